@@ -1,0 +1,5 @@
+"""``python -m distembed``, which is what ``torch.distributed.run`` starts."""
+
+from distembed.cli import main
+
+main()

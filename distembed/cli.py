@@ -1,0 +1,334 @@
+"""The ``distembed`` command.
+
+Exit codes: 0 done, 1 failed or interrupted, 2 wrong input. What a user can mend is said in a sentence, without a
+traceback. Heavy imports happen within the commands, so that ``--help`` is fast and ``doctor`` works on a broken install.
+"""
+
+import errno
+import json
+import os
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+
+from distembed.errors import RunError, UserError
+
+if TYPE_CHECKING:
+    from distembed.config import Config
+    from distembed.training.processes import Processes
+
+app = typer.Typer(
+    name="distembed",
+    help="Train click-through models with compressed, sharded embedding tables.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+prepare_app = typer.Typer(no_args_is_help=True, help="Turn raw files into a dataset. Example: `distembed prepare criteo`.")
+app.add_typer(prepare_app, name="prepare")
+
+console = Console()
+errors = Console(stderr=True)
+
+ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file.")]
+OverridesArgument = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace the file's: `train.epochs=2`.")
+]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run that `distembed train` made.")]
+DataOption = Annotated[str | None, typer.Option("--data", help="Another dataset than the one the run was trained on.")]
+
+
+@prepare_app.command(
+    "criteo",
+    epilog="Example: `distembed prepare criteo day_0.gz day_1.gz --output criteo --split days`",
+)
+def prepare_criteo(
+    inputs: Annotated[list[Path], typer.Argument(metavar="INPUT...", help="TSV files, plain or .gz, or folders of them.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to make; it appears whole or not at all.")],
+    min_count: Annotated[int, typer.Option(min=1, help="Ids seen less often in training are out of vocabulary.")] = 2,
+    hash_size: Annotated[
+        int | None, typer.Option(min=2, help="Hash ids into so many instead of building a vocabulary.")
+    ] = None,
+    hash_seed: Annotated[int, typer.Option(min=0, help="Seed of the hash.")] = 0,
+    split: Annotated[
+        str, typer.Option(help="`days`, or shares of training, validation and test, in time order.")
+    ] = "0.8,0.1,0.1",
+    max_rejected: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of malformed rows that is too many.")] = 0.01,
+    memory_limit: Annotated[str, typer.Option(help="Memory to stay within, such as 2GB.")] = "2GB",
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads; the number of cores unless given.")] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT if it is there.")] = False,
+) -> None:
+    """Turn raw Criteo rows (label, 13 integers, 26 hex ids, tab-separated) into a Parquet dataset with a manifest."""
+    from distembed.data.criteo import prepare_criteo as prepare
+    from distembed.data.progress import prepare_progress
+
+    with prepare_progress(console) as progress:
+        manifest = prepare(
+            inputs,
+            output,
+            min_count=min_count,
+            hash_size=hash_size,
+            hash_seed=hash_seed,
+            split=split,
+            max_rejected=max_rejected,
+            memory_limit_bytes=parse_bytes("--memory-limit", memory_limit),
+            overwrite=overwrite,
+            threads=threads,
+            progress=progress,
+        )
+    for name, part in manifest.splits.items():
+        console.print(f"{name}: {part.num_rows:,} rows, label rate {part.label_rate:.4f}", highlight=False)
+    console.print(f"dataset {output}", highlight=False)
+
+
+@app.command(epilog="Example: `distembed synthesize criteo.tsv --rows 1000000 --seed 0`")
+def synthesize(
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="File to write; ending in .gz it is compressed.")],
+    rows: Annotated[int, typer.Option(min=1, help="Number of rows.")] = 200_000,
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same file.")] = 0,
+) -> None:
+    """Make a file in Criteo's format: skewed ids, a planted signal of known Bayes logloss, a time order."""
+    from distembed.data.synthesize import synthesize_criteo
+
+    summary = synthesize_criteo(output, num_rows=rows, seed=seed)
+    console.print(
+        f"{output}: {rows:,} rows; the best possible logloss is {summary.bayes_logloss:.4f}, AUC {summary.bayes_auc:.4f}",
+        highlight=False,
+    )
+
+
+@app.command(epilog="Example: `distembed describe configs/criteo_kaggle.yaml embedding.default.collisions=8 --json`")
+def describe(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Show every embedding table and dense layer of a config, with parameters and bytes, without making them."""
+    from distembed.config import load_config
+    from distembed.describe import describe as describe_config
+    from distembed.describe import print_description
+
+    description = describe_config(load_config(config, overrides or []))
+    if as_json:
+        print(json.dumps(description, indent=2))
+    else:
+        print_description(description, console)
+
+
+@app.command(
+    epilog="Example: `distembed train configs/criteo_kaggle.yaml data.path=criteo train.epochs=1 --run-dir runs/first`; "
+    "on two processes: `python -m torch.distributed.run --nproc-per-node 2 -m distembed train ...`"
+)
+def train(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    run_dir: Annotated[
+        Path | None, typer.Option("--run-dir", help="Folder for config, metrics and checkpoints; runs/NAME-TIME unless given.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of --run-dir.")] = False,
+) -> None:
+    """Train a model, evaluate it on the test split, and keep all that is needed to repeat it."""
+    from distembed.config import load_config
+    from distembed.training.processes import process_group
+    from distembed.training.tracking import require_new_or_resume
+    from distembed.training.trainer import describe_metrics, run_training
+
+    loaded = load_config(config, overrides or [])
+    if resume and run_dir is None:
+        raise UserError("--resume needs --run-dir, the folder of the run to go on with.")
+    with process_group(loaded.train.device) as processes:
+        folder = _agree_on_run_dir(run_dir or _default_run_dir(config), processes)
+        if processes.is_first:
+            require_new_or_resume(folder, resume)
+            _require_same_config(folder, loaded, resume)
+        evaluation = run_training(_settings(loaded), folder, processes, resume, console)
+        if processes.is_first and evaluation is not None:
+            console.print(describe_metrics(evaluation), highlight=False)
+        if processes.is_first:
+            console.print(f"run {folder}", highlight=False)
+
+
+@app.command(epilog="Example: `distembed evaluate runs/first --split validation`")
+def evaluate(
+    run: RunArgument,
+    split: Annotated[str, typer.Option(help="Split to evaluate on.")] = "test",
+    data: DataOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a line.")] = False,
+) -> None:
+    """Evaluate a run's newest checkpoint: logloss, AUC, normalised entropy, calibration, accuracy."""
+    import dataclasses
+
+    from distembed.training.evaluation import score_split
+    from distembed.training.files import finite
+    from distembed.training.inference import load_trainee
+    from distembed.training.processes import process_group
+    from distembed.training.trainer import describe_metrics
+
+    loaded = _config_of_run(run)
+    dataset = data or loaded.data.require_path()
+    with process_group(loaded.train.device) as processes:
+        trainee = load_trainee(run, dataset, loaded.model, loaded.embedding, loaded.train, processes)
+        metrics = {"split": split, **dataclasses.asdict(score_split(trainee, dataset, split, processes).metrics())}
+        if processes.is_first:
+            print(json.dumps(finite(metrics), indent=2) if as_json else describe_metrics(metrics))
+
+
+@app.command(epilog="Example: `distembed predict runs/first --split test --output predictions.parquet`")
+def predict(
+    run: RunArgument,
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write: .parquet or .csv.")],
+    split: Annotated[str, typer.Option(help="Split to predict.")] = "test",
+    data: DataOption = None,
+) -> None:
+    """Write the click probability of every row of a split, in its order."""
+    from distembed.training.inference import load_trainee, predict_split
+    from distembed.training.processes import process_group
+
+    loaded = _config_of_run(run)
+    dataset = data or loaded.data.require_path()
+    with process_group(loaded.train.device) as processes:
+        trainee = load_trainee(run, dataset, loaded.model, loaded.embedding, loaded.train, processes)
+        num_rows = predict_split(trainee, dataset, split, output, processes)
+        if processes.is_first:
+            console.print(f"{output}: {num_rows:,} predictions", highlight=False)
+
+
+@app.command(epilog="Example: `distembed report runs/full runs/quotient_remainder --output report.html`")
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs to show and compare.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="HTML file to write.")] = Path("report.html"),
+) -> None:
+    """Write one self-contained HTML file with plots and a comparison of runs."""
+    from distembed.training.report import print_comparison, write_report
+
+    print_comparison(write_report(runs, output), console)
+    console.print(f"report {output}", highlight=False)
+
+
+@app.command(epilog="Example: `distembed doctor`")
+def doctor() -> None:
+    """Check versions, devices and the pinned trio, and show the command that mends what does not work."""
+    from distembed.doctor import run_doctor
+
+    raise typer.Exit(run_doctor(console))
+
+
+def parse_bytes(field: str, text: str) -> int:
+    """``2GB`` -> 2,000,000,000; ``2GiB`` -> 2^31; a plain number is bytes."""
+    units = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+    units |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+    number = text.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
+    unit = text.strip()[len(number) :].lower()
+    try:
+        count = int(float(number) * units[unit])
+    except (ValueError, KeyError, OverflowError):
+        raise UserError(f"{field} is {text!r}; give a size such as 500MB, 2GB or 2GiB.") from None
+    if count <= 0:
+        raise UserError(f"{field} is {text!r}; it must be above 0.")
+    return count
+
+
+def _settings(config: "Config") -> Any:
+    from distembed.describe import describe as describe_config
+    from distembed.training.trainer import RunSettings
+
+    description = describe_config(config)
+    schemes = [table["scheme"] for table in description["tables"]]
+    return RunSettings(
+        dataset=config.data.require_path(),
+        splits=(config.data.train, config.data.validation, config.data.test),
+        model=config.model,
+        embedding=config.embedding,
+        train=config.train,
+        config_yaml=config.to_yaml(),
+        info={
+            "seed": config.train.seed,
+            "batch_size": config.train.batch_size,
+            "schemes": {scheme: schemes.count(scheme) for scheme in dict.fromkeys(schemes)},
+            **{key: description[key] for key in ("parameters", "embedding_parameters", "embedding_bytes")},
+        },
+    )
+
+
+def _default_run_dir(config: Path) -> Path:
+    return Path("runs") / f"{config.stem}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+
+
+def _agree_on_run_dir(path: Path, processes: "Processes") -> Path:
+    """Rank 0's folder on every rank: the clock that names it may differ."""
+    import torch.distributed as dist
+
+    agreed = [str(path.absolute())]
+    dist.broadcast_object_list(agreed, src=0, device=processes.device)
+    return Path(agreed[0])
+
+
+def _require_same_config(folder: Path, config: "Config", resume: bool) -> None:
+    if not resume or not (folder / "config.yaml").exists():
+        return
+    before, now = _flat(_config_of_run(folder)), _flat(config)
+    differences = [f"{key}: {before.get(key)!r} before, {now.get(key)!r} now" for key in before | now]
+    differences = [line for line, key in zip(differences, before | now, strict=True) if before.get(key) != now.get(key)]
+    if differences:
+        listed = "\n  ".join(differences)
+        raise UserError(f"--resume: the config differs from the one that {folder} was started with:\n  {listed}")
+
+
+def _flat(config: "Config") -> dict[str, Any]:
+    """Every setting by its dotted path."""
+    import dataclasses
+
+    def walk(prefix: str, value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict) or not value:
+            return {prefix: value}
+        return {path: leaf for key, inner in value.items() for path, leaf in walk(f"{prefix}.{key}", inner).items()}
+
+    flat = walk("", dataclasses.asdict(config))
+    return {path.removeprefix("."): value for path, value in flat.items()}
+
+
+def _config_of_run(run: Path) -> "Config":
+    from distembed.config import load_config
+
+    path = run / "config.yaml"
+    if not path.is_file():
+        raise UserError(f"{run} is no run: it has no config.yaml. Give a folder that `distembed train` made.")
+    return load_config(path)
+
+
+def main() -> NoReturn:
+    """Runs the command and ends the process with its exit code."""
+    try:
+        app(standalone_mode=True)
+    except UserError as error:
+        _end(2, f"[bold red]error:[/] {_escape(error)}")
+    except RunError as error:
+        _end(1, f"[bold red]failed:[/] {_escape(error)}")
+    except KeyboardInterrupt:
+        _end(1, "[bold yellow]interrupted[/]")
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT, errno.EPIPE):
+            raise
+        _end(1, f"[bold red]failed:[/] {_escape(error)}")
+    sys.exit(0)
+
+
+def _escape(error: BaseException) -> str:
+    from rich.markup import escape
+
+    return escape(str(error))
+
+
+def _end(code: int, message: str) -> NoReturn:
+    rank = os.environ.get("RANK", "0")
+    errors.print(message if rank == "0" else f"rank {rank}: {message}", highlight=False, soft_wrap=True)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

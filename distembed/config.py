@@ -1,0 +1,168 @@
+"""The config of a run: YAML and overrides, merged, then validated once, with every mistake in one error.
+
+A file has the top keys ``data``, ``model``, ``embedding`` and ``train``; each is a frozen dataclass beside the code that it
+configures. ``dotted.key=value`` overrides are parsed as YAML. What is dumped reads back exactly.
+"""
+
+import dataclasses
+import json
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import field
+from pathlib import Path
+from typing import Any
+
+import pydantic.dataclasses
+import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from distembed.data.config import DataConfig
+from distembed.embedding.config import EmbeddingConfig
+from distembed.errors import UserError
+from distembed.models.config import MODELS, DLRMConfig, ModelConfig
+from distembed.names import nearest
+from distembed.training.config import TrainConfig
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
+class Config:
+    """Everything that a run depends on."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=DLRMConfig)
+    embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    def to_yaml(self) -> str:
+        """YAML that :func:`load_config` reads back to an equal config."""
+        return yaml.safe_dump(dataclasses.asdict(self), sort_keys=False)
+
+
+_ADAPTER = TypeAdapter(Config)
+
+
+def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
+    """Reads a YAML file, applies ``dotted.key=value`` overrides and validates the result.
+
+    Raises:
+        UserError: with the full path of every mistake, and the nearest valid name of each unknown key.
+    """
+    values = _read_yaml(path) if path is not None else {}
+    for override in overrides:
+        _apply(values, override)
+    return validate(values, str(path) if path is not None else "the overrides")
+
+
+def validate(values: Mapping[str, Any], source: str) -> Config:
+    """The config of nested plain values; ``source`` names them in the error."""
+    if isinstance(values.get("model"), dict):
+        values = {**values, "model": {"name": "dlrm", **values["model"]}}
+    try:
+        # strictness lets a section be given as a mapping only where the input is JSON
+        return _ADAPTER.validate_json(json.dumps(values, default=str))
+    except ValidationError as error:
+        mistakes = [_describe(dict(mistake)) for mistake in error.errors(include_url=False)]
+        count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
+        listed = "\n".join(f"  {mistake}" for mistake in mistakes)
+        raise UserError(f"{count} in {source}:\n{listed}") from None
+
+
+def _describe(mistake: dict[str, Any]) -> str:
+    # pydantic names the chosen model's class within the path: the user wrote no such key
+    path = [str(part) for part in mistake["loc"]]
+    if path[:1] == ["model"] and len(path) > 1 and path[1] in MODELS:
+        model = path.pop(1)
+    else:
+        model = "dlrm"
+    where = ".".join(path)
+    if mistake["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        known = _keys_at(path[:-1], model)
+        guess = nearest(path[-1], known)
+        hint = f"did you mean {'.'.join([*path[:-1], guess])}?" if guess else f"known here: {', '.join(known)}"
+        return f"{where}: unknown key; {hint}"
+    if mistake["type"] == "union_tag_invalid":
+        return f"{where}.name: {mistake['input'].get('name')!r} is not a model; known: {', '.join(MODELS)}"
+    message = str(mistake.get("ctx", {}).get("error") or mistake["msg"])
+    if mistake["type"] == "value_error":
+        return where + message.removeprefix(path[-1])
+    return f"{where}: {message}; got {mistake['input']!r} ({type(mistake['input']).__name__})"
+
+
+def _keys_at(path: Sequence[str], model: str) -> list[str]:
+    """Keys that are valid within the section at ``path``."""
+    kind: Any = Config
+    for part in path:
+        if not dataclasses.is_dataclass(kind):
+            kind = typing.get_args(kind)[-1] if typing.get_origin(kind) is dict else None
+            continue
+        kind = MODELS[model] if part == "model" else _section(typing.get_type_hints(kind).get(part))
+    return [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
+
+
+def _section(kind: Any) -> Any:
+    if isinstance(kind, types.UnionType):
+        return next(arg for arg in typing.get_args(kind) if arg is not type(None))
+    return kind
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    path = key.split(".")
+    if not separator or not all(path):
+        raise UserError(f"override {override!r} is not of the form dotted.key=value, such as train.batch_size=2048.")
+    section = values
+    for depth, part in enumerate(path[:-1], start=1):
+        inner = section.setdefault(part, {})
+        if inner is None:
+            inner = section[part] = {}
+        if not isinstance(inner, dict):
+            raise UserError(
+                f"override {override!r}: {'.'.join(path[:depth])} is {inner!r} in the config, which has no keys."
+            )
+        section = inner
+    section[path[-1]] = _parse_yaml(text, f"override {override!r}")
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"the config {path} cannot be read: {error}") from error
+    values = _parse_yaml(text, str(path))
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise UserError(f"the config {path} holds a {type(values).__name__}; it must hold keys such as `train:`.")
+    return values
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people mean it: ``1e-3`` is a number, and a key given twice is a mistake."""
+
+
+# YAML 1.1 takes 1e-3 for a string, since it wants a dot
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def _mapping_without_repeats(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen = set()
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node)  # type: ignore[no-untyped-call]
+        if key in seen:
+            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", key_node.start_mark)
+        seen.add(key)
+    return loader.construct_mapping(node, deep=True)
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping_without_repeats)
+
+
+def _parse_yaml(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a subclass of the safe loader
+    except yaml.YAMLError as error:
+        raise UserError(f"{source} is not YAML: {error}") from error

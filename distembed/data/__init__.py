@@ -1,0 +1,22 @@
+"""Data: raw files to Parquet datasets, and Parquet datasets to batches.
+
+Raw to dataset (no torch needed):
+
+- ``criteo.py`` prepares Criteo rows; ``raw.py`` cuts files into blocks of whole lines, ``parse.py`` turns blocks into
+  columns, ``vocabulary.py`` gives the ids, ``write.py`` writes the Parquet files, ``staging.py`` makes all of it
+  appear at once.
+- ``synthesize.py`` makes a Criteo-format file with a planted signal.
+
+Dataset to batches:
+
+- ``schema.py`` says what the columns are, ``manifest.py`` what a dataset folder holds.
+- ``order.py`` decides which row comes when, ``decode.py`` reads row groups, ``prefetch.py`` runs ahead, and
+  ``reader.py`` puts them together into the ``Batch`` of ``batch.py``.
+
+What needs torch (``batch``, ``reader``) is imported from its module, so that preparing data starts at once.
+"""
+
+from distembed.data.manifest import Manifest, create_manifest
+from distembed.data.schema import SCHEMAS, CategoricalFeature, Schema
+
+__all__ = ["SCHEMAS", "CategoricalFeature", "Manifest", "Schema", "create_manifest"]

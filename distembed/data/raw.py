@@ -1,0 +1,148 @@
+"""Raw text files, plain or gzip, as blocks of whole lines.
+
+A block ends at a line's end and never spans two files, so blocks can be parsed independently of each other. The checksum
+of a file is taken of the bytes as they are on disk, while they are read: no second pass.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from distembed.errors import UserError
+
+# A line of Criteo's is about 230 bytes. Anything near this is another kind of file.
+MAX_LINE_BYTES = 1 << 20
+
+_READ_BYTES = 1 << 20
+_GZIP_MAGIC = b"\x1f\x8b"
+_GZIP_OR_ZLIB_HEADER = 16 + zlib.MAX_WBITS
+_TEXT_SUFFIXES = {"", ".tsv", ".txt", ".gz"}
+
+
+def list_sources(inputs: Sequence[str | os.PathLike[str]]) -> list[Path]:
+    """The files to read: folders become their text files, in natural order (``day_2`` before ``day_10``).
+
+    Hidden files are left out, and in folders so is every file that ends in something else than .tsv, .txt, .gz or nothing.
+
+    Raises:
+        UserError: nothing was named, a path does not exist, a folder has no such file, or a file is named twice.
+    """
+    if not inputs:
+        raise UserError("no input was named: give one or more files or folders of tab-separated rows")
+    sources = [source for path in inputs for source in _expand(Path(path))]
+    seen: set[Path] = set()
+    for source in sources:
+        if source.resolve() in seen:
+            raise UserError(f"{source} is named twice: its rows would be counted twice; name it once")
+        seen.add(source.resolve())
+    return sources
+
+
+def _expand(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise UserError(f"{path} does not exist; name files or folders of tab-separated rows")
+    files = [file for file in path.iterdir() if file.is_file() and not file.name.startswith(".")]
+    wanted = [file for file in files if file.suffix.lower() in _TEXT_SUFFIXES]
+    if not wanted:
+        raise UserError(f"the folder {path} has no .tsv, .txt or .gz file; name the files themselves to read others")
+    return sorted(wanted, key=_natural_key)
+
+
+def _natural_key(path: Path) -> list[tuple[int, int, str]]:
+    parts = re.split(r"(\d+)", path.name)
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]
+
+
+def source_names(sources: Sequence[Path]) -> list[str]:
+    """Names relative to the sources' common folder: the same wherever that folder lies."""
+    absolute = [source.absolute() for source in sources]
+    common = os.path.commonpath([source.parent for source in absolute])
+    return [source.relative_to(common).as_posix() for source in absolute]
+
+
+class SourceReader:
+    """Streams one file. ``sha256`` and ``bytes_read`` are of the file's own bytes, complete once the blocks are."""
+
+    def __init__(self, path: Path, block_bytes: int) -> None:
+        """Nothing is opened before the blocks are asked for."""
+        self._path = path
+        self._block_bytes = block_bytes
+        self._hash = hashlib.sha256()
+        self.bytes_read = 0
+
+    @property
+    def sha256(self) -> str:
+        """Checksum of what has been read."""
+        return self._hash.hexdigest()
+
+    def blocks(self) -> Iterator[bytes]:
+        """Whole lines, about ``block_bytes`` at a time; only the last may lack its newline.
+
+        Raises:
+            UserError: a gzip file is cut short or damaged, the file cannot be read, or it has a line that is far too long.
+        """
+        try:
+            with open(self._path, "rb", buffering=0) as file:
+                yield from self._cut(self._content(file))
+        except zlib.error as error:
+            raise UserError(f"{self._path} is a damaged gzip file ({error}); fetch it again") from error
+        except (PermissionError, FileNotFoundError, IsADirectoryError) as error:
+            raise UserError(f"{self._path} cannot be read: {error.strerror}") from error
+
+    def _content(self, file: BinaryIO) -> Iterator[bytes]:
+        first = self._read(file)
+        return self._unzip(file, first) if first.startswith(_GZIP_MAGIC) else self._plain(file, first)
+
+    def _plain(self, file: BinaryIO, piece: bytes) -> Iterator[bytes]:
+        while piece:
+            yield piece
+            piece = self._read(file)
+
+    def _unzip(self, file: BinaryIO, piece: bytes) -> Iterator[bytes]:
+        """A gzip file is one or more members, one after the other, perhaps with zeros at the end."""
+        member = zlib.decompressobj(_GZIP_OR_ZLIB_HEADER)
+        while piece:
+            yield member.decompress(piece, self._block_bytes)
+            while member.unconsumed_tail:
+                yield member.decompress(member.unconsumed_tail, self._block_bytes)
+            piece = member.unused_data or self._read(file)
+            if member.eof:
+                piece = piece.lstrip(b"\0") or self._read(file).lstrip(b"\0")
+                if not piece:
+                    return
+                member = zlib.decompressobj(_GZIP_OR_ZLIB_HEADER)
+        raise UserError(f"{self._path} is a gzip file that ends too early; fetch it again")
+
+    def _cut(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
+        waiting: list[bytes] = []
+        size = 0
+        for piece in pieces:
+            waiting.append(piece)
+            size += len(piece)
+            if size < self._block_bytes:
+                continue
+            end = piece.rfind(b"\n") + 1
+            if end:
+                waiting[-1] = piece[:end]
+                yield b"".join(waiting)
+                waiting, size = [piece[end:]], len(piece) - end
+            elif size > self._block_bytes + MAX_LINE_BYTES:
+                raise UserError(
+                    f"{self._path} has a line of more than {MAX_LINE_BYTES} bytes: it is not a file of Criteo rows"
+                )
+        if size:
+            yield b"".join(waiting)
+
+    def _read(self, file: BinaryIO) -> bytes:
+        piece = file.read(_READ_BYTES)
+        self._hash.update(piece)
+        self.bytes_read += len(piece)
+        return piece

@@ -1,0 +1,131 @@
+"""What the columns of a dataset are: one label, dense numbers and categorical ids.
+
+A :class:`Schema` is what the models, the embedding tables and the reader share. Single-valued features have exactly
+one id a row; multi-hot features have a list of ids a row, which may be empty::
+
+    row   C1 (single)   genres (multi_hot)
+    0     17            [3, 9]
+    1     4             []              an empty or null list: no ids
+
+``SCHEMAS`` names the shapes of public datasets, so that a model can be described without any data at hand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from distembed.errors import UserError
+
+
+@dataclass(frozen=True)
+class CategoricalFeature:
+    """One categorical column.
+
+    Attributes:
+        name: the column's name.
+        num_embeddings: ids lie in ``[0, num_embeddings)``.
+        multi_hot: whether a row holds a list of ids rather than exactly one.
+        mean_ids_per_row: the pooling factor that a planner reckons with; 1 for a single-valued feature.
+    """
+
+    name: str
+    num_embeddings: int
+    multi_hot: bool = False
+    mean_ids_per_row: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse values that no table could be built from."""
+        _check_name("categorical feature", self.name)
+        if not 1 <= self.num_embeddings < 2**63:
+            raise UserError(
+                f"num_embeddings of the categorical feature {self.name!r} is {self.num_embeddings}: "
+                "it must be at least 1 and below 2**63"
+            )
+        if not (math.isfinite(self.mean_ids_per_row) and self.mean_ids_per_row >= 0):
+            raise UserError(f"mean_ids_per_row of {self.name!r} is {self.mean_ids_per_row}: it must be 0 or more")
+        if not self.multi_hot and self.mean_ids_per_row != 1.0:
+            raise UserError(
+                f"mean_ids_per_row of {self.name!r} is {self.mean_ids_per_row}: a feature with multi_hot=False has "
+                "exactly 1 id a row; set multi_hot=True for a list column"
+            )
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The columns that a dataset is trained on: names of the label and of the dense columns, categorical features."""
+
+    label: str
+    dense: tuple[str, ...]
+    categorical: tuple[CategoricalFeature, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse nameless or repeated columns."""
+        names = [self.label, *self.dense, *self.categorical_names]
+        for name in names:
+            _check_name("column", name)
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise UserError(f"the schema names columns more than once: {', '.join(repeated)}; each has one role")
+
+    @property
+    def categorical_names(self) -> tuple[str, ...]:
+        """Names of the categorical features, in order: the keys of every batch's KeyedJaggedTensor."""
+        return tuple(feature.name for feature in self.categorical)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """All column names: label, dense, categorical."""
+        return (self.label, *self.dense, *self.categorical_names)
+
+    def to_json(self) -> dict[str, Any]:
+        """The schema as plain JSON values; :meth:`from_json` reads it back."""
+        return {
+            "label": self.label,
+            "dense": list(self.dense),
+            "categorical": [_feature_to_json(feature) for feature in self.categorical],
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Schema:
+        """Build a schema from what :meth:`to_json` gave; KeyError or TypeError when a part is missing or of no use."""
+        return cls(
+            label=value["label"],
+            dense=tuple(value["dense"]),
+            categorical=tuple(CategoricalFeature(**feature) for feature in value["categorical"]),
+        )
+
+
+def _feature_to_json(feature: CategoricalFeature) -> dict[str, Any]:
+    value: dict[str, Any] = {"name": feature.name, "num_embeddings": feature.num_embeddings}
+    if feature.multi_hot:
+        value |= {"multi_hot": True, "mean_ids_per_row": feature.mean_ids_per_row}
+    return value
+
+
+def _check_name(role: str, name: object) -> None:
+    if not isinstance(name, str) or not name:
+        raise UserError(f"a {role} is named {name!r}: a name is a string of at least one character")
+
+
+CRITEO_DENSE: tuple[str, ...] = tuple(f"I{i}" for i in range(1, 14))
+CRITEO_CATEGORICAL: tuple[str, ...] = tuple(f"C{i}" for i in range(1, 27))
+
+# Distinct ids of each categorical feature in the seven days of the Criteo Kaggle training file, as published.
+CRITEO_KAGGLE_CARDINALITIES: tuple[int, ...] = (
+    *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194),
+    *(27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572),
+)
+
+
+def criteo_schema(num_embeddings: Sequence[int]) -> Schema:
+    """The schema of Criteo rows: label, I1..I13, C1..C26, with these 26 table sizes."""
+    if len(num_embeddings) != len(CRITEO_CATEGORICAL):
+        raise UserError(f"num_embeddings has {len(num_embeddings)} entries: Criteo rows have {len(CRITEO_CATEGORICAL)}")
+    features = zip(CRITEO_CATEGORICAL, num_embeddings, strict=True)
+    return Schema("label", CRITEO_DENSE, tuple(CategoricalFeature(name, size) for name, size in features))
+
+
+SCHEMAS: dict[str, Schema] = {"criteo_kaggle": criteo_schema(CRITEO_KAGGLE_CARDINALITIES)}

@@ -1,0 +1,105 @@
+"""What a config amounts to: every embedding table and dense layer, counted without making any of them."""
+
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from distembed.config import Config
+from distembed.embedding import CompositionalEmbeddingBagConfig, build_tables
+from distembed.models.config import build_model
+
+
+def describe(config: Config) -> dict[str, Any]:
+    """Counts parameters and bytes.
+
+    Returns:
+        ``{"tables": [{"name", "scheme", "composition", "num_embeddings", "rows", "dim", "parameters", "bytes",
+        "compression"}], "dense": [{"name", "shape", "parameters"}], "embedding_parameters", "embedding_bytes",
+        "dense_parameters", "parameters"}``; bytes are of weights, without optimizer state; compression is the full
+        table's parameters over this one's.
+    """
+    schema = config.data.load_schema()
+    tables = [_describe_table(table) for table in build_tables(schema.categorical, config.embedding)]
+    with torch.device("meta"):
+        model = build_model(config.model, nn.Identity(), schema, config.embedding.default.embedding_dim)
+    dense = [
+        {"name": name, "shape": list(parameter.shape), "parameters": parameter.numel()}
+        for name, parameter in model.named_parameters()
+    ]
+    embedding_parameters = sum(table["parameters"] for table in tables)
+    dense_parameters = sum(layer["parameters"] for layer in dense)
+    return {
+        "model": config.model.name,
+        "tables": tables,
+        "dense": dense,
+        "embedding_parameters": embedding_parameters,
+        "embedding_bytes": sum(table["bytes"] for table in tables),
+        "dense_parameters": dense_parameters,
+        "parameters": embedding_parameters + dense_parameters,
+    }
+
+
+def _describe_table(table: CompositionalEmbeddingBagConfig) -> dict[str, Any]:
+    full = table.num_embeddings * table.embedding_dim
+    return {
+        "name": table.name,
+        "scheme": table.scheme.name,
+        "composition": table.combine.name if len(table.scheme.num_rows) > 1 else None,
+        "num_embeddings": table.num_embeddings,
+        "rows": list(table.scheme.num_rows),
+        "dim": table.embedding_dim,
+        "parameters": table.num_parameters,
+        "bytes": table.memory_bytes,
+        "compression": full / table.num_parameters,
+        "complementary": table.scheme.is_complementary(),
+    }
+
+
+def print_description(description: dict[str, Any], console: Console) -> None:
+    """Two tables and the totals."""
+    console.print(_tables_table(description))
+    console.print(_dense_table(description))
+    console.print(
+        f"{description['parameters']:,} parameters: {description['embedding_parameters']:,} in embedding tables "
+        f"({format_bytes(description['embedding_bytes'])} of weights), {description['dense_parameters']:,} dense",
+        highlight=False,
+    )
+
+
+def _tables_table(description: dict[str, Any]) -> Table:
+    table = Table("table", "scheme", "composition", title="embedding tables", title_justify="left")
+    for column in ("ids", "rows", "dim", "parameters", "memory", "compression"):
+        table.add_column(column, justify="right")
+    for row in description["tables"]:
+        table.add_row(
+            row["name"],
+            row["scheme"] + ("" if row["complementary"] else " (ids share rows)"),
+            row["composition"] or "-",
+            f"{row['num_embeddings']:,}",
+            " + ".join(f"{rows:,}" for rows in row["rows"]),
+            str(row["dim"]),
+            f"{row['parameters']:,}",
+            format_bytes(row["bytes"]),
+            f"{row['compression']:.2f}x",
+        )
+    return table
+
+
+def _dense_table(description: dict[str, Any]) -> Table:
+    table = Table("parameter", title=f"dense layers of {description['model']}", title_justify="left")
+    table.add_column("shape", justify="right")
+    table.add_column("parameters", justify="right")
+    for row in description["dense"]:
+        table.add_row(row["name"], " x ".join(map(str, row["shape"])), f"{row['parameters']:,}")
+    return table
+
+
+def format_bytes(count: int) -> str:
+    """``1.50 GiB``, with the largest unit that leaves at least 1."""
+    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.0f} B" if units[0] == "B" else f"{size:.2f} {units[0]}"

@@ -1,0 +1,14 @@
+"""The two kinds of failure that a user sees, and the exit code that the command line gives each.
+
+Raise :class:`UserError` for what the user can mend by changing the input (exit code 2) and :class:`RunError`
+for what went wrong while doing what was rightly asked for (exit code 1). Both messages name the field, the value
+received, what is allowed and the remedy; the command line prints them without a traceback.
+"""
+
+
+class UserError(ValueError):
+    """Wrong input: a setting, a file or an argument that cannot be accepted as it is."""
+
+
+class RunError(RuntimeError):
+    """A run that was asked for rightly and could not be carried out, such as a loss that is not finite."""

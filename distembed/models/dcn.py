@@ -1,0 +1,61 @@
+"""Deep & Cross Network (Wang et al., ADKDD 2017), in the size of Shi et al., KDD 2020, section 5.
+
+Dense features and all embeddings, side by side, go through a deep network and beside it through cross layers
+``x_{l+1} = x_0 (w_l . x_l) + b_l + x_l``; one linear layer makes a logit of both.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from distembed.models.embedded import stack_features
+from distembed.models.mlp import MLP, make_linear
+
+
+class CrossLayers(nn.Module):
+    """``x_{l+1} = x_0 (w_l . x_l) + b_l + x_l`` (Wang et al. 2017, equation 3)."""
+
+    def __init__(self, in_features: int, num_layers: int) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(num_layers, in_features) * in_features**-0.5)
+        self.biases = nn.Parameter(torch.zeros(num_layers, in_features))
+
+    def forward(self, inputs: Float[Tensor, "batch in"]) -> Float[Tensor, "batch in"]:
+        """Applies every layer."""
+        crossed = inputs
+        for weight, bias in zip(self.weights, self.biases, strict=True):
+            crossed = torch.addcmul(crossed + bias, inputs, (crossed @ weight.to(crossed.dtype)).unsqueeze(1))
+        return crossed
+
+
+class DCN(nn.Module):
+    """Dense [B, I] and ids -> logits [B]; arguments as those of :class:`distembed.models.DLRM`."""
+
+    def __init__(
+        self,
+        embeddings: nn.Module,
+        feature_names: Sequence[str],
+        embedding_dim: int,
+        num_dense: int,
+        deep: Sequence[int] = (512, 256, 64),
+        num_cross_layers: int = 6,
+    ) -> None:
+        super().__init__()
+        self.feature_names = list(feature_names)
+        self.embedding_dim = embedding_dim
+        self.embeddings = embeddings
+        in_features = num_dense + len(self.feature_names) * embedding_dim
+        self.deep = MLP(in_features, deep)
+        self.cross = CrossLayers(in_features, num_cross_layers)
+        self.output = make_linear(deep[-1] + in_features, 1)
+
+    def forward(
+        self, dense_features: Float[Tensor, "batch dense"], sparse_features: KeyedJaggedTensor
+    ) -> Float[Tensor, " batch"]:
+        """Logits of a click."""
+        vectors = stack_features(self.embeddings(sparse_features), self.feature_names, self.embedding_dim)
+        inputs = torch.cat([dense_features, vectors.flatten(1).to(dense_features.dtype)], dim=1)
+        return self.output(torch.cat([self.deep(inputs), self.cross(inputs)], dim=1)).squeeze(1)

@@ -1,0 +1,33 @@
+"""Naive: the full table, one row an id (Shi et al., KDD 2020, section 3.1, example 1).
+
+Trade-off: no compression, and every id is trained on its own occurrences alone.
+"""
+
+from collections.abc import Sequence
+
+from jaxtyping import Int64
+from torch import Tensor
+
+from distembed.partitions.base import Partition
+
+
+class Naive(Partition):
+    """``p(x) = x``: n rows for n ids."""
+
+    name = "naive"
+
+    def __init__(self, num_embeddings: int) -> None:
+        super().__init__(num_embeddings)
+        self.num_rows = (self.num_embeddings,)
+
+    def rows(self, ids: Int64[Tensor, "*shape"]) -> Int64[Tensor, "k *shape"]:
+        return ids.unsqueeze(0)
+
+    def is_complementary(self) -> bool:
+        return True
+
+    @classmethod
+    def rows_of_tables(
+        cls, partitions: Sequence[Partition], ids: Int64[Tensor, "tables batch"]
+    ) -> Int64[Tensor, "k tables batch"]:
+        return ids.unsqueeze(0)

@@ -1,0 +1,69 @@
+"""Quotient-remainder: two complementary partitions (Shi et al., KDD 2020, section 2, algorithm 2).
+
+An id is split as ``x = q * m + r``; ``r`` picks a row of a table with m rows and ``q`` a row of a table with c rows.
+Trade-off: m + c rows in place of n, least near ``m = c = sqrt(n)``; every id keeps an embedding of its own, at the price
+of a second lookup and of ids that share half of their parameters.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from distembed.errors import UserError
+from distembed.partitions.base import Partition, require_positive
+from distembed.partitions.remainder import rows_for_collisions
+
+
+class QuotientRemainder(Partition):
+    r"""``p_1(x) = x mod m``, ``p_2(x) = x \ m``.
+
+    Args:
+        num_embeddings: number of ids, n.
+        collisions: c of the paper's experiments: ``m = ceil(n / c)`` remainder rows and c quotient rows.
+        num_buckets: m itself: m remainder rows and ``ceil(n / m)`` quotient rows.
+
+    With neither, ``m = ceil(sqrt(n))``, which needs the fewest rows.
+    """
+
+    name = "quotient_remainder"
+
+    def __init__(self, num_embeddings: int, collisions: int | None = None, num_buckets: int | None = None) -> None:
+        super().__init__(num_embeddings)
+        if collisions is not None and num_buckets is not None:
+            raise UserError(
+                f"quotient_remainder was given collisions={collisions} and num_buckets={num_buckets}; "
+                "give one of the two."
+            )
+        n = self.num_embeddings
+        if collisions is not None:
+            quotients = require_positive("collisions", collisions, "1 keeps every id.")
+            self.modulus = rows_for_collisions(n, quotients)
+        else:
+            balanced = math.isqrt(n - 1) + 1
+            self.modulus = require_positive(
+                "num_buckets", balanced if num_buckets is None else num_buckets, "It is the number of remainder rows."
+            )
+            quotients = rows_for_collisions(n, self.modulus)
+        self.num_rows = (self.modulus, quotients)
+
+    def rows(self, ids: Int64[Tensor, "*shape"]) -> Int64[Tensor, "k *shape"]:
+        return _split(ids, torch.tensor(self.modulus, device=ids.device))
+
+    def is_complementary(self) -> bool:
+        # (r, q) -> q * m + r is one to one on q < ceil(n/m), and num_rows[1] is never below ceil(n/m)
+        return self.modulus * self.num_rows[1] >= self.num_embeddings
+
+    @classmethod
+    def rows_of_tables(
+        cls, partitions: Sequence[Partition], ids: Int64[Tensor, "tables batch"]
+    ) -> Int64[Tensor, "k tables batch"]:
+        return _split(ids, torch.tensor([p.num_rows[0] for p in partitions], device=ids.device).unsqueeze(1))
+
+
+def _split(ids: Tensor, modulus: Tensor) -> Tensor:
+    # one division, then a multiplication: an int64 division costs as much as all else here together
+    quotient = torch.div(ids, modulus, rounding_mode="floor")
+    return torch.stack([ids - quotient * modulus, quotient])

@@ -1,0 +1,50 @@
+"""Remainder: the hashing trick (Weinberger et al., ICML 2009; Shi et al., KDD 2020, algorithm 1).
+
+Trade-off: the smallest and the fastest table, but not complementary: about c ids share each row and cannot be told
+apart, however long the training.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from distembed.errors import UserError
+from distembed.partitions.base import Partition, require_positive
+
+
+def rows_for_collisions(num_embeddings: int, collisions: int) -> int:
+    """``m = ceil(n / c)``: the rows with which at most c ids share one."""
+    return -(-num_embeddings // collisions)
+
+
+class Remainder(Partition):
+    """``p(x) = x mod m`` with ``m = ceil(n / collisions)`` rows (4 collisions unless told), or ``num_buckets`` rows."""
+
+    name = "remainder"
+
+    def __init__(self, num_embeddings: int, collisions: int | None = None, num_buckets: int | None = None) -> None:
+        super().__init__(num_embeddings)
+        if collisions is not None and num_buckets is not None:
+            raise UserError(
+                f"remainder was given collisions={collisions} and num_buckets={num_buckets}; give one of the two."
+            )
+        if num_buckets is None:
+            collisions = require_positive("collisions", 4 if collisions is None else collisions, "1 keeps every id.")
+            num_buckets = rows_for_collisions(self.num_embeddings, collisions)
+        self.modulus = require_positive("num_buckets", num_buckets, "It is the number of rows.")
+        self.num_rows = (self.modulus,)
+
+    def rows(self, ids: Int64[Tensor, "*shape"]) -> Int64[Tensor, "k *shape"]:
+        return (ids % self.modulus).unsqueeze(0)
+
+    def is_complementary(self) -> bool:
+        return self.modulus >= self.num_embeddings
+
+    @classmethod
+    def rows_of_tables(
+        cls, partitions: Sequence[Partition], ids: Int64[Tensor, "tables batch"]
+    ) -> Int64[Tensor, "k tables batch"]:
+        moduli = torch.tensor([p.num_rows[0] for p in partitions], device=ids.device)
+        return (ids % moduli.unsqueeze(1)).unsqueeze(0)

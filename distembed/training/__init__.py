@@ -1,0 +1,1 @@
+"""Training: the step, metrics, checkpoints, the run folder, and reports on it."""

@@ -1,0 +1,94 @@
+"""From a config to a model that is ready to step."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+
+from distembed.data.schema import Schema
+from distembed.embedding import CompositionalEmbeddingBagCollection, EmbeddingConfig, build_tables
+from distembed.models.config import DCNConfig, DLRMConfig, build_model
+from distembed.planning import make_plan
+from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
+from distembed.training.config import TrainConfig
+from distembed.training.optimizers import Optimizers, fuse_sparse_optimizer
+from distembed.training.processes import Processes
+from distembed.training.task import ClickTask, StepPipeline
+
+
+@dataclass
+class Trainee:
+    """A sharded model, its optimizers and the pipeline that steps them."""
+
+    model: DistributedModelParallel
+    optimizers: Optimizers
+    pipeline: StepPipeline
+    plan: ShardingPlan
+    bf16: bool
+
+
+def build_unsharded(
+    model: DLRMConfig | DCNConfig, embedding: EmbeddingConfig, schema: Schema, seed: int = 0
+) -> nn.Module:
+    """The model with its tables on the meta device, which takes no memory for them."""
+    tables = build_tables(schema.categorical, embedding, seed)
+    collection = CompositionalEmbeddingBagCollection(tables, device="meta")
+    return build_model(model, collection, schema, embedding.default.embedding_dim)
+
+
+def build_trainee(
+    model_config: DLRMConfig | DCNConfig,
+    embedding_config: EmbeddingConfig,
+    train: TrainConfig,
+    schema: Schema,
+    processes: Processes,
+    num_steps: int,
+) -> Trainee:
+    """Builds, plans and shards; the weights depend on the seed alone. All ranks call it."""
+    torch.manual_seed(train.seed)
+    unsharded = build_unsharded(model_config, embedding_config, schema, train.seed)
+    _move_dense(unsharded, processes.device)
+    fuse_sparse_optimizer(unsharded.embeddings.parameters(), train.sparse_optimizer, processes.device)
+    bf16 = use_bf16(train.precision, processes.device)
+    task = ClickTask(unsharded, processes.world_size, processes.device, bf16)
+    sharders = [CompositionalEmbeddingBagCollectionSharder()]
+    plan = make_plan(
+        task,
+        sharders,
+        device=processes.device,
+        world_size=processes.world_size,
+        local_world_size=processes.local_world_size,
+        batch_size=math.ceil(train.batch_size / processes.world_size),
+    )
+    model = DistributedModelParallel(
+        task,
+        env=ShardingEnv.from_process_group(torch.distributed.group.WORLD),
+        device=processes.device,
+        plan=plan,
+        sharders=sharders,
+        # one rank has nothing to average: without DistributedDataParallel its small steps are faster
+        init_data_parallel=processes.world_size > 1,
+    )
+    optimizers = Optimizers(model, train.dense_optimizer, train.sparse_optimizer, train.schedule, num_steps)
+    return Trainee(model, optimizers, StepPipeline(model, optimizers.combined, processes), plan, bf16)
+
+
+def use_bf16(precision: str, device: torch.device) -> bool:
+    """Whether the networks compute in bf16; ``auto`` says yes where the processor does so natively."""
+    if precision != "auto":
+        return precision == "bf16"
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("bf16"))
+
+
+def _move_dense(model: nn.Module, device: torch.device) -> None:
+    for name, child in model.named_children():
+        if name != "embeddings":
+            child.to(device)
+    for name, buffer in model.named_buffers(recurse=False):
+        setattr(model, name, buffer.to(device))

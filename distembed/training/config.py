@@ -1,0 +1,91 @@
+"""The ``train`` section of a config."""
+
+from dataclasses import field
+from typing import Annotated, Literal
+
+import pydantic.dataclasses
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt
+
+_STRICT = ConfigDict(extra="forbid", strict=True)
+PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeNumber = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
+class DenseOptimizerConfig:
+    """Optimizer of everything but the embedding tables.
+
+    Attributes:
+        name: ``adagrad``, ``adam``, ``adamw``, ``amsgrad`` or ``sgd``.
+        learning_rate: at the end of the warm-up.
+        weight_decay: decoupled for ``adamw``, an L2 penalty for the others.
+    """
+
+    name: Literal["adagrad", "adam", "adamw", "amsgrad", "sgd"] = "adagrad"
+    learning_rate: PositiveNumber = 0.02
+    weight_decay: NonNegativeNumber = 0.0
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
+class SparseOptimizerConfig:
+    """Optimizer of the embedding tables, fused by FBGEMM into the backward pass.
+
+    Attributes:
+        name: ``row_wise_adagrad`` (one accumulator a row), ``adagrad``, ``sgd``; ``adam`` on CUDA only.
+        learning_rate: at the end of the warm-up.
+        eps: added to the root of the accumulator.
+    """
+
+    name: Literal["row_wise_adagrad", "adagrad", "sgd", "adam"] = "row_wise_adagrad"
+    learning_rate: PositiveNumber = 0.02
+    eps: PositiveNumber = 1e-8
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
+class ScheduleConfig:
+    """Learning rate over the steps, as a factor on both optimizers' rates.
+
+    Attributes:
+        warmup_steps: the factor grows linearly from ``1 / warmup_steps`` to 1.
+        decay: ``none``, ``linear`` or ``cosine``, from the end of the warm-up to the last step.
+        final_factor: what the decay ends at.
+    """
+
+    warmup_steps: NonNegativeInt = 0
+    decay: Literal["none", "linear", "cosine"] = "none"
+    final_factor: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
+class TrainConfig:
+    """How to train.
+
+    Attributes:
+        batch_size: rows of a step over all ranks together.
+        epochs: times that each training row is read.
+        max_steps: stop after so many steps, even within an epoch; null for no limit.
+        seed: of the weights, the order of rows and all else that is random.
+        dense_optimizer: of the networks.
+        sparse_optimizer: of the embedding tables.
+        schedule: of the learning rates.
+        precision: of the networks: ``bf16`` autocast, ``fp32``, or ``auto`` for bf16 where the processor computes in it.
+        device: ``cpu``, ``cuda``, or ``auto`` for CUDA where there is a device.
+        log_every: steps between two lines of metrics.
+        evaluate_every: steps between two evaluations on the validation split; 0 for the end of each epoch only.
+        checkpoint_every: steps between two checkpoints; 0 for the end of each epoch only.
+        keep_checkpoints: how many of the newest checkpoints are kept.
+    """
+
+    batch_size: PositiveInt = 128
+    epochs: PositiveInt = 1
+    max_steps: PositiveInt | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    dense_optimizer: DenseOptimizerConfig = field(default_factory=DenseOptimizerConfig)
+    sparse_optimizer: SparseOptimizerConfig = field(default_factory=SparseOptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    log_every: PositiveInt = 100
+    evaluate_every: NonNegativeInt = 0
+    checkpoint_every: NonNegativeInt = 0
+    keep_checkpoints: PositiveInt = 2

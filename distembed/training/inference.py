@@ -1,0 +1,97 @@
+"""A trained run, read back: evaluated on a split, or used to predict one."""
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+from torch import Tensor
+
+from distembed.data.manifest import Manifest
+from distembed.embedding import EmbeddingConfig
+from distembed.errors import RunError, UserError
+from distembed.models.config import DCNConfig, DLRMConfig
+from distembed.training.build import Trainee, build_trainee
+from distembed.training.checkpoint import latest_checkpoint, load_checkpoint
+from distembed.training.config import TrainConfig
+from distembed.training.evaluation import gather_rows, score_batches
+from distembed.training.metrics import sigmoid
+from distembed.training.processes import Processes
+
+PREDICTION_FORMATS = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWriter}
+"""Writer class by the output file's suffix."""
+
+_COLUMNS = pa.schema([("prediction", pa.float32()), ("label", pa.float32())])
+
+
+def load_trainee(
+    run_dir: Path,
+    dataset: str,
+    model: DLRMConfig | DCNConfig,
+    embedding: EmbeddingConfig,
+    train: TrainConfig,
+    processes: Processes,
+) -> Trainee:
+    """The model of a run's newest checkpoint, shaped for the given dataset; all ranks call it.
+
+    Raises:
+        UserError: where the run has no checkpoint, or the dataset has other tables than the run was trained on.
+    """
+    checkpoint = latest_checkpoint(run_dir / "checkpoints")
+    if checkpoint is None:
+        raise UserError(f"{run_dir} has no checkpoint; give the folder of a run that `distembed train` made.")
+    trainee = build_trainee(model, embedding, train, Manifest.load(dataset).schema, processes, num_steps=1)
+    load_checkpoint(checkpoint, trainee.model)
+    return trainee
+
+
+def predict_split(trainee: Trainee, dataset: str, split: str, output: Path, processes: Processes) -> int:
+    """Writes a row a sample, in the split's order: probability of a click, and the label; all ranks call it.
+
+    Returns:
+        The number of rows, on rank 0.
+
+    Raises:
+        UserError: for a file suffix other than ``.parquet`` and ``.csv``.
+        RunError: where the file cannot be written.
+    """
+    if output.suffix not in PREDICTION_FORMATS:
+        raise UserError(f"--output {output} ends in {output.suffix!r}; known: {', '.join(PREDICTION_FORMATS)}.")
+    if not processes.is_first:
+        for logits, labels in score_batches(trainee, dataset, split, processes):
+            _gather(logits, labels, processes)
+        return 0
+    try:
+        return _write(trainee, dataset, split, output, processes)
+    except OSError as error:
+        raise RunError(f"{output} could not be written: {error}") from error
+
+
+def _write(trainee: Trainee, dataset: str, split: str, output: Path, processes: Processes) -> int:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}-")
+    os.close(descriptor)
+    num_rows = 0
+    try:
+        with PREDICTION_FORMATS[output.suffix](temporary, _COLUMNS) as writer:
+            for logits, labels in score_batches(trainee, dataset, split, processes):
+                columns = _gather(logits, labels, processes)
+                num_rows += len(columns["label"])
+                writer.write_table(pa.table(dict(columns), schema=_COLUMNS))
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, output)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    return num_rows
+
+
+def _gather(logits: Tensor, labels: Tensor, processes: Processes) -> Mapping[str, Any]:
+    # ranks hold neighbouring slices of a batch, so rank after rank is the file's order
+    logits_of_all, labels_of_all = gather_rows(logits, processes), gather_rows(labels, processes)
+    return {"prediction": sigmoid(logits_of_all).astype(np.float32), "label": labels_of_all}

@@ -1,0 +1,44 @@
+"""Ctrl-C and SIGTERM as a request to stop after a step, agreed on by all ranks."""
+
+import signal
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from distembed.training.processes import Processes
+
+_STEPS_BETWEEN_AGREEMENTS = 10
+
+
+class Interruption:
+    """Catches the first SIGINT or SIGTERM within its block; a second one ends the process at once."""
+
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
+        self._received: int | None = None
+        self._previous: dict[int, object] = {}
+
+    def __enter__(self) -> "Interruption":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _receive(self, number: int, _frame: FrameType | None) -> None:
+        if self._received is not None:
+            raise KeyboardInterrupt
+        self._received = number
+
+    def requested(self, step: int) -> bool:
+        """Whether to stop after ``step``; the same answer on all ranks, which all call it after every step."""
+        if self._processes.world_size == 1:
+            return self._received is not None
+        if step % _STEPS_BETWEEN_AGREEMENTS:
+            return False
+        flag = torch.tensor([int(self._received is not None)], device=self._processes.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())

@@ -1,0 +1,149 @@
+"""The run folder: config, versions, metrics and state of one run, written by rank 0 alone."""
+
+import fcntl
+import json
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import IO, Any
+
+from torch.utils.tensorboard import SummaryWriter
+
+from distembed.errors import RunError, UserError
+from distembed.training.files import finite, write_json, write_text
+
+_PACKAGES = ("distembed", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy", "pyarrow")
+
+
+class RunFolder:
+    """One run's folder.
+
+    ::
+
+        config.yaml       the resolved config
+        run.json          name, seed, versions, parameters, plan's ranks, status
+        plan.json         where each table is
+        metrics.jsonl     one object a line: kind "train" or "eval", step, values
+        tensorboard/      the same metrics
+        evaluation.json   the final evaluation
+        checkpoints/      see :mod:`distembed.training.checkpoint`
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._info: dict[str, Any] = {}
+        self._metrics: IO[str] | None = None
+        self._board: SummaryWriter | None = None
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints lie."""
+        return self.path / "checkpoints"
+
+    @contextmanager
+    def open(self, config_yaml: str, info: Mapping[str, Any], resumed_step: int | None) -> Iterator["RunFolder"]:
+        """Takes the folder for this process alone, records how the run starts, and how it ended.
+
+        Args:
+            config_yaml: the resolved config.
+            info: what else ``run.json`` holds.
+            resumed_step: where a resumed run goes on: later metrics are dropped; None for a new run.
+
+        Raises:
+            UserError: where another process is at work in it.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with _exclusive(self.path):
+            write_text(self.path / "config.yaml", config_yaml)
+            metrics = self.path / "metrics.jsonl"
+            kept = _metrics_until(metrics, resumed_step)
+            write_text(metrics, "".join(f"{line}\n" for line in kept))
+            self._info = {"name": self.path.name, **info, "versions": versions(), "status": "running", "started": _now()}
+            write_json(self.path / "run.json", self._info)
+            self._board = SummaryWriter(str(self.path / "tensorboard"), purge_step=resumed_step)
+            with metrics.open("a", encoding="utf-8") as self._metrics:
+                try:
+                    yield self
+                except BaseException as error:
+                    self.end("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error)
+                    raise
+                finally:
+                    self._board.close()
+
+    def record(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        """Adds a line of metrics to ``metrics.jsonl`` and to TensorBoard."""
+        assert self._metrics is not None and self._board is not None
+        self._metrics.write(json.dumps(finite({"kind": kind, "step": step, **values})) + "\n")
+        self._metrics.flush()
+        prefix = values.get("split", kind)
+        for name, value in values.items():
+            if isinstance(value, float | int):
+                self._board.add_scalar(f"{prefix}/{name}", value, step)
+
+    def end(self, status: str, error: BaseException | None = None) -> None:
+        """Writes how the run ended into ``run.json``."""
+        self._info |= {"status": status, "finished": _now()}
+        if error is not None:
+            self._info["error"] = f"{type(error).__name__}: {error}"
+        write_json(self.path / "run.json", self._info)
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of what computes."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+@contextmanager
+def _exclusive(folder: Path) -> Iterator[None]:
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"{folder} is in use by another process; wait for it to end, or give another --run-dir."
+            ) from error
+        except OSError as error:
+            raise RunError(f"{folder / '.lock'} cannot be locked: {error}") from error
+        yield
+
+
+def _metrics_until(path: Path, step: int | None) -> list[str]:
+    """Whole lines of metrics up to ``step``: a killed run may have gone further, or have left half a line."""
+    if step is None or not path.exists():
+        return []
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):
+            continue
+    return kept
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def require_new_or_resume(path: Path, resume: bool) -> None:
+    """Refuses to write over a run unasked.
+
+    Raises:
+        UserError: where a run is there and is not resumed, or the folder holds something else.
+    """
+    if not path.exists() or not os.listdir(path):
+        return
+    if not (path / "config.yaml").exists():
+        raise UserError(f"--run-dir {path} is a folder with other files and no run; give a new or empty folder.")
+    if not resume:
+        raise UserError(f"--run-dir {path} holds a run already; add --resume to go on with it, or give another folder.")

@@ -1,0 +1,313 @@
+"""The training run: build, then step, with evaluations and checkpoints between segments of steps.
+
+Steps are run in *segments* that end where something else is due (evaluation, checkpoint, end of an epoch). TorchRec's
+pipeline works ahead of the step it trains on; at the end of a segment it is empty, so that nothing prepared for training
+is left in it when the model is evaluated or saved.
+"""
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from distembed.data.batch import Batch
+from distembed.data.reader import BatchReader
+from distembed.embedding import EmbeddingConfig
+from distembed.errors import RunError, UserError
+from distembed.models.config import DCNConfig, DLRMConfig
+from distembed.planning import plan_as_json
+from distembed.training.build import Trainee, build_trainee
+from distembed.training.checkpoint import Checkpoints, latest_checkpoint, load_checkpoint, load_progress
+from distembed.training.config import TrainConfig
+from distembed.training.evaluation import gather_rows, score_split
+from distembed.training.files import write_json
+from distembed.training.interruption import Interruption
+from distembed.training.metrics import exact_auc
+from distembed.training.processes import Processes
+from distembed.training.progress import TrainingProgress
+from distembed.training.tracking import RunFolder
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What a training run is given, whole.
+
+    Attributes:
+        dataset: the prepared dataset's folder.
+        splits: names of the training, validation and test split; the last two may be None.
+        config_yaml: the resolved config, kept in the run folder.
+        info: what else the run folder's ``run.json`` records.
+    """
+
+    dataset: str
+    splits: tuple[str, str | None, str | None]
+    model: DLRMConfig | DCNConfig
+    embedding: EmbeddingConfig
+    train: TrainConfig
+    config_yaml: str
+    info: Mapping[str, Any]
+
+
+@dataclass
+class _Window:
+    """Steps since the last line of metrics."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+    labels: list[Tensor] = field(default_factory=list)
+    rows: int = 0
+    started: float = field(default_factory=time.perf_counter)
+    paused: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Time spent training, without evaluations and checkpoints."""
+        return time.perf_counter() - self.started - self.paused
+
+
+class Run:
+    """One training run on this rank; all ranks construct it and call :meth:`train` together."""
+
+    def __init__(
+        self, settings: RunSettings, folder: RunFolder, processes: Processes, resume: bool, console: Console | None
+    ) -> None:
+        train = settings.train
+        self._settings = settings
+        self._folder = folder
+        self._processes = processes
+        self._console = console if processes.is_first else None
+        self._reader = BatchReader(
+            settings.dataset,
+            settings.splits[0],
+            batch_size=train.batch_size,
+            rank=processes.rank,
+            world_size=processes.world_size,
+            seed=train.seed,
+        )
+        if self._reader.num_rows == 0:
+            raise UserError(f"split {settings.splits[0]!r} of {settings.dataset} has no rows to train on.")
+        self.num_steps = train.epochs * self._reader.batches_per_epoch
+        if train.max_steps is not None:
+            self.num_steps = min(self.num_steps, train.max_steps)
+        self._trainee = build_trainee(
+            settings.model, settings.embedding, train, self._reader.schema, processes, self.num_steps
+        )
+        self._checkpoints = Checkpoints(folder.checkpoints, train.keep_checkpoints, processes.is_first)
+        self._step = 0
+        self._samples = 0
+        self._seconds = 0.0
+        self._handed_out = 0
+        self._window = _Window()
+        checkpoint = latest_checkpoint(folder.checkpoints) if resume else None
+        if checkpoint is not None:
+            self._restore(checkpoint)
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self._step
+
+    def train(self) -> None:
+        """Trains to the end, or until interrupted, and saves a checkpoint either way.
+
+        Raises:
+            KeyboardInterrupt: after an interruption, once the checkpoint is written.
+            RunError: on a loss that is not finite.
+        """
+        if self._processes.is_first:
+            write_json(self._folder.path / "plan.json", plan_as_json(self._trainee.plan))
+        with TrainingProgress(self._console, self.num_steps) as self._progress, Interruption(self._processes) as stop:
+            self._say_start()
+            self._window = _Window()
+            while self._step < self.num_steps:
+                if self._run_segment(stop):
+                    self._save()
+                    raise KeyboardInterrupt
+                self._between_segments()
+        self._reader.close()
+
+    def evaluate(self, split: str) -> dict[str, Any]:
+        """Metrics of a whole split, on rank 0 (elsewhere of no rows); all ranks call it."""
+        started = time.perf_counter()
+        scores = score_split(self._trainee, self._settings.dataset, split, self._processes)
+        values = {"split": split, "samples": self._samples, **dataclasses.asdict(scores.metrics())}
+        values["seconds"] = time.perf_counter() - started
+        if self._processes.is_first:
+            self._folder.record("eval", self._step, values)
+        return {**values, "step": self._step, "calibration_bins": scores.calibration_bins()}
+
+    def _run_segment(self, stop: Interruption) -> bool:
+        """Steps until something else is due; returns whether to stop."""
+        end = self._end_of_segment()
+        self._handed_out = 0
+        done = 0
+        for loss, logits, labels in self._trainee.pipeline.outputs(self._batches(end - self._step)):
+            self._step += 1
+            done += 1
+            self._handed_out -= 1
+            self._account(loss, logits, labels)
+            if self._step % self._settings.train.log_every == 0 or self._step == self.num_steps:
+                self._log()
+            self._progress.advance(self._step)
+            if stop.requested(self._step):
+                return True
+            self._set_learning_rates()
+        return False
+
+    def _batches(self, count: int) -> Iterator[Batch]:
+        self._set_learning_rates()
+        for batch in islice(iter(self._reader), count):
+            self._handed_out += 1
+            self._check_batch(batch)
+            yield batch
+
+    def _check_batch(self, batch: Batch) -> None:
+        self._last_batch = batch
+
+    def _set_learning_rates(self) -> None:
+        self._learning_rate = self._trainee.optimizers.set_learning_rates(self._step)
+
+    def _end_of_segment(self) -> int:
+        train = self._settings.train
+        per_epoch = self._reader.batches_per_epoch
+        ends = [self.num_steps, (self._step // per_epoch + 1) * per_epoch]
+        ends += [(self._step // every + 1) * every for every in (train.evaluate_every, train.checkpoint_every) if every]
+        return min(ends)
+
+    def _between_segments(self) -> None:
+        started = time.perf_counter()
+        train, split = self._settings.train, self._settings.splits[1]
+        at_epoch_end = self._step % self._reader.batches_per_epoch == 0 or self._step == self.num_steps
+        if split is not None and (at_epoch_end or (train.evaluate_every and self._step % train.evaluate_every == 0)):
+            values = self.evaluate(split)
+            self._progress.say(f"step {self._step}/{self.num_steps}  {describe_metrics(values)}")
+        if at_epoch_end or (train.checkpoint_every and self._step % train.checkpoint_every == 0):
+            self._save()
+        self._window.paused += time.perf_counter() - started
+
+    def _account(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
+        if loss.device.type == "cpu" and not torch.isfinite(loss):
+            self._fail_not_finite(float(loss))
+        rows = min(
+            self._settings.train.batch_size,
+            self._reader.num_rows - (self._step - 1) % self._reader.batches_per_epoch * self._settings.train.batch_size,
+        )
+        self._samples += rows
+        self._window.rows += rows
+        self._window.losses.append(loss * rows)
+        self._window.logits.append(logits)
+        self._window.labels.append(labels)
+
+    def _log(self) -> None:
+        window = self._window
+        losses = gather_rows(torch.stack(window.losses).sum().unsqueeze(0), self._processes)
+        logits = gather_rows(torch.cat(window.logits), self._processes)
+        labels = gather_rows(torch.cat(window.labels), self._processes)
+        seconds = window.seconds
+        self._seconds += seconds
+        self._window = _Window()
+        if not self._processes.is_first:
+            return
+        # each rank's loss is its share times the number of ranks
+        loss = float(np.sum(losses, dtype=np.float64)) / window.rows / self._processes.world_size
+        if not np.isfinite(loss):
+            self._fail_not_finite(loss)
+        values = {
+            "epoch": (self._step - 1) // self._reader.batches_per_epoch,
+            "samples": self._samples,
+            "seconds": self._seconds,
+            "loss": loss,
+            "auc": exact_auc(logits, labels),
+            "samples_per_second": window.rows / seconds,
+            "learning_rate": self._learning_rate,
+        }
+        self._folder.record("train", self._step, values)
+        self._progress.show(self._step, {**values, "batch_size": self._settings.train.batch_size})
+
+    def _fail_not_finite(self, loss: float) -> None:
+        batch = (self._step - 1) % self._reader.batches_per_epoch
+        first = batch * self._settings.train.batch_size
+        last = min(first + self._settings.train.batch_size, self._reader.num_rows) - 1
+        raise RunError(
+            f"The loss is {loss} at step {self._step} (epoch {(self._step - 1) // self._reader.batches_per_epoch}, "
+            f"rows {first} to {last} of its order, rank {self._processes.rank}). The last checkpoint is untouched. "
+            "Try lower train.dense_optimizer.learning_rate and train.sparse_optimizer.learning_rate, "
+            "train.schedule.warmup_steps of some hundred steps, or train.precision=fp32; "
+            "and look for extreme values among the dense features."
+        )
+
+    def _save(self) -> None:
+        progress = {
+            "step": self._step,
+            "samples": self._samples,
+            "seconds": self._seconds,
+            "reader": self._reader.state_dict(in_flight=self._handed_out),
+        }
+        path = self._checkpoints.save(self._step, self._trainee.model, self._trainee.optimizers, progress)
+        self._progress.say(f"step {self._step}/{self.num_steps}  saved {path}")
+
+    def _restore(self, checkpoint: Path) -> None:
+        progress = load_checkpoint(checkpoint, self._trainee.model, self._trainee.optimizers)
+        self._reader.load_state_dict(progress["reader"])
+        self._step, self._samples, self._seconds = progress["step"], progress["samples"], progress["seconds"]
+
+    def _say_start(self) -> None:
+        precision = "bf16" if self._trainee.bf16 else "fp32"
+        where = f"{self._processes.world_size} x {self._processes.device.type}"
+        begin = f"resuming at step {self._step} of" if self._step else "training"
+        self._progress.say(
+            f"{begin} {self.num_steps} steps of {self._settings.train.batch_size} rows on {where} in {precision}; "
+            f"run folder {self._folder.path}"
+        )
+
+
+def describe_metrics(values: Mapping[str, Any]) -> str:
+    """One line of an evaluation."""
+    return (
+        f"{values['split']}: logloss {values['logloss']:.4f}  AUC {values['auc']:.4f}  "
+        f"normalised entropy {values['normalized_entropy']:.4f}  calibration {values['calibration']:.4f}  "
+        f"accuracy {values['accuracy']:.4f}  ({values['rows']:,} rows)"
+    )
+
+
+def resumed_step(folder: RunFolder, resume: bool) -> int | None:
+    """The step that a resumed run goes on from; None for a new run."""
+    checkpoint = latest_checkpoint(folder.checkpoints) if resume else None
+    return load_progress(checkpoint)["step"] if checkpoint is not None else None
+
+
+def run_training(
+    settings: RunSettings, run_dir: Path, processes: Processes, resume: bool, console: Console | None
+) -> dict[str, Any] | None:
+    """Trains, evaluates on the test split and returns that evaluation; all ranks call it."""
+    folder = RunFolder(run_dir)
+    if not processes.is_first:
+        return _train_and_evaluate(settings, folder, processes, resume, None)
+    info = {**settings.info, "world_size": processes.world_size}
+    with folder.open(settings.config_yaml, info, resumed_step(folder, resume)):
+        return _train_and_evaluate(settings, folder, processes, resume, console)
+
+
+def _train_and_evaluate(
+    settings: RunSettings, folder: RunFolder, processes: Processes, resume: bool, console: Console | None
+) -> dict[str, Any] | None:
+    run = Run(settings, folder, processes, resume, console)
+    run.train()
+    split = settings.splits[2]
+    evaluation = run.evaluate(split) if split is not None else None
+    if processes.is_first:
+        if evaluation is not None:
+            write_json(folder.path / "evaluation.json", evaluation)
+        folder.end("finished")
+    return evaluation
+
+
+__all__ = ["Run", "RunSettings", "Trainee", "describe_metrics", "run_training"]
