@@ -1,7 +1,7 @@
 """The ``distembed`` command.
 
 Exit codes: 0 done, 1 failed or interrupted, 2 wrong input. What a user can mend is said in a sentence, without a
-traceback. Heavy imports happen within the commands, so that ``--help`` is fast and ``doctor`` works on a broken install.
+traceback. Heavy imports happen within the commands: ``--help`` is fast and ``doctor`` works on a broken install.
 """
 
 import errno
@@ -29,7 +29,9 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-prepare_app = typer.Typer(no_args_is_help=True, help="Turn raw files into a dataset. Example: `distembed prepare criteo`.")
+prepare_app = typer.Typer(
+    no_args_is_help=True, help="Turn raw files into a dataset. Example: `distembed prepare criteo`."
+)
 app.add_typer(prepare_app, name="prepare")
 
 console = Console()
@@ -37,7 +39,8 @@ errors = Console(stderr=True)
 
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file.")]
 OverridesArgument = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace the file's: `train.epochs=2`.")
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace the file's: `train.epochs=2`."),
 ]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run that `distembed train` made.")]
 DataOption = Annotated[str | None, typer.Option("--data", help="Another dataset than the one the run was trained on.")]
@@ -48,7 +51,9 @@ DataOption = Annotated[str | None, typer.Option("--data", help="Another dataset 
     epilog="Example: `distembed prepare criteo day_0.gz day_1.gz --output criteo --split days`",
 )
 def prepare_criteo(
-    inputs: Annotated[list[Path], typer.Argument(metavar="INPUT...", help="TSV files, plain or .gz, or folders of them.")],
+    inputs: Annotated[
+        list[Path], typer.Argument(metavar="INPUT...", help="TSV files, plain or .gz, or folders of them.")
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to make; it appears whole or not at all.")],
     min_count: Annotated[int, typer.Option(min=1, help="Ids seen less often in training are out of vocabulary.")] = 2,
     hash_size: Annotated[
@@ -58,7 +63,9 @@ def prepare_criteo(
     split: Annotated[
         str, typer.Option(help="`days`, or shares of training, validation and test, in time order.")
     ] = "0.8,0.1,0.1",
-    max_rejected: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of malformed rows that is too many.")] = 0.01,
+    max_rejected: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Share of malformed rows that is too many.")
+    ] = 0.01,
     memory_limit: Annotated[str, typer.Option(help="Memory to stay within, such as 2GB.")] = "2GB",
     threads: Annotated[int | None, typer.Option(min=1, help="Threads; the number of cores unless given.")] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT if it is there.")] = False,
@@ -97,7 +104,8 @@ def synthesize(
 
     summary = synthesize_criteo(output, num_rows=rows, seed=seed)
     console.print(
-        f"{output}: {rows:,} rows; the best possible logloss is {summary.bayes_logloss:.4f}, AUC {summary.bayes_auc:.4f}",
+        f"{output}: {rows:,} rows; the best possible logloss is {summary.bayes_logloss:.4f}, "
+        f"AUC {summary.bayes_auc:.4f}",
         highlight=False,
     )
 
@@ -121,14 +129,15 @@ def describe(
 
 
 @app.command(
-    epilog="Example: `distembed train configs/criteo_kaggle.yaml data.path=criteo train.epochs=1 --run-dir runs/first`; "
+    epilog="Example: `distembed train configs/criteo_kaggle.yaml data.path=criteo --run-dir runs/first`; "
     "on two processes: `python -m torch.distributed.run --nproc-per-node 2 -m distembed train ...`"
 )
 def train(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
     run_dir: Annotated[
-        Path | None, typer.Option("--run-dir", help="Folder for config, metrics and checkpoints; runs/NAME-TIME unless given.")
+        Path | None,
+        typer.Option("--run-dir", help="Folder for config, metrics and checkpoints; runs/NAME-TIME unless given."),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of --run-dir.")] = False,
 ) -> None:

@@ -1,7 +1,7 @@
 """The config of a run: YAML and overrides, merged, then validated once, with every mistake in one error.
 
-A file has the top keys ``data``, ``model``, ``embedding`` and ``train``; each is a frozen dataclass beside the code that it
-configures. ``dotted.key=value`` overrides are parsed as YAML. What is dumped reads back exactly.
+A file has the top keys ``data``, ``model``, ``embedding`` and ``train``, each a frozen dataclass beside the code that
+it configures. ``dotted.key=value`` overrides are parsed as YAML. What is dumped reads back exactly.
 """
 
 import dataclasses
@@ -151,7 +151,7 @@ _Loader.add_implicit_resolver(
 def _mapping_without_repeats(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen = set()
     for key_node, _ in node.value:
-        key = loader.construct_object(key_node)  # type: ignore[no-untyped-call]
+        key = loader.construct_object(key_node)
         if key in seen:
             raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", key_node.start_mark)
         seen.add(key)
@@ -163,6 +163,6 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping
 
 def _parse_yaml(text: str, source: str) -> Any:
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a subclass of the safe loader
+        return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise UserError(f"{source} is not YAML: {error}") from error

@@ -25,7 +25,7 @@ def describe(config: Config) -> dict[str, Any]:
     tables = [_describe_table(table) for table in build_tables(schema.categorical, config.embedding)]
     with torch.device("meta"):
         model = build_model(config.model, nn.Identity(), schema, config.embedding.default.embedding_dim)
-    dense = [
+    dense: list[dict[str, Any]] = [
         {"name": name, "shape": list(parameter.shape), "parameters": parameter.numel()}
         for name, parameter in model.named_parameters()
     ]

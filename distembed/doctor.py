@@ -355,8 +355,8 @@ def run_doctor(console: Console) -> int:
     for heading in ("", "", "found"):
         table.add_column(heading, overflow="fold")
     for finding in findings:
-        table.add_row(finding.subject, Text(finding.status, style=styles[finding.status]), Text(finding.detail))
-    console.print(table)
+        table.add_row(finding.subject, Text(finding.status, style=styles[finding.status]), finding.detail)
+    console.print(table, markup=False, highlight=False)
     remedies = remedy_lines(findings)
     console.print("\nAll is well." if not remedies else "\nTo mend what is wrong:", markup=False)
     for line in remedies:

@@ -68,7 +68,7 @@ class CompositionalEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         rows = table.scheme.rows(bags.values().long())
         vectors = table.combine.compose(
             [
-                nn.functional.embedding(rows[j], self.embedding_bags[part.name].weight)
+                nn.functional.embedding(rows[j], self.embedding_bags.get_parameter(f"{part.name}.weight"))
                 for j, part in enumerate(table.partition_tables())
             ]
         )

@@ -1,8 +1,8 @@
 """What a table is: the library's config of one table, and the YAML settings from which a whole model's tables are made.
 
-:class:`CompositionalEmbeddingBagConfig` plays the part of TorchRec's ``EmbeddingBagConfig``. :class:`EmbeddingConfig` is
-the ``embedding`` section of a YAML file: settings for every table and exceptions by name; :func:`build_tables` applies it
-to a data set's features.
+:class:`CompositionalEmbeddingBagConfig` plays the part of TorchRec's ``EmbeddingBagConfig``. :class:`EmbeddingConfig`
+is the ``embedding`` section of a YAML file, with settings for every table and exceptions by name; :func:`build_tables`
+applies it to the features of a dataset.
 """
 
 import dataclasses
@@ -83,8 +83,12 @@ class CompositionalEmbeddingBagConfig:
                 f"{self.scheme.num_embeddings} ids; make the partition for the same number."
             )
         if isinstance(self.composition, str):
-            self._resolve("composition", COMPOSITIONS[one_of(f"{where}: composition", self.composition, COMPOSITIONS)]())
-        pooling = one_of(f"{where}: pooling", str(getattr(self.pooling, "value", self.pooling)).lower(), ("sum", "mean"))
+            self._resolve(
+                "composition", COMPOSITIONS[one_of(f"{where}: composition", self.composition, COMPOSITIONS)]()
+            )
+        pooling = one_of(
+            f"{where}: pooling", str(getattr(self.pooling, "value", self.pooling)).lower(), ("sum", "mean")
+        )
         self._resolve("pooling", PoolingType(pooling.upper()))
         one_of(f"{where}: data_type", self.data_type, _BYTES_PER_PARAMETER)
         self.combine.partition_dims(self.embedding_dim, len(self.scheme.num_rows))

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.models.embedded import stack_features
+from distembed.models.embedded import StackFeatures
 from distembed.models.mlp import MLP, make_linear
 
 
@@ -44,10 +44,9 @@ class DCN(nn.Module):
         num_cross_layers: int = 6,
     ) -> None:
         super().__init__()
-        self.feature_names = list(feature_names)
-        self.embedding_dim = embedding_dim
         self.embeddings = embeddings
-        in_features = num_dense + len(self.feature_names) * embedding_dim
+        self.stack = StackFeatures(feature_names, embedding_dim)
+        in_features = num_dense + len(feature_names) * embedding_dim
         self.deep = MLP(in_features, deep)
         self.cross = CrossLayers(in_features, num_cross_layers)
         self.output = make_linear(deep[-1] + in_features, 1)
@@ -56,6 +55,6 @@ class DCN(nn.Module):
         self, dense_features: Float[Tensor, "batch dense"], sparse_features: KeyedJaggedTensor
     ) -> Float[Tensor, " batch"]:
         """Logits of a click."""
-        vectors = stack_features(self.embeddings(sparse_features), self.feature_names, self.embedding_dim)
+        vectors = self.stack(self.embeddings(sparse_features))
         inputs = torch.cat([dense_features, vectors.flatten(1).to(dense_features.dtype)], dim=1)
         return self.output(torch.cat([self.deep(inputs), self.cross(inputs)], dim=1)).squeeze(1)

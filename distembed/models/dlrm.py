@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.errors import UserError
-from distembed.models.embedded import stack_features
+from distembed.models.embedded import StackFeatures
+from distembed.models.interaction import PairwiseDots
 from distembed.models.mlp import MLP
 
 
@@ -38,29 +39,23 @@ class DLRM(nn.Module):
         top: Sequence[int] = (512, 256),
     ) -> None:
         super().__init__()
-        self.feature_names = list(feature_names)
-        self.embedding_dim = embedding_dim
-        num_vectors = len(self.feature_names) + (num_dense > 0)
+        num_vectors = len(feature_names) + (num_dense > 0)
         if num_vectors < 1:
             raise UserError("DLRM needs at least one dense or categorical feature; the data set has none.")
         self.embeddings = embeddings
+        self.stack = StackFeatures(feature_names, embedding_dim)
         self.bottom = MLP(num_dense, [*bottom, embedding_dim]) if num_dense else None
-        pairs = torch.triu_indices(num_vectors, num_vectors, offset=1)
-        self.register_buffer("_pairs", pairs[0] * num_vectors + pairs[1], persistent=False)
-        self._pairs: Tensor
-        self.top = MLP((embedding_dim if num_dense else 0) + len(self._pairs), [*top, 1], last_is_linear=True)
+        self.interactions = PairwiseDots(num_vectors)
+        top_in = (embedding_dim if num_dense else 0) + self.interactions.num_pairs
+        self.top = MLP(top_in, [*top, 1], last_is_linear=True)
 
     def forward(
         self, dense_features: Float[Tensor, "batch dense"], sparse_features: KeyedJaggedTensor
     ) -> Float[Tensor, " batch"]:
         """Logits of a click."""
-        vectors = stack_features(self.embeddings(sparse_features), self.feature_names, self.embedding_dim)
+        vectors = self.stack(self.embeddings(sparse_features))
         if self.bottom is None:
-            return self.top(self._interactions(vectors)).squeeze(1)
-        dense = self.bottom(dense_features)
-        vectors = torch.cat([dense.unsqueeze(1), vectors.to(dense.dtype)], dim=1)
-        return self.top(torch.cat([dense, self._interactions(vectors)], dim=1)).squeeze(1)
-
-    def _interactions(self, vectors: Float[Tensor, "batch vectors dim"]) -> Float[Tensor, "batch pairs"]:
-        products = torch.bmm(vectors, vectors.transpose(1, 2))
-        return products.flatten(1).index_select(1, self._pairs)
+            return self.top(self.interactions(vectors)).squeeze(1)
+        dense = self.bottom(dense_features).to(vectors.dtype)
+        vectors = torch.cat([dense.unsqueeze(1), vectors], dim=1)
+        return self.top(torch.cat([dense, self.interactions(vectors)], dim=1)).squeeze(1)

@@ -4,17 +4,26 @@ from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 
-def stack_features(
-    embedded: KeyedTensor, feature_names: Sequence[str], embedding_dim: int
-) -> Float[Tensor, "batch features dim"]:
-    """Features in the given order, whatever the order of keys, which follows the sharding plan."""
-    if embedded.keys() == list(feature_names):
-        values = embedded.values()
-    else:
-        by_name = embedded.to_dict()
-        values = torch.cat([by_name[name] for name in feature_names], dim=1)
-    return values.view(values.shape[0], len(feature_names), embedding_dim)
+class StackFeatures(nn.Module):
+    """Features in the given order, whatever the order of keys, which follows the sharding plan.
+
+    A module, not a function: TorchRec's pipeline traces a model down to its modules, and keys are known only at run time.
+    """
+
+    def __init__(self, feature_names: Sequence[str], embedding_dim: int) -> None:
+        super().__init__()
+        self.feature_names = list(feature_names)
+        self.embedding_dim = embedding_dim
+
+    def forward(self, embedded: KeyedTensor) -> Float[Tensor, "batch features dim"]:
+        """Stacks every feature's vector."""
+        if embedded.keys() == self.feature_names:
+            values = embedded.values()
+        else:
+            by_name = embedded.to_dict()
+            values = torch.cat([by_name[name] for name in self.feature_names], dim=1)
+        return values.view(-1, len(self.feature_names), self.embedding_dim)

@@ -1,7 +1,7 @@
 """Compositional tables under TorchRec's ``DistributedModelParallel``: the sharder and what it makes.
 
-Drop :class:`CompositionalEmbeddingBagCollectionSharder` into the list of sharders of any ``DistributedModelParallel`` and
-``EmbeddingShardingPlanner``.
+Drop :class:`CompositionalEmbeddingBagCollectionSharder` into the list of sharders of any ``DistributedModelParallel``
+and ``EmbeddingShardingPlanner``.
 """
 
 from distembed.sharding.bag_collection import ShardedCompositionalEmbeddingBagCollection

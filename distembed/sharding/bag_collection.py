@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
@@ -35,19 +36,21 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         module_fqn: str | None = None,
     ) -> None:
         self._tables = module.tables()
+        self._input_dist_is_missing = True
         self._num_embeddings = {name: table.num_embeddings for table in self._tables for name in table.feature_names}
         super().__init__(
             module,
             plan_of_partitions(self._tables, table_name_to_parameter_sharding),
             env,
-            fused_params=fused_params,
+            # ids are checked before they are mapped, and rows lie in their tables by construction
+            fused_params={"bounds_check_mode": BoundsCheckMode.NONE, **(fused_params or {})},
             device=device,
             qcomm_codecs_registry=qcomm_codecs_registry,
             module_fqn=module_fqn,
         )
 
     # an instance method in the place of TorchRec's class method: the sharding needs this module's tables
-    def create_embedding_bag_sharding(  # type: ignore[override]
+    def create_embedding_bag_sharding(
         self,
         sharding_infos: list[EmbeddingShardingInfo],
         env: ShardingEnv,
@@ -62,15 +65,15 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
         """Checks ids, then sends each to its table's owner; all ranks call it."""
-        if self._has_uninitialized_input_dist:
+        if self._input_dist_is_missing:
             # TorchRec's own first-batch check would hold raw ids against the rows of partition tables
             self._create_input_dist(features.keys())
-            self._has_uninitialized_input_dist = False
+            self._input_dist_is_missing = self._has_uninitialized_input_dist = False
         check_ids(features, self._num_embeddings)
         return super().input_dist(ctx, features)
 
     @property
-    def unsharded_module_type(self) -> type[CompositionalEmbeddingBagCollection]:  # type: ignore[override]
+    def unsharded_module_type(self) -> type[CompositionalEmbeddingBagCollection]:
         """The module that this one replaces."""
         return CompositionalEmbeddingBagCollection
 
@@ -93,7 +96,7 @@ def plan_of_partitions(
         for part in table.partition_tables():
             sharding = copy.deepcopy(placed)
             assert sharding.sharding_spec is not None
-            for shard in sharding.sharding_spec.shards:  # type: ignore[attr-defined]
+            for shard in sharding.sharding_spec.shards:
                 shard.shard_offsets, shard.shard_sizes = [0, 0], [part.num_rows, part.dim]
             expanded[part.name] = sharding
     return expanded

@@ -7,8 +7,8 @@ its k * T partition tables, ordered by partition first::
     TBE output [B, *]:  | p0 of table 0 | p0 of table 1 | ... | p1 of table 0 | p1 of table 1 | ...
     seen as k pieces:   | vectors[0]: [B, T, dim_0]           | vectors[1]: [B, T, dim_1]           |
 
-Where composing commutes with summing, bags are pooled by the TBE itself. Else (product) each id becomes a bag of its own:
-FBGEMM's unpooled mode has a backward 40 times slower on the CPU than its pooled one.
+Where composing commutes with summing, bags are pooled by the TBE itself. Else (product) each id becomes a bag of its
+own: FBGEMM's unpooled mode has a backward 40 times slower on the CPU than its pooled one.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """Table-wise sharding of compositional tables, by *carrier* tables.
 
 TorchRec's input and output dists need to know of each table only its features, its output dimension and its rank. They
-are given one carrier a compositional table, with the raw ids' features and the composed dimension, and so work unchanged.
-The partition tables themselves are kept aside for the lookup on their owner.
+are given one carrier a compositional table, with the raw ids' features and the composed dimension, and so work
+unchanged. The partition tables themselves are kept aside for the lookup on their owner.
 """
 
 import copy

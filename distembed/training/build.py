@@ -51,7 +51,7 @@ def build_trainee(
     torch.manual_seed(train.seed)
     unsharded = build_unsharded(model_config, embedding_config, schema, train.seed)
     _move_dense(unsharded, processes.device)
-    fuse_sparse_optimizer(unsharded.embeddings.parameters(), train.sparse_optimizer, processes.device)
+    fuse_sparse_optimizer(unsharded.get_submodule("embeddings").parameters(), train.sparse_optimizer, processes.device)
     bf16 = use_bf16(train.precision, processes.device)
     task = ClickTask(unsharded, processes.world_size, processes.device, bf16)
     sharders = [CompositionalEmbeddingBagCollectionSharder()]

@@ -98,7 +98,9 @@ def load_progress(checkpoint: Path) -> dict[str, Any]:
     try:
         progress: dict[str, Any] = json.loads((checkpoint / "progress.json").read_text())
     except (OSError, ValueError) as error:
-        raise UserError(f"{checkpoint} is no checkpoint: {error}. Give a run folder with checkpoints/step-*.") from error
+        raise UserError(
+            f"{checkpoint} is no checkpoint: {error}. Give a run folder with checkpoints/step-*."
+        ) from error
     return progress
 
 

@@ -36,9 +36,11 @@ class Scores:
 
 def score_split(trainee: Trainee, dataset: str, split: str, processes: Processes) -> Scores:
     """Scores of all rows of a split, in no particular order; all ranks call it."""
-    scored = list(score_batches(trainee, dataset, split, processes))
-    logits, labels = (torch.cat(parts) if parts else torch.empty(0) for parts in zip(*scored, strict=True) or ([], []))
-    return Scores(*(gather_rows(part, processes) for part in (logits, labels)))
+    logits, labels = [torch.empty(0)], [torch.empty(0)]
+    for batch_logits, batch_labels in score_batches(trainee, dataset, split, processes):
+        logits.append(batch_logits)
+        labels.append(batch_labels)
+    return Scores(gather_rows(torch.cat(logits), processes), gather_rows(torch.cat(labels), processes))
 
 
 def score_batches(trainee: Trainee, dataset: str, split: str, processes: Processes) -> Iterator[tuple[Tensor, Tensor]]:

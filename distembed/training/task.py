@@ -18,8 +18,8 @@ StepOutput = tuple[Float[Tensor, ""], Float[Tensor, " batch"], Float[Tensor, " b
 class ClickTask(nn.Module):
     """Batch -> (loss, step output), with the networks in bf16 where asked.
 
-    A rank's loss is the sum over its own rows times ``world_size / global_batch_size``: the gradients' mean over ranks is
-    then that of the whole batch, also when ranks hold unequally many rows.
+    A rank's loss is the sum over its own rows times ``world_size / global_batch_size``: the gradients' mean over ranks
+    is then that of the whole batch, also when ranks hold unequally many rows.
     """
 
     def __init__(self, model: nn.Module, world_size: int, device: torch.device, bf16: bool) -> None:

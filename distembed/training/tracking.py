@@ -62,7 +62,13 @@ class RunFolder:
             metrics = self.path / "metrics.jsonl"
             kept = _metrics_until(metrics, resumed_step)
             write_text(metrics, "".join(f"{line}\n" for line in kept))
-            self._info = {"name": self.path.name, **info, "versions": versions(), "status": "running", "started": _now()}
+            self._info = {
+                "name": self.path.name,
+                **info,
+                "versions": versions(),
+                "status": "running",
+                "started": _now(),
+            }
             write_json(self.path / "run.json", self._info)
             self._board = SummaryWriter(str(self.path / "tensorboard"), purge_step=resumed_step)
             with metrics.open("a", encoding="utf-8") as self._metrics:

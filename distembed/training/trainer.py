@@ -1,8 +1,8 @@
 """The training run: build, then step, with evaluations and checkpoints between segments of steps.
 
 Steps are run in *segments* that end where something else is due (evaluation, checkpoint, end of an epoch). TorchRec's
-pipeline works ahead of the step it trains on; at the end of a segment it is empty, so that nothing prepared for training
-is left in it when the model is evaluated or saved.
+pipeline works ahead of the step it trains on; at the end of a segment it is empty, so that nothing prepared for
+training is left in it when the model is evaluated or saved.
 """
 
 import dataclasses

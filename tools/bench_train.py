@@ -1,0 +1,233 @@
+"""Times a whole training step of DLRM against plain PyTorch and TorchRec, in one interleaved run.
+
+Every contender trains the paper's DLRM (13 dense, 26 categorical features, D=16) on the same batches of skewed ids, drawn
+beforehand. The others' tables are hashed to the size of ours, so that all hold as many parameters::
+
+    python tools/bench_train.py --output bench_train.json
+"""
+
+import argparse
+import dataclasses
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from itertools import cycle, islice
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.train_pipeline import TrainPipelineBase
+from torchrec.distributed.types import ShardingEnv
+from torchrec.models.dlrm import DLRM as TorchRecDLRM
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from distembed.data.batch import Batch
+from distembed.data.schema import CategoricalFeature, Schema
+from distembed.embedding import EmbeddingConfig, TableConfig
+from distembed.models import DLRM
+from distembed.models.config import DLRMConfig
+from distembed.planning import make_plan
+from distembed.training.build import build_trainee
+from distembed.training.config import TrainConfig
+from distembed.training.processes import Processes, process_group
+from distembed.training.tracking import versions
+
+NUM_IDS, COLLISIONS, DIM, LEARNING_RATE = 400_000, 4, 16, 0.01
+NUM_ROWS = NUM_IDS // COLLISIONS
+NAMES = [f"C{i}" for i in range(1, 27)]
+SCHEMA = Schema("label", tuple(f"I{i}" for i in range(1, 14)), tuple(CategoricalFeature(n, NUM_IDS) for n in NAMES))
+NUM_BATCHES = 8
+
+Step = Callable[[], None]
+
+
+def draw_batches(batch_size: int, num_ids: int) -> list[Batch]:
+    """Batches with ids skewed like Criteo's: log-uniform over the table."""
+    generator = torch.Generator().manual_seed(0)
+    batches = []
+    for _ in range(NUM_BATCHES):
+        uniform = torch.rand(26 * batch_size, generator=generator, dtype=torch.float64)
+        ids = (torch.exp(uniform * torch.log(torch.tensor(float(NUM_IDS)))) - 1).long().clamp(max=NUM_IDS - 1) % num_ids
+        features = KeyedJaggedTensor(NAMES, ids, lengths=torch.ones(26 * batch_size, dtype=torch.int32))
+        dense = torch.rand(batch_size, 13, generator=generator)
+        labels = (torch.rand(batch_size, generator=generator) < 0.25).float()
+        batches.append(Batch(dense, features, labels, batch_size))
+    return batches
+
+
+def ours(batch_size: int, processes: Processes, precision: str) -> Step:
+    """A step of this project's trainer with quotient-remainder tables."""
+    table = TableConfig(partition="quotient_remainder", collisions=COLLISIONS, embedding_dim=DIM)
+    train = TrainConfig(batch_size=batch_size, precision=precision)  # type: ignore[arg-type]
+    trainee = build_trainee(DLRMConfig(), EmbeddingConfig(default=table), train, SCHEMA, processes, num_steps=1000)
+    outputs = trainee.pipeline.outputs(cycle(draw_batches(batch_size, NUM_IDS)))
+
+    def step() -> None:
+        trainee.optimizers.set_learning_rates(0)
+        loss, _, _ = next(outputs)
+        loss.item()
+
+    return step
+
+
+class _TorchRecTask(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        logits = self.model(batch.dense_features, batch.sparse_features).squeeze(1)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
+        return loss, loss.detach()
+
+
+def torchrec(batch_size: int, processes: Processes, fused: bool) -> Step:
+    """A step of TorchRec's own DLRM and pipeline with hashed tables."""
+    tables = [EmbeddingBagConfig(name=n, num_embeddings=NUM_ROWS, embedding_dim=DIM, feature_names=[n]) for n in NAMES]
+    collection = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+    apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": LEARNING_RATE})
+    task = _TorchRecTask(TorchRecDLRM(collection, 13, [512, 256, 64, DIM], [512, 256, 1]))
+    sharders = [EmbeddingBagCollectionSharder()]
+    plan = make_plan(
+        task, sharders, device=processes.device, world_size=1, local_world_size=1, batch_size=batch_size
+    )
+    model = DistributedModelParallel(
+        task, env=ShardingEnv.from_process_group(dist.group.WORLD), device=processes.device, plan=plan, sharders=sharders
+    )
+    dense = KeyedOptimizerWrapper(
+        dict(in_backward_optimizer_filter(model.named_parameters())),
+        lambda params: torch.optim.Adagrad(params, lr=LEARNING_RATE, fused=fused),
+    )
+    pipeline = TrainPipelineBase(model, CombinedOptimizer([model.fused_optimizer, dense]), processes.device)
+    batches = cycle(draw_batches(batch_size, NUM_ROWS))
+    return lambda: pipeline.progress(batches).item()
+
+
+class _PlainBags(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = nn.ModuleList(nn.EmbeddingBag(NUM_ROWS, DIM, mode="sum", sparse=True) for _ in NAMES)
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        ids = features.values().view(26, -1)
+        return torch.stack([bag(column.unsqueeze(1)) for bag, column in zip(self.bags, ids, strict=True)], dim=1)
+
+
+class _Identity(nn.Module):
+    def forward(self, stacked: Tensor) -> Tensor:
+        return stacked
+
+
+def plain(batch_size: int) -> Step:
+    """A step of the same DLRM over ``nn.EmbeddingBag`` with sparse gradients and torch's optimizers."""
+    model = DLRM(_PlainBags(), NAMES, DIM, 13)
+    model.stack = _Identity()
+    bags = list(model.embeddings.parameters())
+    sparse = torch.optim.Adagrad(bags, lr=LEARNING_RATE)
+    dense = torch.optim.Adagrad([p for n, p in model.named_parameters() if not n.startswith("embeddings")], lr=LEARNING_RATE)
+    batches = cycle(draw_batches(batch_size, NUM_ROWS))
+
+    def step() -> None:
+        batch = next(batches)
+        loss = nn.functional.binary_cross_entropy_with_logits(
+            model(batch.dense_features, batch.sparse_features), batch.labels
+        )
+        for optimizer in (sparse, dense):
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in (sparse, dense):
+            optimizer.step()
+        loss.item()
+
+    return step
+
+
+def contenders(batch_size: int, processes: Processes) -> dict[str, Step]:
+    """Every contender's step, by name."""
+    return {
+        "nn.EmbeddingBag, hashed, fp32": plain(batch_size),
+        "TorchRec DLRM, hashed, fp32": torchrec(batch_size, processes, fused=False),
+        "TorchRec DLRM, hashed, fp32, fused dense optimizer": torchrec(batch_size, processes, fused=True),
+        "distembed, quotient-remainder, fp32": ours(batch_size, processes, "fp32"),
+        "distembed, quotient-remainder, bf16": ours(batch_size, processes, "bf16"),
+    }
+
+
+def measure(steps: dict[str, Step], batch_size: int, rounds: int, seconds_a_turn: float) -> dict[str, list[float]]:
+    """Samples/s of every contender in every round; contenders take turns."""
+    rates: dict[str, list[float]] = {name: [] for name in steps}
+    for step in steps.values():
+        for _ in range(3):
+            step()
+    for _ in range(rounds):
+        for name, step in steps.items():
+            count, started = 0, time.perf_counter()
+            while (elapsed := time.perf_counter() - started) < seconds_a_turn or count < 2:
+                step()
+                count += 1
+            rates[name].append(count * batch_size / elapsed)
+    return rates
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One contender at one batch size; ratios are medians of the ratios of each round."""
+
+    contender: str
+    batch_size: int
+    samples_per_second: float
+    ratio_to_torchrec: float
+
+
+BASELINE = "TorchRec DLRM, hashed, fp32"
+
+
+def summarise(rates: dict[str, list[float]], batch_size: int) -> Iterator[Row]:
+    """Medians over rounds."""
+    for name, values in rates.items():
+        ratio = statistics.median(a / b for a, b in zip(values, rates[BASELINE], strict=True))
+        yield Row(name, batch_size, statistics.median(values), ratio)
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[128, 2048, 8192])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of one contender's turn")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    options = parser.parse_args()
+    rows = []
+    with process_group("cpu") as processes:
+        for batch_size in options.batch_sizes:
+            rates = measure(contenders(batch_size, processes), batch_size, options.rounds, options.seconds)
+            rows += list(summarise(rates, batch_size))
+    table = Table("contender", "batch", "samples/s", "to TorchRec")
+    for row in rows:
+        table.add_row(row.contender, str(row.batch_size), f"{row.samples_per_second:,.0f}", f"{row.ratio_to_torchrec:.2f}x")
+    Console(width=110).print(table)
+    result = {
+        "machine": {"cores": torch.get_num_threads(), "processor": platform.processor() or platform.machine()},
+        "versions": versions(),
+        "rows": [dataclasses.asdict(row) for row in rows],
+    }
+    print(json.dumps(result))
+    if options.output is not None:
+        options.output.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
