@@ -310,8 +310,19 @@ def _config_of_run(run: Path) -> "Config":
     return load_config(path)
 
 
+def _hush_libraries() -> None:
+    """Keeps out of the output what TorchRec and torch say of each other and no user can act on."""
+    import logging
+    import warnings
+
+    for name in ("torchrec", "torch.fx._symbolic_trace"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"torchrec\.|torch\.distributed")
+
+
 def main() -> NoReturn:
     """Runs the command and ends the process with its exit code."""
+    _hush_libraries()
     try:
         app(standalone_mode=True)
     except UserError as error:

@@ -101,11 +101,13 @@ def torchrec(batch_size: int, processes: Processes, fused: bool) -> Step:
     apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": LEARNING_RATE})
     task = _TorchRecTask(TorchRecDLRM(collection, 13, [512, 256, 64, DIM], [512, 256, 1]))
     sharders = [EmbeddingBagCollectionSharder()]
-    plan = make_plan(
-        task, sharders, device=processes.device, world_size=1, local_world_size=1, batch_size=batch_size
-    )
+    plan = make_plan(task, sharders, device=processes.device, world_size=1, local_world_size=1, batch_size=batch_size)
     model = DistributedModelParallel(
-        task, env=ShardingEnv.from_process_group(dist.group.WORLD), device=processes.device, plan=plan, sharders=sharders
+        task,
+        env=ShardingEnv.from_process_group(dist.group.WORLD),
+        device=processes.device,
+        plan=plan,
+        sharders=sharders,
     )
     dense = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter(model.named_parameters())),
@@ -137,7 +139,9 @@ def plain(batch_size: int) -> Step:
     model.stack = _Identity()
     bags = list(model.embeddings.parameters())
     sparse = torch.optim.Adagrad(bags, lr=LEARNING_RATE)
-    dense = torch.optim.Adagrad([p for n, p in model.named_parameters() if not n.startswith("embeddings")], lr=LEARNING_RATE)
+    dense = torch.optim.Adagrad(
+        [p for n, p in model.named_parameters() if not n.startswith("embeddings")], lr=LEARNING_RATE
+    )
     batches = cycle(draw_batches(batch_size, NUM_ROWS))
 
     def step() -> None:
@@ -217,7 +221,9 @@ def main() -> None:
             rows += list(summarise(rates, batch_size))
     table = Table("contender", "batch", "samples/s", "to TorchRec")
     for row in rows:
-        table.add_row(row.contender, str(row.batch_size), f"{row.samples_per_second:,.0f}", f"{row.ratio_to_torchrec:.2f}x")
+        table.add_row(
+            row.contender, str(row.batch_size), f"{row.samples_per_second:,.0f}", f"{row.ratio_to_torchrec:.2f}x"
+        )
     Console(width=110).print(table)
     result = {
         "machine": {"cores": torch.get_num_threads(), "processor": platform.processor() or platform.machine()},

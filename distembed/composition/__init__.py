@@ -1,4 +1,4 @@
-"""Compositions: how the k vectors that an id's rows give become the id's one embedding (Shi et al., KDD 2020, section 4).
+"""Compositions: how the vectors of an id's k rows become one (Shi et al., KDD 2020, section 4).
 
 =========== ============================= ========================= =====================
 name        embedding of an id            dimension of partition j  commutes with pooling

@@ -9,7 +9,8 @@ Raw to dataset (no torch needed):
 
 Dataset to batches:
 
-- ``schema.py`` says what the columns are, ``manifest.py`` what a dataset folder holds.
+- ``schema.py`` says what the columns are, ``manifest.py`` what a dataset folder holds, ``columns.py``
+  whether Parquet files fit.
 - ``order.py`` decides which row comes when, ``decode.py`` reads row groups, ``prefetch.py`` runs ahead, and
   ``reader.py`` puts them together into the ``Batch`` of ``batch.py``.
 

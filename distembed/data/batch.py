@@ -19,7 +19,7 @@ from torchrec.streamable import Pipelineable
 
 
 @dataclass
-class Batch(Pipelineable):  # type: ignore[misc]  # torchrec ships no types
+class Batch(Pipelineable):
     """Rows of one step on one rank.
 
     Attributes:

@@ -24,6 +24,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from distembed.data.columns import check_columns
 from distembed.data.manifest import Split
 from distembed.data.schema import CategoricalFeature, Schema
 from distembed.errors import UserError
@@ -147,31 +148,10 @@ def list_row_groups(dataset_dir: Path, split: Split, schema: Schema) -> tuple[Ro
 def _footer(path: Path, schema: Schema) -> pq.FileMetaData:
     try:
         with pq.ParquetFile(path) as file:
-            _check_columns(path, file.schema_arrow, schema)
+            check_columns(path, file.schema_arrow, schema)
             return file.metadata
     except (pa.ArrowInvalid, OSError) as error:
         raise UserError(f"{path} is not a readable Parquet file: {error}") from error
-
-
-def _check_columns(path: Path, arrow: pa.Schema, schema: Schema) -> None:
-    for name in schema.columns:
-        if name not in arrow.names:
-            raise UserError(f"{path} has no column {name!r}: it has {', '.join(arrow.names)}")
-    for name in (schema.label, *schema.dense):
-        kind = arrow.field(name).type
-        if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
-            raise UserError(f"{path}, column {name!r}: its type is {kind}; a label or dense column is numeric")
-    for feature in schema.categorical:
-        _check_id_type(path, feature, arrow.field(feature.name).type)
-
-
-def _check_id_type(path: Path, feature: CategoricalFeature, kind: pa.DataType) -> None:
-    is_list = any(check(kind) for check in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list))
-    wanted = "a list of integers" if feature.multi_hot else "integer"
-    if is_list != feature.multi_hot or not pa.types.is_integer(kind.value_type if is_list else kind):
-        raise UserError(
-            f"{path}, column {feature.name!r}: its type is {kind}, but multi_hot={feature.multi_hot} needs {wanted}"
-        )
 
 
 @dataclass(frozen=True)

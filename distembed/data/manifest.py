@@ -19,7 +19,6 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from distembed import __version__
+from distembed.data.columns import check_columns
 from distembed.data.schema import Schema
 from distembed.errors import UserError
 
@@ -172,14 +173,6 @@ class Manifest:
         return self.splits[name]
 
 
-def tool_version() -> str:
-    """The version of this distembed."""
-    try:
-        return metadata.version("distembed")
-    except metadata.PackageNotFoundError:
-        return "unknown"
-
-
 def create_manifest(
     dataset_dir: str | os.PathLike[str],
     schema: Schema,
@@ -193,11 +186,11 @@ def create_manifest(
         splits: name of the split -> its Parquet files, inside ``dataset_dir`` (relative paths are relative to it).
 
     Raises:
-        UserError: a file is missing, is no Parquet, lacks a column, or lies outside the folder.
+        UserError: a file is missing, is no Parquet, has other columns, or lies outside the folder.
     """
     folder = Path(dataset_dir)
     described = {name: _describe_split(folder, schema, files) for name, files in splits.items()}
-    manifest = Manifest(schema, described, {"source": "create_manifest"}, tool_version=tool_version())
+    manifest = Manifest(schema, described, {"source": "create_manifest"}, tool_version=__version__)
     manifest.save(folder)
     return manifest
 
@@ -221,11 +214,7 @@ def _describe_split(folder: Path, schema: Schema, paths: Sequence[str | os.PathL
 def _read_label(path: Path, schema: Schema) -> pa.ChunkedArray:
     try:
         file = pq.ParquetFile(path)
-        missing = [name for name in schema.columns if name not in file.schema_arrow.names]
-        if missing:
-            raise UserError(
-                f"{path} lacks the columns {', '.join(missing)}: it has {', '.join(file.schema_arrow.names)}"
-            )
+        check_columns(path, file.schema_arrow, schema)
         return file.read(columns=[schema.label]).column(0)
     except pa.ArrowInvalid as error:
         raise UserError(f"{path} is not a readable Parquet file: {error}") from error

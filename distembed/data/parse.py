@@ -8,8 +8,8 @@ A row is ``label \t I1 .. I13 \t C1 .. C26``. It is malformed, for the first of 
 - ``id``: an id is neither empty nor 1 to 8 hexadecimal digits, of either case.
 
 Almost every block is well-formed and has ids of 8 digits: a typed parse reads it, and any surprise makes it give the
-whole block over to a parse as text (three times slower) that finds the rows at fault. Each distinct id is decoded once a
-block: ids leave as codes into the block's list of keys (DESIGN: the keys are 32-bit, int32 would overflow).
+whole block over to a parse as text (three times slower) that finds the rows at fault. Each distinct id is decoded once
+a block: ids leave as codes into the block's list of keys (32 bits without a sign: int32 would overflow).
 """
 
 from __future__ import annotations
@@ -33,8 +33,12 @@ _COLUMNS: tuple[str, ...] = (_LABEL, *CRITEO_DENSE, *CRITEO_CATEGORICAL)
 _ID_TEXT = pa.binary(8)
 _INT64 = np.iinfo(np.int64)
 
-# What the typed parse would let pass though the grammar above does not: blanks around numbers and 0x1F, a byte order mark.
-_SUSPICIOUS = (b" ", b"x", b"X", b"+", b"\xef\xbb\xbf")
+# What the typed parse would let pass though the grammar above does not: blanks around numbers, and 0x1F.
+_SUSPICIOUS = (b" ", b"x", b"X", b"+", b"\r")
+
+# pyarrow takes a lone carriage return for a line's end, skips a byte order mark, and can only report UTF-8. None of
+# these bytes belongs in a field, so each may as well be another byte that does not.
+_HARMLESS = bytes(byte if byte < 128 and byte != ord("\r") else 1 for byte in range(256))
 
 _HEX_VALUE = np.full(256, 255, np.uint8)
 _HEX_VALUE[np.frombuffer(b"0123456789", np.uint8)] = range(10)
@@ -53,7 +57,7 @@ class RejectedRow:
 
 @dataclass(frozen=True)
 class IdColumn:
-    """Ids of one feature: row i has ``keys[codes[i]]``, and code 0 means that the value is missing (keys[0] is unused)."""
+    """Ids of one feature: row i has ``keys[codes[i]]``, and code 0 is a missing value (keys[0] is unused)."""
 
     codes: NDArray[Any]
     keys: NDArray[np.uint32]
@@ -97,7 +101,7 @@ def parse_block(data: bytes) -> ParsedBlock:
 
 
 def _parse_typed(data: bytes, text: bytes) -> ParsedBlock:
-    if b"\r" in text or any(pattern in text for pattern in _SUSPICIOUS):
+    if not text.isascii() or any(pattern in text for pattern in _SUSPICIOUS):
         raise _IrregularError
     types = [pa.binary(1), *[pa.int64()] * len(CRITEO_DENSE), *[_ID_TEXT] * len(CRITEO_CATEGORICAL)]
     columns, bad_lines = _read_csv(text, types)
@@ -116,10 +120,7 @@ def _parse_typed(data: bytes, text: bytes) -> ParsedBlock:
 
 def _parse_text(data: bytes, text: bytes) -> ParsedBlock:
     """Every field is read as bytes, and judged."""
-    # A lone carriage return would be taken for a line's end, a byte order mark be skipped. Both spoil their field.
-    text = text.removesuffix(b"\r").replace(b"\r", b"\x01")
-    text = b"\x01" + text if text.startswith(b"\xef\xbb\xbf") else text
-    columns, bad_lines = _read_csv(text, [pa.binary()] * len(_COLUMNS))
+    columns, bad_lines = _read_csv(text.removesuffix(b"\r").translate(_HARMLESS), [pa.binary()] * len(_COLUMNS))
     num_rows = len(columns[0])
     first_id = 1 + len(CRITEO_DENSE)
     wrong_label = _not(pc.is_in(columns[0], value_set=pa.array([b"0", b"1"])))
@@ -237,5 +238,8 @@ def _fixed_bytes(column: pa.Array, dtype: type[np.uint8]) -> NDArray[np.uint8]:
 def _rejected_rows(data: bytes, reasons: dict[int, str]) -> tuple[RejectedRow, ...]:
     if not reasons:
         return ()
-    lines = data.split(b"\n")
-    return tuple(RejectedRow(line, reasons[line], lines[line].removesuffix(b"\r")) for line in sorted(reasons))
+    lines = [line.removesuffix(b"\r") for line in data.split(b"\n")]
+    # pyarrow gives an empty line as 40 missing values.
+    return tuple(
+        RejectedRow(line, reasons[line] if lines[line] else "columns", lines[line]) for line in sorted(reasons)
+    )

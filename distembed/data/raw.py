@@ -1,7 +1,7 @@
 """Raw text files, plain or gzip, as blocks of whole lines.
 
-A block ends at a line's end and never spans two files, so blocks can be parsed independently of each other. The checksum
-of a file is taken of the bytes as they are on disk, while they are read: no second pass.
+A block ends at a line's end and never spans two files, so blocks can be parsed independently of each other. The
+checksum of a file is taken of the bytes as they are on disk, while they are read: no second pass.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TEXT_SUFFIXES = {"", ".tsv", ".txt", ".gz"}
 def list_sources(inputs: Sequence[str | os.PathLike[str]]) -> list[Path]:
     """The files to read: folders become their text files, in natural order (``day_2`` before ``day_10``).
 
-    Hidden files are left out, and in folders so is every file that ends in something else than .tsv, .txt, .gz or nothing.
+    Hidden files in folders are left out, and so are those that end in something else than .tsv, .txt, .gz or nothing.
 
     Raises:
         UserError: nothing was named, a path does not exist, a folder has no such file, or a file is named twice.
@@ -87,7 +87,7 @@ class SourceReader:
         """Whole lines, about ``block_bytes`` at a time; only the last may lack its newline.
 
         Raises:
-            UserError: a gzip file is cut short or damaged, the file cannot be read, or it has a line that is far too long.
+            UserError: a gzip file is cut short or damaged, the file cannot be read, or a line is far too long.
         """
         try:
             with open(self._path, "rb", buffering=0) as file:

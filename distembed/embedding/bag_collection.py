@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType, data_type_to_dtype
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from distembed.embedding.config import CompositionalEmbeddingBagConfig
 from distembed.embedding.ids import check_ids
@@ -55,24 +55,28 @@ class CompositionalEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Looks ids up; raises :class:`UserError` on an id outside its table."""
         check_ids(features, self._num_embeddings)
-        jagged = features.to_dict()
+        # not KeyedJaggedTensor.to_dict: it fails on a batch of no rows
+        lengths = features.lengths().view(len(features.keys()), features.stride())
+        ids = features.values().split(features.length_per_key())
+        jagged = {key: (ids[i], lengths[i]) for i, key in enumerate(features.keys())}
         pooled = {}
         for table in self._tables:
             for name in table.feature_names:
                 if name not in jagged:
                     raise UserError(f"feature {name!r} of table {table.name!r} is not among {list(jagged)}.")
-                pooled[name] = self._pool(table, jagged[name])
+                pooled[name] = self._pool(table, *jagged[name])
         return KeyedTensor(list(pooled), [v.shape[1] for v in pooled.values()], torch.cat(list(pooled.values()), dim=1))
 
-    def _pool(self, table: CompositionalEmbeddingBagConfig, bags: JaggedTensor) -> Float[Tensor, "batch dim"]:
-        rows = table.scheme.rows(bags.values().long())
+    def _pool(
+        self, table: CompositionalEmbeddingBagConfig, ids: Int[Tensor, " ids"], lengths: Int[Tensor, " batch"]
+    ) -> Float[Tensor, "batch dim"]:
+        rows = table.scheme.rows(ids.long())
         vectors = table.combine.compose(
             [
                 nn.functional.embedding(rows[j], self.embedding_bags.get_parameter(f"{part.name}.weight"))
                 for j, part in enumerate(table.partition_tables())
             ]
         )
-        lengths = bags.lengths()
         bag_of_id = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
         pooled = vectors.new_zeros(len(lengths), vectors.shape[1]).index_add(0, bag_of_id, vectors)
         return pooled / lengths.clamp(min=1).unsqueeze(1) if table.is_mean else pooled

@@ -1,4 +1,4 @@
-"""Partitions: total functions from an id to a row, the parts of which a compressed table is made.
+r"""Partitions: total functions from an id to a row, the parts of which a compressed table is made.
 
 A *partition* of the id set ``S = {0, ..., n-1}`` maps every id to one row of a small table (Shi et al., "Compositional
 Embeddings Using Complementary Partitions", KDD 2020, section 3). A *scheme* is a family of k partitions of the same
@@ -10,7 +10,7 @@ name                 p_1(x), p_2(x), ...             rows for n ids       comple
 ==================== =============================== ==================== =============
 naive                x                               n                    yes
 remainder            x mod m                         m = ceil(n/c)        only if m >= n
-quotient_remainder   x mod m, x \\ m                  m + c               yes
+quotient_remainder   x mod m, x \ m                  m + c                yes
 ==================== =============================== ==================== =============
 
 A new scheme is one file and one line in :data:`PARTITIONS`; law tests run over every entry.

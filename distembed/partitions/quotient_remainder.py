@@ -1,8 +1,8 @@
 """Quotient-remainder: two complementary partitions (Shi et al., KDD 2020, section 2, algorithm 2).
 
 An id is split as ``x = q * m + r``; ``r`` picks a row of a table with m rows and ``q`` a row of a table with c rows.
-Trade-off: m + c rows in place of n, least near ``m = c = sqrt(n)``; every id keeps an embedding of its own, at the price
-of a second lookup and of ids that share half of their parameters.
+Trade-off: m + c rows in place of n, least near ``m = c = sqrt(n)``; every id keeps an embedding of its own, at the
+price of a second lookup and of ids that share half of their parameters.
 """
 
 import math

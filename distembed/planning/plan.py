@@ -78,7 +78,7 @@ def plan_as_json(plan: ShardingPlan) -> dict[str, dict[str, Any]]:
                 "compute_kernel": sharding.compute_kernel,
                 "ranks": list(sharding.ranks or []),
             }
-            for table, sharding in module_plan.items()  # type: ignore[attr-defined]
+            for table, sharding in module_plan.items()
         }
         for path, module_plan in plan.plan.items()
     }

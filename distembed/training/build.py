@@ -72,7 +72,7 @@ def build_trainee(
         # one rank has nothing to average: without DistributedDataParallel its small steps are faster
         init_data_parallel=processes.world_size > 1,
     )
-    optimizers = Optimizers(model, train.dense_optimizer, train.sparse_optimizer, train.schedule, num_steps)
+    optimizers = Optimizers(model, train.dense_optimizer, train.sparse_optimizer, num_steps)
     return Trainee(model, optimizers, StepPipeline(model, optimizers.combined, processes), plan, bf16)
 
 

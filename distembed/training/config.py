@@ -12,6 +12,21 @@ NonNegativeNumber = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
+class ScheduleConfig:
+    """A learning rate over the steps of a run, as a factor on the optimizer's.
+
+    Attributes:
+        warmup: share of the run's steps over which the factor grows linearly to 1.
+        decay: ``none``, ``linear`` or ``cosine``, from the end of the warm-up to the last step.
+        final_factor: what the decay ends at.
+    """
+
+    warmup: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    decay: Literal["none", "linear", "cosine"] = "none"
+    final_factor: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
 class DenseOptimizerConfig:
     """Optimizer of everything but the embedding tables.
 
@@ -19,11 +34,13 @@ class DenseOptimizerConfig:
         name: ``adagrad``, ``adam``, ``adamw``, ``amsgrad`` or ``sgd``.
         learning_rate: at the end of the warm-up.
         weight_decay: decoupled for ``adamw``, an L2 penalty for the others.
+        schedule: of the learning rate.
     """
 
     name: Literal["adagrad", "adam", "adamw", "amsgrad", "sgd"] = "adagrad"
     learning_rate: PositiveNumber = 0.02
     weight_decay: NonNegativeNumber = 0.0
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
@@ -34,26 +51,13 @@ class SparseOptimizerConfig:
         name: ``row_wise_adagrad`` (one accumulator a row), ``adagrad``, ``sgd``; ``adam`` on CUDA only.
         learning_rate: at the end of the warm-up.
         eps: added to the root of the accumulator.
+        schedule: of the learning rate.
     """
 
     name: Literal["row_wise_adagrad", "adagrad", "sgd", "adam"] = "row_wise_adagrad"
     learning_rate: PositiveNumber = 0.02
     eps: PositiveNumber = 1e-8
-
-
-@pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
-class ScheduleConfig:
-    """Learning rate over the steps, as a factor on both optimizers' rates.
-
-    Attributes:
-        warmup_steps: the factor grows linearly from ``1 / warmup_steps`` to 1.
-        decay: ``none``, ``linear`` or ``cosine``, from the end of the warm-up to the last step.
-        final_factor: what the decay ends at.
-    """
-
-    warmup_steps: NonNegativeInt = 0
-    decay: Literal["none", "linear", "cosine"] = "none"
-    final_factor: Annotated[float, Field(ge=0, le=1)] = 0.0
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
@@ -67,7 +71,6 @@ class TrainConfig:
         seed: of the weights, the order of rows and all else that is random.
         dense_optimizer: of the networks.
         sparse_optimizer: of the embedding tables.
-        schedule: of the learning rates.
         precision: of the networks: ``bf16`` autocast, ``fp32``, or ``auto`` for bf16 where the processor computes in
         it. device: ``cpu``, ``cuda``, or ``auto`` for CUDA where there is a device.
         log_every: steps between two lines of metrics.
@@ -82,7 +85,6 @@ class TrainConfig:
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     dense_optimizer: DenseOptimizerConfig = field(default_factory=DenseOptimizerConfig)
     sparse_optimizer: SparseOptimizerConfig = field(default_factory=SparseOptimizerConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     log_every: PositiveInt = 100

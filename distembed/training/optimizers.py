@@ -60,7 +60,7 @@ def dense_optimizer(model: DistributedModelParallel, config: DenseOptimizerConfi
 
 
 class Optimizers:
-    """Both optimizers under one learning-rate schedule.
+    """Both optimizers, each under its learning-rate schedule.
 
     Attributes:
         combined: what a TorchRec pipeline steps and a checkpoint holds.
@@ -71,25 +71,24 @@ class Optimizers:
         model: DistributedModelParallel,
         dense: DenseOptimizerConfig,
         sparse: SparseOptimizerConfig,
-        schedule: ScheduleConfig,
         num_steps: int,
     ) -> None:
         self._fused = model.fused_optimizer
         self._dense = dense_optimizer(model, dense)
-        self._rates = ((self._fused, sparse.learning_rate), (self._dense, dense.learning_rate))
-        self._schedule = schedule
+        self._scheduled = ((self._fused, sparse), (self._dense, dense))
         self._num_steps = num_steps
         self.combined = CombinedOptimizer([self._fused, self._dense])
 
     def set_learning_rates(self, step: int) -> float:
-        """Applies the schedule to the step that comes next (counted from 0); returns the dense learning rate."""
-        factor = learning_rate_factor(self._schedule, step, self._num_steps)
-        for optimizer, rate in self._rates:
+        """Applies the schedules to the step that comes next (counted from 0); returns the dense learning rate."""
+        rate = 0.0
+        for optimizer, config in self._scheduled:
+            rate = config.learning_rate * learning_rate_factor(config.schedule, step, self._num_steps)
             for group in optimizer.param_groups:
-                group["lr"] = rate * factor
+                group["lr"] = rate
         # fused updates happen in the backward pass: FBGEMM must know the rate before it, and step() only tells it
         self._fused.step()
-        return self._rates[1][1] * factor
+        return rate
 
     def init_state(self) -> None:
         """Makes lazily created state, so that a checkpoint can be read into it; call before weights are loaded."""
@@ -98,10 +97,11 @@ class Optimizers:
 
 def learning_rate_factor(schedule: ScheduleConfig, step: int, num_steps: int) -> float:
     """Factor on the learning rates at ``step``, counted from 0, of a run of ``num_steps``."""
-    if step < schedule.warmup_steps:
-        return (step + 1) / schedule.warmup_steps
+    warmup_steps = round(schedule.warmup * num_steps)
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
     if schedule.decay == "none":
         return 1.0
-    progress = min(1.0, (step - schedule.warmup_steps) / max(1, num_steps - schedule.warmup_steps))
+    progress = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))
     remaining = 1.0 - progress if schedule.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return schedule.final_factor + (1.0 - schedule.final_factor) * remaining

@@ -52,8 +52,20 @@ def colour(index: int) -> str:
 
 
 def loss_curve(runs: Mapping[str, RunRecord]) -> str:
-    """Loss of the training windows (thin) and logloss of the evaluations (marked) against rows read."""
-    return _curves(runs, "logloss", "loss", "logloss")
+    """Loss of the training windows (thin) and logloss of the evaluations (marked) against rows read.
+
+    The scale leaves out each run's first tenth, beside whose losses the rest would be a flat line.
+    """
+
+    def scale(axes: Axes) -> None:
+        late = [number(line, "loss") for run in runs.values() for line in run.train[math.ceil(len(run.train) / 10) :]]
+        late += [number(line, "logloss") for run in runs.values() for line in run.validation_evals()]
+        late = [loss for loss in late if not math.isnan(loss)]
+        if len(late) > 1 and max(late) > min(late):
+            margin = (max(late) - min(late)) / 10
+            axes.set_ylim(min(late) - margin, min(axes.get_ylim()[1], max(late) + 3 * margin))
+
+    return _curves(runs, "logloss", "loss", "logloss", scale)
 
 
 def auc_curve(runs: Mapping[str, RunRecord]) -> str:
@@ -113,7 +125,13 @@ def parameters_against_logloss(summaries: Sequence[RunSummary]) -> str:
     return _render(draw)
 
 
-def _curves(runs: Mapping[str, RunRecord], label: str, train_key: str, eval_key: str) -> str:
+def _curves(
+    runs: Mapping[str, RunRecord],
+    label: str,
+    train_key: str,
+    eval_key: str,
+    scale: Callable[[Axes], None] = lambda axes: None,
+) -> str:
     def draw(axes: Axes) -> None:
         for index, run in enumerate(runs.values()):
             evals = run.validation_evals()
@@ -121,6 +139,7 @@ def _curves(runs: Mapping[str, RunRecord], label: str, train_key: str, eval_key:
             axes.plot(*_series(run.train, train_key), color=colour(index), alpha=alpha, linewidth=1)
             axes.plot(*_series(evals, eval_key), color=colour(index), marker="o", markersize=4)
         _label_rows(axes, label)
+        scale(axes)
 
     return _render(draw)
 

@@ -160,7 +160,7 @@ def _swatch(index: int) -> str:
 
 def _figures(named: dict[str, RunRecord], summaries: Sequence[RunSummary]) -> str:
     figures = [
-        ("Loss", "Training windows thin, evaluations marked.", plots.loss_curve(named)),
+        ("Loss", "Training windows thin, evaluations marked. The first tenth may be cut off.", plots.loss_curve(named)),
         ("AUC", "Training windows thin, evaluations marked.", plots.auc_curve(named)),
         ("Throughput", "Training alone, evaluations not counted.", plots.throughput_curve(named)),
         (

@@ -240,7 +240,7 @@ class Run:
             f"The loss is {loss} at step {self._step} (epoch {(self._step - 1) // self._reader.batches_per_epoch}, "
             f"rows {first} to {last} of its order, rank {self._processes.rank}). The last checkpoint is untouched. "
             "Try lower train.dense_optimizer.learning_rate and train.sparse_optimizer.learning_rate, "
-            "train.schedule.warmup_steps of some hundred steps, or train.precision=fp32; "
+            "a warm-up (train.dense_optimizer.schedule.warmup=0.1), or train.precision=fp32; "
             "and look for extreme values among the dense features."
         )
 

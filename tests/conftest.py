@@ -1,0 +1,37 @@
+"""What every test has at hand: real rows where there are some, and one thread a process."""
+
+import os
+
+# before torch is imported anywhere; the workers share the cores already
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+# No deadline: an example may be the first to import or to compile something.
+hypothesis.settings.register_profile("distembed", deadline=None)
+hypothesis.settings.load_profile("distembed")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not on_gpu:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def criteo_sample() -> Path:
+    """110,000 real Criteo rows, in the order of time."""
+    path = os.environ.get("DISTEMBED_CRITEO_SAMPLE")
+    if not path:
+        pytest.skip("DISTEMBED_CRITEO_SAMPLE is unset: it names a TSV file of real Criteo rows")
+    if not Path(path).is_file():
+        pytest.fail(f"DISTEMBED_CRITEO_SAMPLE is {path!r}, which is no file")
+    return Path(path)

@@ -1,0 +1,363 @@
+"""Preparing Criteo rows, against an independent computation that goes line by line."""
+
+import gzip
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distembed.data import criteo, write
+from distembed.data.criteo import ProgressUpdate, prepare_criteo
+from distembed.data.manifest import Manifest
+from distembed.data.parse import parse_block
+from distembed.errors import UserError
+from tests.data import reference
+
+SPLITS = ("train", "validation", "test")
+CATEGORICAL = [f"C{i}" for i in range(1, 27)]
+DENSE = [f"I{i}" for i in range(1, 14)]
+
+
+def read_split(dataset: Path, manifest: Manifest, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Labels, dense values and ids of a split, in order."""
+    tables = [pq.read_table(dataset / file.path) for file in manifest.splits[name].files]
+    assert [table.num_rows for table in tables] == [file.num_rows for file in manifest.splits[name].files]
+    labels = [table["label"].to_numpy() for table in tables]
+    dense = [np.stack([table[column].to_numpy() for column in DENSE], 1) for table in tables]
+    ids = [np.stack([table[column].to_numpy() for column in CATEGORICAL], 1) for table in tables]
+    empty = [np.zeros(0), np.zeros((0, 13)), np.zeros((0, 26))]
+    return tuple(np.concatenate([part, *parts]) for part, parts in zip(empty, (labels, dense, ids), strict=True))
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def check_against_reference(
+    dataset: Path, files: dict[str, bytes], bounds: list[int] | None, min_count: int
+) -> list[reference.Row]:
+    """Every line is a row of exactly one split, in order, or a line of rejected.tsv."""
+    parsed = [
+        (name, number, line, reference.parse(line))
+        for name, content in files.items()
+        for number, line in enumerate(reference.lines_of(content), start=1)
+    ]
+    rows = [row for *_, row in parsed if isinstance(row, reference.Row)]
+    bounds = bounds or [0, len(rows) * 8 // 10, len(rows) * 9 // 10, len(rows)]
+    vocabulary = reference.vocabularies(rows[: bounds[1]], min_count)
+    manifest = Manifest.load(dataset)
+    assert list(manifest.splits) == list(SPLITS)
+    for name, start, stop in zip(SPLITS, bounds[:-1], bounds[1:], strict=True):
+        labels, dense, ids = read_split(dataset, manifest, name)
+        expected = rows[start:stop]
+        assert labels.tolist() == [row.label for row in expected]
+        np.testing.assert_allclose(dense, np.array([r.dense for r in expected]).reshape(-1, 13), rtol=3e-7, atol=0)
+        assert ids.tolist() == [list(reference.ids(row, vocabulary)) for row in expected]
+        split = manifest.splits[name]
+        assert split.num_rows == stop - start
+        if expected:
+            assert split.label_rate == pytest.approx(labels.mean())
+    rejected = [(name, number, row, line) for name, number, line, row in parsed if isinstance(row, str)]
+    check_rejected(dataset, manifest, rejected)
+    assert [feature.num_embeddings for feature in manifest.schema.categorical] == [len(v) + 2 for v in vocabulary]
+    return rows
+
+
+def check_rejected(dataset: Path, manifest: Manifest, expected: list[tuple[str, int, str, bytes]]) -> None:
+    assert manifest.rejected.num_rows == len(expected)
+    assert manifest.rejected.by_reason == dict(Counter(reason for _, _, reason, _ in expected))
+    if not expected:
+        assert not (dataset / "rejected.tsv").exists()
+        return
+    lines = (dataset / "rejected.tsv").read_bytes().split(b"\n")
+    assert lines[0] == b"file\tline\treason\trow" and lines[-1] == b""
+    wanted = [f"{name}\t{number}\t{why}\t".encode() + row.removesuffix(b"\r") for name, number, why, row in expected]
+    assert lines[1:-1] == wanted
+
+
+@pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
+@pytest.mark.parametrize("min_count", [1, 3])
+def test_every_row_is_in_one_split_or_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, min_count: int, newline: bytes
+) -> None:
+    monkeypatch.setattr(criteo._Budget, "block_bytes", 20_000)
+    monkeypatch.setattr(write, "ROW_GROUP_ROWS", 128)
+    files = {
+        "day_2": reference.content(700, 1, malformed=0.05, newline=newline),
+        "day_10": reference.content(500, 2, malformed=0.01, short=0.2, newline=newline).removesuffix(newline),
+        "day_11": reference.content(300, 3, newline=newline),
+    }
+    for name, content in files.items():
+        (tmp_path / "in").mkdir(exist_ok=True)
+        (tmp_path / "in" / name).write_bytes(content)
+    prepare_criteo([tmp_path / "in"], tmp_path / "out", min_count=min_count, max_rejected=0.5)
+    check_against_reference(tmp_path / "out", files, None, min_count)
+    sources = Manifest.load(tmp_path / "out").sources
+    assert [(s.name, s.bytes, s.num_rows) for s in sources] == [
+        (name, len(content), len(reference.lines_of(content))) for name, content in files.items()
+    ]
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.integers(0, 2**32), st.sampled_from(["good", "short", "malformed"])), max_size=12))
+def test_a_block_is_parsed_as_its_lines_are(drawn: list[tuple[int, str]]) -> None:
+    import random
+
+    makers = {"good": reference.good_line, "short": reference.short_ids_line, "malformed": reference.malformed_line}
+    lines = [makers[kind](random.Random(seed)) for seed, kind in drawn]
+    block = parse_block(b"".join(line + b"\n" for line in lines) or b"\n")
+    lines = lines or [b""]
+    expected = [reference.parse(line) for line in lines]
+    rows = [row for row in expected if isinstance(row, reference.Row)]
+    assert block.num_lines == len(lines)
+    assert block.labels.tolist() == [row.label for row in rows]
+    for feature, column in enumerate(block.ids):
+        keys = [int(column.keys[code]) if code else None for code in column.codes]
+        assert keys == [row.keys[feature] for row in rows]
+    for column, values in enumerate(block.dense):
+        np.testing.assert_allclose(values, [row.dense[column] for row in rows], rtol=3e-7)
+    wrong = [(n, why, line) for n, (line, why) in enumerate(zip(lines, expected, strict=True)) if isinstance(why, str)]
+    assert [(row.line, row.reason, row.text) for row in block.rejected] == wrong
+
+
+@pytest.mark.parametrize("value", [b"9223372036854775807", b"-9223372036854775808", b"000000000000000000000000012"])
+def test_integers_of_64_bits_are_dense_values(value: bytes) -> None:
+    fields = reference.content(1, 0).strip(b"\n").split(b"\t")
+    fields[3] = value
+    block = parse_block(b"\t".join(fields))
+    assert block.num_rows == 1
+    assert block.dense[2][0] == pytest.approx(np.log1p(max(int(value), 0)))
+
+
+@pytest.mark.parametrize("value", [b"9223372036854775808", b"-9223372036854775809", b"9" * 5000])
+def test_integers_beyond_64_bits_are_malformed(value: bytes) -> None:
+    fields = reference.content(1, 0).strip(b"\n").split(b"\t")
+    fields[3] = value
+    assert [row.reason for row in parse_block(b"\t".join(fields)).rejected] == ["dense"]
+
+
+def test_bytes_depend_on_rows_and_options_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write, "ROW_GROUP_ROWS", 1000)
+    source = tmp_path / "rows.tsv"
+    source.write_bytes(reference.content(5000, 4, malformed=0.002, short=0.01))
+    settings_of = {"once": {}, "again": {}, "threads": {"threads": 5}, "memory": {"memory_limit_bytes": 64 << 20}}
+    for name, chosen in settings_of.items():
+        prepare_criteo([source], tmp_path / name, **chosen)
+    monkeypatch.setattr(criteo._Budget, "block_bytes", 30_011)
+    monkeypatch.setattr(criteo._Budget, "vocabulary_entries", 50)
+    prepare_criteo([source], tmp_path / "blocks", threads=2)
+    first = bytes_of(tmp_path / "once")
+    assert len(first) == 1 + 1 + 26 + 2 + 1 + 1
+    for name in ["again", "threads", "memory", "blocks"]:
+        assert bytes_of(tmp_path / name) == first, name
+
+
+def test_gzip_gives_the_same_rows(tmp_path: Path) -> None:
+    content = reference.content(900, 5)
+    (tmp_path / "plain.tsv").write_bytes(content)
+    # Two members and padding, as some tools leave them.
+    (tmp_path / "zipped.gz").write_bytes(gzip.compress(content[:1000]) + gzip.compress(content[1000:]) + b"\0" * 600)
+    prepare_criteo([tmp_path / "plain.tsv"], tmp_path / "a")
+    prepare_criteo([tmp_path / "zipped.gz"], tmp_path / "b")
+    one, other = bytes_of(tmp_path / "a"), bytes_of(tmp_path / "b")
+    assert one.keys() == other.keys()
+    assert all(one[name] == other[name] for name in one if name != "manifest.json")
+
+
+@pytest.mark.parametrize("cut", [10, 200, -9, -4])
+def test_a_gzip_file_cut_short_is_an_error(tmp_path: Path, cut: int) -> None:
+    (tmp_path / "rows.gz").write_bytes(gzip.compress(reference.content(300, 5))[:cut])
+    with pytest.raises(UserError, match="rows.gz"):
+        prepare_criteo([tmp_path / "rows.gz"], tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.gz"]
+
+
+def test_a_damaged_gzip_file_is_an_error(tmp_path: Path) -> None:
+    packed = bytearray(gzip.compress(reference.content(300, 5)))
+    packed[len(packed) // 2] ^= 0xFF
+    (tmp_path / "rows.gz").write_bytes(packed)
+    with pytest.raises(UserError, match="rows.gz is a damaged gzip file"):
+        prepare_criteo([tmp_path / "rows.gz"], tmp_path / "out")
+
+
+def test_days_as_files(tmp_path: Path) -> None:
+    files = {f"day_{day}": reference.content(200 + day, day, malformed=0.01) for day in (1, 2, 10)}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    prepare_criteo([tmp_path / name for name in files], tmp_path / "out", split="days", max_rejected=0.1)
+    good = [sum(isinstance(reference.parse(line), reference.Row) for line in c.splitlines()) for c in files.values()]
+    before = good[0] + good[1]
+    bounds = [0, before, before + good[2] // 2, sum(good)]
+    check_against_reference(tmp_path / "out", files, bounds, 2)
+
+
+def test_days_in_one_file(tmp_path: Path) -> None:
+    files = {"train.txt": reference.content(705, 8)}
+    (tmp_path / "train.txt").write_bytes(files["train.txt"])
+    prepare_criteo([tmp_path / "train.txt"], tmp_path / "out", split="days")
+    check_against_reference(tmp_path / "out", files, [0, 604, 654, 705], 2)
+
+
+def test_the_vocabulary_comes_from_the_training_part_alone(tmp_path: Path) -> None:
+    content = reference.content(1000, 6)
+    (tmp_path / "a.tsv").write_bytes(content)
+    lines = content.splitlines(keepends=True)
+    (tmp_path / "b.tsv").write_bytes(b"".join(lines[:800]) + reference.content(200, 7))
+    one = prepare_criteo([tmp_path / "a.tsv"], tmp_path / "a")
+    other = prepare_criteo([tmp_path / "b.tsv"], tmp_path / "b")
+    assert one.schema == other.schema and one.vocabularies == other.vocabularies
+    a, b = bytes_of(tmp_path / "a"), bytes_of(tmp_path / "b")
+    assert all(a[name] == b[name] for name in a if name.startswith(("vocabulary", "train")))
+
+
+def test_vocabulary_files_say_what_ids_mean(tmp_path: Path) -> None:
+    content = reference.content(1000, 6)
+    (tmp_path / "a.tsv").write_bytes(content)
+    manifest = prepare_criteo([tmp_path / "a.tsv"], tmp_path / "a", min_count=2)
+    train = [row for row in map(reference.parse, reference.lines_of(content)[:800]) if isinstance(row, reference.Row)]
+    expected = reference.vocabularies(train, 2)
+    for feature, name in enumerate(CATEGORICAL):
+        counts = Counter(row.keys[feature] for row in train)
+        table = pq.read_table(tmp_path / "a" / manifest.vocabularies[name].file).to_pydict()
+        assert dict(zip(table["key"], table["id"], strict=True)) == expected[feature]
+        assert table["count"] == [counts[key] for key in table["key"]]
+        summary = manifest.vocabularies[name]
+        singles = [key for key, count in counts.items() if count < 2 and key is not None]
+        assert (summary.num_ids, summary.num_dropped) == (len(expected[feature]), len(singles))
+        assert (summary.rows_dropped, summary.rows_missing) == (len(singles), counts[None])
+
+
+def test_hashing_needs_no_data(tmp_path: Path) -> None:
+    content = reference.content(600, 9)
+    lines = reference.lines_of(content)
+    (tmp_path / "whole.tsv").write_bytes(content)
+    (tmp_path / "half.tsv").write_bytes(b"\n".join(lines[:300]))
+    kept: dict[str, tuple[np.ndarray, ...]] = {}
+    for name, seed in (("whole", 0), ("half", 0), ("other", 1)):
+        source = tmp_path / f"{'whole' if name == 'other' else name}.tsv"
+        manifest = prepare_criteo([source], tmp_path / name, hash_size=50, hash_seed=seed)
+        assert {feature.num_embeddings for feature in manifest.schema.categorical} == {50}
+        assert not (tmp_path / name / "vocabulary").exists()
+        kept[name] = read_split(tmp_path / name, manifest, "train")
+    ids = kept["whole"][2]
+    missing = np.array([[key is None for key in reference.parse(line).keys] for line in lines[:480]])
+    assert ((ids == 0) == missing).all() and ids.max() == 49 and ids.min() == 0
+    assert (kept["half"][2] == ids[:240]).all()
+    assert (kept["other"][2] != ids).mean() > 0.5
+
+
+def test_tables_of_more_than_2_to_the_31_rows_have_wide_ids(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_bytes(reference.content(50, 9))
+    manifest = prepare_criteo([tmp_path / "a.tsv"], tmp_path / "a", hash_size=2**40)
+    column = pq.read_table(tmp_path / "a" / manifest.splits["train"].files[0].path)["C7"].to_numpy()
+    assert column.dtype == np.int64 and column.max() > 2**32 and column.max() < 2**40
+
+
+def test_too_many_malformed_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_bytes(reference.content(500, 3, malformed=0.05))
+    with pytest.raises(UserError) as caught:
+        prepare_criteo([tmp_path / "a.tsv"], tmp_path / "out")
+    message = str(caught.value)
+    assert "of 500 rows are malformed" in message and "max_rejected=0.01" in message
+    assert all(reason in message for reason in ("columns", "label", "dense", "id")) and "a.tsv:" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["a.tsv"]
+
+
+def test_another_kind_of_file_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(criteo._Budget, "block_bytes", 10_000)
+    (tmp_path / "a.csv").write_bytes(b"a,b,c\n" * 100_000)
+    with pytest.raises(UserError, match="nothing more is read"):
+        prepare_criteo([tmp_path / "a.csv"], tmp_path / "out", threads=1)
+
+
+def test_a_file_of_one_endless_line(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_bytes(b"\0" * (3 << 20))
+    with pytest.raises(UserError, match="line of more than"):
+        prepare_criteo([tmp_path / "a.tsv"], tmp_path / "out", memory_limit_bytes=64 << 20, threads=6)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"", "has no rows"), (b"\n", "malformed"), (reference.content(1, 1), "training part has no rows")],
+)
+def test_too_little_input(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "a.tsv").write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        prepare_criteo([tmp_path / "a.tsv"], tmp_path / "out")
+
+
+def test_two_rows_leave_a_split_empty(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_bytes(reference.content(2, 1))
+    manifest = prepare_criteo([tmp_path / "a.tsv"], tmp_path / "out", min_count=1)
+    assert [split.num_rows for split in manifest.splits.values()] == [1, 0, 1]
+    assert manifest.splits["validation"].label_rate is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"min_count": 0},
+        {"hash_size": 1},
+        {"hash_seed": -1},
+        {"split": "0.8,0.2"},
+        {"split": "0.8,0.1,0.2"},
+        {"split": "1.1,-0.2,0.1"},
+        {"split": "days!"},
+        {"split": "1/0,1,1"},
+        {"max_rejected": 1.5},
+        {"memory_limit_bytes": 1000},
+        {"threads": 0},
+    ],
+)
+def test_impossible_options(tmp_path: Path, wrong: dict) -> None:
+    (tmp_path / "a.tsv").write_bytes(reference.content(20, 1))
+    name = next(iter(wrong))
+    with pytest.raises(UserError, match=name):
+        prepare_criteo([tmp_path / "a.tsv"], tmp_path / "out", **wrong)
+
+
+def test_exact_shares(tmp_path: Path) -> None:
+    """0.7 of 10 rows is 7, which floating point would make 6."""
+    (tmp_path / "a.tsv").write_bytes(reference.content(10, 1))
+    manifest = prepare_criteo([tmp_path / "a.tsv"], tmp_path / "out", split="0.7,0.2,0.1")
+    assert [split.num_rows for split in manifest.splits.values()] == [7, 2, 1]
+
+
+def test_inputs_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_bytes(reference.content(20, 1))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / ".hidden.tsv").write_bytes(b"")
+    for inputs, message in (
+        ([], "no input"),
+        ([tmp_path / "none.tsv"], "does not exist"),
+        ([tmp_path / "empty"], "has no .tsv"),
+        ([tmp_path / "a.tsv", tmp_path / "empty" / ".." / "a.tsv"], "named twice"),
+    ):
+        with pytest.raises(UserError, match=message):
+            prepare_criteo(inputs, tmp_path / "out")
+    with pytest.raises(UserError, match="lies inside the output"):
+        prepare_criteo([tmp_path / "a.tsv"], tmp_path, overwrite=True)
+
+
+def test_progress_goes_up_to_the_whole(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_bytes(reference.content(1000, 1))
+    updates: list[ProgressUpdate] = []
+    prepare_criteo([tmp_path / "a.tsv"], tmp_path / "out", progress=updates.append)
+    for stage in ("read", "vocabulary", "write"):
+        of_stage = [update for update in updates if update.stage == stage]
+        assert [u.bytes_done for u in of_stage] == sorted(u.bytes_done for u in of_stage)
+        assert of_stage[-1].bytes_done == of_stage[-1].bytes_total and of_stage[-1].rows_done == 1000
+
+
+def test_real_rows(criteo_sample: Path, tmp_path: Path) -> None:
+    """The first 5,000 real rows, against the independent computation."""
+    with gzip.open(criteo_sample) as file:
+        content = b"".join(next(file) for _ in range(5000))
+    (tmp_path / "real.tsv").write_bytes(content)
+    prepare_criteo([tmp_path / "real.tsv"], tmp_path / "out")
+    rows = check_against_reference(tmp_path / "out", {"real.tsv": content}, None, 2)
+    assert len(rows) == 5000

@@ -1,0 +1,64 @@
+"""Files as blocks of whole lines."""
+
+import gzip
+import hashlib
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distembed.data.raw import SourceReader, list_sources, source_names
+from distembed.errors import UserError
+
+
+@settings(max_examples=80)
+@given(st.lists(st.binary(max_size=30), max_size=40), st.integers(1, 100), st.booleans(), st.booleans())
+def test_blocks_are_whole_lines_and_together_the_file(lines: list[bytes], size: int, ends: bool, packed: bool) -> None:
+    content = b"\n".join(lines) + (b"\n" if ends else b"")
+    stored = gzip.compress(content) if packed else content
+    if not packed and content.startswith(b"\x1f\x8b"):
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "file"
+        path.write_bytes(stored)
+        reader = SourceReader(path, size)
+        blocks = list(reader.blocks())
+    assert b"".join(blocks) == content
+    assert all(block.endswith(b"\n") for block in blocks[:-1]) and all(blocks)
+    assert reader.bytes_read == len(stored) and reader.sha256 == hashlib.sha256(stored).hexdigest()
+
+
+def test_blocks_are_about_as_large_as_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_bytes(b"x" * 99 + b"\n")
+    with open(tmp_path / "plain", "ab") as file:
+        file.write((b"x" * 99 + b"\n") * 200_000)
+    with gzip.open(tmp_path / "packed", "wb", 1) as file:
+        file.write((b"x" * 99 + b"\n") * 200_000)
+    for name in ("plain", "packed"):
+        sizes = [len(block) for block in SourceReader(tmp_path / name, 4 << 20).blocks()]
+        assert len(sizes) >= 3 and max(sizes) <= 9 << 20
+
+
+def test_folders_are_read_in_natural_order(tmp_path: Path) -> None:
+    for name in ["day_10", "day_2.gz", "day_1.tsv", "Day_3.TXT", ".hidden", "notes.md", "rows.csv"]:
+        (tmp_path / name).touch()
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "x.csv").touch()
+    names = [path.name for path in list_sources([tmp_path / "sub" / "x.csv", tmp_path])]
+    assert names == ["x.csv", "Day_3.TXT", "day_1.tsv", "day_2.gz", "day_10"]
+
+
+def test_names_do_not_depend_on_where_the_folder_lies(tmp_path: Path) -> None:
+    paths = [tmp_path / "a" / "x.tsv", tmp_path / "b" / "x.tsv"]
+    assert source_names(paths) == ["a/x.tsv", "b/x.tsv"]
+    assert source_names(paths[:1]) == ["x.tsv"]
+
+
+def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
+    (tmp_path / "x.tsv").touch()
+    reader = SourceReader(tmp_path / "x.tsv", 10)
+    (tmp_path / "x.tsv").unlink()
+    with pytest.raises(UserError, match="cannot be read"):
+        list(reader.blocks())

@@ -1,0 +1,180 @@
+"""A dataset appears whole or not at all."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from distembed.data import criteo, ingest, write
+from distembed.data.criteo import prepare_criteo
+from distembed.data.manifest import Manifest
+from distembed.data.staging import staged_folder
+from distembed.errors import RunError, UserError
+from tests.data import reference
+from tests.data.test_prepare import bytes_of
+
+# Prepares, and waits for ever at the given step so that it can be killed there.
+PREPARE_AND_HANG = """
+import sys, time
+from pathlib import Path
+from distembed.data import criteo, staging
+from distembed.data.criteo import prepare_criteo
+
+source, output, step = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+
+def hang(*ignored, **also_ignored):
+    print("hanging", flush=True)
+    time.sleep(600)
+
+def progress(update):
+    if update.stage == step:
+        hang()
+
+if step == "flush":
+    staging._flush = hang
+if step == "swapped":
+    rename = Path.rename
+    Path.rename = lambda self, target: (rename(self, target), hang())
+prepare_criteo([source], output, progress=progress, overwrite=len(sys.argv) > 4)
+"""
+
+
+def hanging(source: Path, output: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", PREPARE_AND_HANG, str(source), str(output), *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(Path(criteo.__file__).parents[2])}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "hanging\n"
+    return process
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.tsv"
+    path.write_bytes(reference.content(500, 1, malformed=0.005))
+    return path
+
+
+@pytest.mark.parametrize("step", ["read", "vocabulary", "write", "flush"])
+def test_killed_at_any_moment_it_leaves_no_dataset(source: Path, tmp_path: Path, step: str) -> None:
+    output = tmp_path / "deep" / "out"
+    kill(hanging(source, output, step))
+    assert not output.exists() and len(list(output.parent.iterdir())) == 1
+    prepare_criteo([source], output)
+    assert [path.name for path in output.parent.iterdir()] == ["out"]
+    assert not list(output.glob(".*"))
+    Manifest.load(output)
+
+
+@pytest.mark.parametrize("step", ["write", "swapped"])
+def test_killed_while_overwriting_the_old_dataset_stays(source: Path, tmp_path: Path, step: str) -> None:
+    """Also between the two renames: the next run puts the old one back before it does anything else."""
+    output = tmp_path / "out"
+    prepare_criteo([source], output, min_count=5)
+    before = bytes_of(output)
+    kill(hanging(source, output, step, "overwrite"))
+    assert output.exists() == (step == "write")
+    with pytest.raises(UserError, match="exists already|has no rows"):
+        # The second run is refused either way, and must not lose anything.
+        if step == "swapped":
+            (tmp_path / "empty").touch()
+            prepare_criteo([tmp_path / "empty"], output)
+        else:
+            prepare_criteo([source], output)
+    assert bytes_of(output) == before
+    prepare_criteo([source], output, overwrite=True)
+    assert Manifest.load(output).preparation["min_count"] == 2
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_a_second_run_at_the_same_time_gives_way(source: Path, tmp_path: Path) -> None:
+    process = hanging(source, tmp_path / "out", "write")
+    try:
+        with pytest.raises(UserError, match="another process is preparing"):
+            prepare_criteo([source], tmp_path / "out")
+        prepare_criteo([source], tmp_path / "out2")
+    finally:
+        kill(process)
+    prepare_criteo([source], tmp_path / "out")
+
+
+def test_an_existing_output_is_kept(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.txt").write_text("...")
+    for overwrite, message in ((False, "exists already"), (True, "is no dataset")):
+        with pytest.raises(UserError, match=message):
+            prepare_criteo([source], tmp_path / "precious", overwrite=overwrite)
+    assert (tmp_path / "precious" / "thesis.txt").read_text() == "..."
+
+
+def test_an_output_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="another process may have made it"):
+        with staged_folder(tmp_path / "out", overwrite=False) as folder:
+            (folder / "a").touch()
+            (tmp_path / "out").mkdir()
+            (tmp_path / "out" / "theirs").touch()
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "theirs"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError("boom"), OSError(errno.EIO, "broken disk")])
+def test_a_failure_leaves_nothing(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def fail(*ignored: object) -> None:
+        raise error
+
+    monkeypatch.setattr(write.FileWriter, "write", fail)
+    with pytest.raises(BaseException) as caught:
+        prepare_criteo([source], tmp_path / "out")
+    assert not isinstance(caught.value, UserError | RunError)
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.tsv"]
+
+
+@pytest.mark.parametrize(("module", "name"), [(ingest, "write_block"), (criteo, "write_lookup_tables")])
+def test_a_full_disk_is_explained(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: object, name: str
+) -> None:
+    def fail(*ignored: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module, name, fail)
+    with pytest.raises(RunError, match=f"the disk of {tmp_path} is full"):
+        prepare_criteo([source], tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.tsv"]
+
+
+def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+    """A limit on the size of files makes every writer of the product meet the system's own refusal."""
+    (tmp_path / "rows.tsv").write_bytes(reference.content(3000, 1))
+    code = (
+        "import resource, signal, sys\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "from pathlib import Path\n"
+        "from distembed.data.criteo import prepare_criteo\n"
+        "try:\n"
+        "    prepare_criteo([Path(sys.argv[1])], Path(sys.argv[2]))\n"
+        "except OSError as error:\n"
+        "    print(error.errno)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(criteo.__file__).parents[2])}
+    command = [sys.executable, "-c", code, str(tmp_path / "rows.tsv"), str(tmp_path / "out")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{errno.EFBIG}\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.tsv"]
+
+
+def test_remains_of_a_process_that_died_before_it_locked(source: Path, tmp_path: Path) -> None:
+    (tmp_path / ".out.preparing-1").mkdir()
+    (tmp_path / ".out.preparing-1" / "train").mkdir()
+    (tmp_path / ".outer.preparing-1").mkdir()
+    prepare_criteo([source], tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".outer.preparing-1", "out", "rows.tsv"]

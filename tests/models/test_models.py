@@ -1,0 +1,94 @@
+"""DLRM and DCN against their papers' formulas, written out again."""
+
+import pytest
+import torch
+from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from distembed.data.schema import SCHEMAS, CategoricalFeature, Schema
+from distembed.errors import UserError
+from distembed.models import DCN, DLRM, MODELS, build_model
+from distembed.models.dcn import CrossLayers
+from distembed.models.interaction import PairwiseDots
+
+SCHEMA = Schema("label", ("x", "y"), tuple(CategoricalFeature(name, 9) for name in "abc"))
+
+
+class FakeEmbeddings(nn.Module):
+    """Gives a feature's vectors by name, in the order of ``keys``."""
+
+    def __init__(self, keys: str, vectors: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.keys, self.vectors = list(keys), vectors
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        dims = [self.vectors[key].shape[1] for key in self.keys]
+        return KeyedTensor(self.keys, dims, torch.cat([self.vectors[key] for key in self.keys], dim=1))
+
+
+def ids(batch: int) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(list("abc"), torch.zeros(3 * batch, dtype=torch.long), torch.ones(3 * batch))
+
+
+def test_pairwise_dots_equal_a_loop_and_their_gradient_is_right() -> None:
+    vectors = torch.randn(4, 5, 3, dtype=torch.float64, requires_grad=True)
+    dots = PairwiseDots(5)
+    expected = [(vectors[:, i] * vectors[:, j]).sum(1) for i in range(5) for j in range(i + 1, 5)]
+    torch.testing.assert_close(dots(vectors), torch.stack(expected, dim=1))
+    assert torch.autograd.gradcheck(dots, (vectors,))
+
+
+@pytest.mark.parametrize("batch", [0, 1, 3])
+def test_dlrm_equals_its_formula(batch: int) -> None:
+    vectors = {key: torch.randn(batch, 4) for key in "abc"}
+    model = DLRM(FakeEmbeddings("abc", vectors), list("abc"), 4, 2, bottom=[8], top=[8])
+    dense = torch.randn(batch, 2)
+    bottom = model.bottom(dense)
+    stacked = torch.stack([bottom, *vectors.values()], dim=1)
+    dots = [(stacked[:, i] * stacked[:, j]).sum(1, keepdim=True) for i in range(4) for j in range(i + 1, 4)]
+    torch.testing.assert_close(model(dense, ids(batch)), model.top(torch.cat([bottom, *dots], dim=1)).squeeze(1))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_order_of_keys_does_not_matter(name: str) -> None:
+    vectors = {key: torch.randn(3, 4) for key in "abc"}
+    model = build_model(MODELS[name](), FakeEmbeddings("abc", vectors), SCHEMA, 4)
+    dense = torch.randn(3, 2)
+    before = model(dense, ids(3))
+    model.embeddings.keys = list("cab")
+    torch.testing.assert_close(model(dense, ids(3)), before)
+
+
+def test_cross_layers_equal_equation_3() -> None:
+    layers = CrossLayers(5, 3)
+    nn.init.normal_(layers.biases)
+    inputs = torch.randn(4, 5)
+    expected = inputs
+    for weight, bias in zip(layers.weights, layers.biases, strict=True):
+        expected = inputs * (expected * weight).sum(1, keepdim=True) + bias + expected
+    torch.testing.assert_close(layers(inputs), expected)
+
+
+def test_paper_sizes() -> None:
+    names = list(SCHEMAS["criteo_kaggle"].categorical_names)
+    dlrm = DLRM(nn.Identity(), names, 16, 13)
+    assert dlrm.top.layers[0].in_features == 367
+    # 13-512-256-64-16, 367-512-256-1 with all biases
+    sizes = [(13, 512), (512, 256), (256, 64), (64, 16), (367, 512), (512, 256), (256, 1)]
+    assert sum(p.numel() for p in dlrm.parameters()) == sum(a * b + b for a, b in sizes)
+    dcn = DCN(nn.Identity(), names, 16, 13)
+    deep = sum(a * b + b for a, b in [(429, 512), (512, 256), (256, 64)])
+    assert sum(p.numel() for p in dcn.parameters()) == deep + 6 * 2 * 429 + (64 + 429) + 1
+
+
+@pytest.mark.parametrize("num_dense", [0, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_take_datasets_without_dense_features(name: str, num_dense: int) -> None:
+    schema = Schema("label", tuple("xy"[:num_dense]), SCHEMA.categorical)
+    model = build_model(MODELS[name](), FakeEmbeddings("abc", {k: torch.randn(3, 4) for k in "abc"}), schema, 4)
+    assert model(torch.randn(3, num_dense), ids(3)).shape == (3,)
+
+
+def test_a_model_of_nothing_is_refused() -> None:
+    with pytest.raises(UserError, match="at least one"):
+        DLRM(nn.Identity(), [], 16, 0)

@@ -1,0 +1,32 @@
+"""Runs a function on several gloo ranks, each a process of its own on this machine."""
+
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_on_ranks(world_size: int, function: Callable[..., None], *arguments: Any) -> None:
+    """Calls ``function(rank, world_size, *arguments)`` on every rank; raises what any of them raises."""
+    mp.spawn(_start, (world_size, free_port(), function, arguments), nprocs=world_size)
+
+
+def _start(rank: int, world_size: int, port: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    try:
+        function(rank, world_size, *arguments)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()

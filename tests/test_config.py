@@ -1,0 +1,113 @@
+"""Configs: every mistake at once, and exact dumps."""
+
+from pathlib import Path
+
+import pytest
+
+from distembed.config import Config, load_config
+from distembed.errors import UserError
+
+ROOT = Path(__file__).parents[1]
+COMMITTED = sorted((ROOT / "configs").rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda p: p.stem)
+def test_committed_configs_are_valid(path: Path) -> None:
+    assert isinstance(load_config(path), Config)
+
+
+def test_there_are_committed_configs() -> None:
+    assert COMMITTED
+
+
+def test_dump_and_reload_is_exact(tmp_path: Path) -> None:
+    config = load_config(
+        None,
+        [
+            "train.dense_optimizer.learning_rate=1e-3",
+            "embedding.tables.C3.collisions=60",
+            "model.name=dcn",
+            "data.path=x",
+        ],
+    )
+    (tmp_path / "c.yaml").write_text(config.to_yaml())
+    assert load_config(tmp_path / "c.yaml") == config
+    assert config.train.dense_optimizer.learning_rate == 0.001
+
+
+def test_all_mistakes_are_listed_with_their_paths() -> None:
+    with pytest.raises(UserError) as error:
+        load_config(
+            None,
+            [
+                "train.batchsize=3",
+                "train.epochs=two",
+                "train.seed=-1",
+                "embedding.default.partition=quotientremainder",
+                "embedding.tables.C3.colisions=4",
+                "modle.x=3",
+                "model.bottm=[3]",
+            ],
+        )
+    text = str(error.value)
+    assert text.startswith("7 mistakes")
+    for part in (
+        "train.batchsize: unknown key; did you mean train.batch_size?",
+        "train.epochs: Input should be a valid integer; got 'two' (str)",
+        "train.seed: Input should be greater than or equal to 0; got -1 (int)",
+        "embedding.default.partition is 'quotientremainder'",
+        "Did you mean 'quotient_remainder'?",
+        "embedding.tables.C3.colisions: unknown key; did you mean embedding.tables.C3.collisions?",
+        "modle: unknown key; did you mean model?",
+        "model.bottm: unknown key; did you mean model.bottom?",
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("x", "not of the form"),
+        ("=3", "not of the form"),
+        ("train=null", "train: Input should be an object"),
+        ("train.epochs.x=3", "train.epochs"),
+        ("train.epochs=true", "got True"),
+        ("train.epochs=1.5", "train.epochs"),
+        ("train.dense_optimizer.learning_rate=.nan", "finite"),
+        ("train.dense_optimizer.learning_rate=0", "greater than 0"),
+        ("model.name=dlm", "'dlm' is not a model; known: dlrm, dcn"),
+        ("model=3", "model: Input should be an object"),
+        ("data.path=[", "is not YAML"),
+    ],
+)
+def test_wrong_overrides_are_explained(override: str, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        load_config(None, [override])
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "is not YAML"),
+        ("- 1", "holds a list"),
+        ("train: {seed: 1, seed: 2}", "the key 'seed' is given twice"),
+        ("train: {epochs: 1}\ntrain: {seed: 2}", "the key 'train' is given twice"),
+    ],
+)
+def test_wrong_files_are_explained(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as error:
+        load_config(path)
+    assert message in str(error.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nowhere.yaml"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+def test_an_empty_file_is_the_default(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("")
+    assert load_config(tmp_path / "c.yaml") == Config()

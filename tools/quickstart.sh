@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# From nothing to a comparison of compressed embedding tables: installs, prepares data, trains the same DLRM with
+# full, hashed and quotient-remainder tables (at 4 collisions), and compares them.
+#
+#   tools/quickstart.sh               on made-up rows in Criteo's format
+#   tools/quickstart.sh TSV...        on your Criteo rows: files (plain or .gz) in the order of time, or folders of them
+#
+# DISTEMBED_QUICKSTART_DIR=FOLDER   where everything is written (default: quickstart/ in this project)
+# DISTEMBED_QUICKSTART_ROWS=N       how many rows to make up (default: 200000)
+#
+# Every command is shown before it runs. Running this again replaces what it made.
+set -euo pipefail
+
+inputs=()
+for input in "$@"; do
+    [[ -e $input ]] || { printf 'quickstart: %s: no such file or folder\n' "$input" >&2; exit 2; }
+    inputs+=("$(realpath "$input")")
+done
+output=${DISTEMBED_QUICKSTART_DIR:+$(realpath -m "$DISTEMBED_QUICKSTART_DIR")}
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+tools/setup.sh
+output=${output:-quickstart}
+
+say() { printf '\n==> %s\n' "$*"; }
+distembed() {
+    printf '    $ .venv/bin/distembed'
+    printf ' %q' "$@"
+    printf '\n'
+    .venv/bin/distembed "$@"
+}
+
+if ((${#inputs[@]})); then
+    output+=/yours
+    mkdir -p "$output"
+else
+    output+=/synthetic
+    mkdir -p "$output"
+    say "Making up rows in Criteo's format: skewed ids, a planted signal, an order of time"
+    inputs=("$output/raw.tsv")
+    distembed synthesize "${inputs[0]}" --rows "${DISTEMBED_QUICKSTART_ROWS:-200000}" --seed 0
+fi
+
+say "Preparing a dataset: vocabularies from the first 80%, then 10% to validate and 10% to test, in the order of time"
+distembed prepare criteo "${inputs[@]}" --output "$output/dataset" --split 0.8,0.1,0.1 --overwrite
+
+runs=()
+train() { # NAME OVERRIDE...
+    local run=$output/runs/$1
+    rm -rf "$run"
+    distembed train configs/quickstart.yaml "data.path=$output/dataset" "${@:2}" --run-dir "$run"
+    runs+=("$run")
+}
+say "Training with full tables: a row for every id"
+train full embedding.default.partition=naive
+say "Training with hashed tables: 4 ids share a row and cannot be told apart"
+train hashed embedding.default.partition=remainder embedding.default.collisions=4
+say "Training with quotient-remainder tables: as few rows, and every id keeps a vector of its own"
+train quotient_remainder embedding.default.partition=quotient_remainder embedding.default.collisions=4
+
+say "Comparing the runs"
+distembed report "${runs[@]}" --output "$output/report.html"
+say "Done. The report with all plots:  $(realpath "$output/report.html")"

@@ -1,0 +1,143 @@
+#!/usr/bin/env bash
+# Makes .venv ready to run distembed, and ends at once when nothing has changed since the last time.
+#
+#   tools/setup.sh          what the product needs
+#   tools/setup.sh test     and what the tests need
+#
+# DISTEMBED_PYTHON=/path/to/python3   the interpreter to build on (default: the first suitable one on PATH)
+# DISTEMBED_DEVICE=cpu|cuda           which members of the trio to take (default: cuda where nvidia-smi works)
+#
+# Packages come from wherever pip is configured to take them; nothing is compiled. The stamp is written last, so that
+# an environment without one was interrupted and is made afresh: a killed pip leaves packages that only look installed.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+readonly VENV=.venv
+readonly MARK=$VENV/.made-by-setup # ours, so that a .venv which someone else made is never deleted
+readonly STAMP=$VENV/.ready        # three lines: what it stands on, what was installed, which extras
+
+say() { printf '==> %s\n' "$*"; }
+fail() {
+    printf 'setup: %s\n' "$@" >&2
+    exit 1
+}
+hash_of() { cat "$@" | sha256sum | cut -c1-16; }
+
+choose_device() {
+    local device=${DISTEMBED_DEVICE:-}
+    if [[ -z $device ]]; then
+        if nvidia-smi -L >/dev/null 2>&1; then device=cuda; else device=cpu; fi
+    fi
+    [[ $device == cpu || $device == cuda ]] || fail "DISTEMBED_DEVICE is '$device'; allowed are cpu and cuda."
+    echo "$device"
+}
+
+# Candidates are run, not only looked up: pyenv's shims exist for versions that do not start.
+find_python() {
+    local candidate without_venv=
+    for candidate in ${DISTEMBED_PYTHON:+"$DISTEMBED_PYTHON"} $([[ -n ${DISTEMBED_PYTHON:-} ]] || echo python3 python3.{11..14}); do
+        "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null || continue
+        if "$candidate" -c 'import venv, ensurepip' 2>/dev/null; then
+            # Not the candidate itself: in an activated .venv it is the one that is about to be removed.
+            "$candidate" -c 'import sys; print(sys._base_executable)'
+            return
+        fi
+        without_venv=${without_venv:-$candidate}
+    done
+    if [[ -n $without_venv ]]; then
+        local package
+        package=$("$without_venv" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')
+        fail "$without_venv cannot make virtual environments (its venv or ensurepip module is missing)." \
+            "On Debian and Ubuntu:  sudo apt-get install $package"
+    fi
+    [[ -z ${DISTEMBED_PYTHON:-} ]] || fail "DISTEMBED_PYTHON is '$DISTEMBED_PYTHON', which is no Python 3.11 to 3.14."
+    fail "no Python 3.11 to 3.14 found on PATH." \
+        "On Debian and Ubuntu:  sudo apt-get install python3 python3-venv" \
+        "or name one:           DISTEMBED_PYTHON=/path/to/python3 tools/setup.sh"
+}
+
+version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
+
+# What the environment stands on. When it changes the environment is made afresh; anything else is updated in place.
+foundation() { echo "$device $1 $(hash_of distembed/_trio.py) $PWD"; }
+contents() { hash_of pyproject.toml tools/setup.sh; }
+
+read_stamp() {
+    stamp_foundation= stamp_contents= stamp_extras=
+    [[ ! -f $STAMP ]] || { read -r stamp_foundation; read -r stamp_contents; read -r stamp_extras; } <"$STAMP" || true
+}
+stands() {
+    local version
+    version=$(version_of $VENV/bin/python) || return 1
+    [[ -z ${DISTEMBED_PYTHON:-} || $version == "$(version_of "$DISTEMBED_PYTHON")" ]] || return 1
+    [[ $stamp_foundation == "$(foundation "$version")" ]]
+}
+has_extras() {
+    local extra
+    for extra in "${extras[@]}"; do [[ " $stamp_extras " == *" $extra "* ]] || return 1; done
+}
+end_if_ready() {
+    read_stamp
+    if stands && [[ $stamp_contents == "$(contents)" ]] && has_extras; then
+        say "$VENV is ready (nothing has changed)"
+        exit 0
+    fi
+}
+
+pip_install() { "$VENV/bin/python" -m pip install --no-user --no-compile --no-warn-conflicts "${verbosity[@]}" "$@"; }
+
+make_venv() {
+    local python
+    python=$(find_python)
+    if [[ -e $VENV && ! -e $MARK && -n $(ls -A $VENV) ]]; then
+        fail "$VENV exists and was not made by tools/setup.sh. Move it away, then run this again."
+    fi
+    if [[ -e $MARK ]]; then
+        say "Removing the $VENV that was interrupted, or was made for another Python, device, trio or folder"
+        # The mark goes last: killed here, the next run still knows the folder for its own.
+        find $VENV/ -mindepth 1 -maxdepth 1 ! -name "${MARK##*/}" -exec rm -rf {} +
+    fi
+    say "Making $VENV with $python ($("$python" -V))"
+    mkdir -p $VENV
+    touch $MARK
+    "$python" -m venv $VENV
+}
+
+install() {
+    local requirements
+    # torch first and pinned: several packages below would take the newest one.
+    read -ra requirements < <("$VENV/bin/python" distembed/_trio.py "$device")
+    say "Installing ${requirements[0]} (the largest download)"
+    pip_install "${requirements[0]}"
+    say "Installing distembed${stamp_extras:+ [$stamp_extras]} and what it needs"
+    # --no-build-isolation: the build backend is setuptools, which torch has brought.
+    pip_install --no-build-isolation "${requirements[0]}" --editable ".${stamp_extras:+[${stamp_extras// /,}]}"
+    say "Installing ${requirements[*]:1} ($device)"
+    # --no-deps: torchrec demands fbgemm-gpu, the CUDA build, on every machine.
+    pip_install --no-deps "${requirements[@]:1}"
+    say "Loading torch, FBGEMM and TorchRec once"
+    "$VENV/bin/python" -W ignore -c 'import torch, fbgemm_gpu, torchrec' ||
+        fail "the trio is installed and does not load; see:  $VENV/bin/python -m distembed.doctor"
+}
+
+extras=("$@")
+for extra in "${extras[@]}"; do [[ $extra == test ]] || fail "unknown extra '$extra'; allowed is: test"; done
+device=$(choose_device)
+end_if_ready
+
+# One at a time. A pip that outlives a killed setup holds the lock as well, so that nothing is installed under its feet.
+if command -v flock >/dev/null; then
+    exec 9>.venv.lock
+    flock -n 9 || { say "Another set-up is running here; waiting for it"; flock 9; }
+    end_if_ready
+fi
+
+verbosity=(--quiet)
+[[ ! -t 1 ]] || verbosity=() # pip's progress bars, for someone who watches
+stands || make_venv
+rm -f $STAMP
+stamp_extras=$(printf '%s\n' $stamp_extras "${extras[@]}" | sort -u | xargs)
+install
+printf '%s\n' "$(foundation "$(version_of $VENV/bin/python)")" "$(contents)" "$stamp_extras" >$STAMP.new
+mv $STAMP.new $STAMP
+say "$VENV is ready:  $VENV/bin/distembed --help"

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Installs what the tests need, checks format, lint, types and floors, and runs the tests.
+#
+#   tools/test.sh                            everything but the tests marked slow or slurm
+#   tools/test.sh tests/data -k reader -x    only pytest, with these arguments
+#   tools/test.sh -m slow                    the slow ones
+#
+# DISTEMBED_CRITEO_SAMPLE=FILE   real Criteo rows (TSV, plain or .gz); tests that need them are skipped without it.
+#                                Unset, the sample beside the checkout is taken where there is one; empty, none.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+tools/setup.sh test
+
+# One thread a worker: the workers share the cores already.
+export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+sample=../shared/data/criteo_kaggle_110k.tsv.gz
+if [[ -z ${DISTEMBED_CRITEO_SAMPLE+set} && -f $sample ]]; then
+    export DISTEMBED_CRITEO_SAMPLE=$PWD/$sample
+fi
+
+failed=()
+check() {
+    printf '==> %s\n' "$*"
+    ".venv/bin/$1" "${@:2}" || failed+=("$*")
+}
+if (($# == 0)); then
+    check ruff format --check .
+    check ruff check .
+    check mypy
+    check lint-imports
+fi
+check python -m pytest -n 2 "$@"
+
+if ((${#failed[@]})); then
+    printf '==> FAILED: %s\n' "${failed[@]}" >&2
+    exit 1
+fi
