@@ -72,7 +72,7 @@ def prepare_criteo(
 ) -> None:
     """Turn raw Criteo rows (label, 13 integers, 26 hex ids, tab-separated) into a Parquet dataset with a manifest."""
     from distembed.data.criteo import prepare_criteo as prepare
-    from distembed.data.progress import prepare_progress
+    from distembed.prepare_progress import prepare_progress
 
     with prepare_progress(console) as progress:
         manifest = prepare(
@@ -98,11 +98,12 @@ def synthesize(
     output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="File to write; ending in .gz it is compressed.")],
     rows: Annotated[int, typer.Option(min=1, help="Number of rows.")] = 200_000,
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same file.")] = 0,
+    overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT if it is there.")] = False,
 ) -> None:
     """Make a file in Criteo's format: skewed ids, a planted signal of known Bayes logloss, a time order."""
     from distembed.data.synthesize import synthesize_criteo
 
-    summary = synthesize_criteo(output, num_rows=rows, seed=seed)
+    summary = synthesize_criteo(output, num_rows=rows, seed=seed, overwrite=overwrite)
     console.print(
         f"{output}: {rows:,} rows; the best possible logloss is {summary.bayes_logloss:.4f}, "
         f"AUC {summary.bayes_auc:.4f}",
@@ -329,8 +330,10 @@ def main() -> NoReturn:
         _end(2, f"[bold red]error:[/] {_escape(error)}")
     except RunError as error:
         _end(1, f"[bold red]failed:[/] {_escape(error)}")
-    except KeyboardInterrupt:
-        _end(1, "[bold yellow]interrupted[/]")
+    except SystemExit as ended:
+        if ended.code == 130:  # typer's answer to Ctrl-C
+            _end(1, "[bold yellow]interrupted[/]")
+        raise
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT, errno.EPIPE):
             raise

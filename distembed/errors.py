@@ -1,4 +1,4 @@
-"""The two kinds of failure that a user sees, and the exit code that the command line gives each.
+"""The kinds of failure that a user sees, and the exit code that the command line gives each.
 
 Raise :class:`UserError` for what the user can mend by changing the input (exit code 2) and :class:`RunError`
 for what went wrong while doing what was rightly asked for (exit code 1). Both messages name the field, the value
@@ -12,3 +12,7 @@ class UserError(ValueError):
 
 class RunError(RuntimeError):
     """A run that was asked for rightly and could not be carried out, such as a loss that is not finite."""
+
+
+class Interrupted(RunError):
+    """Ctrl-C or SIGTERM, after everything was saved that the user needs to go on."""

@@ -1,7 +1,7 @@
 """Times a whole training step of DLRM against plain PyTorch and TorchRec, in one interleaved run.
 
-Every contender trains the paper's DLRM (13 dense, 26 categorical features, D=16) on the same batches of skewed ids, drawn
-beforehand. The others' tables are hashed to the size of ours, so that all hold as many parameters::
+Every contender trains the paper's DLRM (13 dense, 26 categorical features, D=16) on the same batches of skewed ids,
+drawn beforehand. The others' tables are hashed to the size of ours, so that all hold as many parameters::
 
     python tools/bench_train.py --output bench_train.json
 """
@@ -13,7 +13,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from itertools import cycle, islice
+from itertools import cycle
 from pathlib import Path
 
 import torch

@@ -37,7 +37,7 @@ else
     mkdir -p "$output"
     say "Making up rows in Criteo's format: skewed ids, a planted signal, an order of time"
     inputs=("$output/raw.tsv")
-    distembed synthesize "${inputs[0]}" --rows "${DISTEMBED_QUICKSTART_ROWS:-200000}" --seed 0
+    distembed synthesize "${inputs[0]}" --rows "${DISTEMBED_QUICKSTART_ROWS:-200000}" --seed 0 --overwrite
 fi
 
 say "Preparing a dataset: vocabularies from the first 80%, then 10% to validate and 10% to test, in the order of time"

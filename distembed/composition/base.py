@@ -7,6 +7,8 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
+from distembed.composition.initial import Distribution
+
 
 class Composition(ABC):
     """Combines the vectors of k partitions into one, id by id.
@@ -29,5 +31,5 @@ class Composition(ABC):
         """Composes along the last dim; every other dim is a batch dim."""
 
     @abstractmethod
-    def partition_variance(self, variance: float, num_partitions: int) -> float:
-        """Variance that each of k independent zero-mean factors needs for the composed vector to have ``variance``."""
+    def initial_weights(self, variance: float, num_partitions: int) -> tuple[Distribution, ...]:
+        """How to draw each partition's weights so that the composed vector has zero mean and this variance."""

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from distembed.composition.base import Composition
+from distembed.composition.initial import Distribution, Uniform
 from distembed.errors import UserError
 
 
@@ -32,5 +33,5 @@ class Concat(Composition):
     def compose(self, vectors: Sequence[Float[Tensor, "*batch dim_j"]]) -> Float[Tensor, "*batch dim"]:
         return torch.cat(list(vectors), dim=-1)
 
-    def partition_variance(self, variance: float, num_partitions: int) -> float:
-        return variance
+    def initial_weights(self, variance: float, num_partitions: int) -> tuple[Distribution, ...]:
+        return (Uniform(variance),) * num_partitions

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from distembed.composition.base import Composition
+from distembed.composition.initial import Distribution, NearSigns, Uniform
 
 
 class _Elementwise(Composition):
@@ -28,9 +29,10 @@ class Product(_Elementwise):
     def compose(self, vectors: Sequence[Float[Tensor, "*batch dim"]]) -> Float[Tensor, "*batch dim"]:
         return reduce(torch.mul, vectors)
 
-    def partition_variance(self, variance: float, num_partitions: int) -> float:
-        # Var(XY) = Var(X) Var(Y) for independent zero-mean factors
-        return float(variance ** (1.0 / num_partitions))
+    def initial_weights(self, variance: float, num_partitions: int) -> tuple[Distribution, ...]:
+        # Signs leave the first factor's size and gradients whole, and ids that share its row start uncorrelated. Equal
+        # factors of variance ** (1/k) train worse, and so do factors of 1 (README.md, "What was tried").
+        return (Uniform(variance), *[NearSigns()] * (num_partitions - 1))
 
 
 class Sum(_Elementwise):
@@ -42,5 +44,5 @@ class Sum(_Elementwise):
     def compose(self, vectors: Sequence[Float[Tensor, "*batch dim"]]) -> Float[Tensor, "*batch dim"]:
         return reduce(torch.add, vectors)
 
-    def partition_variance(self, variance: float, num_partitions: int) -> float:
-        return variance / num_partitions
+    def initial_weights(self, variance: float, num_partitions: int) -> tuple[Distribution, ...]:
+        return (Uniform(variance / num_partitions),) * num_partitions

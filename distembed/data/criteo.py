@@ -30,7 +30,7 @@ from distembed import __version__
 from distembed.data.ingest import Ingested, Ingestion
 from distembed.data.manifest import DataFile, Manifest, Split, Vocabulary
 from distembed.data.raw import list_sources
-from distembed.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, criteo_schema
+from distembed.data.schema import CRITEO_CATEGORICAL, criteo_schema
 from distembed.data.split import SPLIT_NAMES, SplitRule
 from distembed.data.staging import staged_folder
 from distembed.data.vocabulary import (
@@ -45,8 +45,6 @@ from distembed.data.write import FilePlan, FileWriter, plan_files
 from distembed.errors import RunError, UserError
 
 LEAST_MEMORY_BYTES = 64 << 20
-
-_FIRST_ID_COLUMN = 1 + len(CRITEO_DENSE)
 
 
 @dataclass(frozen=True)
@@ -241,17 +239,16 @@ def _map_features(
 
     def map_feature(index: int) -> _Feature:
         name = CRITEO_CATEGORICAL[index]
-        column = _FIRST_ID_COLUMN + index
         scratch = spool / name
         scratch.mkdir()
-        id_map, vocabulary = _id_map(ingested, column, name, folder, scratch, train_rows, options, budget)
-        lookup = write_lookup_tables(ingested.blocks, column, id_map, spool / f"{name}.lookup")
+        id_map, vocabulary = _id_map(ingested, index, name, folder, scratch, train_rows, options, budget)
+        lookup = write_lookup_tables(ingested.blocks, index, id_map, spool / f"{name}.lookup")
         num_embeddings = id_map.num_embeddings
         del id_map
         shutil.rmtree(scratch)
         return _Feature(name, num_embeddings, lookup, vocabulary)
 
-    spool_bytes = sum(block.path.stat().st_size for block in ingested.blocks)
+    spool_bytes = sum(block.num_bytes for block in ingested.blocks)
     features: dict[int, _Feature] = {}
     with _pool(budget.threads) as pool:
         futures = {pool.submit(map_feature, index): index for index in _largest_first(ingested)}
@@ -270,7 +267,7 @@ def _largest_first(ingested: Ingested) -> list[int]:
 
 def _id_map(
     ingested: Ingested,
-    column: int,
+    index: int,
     name: str,
     folder: Path,
     scratch: Path,
@@ -282,7 +279,7 @@ def _id_map(
         return HashMap(options.hash_size, options.hash_seed), None
     file = f"vocabulary/{name}.parquet"
     id_map, counts = build_vocabulary(
-        ingested.blocks, column, train_rows, options.min_count, folder / file, scratch, budget.vocabulary_entries
+        ingested.blocks, index, train_rows, options.min_count, folder / file, scratch, budget.vocabulary_entries
     )
     return id_map, _vocabulary(file, counts)
 
@@ -302,7 +299,7 @@ def _write(
     for name in SPLIT_NAMES:
         (writer.folder / name).mkdir()
     written: dict[FilePlan, tuple[DataFile, int]] = {}
-    row_bytes = sum(block.path.stat().st_size for block in writer.blocks) // bounds[-1]
+    row_bytes = sum(block.num_bytes for block in writer.blocks) // bounds[-1]
     with _pool(budget.writers) as pool:
         futures: dict[Future[tuple[DataFile, int]], FilePlan] = {
             pool.submit(writer.write, plan): plan for plan in sorted(plans, key=lambda plan: plan.start - plan.stop)

@@ -30,7 +30,7 @@ from distembed.data.schema import CategoricalFeature, Schema
 from distembed.errors import UserError
 
 # Columns are copied into the row-major block this many rows at a time, so that the rows being filled stay in cache.
-_TILE_ROWS = 4096
+_TILE_ROWS = 1024
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ class Ingestion:
 
     def _parse(self, index: int, source: int, data: bytes) -> _Parsed:
         block = parse_block(data)
-        path = self._spool / f"block-{index:06d}.arrow"
+        path = self._spool / f"block-{index:06d}"
         if block.num_rows:
             write_block(path, block)
         num_keys = tuple(len(ids.keys) for ids in block.ids)

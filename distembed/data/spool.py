@@ -1,26 +1,35 @@
-"""Parsed blocks on disk, one Arrow file each, until the vocabulary is known.
+"""Parsed blocks on disk until the vocabulary is known: memory stays bounded because what waits lies in these files.
 
-Memory stays bounded because what waits lies in these files: they are mapped, so a feature's codes are read without the
-rest. ``first_row`` counts the well-formed rows before a block, over all files.
+A file is its columns' numbers, one column after the other: label, dense, then codes and keys of each id column. Where a
+column begins follows from the numbers of rows and keys, so one column is read without the rest, and without a header
+(an Arrow file for each block took 0.6 ms to open, a seventh of the whole preparation).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
-from distembed.data.parse import IdColumn, ParsedBlock
+from distembed.data.parse import ParsedBlock, code_dtype
+from distembed.data.schema import CRITEO_DENSE
 
 
 @dataclass(frozen=True)
 class SpooledBlock:
-    """Where a parsed block lies, and which rows it holds."""
+    """Where a parsed block lies, and which rows it holds.
+
+    Attributes:
+        path: the file.
+        index: number of the block among those with rows.
+        first_row: well-formed rows before it, over all files.
+        num_rows: its own.
+        num_keys: keys of each id column.
+    """
 
     path: Path
     index: int
@@ -33,32 +42,50 @@ class SpooledBlock:
         """One past the last row."""
         return self.first_row + self.num_rows
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the file."""
+        return self._offset(len(self.num_keys))
+
+    def labels(self) -> NDArray[np.int8]:
+        """0 or 1."""
+        return self._read(np.dtype(np.int8), self.num_rows, 0)
+
+    def dense(self, column: int) -> NDArray[np.float32]:
+        """A dense column."""
+        return self._read(np.dtype(np.float32), self.num_rows, self.num_rows * (1 + 4 * column))
+
+    def codes(self, feature: int) -> NDArray[Any]:
+        """Codes of an id column."""
+        return self._read(code_dtype(self.num_keys[feature]), self.num_rows, self._offset(feature))
+
+    def keys(self, feature: int) -> NDArray[np.uint32]:
+        """Keys of an id column; code c stands for ``keys[c]``, and 0 for a missing value."""
+        codes_bytes = self.num_rows * code_dtype(self.num_keys[feature]).itemsize
+        return self._read(np.dtype(np.uint32), self.num_keys[feature], self._offset(feature) + codes_bytes)
+
+    def _offset(self, feature: int) -> int:
+        """Where the codes of an id column begin."""
+        before = sum(self.num_rows * code_dtype(keys).itemsize + 4 * keys for keys in self.num_keys[:feature])
+        return self.num_rows * (1 + 4 * len(CRITEO_DENSE)) + before
+
+    def _read(self, dtype: np.dtype[Any], count: int, offset: int) -> NDArray[Any]:
+        return np.fromfile(self.path, dtype, count, offset=offset)
+
 
 def write_block(path: Path, block: ParsedBlock) -> None:
     """Write a block's columns."""
-    ids = [pa.DictionaryArray.from_arrays(pa.array(c.codes), pa.array(c.keys), safe=False) for c in block.ids]
-    columns = [pa.array(block.labels), *(pa.array(column) for column in block.dense), *ids]
-    batch = pa.RecordBatch.from_arrays(columns, [str(index) for index in range(len(columns))])
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
-        writer.write_batch(batch)
+    with open(path, "wb") as file:
+        for column in _columns(block):
+            file.write(np.ascontiguousarray(column).data)  # unlike tofile, it says why it fails
 
 
-class BlockColumns:
-    """A spooled block's columns, mapped into memory: label first, then dense, then ids."""
-
-    def __init__(self, block: SpooledBlock) -> None:
-        """Map the file."""
-        self._batch = pa.ipc.open_file(pa.memory_map(str(block.path))).get_batch(0)
-
-    def numbers(self, column: int) -> NDArray[Any]:
-        """The label or a dense column."""
-        values: NDArray[Any] = self._batch.column(column).to_numpy()
-        return values
-
-    def ids(self, column: int) -> IdColumn:
-        """An id column."""
-        encoded = self._batch.column(column)
-        return IdColumn(encoded.indices.to_numpy(), encoded.dictionary.to_numpy())
+def _columns(block: ParsedBlock) -> Iterator[NDArray[Any]]:
+    yield block.labels
+    yield from block.dense
+    for ids in block.ids:
+        yield ids.codes
+        yield ids.keys
 
 
 def blocks_within(blocks: Sequence[SpooledBlock], start: int, stop: int) -> Sequence[SpooledBlock]:

@@ -21,8 +21,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from distembed.data.merge import Counts, KeyCounter, chunks, create_mapped
-from distembed.data.spool import BlockColumns, SpooledBlock
+from distembed.data.merge import Counts, KeyCounter, chunks, create_mapped, sort_keys
+from distembed.data.spool import SpooledBlock
 
 MISSING_ID, OUT_OF_VOCABULARY_ID, FIRST_ID = 0, 1, 2
 
@@ -82,8 +82,7 @@ class VocabularyMap:
         if not len(self.keys):
             return result
         # In ascending order neighbours are found near each other, which is several times faster in a large vocabulary.
-        order = np.argsort(keys)
-        ascending = keys[order]
+        ascending, order = sort_keys(keys)
         found = np.minimum(np.searchsorted(self.keys, ascending), len(self.keys) - 1)
         known = self.keys[found] == ascending
         result[order[known]] = self.key_ids[found[known]]
@@ -102,7 +101,7 @@ class FeatureCounts:
 
 def build_vocabulary(
     blocks: Sequence[SpooledBlock],
-    column: int,
+    feature: int,
     train_rows: int,
     min_count: int,
     vocabulary_file: Path,
@@ -113,7 +112,7 @@ def build_vocabulary(
 
     Args:
         blocks: all spooled blocks.
-        column: of the feature, in the blocks.
+        feature: its number.
         train_rows: the rows that are counted; they come first.
         min_count: the fewest times that a value with an id of its own was seen.
         vocabulary_file: Parquet, by id.
@@ -124,11 +123,11 @@ def build_vocabulary(
     rows_missing = 0
     for block in blocks:
         if block.first_row < train_rows:
-            ids = BlockColumns(block).ids(column)
-            counts = np.bincount(ids.codes[: train_rows - block.first_row], minlength=len(ids.keys))
+            codes = block.codes(feature)[: train_rows - block.first_row]
+            counts = np.bincount(codes, minlength=block.num_keys[feature])
             rows_missing += int(counts[0])
             seen = np.flatnonzero(counts[1:]) + 1
-            counter.add(ids.keys[seen], counts[seen])
+            counter.add(block.keys(feature)[seen], counts[seen])
     counted = counter.finish(min_count)
     key_ids = create_mapped(scratch / "ids", np.int64, len(counted.keys))
     _write_vocabulary(vocabulary_file, _by_frequency(counted, key_ids, limit_entries))
@@ -222,13 +221,13 @@ class LookupTables:
         return np.fromfile(self.path, self.dtype, num_keys, offset=self.starts[block] * self.dtype.itemsize)
 
 
-def write_lookup_tables(blocks: Sequence[SpooledBlock], column: int, id_map: IdMap, path: Path) -> LookupTables:
+def write_lookup_tables(blocks: Sequence[SpooledBlock], feature: int, id_map: IdMap, path: Path) -> LookupTables:
     """Map every block's keys; only distinct keys are searched for."""
     dtype = np.dtype(np.int32 if id_map.num_embeddings <= 2**31 else np.int64)
     starts, position = [], 0
     with open(path, "wb") as file:
         for block in blocks:
-            keys = BlockColumns(block).ids(column).keys
+            keys = block.keys(feature)
             table = np.concatenate([np.array([MISSING_ID]), id_map.ids(keys[1:])]).astype(dtype)
             file.write(table.tobytes())
             starts.append(position)

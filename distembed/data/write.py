@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from distembed.data.manifest import DataFile
 from distembed.data.schema import Schema
-from distembed.data.spool import BlockColumns, SpooledBlock, blocks_within
+from distembed.data.spool import SpooledBlock, blocks_within
 from distembed.data.vocabulary import LookupTables
 
 ROW_GROUP_ROWS = 131_072
@@ -119,11 +119,10 @@ class _BlockRows:
     """A block's rows with ids for keys."""
 
     def __init__(self, block: SpooledBlock, schema: Schema, lookups: Sequence[LookupTables]) -> None:
-        columns = BlockColumns(block)
-        first_id = 1 + len(schema.dense)
         self._first_row = block.first_row
-        self._numbers = [columns.numbers(column) for column in range(first_id)]
-        self._codes = [columns.ids(column).codes for column in range(first_id, first_id + len(lookups))]
+        dense = [block.dense(column) for column in range(len(schema.dense))]
+        self._numbers: list[NDArray[Any]] = [block.labels(), *dense]
+        self._codes = [block.codes(feature) for feature in range(len(lookups))]
         self._tables = [table.table(block.index, size) for table, size in zip(lookups, block.num_keys, strict=True)]
 
     def copy(self, start: int, stop: int, out: Sequence[NDArray[Any]]) -> None:

@@ -16,7 +16,7 @@ from torchrec.modules.embedding_configs import DataType, PoolingType
 
 from distembed.composition import COMPOSITIONS, Composition
 from distembed.data.schema import CategoricalFeature
-from distembed.embedding.initialization import UniformInit
+from distembed.embedding.initialization import SeededInit
 from distembed.errors import UserError
 from distembed.names import one_of
 from distembed.partitions import PARTITIONS, Partition
@@ -34,7 +34,7 @@ class PartitionTable:
     name: str
     num_rows: int
     dim: int
-    init: UniformInit
+    init: SeededInit
 
 
 @dataclass(frozen=True)
@@ -120,10 +120,11 @@ class CompositionalEmbeddingBagConfig:
         """
         rows = self.scheme.num_rows
         dims = self.combine.partition_dims(self.embedding_dim, len(rows))
-        variance = self.combine.partition_variance(1.0 / (3.0 * self.num_embeddings), len(rows))
+        draws = self.combine.initial_weights(1.0 / (3.0 * self.num_embeddings), len(rows))
+        names = [f"{self.name}__p{j}" for j in range(len(rows))]
         return [
-            PartitionTable(name, num_rows, dim, UniformInit(variance, self.seed, name))
-            for name, num_rows, dim in zip((f"{self.name}__p{j}" for j in range(len(rows))), rows, dims, strict=True)
+            PartitionTable(name, num_rows, dim, SeededInit(draw, self.seed, name))
+            for name, num_rows, dim, draw in zip(names, rows, dims, draws, strict=True)
         ]
 
     @property

@@ -1,4 +1,4 @@
-"""Pairwise dot products of feature vectors (Naumov et al., arXiv 1906.00091, section 2.1), with a backward of their own.
+"""Pairwise dot products of feature vectors (Naumov et al., arXiv 1906.00091, section 2.1), with their own backward.
 
 Autograd would go back through both operands of ``V V^T`` and a scatter; the gradient is ``(G + G^T) V``, which is one
 gather and one product.

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 class MLP(nn.Module):
     """Linear layers with ReLU after each (also after the last unless ``last_is_linear``).
 
-    Weights start from N(0, 2/(fan_in + fan_out)) and biases from N(0, 1/fan_out), as the reference DLRM's do
-    (Naumov et al., arXiv 1906.00091).
+    Weights start from N(0, 2/(fan_in + fan_out)) (Glorot and Bengio, AISTATS 2010, equation 12) and biases from 0.
     """
 
     def __init__(self, in_features: int, sizes: Sequence[int], last_is_linear: bool = False) -> None:
@@ -29,6 +28,6 @@ class MLP(nn.Module):
 def make_linear(fan_in: int, fan_out: int) -> nn.Linear:
     """A linear layer with the initialisation that :class:`MLP` describes."""
     linear = nn.Linear(fan_in, fan_out)
-    nn.init.normal_(linear.weight, std=(2.0 / (fan_in + fan_out)) ** 0.5)
-    nn.init.normal_(linear.bias, std=(1.0 / fan_out) ** 0.5)
+    nn.init.xavier_normal_(linear.weight)
+    nn.init.zeros_(linear.bias)
     return linear

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from distembed.errors import RunError, UserError
+from distembed.errors import Interrupted, RunError, UserError
 from distembed.training.files import finite, write_json, write_text
 
 _PACKAGES = ("distembed", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy", "pyarrow")
@@ -45,13 +45,13 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @contextmanager
-    def open(self, config_yaml: str, info: Mapping[str, Any], resumed_step: int | None) -> Iterator["RunFolder"]:
+    def open(self, config_yaml: str, info: Mapping[str, Any], resumed_step: int) -> Iterator["RunFolder"]:
         """Takes the folder for this process alone, records how the run starts, and how it ended.
 
         Args:
             config_yaml: the resolved config.
             info: what else ``run.json`` holds.
-            resumed_step: where a resumed run goes on: later metrics are dropped; None for a new run.
+            resumed_step: where the run goes on; metrics of later steps are dropped. 0 for a new run.
 
         Raises:
             UserError: where another process is at work in it.
@@ -75,7 +75,7 @@ class RunFolder:
                 try:
                     yield self
                 except BaseException as error:
-                    self.end("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error)
+                    self.end("interrupted" if isinstance(error, KeyboardInterrupt | Interrupted) else "failed", error)
                     raise
                 finally:
                     self._board.close()
@@ -123,9 +123,9 @@ def _exclusive(folder: Path) -> Iterator[None]:
         yield
 
 
-def _metrics_until(path: Path, step: int | None) -> list[str]:
+def _metrics_until(path: Path, step: int) -> list[str]:
     """Whole lines of metrics up to ``step``: a killed run may have gone further, or have left half a line."""
-    if step is None or not path.exists():
+    if not path.exists():
         return []
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines():

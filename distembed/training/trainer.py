@@ -21,11 +21,11 @@ from torch import Tensor
 from distembed.data.batch import Batch
 from distembed.data.reader import BatchReader
 from distembed.embedding import EmbeddingConfig
-from distembed.errors import RunError, UserError
+from distembed.errors import Interrupted, RunError, UserError
 from distembed.models.config import DCNConfig, DLRMConfig
 from distembed.planning import plan_as_json
 from distembed.training.build import Trainee, build_trainee
-from distembed.training.checkpoint import Checkpoints, latest_checkpoint, load_checkpoint, load_progress
+from distembed.training.checkpoint import Checkpoints, latest_checkpoint, load_checkpoint
 from distembed.training.config import TrainConfig
 from distembed.training.evaluation import gather_rows, score_split
 from distembed.training.files import write_json
@@ -119,7 +119,7 @@ class Run:
         """Trains to the end, or until interrupted, and saves a checkpoint either way.
 
         Raises:
-            KeyboardInterrupt: after an interruption, once the checkpoint is written.
+            Interrupted: after Ctrl-C or SIGTERM, once the checkpoint is written.
             RunError: on a loss that is not finite.
         """
         if self._processes.is_first:
@@ -130,7 +130,7 @@ class Run:
             while self._step < self.num_steps:
                 if self._run_segment(stop):
                     self._save()
-                    raise KeyboardInterrupt
+                    raise Interrupted(f"interrupted after step {self._step}; go on with --resume.")
                 self._between_segments()
         self._reader.close()
 
@@ -166,11 +166,7 @@ class Run:
         self._set_learning_rates()
         for batch in islice(iter(self._reader), count):
             self._handed_out += 1
-            self._check_batch(batch)
             yield batch
-
-    def _check_batch(self, batch: Batch) -> None:
-        self._last_batch = batch
 
     def _set_learning_rates(self) -> None:
         self._learning_rate = self._trainee.optimizers.set_learning_rates(self._step)
@@ -278,36 +274,24 @@ def describe_metrics(values: Mapping[str, Any]) -> str:
     )
 
 
-def resumed_step(folder: RunFolder, resume: bool) -> int | None:
-    """The step that a resumed run goes on from; None for a new run."""
-    checkpoint = latest_checkpoint(folder.checkpoints) if resume else None
-    return load_progress(checkpoint)["step"] if checkpoint is not None else None
-
-
 def run_training(
     settings: RunSettings, run_dir: Path, processes: Processes, resume: bool, console: Console | None
 ) -> dict[str, Any] | None:
     """Trains, evaluates on the test split and returns that evaluation; all ranks call it."""
     folder = RunFolder(run_dir)
-    if not processes.is_first:
-        return _train_and_evaluate(settings, folder, processes, resume, None)
-    info = {**settings.info, "world_size": processes.world_size}
-    with folder.open(settings.config_yaml, info, resumed_step(folder, resume)):
-        return _train_and_evaluate(settings, folder, processes, resume, console)
-
-
-def _train_and_evaluate(
-    settings: RunSettings, folder: RunFolder, processes: Processes, resume: bool, console: Console | None
-) -> dict[str, Any] | None:
+    # what the settings cannot do is found here, before anything is written
     run = Run(settings, folder, processes, resume, console)
-    run.train()
-    split = settings.splits[2]
-    evaluation = run.evaluate(split) if split is not None else None
-    if processes.is_first:
+    if not processes.is_first:
+        return _train_and_evaluate(run, settings.splits[2])
+    info = {**settings.info, "world_size": processes.world_size}
+    with folder.open(settings.config_yaml, info, run.step):
+        evaluation = _train_and_evaluate(run, settings.splits[2])
         if evaluation is not None:
             write_json(folder.path / "evaluation.json", evaluation)
         folder.end("finished")
-    return evaluation
+        return evaluation
 
 
-__all__ = ["Run", "RunSettings", "Trainee", "describe_metrics", "run_training"]
+def _train_and_evaluate(run: Run, test_split: str | None) -> dict[str, Any] | None:
+    run.train()
+    return run.evaluate(test_split) if test_split is not None else None

@@ -36,9 +36,10 @@ def test_what_is_said_of_pooling_is_true(name: str) -> None:
 def test_composed_variance_is_the_one_asked_for(name: str, k: int) -> None:
     composition = COMPOSITIONS[name]()
     generator = torch.Generator().manual_seed(0)
-    bound = (3 * composition.partition_variance(0.01, k)) ** 0.5
-    dims = composition.partition_dims(16, k)
-    vectors = [(torch.rand(200_000, d, generator=generator) * 2 - 1) * bound for d in dims]
+    dims, draws = composition.partition_dims(16, k), composition.initial_weights(0.01, k)
+    vectors = [draw.fill(torch.empty(200_000, dim), generator) for dim, draw in zip(dims, draws, strict=True)]
+    for vector, draw in zip(vectors, draws, strict=True):
+        assert vector.var().item() == pytest.approx(draw.variance, rel=0.03)
     composed = composition.compose(vectors)
     assert composed.var().item() == pytest.approx(0.01, rel=0.03)
     assert composed.mean().item() == pytest.approx(0.0, abs=1e-3)

@@ -1,4 +1,4 @@
-"""The sharded collection on gloo ranks against the unsharded one: outputs, gradients of what follows, updated weights."""
+"""The sharded collection on gloo ranks against the unsharded one: outputs, gradients, updated weights."""
 
 from collections.abc import Callable
 from typing import Any

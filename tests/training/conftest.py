@@ -1,0 +1,81 @@
+"""A small dataset with a signal, and the ``distembed`` command in a process of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from distembed.data.manifest import create_manifest
+from distembed.data.schema import CategoricalFeature, Schema
+
+SIZES = {"C1": 5, "C2": 400, "C3": 1000, "M": 50}
+ROWS = {"train": 2000, "validation": 301, "test": 203}
+
+
+def write_dataset(folder: Path, dense_scale: float = 1.0) -> Path:
+    """Two dense features, three single-valued ids and one multi-hot; the label depends on the first two and on C2."""
+    rng = np.random.default_rng(0)
+    weight_of_id = rng.normal(size=400)
+    for split, rows in ROWS.items():
+        dense = rng.normal(size=(2, rows)).astype(np.float32) * dense_scale
+        ids = {name: (size * rng.random(rows) ** 3).astype(np.int32) for name, size in SIZES.items() if name != "M"}
+        logit = dense[0] - dense[1] + weight_of_id[ids["C2"]] - 1
+        bags = [rng.integers(0, SIZES["M"], rng.integers(0, 4)).tolist() for _ in range(rows)]
+        columns = {
+            "label": (rng.random(rows) < 1 / (1 + np.exp(-logit))).astype(np.int8),
+            "I1": dense[0],
+            "I2": dense[1],
+            **ids,
+            "M": pa.array(bags, pa.list_(pa.int32())),
+        }
+        (folder / split).mkdir(parents=True)
+        pq.write_table(pa.table(columns), folder / split / "part-0.parquet", row_group_size=256)
+    features = tuple(CategoricalFeature(n, s, n == "M", 1.5 if n == "M" else 1.0) for n, s in SIZES.items())
+    create_manifest(folder, Schema("label", ("I1", "I2"), features), {s: [f"{s}/part-0.parquet"] for s in ROWS})
+    return folder
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dataset(tmp_path_factory.mktemp("data") / "dataset")
+
+
+@pytest.fixture
+def config(tmp_path: Path, dataset: Path) -> Path:
+    """A small model with compressed tables, in fp32 with SGD, whose arithmetic does not amplify rounding."""
+    values: dict[str, Any] = {
+        "data": {"path": str(dataset)},
+        "model": {"bottom": [16], "top": [16]},
+        "embedding": {"default": {"partition": "quotient_remainder", "embedding_dim": 8, "threshold": 10}},
+        "train": {
+            "batch_size": 64,
+            "precision": "fp32",
+            "device": "cpu",
+            "log_every": 1,
+            "dense_optimizer": {"name": "sgd", "learning_rate": 0.1},
+            "sparse_optimizer": {"name": "sgd", "learning_rate": 1.0},
+        },
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def command(*arguments: object, ranks: int = 1) -> list[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    return [sys.executable, *launcher, "-m", "distembed", *map(str, arguments)]
+
+
+def distembed(*arguments: object, ranks: int = 1, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Runs the command and checks its exit code; output and errors are text."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command(*arguments, ranks=ranks), capture_output=True, text=True, env=environment)
+    assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done

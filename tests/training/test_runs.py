@@ -1,0 +1,200 @@
+"""Whole runs of the command: what they leave, on one rank and on two, resumed, interrupted and killed."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from sklearn.metrics import log_loss, roc_auc_score
+
+from tests.training.conftest import ROWS, command, distembed, write_dataset
+
+
+def metrics(run: Path, kind: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+def losses(run: Path) -> list[float]:
+    return [line["loss"] for line in metrics(run, "train")]
+
+
+@pytest.fixture
+def finished(config: Path, tmp_path: Path) -> Path:
+    distembed("train", config, "train.epochs=2", "train.checkpoint_every=10", "--run-dir", tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_a_run_leaves_all_that_is_needed_to_trust_and_to_use_it(finished: Path, tmp_path: Path) -> None:
+    info = json.loads((finished / "run.json").read_text())
+    assert info["status"] == "finished" and info["world_size"] == 1 and info["seed"] == 0
+    assert {"python", "torch", "torchrec"} <= info["versions"].keys()
+    steps = [line["step"] for line in metrics(finished, "train")]
+    assert steps == list(range(1, 65))  # 2 epochs of ceil(2000 / 64) batches
+    assert metrics(finished, "train")[-1]["samples"] == 2 * ROWS["train"]
+    assert losses(finished)[-1] < losses(finished)[0]
+    assert len(metrics(finished, "eval")) == 3  # after each epoch, and the test
+    assert {p.name for p in (finished / "checkpoints").iterdir()} == {"step-00000060", "step-00000064"}
+    assert list((finished / "tensorboard").iterdir())
+
+    output = tmp_path / "predictions.parquet"
+    distembed("predict", finished, "--output", output)
+    predictions = pq.read_table(output)
+    labels = pq.read_table(file_of_split(finished, "test"))["label"].to_numpy()
+    assert np.array_equal(predictions["label"].to_numpy(), labels)  # in the split's order
+    evaluation = json.loads((finished / "evaluation.json").read_text())
+    assert evaluation["rows"] == ROWS["test"]
+    assert evaluation["auc"] == pytest.approx(roc_auc_score(labels, predictions["prediction"]), abs=1e-6)
+    assert evaluation["logloss"] == pytest.approx(log_loss(labels, predictions["prediction"]), abs=1e-6)
+    again = json.loads(distembed("evaluate", finished, "--json").stdout)
+    assert again["logloss"] == pytest.approx(evaluation["logloss"], abs=1e-9)
+
+
+def file_of_split(run: Path, split: str) -> Path:
+    return Path(yaml.safe_load((run / "config.yaml").read_text())["data"]["path"]) / split / "part-0.parquet"
+
+
+@pytest.mark.distributed
+def test_two_ranks_give_the_losses_of_one_and_predict_in_order(config: Path, tmp_path: Path) -> None:
+    # 65 rows a batch cannot be halved, and the last batch has 50
+    overrides = ["train.batch_size=65", "train.epochs=2", "train.evaluate_every=20"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    distembed("train", config, *overrides, "--run-dir", one)
+    distembed("train", config, *overrides, "--run-dir", two, ranks=2)
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    assert [line["samples"] for line in metrics(two, "train")] == [line["samples"] for line in metrics(one, "train")]
+    for split in ("validation", "test"):
+        first, second = ([m for m in metrics(r, "eval") if m["split"] == split] for r in (one, two))
+        for a, b in zip(first, second, strict=True):
+            assert (a["step"], a["rows"]) == (b["step"], b["rows"])
+            assert b["logloss"] == pytest.approx(a["logloss"], rel=1e-5)
+    outputs = [tmp_path / "one.parquet", tmp_path / "two.parquet"]
+    distembed("predict", one, "--output", outputs[0])
+    distembed("predict", two, "--output", outputs[1], ranks=2)
+    first, second = (pq.read_table(output) for output in outputs)
+    assert first["label"].equals(second["label"])
+    np.testing.assert_allclose(first["prediction"], second["prediction"], rtol=1e-4)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_a_resumed_run_repeats_the_one_that_was_not_stopped(config: Path, tmp_path: Path, optimizer: str) -> None:
+    overrides = [
+        "train.epochs=2",
+        "train.checkpoint_every=15",
+        "train.keep_checkpoints=9",
+        f"train.dense_optimizer.name={optimizer}",
+        "train.dense_optimizer.learning_rate=0.01",
+        "train.dense_optimizer.schedule.decay=linear",
+        "train.sparse_optimizer.name=adagrad",
+        "train.sparse_optimizer.eps=0.01",
+    ]
+    whole = tmp_path / "whole"
+    distembed("train", config, *overrides, "--run-dir", whole)
+    # from the middle of the second epoch, on the same number of ranks and on another
+    for ranks in (1, 2):
+        part = tmp_path / f"part{ranks}"
+        shutil.copytree(whole, part)
+        for checkpoint in ("step-00000060", "step-00000064"):
+            shutil.rmtree(part / "checkpoints" / checkpoint)
+        distembed("train", config, *overrides, "--run-dir", part, "--resume", ranks=ranks)
+        assert [line["step"] for line in metrics(part, "train")] == list(range(1, 65))
+        if ranks == 1:
+            assert losses(part) == losses(whole)
+        else:
+            assert losses(part) == pytest.approx(losses(whole), rel=1e-4)
+
+
+def start(config: Path, run: Path, *overrides: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    arguments = command("train", config, "train.epochs=400", *overrides, "--run-dir", run)
+    return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+
+def wait_for_steps(run: Path, process: subprocess.Popen[str], steps: int) -> None:
+    path = run / "metrics.jsonl"
+    while not path.exists() or path.read_text().count("\n") < steps:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+
+
+def test_ctrl_c_leaves_a_checkpoint_to_go_on_from(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start(config, run)
+    wait_for_steps(run, process, 20)
+    process.send_signal(signal.SIGINT)
+    output = process.communicate()[0]
+    assert process.returncode == 1 and "interrupted" in output and "Traceback" not in output
+    assert json.loads((run / "run.json").read_text())["status"] == "interrupted"
+    (checkpoint,) = sorted((run / "checkpoints").glob("step-*"))[-1:]
+    last = metrics(run, "train")[-1]["step"]
+    assert int(checkpoint.name.removeprefix("step-")) == last
+    done = distembed("evaluate", run)
+    assert "logloss" in done.stdout
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.15, 0.3])
+def test_kill_leaves_only_whole_checkpoints(config: Path, tmp_path: Path, delay: float) -> None:
+    run = tmp_path / "run"
+    process = start(config, run, "train.checkpoint_every=1", "train.keep_checkpoints=3")
+    wait_for_steps(run, process, 5)
+    time.sleep(delay)
+    process.kill()
+    process.communicate()
+    done = distembed("evaluate", run)  # reads the newest
+    assert "logloss" in done.stdout
+    step = max(int(p.name.removeprefix("step-")) for p in (run / "checkpoints").glob("step-*"))
+    distembed(
+        *("train", config, "train.epochs=400", f"train.max_steps={step + 3}"),
+        *("train.checkpoint_every=1", "train.keep_checkpoints=3", "--run-dir", run, "--resume"),
+        code=2,
+    )  # another max_steps is another schedule: refused, and named
+    assert not [p for p in (run / "checkpoints").glob(".partial-*") if (p / "progress.json").exists()]
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    data = write_dataset(tmp_path / "wild", dense_scale=1e30)
+    done = distembed("train", config, f"data.path={data}", "--run-dir", run, code=1)
+    assert re.search(r"loss is (nan|inf) at step \d+ \(epoch 0, rows \d+ to \d+ .*rank 0\)", done.stderr)
+    assert "learning_rate" in done.stderr and "Traceback" not in done.stderr
+    assert json.loads((run / "run.json").read_text())["status"] == "failed"
+
+
+def test_what_cannot_be_done_is_said_before_anything_is_trained(config: Path, tmp_path: Path, finished: Path) -> None:
+    for arguments, message in [
+        (["train", config, "--resume"], "--resume needs --run-dir"),
+        (["train", config, "--run-dir", finished], "add --resume"),
+        (["train", config, "train.seed=7", "--run-dir", finished, "--resume"], "train.seed: 0 before, 7 now"),
+        (["train", config, "data.path=nowhere", "--run-dir", tmp_path / "n"], "nowhere"),
+        (["train", config, "train.sparse_optimizer.name=adam", "--run-dir", tmp_path / "n"], "CUDA only"),
+        (["train", config, "data.train=tran", "--run-dir", tmp_path / "n"], "tran"),
+        (["evaluate", tmp_path], "has no checkpoint"),
+        (["predict", finished, "--output", tmp_path / "x.txt"], ".txt"),
+        (["evaluate", finished, "--split", "tset"], "tset"),
+    ]:
+        done = distembed(*arguments, code=2)
+        assert message in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_two_runs_in_one_folder_are_refused(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start(config, run, "train.checkpoint_every=5")
+    try:
+        wait_for_steps(run, process, 6)
+        done = distembed(
+            "train", config, "train.epochs=400", "train.checkpoint_every=5", "--run-dir", run, "--resume", code=2
+        )
+        assert "in use by another process" in done.stderr
+    finally:
+        process.kill()
+        process.communicate()

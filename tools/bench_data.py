@@ -1,0 +1,131 @@
+"""How fast raw rows become a dataset, and how fast the reader hands out batches: one JSON object and one table.
+
+    python tools/bench_data.py                      2 million synthetic rows
+    python tools/bench_data.py --rows 200000        fewer
+    python tools/bench_data.py --json bench.json    the JSON to a file
+
+Preparing is timed from the first byte read to the rename, checksums and flushing included, and repeated; the best run
+is given, since other work on the machine only ever adds to it. The reader is timed over a whole epoch, with one thread
+of torch's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from distembed.data.criteo import ProgressUpdate, prepare_criteo
+from distembed.data.reader import BatchReader
+from distembed.data.synthesize import synthesize_criteo
+
+BATCH_SIZES = (128, 2048, 8192)
+STAGES = ("read", "vocabulary", "write", "flush")
+
+
+def bench_synthesize(source: Path, num_rows: int) -> dict[str, Any]:
+    """Write the rows that the rest is measured on."""
+    start = time.perf_counter()
+    summary = synthesize_criteo(source, num_rows=num_rows, seed=0)
+    seconds = time.perf_counter() - start
+    return {"rows_per_second": num_rows / seconds, "bytes_per_row": summary.bytes / num_rows}
+
+
+def bench_prepare(source: Path, output: Path, num_rows: int, threads: int) -> dict[str, Any]:
+    """One preparation: seconds in all, by stage, and of the processors."""
+    ends: dict[str, float] = {}
+    start, processor_start = time.perf_counter(), time.process_time()
+
+    def note(update: ProgressUpdate) -> None:
+        ends[update.stage] = time.perf_counter() - start
+
+    prepare_criteo([source], output, threads=threads, overwrite=True, progress=note)
+    seconds = time.perf_counter() - start
+    ends["flush"] = seconds
+    stages = {stage: ends[stage] - before for stage, before in zip(STAGES, [0.0, *ends.values()][:-1], strict=True)}
+    return {
+        "rows_per_second": num_rows / seconds,
+        "seconds": seconds,
+        "processor_seconds": time.process_time() - processor_start,
+        "stage_seconds": stages,
+        "bytes_per_row": sum(file.stat().st_size for file in output.rglob("*.parquet")) / num_rows,
+    }
+
+
+def bench_reader(dataset: Path, batch_size: int, prefetch_batches: int) -> float:
+    """Rows per second over one epoch of the training split."""
+    reader = BatchReader(dataset, "train", batch_size=batch_size, prefetch_batches=prefetch_batches)
+    start = time.perf_counter()
+    num_rows = sum(len(batch.labels) for batch in reader)
+    return num_rows / (time.perf_counter() - start)
+
+
+def run(num_rows: int, threads: int, repeats: int, folder: Path) -> dict[str, Any]:
+    """Measure everything."""
+    source, dataset = folder / "rows.tsv", folder / "dataset"
+    synthesized = bench_synthesize(source, num_rows)
+    prepared = [bench_prepare(source, dataset, num_rows, threads) for _ in range(repeats)]
+    reader = {
+        str(batch_size): {
+            "prefetching": max(bench_reader(dataset, batch_size, 4) for _ in range(repeats)),
+            "not_prefetching": max(bench_reader(dataset, batch_size, 0) for _ in range(repeats)),
+        }
+        for batch_size in BATCH_SIZES
+    }
+    return {
+        "rows": num_rows,
+        "threads": threads,
+        "processors": len(os.sched_getaffinity(0)),
+        "machine": platform.processor() or platform.machine(),
+        "synthesize": synthesized,
+        "prepare": max(prepared, key=lambda one: one["rows_per_second"]),
+        "prepare_all_rows_per_second": [one["rows_per_second"] for one in prepared],
+        "reader_rows_per_second": reader,
+        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def table_of(result: dict[str, Any]) -> Table:
+    """The figures for reading."""
+    table = Table("what", "krow/s", "notes", title=f"{result['rows']:,} rows, {result['threads']} threads")
+    prepare = result["prepare"]
+    stages = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in prepare["stage_seconds"].items())
+    table.add_row("synthesize", f"{result['synthesize']['rows_per_second'] / 1e3:.0f}", "one thread")
+    table.add_row("prepare", f"{prepare['rows_per_second'] / 1e3:.0f}", stages)
+    for batch_size, speeds in result["reader_rows_per_second"].items():
+        for how, speed in speeds.items():
+            table.add_row(f"reader, batch {batch_size}", f"{speed / 1e3:.0f}", how.replace("_", " "))
+    return table
+
+
+def main() -> None:
+    """Parse the arguments, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=2_000_000)
+    parser.add_argument("--threads", type=int, default=2, help="of preparing (default 2)")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="file for the JSON; it is printed otherwise")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="distembed-bench-") as folder:
+        result = run(arguments.rows, arguments.threads, arguments.repeats, Path(folder))
+    text = json.dumps(result, indent=1)
+    if arguments.json is None:
+        print(text)
+    else:
+        arguments.json.write_text(text + "\n")
+    Console(width=120).print(table_of(result))
+
+
+if __name__ == "__main__":
+    main()
