@@ -89,8 +89,8 @@ def prepare_criteo(
             progress=progress,
         )
     for name, part in manifest.splits.items():
-        console.print(f"{name}: {part.num_rows:,} rows, label rate {part.label_rate:.4f}", highlight=False)
-    console.print(f"dataset {output}", highlight=False)
+        say(f"{name}: {part.num_rows:,} rows, label rate {part.label_rate:.4f}")
+    say(f"dataset {output}")
 
 
 @app.command(epilog="Example: `distembed synthesize criteo.tsv --rows 1000000 --seed 0`")
@@ -104,10 +104,9 @@ def synthesize(
     from distembed.data.synthesize import synthesize_criteo
 
     summary = synthesize_criteo(output, num_rows=rows, seed=seed, overwrite=overwrite)
-    console.print(
+    say(
         f"{output}: {rows:,} rows; the best possible logloss is {summary.bayes_logloss:.4f}, "
-        f"AUC {summary.bayes_auc:.4f}",
-        highlight=False,
+        f"AUC {summary.bayes_auc:.4f}"
     )
 
 
@@ -158,9 +157,9 @@ def train(
             _require_same_config(folder, loaded, resume)
         evaluation = run_training(_settings(loaded), folder, processes, resume, console)
         if processes.is_first and evaluation is not None:
-            console.print(describe_metrics(evaluation), highlight=False)
+            say(describe_metrics(evaluation))
         if processes.is_first:
-            console.print(f"run {folder}", highlight=False)
+            say(f"run {folder}")
 
 
 @app.command(epilog="Example: `distembed evaluate runs/first --split validation`")
@@ -205,7 +204,7 @@ def predict(
         trainee = load_trainee(run, dataset, loaded.model, loaded.embedding, loaded.train, processes)
         num_rows = predict_split(trainee, dataset, split, output, processes)
         if processes.is_first:
-            console.print(f"{output}: {num_rows:,} predictions", highlight=False)
+            say(f"{output}: {num_rows:,} predictions")
 
 
 @app.command(epilog="Example: `distembed report runs/full runs/quotient_remainder --output report.html`")
@@ -217,7 +216,7 @@ def report(
     from distembed.training.report import print_comparison, write_report
 
     print_comparison(write_report(runs, output), console)
-    console.print(f"report {output}", highlight=False)
+    say(f"report {output}")
 
 
 @app.command(epilog="Example: `distembed doctor`")
@@ -226,6 +225,11 @@ def doctor() -> None:
     from distembed.doctor import run_doctor
 
     raise typer.Exit(run_doctor(console))
+
+
+def say(text: str) -> None:
+    """Prints a line as it is, however long."""
+    console.print(text, highlight=False, soft_wrap=True)
 
 
 def parse_bytes(field: str, text: str) -> int:

@@ -6,7 +6,7 @@
 #   tools/quickstart.sh TSV...        on your Criteo rows: files (plain or .gz) in the order of time, or folders of them
 #
 # DISTEMBED_QUICKSTART_DIR=FOLDER   where everything is written (default: quickstart/ in this project)
-# DISTEMBED_QUICKSTART_ROWS=N       how many rows to make up (default: 200000)
+# DISTEMBED_QUICKSTART_ROWS=N       how many rows to make up (default: 500000)
 #
 # Every command is shown before it runs. Running this again replaces what it made.
 set -euo pipefail
@@ -37,7 +37,7 @@ else
     mkdir -p "$output"
     say "Making up rows in Criteo's format: skewed ids, a planted signal, an order of time"
     inputs=("$output/raw.tsv")
-    distembed synthesize "${inputs[0]}" --rows "${DISTEMBED_QUICKSTART_ROWS:-200000}" --seed 0 --overwrite
+    distembed synthesize "${inputs[0]}" --rows "${DISTEMBED_QUICKSTART_ROWS:-500000}" --seed 0 --overwrite
 fi
 
 say "Preparing a dataset: vocabularies from the first 80%, then 10% to validate and 10% to test, in the order of time"

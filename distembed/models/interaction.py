@@ -4,13 +4,11 @@ Autograd would go back through both operands of ``V V^T`` and a scatter; the gra
 gather and one product.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.amp import custom_bwd, custom_fwd
-from torch.autograd.function import once_differentiable
 
 
 class PairwiseDots(nn.Module):
@@ -27,25 +25,29 @@ class PairwiseDots(nn.Module):
         self.register_buffer("_pair_of_cell", pair_of_cell.flatten(), persistent=False)
 
     def forward(self, vectors: Float[Tensor, "batch vectors dim"]) -> Float[Tensor, "batch pairs"]:
-        """Multiplies every pair."""
-        products: Tensor = _PairwiseDots.apply(vectors, self._cell_of_pair, self._pair_of_cell)
-        return products
+        """Multiplies every pair; under autocast in its dtype, with the result in that of the vectors."""
+        device_type = vectors.device.type
+        in_dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else vectors.dtype
+        products = _PairwiseDots.apply(vectors, self._cell_of_pair, self._pair_of_cell, in_dtype)  # type: ignore[no-untyped-call]
+        return cast(Tensor, products)
 
 
 class _PairwiseDots(torch.autograd.Function):
-    # under autocast a CPU computes this in float32: gathering bf16 takes it twice as long as all that bf16 would save
-    @staticmethod
-    @custom_fwd(device_type="cpu", cast_inputs=torch.float32)
-    def forward(ctx: Any, vectors: Tensor, cell_of_pair: Tensor, pair_of_cell: Tensor) -> Tensor:
-        ctx.save_for_backward(vectors, pair_of_cell)
-        return torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1).index_select(1, cell_of_pair)
+    """The products are taken in ``in_dtype``; gathers are not: on a CPU those of bf16 are eight times slower."""
 
     @staticmethod
-    @once_differentiable
-    @custom_bwd(device_type="cpu")
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        vectors, pair_of_cell = ctx.saved_tensors
-        num_vectors = vectors.shape[1]
+    def forward(
+        ctx: Any, vectors: Tensor, cell_of_pair: Tensor, pair_of_cell: Tensor, in_dtype: torch.dtype
+    ) -> Tensor:
+        operand = vectors.to(in_dtype)
+        ctx.save_for_backward(operand, pair_of_cell)
+        products = torch.bmm(operand, operand.transpose(1, 2)).to(vectors.dtype)
+        return products.flatten(1).index_select(1, cell_of_pair)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None]:
+        (gradient,) = gradients
+        operand, pair_of_cell = ctx.saved_tensors
         padded = nn.functional.pad(gradient, (0, 1))
-        symmetric = padded.index_select(1, pair_of_cell).view(-1, num_vectors, num_vectors)
-        return torch.bmm(symmetric, vectors), None, None
+        symmetric = padded.index_select(1, pair_of_cell).view(len(operand), operand.shape[1], -1)
+        return torch.bmm(symmetric.to(operand.dtype), operand).to(gradient.dtype), None, None, None

@@ -86,6 +86,8 @@ class _Group:
 
     def compose(self, looked_up: Float[Tensor, "batch dims"]) -> Float[Tensor, "batch features dim"]:
         """Cuts the TBE's output into the k partitions' vectors and composes them."""
+        if self.num_partitions == 1:
+            return looked_up.view(len(looked_up), self.num_features, -1)
         pieces = looked_up.split([self.num_features * dim for dim in self.dims], dim=1)
         return self.combine.compose(
             [piece.view(-1, self.num_features, dim) for piece, dim in zip(pieces, self.dims, strict=True)]

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from distembed.errors import UserError
+from distembed.training.memory import keep_freed_memory
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ def choose_device(name: str, local_rank: int) -> torch.device:
 @contextmanager
 def process_group(device_name: str) -> Iterator[Processes]:
     """Joins (or makes) the process group for the duration of the block; all ranks call it."""
+    keep_freed_memory()
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     local_rank = int(os.environ.get("LOCAL_RANK", 0)) if launched else 0
     device = choose_device(device_name, local_rank)

@@ -24,7 +24,7 @@ from distembed.embedding import EmbeddingConfig
 from distembed.errors import Interrupted, RunError, UserError
 from distembed.models.config import DCNConfig, DLRMConfig
 from distembed.planning import plan_as_json
-from distembed.training.build import Trainee, build_trainee
+from distembed.training.build import build_trainee
 from distembed.training.checkpoint import Checkpoints, latest_checkpoint, load_checkpoint
 from distembed.training.config import TrainConfig
 from distembed.training.evaluation import gather_rows, score_split
