@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 class StackFeatures(nn.Module):
     """Features in the given order, whatever the order of keys, which follows the sharding plan.
 
-    A module, not a function: TorchRec's pipeline traces a model down to its modules, and keys are known only as it runs.
+    A module, not a function: TorchRec's pipeline traces down to modules, and keys are known only as it runs.
     """
 
     def __init__(self, feature_names: Sequence[str], embedding_dim: int) -> None:
