@@ -337,12 +337,12 @@ def main() -> NoReturn:
     except SystemExit as ended:
         if ended.code == 130:  # typer's answer to Ctrl-C
             _end(1, "[bold yellow]interrupted[/]")
-        raise
+        _leave(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT, errno.EPIPE):
             raise
         _end(1, f"[bold red]failed:[/] {_escape(error)}")
-    sys.exit(0)
+    _leave(0)
 
 
 def _escape(error: BaseException) -> str:
@@ -354,6 +354,16 @@ def _escape(error: BaseException) -> str:
 def _end(code: int, message: str) -> NoReturn:
     rank = os.environ.get("RANK", "0")
     errors.print(message if rank == "0" else f"rank {rank}: {message}", highlight=False, soft_wrap=True)
+    _leave(code)
+
+
+def _leave(code: int) -> NoReturn:
+    if "RANK" in os.environ:
+        # One of several ranks: a gloo thread that is late with its last message asks for the interpreter after that has
+        # ended, which aborts a process whose work is done and written. So the process ends before the interpreter does.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)
 
 

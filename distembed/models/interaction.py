@@ -36,9 +36,7 @@ class _PairwiseDots(torch.autograd.Function):
     """The products are taken in ``in_dtype``; gathers are not: on a CPU those of bf16 are eight times slower."""
 
     @staticmethod
-    def forward(
-        ctx: Any, vectors: Tensor, cell_of_pair: Tensor, pair_of_cell: Tensor, in_dtype: torch.dtype
-    ) -> Tensor:
+    def forward(ctx: Any, vectors: Tensor, cell_of_pair: Tensor, pair_of_cell: Tensor, in_dtype: torch.dtype) -> Tensor:
         operand = vectors.to(in_dtype)
         ctx.save_for_backward(operand, pair_of_cell)
         products = torch.bmm(operand, operand.transpose(1, 2)).to(vectors.dtype)
