@@ -85,6 +85,9 @@ def _describe(mistake: dict[str, Any]) -> str:
     if mistake["type"] == "union_tag_invalid":
         return f"{where}.name: {mistake['input'].get('name')!r} is not a model; known: {', '.join(MODELS)}"
     message = str(mistake.get("ctx", {}).get("error") or mistake["msg"])
+    if mistake["type"] == "literal_error":
+        guess = nearest(str(mistake["input"]), re.findall(r"'([^']*)'", message))
+        message += f" (did you mean {guess!r}?)" if guess else ""
     if mistake["type"] == "value_error":
         return where + message.removeprefix(path[-1])
     return f"{where}: {message}; got {mistake['input']!r} ({type(mistake['input']).__name__})"
@@ -150,8 +153,11 @@ _Loader.add_implicit_resolver(
 
 def _mapping_without_repeats(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen = set()
+    loader.flatten_mapping(node)  # what `<<: *anchor` stands for
     for key_node, _ in node.value:
         key = loader.construct_object(key_node)
+        if not isinstance(key, str):
+            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is no name", key_node.start_mark)
         if key in seen:
             raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", key_node.start_mark)
         seen.add(key)

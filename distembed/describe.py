@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -70,7 +71,7 @@ def print_description(description: dict[str, Any], console: Console) -> None:
 
 
 def _tables_table(description: dict[str, Any]) -> Table:
-    table = Table("table", "scheme", "composition", title="embedding tables", title_justify="left")
+    table = Table("table", "scheme", "composition", title="embedding tables", title_justify="left", box=SIMPLE_HEAD)
     for column in ("ids", "rows", "dim", "parameters", "memory", "compression"):
         table.add_column(column, justify="right")
     for row in description["tables"]:
@@ -89,7 +90,8 @@ def _tables_table(description: dict[str, Any]) -> Table:
 
 
 def _dense_table(description: dict[str, Any]) -> Table:
-    table = Table("parameter", title=f"dense layers of {description['model']}", title_justify="left")
+    title = f"dense layers of {description['model']}"
+    table = Table("parameter", title=title, title_justify="left", box=SIMPLE_HEAD)
     table.add_column("shape", justify="right")
     table.add_column("parameters", justify="right")
     for row in description["dense"]:

@@ -9,6 +9,8 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 
 from distembed.data.criteo import ProgressUpdate
 
+_SECONDS_BETWEEN_LINES = 5.0
+
 
 @contextmanager
 def prepare_progress(console: Console) -> Iterator[Callable[[ProgressUpdate], None]]:
@@ -48,13 +50,26 @@ class _Bar:
 
 
 class _Lines:
-    """A line when a stage begins."""
+    """A line when a stage begins, and every few seconds within it."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._stage = ""
+        self._started = self._shown = 0.0
 
     def __call__(self, update: ProgressUpdate) -> None:
+        now = time.perf_counter()
         if update.stage != self._stage:
-            self._stage = update.stage
-            self._console.print(f"prepare: {update.stage}", highlight=False)
+            self._stage, self._started, self._shown = update.stage, now, now
+            self._say(f"prepare: {update.stage}")
+        elif now - self._shown > _SECONDS_BETWEEN_LINES:
+            self._shown = now
+            seconds = now - self._started
+            left = seconds * (update.bytes_total / max(1, update.bytes_done) - 1)
+            self._say(
+                f"prepare: {update.stage}  {update.bytes_done / max(1, update.bytes_total):.0%}  "
+                f"{update.rows_done:,} rows, {update.rows_done / seconds:,.0f} rows/s, {left:,.0f} s left"
+            )
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True)

@@ -75,6 +75,7 @@ def test_all_mistakes_are_listed_with_their_paths() -> None:
         ("train.epochs=1.5", "train.epochs"),
         ("train.dense_optimizer.learning_rate=.nan", "finite"),
         ("train.dense_optimizer.learning_rate=0", "greater than 0"),
+        ("train.dense_optimizer.name=adagrda", "did you mean 'adagrad'?"),
         ("model.name=dlm", "'dlm' is not a model; known: dlrm, dcn"),
         ("model=3", "model: Input should be an object"),
         ("data.path=[", "is not YAML"),
@@ -93,6 +94,7 @@ def test_wrong_overrides_are_explained(override: str, message: str) -> None:
         ("- 1", "holds a list"),
         ("train: {seed: 1, seed: 2}", "the key 'seed' is given twice"),
         ("train: {epochs: 1}\ntrain: {seed: 2}", "the key 'train' is given twice"),
+        ("? [1, 2]\n: 3", "is no name"),
     ],
 )
 def test_wrong_files_are_explained(tmp_path: Path, text: str, message: str) -> None:
@@ -101,6 +103,13 @@ def test_wrong_files_are_explained(tmp_path: Path, text: str, message: str) -> N
     with pytest.raises(UserError) as error:
         load_config(path)
     assert message in str(error.value)
+
+
+def test_anchors_and_merges_are_understood(tmp_path: Path) -> None:
+    text = "x: &x {learning_rate: 0.5}\ntrain: {dense_optimizer: {<<: *x, name: sgd}}"
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(UserError, match="1 mistake.*\n  x: unknown key"):
+        load_config(tmp_path / "c.yaml")
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -191,6 +191,7 @@ class Decoder:
         floats = out.view(np.float32)
         ids = [_id_column(table, feature, group) for feature in layout.single]
         numbers = [_float_column(table, name, group) for name in (*self.schema.dense, self.schema.label)]
+        _check_label(numbers[-1], self.schema.label, group)
         first = layout.first_float
         for low in range(0, len(out), _TILE_ROWS):
             high = low + _TILE_ROWS
@@ -235,6 +236,13 @@ def _float_column(table: pa.Table, name: str, group: RowGroup) -> NDArray[np.flo
         row = int(np.argmin(finite))
         raise UserError(f"{_where(group, name)}: row {row} is {values[row]}; every value must be a finite number")
     return values
+
+
+def _check_label(values: NDArray[np.float32], name: str, group: RowGroup) -> None:
+    wrong = (values != 0) & (values != 1)
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        raise UserError(f"{_where(group, name)}: row {row} is {values[row]}; a label is 0 or 1")
 
 
 def _check_ids(values: NDArray[Any], feature: CategoricalFeature, group: RowGroup) -> None:

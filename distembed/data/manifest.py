@@ -15,6 +15,7 @@ Parquet files that were made elsewhere.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -171,6 +172,19 @@ class Manifest:
         if name not in self.splits:
             raise UserError(f"the dataset has no split {name!r}: it has {', '.join(self.splits) or 'none'}")
         return self.splits[name]
+
+
+def id_fingerprint(dataset_dir: str | os.PathLike[str], manifest: Manifest) -> str:
+    """A checksum of what each id stands for: equal for datasets that a model can be moved between.
+
+    It covers the tables' sizes and, where the dataset has them, its vocabularies or its hash.
+    """
+    digest = hashlib.sha256(json.dumps(manifest.schema.to_json()).encode())
+    digest.update(repr([manifest.preparation.get(key) for key in ("hash_size", "hash_seed")]).encode())
+    for name in sorted(manifest.vocabularies):
+        with open(Path(dataset_dir) / manifest.vocabularies[name].file, "rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
 
 
 def create_manifest(

@@ -46,6 +46,7 @@ class _PairwiseDots(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None]:
         (gradient,) = gradients
         operand, pair_of_cell = ctx.saved_tensors
+        num_vectors = operand.shape[1]
         padded = nn.functional.pad(gradient, (0, 1))
-        symmetric = padded.index_select(1, pair_of_cell).view(len(operand), operand.shape[1], -1)
+        symmetric = padded.index_select(1, pair_of_cell).view(-1, num_vectors, num_vectors)
         return torch.bmm(symmetric.to(operand.dtype), operand).to(gradient.dtype), None, None, None

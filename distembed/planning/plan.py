@@ -4,6 +4,7 @@ Left to itself TorchRec's ``Topology`` takes 32 GB of device and 128 GB of host 
 """
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,8 +66,11 @@ def make_plan(
 
 
 def host_memory_bytes() -> int:
-    """Physical memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Memory that this process may use: the machine's, or the container's where that has less."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")]
+    texts = [path.read_text().strip() for path in limits if path.is_file()]
+    return min([physical, *[int(text) for text in texts if text.isdigit()]])
 
 
 def plan_as_json(plan: ShardingPlan) -> dict[str, dict[str, Any]]:

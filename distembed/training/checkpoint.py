@@ -25,6 +25,9 @@ from distembed.errors import RunError, UserError
 from distembed.training.files import write_json
 from distembed.training.optimizers import Optimizers
 
+PROGRESS_KEYS = ("step", "samples", "seconds", "reader")
+"""What a run tells :meth:`Checkpoints.save` and gets back from :func:`load_progress`."""
+
 _PARTIAL = ".partial-"
 _MAX_DIFFERENCES = 10
 
@@ -78,7 +81,8 @@ class Checkpoints:
 
     def _remove_old(self) -> None:
         for old in list_checkpoints(self._folder)[: -self._keep]:
-            shutil.rmtree(old)
+            # renamed first: a process killed while it removes files must not leave half a checkpoint by that name
+            os.rename(old, self._folder / f"{_PARTIAL}{old.name}")
         for partial in self._folder.glob(f"{_PARTIAL}*"):
             shutil.rmtree(partial, ignore_errors=True)
 
@@ -97,11 +101,16 @@ def load_progress(checkpoint: Path) -> dict[str, Any]:
     """What :meth:`Checkpoints.save` was told: step, epoch, the reader's position."""
     try:
         progress: dict[str, Any] = json.loads((checkpoint / "progress.json").read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{checkpoint} is no checkpoint: {error}. Give a run folder with checkpoints/step-*."
-        ) from error
+        missing = [key for key in PROGRESS_KEYS if key not in progress]
+    except (OSError, ValueError, TypeError) as error:
+        raise _damaged(checkpoint, error) from error
+    if missing:
+        raise _damaged(checkpoint, KeyError(f"progress.json has no {', '.join(missing)}"))
     return progress
+
+
+def _damaged(checkpoint: Path, error: BaseException) -> UserError:
+    return UserError(f"{checkpoint} cannot be read ({type(error).__name__}: {error}); remove it to use the one before.")
 
 
 def load_checkpoint(
@@ -118,7 +127,10 @@ def load_checkpoint(
     _require_same_model(checkpoint, state["model"])
     if optimizers is not None:
         state["optimizer"] = optimizers.combined.state_dict()
-    dcp.load(state, checkpoint_id=str(checkpoint))
+    try:
+        dcp.load(state, checkpoint_id=str(checkpoint))
+    except (OSError, EOFError, RuntimeError, dcp.api.CheckpointException) as error:
+        raise _damaged(checkpoint, error) from error
     model.load_state_dict(dict(state["model"]))  # a copy: TorchRec changes the one it is given
     if optimizers is not None:
         optimizers.combined.load_state_dict(state["optimizer"])
@@ -129,9 +141,7 @@ def _require_same_model(checkpoint: Path, live: Mapping[str, torch.Tensor]) -> N
     try:
         metadata = dcp.FileSystemReader(str(checkpoint)).read_metadata().state_dict_metadata
     except Exception as error:  # a damaged file may fail to read in any way
-        raise UserError(
-            f"{checkpoint} cannot be read ({type(error).__name__}: {error}); remove it to use the one before."
-        ) from error
+        raise _damaged(checkpoint, error) from error
     saved = {
         key.removeprefix("model."): tuple(entry.size)
         for key, entry in metadata.items()

@@ -71,8 +71,8 @@ class TrainConfig:
         seed: of the weights, the order of rows and all else that is random.
         dense_optimizer: of the networks.
         sparse_optimizer: of the embedding tables.
-        precision: of the networks: ``bf16`` autocast, ``fp32``, or ``auto`` for bf16 where the processor computes in
-        it. device: ``cpu``, ``cuda``, or ``auto`` for CUDA where there is a device.
+        precision: of the networks: ``bf16`` autocast, ``fp32``, or ``auto`` for bf16 where the processor does that.
+        device: ``cpu``, ``cuda``, or ``auto`` for CUDA where there is a device.
         log_every: steps between two lines of metrics.
         evaluate_every: steps between two evaluations on the validation split; 0 for the end of each epoch only.
         checkpoint_every: steps between two checkpoints; 0 for the end of each epoch only.

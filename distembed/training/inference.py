@@ -1,5 +1,6 @@
 """A trained run, read back: evaluated on a split, or used to predict one."""
 
+import dataclasses
 import os
 import tempfile
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from distembed.errors import RunError, UserError
 from distembed.models.config import DCNConfig, DLRMConfig
 from distembed.training.build import Trainee, build_trainee
 from distembed.training.checkpoint import latest_checkpoint, load_checkpoint
-from distembed.training.config import TrainConfig
+from distembed.training.config import SparseOptimizerConfig, TrainConfig
 from distembed.training.evaluation import gather_rows, score_batches
 from distembed.training.metrics import sigmoid
 from distembed.training.processes import Processes
@@ -45,6 +46,8 @@ def load_trainee(
     checkpoint = latest_checkpoint(run_dir / "checkpoints")
     if checkpoint is None:
         raise UserError(f"{run_dir} has no checkpoint; give the folder of a run that `distembed train` made.")
+    # nothing is trained: any optimizer will do that every device has
+    train = dataclasses.replace(train, sparse_optimizer=SparseOptimizerConfig(name="sgd"))
     trainee = build_trainee(model, embedding, train, Manifest.load(dataset).schema, processes, num_steps=1)
     load_checkpoint(checkpoint, trainee.model)
     return trainee

@@ -54,11 +54,11 @@ class RunRecord:
         lines = _json_lines(path / "metrics.jsonl")
         return cls(
             path=path,
-            info=_json_object(path / "run.json"),
+            info=_require_mappings(path / "run.json", ("schemes", "versions")),
             config_yaml=(path / "config.yaml").read_text(encoding="utf-8"),
             train=[line for line in lines if line.get("kind") == "train"],
             evals=[line for line in lines if line.get("kind") == "eval"],
-            evaluation=_json_object(path / "evaluation.json") if (path / "evaluation.json").exists() else {},
+            evaluation=read_json_object(path / "evaluation.json") if (path / "evaluation.json").exists() else {},
         )
 
     @property
@@ -147,7 +147,16 @@ def unique_names(records: Sequence[RunRecord]) -> list[str]:
     return names
 
 
-def _json_object(path: Path) -> Mapping[str, Any]:
+def _require_mappings(path: Path, keys: Sequence[str]) -> Mapping[str, Any]:
+    value = read_json_object(path)
+    for key in keys:
+        if not isinstance(value.get(key) or {}, Mapping):
+            raise UserError(f"{path}: {key} is {value[key]!r} instead of an object; the run folder is damaged.")
+    return value
+
+
+def read_json_object(path: Path) -> Mapping[str, Any]:
+    """What a JSON file of a run folder holds; UserError where the file is damaged."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

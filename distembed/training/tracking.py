@@ -70,7 +70,7 @@ class RunFolder:
                 "started": _now(),
             }
             write_json(self.path / "run.json", self._info)
-            self._board = SummaryWriter(str(self.path / "tensorboard"), purge_step=resumed_step)
+            self._board = SummaryWriter(str(self.path / "tensorboard"), purge_step=resumed_step + 1)
             with metrics.open("a", encoding="utf-8") as self._metrics:
                 try:
                     yield self
@@ -89,6 +89,16 @@ class RunFolder:
         for name, value in values.items():
             if isinstance(value, float | int):
                 self._board.add_scalar(f"{prefix}/{name}", value, step)
+
+    def drop_evaluations(self, split: str | None) -> None:
+        """Forgets earlier evaluations on ``split``, which a resumed run that had reached its end makes again."""
+        path = self.path / "metrics.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = [line for line in lines if json.loads(line).get("split") != split]
+        assert self._metrics is not None
+        self._metrics.truncate(0)
+        self._metrics.write("".join(f"{line}\n" for line in lines))
+        self._metrics.flush()
 
     def end(self, status: str, error: BaseException | None = None) -> None:
         """Writes how the run ended into ``run.json``."""
@@ -145,8 +155,12 @@ def require_new_or_resume(path: Path, resume: bool) -> None:
     """Refuses to write over a run unasked.
 
     Raises:
-        UserError: where a run is there and is not resumed, or the folder holds something else.
+        UserError: where a run is there and is not resumed, there is none to resume, or the folder holds other files.
     """
+    if path.exists() and not path.is_dir():
+        raise UserError(f"--run-dir {path} is a file; give a folder.")
+    if resume and not (path / "config.yaml").exists():
+        raise UserError(f"--resume: {path} holds no run; give the folder of the run to go on with.")
     if not path.exists() or not os.listdir(path):
         return
     if not (path / "config.yaml").exists():

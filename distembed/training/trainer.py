@@ -84,14 +84,7 @@ class Run:
         self._folder = folder
         self._processes = processes
         self._console = console if processes.is_first else None
-        self._reader = BatchReader(
-            settings.dataset,
-            settings.splits[0],
-            batch_size=train.batch_size,
-            rank=processes.rank,
-            world_size=processes.world_size,
-            seed=train.seed,
-        )
+        self._reader = self._make_reader()
         if self._reader.num_rows == 0:
             raise UserError(f"split {settings.splits[0]!r} of {settings.dataset} has no rows to train on.")
         self.num_steps = train.epochs * self._reader.batches_per_epoch
@@ -110,10 +103,26 @@ class Run:
         if checkpoint is not None:
             self._restore(checkpoint)
 
+    def _make_reader(self, prefetch_batches: int = 4) -> BatchReader:
+        return BatchReader(
+            self._settings.dataset,
+            self._settings.splits[0],
+            batch_size=self._settings.train.batch_size,
+            rank=self._processes.rank,
+            world_size=self._processes.world_size,
+            seed=self._settings.train.seed,
+            prefetch_batches=prefetch_batches,
+        )
+
     @property
     def step(self) -> int:
         """Steps done."""
         return self._step
+
+    @property
+    def precision(self) -> str:
+        """What the networks compute in: ``bf16`` or ``fp32``."""
+        return "bf16" if self._trainee.bf16 else "fp32"
 
     def train(self) -> None:
         """Trains to the end, or until interrupted, and saves a checkpoint either way.
@@ -124,6 +133,8 @@ class Run:
         """
         if self._processes.is_first:
             write_json(self._folder.path / "plan.json", plan_as_json(self._trainee.plan))
+            if self._step == self.num_steps:
+                self._folder.drop_evaluations(self._settings.splits[2])
         with TrainingProgress(self._console, self.num_steps) as self._progress, Interruption(self._processes) as stop:
             self._say_start()
             self._window = _Window()
@@ -180,18 +191,17 @@ class Run:
 
     def _between_segments(self) -> None:
         started = time.perf_counter()
+        self._require_finite()
         train, split = self._settings.train, self._settings.splits[1]
         at_epoch_end = self._step % self._reader.batches_per_epoch == 0 or self._step == self.num_steps
+        if at_epoch_end or (train.checkpoint_every and self._step % train.checkpoint_every == 0):
+            self._save()
         if split is not None and (at_epoch_end or (train.evaluate_every and self._step % train.evaluate_every == 0)):
             values = self.evaluate(split)
             self._progress.say(f"step {self._step}/{self.num_steps}  {describe_metrics(values)}")
-        if at_epoch_end or (train.checkpoint_every and self._step % train.checkpoint_every == 0):
-            self._save()
         self._window.paused += time.perf_counter() - started
 
     def _account(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
-        if loss.device.type == "cpu" and not torch.isfinite(loss):
-            self._fail_not_finite(float(loss))
         rows = min(
             self._settings.train.batch_size,
             self._reader.num_rows - (self._step - 1) % self._reader.batches_per_epoch * self._settings.train.batch_size,
@@ -201,8 +211,22 @@ class Run:
         self._window.losses.append(loss * rows)
         self._window.logits.append(logits)
         self._window.labels.append(labels)
+        if loss.device.type == "cpu":  # on a GPU looking stops the stream: there the window is looked at as a whole
+            self._require_finite()
+
+    def _require_finite(self) -> None:
+        """Stops at the first step of the window whose loss on this rank is not finite."""
+        losses = self._window.losses
+        for_now = losses[-1:] if losses and losses[-1].device.type == "cpu" else losses
+        if not for_now:
+            return
+        bad = ~torch.isfinite(torch.stack(for_now))
+        if bad.any():
+            first = int(bad.nonzero()[0])
+            self._fail_not_finite(float(for_now[first]), self._step - len(for_now) + first + 1)
 
     def _log(self) -> None:
+        self._require_finite()
         window = self._window
         losses = gather_rows(torch.stack(window.losses).sum().unsqueeze(0), self._processes)
         logits = gather_rows(torch.cat(window.logits), self._processes)
@@ -214,8 +238,6 @@ class Run:
             return
         # each rank's loss is its share times the number of ranks
         loss = float(np.sum(losses, dtype=np.float64)) / window.rows / self._processes.world_size
-        if not np.isfinite(loss):
-            self._fail_not_finite(loss)
         values = {
             "epoch": (self._step - 1) // self._reader.batches_per_epoch,
             "samples": self._samples,
@@ -228,16 +250,31 @@ class Run:
         self._folder.record("train", self._step, values)
         self._progress.show(self._step, {**values, "batch_size": self._settings.train.batch_size})
 
-    def _fail_not_finite(self, loss: float) -> None:
-        batch = (self._step - 1) % self._reader.batches_per_epoch
-        first = batch * self._settings.train.batch_size
-        last = min(first + self._settings.train.batch_size, self._reader.num_rows) - 1
+    def _fail_not_finite(self, loss: float, step: int) -> None:
+        epoch, batch = divmod(step - 1, self._reader.batches_per_epoch)
+        path = self._folder.path / f"not-finite-step-{step}-rank-{self._processes.rank}.npz"
+        self._write_batch(epoch, batch, path)
         raise RunError(
-            f"The loss is {loss} at step {self._step} (epoch {(self._step - 1) // self._reader.batches_per_epoch}, "
-            f"rows {first} to {last} of its order, rank {self._processes.rank}). The last checkpoint is untouched. "
-            "Try lower train.dense_optimizer.learning_rate and train.sparse_optimizer.learning_rate, "
-            "a warm-up (train.dense_optimizer.schedule.warmup=0.1), or train.precision=fp32; "
-            "and look for extreme values among the dense features."
+            f"The loss is {loss} at step {step} (epoch {epoch}, batch {batch}, rank {self._processes.rank}). "
+            f"This rank's rows of that batch are in {path}; look for extreme values among the dense features. "
+            "Checkpoints are from before it. Try lower train.dense_optimizer.learning_rate and "
+            "train.sparse_optimizer.learning_rate, a warm-up (train.dense_optimizer.schedule.warmup=0.1), "
+            "or train.precision=fp32."
+        )
+
+    def _write_batch(self, epoch: int, batch: int, path: Path) -> None:
+        state = {**self._reader.state_dict(), "epoch": epoch, "batch": batch}
+        reader = self._make_reader(prefetch_batches=0)
+        reader.load_state_dict(state)
+        rows = next(iter(reader))
+        features = rows.sparse_features
+        np.savez(
+            path,
+            dense_features=rows.dense_features.numpy(),
+            labels=rows.labels.numpy(),
+            feature_names=np.array(features.keys()),
+            ids=features.values().numpy(),
+            lengths=features.lengths().numpy(),
         )
 
     def _save(self) -> None:
@@ -256,11 +293,10 @@ class Run:
         self._step, self._samples, self._seconds = progress["step"], progress["samples"], progress["seconds"]
 
     def _say_start(self) -> None:
-        precision = "bf16" if self._trainee.bf16 else "fp32"
         where = f"{self._processes.world_size} x {self._processes.device.type}"
         begin = f"resuming at step {self._step} of" if self._step else "training"
         self._progress.say(
-            f"{begin} {self.num_steps} steps of {self._settings.train.batch_size} rows on {where} in {precision}; "
+            f"{begin} {self.num_steps} steps of {self._settings.train.batch_size} rows on {where} in {self.precision}; "
             f"run folder {self._folder.path}"
         )
 
@@ -283,7 +319,12 @@ def run_training(
     run = Run(settings, folder, processes, resume, console)
     if not processes.is_first:
         return _train_and_evaluate(run, settings.splits[2])
-    info = {**settings.info, "world_size": processes.world_size}
+    info = {
+        **settings.info,
+        "world_size": processes.world_size,
+        "device": processes.device.type,
+        "precision": run.precision,
+    }
     with folder.open(settings.config_yaml, info, run.step):
         evaluation = _train_and_evaluate(run, settings.splits[2])
         if evaluation is not None:

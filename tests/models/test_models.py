@@ -50,6 +50,15 @@ def test_dlrm_equals_its_formula(batch: int) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_a_batch_without_rows_goes_forward_and_back(name: str) -> None:
+    vectors = {key: torch.randn(0, 4, requires_grad=True) for key in "abc"}
+    model = build_model(MODELS[name](), FakeEmbeddings("abc", vectors), SCHEMA, 4)
+    model(torch.randn(0, 2), ids(0)).sum().backward()
+    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in model.parameters() if p.grad is not None)
+    assert vectors["a"].grad.shape == (0, 4)
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_the_order_of_keys_does_not_matter(name: str) -> None:
     vectors = {key: torch.randn(3, 4) for key in "abc"}
     model = build_model(MODELS[name](), FakeEmbeddings("abc", vectors), SCHEMA, 4)

@@ -16,10 +16,11 @@ from distembed.data.manifest import create_manifest
 from distembed.data.schema import CategoricalFeature, Schema
 
 SIZES = {"C1": 5, "C2": 400, "C3": 1000, "M": 50}
-ROWS = {"train": 2000, "validation": 301, "test": 203}
+# 31 batches of 64, and one row in the last of 30 batches of 65
+ROWS = {"train": 1951, "validation": 301, "test": 203}
 
 
-def write_dataset(folder: Path, dense_scale: float = 1.0) -> Path:
+def write_dataset(folder: Path, dense_scale: float = 1.0, num_ids: int = 400) -> Path:
     """Two dense features, three single-valued ids and one multi-hot; the label depends on the first two and on C2."""
     rng = np.random.default_rng(0)
     weight_of_id = rng.normal(size=400)
@@ -37,7 +38,8 @@ def write_dataset(folder: Path, dense_scale: float = 1.0) -> Path:
         }
         (folder / split).mkdir(parents=True)
         pq.write_table(pa.table(columns), folder / split / "part-0.parquet", row_group_size=256)
-    features = tuple(CategoricalFeature(n, s, n == "M", 1.5 if n == "M" else 1.0) for n, s in SIZES.items())
+    sizes = {**SIZES, "C2": num_ids}
+    features = tuple(CategoricalFeature(n, s, n == "M", 1.5 if n == "M" else 1.0) for n, s in sizes.items())
     create_manifest(folder, Schema("label", ("I1", "I2"), features), {s: [f"{s}/part-0.parquet"] for s in ROWS})
     return folder
 
