@@ -250,11 +250,11 @@ def test_only_multi_hot_and_no_dense(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [pa.large_list(pa.int32()), pa.list_(pa.uint16()), pa.list_(pa.int8(), 2)])
 def test_any_kind_of_list(tmp_path: Path, kind: pa.DataType) -> None:
     values = [[1, 2], [3, 4], [5, 6]]
-    pq.write_table(pa.table({"y": [0.0, 1.0, 0.5], "t": pa.array(values, kind)}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"y": [0.0, 1.0, 1.0], "t": pa.array(values, kind)}), tmp_path / "a.parquet")
     create_manifest(tmp_path, Schema("y", (), (CategoricalFeature("t", 7, multi_hot=True),)), {"all": ["a.parquet"]})
     (batch,) = open_reader(tmp_path, shuffle=False)
     assert batch.sparse_features.values().tolist() == [1, 2, 3, 4, 5, 6]
-    assert batch.labels.tolist() == [0.0, 1.0, 0.5]
+    assert batch.labels.tolist() == [0.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("num_dense", [0, 1, 2])
@@ -276,6 +276,7 @@ def test_ids_beyond_32_bits(tmp_path: Path, num_dense: int) -> None:
     [
         ("clicked", [0.0, None, 1.0], "column 'clicked': 1 values are null"),
         ("clicked", [0.0, float("nan"), 1.0], "column 'clicked': row 1 is nan"),
+        ("clicked", [0.0, 1.0, 5.0], "column 'clicked': row 2 is 5.0; a label is 0 or 1"),
         ("x", [0.0, float("inf"), 1.0], "column 'x': row 1 is inf"),
         ("row", [1, 10_000, 2], r"column 'row': id 10000 is outside \[0, 10000\)"),
         ("row", [1, -1, 2], "id -1 is outside"),

@@ -114,9 +114,9 @@ def test_a_resumed_run_repeats_the_one_that_was_not_stopped(config: Path, tmp_pa
             assert losses(part) == pytest.approx(losses(whole), rel=1e-4)
 
 
-def start(config: Path, run: Path, *overrides: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    arguments = command("train", config, "train.epochs=400", *overrides, "--run-dir", run)
+def start(config: Path, run: Path, *overrides: str, ranks: int = 1) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    arguments = command("train", config, "train.epochs=400", *overrides, "--run-dir", run, ranks=ranks)
     return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
 
@@ -140,6 +140,19 @@ def test_ctrl_c_leaves_a_checkpoint_to_go_on_from(config: Path, tmp_path: Path) 
     assert int(checkpoint.name.removeprefix("step-")) == last
     done = distembed("evaluate", run)
     assert "logloss" in done.stdout
+
+
+@pytest.mark.distributed
+def test_ctrl_c_stops_all_ranks_at_the_same_step(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start(config, run, ranks=2)
+    wait_for_steps(run, process, 20)
+    process.send_signal(signal.SIGINT)
+    process.communicate()
+    assert json.loads((run / "run.json").read_text())["status"] == "interrupted"
+    last = metrics(run, "train")[-1]["step"]
+    assert (run / "checkpoints" / f"step-{last:08d}" / "progress.json").exists()
+    assert "logloss" in distembed("evaluate", run).stdout
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.15, 0.3])
@@ -175,7 +188,12 @@ def test_a_loss_that_is_not_finite_stops_the_run(config: Path, tmp_path: Path) -
 
 
 def test_what_cannot_be_done_is_said_before_anything_is_trained(config: Path, tmp_path: Path, finished: Path) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(finished, damaged)
+    for checkpoint in (damaged / "checkpoints").iterdir():
+        (checkpoint / "__0_0.distcp").unlink()
     for arguments, message in [
+        (["evaluate", damaged], "cannot be read"),
         (["train", config, "--resume"], "--resume needs --run-dir"),
         (["train", config, "--run-dir", finished], "add --resume"),
         (["train", config, "train.seed=7", "--run-dir", finished, "--resume"], "train.seed: 0 before, 7 now"),
