@@ -71,11 +71,12 @@ class Checkpoints:
                 self._remove_old()
             dist.barrier()
         except (OSError, dcp.api.CheckpointException) as error:
+            free_mib = shutil.disk_usage(self._folder).free >> 20
             if self._is_first:
                 shutil.rmtree(partial, ignore_errors=True)
             raise RunError(
-                f"The checkpoint {target} could not be written: {error}. Older checkpoints are kept; free space or "
-                "mend the folder's permissions, then go on with --resume."
+                f"The checkpoint {target} could not be written ({_reason(error)}); {free_mib:,} MiB were left. "
+                "Older checkpoints are kept; free space or mend the folder's permissions, then go on with --resume."
             ) from error
         return target
 
@@ -110,7 +111,14 @@ def load_progress(checkpoint: Path) -> dict[str, Any]:
 
 
 def _damaged(checkpoint: Path, error: BaseException) -> UserError:
-    return UserError(f"{checkpoint} cannot be read ({type(error).__name__}: {error}); remove it to use the one before.")
+    return UserError(f"{checkpoint} cannot be read ({_reason(error)}); remove it to use the one before.")
+
+
+def _reason(error: BaseException) -> str:
+    """An error in one line; torch's own lists the whole traceback of every rank."""
+    if isinstance(error, dcp.api.CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return f"{type(error).__name__}: {error}".strip()
 
 
 def load_checkpoint(
