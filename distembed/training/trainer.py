@@ -159,10 +159,8 @@ class Run:
         """Steps until something else is due; returns whether to stop."""
         end = self._end_of_segment()
         self._handed_out = 0
-        done = 0
         for loss, logits, labels in self._trainee.pipeline.outputs(self._batches(end - self._step)):
             self._step += 1
-            done += 1
             self._handed_out -= 1
             self._account(loss, logits, labels)
             if self._step % self._settings.train.log_every == 0 or self._step == self.num_steps:
@@ -191,7 +189,6 @@ class Run:
 
     def _between_segments(self) -> None:
         started = time.perf_counter()
-        self._require_finite()
         train, split = self._settings.train, self._settings.splits[1]
         at_epoch_end = self._step % self._reader.batches_per_epoch == 0 or self._step == self.num_steps
         if at_epoch_end or (train.checkpoint_every and self._step % train.checkpoint_every == 0):
@@ -278,6 +275,7 @@ class Run:
         )
 
     def _save(self) -> None:
+        self._require_finite()  # weights that have met a NaN must not replace good ones
         progress = {
             "step": self._step,
             "samples": self._samples,
