@@ -2,21 +2,34 @@ r"""Partitions: total functions from an id to a row, the parts of which a compre
 
 A *partition* of the id set ``S = {0, ..., n-1}`` maps every id to one row of a small table (Shi et al., "Compositional
 Embeddings Using Complementary Partitions", KDD 2020, section 3). A *scheme* is a family of k partitions of the same
-set. It is *complementary* when any two distinct ids differ in at least one of the k rows, so that distinct ids can keep
-distinct embeddings.
+set. It is *complementary* when any two distinct ids differ in at least one of the k rows (definition 1), so that
+distinct ids can keep distinct embeddings (theorem 1).
 
-==================== =============================== ==================== =============
-name                 p_1(x), p_2(x), ...             rows for n ids       complementary
-==================== =============================== ==================== =============
-naive                x                               n                    yes
-remainder            x mod m                         m = ceil(n/c)        only if m >= n
-quotient_remainder   x mod m, x \ m                  m + c                yes
-==================== =============================== ==================== =============
+==================== ================================ ========================= =============
+name                 p_1(x), p_2(x), ...              rows for n ids            complementary
+==================== ================================ ========================= =============
+naive                x                                n                         yes
+remainder            x mod m                          m = ceil(n/c)             only if m >= n
+quotient_remainder   x mod m, x \ m                   m + c, or m + ceil(n/m)   yes
+mixed_radix          x mod m_1, (x \ M_j) mod m_j     O(k n^(1/k)), the fewest  yes
+chinese_remainder    x mod m_j, coprime m_j           O(k n^(1/k))              yes
+explicit             a_j[x]                           as given                  if they are
+==================== ================================ ========================= =============
+
+``M_j = m_1 * ... * m_{j-1}``. Each scheme maps ids to rows, and rows back to the id where it is complementary, for any
+n up to 2^63-1, without a float. Complementarity is decided, not assumed: by Python's integers for the arithmetic
+schemes, by looking at every id for explicit ones.
+
+For ids that arrive as strings or as unbounded integers, :func:`hash_strings` and :class:`KeyedHash` come first.
 
 A new scheme is one file and one line in :data:`PARTITIONS`; law tests run over every entry.
 """
 
 from distembed.partitions.base import Partition
+from distembed.partitions.chinese_remainder import ChineseRemainder
+from distembed.partitions.explicit import Explicit
+from distembed.partitions.hashing import KeyedHash, hash_strings
+from distembed.partitions.mixed_radix import MixedRadix
 from distembed.partitions.naive import Naive
 from distembed.partitions.quotient_remainder import QuotientRemainder
 from distembed.partitions.remainder import Remainder
@@ -25,7 +38,21 @@ PARTITIONS: dict[str, type[Partition]] = {
     "naive": Naive,
     "remainder": Remainder,
     "quotient_remainder": QuotientRemainder,
+    "mixed_radix": MixedRadix,
+    "chinese_remainder": ChineseRemainder,
+    "explicit": Explicit,
 }
 """Scheme by name. Each class is built as ``cls(num_embeddings=n, **settings)``."""
 
-__all__ = ["PARTITIONS", "Naive", "Partition", "QuotientRemainder", "Remainder"]
+__all__ = [
+    "PARTITIONS",
+    "ChineseRemainder",
+    "Explicit",
+    "KeyedHash",
+    "MixedRadix",
+    "Naive",
+    "Partition",
+    "QuotientRemainder",
+    "Remainder",
+    "hash_strings",
+]

@@ -1,4 +1,4 @@
-"""The contract that every partition scheme keeps: exact integer maps from ids to rows."""
+"""The contract that every partition scheme keeps: exact integer maps from ids to rows, and back."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -28,24 +28,65 @@ class Partition(ABC):
 
     Attributes:
         name: the scheme's name in :data:`distembed.partitions.PARTITIONS`.
+        settings: the constructor's keywords beside ``num_embeddings``.
         num_embeddings: number of ids, n.
         num_rows: rows of each of the k partitions; every row produced by partition j lies in ``[0, num_rows[j])``.
     """
 
     name: ClassVar[str]
+    settings: ClassVar[tuple[str, ...]] = ()
     num_embeddings: int
     num_rows: tuple[int, ...]
 
     def __init__(self, num_embeddings: int) -> None:
         self.num_embeddings = require_positive("num_embeddings", num_embeddings, "Give the number of distinct ids.")
 
+    @property
+    @abstractmethod
+    def description(self) -> str:
+        """One line: the paper's equation of each partition, with this instance's numbers."""
+
     @abstractmethod
     def rows(self, ids: Int64[Tensor, "*shape"]) -> Int64[Tensor, "k *shape"]:
         """Maps ids to their row in each partition; ids must lie in ``[0, num_embeddings)`` (not checked here)."""
 
     @abstractmethod
+    def colliding_ids(self) -> tuple[int, int] | None:
+        """Two distinct ids that have the same row in every partition; None where there are none.
+
+        Arithmetic schemes decide it by exact integer arithmetic, explicit ones by looking at every id.
+        """
+
     def is_complementary(self) -> bool:
-        """Whether any two distinct ids differ in at least one partition, decided by exact integer arithmetic."""
+        """Whether any two distinct ids differ in at least one partition (definition 1 of the paper)."""
+        return self.colliding_ids() is None
+
+    @property
+    def ids_per_row(self) -> float:
+        """Expected number of ids that share one tuple of rows: n over the number of tuples that occur."""
+        return 1.0
+
+    def inverse(self, rows: Int64[Tensor, "k *shape"]) -> Int64[Tensor, "*shape"]:
+        """The id that has these rows, and -1 where no id has them.
+
+        Raises:
+            UserError: if the partitions are not complementary, so that rows do not tell the id.
+        """
+        pair = self.colliding_ids()
+        if pair is not None:
+            raise UserError(
+                f"{self.name} with num_rows={self.num_rows} has no inverse: of num_embeddings={self.num_embeddings} "
+                f"ids, {pair[0]} and {pair[1]} have the same rows. Use a complementary scheme."
+            )
+        candidates = self._candidates(rows)
+        inside = (candidates >= 0) & (candidates < self.num_embeddings)
+        # Mapping forth again proves each candidate, also one that came of impossible rows or of a sum past int64.
+        same = (self.rows(torch.where(inside, candidates, 0)) == rows).all(dim=0)
+        return torch.where(inside & same, candidates, -1)
+
+    @abstractmethod
+    def _candidates(self, rows: Int64[Tensor, "k *shape"]) -> Int64[Tensor, "*shape"]:
+        """The id of each tuple of rows that an id has, and any number for the others."""
 
     @classmethod
     def rows_of_tables(

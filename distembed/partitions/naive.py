@@ -12,7 +12,7 @@ from distembed.partitions.base import Partition
 
 
 class Naive(Partition):
-    """``p(x) = x``: n rows for n ids."""
+    """``p_1(x) = x``: n rows for n ids."""
 
     name = "naive"
 
@@ -20,11 +20,18 @@ class Naive(Partition):
         super().__init__(num_embeddings)
         self.num_rows = (self.num_embeddings,)
 
+    @property
+    def description(self) -> str:
+        return "p_1(x) = x"
+
     def rows(self, ids: Int64[Tensor, "*shape"]) -> Int64[Tensor, "k *shape"]:
         return ids.unsqueeze(0)
 
-    def is_complementary(self) -> bool:
-        return True
+    def colliding_ids(self) -> None:
+        return None
+
+    def _candidates(self, rows: Int64[Tensor, "k *shape"]) -> Int64[Tensor, "*shape"]:
+        return rows[0]
 
     @classmethod
     def rows_of_tables(

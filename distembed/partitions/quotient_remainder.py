@@ -14,6 +14,7 @@ from torch import Tensor
 
 from distembed.errors import UserError
 from distembed.partitions.base import Partition, require_positive
+from distembed.partitions.digits import colliding_digits, digits_of, ids_of
 from distembed.partitions.remainder import rows_for_collisions
 
 
@@ -29,6 +30,7 @@ class QuotientRemainder(Partition):
     """
 
     name = "quotient_remainder"
+    settings = ("collisions", "num_buckets")
 
     def __init__(self, num_embeddings: int, collisions: int | None = None, num_buckets: int | None = None) -> None:
         super().__init__(num_embeddings)
@@ -49,21 +51,22 @@ class QuotientRemainder(Partition):
             quotients = rows_for_collisions(n, self.modulus)
         self.num_rows = (self.modulus, quotients)
 
-    def rows(self, ids: Int64[Tensor, "*shape"]) -> Int64[Tensor, "k *shape"]:
-        return _split(ids, torch.tensor(self.modulus, device=ids.device))
+    @property
+    def description(self) -> str:
+        return f"p_1(x) = x mod {self.modulus}, p_2(x) = x \\ {self.modulus}"
 
-    def is_complementary(self) -> bool:
-        # (r, q) -> q * m + r is one to one on q < ceil(n/m), and num_rows[1] is never below ceil(n/m)
-        return self.modulus * self.num_rows[1] >= self.num_embeddings
+    def rows(self, ids: Int64[Tensor, "*shape"]) -> Int64[Tensor, "k *shape"]:
+        return digits_of(ids, (self.modulus,))
+
+    def colliding_ids(self) -> tuple[int, int] | None:
+        return colliding_digits(self.num_embeddings, self.num_rows)
+
+    def _candidates(self, rows: Int64[Tensor, "k *shape"]) -> Int64[Tensor, "*shape"]:
+        return ids_of(rows, (self.modulus,))
 
     @classmethod
     def rows_of_tables(
         cls, partitions: Sequence[Partition], ids: Int64[Tensor, "tables batch"]
     ) -> Int64[Tensor, "k tables batch"]:
-        return _split(ids, torch.tensor([p.num_rows[0] for p in partitions], device=ids.device).unsqueeze(1))
-
-
-def _split(ids: Tensor, modulus: Tensor) -> Tensor:
-    # one division, then a multiplication: an int64 division costs as much as all else here together
-    quotient = torch.div(ids, modulus, rounding_mode="floor")
-    return torch.stack([ids - quotient * modulus, quotient])
+        moduli = torch.tensor([p.num_rows[0] for p in partitions], device=ids.device)
+        return digits_of(ids, moduli.view(1, -1, 1))

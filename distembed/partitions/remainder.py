@@ -20,9 +20,13 @@ def rows_for_collisions(num_embeddings: int, collisions: int) -> int:
 
 
 class Remainder(Partition):
-    """``p(x) = x mod m`` with ``m = ceil(n / collisions)`` rows (4 collisions unless told), or ``num_buckets`` rows."""
+    """``p_1(x) = x mod m`` with ``m = ceil(n / collisions)`` rows (4 collisions unless told), or ``num_buckets`` rows.
+
+    Not complementary unless m reaches n, and :attr:`description` says so.
+    """
 
     name = "remainder"
+    settings = ("collisions", "num_buckets")
 
     def __init__(self, num_embeddings: int, collisions: int | None = None, num_buckets: int | None = None) -> None:
         super().__init__(num_embeddings)
@@ -36,11 +40,24 @@ class Remainder(Partition):
         self.modulus = require_positive("num_buckets", num_buckets, "It is the number of rows.")
         self.num_rows = (self.modulus,)
 
+    @property
+    def description(self) -> str:
+        shared = "" if self.is_complementary() else f", about {self.ids_per_row:.1f} ids a row (not complementary)"
+        return f"p_1(x) = x mod {self.modulus}{shared}"
+
     def rows(self, ids: Int64[Tensor, "*shape"]) -> Int64[Tensor, "k *shape"]:
         return (ids % self.modulus).unsqueeze(0)
 
-    def is_complementary(self) -> bool:
-        return self.modulus >= self.num_embeddings
+    def colliding_ids(self) -> tuple[int, int] | None:
+        return (0, self.modulus) if self.modulus < self.num_embeddings else None
+
+    @property
+    def ids_per_row(self) -> float:
+        return self.num_embeddings / min(self.modulus, self.num_embeddings)
+
+    def _candidates(self, rows: Int64[Tensor, "k *shape"]) -> Int64[Tensor, "*shape"]:
+        # asked only where m >= n, and there x mod m is x
+        return rows[0]
 
     @classmethod
     def rows_of_tables(

@@ -1,0 +1,171 @@
+"""Explicit: partitions given as arrays, such as the make, the year and the type of a car (Shi et al., KDD 2020, sec. 3.1).
+
+``p_j(x) = a_j[x]``, where assignment ``a_j`` holds the row of every id. Trade-off: ids that share a property share a
+row, so that rare ids learn from like ones; but k numbers an id are stored, and whether the partitions are complementary
+is known only once every id has been looked at.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int64
+from numpy.typing import NDArray
+from torch import Tensor
+
+from distembed.errors import UserError
+from distembed.partitions.base import Partition, require_positive
+from distembed.partitions.complementarity import count_tuples, find_collision
+from distembed.partitions.parquet_columns import read_assignments
+
+_STORED_AS = (np.uint8, np.int16, np.int32, np.int64)
+_CHUNK_IDS = 2**18
+"""Ids compared at once by the inverse, few enough for the processor's cache."""
+
+
+class Explicit(Partition):
+    """``p_j(x) = a_j[x]``.
+
+    Args:
+        num_embeddings: number of ids, n.
+        assignments: k integer arrays (numpy or torch) of length n; entry x of the j-th is the row of id x. They are
+            copied, at the smallest width that holds their rows.
+        num_rows: k bounds of the rows; one above the largest row of each assignment unless told.
+        allow_collisions: accept assignments that leave ids with the same rows, as a hashed table does.
+
+    Raises:
+        UserError: if an assignment does not fit, naming position and value; or if, without ``allow_collisions``, two
+            ids have the same rows, naming both.
+    """
+
+    name = "explicit"
+    settings = ("assignments",)
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        assignments: Sequence[Any] = (),
+        num_rows: Sequence[int] | None = None,
+        allow_collisions: bool = False,
+    ) -> None:
+        super().__init__(num_embeddings)
+        if len(assignments) == 0:
+            raise UserError("explicit was given no assignments; give one integer array for each partition.")
+        if num_rows is not None and len(num_rows) != len(assignments):
+            raise UserError(
+                f"explicit was given {len(assignments)} assignments and {len(num_rows)} numbers in num_rows; "
+                "give as many of both, or leave num_rows out."
+            )
+        bounds = num_rows or [None] * len(assignments)
+        stored = [
+            _stored(f"assignments[{j}]", rows, self.num_embeddings, f"num_rows[{j}]", bound)
+            for j, (rows, bound) in enumerate(zip(assignments, bounds, strict=True))
+        ]
+        self.num_rows = tuple(bound for _, bound in stored)
+        self.assignments = tuple(rows for rows, _ in stored)
+        self._copies = {torch.device("cpu"): self.assignments}
+        if not allow_collisions:
+            self._require_complementary()
+
+    @classmethod
+    def from_parquet(
+        cls, num_embeddings: int, path: str, columns: Sequence[str], allow_collisions: bool = False
+    ) -> "Explicit":
+        """One partition for each column of a Parquet file, whose row x describes id x.
+
+        Ids share a row where they share the column's value; null is a value too. Rows are numbered by ascending value,
+        null last. The file is read column by column, in batches.
+
+        Raises:
+            UserError: if the file or a column is missing or cannot be used, and as the constructor does.
+        """
+        num_embeddings = require_positive("num_embeddings", num_embeddings, "Give the number of distinct ids.")
+        assignments, num_rows = read_assignments(path, columns, num_embeddings)
+        return cls(num_embeddings, assignments, num_rows, allow_collisions)
+
+    @property
+    def description(self) -> str:
+        equations = ", ".join(f"p_{j}(x) = a_{j}[x] of {bound} rows" for j, bound in enumerate(self.num_rows, start=1))
+        shared = "" if self.is_complementary() else f", about {self.ids_per_row:.1f} ids a row (not complementary)"
+        return equations + shared
+
+    def rows(self, ids: Int64[Tensor, "*shape"]) -> Int64[Tensor, "k *shape"]:
+        if ids.device not in self._copies:
+            self._copies[ids.device] = tuple(rows.to(ids.device) for rows in self.assignments)
+        return torch.stack([rows[ids].long() for rows in self._copies[ids.device]])
+
+    def colliding_ids(self) -> tuple[int, int] | None:
+        return self._collision
+
+    @property
+    def ids_per_row(self) -> float:
+        return self.num_embeddings / self._num_tuples
+
+    @cached_property
+    def _collision(self) -> tuple[int, int] | None:
+        return find_collision(self.assignments, self.num_rows)
+
+    @cached_property
+    def _num_tuples(self) -> int:
+        if self.is_complementary():
+            return self.num_embeddings
+        return count_tuples(self.assignments, self.num_rows)
+
+    def _require_complementary(self) -> None:
+        pair = self.colliding_ids()
+        if pair is not None:
+            rows = tuple(int(assigned[pair[0]]) for assigned in self.assignments)
+            raise UserError(
+                f"explicit: the assignments of {' x '.join(map(str, self.num_rows))} rows are not complementary for "
+                f"num_embeddings={self.num_embeddings}: ids {pair[0]} and {pair[1]} have the same rows, {rows}. Add an "
+                "assignment in which they differ, or accept shared embeddings with allow_collisions=True."
+            )
+
+    def _candidates(self, rows: Int64[Tensor, "k *shape"]) -> Int64[Tensor, "*shape"]:
+        """Compares all ids with the wanted tuples, in one pass that keeps no index of them."""
+        wanted = rows.flatten(1).cpu()
+        # Tuples as nodes of a tree: node t of level j stands for one distinct beginning, of j + 1 rows.
+        levels = []
+        node = torch.zeros(wanted.shape[1], dtype=torch.int64)
+        for row, bound in zip(wanted, self.num_rows, strict=True):
+            beginnings, node = (node * bound + row.clamp(0, bound - 1)).unique(return_inverse=True)
+            levels.append(beginnings)
+        id_of_node = torch.full((len(levels[-1]),), -1)
+        for start in range(0, self.num_embeddings if wanted.numel() else 0, _CHUNK_IDS):
+            stop = min(start + _CHUNK_IDS, self.num_embeddings)
+            ids, nodes = torch.arange(start, stop), torch.zeros(stop - start, dtype=torch.int64)
+            for assigned, bound, beginnings in zip(self.assignments, self.num_rows, levels, strict=True):
+                keys = nodes * bound + assigned[ids]
+                nodes = torch.searchsorted(beginnings, keys).clamp(max=len(beginnings) - 1)
+                met = beginnings[nodes] == keys
+                ids, nodes = ids[met], nodes[met]
+            id_of_node[nodes] = ids
+        return id_of_node[node].view(rows.shape[1:]).to(rows.device)
+
+
+def _stored(field: str, rows: Any, num_embeddings: int, bound_field: str, bound: int | None) -> tuple[Tensor, int]:
+    """A copy of an assignment, checked, at the smallest width; and the number of its rows."""
+    values = _integers(field, rows)
+    if values.shape != (num_embeddings,):
+        raise UserError(
+            f"{field} has the shape {values.shape}; it must hold one row for each of num_embeddings={num_embeddings} ids."
+        )
+    if bound is None:
+        bound = max(int(values.max()), 0) + 1
+    bound = require_positive(bound_field, bound, f"It is the number of rows of {field}.")
+    if int(values.min()) < 0 or int(values.max()) >= bound:
+        position = int(((values < 0) | (values >= bound)).argmax())
+        raise UserError(
+            f"{field}[{position}] is {int(values[position])}; rows lie between 0 and {bound - 1} ({bound_field}={bound})."
+        )
+    width = next(width for width in _STORED_AS if np.iinfo(width).max >= bound - 1)
+    return torch.from_numpy(values.astype(width)), bound
+
+
+def _integers(field: str, rows: Any) -> NDArray[Any]:
+    values = rows.cpu().numpy() if isinstance(rows, Tensor) else np.asarray(rows)
+    if not np.issubdtype(values.dtype, np.integer):
+        raise UserError(f"{field} holds values of type {values.dtype}; it must be an array of integers.")
+    return values

@@ -1,0 +1,133 @@
+"""Keyed pre-hash: ids for values that arrive as strings or as unbounded integers, before any partition.
+
+Trade-off: no vocabulary to build or to keep, and values never seen before get an id at once; but distinct values can
+share an id. With v values and n ids about ``v^2 / 2n`` pairs do, so take n well above v, which compressed tables afford.
+The key makes the ids differ between tables, and unforeseeable to whoever does not know it; it is no cryptographic
+protection for integers (for strings it is one: BLAKE2b, to 64 bits).
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from distembed.errors import UserError
+from distembed.partitions.base import require_positive
+
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_SHIFTS = (30, 27, 31)
+_MAX_SEED = 2**63 - 1
+_NEGLIGIBLE_BITS = 64
+
+
+def mix64(values: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:
+    """SplitMix64's output function (Steele, Lea, Flood, OOPSLA 2014): one to one on 64 bits, every bit spread over all.
+
+    Multiplications wrap around, as int64 does in torch.
+    """
+    values = values + _signed(_GOLDEN_GAMMA)
+    for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
+        values = (values ^ _shift_right(values, shift)) * _signed(multiplier)
+    return values ^ _shift_right(values, _SHIFTS[-1])
+
+
+@dataclass(frozen=True)
+class KeyedHash:
+    """A uniform map from any 64-bit integer to ids, chosen by ``seed`` among very many.
+
+    Attributes:
+        seed: 0 to 2^63-1; the same seed gives the same ids on every machine, device and version.
+    """
+
+    seed: int
+
+    def __post_init__(self) -> None:
+        _require_seed(self.seed)
+
+    def ids(self, values: Int64[Tensor, "*shape"], num_embeddings: int) -> Int64[Tensor, "*shape"]:
+        """Ids in ``[0, num_embeddings)`` for any int64 values, also negative ones, on the values' device.
+
+        63 hashed bits u become ``u mod n``. Where u lies in the last, incomplete run of n numbers, which would favour
+        small ids, it is hashed again, as often as it takes to leave a bias below 2^-64. How often depends on n alone,
+        so that a GPU is never waited for.
+
+        Raises:
+            UserError: if ``values`` are not int64, or ``num_embeddings`` not within 1 and 2^63-1.
+        """
+        n = require_positive("num_embeddings", num_embeddings, "Give the number of distinct ids.")
+        if values.dtype != torch.int64:
+            raise UserError(f"values are of type {values.dtype}; a keyed hash takes torch.int64. Convert them first.")
+        before, after = self._keys()
+        state = mix64(mix64(values ^ before) + after)
+        number = _shift_right(state, 1)
+        incomplete = 2**63 % n
+        for _ in range(_rounds(incomplete)):
+            state = mix64(state)
+            number = torch.where(number < 2**63 - incomplete, number, _shift_right(state, 1))
+        return number % n
+
+    def _keys(self) -> tuple[int, int]:
+        """Two 64-bit keys, neighbouring seeds' as unlike as any."""
+        digest = hashlib.blake2b(self.seed.to_bytes(8, "little"), digest_size=16).digest()
+        return _as_int64(digest[:8]), _as_int64(digest[8:])
+
+
+def hash_strings(values: Sequence[str | bytes], seed: int) -> Int64[Tensor, "values"]:
+    """64 uniform bits of each string, by BLAKE2b with a key; a text and its UTF-8 bytes are one value.
+
+    :meth:`KeyedHash.ids` makes ids of them.
+
+    Raises:
+        UserError: if a value is neither text nor bytes; it names the position and the value.
+    """
+    _require_seed(seed)
+    if isinstance(values, str | bytes):
+        raise UserError(f"values is the single string {values!r}; hash_strings takes a list of them.")
+    key = seed.to_bytes(8, "little")
+    hashes = [
+        _as_int64(hashlib.blake2b(_bytes(value, position), digest_size=8, key=key).digest())
+        for position, value in enumerate(values)
+    ]
+    return torch.tensor(hashes, dtype=torch.int64)
+
+
+def _bytes(value: object, position: int) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, str):
+        return value.encode("utf-8", errors="surrogatepass")
+    raise UserError(
+        f"values[{position}] is {value!r}, of type {type(value).__name__}; hash_strings takes str or bytes. "
+        "Give missing values a word of their own, and pass integers to KeyedHash.ids."
+    )
+
+
+def _require_seed(seed: object) -> None:
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= _MAX_SEED:
+        raise UserError(f"seed is {seed!r}; it must be an integer between 0 and 2^63-1.")
+
+
+def _rounds(incomplete: int) -> int:
+    """Rounds of drawing again after which fewer than 2^-64 of all values still want another."""
+    if incomplete == 0:
+        return 0
+    bits_a_round = 63 - incomplete.bit_length()  # a round's chance to fail is below 2^-bits
+    return -(-_NEGLIGIBLE_BITS // bits_a_round) - 1
+
+
+def _shift_right(values: Tensor, bits: int) -> Tensor:
+    """Shifts zeros in from the left; ``>>`` of an int64 tensor shifts its sign in."""
+    return (values >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(number: int) -> int:
+    """The int64 with the same 64 bits."""
+    return number - 2**64 if number >= 2**63 else number
+
+
+def _as_int64(digest: bytes) -> int:
+    return int.from_bytes(digest, "little", signed=True)

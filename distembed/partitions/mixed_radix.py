@@ -1,0 +1,91 @@
+r"""Mixed radix: k complementary partitions, the "generalized quotient-remainder" of Shi et al., KDD 2020, section 3.1.
+
+Each partition looks at one digit of the id: ``p_1(x) = x mod m_1``, ``p_j(x) = (x \ M_j) mod m_j`` with
+``M_j = m_1 * ... * m_{j-1}``. Trade-off: O(k n^(1/k)) rows, the fewest that k complementary partitions can have; the
+more partitions, the more ids share each row, and the more lookups an id costs.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from distembed.errors import UserError
+from distembed.partitions.base import Partition
+from distembed.partitions.digits import colliding_digits, digits_of, ids_of
+from distembed.partitions.moduli import (
+    DEFAULT_NUM_PARTITIONS,
+    balanced_moduli,
+    mended,
+    require_moduli,
+    require_num_partitions,
+)
+
+
+class MixedRadix(Partition):
+    r"""``p_1(x) = x mod m_1``, ``p_j(x) = (x \ M_j) mod m_j``.
+
+    Args:
+        num_embeddings: number of ids, n.
+        num_partitions: k, 2 unless told; the moduli are then those of the smallest sum.
+        moduli: ``m_1, ..., m_k``, whose product must reach n.
+
+    A partition never has more than ``ceil(n / M_j)`` rows, also where its modulus is larger: no id has the others.
+
+    Raises:
+        UserError: if the product of the moduli is below n; it names two ids with the same rows, and moduli that do.
+    """
+
+    name = "mixed_radix"
+    settings = ("num_partitions", "moduli")
+
+    def __init__(
+        self, num_embeddings: int, num_partitions: int | None = None, moduli: Sequence[int] | None = None
+    ) -> None:
+        super().__init__(num_embeddings)
+        n = self.num_embeddings
+        if num_partitions is not None:
+            num_partitions = require_num_partitions(self.name, num_partitions)
+        if moduli is None:
+            given = balanced_moduli(n, num_partitions or DEFAULT_NUM_PARTITIONS)
+        else:
+            given = require_moduli(self.name, moduli, num_partitions)
+            _require_complementary(n, given)
+        below = [math.prod(given[:j]) for j in range(len(given))]
+        self.num_rows = tuple(min(m, -(-n // lower)) for m, lower in zip(given, below, strict=True))
+
+    @property
+    def description(self) -> str:
+        first, *others = self.num_rows
+        equations = [f"p_1(x) = x mod {first}"]
+        for j, modulus in enumerate(others, start=2):
+            equations.append(f"p_{j}(x) = (x \\ {math.prod(self.num_rows[: j - 1])}) mod {modulus}")
+        return ", ".join(equations)
+
+    def rows(self, ids: Int64[Tensor, "*shape"]) -> Int64[Tensor, "k *shape"]:
+        return digits_of(ids, self.num_rows[:-1])
+
+    def colliding_ids(self) -> tuple[int, int] | None:
+        return colliding_digits(self.num_embeddings, self.num_rows)
+
+    def _candidates(self, rows: Int64[Tensor, "k *shape"]) -> Int64[Tensor, "*shape"]:
+        return ids_of(rows, self.num_rows[:-1])
+
+    @classmethod
+    def rows_of_tables(
+        cls, partitions: Sequence[Partition], ids: Int64[Tensor, "tables batch"]
+    ) -> Int64[Tensor, "k tables batch"]:
+        moduli = torch.tensor([p.num_rows[:-1] for p in partitions], device=ids.device)
+        return digits_of(ids, moduli.t().unsqueeze(2))
+
+
+def _require_complementary(num_embeddings: int, moduli: tuple[int, ...]) -> None:
+    pair = colliding_digits(num_embeddings, moduli)
+    if pair is not None:
+        raise UserError(
+            f"mixed_radix: moduli {list(moduli)} have the product {math.prod(moduli)}, below "
+            f"num_embeddings={num_embeddings}, so ids {pair[0]} and {pair[1]} have the same rows. Raise them: "
+            f"{list(mended(moduli, num_embeddings, coprime=False))} do."
+        )

@@ -1,0 +1,144 @@
+"""Moduli for n ids: found with the smallest sum, or given and, where they do not do, mended.
+
+The sum of the moduli is the number of rows of the tables, so the smallest sum is the smallest memory. All is done in
+Python's integers, which do not overflow.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+
+from distembed.errors import UserError
+from distembed.partitions.base import require_positive
+
+DEFAULT_NUM_PARTITIONS = 2
+MAX_NUM_PARTITIONS = 63
+"""2^63 is a product of 63 twos: one more partition has a single row, for any number of ids."""
+
+_MOST_COPRIMES = 16
+"""The 16 smallest primes multiply to more than 2^63, so that a smallest sum never has more moduli above 1."""
+
+
+def balanced_moduli(num_embeddings: int, num_partitions: int) -> tuple[int, ...]:
+    """The k moduli whose product reaches n with the smallest sum, largest first.
+
+    Among k integers of one sum the product is largest where no two differ by more than 1, so the answer has a and a+1
+    alone, with ``a = floor(n^(1/k))``, and as few a+1 as reach n.
+    """
+    root = _integer_root(num_embeddings, num_partitions)
+    raised = next(
+        r for r in range(num_partitions + 1) if root ** (num_partitions - r) * (root + 1) ** r >= num_embeddings
+    )
+    return (root + 1,) * raised + (root,) * (num_partitions - raised)
+
+
+@functools.lru_cache(maxsize=256)
+def coprime_moduli(num_embeddings: int, num_partitions: int) -> tuple[int, ...]:
+    """k pairwise coprime moduli whose product reaches n with the smallest sum, largest first.
+
+    The sum is the smallest one, not nearly so: each sum is searched completely, from that of :func:`balanced_moduli`
+    upwards, by branch and bound. Moduli of 1, coprime to all, stand in where k is large for n. For any n up to 2^63-1
+    the search takes milliseconds up to k = 10 and a few seconds at worst, at k = 16 and more.
+    """
+    searched = min(num_partitions, _MOST_COPRIMES)
+    for total in itertools.count(sum(balanced_moduli(num_embeddings, searched))):
+        found = _coprimes_with_sum(total, searched, num_embeddings, ())
+        if found is not None:
+            return tuple(reversed(found)) + (1,) * (num_partitions - searched)
+    raise AssertionError("large enough sums hold coprime moduli")
+
+
+def _coprimes_with_sum(total: int, count: int, product: int, chosen: tuple[int, ...]) -> tuple[int, ...] | None:
+    """``chosen`` and ``count`` more, ascending, that sum to ``total`` and multiply to ``product`` or more."""
+    if count == 1:
+        return (*chosen, total) if total >= product and _is_coprime(total, chosen) else None
+    # The least of the rest is at most their mean. The further below it, the less the others can make up for.
+    for modulus in range(total // count, max(chosen, default=1) - 1, -1):
+        needed = -(-product // modulus)
+        if _largest_product(total - modulus, count - 1) < needed:
+            return None
+        if _is_coprime(modulus, chosen):
+            found = _coprimes_with_sum(total - modulus, count - 1, needed, (*chosen, modulus))
+            if found is not None:
+                return found
+    return None
+
+
+def _largest_product(total: int, count: int) -> int:
+    share, rest = divmod(total, count)
+    return (share + 1) ** rest * share ** (count - rest)
+
+
+def _is_coprime(modulus: int, others: Sequence[int]) -> bool:
+    return all(math.gcd(modulus, other) == 1 for other in others)
+
+
+def _integer_root(number: int, degree: int) -> int:
+    """``floor(number^(1/degree))``, by bisection."""
+    low, high = 1, 1 << -(-number.bit_length() // degree)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if middle**degree <= number else (low, middle - 1)
+    return low
+
+
+def require_num_partitions(scheme: str, num_partitions: object) -> int:
+    """Returns a number of partitions that is usable, else raises a :class:`UserError`."""
+    remedy = f"{scheme} takes 2 to {MAX_NUM_PARTITIONS} partitions."
+    number = require_positive("num_partitions", num_partitions, remedy)
+    if not 2 <= number <= MAX_NUM_PARTITIONS:
+        raise UserError(f"num_partitions is {number}. {remedy}")
+    return number
+
+
+def require_moduli(scheme: str, moduli: object, num_partitions: int | None) -> tuple[int, ...]:
+    """Returns given moduli as a tuple of positive integers, else raises a :class:`UserError`."""
+    if isinstance(moduli, str) or not isinstance(moduli, Sequence):
+        raise UserError(f"moduli is {moduli!r}; {scheme} takes a list of integers, such as [1000, 1001].")
+    numbers = tuple(require_positive(f"moduli[{i}]", m, "It is a number of rows.") for i, m in enumerate(moduli))
+    if not 2 <= len(numbers) <= MAX_NUM_PARTITIONS:
+        raise UserError(f"moduli holds {len(numbers)} numbers; {scheme} takes 2 to {MAX_NUM_PARTITIONS}.")
+    if num_partitions is not None and num_partitions != len(numbers):
+        raise UserError(
+            f"{scheme} was given num_partitions={num_partitions} and {len(numbers)} moduli, {list(numbers)}; "
+            "give one of the two, or as many moduli as partitions."
+        )
+    return numbers
+
+
+def first_shared_factor(moduli: Sequence[int]) -> tuple[int, int, int] | None:
+    """The first two moduli that are not coprime and their greatest common divisor; None where all are coprime."""
+    for first, second in itertools.combinations(moduli, 2):
+        if math.gcd(first, second) > 1:
+            return first, second, math.gcd(first, second)
+    return None
+
+
+def mended(moduli: Sequence[int], num_embeddings: int, coprime: bool) -> tuple[int, ...]:
+    """Moduli near the given ones that do for n ids: each made coprime to those before it, then one raised if need be."""
+    fitting: list[int] = []
+    for modulus in moduli:
+        fitting.append(_nearest_coprime(modulus, fitting) if coprime else modulus)
+    product = math.prod(fitting)
+    if product >= num_embeddings:
+        return tuple(fitting)
+    raises = []
+    for j, modulus in enumerate(fitting):
+        others = fitting[:j] + fitting[j + 1 :]
+        enough = -(-num_embeddings * modulus // product)
+        raises.append((*fitting[:j], _next_coprime(enough, others) if coprime else enough, *fitting[j + 1 :]))
+    return min(raises, key=sum)
+
+
+def _nearest_coprime(modulus: int, others: Sequence[int]) -> int:
+    return next(
+        candidate
+        for distance in itertools.count()
+        for candidate in (modulus + distance, modulus - distance)
+        if candidate >= 1 and _is_coprime(candidate, others)
+    )
+
+
+def _next_coprime(modulus: int, others: Sequence[int]) -> int:
+    return next(candidate for candidate in itertools.count(modulus) if _is_coprime(candidate, others))

@@ -1,0 +1,104 @@
+"""Assignments from the columns of a Parquet file, column by column and in batches.
+
+Two passes over each column: the first collects its distinct values, the second numbers them. In memory at once are a
+batch, the distinct values of one column and the numbers of all columns.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from distembed.errors import UserError
+from distembed.names import one_of
+
+_BATCH_ROWS = 2**20
+_FEW_VALUES = 2**20
+"""Distinct values are gathered anew once as many are waiting as are known, or this many."""
+
+
+def read_assignments(
+    path: str, columns: Sequence[str], num_embeddings: int
+) -> tuple[list[NDArray[np.integer]], list[int]]:
+    """For each column the row of every id, and the number of rows.
+
+    Rows are numbered by ascending value, null last.
+
+    Raises:
+        UserError: if the file or a column is missing, is given twice or cannot be used, or if the file does not have
+            one row an id.
+    """
+    if isinstance(columns, str) or len(columns) == 0:
+        raise UserError(f"columns is {columns!r}; give a list of one column name or more.")
+    file = _open(path)
+    with file:
+        if file.metadata.num_rows != num_embeddings:
+            raise UserError(
+                f"{path} has {file.metadata.num_rows} rows, for num_embeddings={num_embeddings}; row x describes id x, "
+                "so there must be one row an id."
+            )
+        for position, column in enumerate(columns):
+            _require_usable(file, column, list(columns[:position]))
+        numbered = [_numbered(file, column) for column in columns]
+    return [rows for rows, _ in numbered], [count for _, count in numbered]
+
+
+def _open(path: str) -> pq.ParquetFile:
+    if not Path(path).is_file():
+        raise UserError(f"{str(path)!r} is no file; give the path of a Parquet file.")
+    try:
+        return pq.ParquetFile(path)
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{str(path)!r} cannot be read as a Parquet file: {error}") from error
+
+
+def _require_usable(file: pq.ParquetFile, column: str, before: Sequence[str]) -> None:
+    one_of("column", column, file.schema_arrow.names)
+    if column in before:
+        raise UserError(f"columns holds {column!r} twice; the same partition again tells no more ids apart.")
+    if file.schema_arrow.names.count(column) > 1:
+        raise UserError(f"the file has several columns named {column!r}; rename them.")
+    kind = file.schema_arrow.field(column).type
+    if pa.types.is_nested(kind):
+        raise UserError(f"column {column!r} has the nested type {kind}; use a column of plain values.")
+
+
+def _numbered(file: pq.ParquetFile, column: str) -> tuple[NDArray[np.integer], int]:
+    values = _distinct(file, column)
+    rows = np.empty(file.metadata.num_rows, dtype=np.min_scalar_type(len(values)))
+    start = 0
+    for batch in _batches(file, column):
+        rows[start : start + len(batch)] = pc.index_in(batch, value_set=values).to_numpy()
+        start += len(batch)
+    return rows, len(values)
+
+
+def _distinct(file: pq.ParquetFile, column: str) -> pa.Array:
+    """The distinct values, ascending, null last."""
+    known, waiting, num_waiting = None, [], 0
+    for batch in _batches(file, column):
+        waiting.append(batch.unique())
+        num_waiting += len(waiting[-1])
+        # known values are hashed again only once their number may have doubled
+        if num_waiting >= max(_FEW_VALUES, 0 if known is None else len(known)):
+            known = _union(known, waiting)
+            waiting, num_waiting = [], 0
+    values = _union(known, waiting)
+    try:
+        return values.take(pc.sort_indices(values))
+    except pa.ArrowNotImplementedError as error:
+        raise UserError(f"column {column!r} has the type {values.type}, whose values have no order.") from error
+
+
+def _union(known: pa.Array | None, waiting: list[pa.Array]) -> pa.Array:
+    return pa.chunked_array(waiting if known is None else [known, *waiting]).unique()
+
+
+def _batches(file: pq.ParquetFile, column: str) -> Iterator[pa.Array]:
+    for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=[column]):
+        values = batch.column(0)
+        yield values.dictionary_decode() if pa.types.is_dictionary(values.type) else values
