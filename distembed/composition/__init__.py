@@ -1,21 +1,40 @@
-"""Compositions: how the vectors of an id's k rows become one (Shi et al., KDD 2020, section 4).
+"""Compositions: how an id's k rows become its embedding (Shi et al., KDD 2020, section 4).
 
-=========== ============================= ========================= =====================
-name        embedding of an id            dimension of partition j  commutes with pooling
-=========== ============================= ========================= =====================
-product     v_1 * v_2 * ... * v_k         D                         no
-sum         v_1 + v_2 + ... + v_k         D                         yes
-concat      [v_1, v_2, ..., v_k]          D/k, sums to D            yes
-=========== ============================= ========================= =====================
+=========== ============================= ============================= =====================
+name        embedding of an id            columns of partition j        commutes with pooling
+=========== ============================= ============================= =====================
+product     v_1 * v_2 * ... * v_k         D                             no
+sum         v_1 + v_2 + ... + v_k         D                             yes
+concat      [v_1, v_2, ..., v_k]          D/k or as set, sums to D      yes
+feature     v_1, v_2, ..., v_k            D; the id gives k vectors     yes
+path_linear f_k(... f_2(v_1)), linear     D; j > 1: D^2 + D             no
+path_mlp    f_k(... f_2(v_1)), MLPs       D; j > 1: numbers of an MLP   no
+=========== ============================= ============================= =====================
 
 A new composition is one file and one line in :data:`COMPOSITIONS`; law tests run over every entry.
 """
 
+from distembed.composition.activations import ACTIVATIONS
 from distembed.composition.base import Composition
 from distembed.composition.concat import Concat
 from distembed.composition.elementwise import Product, Sum
+from distembed.composition.feature import Feature
+from distembed.composition.path import PathComposition, PathLinear, PathMLP
 
-COMPOSITIONS: dict[str, type[Composition]] = {"product": Product, "sum": Sum, "concat": Concat}
-"""Composition by name. Each class is built without arguments."""
+COMPOSITIONS: dict[str, type[Composition]] = {
+    composition.name: composition for composition in (Product, Sum, Concat, Feature, PathLinear, PathMLP)
+}
+"""Composition by name. Each class can be built without arguments; ``settings`` names those that it takes."""
 
-__all__ = ["COMPOSITIONS", "Composition", "Concat", "Product", "Sum"]
+__all__ = [
+    "ACTIVATIONS",
+    "COMPOSITIONS",
+    "Composition",
+    "Concat",
+    "Feature",
+    "PathComposition",
+    "PathLinear",
+    "PathMLP",
+    "Product",
+    "Sum",
+]

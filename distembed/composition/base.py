@@ -4,32 +4,51 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
+from torch.nn import functional as F
 
 from distembed.composition.initial import Distribution
 
 
 class Composition(ABC):
-    """Combines the vectors of k partitions into one, id by id.
+    """Combines what k partitions hold for an id into its embedding.
+
+    A partition's weight holds a row a bucket: a vector that is looked up or, on a path, the numbers of a function.
 
     Attributes:
         name: the name in :data:`distembed.composition.COMPOSITIONS`.
+        settings: keywords of the constructor; all have defaults.
         commutes_with_sum: whether composing the sums over a bag equals summing the composed vectors of its ids. Then a
             bag may be pooled partition by partition; else every id has to be composed before pooling.
     """
 
     name: ClassVar[str]
+    settings: ClassVar[tuple[str, ...]] = ()
     commutes_with_sum: ClassVar[bool]
 
     @abstractmethod
     def partition_dims(self, embedding_dim: int, num_partitions: int) -> tuple[int, ...]:
-        """Dimension of each partition's table, for a composed vector of ``embedding_dim``."""
+        """Columns of each partition's weight, for composed vectors of ``embedding_dim``."""
+
+    def num_vectors(self, num_partitions: int) -> int:
+        """How many vectors of ``embedding_dim`` an id is composed to, one after another."""
+        return 1
+
+    def num_looked_up(self, num_partitions: int) -> int:
+        """How many partitions hold vectors, from the first on; the others hold functions."""
+        return num_partitions
 
     @abstractmethod
     def compose(self, vectors: Sequence[Float[Tensor, "*batch dim_j"]]) -> Float[Tensor, "*batch dim"]:
-        """Composes along the last dim; every other dim is a batch dim."""
+        """Composes each id's own rows, along the last dim; every other dim is a batch dim."""
+
+    def embed(
+        self, weights: Sequence[Float[Tensor, "rows_j dim_j"]], rows: Int64[Tensor, "k ids"]
+    ) -> Float[Tensor, "ids dim"]:
+        """Composed vectors of ids with these rows in the k partitions' weights."""
+        return self.compose([F.embedding(row, weight) for row, weight in zip(rows, weights, strict=True)])
 
     @abstractmethod
-    def initial_weights(self, variance: float, num_partitions: int) -> tuple[Distribution, ...]:
-        """How to draw each partition's weights so that the composed vector has zero mean and this variance."""
+    def initial_weights(self, variance: float, num_partitions: int, embedding_dim: int) -> tuple[Distribution, ...]:
+        """How to draw each partition's weight so that the composed vectors have zero mean and this variance."""

@@ -13,25 +13,58 @@ from torch import Tensor
 from distembed.composition.base import Composition
 from distembed.composition.initial import Distribution, Uniform
 from distembed.errors import UserError
+from distembed.partitions.base import require_positive
 
 
 class Concat(Composition):
-    """``[v_1, v_2, ..., v_k]`` with dimensions as equal as they can be, larger ones first."""
+    """``[v_1, v_2, ..., v_k]``.
+
+    Args:
+        dims: dimension of each partition's part; without it as equal as multiples of four can be, larger ones first.
+
+    Raises:
+        UserError: for a dimension that is not a positive integer.
+    """
 
     name = "concat"
+    settings = ("dims",)
     commutes_with_sum = True
 
+    def __init__(self, dims: Sequence[int] | None = None) -> None:
+        for j, dim in enumerate(dims or ()):
+            require_positive(f"dims[{j}]", dim, "It is the dimension of a partition's part of the vector.")
+        self.dims = None if dims is None else tuple(dims)
+
     def partition_dims(self, embedding_dim: int, num_partitions: int) -> tuple[int, ...]:
-        if embedding_dim < num_partitions:
+        """As given, or equal shares.
+
+        Raises:
+            UserError: where the dimensions are not one a partition, or do not sum to ``embedding_dim``.
+        """
+        if self.dims is None:
+            return _equal_shares(embedding_dim, num_partitions)
+        if len(self.dims) != num_partitions or sum(self.dims) != embedding_dim:
             raise UserError(
-                f"embedding_dim is {embedding_dim}, but concat gives each of {num_partitions} partitions at least one "
-                f"dimension; use embedding_dim >= {num_partitions}, or composition product or sum."
+                f"dims is {list(self.dims)}, {len(self.dims)} dimensions that sum to {sum(self.dims)}; concat needs "
+                f"{num_partitions}, one a partition, that sum to embedding_dim, {embedding_dim}. Leave dims out for "
+                f"equal shares."
             )
-        share, rest = divmod(embedding_dim, num_partitions)
-        return tuple(share + (j < rest) for j in range(num_partitions))
+        return self.dims
 
     def compose(self, vectors: Sequence[Float[Tensor, "*batch dim_j"]]) -> Float[Tensor, "*batch dim"]:
         return torch.cat(list(vectors), dim=-1)
 
-    def initial_weights(self, variance: float, num_partitions: int) -> tuple[Distribution, ...]:
+    def initial_weights(self, variance: float, num_partitions: int, embedding_dim: int) -> tuple[Distribution, ...]:
         return (Uniform(variance),) * num_partitions
+
+
+def _equal_shares(embedding_dim: int, num_partitions: int) -> tuple[int, ...]:
+    if embedding_dim < num_partitions:
+        raise UserError(
+            f"embedding_dim is {embedding_dim}, but concat gives each of {num_partitions} partitions at least one "
+            f"dimension; use embedding_dim >= {num_partitions}, or composition product or sum."
+        )
+    # FBGEMM holds vectors of a multiple of four numbers
+    unit = 4 if embedding_dim % 4 == 0 and embedding_dim // 4 >= num_partitions else 1
+    share, rest = divmod(embedding_dim // unit, num_partitions)
+    return tuple(unit * (share + (j < rest)) for j in range(num_partitions))

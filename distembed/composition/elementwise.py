@@ -29,7 +29,7 @@ class Product(_Elementwise):
     def compose(self, vectors: Sequence[Float[Tensor, "*batch dim"]]) -> Float[Tensor, "*batch dim"]:
         return reduce(torch.mul, vectors)
 
-    def initial_weights(self, variance: float, num_partitions: int) -> tuple[Distribution, ...]:
+    def initial_weights(self, variance: float, num_partitions: int, embedding_dim: int) -> tuple[Distribution, ...]:
         # Signs leave the first factor's size and gradients whole, and ids that share its row start uncorrelated. Equal
         # factors of variance ** (1/k) train worse, and so do factors of 1 (README.md, "What was tried").
         return (Uniform(variance), *[NearSigns()] * (num_partitions - 1))
@@ -44,5 +44,5 @@ class Sum(_Elementwise):
     def compose(self, vectors: Sequence[Float[Tensor, "*batch dim"]]) -> Float[Tensor, "*batch dim"]:
         return reduce(torch.add, vectors)
 
-    def initial_weights(self, variance: float, num_partitions: int) -> tuple[Distribution, ...]:
+    def initial_weights(self, variance: float, num_partitions: int, embedding_dim: int) -> tuple[Distribution, ...]:
         return (Uniform(variance / num_partitions),) * num_partitions

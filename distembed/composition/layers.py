@@ -1,0 +1,83 @@
+"""Small dense functions with all their numbers in one row: packed layers (Shi et al., KDD 2020, section 4.1).
+
+A function of D numbers with hidden sizes h_1, ..., h_m is a row of F numbers, layer after layer, each layer's matrix
+[in, out] row by row and then its bias [out]::
+
+    | W_1: D x h_1 | b_1: h_1 | W_2: h_1 x h_2 | b_2: h_2 | ... | W: h_m x D | b: D |
+
+The activation stands between two layers; the last one ends linear, so without hidden sizes the function is ``x W + b``.
+Many functions are evaluated at once, each on inputs of its own, by batched products.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from distembed.composition.activations import pull_back
+
+
+@dataclass(frozen=True)
+class PackedLayers:
+    """The shape of the functions, the same for all of them.
+
+    Args:
+        hidden: size of each hidden layer; none for linear functions.
+        activation: an elementwise function.
+    """
+
+    hidden: tuple[int, ...]
+    activation: Callable[[Tensor], Tensor]
+
+    def num_parameters(self, dim: int) -> int:
+        """Numbers of one function, F, that maps ``dim`` numbers to as many."""
+        return sum(self._widths(dim))
+
+    def layers(self, dim: int) -> list[tuple[int, int]]:
+        """Inputs and outputs of each layer."""
+        return list(pairwise((dim, *self.hidden, dim)))
+
+    def forward(
+        self, inputs: Float[Tensor, "functions inputs dim"], packed: Float[Tensor, "functions F"]
+    ) -> Float[Tensor, "functions inputs dim"]:
+        """Applies each function to its own inputs."""
+        (weight, bias), *others = self._unpack(packed, inputs.shape[2])
+        values = torch.baddbmm(bias, inputs, weight)
+        for weight, bias in others:
+            values = torch.baddbmm(bias, self.activation(values), weight)
+        return values
+
+    def backward(
+        self,
+        inputs: Float[Tensor, "functions inputs dim"],
+        packed: Float[Tensor, "functions F"],
+        gradient: Float[Tensor, "functions inputs dim"],
+    ) -> tuple[Float[Tensor, "functions inputs dim"], Float[Tensor, "functions F"]]:
+        """Gradients of the inputs and of the functions, from that of the outputs; the hidden values are taken anew."""
+        layers = self._unpack(packed, inputs.shape[2])
+        entering, pullbacks = [inputs], []
+        for weight, bias in layers[:-1]:
+            values, pullback = pull_back(self.activation, torch.baddbmm(bias, entering[-1], weight))
+            entering.append(values)
+            pullbacks.append(pullback)
+        pieces: list[Tensor] = []
+        for (weight, _), values in zip(reversed(layers), reversed(entering), strict=True):
+            pieces[:0] = [torch.bmm(values.mT, gradient).flatten(1), gradient.sum(1)]
+            gradient = torch.bmm(gradient, weight.mT)
+            if pullbacks:
+                gradient = pullbacks.pop()(gradient)
+        return gradient, torch.cat(pieces, dim=1)
+
+    def _widths(self, dim: int) -> list[int]:
+        return [width for n_in, n_out in self.layers(dim) for width in (n_in * n_out, n_out)]
+
+    def _unpack(self, packed: Tensor, dim: int) -> list[tuple[Tensor, Tensor]]:
+        """Weight [functions, in, out] and bias [functions, 1, out] of each layer, as views."""
+        pieces = packed.split(self._widths(dim), dim=1)
+        return [
+            (weight.view(-1, n_in, n_out), bias.unsqueeze(1))
+            for (n_in, n_out), weight, bias in zip(self.layers(dim), pieces[::2], pieces[1::2], strict=True)
+        ]
