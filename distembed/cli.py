@@ -169,7 +169,11 @@ def train(
         if processes.is_first:
             require_new_or_resume(folder, resume)
             _require_same_config(folder, loaded, resume)
-        evaluation = run_training(_settings(loaded), folder, processes, resume, console)
+        settings = _settings(loaded)
+        if processes.is_first:
+            for line in settings.info["kept_full"]:
+                say(line)
+        evaluation = run_training(settings, folder, processes, resume, console)
         if processes.is_first and evaluation is not None:
             say(describe_metrics(evaluation))
         if processes.is_first:
@@ -221,6 +225,30 @@ def predict(
             say(f"{output}: {num_rows:,} predictions")
 
 
+@app.command(epilog="Example: `distembed materialise runs/first --output vectors --table C3`")
+def materialise(
+    run: RunArgument,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for TABLE.parquet, made if need be.")],
+    table: Annotated[list[str] | None, typer.Option(help="Table to write; all unless given. May be repeated.")] = None,
+    ids: Annotated[
+        Path | None, typer.Option(help="Parquet file with a column `id`: write these, of one table. Else all ids.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace files that are there.")] = False,
+    data: DataOption = None,
+) -> None:
+    """Write the composed vectors of a run's tables, one a row, for serving."""
+    from distembed.data.manifest import Manifest
+    from distembed.embedding import build_tables
+    from distembed.training.materialise import materialise_run
+
+    loaded = _config_of_run(run)
+    schema = Manifest.load(_dataset_for(run, loaded, data)).schema
+    tables = build_tables(schema.categorical, loaded.embedding, loaded.train.seed)
+    for written in materialise_run(run, tables, output, table or [], ids, overwrite):
+        rows_per_second = written.num_rows / written.seconds
+        say(f"{written.path}: {written.num_rows:,} vectors, {rows_per_second:,.0f} rows/s")
+
+
 @app.command(epilog="Example: `distembed report runs/full runs/quotient_remainder --output report.html`")
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs to show and compare.")],
@@ -264,6 +292,7 @@ def parse_bytes(field: str, text: str) -> int:
 def _settings(config: "Config") -> Any:
     from distembed.data.manifest import Manifest, id_fingerprint
     from distembed.describe import describe as describe_config
+    from distembed.describe import kept_full
     from distembed.training.trainer import RunSettings
 
     dataset = config.data.require_path()
@@ -280,6 +309,7 @@ def _settings(config: "Config") -> Any:
             "seed": config.train.seed,
             "batch_size": config.train.batch_size,
             "id_fingerprint": id_fingerprint(dataset, Manifest.load(dataset)),
+            "kept_full": kept_full(description),
             "schemes": {scheme: schemes.count(scheme) for scheme in dict.fromkeys(schemes)},
             **{key: description[key] for key in ("parameters", "embedding_parameters", "embedding_bytes")},
         },

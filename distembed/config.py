@@ -1,7 +1,8 @@
 """The config of a run: YAML and overrides, merged, then validated once, with every mistake in one error.
 
 A file has the top keys ``data``, ``model``, ``embedding`` and ``train``, each a frozen dataclass beside the code that
-it configures. ``dotted.key=value`` overrides are parsed as YAML. What is dumped reads back exactly.
+it configures. ``extends: other.yaml``, beside the file, gives what the file leaves out. ``dotted.key=value`` overrides
+are parsed as YAML. What is dumped reads back exactly.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from distembed.data.config import DataConfig
-from distembed.embedding.config import EmbeddingConfig
+from distembed.embedding.settings import EmbeddingConfig
 from distembed.errors import UserError
 from distembed.models.config import MODELS, DLRMConfig, ModelConfig
 from distembed.names import nearest
@@ -49,7 +50,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     Raises:
         UserError: with the full path of every mistake, and the nearest valid name of each unknown key.
     """
-    values = _read_yaml(path) if path is not None else {}
+    values = _read_extended(path) if path is not None else {}
     for override in overrides:
         _apply(values, override)
     return validate(values, str(path) if path is not None else "the overrides")
@@ -63,10 +64,16 @@ def validate(values: Mapping[str, Any], source: str) -> Config:
         # strictness lets a section be given as a mapping only where the input is JSON
         return _ADAPTER.validate_json(json.dumps(values, default=str))
     except ValidationError as error:
-        mistakes = [_describe(dict(mistake)) for mistake in error.errors(include_url=False)]
+        mistakes = [_describe(mistake) for mistake in _once(error.errors(include_url=False))]
         count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
         listed = "\n".join(f"  {mistake}" for mistake in mistakes)
         raise UserError(f"{count} in {source}:\n{listed}") from None
+
+
+def _once(mistakes: Sequence[Any]) -> list[dict[str, Any]]:
+    """Leaves out what an exception of ``embedding.tables`` only inherits from the default."""
+    of_default = [(m["loc"][2:], m["input"]) for m in mistakes if m["loc"][:2] == ("embedding", "default")]
+    return [m for m in mistakes if m["loc"][:2] != ("embedding", "tables") or (m["loc"][3:], m["input"]) not in of_default]
 
 
 def _describe(mistake: dict[str, Any]) -> str:
@@ -126,6 +133,31 @@ def _apply(values: dict[str, Any], override: str) -> None:
             )
         section = inner
     section[path[-1]] = _parse_yaml(text, f"override {override!r}")
+
+
+def _read_extended(path: Path, followed: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The values of a file over those of the file that it extends."""
+    values = _read_yaml(path)
+    base = values.pop("extends", None)
+    if base is None:
+        return values
+    if not isinstance(base, str):
+        raise UserError(f"{path}: extends is {base!r}; give the path of a YAML file, relative to this one.")
+    followed = (*followed, path.resolve())
+    if (path.parent / base).resolve() in followed:
+        raise UserError(f"{path}: extends {base!r}, which in turn extends this file; break the circle.")
+    return _merge(_read_extended(path.parent / base, followed), values)
+
+
+def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """``changes`` over ``base``, key by key; a section of another ``name`` has other keys, and replaces the whole."""
+    if "name" in changes and "name" in base and changes["name"] != base["name"]:
+        return changes
+    merged = {**base, **changes}
+    for key, value in changes.items():
+        if isinstance(value, dict) and isinstance(base.get(key), dict):
+            merged[key] = _merge(base[key], value)
+    return merged
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from rich.table import Table
 from torch import nn
 
 from distembed.config import Config
-from distembed.embedding import CompositionalEmbeddingBagConfig, build_tables
+from distembed.embedding import CompositionalEmbeddingBagConfig, build_tables, reason_to_stay_full, vector_names
 from distembed.models.config import build_model
 
 
@@ -17,15 +17,20 @@ def describe(config: Config) -> dict[str, Any]:
     """Counts parameters and bytes.
 
     Returns:
-        ``{"tables": [{"name", "scheme", "composition", "num_embeddings", "rows", "dim", "parameters", "bytes",
-        "compression"}], "dense": [{"name", "shape", "parameters"}], "embedding_parameters", "embedding_bytes",
-        "dense_parameters", "parameters"}``; bytes are of weights, without optimizer state; compression is the full
-        table's parameters over this one's.
+        ``{"tables": [{"name", "scheme", "partitions", "composition", "num_embeddings", "rows", "dim", "dims",
+        "vectors", "pooling", "id_policy", "parameters", "bytes", "compression", "complementary", "ids_per_row",
+        "full_because"}], "dense": [{"name", "shape", "parameters"}], "embedding_parameters", "embedding_bytes",
+        "dense_parameters", "parameters"}``. ``partitions`` are the equations, ``dims`` the numbers in a row of each
+        partition, ``vectors`` those that an id gives; bytes are of weights, without optimizer state; compression is
+        the full table's parameters over this one's.
     """
     schema = config.data.load_schema()
-    tables = [_describe_table(table) for table in build_tables(schema.categorical, config.embedding)]
+    built = build_tables(schema.categorical, config.embedding)
+    reasons = [reason_to_stay_full(f, config.embedding.of(f.name)) for f in schema.categorical]
+    tables = [_describe_table(table, reason) for table, reason in zip(built, reasons, strict=True)]
+    dim = config.embedding.default.embedding_dim
     with torch.device("meta"):
-        model = build_model(config.model, nn.Identity(), schema, config.embedding.default.embedding_dim)
+        model = build_model(config.model, nn.Identity(), vector_names(built), dim, len(schema.dense))
     dense: list[dict[str, Any]] = [
         {"name": name, "shape": list(parameter.shape), "parameters": parameter.numel()}
         for name, parameter in model.named_parameters()
@@ -43,25 +48,37 @@ def describe(config: Config) -> dict[str, Any]:
     }
 
 
-def _describe_table(table: CompositionalEmbeddingBagConfig) -> dict[str, Any]:
+def _describe_table(table: CompositionalEmbeddingBagConfig, full_because: str | None) -> dict[str, Any]:
     full = table.num_embeddings * table.embedding_dim
     return {
         "name": table.name,
         "scheme": table.scheme.name,
+        "partitions": table.scheme.description,
         "composition": table.combine.name if len(table.scheme.num_rows) > 1 else None,
         "num_embeddings": table.num_embeddings,
         "rows": list(table.scheme.num_rows),
         "dim": table.embedding_dim,
+        "dims": [part.dim for part in table.partition_tables()],
+        "vectors": table.num_vectors,
+        "pooling": table.pooling,
+        "id_policy": table.id_policy,
         "parameters": table.num_parameters,
         "bytes": table.memory_bytes,
         "compression": full / table.num_parameters,
         "complementary": table.scheme.is_complementary(),
+        "ids_per_row": table.scheme.ids_per_row,
+        "full_because": full_because,
     }
 
 
 def print_description(description: dict[str, Any], console: Console) -> None:
-    """Two tables and the totals."""
+    """Embedding tables, their partitions, dense layers and the totals."""
     console.print(_tables_table(description))
+    for line in kept_full(description):
+        console.print(line, highlight=False, soft_wrap=True)
+    compressed = [row for row in description["tables"] if row["scheme"] != "naive"]
+    if compressed:
+        console.print(_partitions_table(compressed))
     console.print(_dense_table(description))
     console.print(
         f"{description['parameters']:,} parameters: {description['embedding_parameters']:,} in embedding tables "
@@ -77,7 +94,7 @@ def _tables_table(description: dict[str, Any]) -> Table:
     for row in description["tables"]:
         table.add_row(
             row["name"],
-            row["scheme"] + ("" if row["complementary"] else " (ids share rows)"),
+            row["scheme"] + ("" if row["complementary"] else f" ({row['ids_per_row']:.3g} ids a row)"),
             row["composition"] or "-",
             f"{row['num_embeddings']:,}",
             " + ".join(f"{rows:,}" for rows in row["rows"]),
@@ -86,6 +103,22 @@ def _tables_table(description: dict[str, Any]) -> Table:
             format_bytes(row["bytes"]),
             f"{row['compression']:.2f}x",
         )
+    return table
+
+
+def kept_full(description: dict[str, Any]) -> list[str]:
+    """A line for each reason for which tables were left full although a scheme is set."""
+    names: dict[str, list[str]] = {}
+    for row in description["tables"]:
+        if row["full_because"]:
+            names.setdefault(row["full_because"], []).append(row["name"])
+    return [f"full tables: {', '.join(tables)} ({reason})" for reason, tables in names.items()]
+
+
+def _partitions_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table("table", "id x -> rows", title="partitions", title_justify="left", box=SIMPLE_HEAD)
+    for row in rows:
+        table.add_row(row["name"], row["partitions"])
     return table
 
 

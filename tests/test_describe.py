@@ -1,5 +1,6 @@
 """Counts of the paper's models, without making them."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -7,10 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from distembed.composition import COMPOSITIONS
 from distembed.config import load_config
-from distembed.describe import describe, format_bytes
+from distembed.data.schema import CRITEO_KAGGLE_CARDINALITIES
+from distembed.describe import describe, format_bytes, kept_full
+from distembed.partitions import PARTITIONS
+from distembed.training.build import build_unsharded
 
 KAGGLE = Path(__file__).parents[1] / "configs" / "criteo_kaggle.yaml"
+SIZES = [16, 32, 64, 128]
 FORCED = ["embedding.default.partition=quotient_remainder", "embedding.default.force=true"]
 
 
@@ -23,15 +29,54 @@ def test_parameters_of_the_papers_dlrm(overrides: list[str], parameters: int) ->
     assert describe(load_config(KAGGLE, overrides))["parameters"] == parameters
 
 
-@pytest.mark.parametrize("composition", ["product", "sum", "concat"])
+def test_path_based_tables_grow_by_what_the_paper_says() -> None:
+    # 26 features of 4 functions of 33 h + 16 numbers
+    path = [*FORCED, "embedding.default.composition=path_mlp"]
+    counts = [describe(load_config(KAGGLE, [*path, f"embedding.default.hidden=[{h}]"]))["parameters"] for h in SIZES]
+    assert [b - a for a, b in itertools.pairwise(counts)] == [3_432 * (b - a) for a, b in itertools.pairwise(SIZES)]
+    first_tables = sum(16 * -(-n // 4) for n in CRITEO_KAGGLE_CARDINALITIES)
+    dense = describe(load_config(KAGGLE, path))["dense_parameters"]
+    assert counts[0] == dense + first_tables + 26 * 4 * (33 * SIZES[0] + 16)
+
+
+@pytest.mark.parametrize("composition", COMPOSITIONS)
+@pytest.mark.parametrize("partition", [name for name in PARTITIONS if name != "explicit"])
+def test_counts_equal_those_of_the_modules(partition: str, composition: str) -> None:
+    settings = [f"embedding.default.{key}" for key in (f"partition={partition}", f"composition={composition}")]
+    config = load_config(KAGGLE, [*settings, "embedding.default.force=true"])
+    found = describe(config)
+    model = build_unsharded(config.model, config.embedding, config.data.load_schema())
+    assert found["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    tables = {name: weight.numel() for name, weight in model.embeddings.named_parameters()}
+    for table in found["tables"]:
+        of_table = {name: count for name, count in tables.items() if f".{table['name']}__p" in name}
+        assert table["parameters"] == sum(of_table.values())
+        assert len(of_table) == len(table["rows"])
+
+
+def test_feature_generation_widens_the_model() -> None:
+    def dense(overrides: list[str]) -> int:
+        return describe(load_config(KAGGLE, [*FORCED, *overrides]))["dense_parameters"]
+
+    # 52 vectors and the dense one have 1378 pairs, where 27 had 351; the first top layer is 512 wide
+    assert dense(["embedding.default.composition=feature"]) - dense([]) == (1378 - 351) * 512
+
+
+def test_tables_kept_full_are_told_with_the_reason() -> None:
+    settings = ["embedding.default.composition=path_mlp", "embedding.default.hidden=[64]"]
+    assert kept_full(describe(load_config(KAGGLE, settings))) == [
+        "full tables: C2, C5, C8 (quotient_remainder with path_mlp would save no parameters)",
+        "full tables: C6, C9, C14, C17, C20, C22, C23, C25 (no more than 200 ids)",
+    ]
+
+
+@pytest.mark.parametrize("composition", COMPOSITIONS)
 def test_totals_are_the_sums_of_the_parts(composition: str) -> None:
     found = describe(load_config(KAGGLE, [*FORCED, f"embedding.default.composition={composition}"]))
     tables = sum(table["parameters"] for table in found["tables"])
     assert found["embedding_parameters"] == tables
     assert found["embedding_bytes"] == 4 * tables
     assert found["parameters"] == tables + sum(layer["parameters"] for layer in found["dense"])
-    if composition == "concat":
-        assert tables == sum(sum(table["rows"]) * 8 for table in found["tables"])
 
 
 def test_json_has_the_promised_keys() -> None:

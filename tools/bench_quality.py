@@ -2,9 +2,11 @@
 
 ::
 
-    python tools/bench_quality.py train.tsv.gz --seeds 3 --output bench_quality.json
+    python tools/bench_quality.py train.tsv.gz --seeds 5 --output bench_quality.json
+    OMP_NUM_THREADS=1 python tools/bench_quality.py train.tsv.gz --seeds 5 --jobs 2 --only collisions
 
-Rows are split 0.8/0.1/0.1 in time order and trained on for one epoch with ``configs/criteo_sample.yaml``.
+Rows are split 0.8/0.1/0.1 in time order and trained on for one epoch with ``configs/criteo_sample.yaml``, or with the
+configs in ``configs/criteo_sample/``, one a scheme.
 """
 
 import argparse
@@ -14,24 +16,36 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-CONFIG = Path(__file__).parents[1] / "configs" / "criteo_sample.yaml"
-_QUOTIENT_REMAINDER = ["embedding.default.partition=quotient_remainder", "embedding.default.collisions=4"]
-VARIANTS: dict[str, list[str]] = {
-    "DLRM, full": [],
-    "DLRM, full, fp32": ["train.precision=fp32"],
-    "DLRM, hashed, 4 collisions": ["embedding.default.partition=remainder", "embedding.default.collisions=4"],
-    "DLRM, quotient-remainder product, 4": _QUOTIENT_REMAINDER,
-    "DLRM, quotient-remainder product, 4, fp32": [*_QUOTIENT_REMAINDER, "train.precision=fp32"],
-    "DLRM, quotient-remainder sum, 4": [*_QUOTIENT_REMAINDER, "embedding.default.composition=sum"],
-    "DLRM, quotient-remainder concat, 4": [*_QUOTIENT_REMAINDER, "embedding.default.composition=concat"],
-    "DCN, full": ["model={name: dcn}"],
-    "DCN, quotient-remainder product, 4": ["model={name: dcn}", *_QUOTIENT_REMAINDER],
+CONFIGS = Path(__file__).parents[1] / "configs"
+_BASE = CONFIGS / "criteo_sample.yaml"
+_PRODUCT = CONFIGS / "criteo_sample" / "product_4.yaml"
+_SCHEMES = {
+    "hashed": "hash",
+    "feature generation": "feature",
+    "concatenation": "concat",
+    "sum": "add",
+    "product": "product",
+    "path, linear": "path_linear",
+    "path, MLP 64": "path_mlp",
+}
+VARIANTS: dict[str, tuple[Path, list[str]]] = {
+    "DLRM, full": (_BASE, []),
+    "DLRM, full, fp32": (_BASE, ["train.precision=fp32"]),
+    "DLRM, product, 4, fp32": (_PRODUCT, ["train.precision=fp32"]),
+    "DCN, full": (_BASE, ["model={name: dcn}"]),
+    "DCN, product, 4": (_PRODUCT, ["model={name: dcn}"]),
+} | {
+    f"DLRM, {name}, {collisions} collisions": (CONFIGS / "criteo_sample" / f"{stem}_{collisions}.yaml", [])
+    for collisions in (4, 60)
+    for name, stem in _SCHEMES.items()
 }
 
 
@@ -58,10 +72,12 @@ def distembed(*arguments: str) -> None:
         raise SystemExit(f"distembed {' '.join(arguments)}\n{done.stdout}{done.stderr}")
 
 
-def train(dataset: Path, run: Path, overrides: list[str], seed: int) -> dict[str, Any]:
+def train(variant: str, dataset: Path, runs: Path, seed: int) -> dict[str, Any]:
     """One run's evaluation and sizes."""
+    config, overrides = VARIANTS[variant]
+    run = runs / str(seed)
     settings = [f"data.path={dataset}", f"train.seed={seed}", *overrides]
-    distembed("train", str(CONFIG), *settings, "--run-dir", str(run))
+    distembed("train", str(config), *settings, "--run-dir", str(run))
     return {**json.loads((run / "run.json").read_text()), **json.loads((run / "evaluation.json").read_text())}
 
 
@@ -86,7 +102,8 @@ def main() -> None:
     """Prepares, trains and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tsv", nargs="+", help="raw Criteo files in time order")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--only", default="", help="variants whose name holds this text")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
@@ -94,10 +111,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         dataset = Path(folder) / "dataset"
         distembed("prepare", "criteo", *options.tsv, "--output", str(dataset))
-        for number, (variant, overrides) in enumerate(VARIANTS.items()):
-            if options.only in variant:
-                run_dirs = [Path(folder) / f"run-{number}-{seed}" for seed in range(options.seeds)]
-                runs = [train(dataset, run, overrides, seed) for seed, run in enumerate(run_dirs)]
+        with ThreadPoolExecutor(options.jobs) as pool:
+            for number, variant in enumerate(name for name in VARIANTS if options.only in name):
+                of_seed = partial(train, variant, dataset, Path(folder) / f"runs-{number}")
+                runs = list(pool.map(of_seed, range(options.seeds)))
                 rows.append(summarise(variant, runs))
     table = Table("variant", "parameters", "in tables", "test AUC", "test logloss")
     for row in rows:

@@ -1,50 +1,186 @@
-"""Checks that ids lie inside their tables, before they index anything."""
+"""Brings raw ids inside their tables, before they index anything.
 
-from collections.abc import Mapping
+A table may hash its ids first (``pre_hash``); what then lies outside of ``[0, num_embeddings)`` follows the table's
+``id_policy``. A batch that needs nothing of this, the usual case, pays one pass over its ids: a maximum a feature. Ids
+are compared as unsigned numbers, among which a negative one is larger than any table.
+"""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
 import torch
+from jaxtyping import Int, Int64
+from numpy.typing import NDArray
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.errors import UserError
 
-_NO_LIMIT = 2**63 - 1
+_LARGEST_UNSIGNED = 2**64 - 1
+_SIGN_BIT = 2**63
 
 
-def check_ids(features: KeyedJaggedTensor, num_embeddings: Mapping[str, int]) -> None:
-    """Raises if an id of a feature is below 0 or not below the feature's number of ids; other features may hold any.
+class IdMapper:
+    """Raw ids of a batch -> ids that lie in their tables; features that no table reads may hold anything.
 
-    On the CPU the error is a :class:`UserError` that names feature, position and value. On a GPU the check runs
-    asynchronously, so as not to stop the stream, and fails as a device-side assertion.
+    On the CPU an id that is refused raises a :class:`UserError` that names table, feature, position and value. On a GPU
+    the check runs asynchronously, so as not to stop the stream, and fails as a device-side assertion.
+
+    Args:
+        tables: no two of them may read the same feature.
     """
-    values = features.values()
-    if values.numel() == 0:
-        return
-    lengths = features.length_per_key()
-    limits = torch.tensor([num_embeddings.get(key, _NO_LIMIT) for key in features.keys()], device=values.device)
-    if len(set(lengths)) == 1:
-        outside = _outside(values.view(len(lengths), -1), limits.unsqueeze(1)).view(-1)
-    else:
-        counts = torch.tensor(lengths, device=values.device)
-        outside = _outside(values, torch.repeat_interleave(limits, counts, output_size=values.numel()))
-    if values.device.type != "cpu":
-        torch._assert_async(~outside.any())
-    elif outside.any():
-        _raise_first(features, num_embeddings, int(outside.nonzero()[0]))
 
+    def __init__(self, tables: Sequence[CompositionalEmbeddingConfig]) -> None:
+        self._table_of = {name: table for table in tables for name in table.feature_names}
+        self._layout: _Layout | None = None
 
-def _outside(values: Tensor, limits: Tensor) -> Tensor:
-    return (values < 0) | (values >= limits)
-
-
-def _raise_first(features: KeyedJaggedTensor, num_embeddings: Mapping[str, int], index: int) -> None:
-    start = 0
-    for key, length in zip(features.keys(), features.length_per_key(), strict=True):
-        if index < start + length:
+    def __call__(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """The same object where no id has to change, else a copy with int64 ids."""
+        values = features.values()
+        if values.numel() == 0 or values.is_meta:
+            return features
+        if features.variable_stride_per_key():
             raise UserError(
-                f"feature {key!r}: the id at position {index - start} of the batch's {length} is "
-                f"{int(features.values()[index])}; ids lie between 0 and {num_embeddings[key] - 1} "
-                f"(num_embeddings={num_embeddings[key]}). Map unseen values to an out-of-vocabulary id, "
-                "or make the table larger."
+                "The batch has another number of rows for each feature (stride_per_key_per_rank is set); compositional "
+                "tables take batches with the same rows for all."
             )
-        start += length
+        layout = self._layout_of(features)
+        if values.device.type == "cpu":
+            changed = layout.hashed + _features_outside(features, layout.last_ids)
+        else:
+            _assert_inside(features, layout.device_bounds)
+            changed = layout.mapped
+        return self._replace(features, changed) if changed else features
+
+    def _layout_of(self, features: KeyedJaggedTensor) -> "_Layout":
+        keys, values = features.keys(), features.values()
+        layout = self._layout
+        if layout is None or (layout.keys, layout.dtype, layout.device) != (keys, values.dtype, values.device):
+            tables = [self._table_of.get(key) for key in keys]
+            self._layout = layout = _make_layout(keys, tables, values.dtype, values.device)
+        return layout
+
+    def _replace(self, features: KeyedJaggedTensor, changed: Sequence[int]) -> KeyedJaggedTensor:
+        keys, counts = features.keys(), features.length_per_key()
+        pieces = list(features.values().long().split(counts))
+        for i in changed:
+            pieces[i] = map_ids(self._table_of[keys[i]], pieces[i], f"feature {keys[i]!r}")
+        return KeyedJaggedTensor(
+            keys,
+            torch.cat(pieces),
+            weights=features.weights_or_none(),
+            lengths=features.lengths_or_none(),
+            offsets=features.offsets_or_none(),
+            stride=features.stride(),
+            length_per_key=counts,
+        )
+
+
+def map_ids(
+    table: CompositionalEmbeddingConfig, ids: Int[Tensor, " ids"], where: str, first_position: int = 0
+) -> Int64[Tensor, " ids"]:
+    """Raw ids -> ids that lie in the table.
+
+    Args:
+        table: whose hash and policy hold.
+        ids: any integers.
+        where: what holds them, for the error: ``feature 'C1'``.
+        first_position: of ``ids`` within that.
+
+    Raises:
+        UserError: for an id outside of the table, on the CPU and where the policy is ``error``.
+    """
+    ids = ids.long()
+    if table.pre_hash is not None:
+        return table.pre_hash.ids(ids, table.num_embeddings)
+    if table.id_policy == "modulo":
+        return ids % table.num_embeddings
+    outside = ids.clamp(0, table.num_embeddings - 1) != ids
+    if table.id_policy == "clip_to_oov":
+        assert table.oov_id is not None
+        return ids.masked_fill(outside, table.oov_id)
+    if ids.device.type == "cpu" and outside.any():
+        position = int(outside.nonzero()[0])
+        raise UserError(_refusal(table, where, first_position + position, int(ids[position])))
+    if ids.device.type != "cpu":
+        torch._assert_async(~outside.any())
+    return ids
+
+
+def _refusal(table: CompositionalEmbeddingConfig, where: str, position: int, value: int) -> str:
+    return (
+        f"table {table.name!r}, {where}: the id at position {position} is {value}; ids lie between 0 and "
+        f"{table.num_embeddings - 1} (num_embeddings={table.num_embeddings}). Map unseen values to an "
+        "out-of-vocabulary id, make the table larger, or set the table's id_policy: clip_to_oov takes such an id for "
+        f"{table.oov_id} (oov_id), modulo for its remainder."
+    )
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What is known of batches with the same keys.
+
+    Attributes:
+        keys: the batch's features.
+        dtype: of its ids.
+        device: of its ids.
+        hashed: indices of the features whose ids are hashed.
+        mapped: indices of those whose ids may change: hashed, or of another policy than ``error``.
+        last_ids: the largest id of each feature that needs no change, as an unsigned number.
+        device_bounds: on the device, the largest id that is no error, with the sign bit flipped: so signed numbers
+            compare as the unsigned ones do.
+    """
+
+    keys: list[str]
+    dtype: torch.dtype
+    device: torch.device
+    hashed: list[int]
+    mapped: list[int]
+    last_ids: NDArray[np.uint64]
+    device_bounds: Int64[Tensor, " keys"]
+
+
+def _make_layout(
+    keys: Sequence[str],
+    tables: Sequence[CompositionalEmbeddingConfig | None],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> _Layout:
+    last_ids = np.full(len(keys), _LARGEST_UNSIGNED, dtype=np.uint64)
+    bounds = last_ids.copy()
+    hashed, mapped = [], []
+    for i, table in enumerate(tables):
+        if table is None:
+            continue
+        if table.pre_hash is not None:
+            hashed.append(i)
+        else:
+            # beyond the dtype's own maximum its negative numbers begin
+            last_ids[i] = min(table.num_embeddings - 1, torch.iinfo(dtype).max)
+        if table.pre_hash is not None or table.id_policy != "error":
+            mapped.append(i)
+        else:
+            bounds[i] = table.num_embeddings - 1
+    device_bounds = torch.from_numpy((bounds ^ np.uint64(_SIGN_BIT)).view(np.int64)).to(device)
+    return _Layout(list(keys), dtype, device, hashed, mapped, last_ids, device_bounds)
+
+
+def _features_outside(features: KeyedJaggedTensor, last_ids: NDArray[np.uint64]) -> list[int]:
+    """Indices of the features with an id beyond their last."""
+    values = features.values().numpy()
+    counts = np.array(features.length_per_key())
+    starts = counts.cumsum() - counts
+    filled = counts.nonzero()[0]
+    if len(filled) < len(counts):  # reduceat takes an empty range for one of a single element
+        starts, last_ids = starts[filled], last_ids[filled]
+    outside = np.maximum.reduceat(values.view(f"u{values.itemsize}"), starts) > last_ids
+    return filled[outside].tolist() if outside.any() else []
+
+
+def _assert_inside(features: KeyedJaggedTensor, device_bounds: Int64[Tensor, " keys"]) -> None:
+    ids, lengths = features.values().long(), features.lengths()
+    bounds = device_bounds.repeat_interleave(lengths.numel() // len(device_bounds))
+    bounds = bounds.repeat_interleave(lengths, output_size=ids.numel())
+    torch._assert_async(~((ids ^ -_SIGN_BIT) > bounds).any())

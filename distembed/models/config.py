@@ -1,5 +1,6 @@
 """The ``model`` section of a config: one dataclass a model, told apart by ``name``."""
 
+from collections.abc import Sequence
 from dataclasses import field
 from typing import Annotated, Literal
 
@@ -7,7 +8,6 @@ import pydantic.dataclasses
 from pydantic import ConfigDict, Field, PositiveInt
 from torch import nn
 
-from distembed.data.schema import Schema
 from distembed.models.dcn import DCN
 from distembed.models.dlrm import DLRM
 
@@ -23,10 +23,11 @@ class DLRMConfig:
     bottom: Sizes = field(default_factory=lambda: [512, 256, 64])
     top: Sizes = field(default_factory=lambda: [512, 256])
 
-    def build(self, embeddings: nn.Module, schema: Schema, embedding_dim: int) -> nn.Module:
+    def build(
+        self, embeddings: nn.Module, vector_names: Sequence[str], embedding_dim: int, num_dense: int
+    ) -> nn.Module:
         """Makes the model."""
-        names = [feature.name for feature in schema.categorical]
-        return DLRM(embeddings, names, embedding_dim, len(schema.dense), self.bottom, self.top)
+        return DLRM(embeddings, vector_names, embedding_dim, num_dense, self.bottom, self.top)
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
@@ -37,10 +38,11 @@ class DCNConfig:
     deep: Sizes = field(default_factory=lambda: [512, 256, 64])
     num_cross_layers: PositiveInt = 6
 
-    def build(self, embeddings: nn.Module, schema: Schema, embedding_dim: int) -> nn.Module:
+    def build(
+        self, embeddings: nn.Module, vector_names: Sequence[str], embedding_dim: int, num_dense: int
+    ) -> nn.Module:
         """Makes the model."""
-        names = [feature.name for feature in schema.categorical]
-        return DCN(embeddings, names, embedding_dim, len(schema.dense), self.deep, self.num_cross_layers)
+        return DCN(embeddings, vector_names, embedding_dim, num_dense, self.deep, self.num_cross_layers)
 
 
 ModelConfig = Annotated[DLRMConfig | DCNConfig, Field(discriminator="name")]
@@ -48,6 +50,20 @@ MODELS = {"dlrm": DLRMConfig, "dcn": DCNConfig}
 """Config class by model name."""
 
 
-def build_model(config: DLRMConfig | DCNConfig, embeddings: nn.Module, schema: Schema, embedding_dim: int) -> nn.Module:
-    """The model of a config around an embedding module."""
-    return config.build(embeddings, schema, embedding_dim)
+def build_model(
+    config: DLRMConfig | DCNConfig,
+    embeddings: nn.Module,
+    vector_names: Sequence[str],
+    embedding_dim: int,
+    num_dense: int,
+) -> nn.Module:
+    """The model of a config around an embedding module.
+
+    Args:
+        config: its sizes.
+        embeddings: KeyedJaggedTensor -> KeyedTensor.
+        vector_names: keys of that KeyedTensor, each a vector of ``embedding_dim``.
+        embedding_dim: D.
+        num_dense: number of dense features.
+    """
+    return config.build(embeddings, vector_names, embedding_dim, num_dense)

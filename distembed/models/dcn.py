@@ -37,7 +37,7 @@ class DCN(nn.Module):
     def __init__(
         self,
         embeddings: nn.Module,
-        feature_names: Sequence[str],
+        vector_names: Sequence[str],
         embedding_dim: int,
         num_dense: int,
         deep: Sequence[int] = (512, 256, 64),
@@ -45,8 +45,8 @@ class DCN(nn.Module):
     ) -> None:
         super().__init__()
         self.embeddings = embeddings
-        self.stack = StackFeatures(feature_names, embedding_dim)
-        in_features = num_dense + len(feature_names) * embedding_dim
+        self.stack = StackFeatures(vector_names, embedding_dim)
+        in_features = num_dense + len(vector_names) * embedding_dim
         self.deep = MLP(in_features, deep)
         self.cross = CrossLayers(in_features, num_cross_layers)
         self.output = make_linear(deep[-1] + in_features, 1)

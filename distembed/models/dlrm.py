@@ -21,8 +21,8 @@ class DLRM(nn.Module):
     """Dense [B, I] and ids -> logits [B].
 
     Args:
-        embeddings: KeyedJaggedTensor -> KeyedTensor with a key a feature, each of ``embedding_dim``.
-        feature_names: the F categorical features.
+        embeddings: KeyedJaggedTensor -> KeyedTensor, each key of ``embedding_dim``.
+        vector_names: its F keys: the categorical features, or more where a feature gives several vectors.
         embedding_dim: D.
         num_dense: I; with 0 the bottom network is left out.
         bottom: hidden sizes of the bottom network, which ends in D.
@@ -32,18 +32,18 @@ class DLRM(nn.Module):
     def __init__(
         self,
         embeddings: nn.Module,
-        feature_names: Sequence[str],
+        vector_names: Sequence[str],
         embedding_dim: int,
         num_dense: int,
         bottom: Sequence[int] = (512, 256, 64),
         top: Sequence[int] = (512, 256),
     ) -> None:
         super().__init__()
-        num_vectors = len(feature_names) + (num_dense > 0)
+        num_vectors = len(vector_names) + (num_dense > 0)
         if num_vectors < 1:
             raise UserError("DLRM needs at least one dense or categorical feature; the data set has none.")
         self.embeddings = embeddings
-        self.stack = StackFeatures(feature_names, embedding_dim)
+        self.stack = StackFeatures(vector_names, embedding_dim)
         self.bottom = MLP(num_dense, [*bottom, embedding_dim]) if num_dense else None
         self.interactions = PairwiseDots(num_vectors)
         top_in = (embedding_dim if num_dense else 0) + self.interactions.num_pairs

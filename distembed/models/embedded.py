@@ -14,16 +14,16 @@ class StackFeatures(nn.Module):
     A module, not a function: TorchRec's pipeline traces down to modules, and keys are known only as it runs.
     """
 
-    def __init__(self, feature_names: Sequence[str], embedding_dim: int) -> None:
+    def __init__(self, vector_names: Sequence[str], embedding_dim: int) -> None:
         super().__init__()
-        self.feature_names = list(feature_names)
+        self.vector_names = list(vector_names)
         self.embedding_dim = embedding_dim
 
     def forward(self, embedded: KeyedTensor) -> Float[Tensor, "batch features dim"]:
         """Stacks every feature's vector."""
-        if embedded.keys() == self.feature_names:
+        if embedded.keys() == self.vector_names:
             values = embedded.values()
         else:
             by_name = embedded.to_dict()
-            values = torch.cat([by_name[name] for name in self.feature_names], dim=1)
-        return values.view(-1, len(self.feature_names), self.embedding_dim)
+            values = torch.cat([by_name[name] for name in self.vector_names], dim=1)
+        return values.view(-1, len(self.vector_names), self.embedding_dim)

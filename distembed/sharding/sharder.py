@@ -35,7 +35,10 @@ class CompositionalEmbeddingBagCollectionSharder(BaseEmbeddingSharder[Compositio
         )
 
     def shardable_parameters(self, module: CompositionalEmbeddingBagCollection) -> dict[str, nn.Parameter]:
-        """One meta parameter a compositional table, ``[rows of all its partitions, embedding_dim]``."""
+        """One meta parameter a table, ``[rows of all partitions that hold vectors, embedding_dim]``.
+
+        Functions of path-based tables are replicated: there is nothing to place.
+        """
         return {table.name: _unit_of_placement(module, table.name) for table in module.tables()}
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
@@ -59,9 +62,10 @@ class CompositionalEmbeddingBagCollectionSharder(BaseEmbeddingSharder[Compositio
 
 def _unit_of_placement(module: CompositionalEmbeddingBagCollection, name: str) -> nn.Parameter:
     (table,) = (table for table in module.tables() if table.name == name)
-    weight = module.embedding_bags[table.partition_tables()[0].name].weight
+    looked_up = table.lookup_tables()
+    weight = module.embedding_bags[looked_up[0].name].weight
     assert isinstance(weight, nn.Parameter)
-    shape = (table.scheme.total_rows, table.embedding_dim)
+    shape = (sum(part.num_rows for part in looked_up), table.embedding_dim)
     unit = nn.Parameter(torch.empty(shape, device="meta", dtype=weight.dtype))
     # the planner counts optimizer state from these attributes alone
     for attribute in ("_optimizer_classes", "_optimizer_kwargs"):

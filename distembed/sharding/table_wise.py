@@ -10,14 +10,19 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torchrec.distributed.embedding_sharding import BaseEmbeddingLookup, EmbeddingShardingInfo, group_tables
-from torchrec.distributed.embedding_types import BaseGroupedFeatureProcessor, ShardedEmbeddingTable
+from torchrec.distributed.embedding_types import (
+    BaseGroupedFeatureProcessor,
+    GroupedEmbeddingConfig,
+    ShardedEmbeddingTable,
+)
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
 from torchrec.distributed.types import QuantizedCommCodecs, ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.embedding.config import CompositionalEmbeddingBagConfig
-from distembed.sharding.lookup import CompositionalLookup
+from distembed.sharding.lookup import CompositionalLookup, TableGroup
 
 
 class CompositionalTableWiseSharding(TwPooledEmbeddingSharding):
@@ -30,8 +35,10 @@ class CompositionalTableWiseSharding(TwPooledEmbeddingSharding):
         env: ShardingEnv,
         device: torch.device | None,
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None,
+        functions: Mapping[str, nn.Parameter],
     ) -> None:
         self._compositional_tables = tables
+        self._functions = functions
         self._parts_of_rank: list[dict[str, list[ShardedEmbeddingTable]]] = []
         super().__init__(sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry)
 
@@ -40,9 +47,9 @@ class CompositionalTableWiseSharding(TwPooledEmbeddingSharding):
         for placed in super()._shard(sharding_infos):
             by_name = {part.name: part for part in placed}
             parts = {
-                table.name: [by_name[part.name] for part in table.partition_tables()]
+                table.name: [by_name[part.name] for part in table.lookup_tables()]
                 for table in self._compositional_tables
-                if table.partition_tables()[0].name in by_name
+                if table.lookup_tables()[0].name in by_name
             }
             self._parts_of_rank.append(parts)
             local = [table for table in self._compositional_tables if table.name in parts]
@@ -60,23 +67,30 @@ class CompositionalTableWiseSharding(TwPooledEmbeddingSharding):
         by_name = {table.name: table for table in self._compositional_tables}
         # TorchRec may have regrouped the carriers: their order, which is that of the features, is the one to follow
         local = [by_name[carrier.name] for carrier in self.embedding_tables_of_rank()]
-        groups = []
-        for group in _group(local, parts):
-            ordered = [parts[table.name][j] for j in range(len(group[0].scheme.num_rows)) for table in group]
-            (config,) = group_tables([ordered])[0]
-            groups.append((group, config))
-        return CompositionalLookup(groups, self._env, device if device is not None else self._device)
+        groups = [
+            TableGroup(group, _tbe_configs([parts[table.name] for table in group])) for group in _group(local, parts)
+        ]
+        return CompositionalLookup(groups, self._functions, self._env, device if device is not None else self._device)
 
     def embedding_tables_of_rank(self) -> list[ShardedEmbeddingTable]:
         """Carriers on this rank, in the order of its features."""
         return [table for config in self._grouped_embedding_configs for table in config.embedding_tables]
 
 
+def _tbe_configs(parts: Sequence[Sequence[ShardedEmbeddingTable]]) -> list[GroupedEmbeddingConfig]:
+    """The TBE of each partition, from each table's partitions."""
+    configs = []
+    for tables in zip(*parts, strict=True):
+        (config,) = group_tables([list(tables)])[0]
+        configs.append(config)
+    return configs
+
+
 def _carrier(table: CompositionalEmbeddingBagConfig, part: ShardedEmbeddingTable) -> ShardedEmbeddingTable:
     carrier = copy.copy(part)
     carrier.name = table.name
     carrier.num_embeddings = carrier.local_rows = table.num_embeddings
-    carrier.embedding_dim = carrier.local_cols = table.embedding_dim
+    carrier.embedding_dim = carrier.local_cols = table.num_vectors * table.embedding_dim
     carrier.feature_names = list(table.feature_names)
     carrier.embedding_names = list(table.feature_names)
     return carrier
@@ -90,11 +104,10 @@ def _group(
     for table in tables:
         first = parts[table.name][0]
         settings = tuple(sorted((key, str(value)) for key, value in (first.fused_params or {}).items()))
-        combine = "" if len(parts[table.name]) == 1 else table.combine.name
         key = (
             table.scheme.name,
             len(table.scheme.num_rows),
-            combine,
+            _formula(table),
             table.embedding_dim,
             table.pooling,
             table.data_type,
@@ -103,3 +116,10 @@ def _group(
         )
         groups.setdefault(key, []).append(table)
     return list(groups.values())
+
+
+def _formula(table: CompositionalEmbeddingBagConfig) -> Hashable:
+    """What tells compositions apart that differ; where there is nothing to compose, they do not."""
+    if len(table.scheme.num_rows) == 1:
+        return None
+    return (table.combine.name, *[getattr(table.combine, name) for name in table.combine.settings])

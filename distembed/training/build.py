@@ -9,7 +9,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from distembed.data.schema import Schema
-from distembed.embedding import CompositionalEmbeddingBagCollection, EmbeddingConfig, build_tables
+from distembed.embedding import CompositionalEmbeddingBagCollection, EmbeddingConfig, build_tables, vector_names
 from distembed.models.config import DCNConfig, DLRMConfig, build_model
 from distembed.planning import make_plan
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
@@ -36,7 +36,8 @@ def build_unsharded(
     """The model with its tables on the meta device, which takes no memory for them."""
     tables = build_tables(schema.categorical, embedding, seed)
     collection = CompositionalEmbeddingBagCollection(tables, device="meta")
-    return build_model(model, collection, schema, embedding.default.embedding_dim)
+    names = vector_names(tables)
+    return build_model(model, collection, names, embedding.default.embedding_dim, len(schema.dense))
 
 
 def build_trainee(
@@ -51,7 +52,9 @@ def build_trainee(
     torch.manual_seed(train.seed)
     unsharded = build_unsharded(model_config, embedding_config, schema, train.seed)
     _move_dense(unsharded, processes.device)
-    fuse_sparse_optimizer(unsharded.get_submodule("embeddings").parameters(), train.sparse_optimizer, processes.device)
+    # functions of path-based tables are trained with the networks
+    vectors = unsharded.get_submodule("embeddings.embedding_bags").parameters()
+    fuse_sparse_optimizer(vectors, train.sparse_optimizer, processes.device)
     bf16 = use_bf16(train.precision, processes.device)
     task = ClickTask(unsharded, processes.world_size, processes.device, bf16)
     sharders = [CompositionalEmbeddingBagCollectionSharder()]

@@ -11,7 +11,7 @@
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,18 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return next(reversed(list_checkpoints(folder)), None)
 
 
+def newest_checkpoint(run_dir: Path) -> Path:
+    """The newest whole checkpoint of a run.
+
+    Raises:
+        UserError: where it has none.
+    """
+    checkpoint = latest_checkpoint(run_dir / "checkpoints")
+    if checkpoint is None:
+        raise UserError(f"{run_dir} has no checkpoint; give the folder of a run that `distembed train` made.")
+    return checkpoint
+
+
 def load_progress(checkpoint: Path) -> dict[str, Any]:
     """What :meth:`Checkpoints.save` was told: step, epoch, the reader's position."""
     try:
@@ -135,26 +147,60 @@ def load_checkpoint(
     _require_same_model(checkpoint, state["model"])
     if optimizers is not None:
         state["optimizer"] = optimizers.combined.state_dict()
-    try:
-        dcp.load(state, checkpoint_id=str(checkpoint))
-    except (OSError, EOFError, RuntimeError, dcp.api.CheckpointException) as error:
-        raise _damaged(checkpoint, error) from error
+    _read(checkpoint, state)
     model.load_state_dict(dict(state["model"]))  # a copy: TorchRec changes the one it is given
     if optimizers is not None:
         optimizers.combined.load_state_dict(state["optimizer"])
     return load_progress(checkpoint)
 
 
-def _require_same_model(checkpoint: Path, live: Mapping[str, torch.Tensor]) -> None:
+def load_weights(checkpoint: Path, suffixes: Sequence[str]) -> list[torch.Tensor]:
+    """Reads some of the model's weights and nothing else, on one process, without a model.
+
+    Args:
+        checkpoint: a whole one.
+        suffixes: how the names of the weights end, after a dot.
+
+    Raises:
+        UserError: where the checkpoint has no such weight, or cannot be read.
+    """
+    saved = _saved_weights(checkpoint)
+    state = {}
+    for suffix in suffixes:
+        names = [name for name in saved if name.endswith(f".{suffix}")]
+        if len(names) != 1:
+            raise UserError(
+                f"{checkpoint} has {len(names)} weights that end in .{suffix}; use the config that the run was started "
+                "with."
+            )
+        entry = saved[names[0]]
+        state[names[0]] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    _read(checkpoint, {"model": state})
+    return list(state.values())
+
+
+def _read(checkpoint: Path, state: dict[str, Any]) -> None:
+    """Fills the tensors of ``state``."""
+    try:
+        dcp.load(state, checkpoint_id=str(checkpoint))
+    except (OSError, EOFError, RuntimeError, dcp.api.CheckpointException) as error:
+        raise _damaged(checkpoint, error) from error
+
+
+def _saved_weights(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
     try:
         metadata = dcp.FileSystemReader(str(checkpoint)).read_metadata().state_dict_metadata
     except Exception as error:  # a damaged file may fail to read in any way
         raise _damaged(checkpoint, error) from error
-    saved = {
-        key.removeprefix("model."): tuple(entry.size)
+    return {
+        key.removeprefix("model."): entry
         for key, entry in metadata.items()
         if key.startswith("model.") and isinstance(entry, TensorStorageMetadata)
     }
+
+
+def _require_same_model(checkpoint: Path, live: Mapping[str, torch.Tensor]) -> None:
+    saved = {key: tuple(entry.size) for key, entry in _saved_weights(checkpoint).items()}
     shapes = {key: tuple(value.size()) for key, value in live.items()}
     differences = [
         f"{key}: {saved.get(key, 'absent')} in the checkpoint, {shapes.get(key, 'absent')} in the model"

@@ -18,7 +18,7 @@ from distembed.embedding import EmbeddingConfig
 from distembed.errors import RunError, UserError
 from distembed.models.config import DCNConfig, DLRMConfig
 from distembed.training.build import Trainee, build_trainee
-from distembed.training.checkpoint import latest_checkpoint, load_checkpoint
+from distembed.training.checkpoint import load_checkpoint, newest_checkpoint
 from distembed.training.config import SparseOptimizerConfig, TrainConfig
 from distembed.training.evaluation import gather_rows, score_batches
 from distembed.training.metrics import sigmoid
@@ -43,9 +43,7 @@ def load_trainee(
     Raises:
         UserError: where the run has no checkpoint, or the dataset has other tables than the run was trained on.
     """
-    checkpoint = latest_checkpoint(run_dir / "checkpoints")
-    if checkpoint is None:
-        raise UserError(f"{run_dir} has no checkpoint; give the folder of a run that `distembed train` made.")
+    checkpoint = newest_checkpoint(run_dir)
     # nothing is trained: any optimizer will do that every device has
     train = dataclasses.replace(train, sparse_optimizer=SparseOptimizerConfig(name="sgd"))
     trainee = build_trainee(model, embedding, train, Manifest.load(dataset).schema, processes, num_steps=1)

@@ -1,48 +1,76 @@
-"""The unsharded collection against a loop over ids in plain Python."""
+"""The unsharded collection against a loop over ids in plain Python, and against TorchRec's."""
 
 import pytest
 import torch
+from tensordict import TensorDict
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.composition import COMPOSITIONS
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.errors import UserError
 from distembed.partitions import PARTITIONS, QuotientRemainder
+from tests.embedding.reference import jagged, pooled, vector_of
+from tests.embedding.schemes import make_partition, small_composition
 
 
 def table(name: str = "t", features: tuple[str, ...] = ("f",), **settings: object) -> CompositionalEmbeddingBagConfig:
     return CompositionalEmbeddingBagConfig(name, 50, 6, features, **settings)  # type: ignore[arg-type]
 
 
-def jagged(bags: dict[str, list[list[int]]]) -> KeyedJaggedTensor:
-    values = [i for feature in bags.values() for bag in feature for i in bag]
-    lengths = [len(bag) for feature in bags.values() for bag in feature]
-    return KeyedJaggedTensor(
-        list(bags), torch.tensor(values, dtype=torch.long), lengths=torch.tensor(lengths, dtype=torch.long)
-    )
-
-
 BAGS = {"f": [[3, 47], [], [0]], "g": [[49], [1, 1, 2], []]}
+WEIGHTS = {"f": [[0.5, -2.0], [], [3.0]], "g": [[0.0], [1.5, 0.25, -1.0], []]}
 
 
-@pytest.mark.parametrize("pooling", ["sum", "mean"])
 @pytest.mark.parametrize("composition", COMPOSITIONS)
 @pytest.mark.parametrize("partition", PARTITIONS)
-def test_bags_equal_a_loop_over_ids(partition: str, composition: str, pooling: str) -> None:
-    config = table(features=("f", "g"), partition=partition, composition=composition, pooling=pooling)
-    collection = CompositionalEmbeddingBagCollection([config])
-    output = collection(jagged(BAGS))
-    assert output.keys() == ["f", "g"]
-    weights = [bag.weight for bag in collection.embedding_bags.values()]
-    for feature, bags in BAGS.items():
-        for index, bag in enumerate(bags):
-            expected = torch.zeros(6)
-            for i in bag:
-                rows = config.scheme.rows(torch.tensor(i)).tolist()
-                expected += config.combine.compose([w[r] for w, r in zip(weights, rows, strict=True)])
-            if pooling == "mean" and bag:
-                expected /= len(bag)
-            torch.testing.assert_close(output[feature][index], expected)
+def test_bags_equal_a_loop_over_ids(partition: str, composition: str) -> None:
+    for pooling, is_weighted in [("sum", False), ("sum", True), ("mean", False), ("mean", True), ("max", False)]:
+        config = table(
+            features=("f", "g"), partition=make_partition(partition, 50), composition=composition, pooling=pooling
+        )
+        collection = CompositionalEmbeddingBagCollection([config], is_weighted=is_weighted).double()
+        output = collection(jagged(BAGS, WEIGHTS))
+        assert output.keys() == [key for name in ("f", "g") for key in config.vector_names(name)]
+        assert output.values().shape == (3, 2 * 6 * config.num_vectors)
+        weights = collection.weights("t")
+        for feature, bags in BAGS.items():
+            found = torch.cat([output[key] for key in config.vector_names(feature)], dim=1)
+            for index, bag in enumerate(bags):
+                bag_weights = WEIGHTS[feature][index] if is_weighted else [1.0] * len(bag)
+                vectors = [vector_of(config, weights, i) for i in bag]
+                torch.testing.assert_close(found[index], pooled(vectors, bag_weights, pooling, found.shape[1]))
+
+
+@pytest.mark.parametrize(
+    ("pooling", "is_weighted"), [(PoolingType.SUM, False), (PoolingType.SUM, True), (PoolingType.MEAN, False)]
+)
+def test_full_tables_equal_torchrec(pooling: PoolingType, is_weighted: bool) -> None:
+    features = {"a": ["f", "h"], "b": ["g"]}
+    ours = CompositionalEmbeddingBagCollection(
+        [table(name, tuple(names), pooling=pooling) for name, names in features.items()], is_weighted=is_weighted
+    )
+    configs = [
+        EmbeddingBagConfig(num_embeddings=50, embedding_dim=6, name=name, feature_names=names, pooling=pooling)
+        for name, names in features.items()
+    ]
+    theirs = EmbeddingBagCollection(configs, is_weighted=is_weighted)
+    theirs.load_state_dict({key.replace("__p0", ""): value for key, value in ours.state_dict().items()})
+    batch = jagged({**BAGS, "h": [[7], [8, 8, 9], [49, 0]]}, {**WEIGHTS, "h": [[1.0], [2.0, 0.5, 1.0], [-1.0, 4.0]]})
+    expected, found = theirs(batch), ours(batch)
+    assert found.keys() == expected.keys() == ["f", "h", "g"]
+    assert found.length_per_key() == expected.length_per_key()
+    torch.testing.assert_close(found.values(), expected.values())
+    assert {c.name: c.num_embeddings for c in ours.embedding_bag_configs()} == {"a__p0": 50, "b__p0": 50}
+    assert ours.is_weighted() == theirs.is_weighted() and ours.device == theirs.device
+
+
+def test_a_tensor_dict_is_taken_as_by_torchrec() -> None:
+    nested = torch.nested.nested_tensor_from_jagged(torch.tensor([3, 47, 0]), torch.tensor([0, 2, 2, 3]))
+    collection = CompositionalEmbeddingBagCollection([table()])
+    expected = collection(jagged({"f": BAGS["f"]})).values()
+    assert torch.equal(collection(TensorDict({"f": nested}, batch_size=3)).values(), expected)
 
 
 def test_pairs_of_ids_that_share_all_rows_get_distinct_product_vectors() -> None:
@@ -52,22 +80,34 @@ def test_pairs_of_ids_that_share_all_rows_get_distinct_product_vectors() -> None
     assert not torch.allclose(output[0], output[1])
 
 
-@pytest.mark.parametrize("wrong", [-1, 50, 2**62])
-def test_an_id_outside_its_table_is_named(wrong: int) -> None:
-    collection = CompositionalEmbeddingBagCollection([table(features=("f", "g"))])
-    with pytest.raises(UserError, match=rf"feature 'g'.*position 1 .* is {wrong};.*between 0 and 49"):
-        collection(jagged({"f": [[1], []], "g": [[2], [wrong]]}))
+@pytest.mark.parametrize("pooling", ["sum", "mean", "max"])
+@pytest.mark.parametrize("composition", COMPOSITIONS)
+def test_gradients_are_those_of_the_outputs(composition: str, pooling: str) -> None:
+    config = CompositionalEmbeddingBagConfig(
+        "t", 12, 4, ["f", "g"], "quotient_remainder", small_composition(composition), pooling=pooling
+    )
+    collection = CompositionalEmbeddingBagCollection([config], is_weighted=pooling != "max").double()
+    batch = jagged({"f": [[3, 11], [], [0]], "g": [[9], [1, 1, 2], []]}, WEIGHTS)
+    names, values = zip(*collection.named_parameters(), strict=True)
+    sample_weights = batch.weights().double().requires_grad_(pooling != "max")
+
+    def output(sample_weights: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
+        weighted = KeyedJaggedTensor(batch.keys(), batch.values(), sample_weights, batch.lengths())
+        return torch.func.functional_call(collection, dict(zip(names, values, strict=True)), (weighted,)).values()
+
+    assert torch.autograd.gradcheck(output, (sample_weights, *values))
 
 
-def test_features_that_no_table_reads_may_hold_anything() -> None:
+def test_features_that_no_table_reads_are_left_out() -> None:
     collection = CompositionalEmbeddingBagCollection([table()])
-    assert collection(jagged({"f": [[1]], "other": [[10**9]]})).keys() == ["f"]
+    assert collection(jagged({"other": [[-(10**9)]], "f": [[1]]})).keys() == ["f"]
 
 
 def test_empty_batches_and_empty_bags() -> None:
-    collection = CompositionalEmbeddingBagCollection([table(partition="quotient_remainder")])
-    assert collection(jagged({"f": []}))["f"].shape == (0, 6)
-    assert torch.equal(collection(jagged({"f": [[], []]}))["f"], torch.zeros(2, 6))
+    for pooling in ("sum", "mean", "max"):
+        collection = CompositionalEmbeddingBagCollection([table(partition="quotient_remainder", pooling=pooling)])
+        assert collection(jagged({"f": []}))["f"].shape == (0, 6)
+        assert torch.equal(collection(jagged({"f": [[], []]}))["f"], torch.zeros(2, 6))
 
 
 def test_a_missing_feature_is_named() -> None:
@@ -75,21 +115,57 @@ def test_a_missing_feature_is_named() -> None:
         CompositionalEmbeddingBagCollection([table()])(jagged({"g": [[1]]}))
 
 
+def test_missing_weights_are_named() -> None:
+    with pytest.raises(UserError, match="is_weighted=True, but the KeyedJaggedTensor has no weights"):
+        CompositionalEmbeddingBagCollection([table()], is_weighted=True)(jagged({"f": [[1]]}))
+    # weights that were not asked for are left alone
+    collection = CompositionalEmbeddingBagCollection([table()])
+    assert torch.equal(
+        collection(jagged({"f": [[1]]}, {"f": [[9.0]]})).values(), collection(jagged({"f": [[1]]})).values()
+    )
+
+
 def test_weights_depend_on_the_seed_and_the_name_alone() -> None:
-    first = CompositionalEmbeddingBagCollection([table("a", ("f",)), table("b", ("g",))])
-    second = CompositionalEmbeddingBagCollection([table("b", ("g",)), table("a", ("f",))])
-    other = CompositionalEmbeddingBagCollection([table("a", ("f",), seed=1)])
+    settings = {"partition": "quotient_remainder", "composition": "path_mlp"}
+    first = CompositionalEmbeddingBagCollection([table("a", ("f",), **settings), table("b", ("g",))])
+    second = CompositionalEmbeddingBagCollection([table("b", ("g",)), table("a", ("f",), **settings)])
+    other = CompositionalEmbeddingBagCollection([table("a", ("f",), seed=1, **settings)])
+    assert first.state_dict().keys() == {
+        "embedding_bags.a__p0.weight",
+        "functions.a__p1",
+        "embedding_bags.b__p0.weight",
+    }
     for name, weight in first.state_dict().items():
         assert torch.equal(weight, second.state_dict()[name])
-    assert not torch.equal(first.state_dict()["embedding_bags.a__p0.weight"], next(iter(other.state_dict().values())))
+    drawn_later = CompositionalEmbeddingBagCollection(second.tables(), device="meta").to_empty(device="cpu")
+    drawn_later.reset_parameters()
+    for name, weight in drawn_later.state_dict().items():
+        assert torch.equal(weight, second.state_dict()[name])
+    assert not torch.equal(
+        first.state_dict()["embedding_bags.a__p0.weight"], other.state_dict()["embedding_bags.a__p0.weight"]
+    )
 
 
 @pytest.mark.parametrize("composition", COMPOSITIONS)
 def test_initial_vectors_have_a_full_tables_variance(composition: str) -> None:
     config = CompositionalEmbeddingBagConfig("t", 40_000, 16, ["f"], QuotientRemainder(40_000), composition)
     collection = CompositionalEmbeddingBagCollection([config])
-    output = collection(jagged({"f": [[i] for i in range(40_000)]}))["f"]
+    output = collection(jagged({"f": [[i] for i in range(40_000)]})).values()
     assert output.var().item() == pytest.approx(1 / (3 * 40_000), rel=0.1)
+
+
+@pytest.mark.parametrize("composition", COMPOSITIONS)
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_a_config_counts_what_a_module_has(partition: str, composition: str) -> None:
+    num_embeddings = 50 if partition == "explicit" else 10**12
+    config = CompositionalEmbeddingBagConfig(
+        "t", num_embeddings, 16, ["f"], make_partition(partition, num_embeddings), composition
+    )
+    collection = CompositionalEmbeddingBagCollection([config], device="meta")
+    parameters = list(collection.parameters())
+    assert all(parameter.is_meta for parameter in parameters)
+    assert config.num_parameters == sum(parameter.numel() for parameter in parameters)
+    assert config.memory_bytes == sum(parameter.nbytes for parameter in parameters)
 
 
 def test_a_collection_on_the_meta_device_takes_no_memory() -> None:
@@ -98,12 +174,23 @@ def test_a_collection_on_the_meta_device_takes_no_memory() -> None:
     assert collection.embedding_bags["t__p0"].weight.shape == (10**12, 16)
 
 
+def test_half_precision_is_one_of_storage() -> None:
+    for composition in COMPOSITIONS:
+        config = table(partition="quotient_remainder", composition=composition, data_type=DataType.FP16)
+        collection = CompositionalEmbeddingBagCollection([config])
+        assert collection.embedding_bags["t__p0"].weight.dtype == torch.float16
+        output = collection(jagged({"f": [[1, 2], [3]]})).values()
+        assert output.dtype == torch.float32
+        exact = collection.double()(jagged({"f": [[1, 2], [3]]})).values()
+        torch.testing.assert_close(output.double(), exact, atol=1e-3, rtol=1e-2)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"partition": "quotient_remainer"}, "Did you mean 'quotient_remainder'"),
         ({"composition": "add"}, "composition is 'add'"),
-        ({"pooling": "max"}, "pooling is 'max'"),
+        ({"pooling": "median"}, "pooling is 'median'"),
         ({"partition": QuotientRemainder(51)}, "made for 51 ids"),
         ({"features": ()}, "feature_names"),
     ],

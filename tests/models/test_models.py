@@ -5,13 +5,11 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from distembed.data.schema import SCHEMAS, CategoricalFeature, Schema
+from distembed.data.schema import SCHEMAS
 from distembed.errors import UserError
 from distembed.models import DCN, DLRM, MODELS, build_model
 from distembed.models.dcn import CrossLayers
 from distembed.models.interaction import PairwiseDots
-
-SCHEMA = Schema("label", ("x", "y"), tuple(CategoricalFeature(name, 9) for name in "abc"))
 
 
 class FakeEmbeddings(nn.Module):
@@ -52,7 +50,7 @@ def test_dlrm_equals_its_formula(batch: int) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_batch_without_rows_goes_forward_and_back(name: str) -> None:
     vectors = {key: torch.randn(0, 4, requires_grad=True) for key in "abc"}
-    model = build_model(MODELS[name](), FakeEmbeddings("abc", vectors), SCHEMA, 4)
+    model = build_model(MODELS[name](), FakeEmbeddings("abc", vectors), "abc", 4, 2)
     model(torch.randn(0, 2), ids(0)).sum().backward()
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in model.parameters() if p.grad is not None)
     assert vectors["a"].grad.shape == (0, 4)
@@ -61,7 +59,7 @@ def test_a_batch_without_rows_goes_forward_and_back(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_the_order_of_keys_does_not_matter(name: str) -> None:
     vectors = {key: torch.randn(3, 4) for key in "abc"}
-    model = build_model(MODELS[name](), FakeEmbeddings("abc", vectors), SCHEMA, 4)
+    model = build_model(MODELS[name](), FakeEmbeddings("abc", vectors), "abc", 4, 2)
     dense = torch.randn(3, 2)
     before = model(dense, ids(3))
     model.embeddings.keys = list("cab")
@@ -93,8 +91,9 @@ def test_paper_sizes() -> None:
 @pytest.mark.parametrize("num_dense", [0, 2])
 @pytest.mark.parametrize("name", MODELS)
 def test_models_take_datasets_without_dense_features(name: str, num_dense: int) -> None:
-    schema = Schema("label", tuple("xy"[:num_dense]), SCHEMA.categorical)
-    model = build_model(MODELS[name](), FakeEmbeddings("abc", {k: torch.randn(3, 4) for k in "abc"}), schema, 4)
+    model = build_model(
+        MODELS[name](), FakeEmbeddings("abc", {k: torch.randn(3, 4) for k in "abc"}), "abc", 4, num_dense
+    )
     assert model(torch.randn(3, num_dense), ids(3)).shape == (3,)
 
 

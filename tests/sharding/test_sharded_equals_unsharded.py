@@ -10,17 +10,20 @@ from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
+from distembed.composition import Concat, PathMLP
+from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig, vector_names
 from distembed.errors import UserError
-from distembed.partitions import QuotientRemainder, Remainder
+from distembed.partitions import ChineseRemainder, Explicit, MixedRadix, QuotientRemainder, Remainder
 from distembed.planning import make_plan
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from tests.ranks import run_on_ranks
 
 SIZES = {"a": 1000, "b": 77, "c": 5000, "d": 5000, "e": 30, "f": 300, "g": 400}
+SIZES |= {"h": 600, "i": 600, "j": 900, "k": 500, "l": 500, "m": 200, "n": 64}
 DIM = 8
 
 
@@ -33,6 +36,12 @@ def tables() -> list[CompositionalEmbeddingBagConfig]:
         make("e", 30, DIM, ["e"]),
         make("f", 300, DIM, ["f"], Remainder(300, 4), pooling="mean"),
         make("g", 400, DIM, ["g"], QuotientRemainder(400), "sum"),
+        make("hi", 600, DIM, ["h", "i"], QuotientRemainder(600, collisions=7), PathMLP(hidden=[5]), pooling="mean"),
+        make("j", 900, DIM, ["j"], MixedRadix(900, num_partitions=3), "path_linear"),
+        make("k", 500, DIM, ["k"], ChineseRemainder(500), "feature"),
+        make("l", 500, DIM, ["l"], QuotientRemainder(500, collisions=3), PathMLP(hidden=[5]), pooling="mean"),
+        make("m", 200, DIM, ["m"], MixedRadix(200, num_partitions=3), "product", pooling="max"),
+        make("n", 64, DIM, ["n"], Explicit(64, [torch.arange(64) // 8, torch.arange(64) % 8]), Concat([4, 4])),
     ]
 
 
@@ -43,17 +52,17 @@ class Head(nn.Module):
         super().__init__()
         self.embeddings = CompositionalEmbeddingBagCollection(tables(), device=device)
         torch.manual_seed(0)
-        self.linear = nn.Linear(len(SIZES) * DIM, 1)
+        self.names = vector_names(tables())
+        self.linear = nn.Linear(len(self.names) * DIM, 1)
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         embedded = self.embeddings(features).to_dict()
-        return self.linear(torch.cat([embedded[key] for key in SIZES], dim=1))
+        return self.linear(torch.cat([embedded[name] for name in self.names], dim=1))
 
 
 def shard(model: nn.Module, optimizer: Any, settings: dict[str, float]) -> DistributedModelParallel:
-    apply_optimizer_in_backward(
-        optimizer, model.get_submodule("embeddings").parameters(), dict(settings)
-    )  # TorchRec adds to it
+    vectors = model.get_submodule("embeddings.embedding_bags").parameters()
+    apply_optimizer_in_backward(optimizer, vectors, dict(settings))  # TorchRec adds to the settings
     cpu, sharders = torch.device("cpu"), [CompositionalEmbeddingBagCollectionSharder()]
     world = dist.get_world_size()
     plan = make_plan(model, sharders, device=cpu, world_size=world, local_world_size=world, batch_size=8)
@@ -92,7 +101,7 @@ def check_equal(rank: int, world_size: int, name: str, max_ids: int) -> None:
     fused, settings, plain = optimizers[name]
     reference = Head("cpu")
     model = shard(Head("meta"), fused, settings)
-    sparse = plain(reference.embeddings.parameters(), **settings)
+    sparse = plain(reference.embeddings.embedding_bags.parameters(), **settings)
     bounds = [0, 1, 6] if world_size == 2 else [round(6 * i / world_size) for i in range(world_size + 1)]
     start, stop = bounds[rank], bounds[rank + 1]
     generator = torch.Generator().manual_seed(1)
@@ -104,14 +113,20 @@ def check_equal(rank: int, world_size: int, name: str, max_ids: int) -> None:
         # ranks hold unequally many rows: the sum over all, as the trainer takes it
         (output.square().sum() * world_size / 6).backward()
         expected.square().mean().backward()
-        linear = next(m for m in model.modules() if isinstance(m, nn.Linear))
-        torch.testing.assert_close(linear.weight.grad, reference.linear.weight.grad)
+        dense = dict(in_backward_optimizer_filter(model.named_parameters()))
+        assert len(dense) == 2 + 4  # the linear layer, and the functions of three path-based tables
+        for key, weight in reference.named_parameters():
+            if key in dense:
+                torch.testing.assert_close(dense[key].grad, weight.grad)
+                for copy in (weight, dense[key]):
+                    copy.data.sub_(copy.grad, alpha=0.3)
         sparse.step()
         reference.zero_grad()
         model.zero_grad()
+    state = model.state_dict()
+    assert state.keys() == reference.state_dict().keys()
     for key, weight in reference.state_dict().items():
-        sharded = model.state_dict()[key]
-        for local in sharded.local_shards() if hasattr(sharded, "local_shards") else []:
+        for local in state[key].local_shards() if hasattr(state[key], "local_shards") else []:
             torch.testing.assert_close(local.tensor, weight)
 
 
@@ -131,6 +146,7 @@ def test_ranks_together_equal_one_module(world_size: int) -> None:
 def check_odd_batches(rank: int, world_size: int) -> None:
     check_empty_rank(rank, world_size)
     check_bad_id(rank, world_size)
+    check_odd_dimension(rank, world_size)
 
 
 @pytest.mark.distributed
@@ -155,13 +171,20 @@ def check_bad_id(rank: int, world_size: int) -> None:
         model(features)
 
 
+def check_odd_dimension(rank: int, world_size: int) -> None:
+    table = CompositionalEmbeddingBagConfig("a", 100, 8, ["a"], QuotientRemainder(100), Concat([5, 3]))
+    model = nn.ModuleDict({"embeddings": CompositionalEmbeddingBagCollection([table], device="meta")})
+    with pytest.raises(UserError, match="'a__p0' have 5 numbers; FBGEMM takes multiples of 4"):
+        shard(model, torch.optim.SGD, {"lr": 0.5})
+
+
 def check_planner_unit(rank: int, world_size: int) -> None:
     model = Head("meta")
-    apply_optimizer_in_backward(RowWiseAdagrad, model.embeddings.parameters(), {"lr": 0.1})
+    apply_optimizer_in_backward(RowWiseAdagrad, model.embeddings.embedding_bags.parameters(), {"lr": 0.1})
     sharder = CompositionalEmbeddingBagCollectionSharder()
     units = sharder.shardable_parameters(model.embeddings)
     assert {name: tuple(unit.shape) for name, unit in units.items()} == {
-        table.name: (sum(table.scheme.num_rows), DIM) for table in tables()
+        table.name: (sum(part.num_rows for part in table.lookup_tables()), DIM) for table in tables()
     }
     assert all(unit._optimizer_classes == [RowWiseAdagrad] for unit in units.values())
     assert sharder.compute_kernels("table_wise", "cuda") == ["fused"]  # never host memory unasked

@@ -1,0 +1,155 @@
+"""One compositional table as a plain ``torch.nn.Module``, for models that do not use TorchRec."""
+
+import torch
+from jaxtyping import Float, Int, Int64
+from torch import Tensor, nn
+
+from distembed.composition import Composition
+from distembed.embedding.config import CompositionalEmbeddingBagConfig, IdPolicy, Pooling
+from distembed.embedding.ids import map_ids
+from distembed.embedding.pooling import pool
+from distembed.embedding.tables import empty_weight, initialise
+from distembed.errors import UserError
+from distembed.partitions import KeyedHash, Partition
+
+
+class CompositionalEmbeddingBag(nn.Module):
+    """Takes the place of ``nn.EmbeddingBag``, and is called like it.
+
+    ``weights.<j>`` holds the vectors, or the functions, of partition j.
+
+    Args:
+        num_embeddings: number of ids; an id lies in ``[0, num_embeddings)``.
+        embedding_dim: dimension of the composed vector. With feature generation the output has that of one vector a
+            partition, side by side.
+        partition: an instance for the same ``num_embeddings``, or a name of ``distembed.partitions.PARTITIONS``.
+        composition: an instance or a name of ``distembed.composition.COMPOSITIONS``.
+        mode: ``sum``, ``mean`` or ``max``, of composed vectors. An empty bag gives zeros.
+        include_last_offset: whether ``offsets`` end with the number of ids.
+        sparse: whether the gradients of the partitions that hold vectors are sparse tensors.
+        id_policy: what becomes of an id outside of ``[0, num_embeddings)``: ``error``, ``clip_to_oov`` or ``modulo``.
+        oov_id: the id that ``clip_to_oov`` takes it for; 1 unless given.
+        pre_hash: applied to every id first.
+        seed: of the initial weights; drawn from torch's generator unless given.
+        device: where the weights live.
+        dtype: of the weights.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        partition: Partition | str = "quotient_remainder",
+        composition: Composition | str = "product",
+        *,
+        mode: Pooling = "mean",
+        include_last_offset: bool = False,
+        sparse: bool = False,
+        id_policy: IdPolicy = "error",
+        oov_id: int | None = None,
+        pre_hash: KeyedHash | None = None,
+        seed: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.table = CompositionalEmbeddingBagConfig(
+            type(self).__name__,
+            num_embeddings,
+            embedding_dim,
+            ["input"],
+            partition,
+            composition,
+            pooling=mode,
+            seed=int(torch.randint(2**62, ())) if seed is None else seed,
+            id_policy=id_policy,
+            oov_id=oov_id,
+            pre_hash=pre_hash,
+        )
+        self.include_last_offset = include_last_offset
+        self.sparse = sparse
+        place, kind = torch.device(device or torch.get_default_device()), dtype or torch.get_default_dtype()
+        self.weights = nn.ParameterList(empty_weight(part, place, kind) for part in self.table.partition_tables())
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws all weights anew, the same ones as at first; does nothing on the meta device."""
+        initialise(self.table.partition_tables(), self.weights)
+
+    def forward(
+        self,
+        input: Int[Tensor, " ids"] | Int[Tensor, "batch bag"],
+        offsets: Int[Tensor, " batch"] | None = None,
+        per_sample_weights: Float[Tensor, " ids"] | Float[Tensor, "batch bag"] | None = None,
+    ) -> Float[Tensor, "batch width"]:
+        """Composes the vector of every id, weighs it where weights are given, and pools.
+
+        Args:
+            input: ids, a row a bag, or bag after bag with ``offsets``.
+            offsets: where each bag begins.
+            per_sample_weights: of the shape of ``input``; not with mode ``max``.
+
+        Raises:
+            UserError: for an id outside of the table, as the policy says, or shapes that do not go together.
+        """
+        if per_sample_weights is not None and per_sample_weights.shape != input.shape:
+            raise UserError(
+                f"per_sample_weights has the shape {tuple(per_sample_weights.shape)} and input {tuple(input.shape)}; "
+                "give a weight for each id."
+            )
+        lengths = _bag_lengths(input, offsets, self.include_last_offset)
+        ids = map_ids(self.table, input.flatten(), "input")
+        weights = None if per_sample_weights is None else per_sample_weights.flatten()
+        return pool(self._embed(ids), lengths, self.table.pooling, weights)
+
+    def _embed(self, ids: Int64[Tensor, " ids"]) -> Float[Tensor, "ids width"]:
+        rows, weights = self.table.scheme.rows(ids), list(self.weights)
+        if self.sparse:
+            # the vectors of these ids become the tables, row i that of id i
+            n = len(self.table.lookup_tables())
+            vectors = [nn.functional.embedding(rows[j], weights[j], sparse=True) for j in range(n)]
+            order = torch.arange(len(ids), device=ids.device).expand(n, -1)
+            rows, weights = torch.cat([order, rows[n:]]), vectors + weights[n:]
+        return self.table.combine.embed(weights, rows)
+
+    def extra_repr(self) -> str:
+        """The settings that this module was made with."""
+        table = self.table
+        return (
+            f"{table.num_embeddings}, {table.embedding_dim}, partition={table.scheme!r}, "
+            f"composition={table.combine.name!r}, mode={table.pooling!r}, id_policy={table.id_policy!r}"
+        )
+
+
+def _bag_lengths(
+    input: Int[Tensor, "*shape"], offsets: Int[Tensor, " offsets"] | None, include_last_offset: bool
+) -> Int64[Tensor, " batch"]:
+    """Ids of each bag."""
+    if input.dim() == 2:
+        if offsets is not None:
+            raise UserError("input has two dimensions, a row a bag, and offsets are given too; leave offsets out.")
+        return torch.full((len(input),), input.shape[1], device=input.device)
+    if input.dim() != 1 or offsets is None or offsets.dim() != 1:
+        raise UserError(
+            f"input has the shape {tuple(input.shape)} and offsets "
+            f"{None if offsets is None else tuple(offsets.shape)}; give ids of two dimensions, a row a bag, or of one "
+            "with offsets of one."
+        )
+    bounds = offsets if include_last_offset else torch.cat([offsets, offsets.new_full((1,), input.numel())])
+    lengths = bounds.long().diff()
+    _require_bags(bounds, lengths, input.numel())
+    return lengths
+
+
+def _require_bags(bounds: Tensor, lengths: Tensor, num_ids: int) -> None:
+    """Raises unless bags lie one after the other and hold all ids; on a GPU the check runs asynchronously."""
+    if len(bounds) == 0 or (len(lengths) == 0 and num_ids > 0):
+        raise UserError(f"offsets has the shape {tuple(bounds.shape)} and there are {num_ids} ids; give each a bag.")
+    whole = (bounds[0] == 0) & (bounds[-1] == num_ids) & (lengths >= 0).all()
+    if bounds.device.type != "cpu":
+        torch._assert_async(whole)
+    elif not whole:
+        raise UserError(
+            f"offsets begin with {int(bounds[0])} and bags end at {int(bounds[-1])}, for {num_ids} ids; offsets begin "
+            "with 0, never fall, and do not exceed the number of ids; with include_last_offset the last one is it."
+        )

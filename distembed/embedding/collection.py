@@ -1,0 +1,84 @@
+"""The unsharded module for sequences: KeyedJaggedTensor of ids -> one composed embedding an id."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingCollectionInterface
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.embedding.tables import CompositionalTables, looked_up_configs
+from distembed.errors import UserError
+
+
+class CompositionalEmbeddingCollection(CompositionalTables[CompositionalEmbeddingConfig], EmbeddingCollectionInterface):
+    """Takes the place of TorchRec's ``EmbeddingCollection``, with compositional tables.
+
+    Parameters are named ``embeddings.<table>__p<j>.weight``. With feature generation a feature has one output a
+    partition, ``<feature>__p<j>``.
+
+    Args:
+        tables: at least one, all of the same ``embedding_dim``; names and features must be unique.
+        device: where the weights live; on ``meta`` they take no memory.
+        need_indices: whether the outputs carry their ids, as weights.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[CompositionalEmbeddingConfig],
+        device: torch.device | str | None = None,
+        need_indices: bool = False,
+    ) -> None:
+        super().__init__(tables, device)
+        for table in tables:
+            if table.embedding_dim != tables[0].embedding_dim:
+                raise UserError(
+                    f"embedding_dim of table {table.name!r} is {table.embedding_dim} and that of {tables[0].name!r} "
+                    f"{tables[0].embedding_dim}; the tables of a CompositionalEmbeddingCollection have the same: make "
+                    "one collection for each."
+                )
+        self._need_indices = need_indices
+        self._configs = looked_up_configs(EmbeddingConfig, tables)
+        self.embeddings = self._make_lookups(_embedding)
+        self.reset_parameters()
+
+    @property
+    def _lookups(self) -> nn.ModuleDict:
+        return self.embeddings
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """Looks ids up and composes; lengths are those of the input.
+
+        Raises:
+            UserError: for an id outside of its table, as its policy says, or a feature that is missing.
+        """
+        outputs = {}
+        for feature in self.embed(features):
+            names = feature.table.vector_names(feature.name)
+            weights = feature.ids if self._need_indices else None
+            for name, vectors in zip(names, feature.vectors.split(self.embedding_dim(), dim=1), strict=True):
+                outputs[name] = JaggedTensor(vectors, lengths=feature.lengths, weights=weights)
+        return outputs
+
+    def embedding_configs(self) -> list[EmbeddingConfig]:
+        """TorchRec's config of every partition table that holds vectors."""
+        return self._configs
+
+    def embedding_dim(self) -> int:
+        """Dimension of a vector."""
+        return self._tables[0].embedding_dim
+
+    def need_indices(self) -> bool:
+        """Whether the outputs carry their ids."""
+        return self._need_indices
+
+    def embedding_names_by_table(self) -> list[list[str]]:
+        """Keys of the output, for each table."""
+        return [[key for name in table.feature_names for key in table.vector_names(name)] for table in self._tables]
+
+
+def _embedding(weight: Tensor) -> nn.Module:
+    num_rows, dim = weight.shape
+    return nn.Embedding(num_rows, dim, _weight=weight)

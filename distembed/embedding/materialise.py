@@ -1,0 +1,182 @@
+"""Composed vectors of a table as a Parquet file, for serving: a table again, without partitions.
+
+::
+
+    id: int64      vector: fixed_size_list<float32>[embedding_dim]
+    0              [0.013, -0.004, ...]
+    1              [-0.021, 0.010, ...]
+
+With feature generation there is a column for each partition's vector, ``vector__p<j>``, in the place of ``vector``.
+Ids are streamed, so memory holds the table's own weights and a few chunks of composed vectors.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.embedding.ids import map_ids
+from distembed.errors import RunError, UserError
+from distembed.partitions.base import require_positive
+
+_CHUNK_BYTES = 16 << 20
+
+
+def materialise(
+    table: CompositionalEmbeddingConfig,
+    weights: Sequence[Tensor],
+    output: Path | str,
+    ids: Tensor | Iterable[int] | None = None,
+    rows_per_chunk: int | None = None,
+) -> int:
+    """Writes the composed vectors of ids, in their order; the file appears whole or not at all.
+
+    Args:
+        table: what the weights are of.
+        weights: of each partition, in their order.
+        output: file to write, replaced if it is there.
+        ids: raw ids, which go through the table's hash and policy as in training; all of the table unless given.
+        rows_per_chunk: how many vectors are composed and written at once, a row group; 16 MiB of them unless given.
+
+    Returns:
+        The number of rows.
+
+    Raises:
+        UserError: for weights of other shapes, an id outside of the table where its policy is ``error``, or no ids for
+            a table that hashes them.
+        RunError: where the file cannot be written.
+    """
+    output = Path(output)
+    _require_shapes(table, weights)
+    if ids is None and table.pre_hash is not None:
+        raise UserError(
+            f"table {table.name!r} hashes its ids (pre_hash), so that any int64 is one and there is no list of all; "
+            "give ids."
+        )
+    schema = _arrow_schema(table)
+    width = table.num_vectors * table.embedding_dim
+    if rows_per_chunk is None:
+        rows_per_chunk = max(1, _CHUNK_BYTES // (4 * width))
+    require_positive("rows_per_chunk", rows_per_chunk, "It is the number of vectors held at once.")
+    num_rows = 0
+    with _whole_file(output) as temporary, _writer(temporary, schema) as writer, torch.no_grad():
+        for chunk in _chunks(table, ids, rows_per_chunk):
+            mapped = map_ids(table, chunk.to(weights[0].device), "ids", first_position=num_rows)
+            vectors = table.combine.embed(weights, table.scheme.rows(mapped)).float().cpu()
+            writer.write_table(_arrow_table(chunk, vectors, schema), row_group_size=rows_per_chunk)
+            num_rows += len(chunk)
+    return num_rows
+
+
+def _require_shapes(table: CompositionalEmbeddingConfig, weights: Sequence[Tensor]) -> None:
+    wanted = [(part.num_rows, part.dim) for part in table.partition_tables()]
+    given = [tuple(weight.shape) for weight in weights]
+    if given != wanted:
+        raise UserError(
+            f"table {table.name!r}: the weights have the shapes {given}, but its partitions {wanted}; give the weights "
+            "of this table, in the order of its partitions."
+        )
+
+
+def _arrow_schema(table: CompositionalEmbeddingConfig) -> pa.Schema:
+    kind = pa.list_(pa.float32(), table.embedding_dim)
+    described = {
+        "table": table.name,
+        "num_embeddings": str(table.num_embeddings),
+        "partition": table.scheme.description,
+        "composition": table.combine.name,
+        "embedding_dim": str(table.embedding_dim),
+    }
+    return pa.schema(
+        [("id", pa.int64()), *[(name, kind) for name in table.vector_names("vector")]],
+        metadata={f"distembed.{key}": value for key, value in described.items()},
+    )
+
+
+def _chunks(
+    table: CompositionalEmbeddingConfig, ids: Tensor | Iterable[int] | None, rows_per_chunk: int
+) -> Iterator[Int64[Tensor, " ids"]]:
+    """Ids, so many at a time."""
+    if ids is None:
+        for start in range(0, table.num_embeddings, rows_per_chunk):
+            yield torch.arange(start, min(start + rows_per_chunk, table.num_embeddings))
+    elif isinstance(ids, Tensor):
+        if ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
+            raise UserError(f"ids is a tensor of {ids.dtype} with the shape {tuple(ids.shape)}; give one row of int64.")
+        yield from (chunk.cpu().long() for chunk in ids.split(rows_per_chunk) if len(chunk))
+    else:
+        iterator = iter(ids)
+        while batch := list(islice(iterator, rows_per_chunk)):
+            values = np.array(batch)
+            if values.dtype != np.int64:
+                for value in batch:
+                    _require_int64(value)
+                values = np.array(batch, dtype=np.int64)
+            yield torch.from_numpy(values)
+
+
+def _require_int64(value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not -(2**63) <= int(value) < 2**63:
+        raise UserError(f"ids holds {value!r}; give integers that int64 can hold.")
+
+
+def _arrow_table(ids: Int64[Tensor, " ids"], vectors: Float[Tensor, "ids width"], schema: pa.Schema) -> pa.Table:
+    columns = [
+        pa.FixedSizeListArray.from_arrays(pa.array(part.contiguous().view(-1).numpy()), field.type.list_size)
+        for part, field in zip(vectors.split(schema.field(1).type.list_size, dim=1), list(schema)[1:], strict=True)
+    ]
+    return pa.table([pa.array(ids.numpy()), *columns], schema=schema)
+
+
+def _writer(path: str, schema: pa.Schema) -> pq.ParquetWriter:
+    # as the datasets: byte-stream-split with zstd is three quarters of the size of plain pages (measured)
+    return pq.ParquetWriter(
+        path,
+        schema,
+        compression="zstd",
+        use_dictionary=False,
+        use_byte_stream_split=["id", *[f"{name}.list.element" for name in schema.names[1:]]],
+        write_statistics=["id"],
+    )
+
+
+@contextmanager
+def _whole_file(path: Path) -> Iterator[str]:
+    """Gives a temporary file that takes the place of ``path`` once it is whole; on an error it is removed.
+
+    Raises:
+        RunError: where it cannot be written.
+    """
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+        with os.fdopen(descriptor):
+            yield temporary
+            os.fsync(descriptor)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+        temporary = None
+    except OSError as error:
+        raise RunError(f"{path} could not be written ({error}){_room_left(path.parent)}") from error
+    finally:
+        if temporary is not None:
+            os.unlink(temporary)
+
+
+def _room_left(folder: Path) -> str:
+    try:
+        return f"; {shutil.disk_usage(folder).free >> 20:,} MiB are left. Free space, or choose another folder."
+    except OSError:
+        return "; choose another folder."

@@ -1,0 +1,55 @@
+"""Pooling: the composed vectors of a bag become one.
+
+::
+
+    ids       7  4  7     9        bags of 2, 0, 1 and 1 ids
+    lengths   2     0  1  1
+    vectors   a  b  c     d   ->   sum [a + b, 0, c, d]
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from distembed.embedding.config import Pooling
+from distembed.errors import UserError
+
+
+def pool(
+    vectors: Float[Tensor, "ids width"],
+    lengths: Int[Tensor, " batch"],
+    pooling: Pooling,
+    weights: Float[Tensor, " ids"] | None = None,
+) -> Float[Tensor, "batch width"]:
+    """Pools vectors that lie bag after bag; an empty bag gives zeros.
+
+    Args:
+        vectors: one an id, composed.
+        lengths: ids of each bag; their sum is the number of ids.
+        pooling: ``sum``; ``mean``, the sum over the number of ids, weighted or not, as FBGEMM has it; ``max``, a number
+            at a time, which goes with no weights.
+        weights: each multiplies its id's vector.
+
+    Raises:
+        UserError: for ``max`` with weights.
+    """
+    if weights is not None:
+        if pooling == "max":
+            raise UserError("pooling max goes with no per-sample weights; use sum or mean, or give none.")
+        vectors = vectors * weights.to(vectors.dtype).unsqueeze(1)
+    if pooling == "max":
+        return _max(vectors, lengths)
+    # faster forward and backward than an embedding_bag over the vectors, or a segment_reduce of them
+    bags = torch.arange(len(lengths), device=lengths.device)
+    bag_of_id = bags.repeat_interleave(lengths, output_size=len(vectors))
+    summed = vectors.new_zeros(len(lengths), vectors.shape[1]).index_add(0, bag_of_id, vectors)
+    return summed / lengths.clamp(min=1).unsqueeze(1) if pooling == "mean" else summed
+
+
+def _max(vectors: Float[Tensor, "ids width"], lengths: Int[Tensor, " batch"]) -> Float[Tensor, "batch width"]:
+    offsets = nn.functional.pad(lengths.long().cumsum(0), (1, 0))
+    order = torch.arange(len(vectors), device=vectors.device)
+    pooled: Any = nn.functional.embedding_bag(order, vectors, offsets, mode="max", include_last_offset=True)
+    return pooled

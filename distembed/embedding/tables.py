@@ -1,0 +1,172 @@
+"""What the collections share: their tables' parameters, the check of ids, and composed vectors id by id."""
+
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import data_type_to_dtype
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
+
+from distembed.embedding.config import CompositionalEmbeddingConfig, PartitionTable
+from distembed.embedding.ids import IdMapper
+from distembed.errors import UserError
+
+Config = TypeVar("Config", bound=CompositionalEmbeddingConfig)
+
+
+@dataclass(frozen=True)
+class EmbeddedFeature(Generic[Config]):
+    """One feature of a batch, looked up and composed.
+
+    Attributes:
+        table: that it was looked up in.
+        name: of the feature.
+        vectors: composed; where each partition gives a vector, side by side.
+        ids: as they came, bag after bag.
+        lengths: ids of each bag.
+        weights: of each id, where the batch has some.
+    """
+
+    table: Config
+    name: str
+    vectors: Float[Tensor, "ids width"]
+    ids: Int[Tensor, " ids"]
+    lengths: Int[Tensor, " batch"]
+    weights: Float[Tensor, " ids"] | None
+
+
+class CompositionalTables(nn.Module, Generic[Config]):
+    """Base of the collections.
+
+    Attributes:
+        functions: weights of the functions of path-based tables, ``<table>__p<j>``: float32, a row a function.
+
+    Args:
+        tables: at least one; names and features must be unique.
+        device: where the weights live.
+    """
+
+    def __init__(self, tables: Sequence[Config], device: torch.device | str | None) -> None:
+        super().__init__()
+        self._tables = _require_unique(tables)
+        self._device = torch.device(device or "cpu")
+        self._map_ids = IdMapper(tables)
+        self._parts = {table.name: table.partition_tables() for table in tables}
+        self.functions = nn.ParameterDict(
+            {
+                part.name: nn.Parameter(empty_weight(part, self._device, torch.float32))
+                for parts in self._parts.values()
+                for part in parts
+                if part.is_function
+            }
+        )
+
+    @property
+    @abstractmethod
+    def _lookups(self) -> nn.ModuleDict:
+        """By name, modules whose ``weight`` holds the vectors of one partition."""
+
+    def _make_lookups(self, make: Callable[[Tensor], nn.Module]) -> nn.ModuleDict:
+        return nn.ModuleDict(
+            {
+                part.name: make(empty_weight(part, self._device, data_type_to_dtype(table.data_type)))
+                for table in self._tables
+                for part in self._parts[table.name]
+                if not part.is_function
+            }
+        )
+
+    def reset_parameters(self) -> None:
+        """Draws all weights anew, the same ones as at first; does nothing on the meta device."""
+        for table in self._tables:
+            initialise(self._parts[table.name], self.weights(table.name))
+
+    def weights(self, table_name: str) -> list[Tensor]:
+        """The weights of a table's partitions, in their order."""
+        return [
+            self.functions[part.name] if part.is_function else self._lookups.get_parameter(f"{part.name}.weight")
+            for part in self._parts[table_name]
+        ]
+
+    def embed(self, features: KeyedJaggedTensor) -> Iterator[EmbeddedFeature[Config]]:
+        """Composed vectors of every feature that a table reads, in the tables' order.
+
+        Raises:
+            UserError: for a feature that the batch lacks, or an id outside of its table.
+        """
+        features = maybe_td_to_kjt(features)
+        mapped = self._map_ids(features)
+        counts = features.length_per_key()
+        ids, mapped_ids = features.values().split(counts), mapped.values().split(counts)
+        # not KeyedJaggedTensor.to_dict: it fails on a batch of no rows
+        lengths = features.lengths().view(len(features.keys()), features.stride())
+        weights = features.weights_or_none()
+        weights_of_key = [None] * len(counts) if weights is None else weights.split(counts)
+        place = {key: i for i, key in enumerate(features.keys())}
+        for table in self._tables:
+            for name in table.feature_names:
+                if name not in place:
+                    raise UserError(f"feature {name!r} of table {table.name!r} is not among {list(place)}.")
+                i = place[name]
+                rows = table.scheme.rows(mapped_ids[i].long())
+                vectors = as_float(table.combine.embed(self.weights(table.name), rows))
+                yield EmbeddedFeature(table, name, vectors, ids[i], lengths[i], weights_of_key[i])
+
+    def tables(self) -> list[Config]:
+        """The compositional tables, in order."""
+        return list(self._tables)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights live."""
+        return self._device
+
+
+def empty_weight(part: PartitionTable, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Room for the weights of a partition."""
+    return torch.empty(part.num_rows, part.dim, device=device, dtype=dtype)
+
+
+def initialise(parts: Sequence[PartitionTable], weights: Iterable[Tensor]) -> None:
+    """Fills the weights of partitions with their first values; those on the meta device are left alone."""
+    for part, weight in zip(parts, weights, strict=True):
+        if not weight.is_meta:
+            part.init(weight)
+
+
+def as_float(vectors: Float[Tensor, "ids width"]) -> Float[Tensor, "ids width"]:
+    """Half precision is one of storage: like TorchRec's, the modules give float32 then."""
+    return vectors.float() if vectors.dtype in (torch.float16, torch.bfloat16) else vectors
+
+
+def looked_up_configs(make: Callable[..., Any], tables: Sequence[Config], **fields: Any) -> list[Any]:
+    """TorchRec's config of every partition that holds vectors."""
+    return [
+        make(
+            name=part.name,
+            num_embeddings=part.num_rows,
+            embedding_dim=part.dim,
+            feature_names=list(table.feature_names),
+            data_type=table.data_type,
+            init_fn=part.init,
+            **fields,
+        )
+        for table in tables
+        for part in table.lookup_tables()
+    ]
+
+
+def _require_unique(tables: Sequence[Config]) -> list[Config]:
+    if not tables:
+        raise UserError("tables is empty; give at least one table.")
+    for what, names in (("name", [t.name for t in tables]), ("feature", [f for t in tables for f in t.feature_names])):
+        repeated = [name for name, count in Counter(names).items() if count > 1]
+        if repeated:
+            raise UserError(f"tables: the {what} {repeated[0]!r} is used by more than one table; make it unique.")
+    return list(tables)

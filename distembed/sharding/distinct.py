@@ -1,0 +1,103 @@
+"""Distinct ids of each feature: what is the same for every occurrence of an id is computed once, then pooled.
+
+Ids repeat within a batch, as those of clicks do. Sorting finds the distinct ones, and it also orders the occurrences of
+each, so that the gradient of its vector is a sum over a run of them::
+
+    occurrences, sorted by id   | 3 3 3 | 7 | 9 9 |
+    distinct ids                | 3     | 7 | 9   |
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from distembed.embedding.config import Pooling
+
+_MAX = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class DistinctIds:
+    """Ids without repetitions, feature after feature.
+
+    Attributes:
+        ids: the distinct ids.
+        counts: how many each feature has.
+        of_id: where in ``ids`` each of the given ids is.
+        order: the given ids' places, sorted by ``of_id``.
+        first: where in ``order`` the occurrences of each distinct id begin.
+    """
+
+    ids: Int64[Tensor, " distinct"]
+    counts: list[int]
+    of_id: Int64[Tensor, " ids"]
+    order: Int64[Tensor, " ids"]
+    first: Int64[Tensor, " distinct"]
+
+    def slots(self) -> Int64[Tensor, " distinct"]:
+        """Where each stands when features are padded to one length and laid side by side, ``[positions, features]``."""
+        counts = torch.tensor(self.counts, device=self.ids.device)
+        total = len(self.ids)
+        starts = torch.repeat_interleave(counts.cumsum(0) - counts, counts, output_size=total)
+        feature = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts, output_size=total)
+        return (torch.arange(total, device=counts.device) - starts) * len(counts) + feature
+
+    def pool(
+        self, vectors: Float[Tensor, "distinct width"], offsets: Int64[Tensor, " bags_plus_1"], pooling: Pooling
+    ) -> Float[Tensor, "bags width"]:
+        """Pools the distinct ids' vectors over bags of the given ids; an empty bag gives zeros."""
+        if pooling == "max":
+            pooled = nn.functional.embedding_bag(self.of_id, vectors, offsets, mode="max", include_last_offset=True)
+            return cast(Tensor, pooled)
+        summed = _SumBags.apply(vectors, self.of_id, offsets, self.order, self.first)  # type: ignore[no-untyped-call]
+        return cast(Tensor, summed / offsets.diff().clamp(min=1).unsqueeze(1) if pooling == "mean" else summed)
+
+
+def distinct_ids(ids: Int64[Tensor, " ids"], counts: Sequence[int], num_embeddings: int) -> DistinctIds:
+    """Finds the distinct ids of every feature.
+
+    Args:
+        ids: feature after feature, in ``[0, num_embeddings)``.
+        counts: how many of them each feature has.
+        num_embeddings: more than the largest id.
+    """
+    values = None
+    if len(counts) * num_embeddings > _MAX:
+        values, ids = torch.unique(ids, return_inverse=True)
+        num_embeddings = len(values)
+    # one sort for all: ids of feature f are moved to [f * num_embeddings, (f + 1) * num_embeddings)
+    starts = torch.arange(len(counts), device=ids.device) * num_embeddings
+    lengths = torch.tensor(counts, device=ids.device)
+    moved, order = torch.sort(ids + torch.repeat_interleave(starts, lengths, output_size=len(ids)))
+    is_first = torch.ones_like(moved, dtype=torch.bool)
+    torch.ne(moved[1:], moved[:-1], out=is_first[1:])
+    of_id = torch.empty_like(order).scatter_(0, order, is_first.cumsum(0) - 1)
+    first = is_first.nonzero().squeeze(1)
+    distinct = moved[first]
+    ends = torch.searchsorted(distinct, starts + num_embeddings)
+    distinct_counts = ends.diff(prepend=ends.new_zeros(1))
+    distinct = distinct - torch.repeat_interleave(starts, distinct_counts, output_size=len(distinct))
+    found = distinct if values is None else values[distinct]
+    return DistinctIds(found, distinct_counts.tolist(), of_id, order, first)
+
+
+class _SumBags(torch.autograd.Function):
+    """Sums over bags, whose backward sums over occurrences; that of ``embedding_bag`` sorts again and adds by row."""
+
+    @staticmethod
+    def forward(ctx: Any, vectors: Tensor, of_id: Tensor, offsets: Tensor, order: Tensor, first: Tensor) -> Tensor:
+        ctx.save_for_backward(offsets, order, first)
+        summed = nn.functional.embedding_bag(of_id, vectors, offsets, mode="sum", include_last_offset=True)
+        return cast(Tensor, summed)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None, None]:
+        offsets, order, first = ctx.saved_tensors
+        bags = torch.arange(len(offsets) - 1, device=offsets.device)
+        bag_of_id = torch.repeat_interleave(bags, offsets.diff(), output_size=len(order))
+        of_vectors = nn.functional.embedding_bag(bag_of_id[order], gradients[0].contiguous(), first, mode="sum")
+        return of_vectors, None, None, None, None

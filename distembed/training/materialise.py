@@ -1,0 +1,107 @@
+"""The composed vectors of a run's tables as Parquet files, read from its newest checkpoint a table at a time."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from distembed.embedding import CompositionalEmbeddingBagConfig, materialise
+from distembed.errors import UserError
+from distembed.names import one_of
+from distembed.training.checkpoint import load_weights, newest_checkpoint
+
+
+@dataclass(frozen=True)
+class MaterialisedTable:
+    """One file that was written."""
+
+    name: str
+    path: Path
+    num_rows: int
+    seconds: float
+
+
+def materialise_run(
+    run_dir: Path,
+    tables: Sequence[CompositionalEmbeddingBagConfig],
+    output: Path,
+    names: Sequence[str] = (),
+    ids_file: Path | None = None,
+    overwrite: bool = False,
+) -> Iterator[MaterialisedTable]:
+    """Writes ``<output>/<table>.parquet`` for one table after the other, and tells of each when it is there.
+
+    Args:
+        run_dir: of a run with a checkpoint.
+        tables: all of the run's.
+        output: folder, made if it is not there.
+        names: tables to write; all unless given.
+        ids_file: Parquet file of the ids to write, for one table; all ids of a table unless given.
+        overwrite: whether files that are there are replaced.
+
+    Raises:
+        UserError: for a table that the run does not have, a file that is there, ids that cannot be read, or a table
+            that hashes its ids when none are given.
+        RunError: where a file cannot be written.
+    """
+    known = {table.name: table for table in tables}
+    wanted = [known[one_of("--table", name, known)] for name in dict.fromkeys(names)] or list(tables)
+    if ids_file is not None and len(wanted) != 1:
+        raise UserError(f"--ids holds the ids of one table; name it with --table. Known: {', '.join(known)}.")
+    hashing = [table.name for table in wanted if table.pre_hash is not None]
+    if hashing and ids_file is None:
+        raise UserError(
+            f"table {hashing[0]!r} hashes its ids, so there is no list of all; give them with --ids, for one --table."
+        )
+    if output.exists() and not output.is_dir():
+        raise UserError(f"--output {output} is a file; give a folder.")
+    paths = [output / f"{table.name}.parquet" for table in wanted]
+    there = [path for path in paths if path.exists()]
+    if there and not overwrite:
+        raise UserError(f"{there[0]} is there already; add --overwrite to replace it, or give another --output.")
+    column = None if ids_file is None else _id_column(ids_file)
+    checkpoint = newest_checkpoint(run_dir)
+    for table, path in zip(wanted, paths, strict=True):
+        started = time.perf_counter()
+        weights = load_weights(checkpoint, _weight_names(table))
+        ids = None if ids_file is None or column is None else _read_ids(ids_file, column)
+        num_rows = materialise(table, weights, path, ids)
+        yield MaterialisedTable(table.name, path, num_rows, time.perf_counter() - started)
+
+
+def _weight_names(table: CompositionalEmbeddingBagConfig) -> list[str]:
+    return [
+        f"functions.{part.name}" if part.is_function else f"embedding_bags.{part.name}.weight"
+        for part in table.partition_tables()
+    ]
+
+
+def _id_column(path: Path) -> str:
+    """The column ``id``, or the only one of integers."""
+    try:
+        schema = pq.read_schema(path)
+    except (OSError, pa.ArrowException) as error:
+        raise _unreadable(path, error) from error
+    integers = [field.name for field in schema if pa.types.is_integer(field.type)]
+    if "id" in integers:
+        return "id"
+    if len(integers) != 1:
+        columns = ", ".join(f"{field.name} ({field.type})" for field in schema)
+        raise UserError(f"--ids {path} needs a column 'id' of integers, or one such column only; it has {columns}.")
+    return integers[0]
+
+
+def _read_ids(path: Path, column: str) -> Iterator[int]:
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(columns=[column]):
+                yield from batch.column(0).to_pylist()
+    except (OSError, pa.ArrowException) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: BaseException) -> UserError:
+    return UserError(f"--ids {path} cannot be read as a Parquet file: {error}")

@@ -1,0 +1,241 @@
+"""Forward, backward and update of 26 tables, by composition, against TorchRec's hashed tables and the bytes moved.
+
+::
+
+    OMP_NUM_THREADS=1 python tools/bench_embedding.py --batch-sizes 128 2048 8192 --bags 1 10
+
+Every contender is a sharded collection on one rank: ids in, pooled vectors out, a given gradient back, tables updated
+by row-wise Adagrad within the backward pass, and functions (path-based) by Adagrad after it. TorchRec's get hashed
+ids, and hashing is part of its step. The floor is the time that this machine needs to copy the bytes which the step
+cannot but move: ids, each id's row of every partition, the pooled vectors and their gradient, and every distinct row
+with its optimizer state, read and written once.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ModuleSharder, ShardingEnv
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from distembed.composition import COMPOSITIONS, Composition, PathMLP
+from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
+from distembed.partitions import ChineseRemainder, MixedRadix, Naive, Partition, QuotientRemainder, Remainder
+from distembed.planning import make_plan
+from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
+from distembed.training.processes import process_group
+
+NUM_IDS, COLLISIONS, DIM, LEARNING_RATE = 400_000, 4, 16, 0.01
+NAMES = [f"C{i}" for i in range(1, 27)]
+NUM_BATCHES = 8
+BASELINE = "TorchRec, hashed"
+CPU = torch.device("cpu")
+
+Step = Callable[[KeyedJaggedTensor], None]
+
+
+def draw_batches(batch_size: int, bag: int) -> list[KeyedJaggedTensor]:
+    """Batches with ids skewed like Criteo's: log-uniform over the table."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.full((len(NAMES) * batch_size,), bag, dtype=torch.int32)
+    batches = []
+    for _ in range(NUM_BATCHES):
+        uniform = torch.rand(len(NAMES) * batch_size * bag, generator=generator, dtype=torch.float64)
+        ids = (torch.exp(uniform * torch.log(torch.tensor(float(NUM_IDS)))) - 1).long().clamp(max=NUM_IDS - 1)
+        batches.append(KeyedJaggedTensor(NAMES, ids, lengths=lengths))
+    return batches
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """One way to embed: how its rows come about (for the floor), and how its step is made."""
+
+    partition: Partition
+    dims: tuple[int, ...]
+    width: int
+    make: Callable[[Tensor], Step]
+
+
+def shard(module: nn.Module, sharder: ModuleSharder) -> nn.Module:
+    """The collection on one rank, with row-wise Adagrad in its backward pass."""
+    apply_optimizer_in_backward(
+        RowWiseAdagrad, module.get_submodule("e.embedding_bags").parameters(), {"lr": LEARNING_RATE}
+    )
+    plan = make_plan(module, [sharder], device=CPU, world_size=1, local_world_size=1, batch_size=512)
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    sharded = DistributedModelParallel(
+        module, env=env, device=CPU, plan=plan, sharders=[sharder], init_data_parallel=False
+    )
+    return sharded.module["e"]
+
+
+def ours(partition: Partition, composition: Composition) -> Contender:
+    """This project's tables."""
+    tables = [CompositionalEmbeddingBagConfig(name, NUM_IDS, DIM, [name], partition, composition) for name in NAMES]
+
+    def make(gradient: Tensor) -> Step:
+        collection = CompositionalEmbeddingBagCollection(tables, device="meta")
+        sharded = shard(nn.ModuleDict({"e": collection}), CompositionalEmbeddingBagCollectionSharder())
+        functions = list(sharded.get_submodule("functions").parameters())
+        optimizer = torch.optim.Adagrad(functions, lr=LEARNING_RATE, fused=True) if functions else None
+
+        def step(features: KeyedJaggedTensor) -> None:
+            sharded(features).values().backward(gradient)
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return step
+
+    dims = tuple(part.dim for part in tables[0].lookup_tables())
+    return Contender(partition, dims, tables[0].num_vectors * DIM, make)
+
+
+def torchrec_hashed() -> Contender:
+    """TorchRec's own tables of as many rows as collisions leave, fed with hashed ids."""
+    hashed = Remainder(NUM_IDS, collisions=COLLISIONS)
+    configs = [
+        EmbeddingBagConfig(name=name, num_embeddings=hashed.total_rows, embedding_dim=DIM, feature_names=[name])
+        for name in NAMES
+    ]
+
+    def make(gradient: Tensor) -> Step:
+        collection = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
+        sharded = shard(nn.ModuleDict({"e": collection}), EmbeddingBagCollectionSharder())
+
+        def step(features: KeyedJaggedTensor) -> None:
+            rows = features.values() % hashed.total_rows
+            embedded = sharded(KeyedJaggedTensor(NAMES, rows, lengths=features.lengths()))
+            embedded.values().backward(gradient)
+
+        return step
+
+    return Contender(hashed, (DIM,), DIM, make)
+
+
+def contenders() -> dict[str, Contender]:
+    """Every contender by name."""
+    quotient_remainder = QuotientRemainder(NUM_IDS, collisions=COLLISIONS)
+    by_name = {
+        BASELINE: torchrec_hashed(),
+        "full": ours(Naive(NUM_IDS), COMPOSITIONS["product"]()),
+        "hashed": ours(Remainder(NUM_IDS, collisions=COLLISIONS), COMPOSITIONS["product"]()),
+    }
+    for name, composition in COMPOSITIONS.items():
+        by_name[f"quotient-remainder, {name}"] = ours(quotient_remainder, composition())
+    by_name["quotient-remainder, path_mlp 16"] = ours(quotient_remainder, PathMLP(hidden=[16]))
+    by_name["mixed radix of 3, product"] = ours(MixedRadix(NUM_IDS, num_partitions=3), COMPOSITIONS["product"]())
+    by_name["Chinese remainder of 2, product"] = ours(ChineseRemainder(NUM_IDS), COMPOSITIONS["product"]())
+    return by_name
+
+
+def bytes_moved(contender: Contender, features: KeyedJaggedTensor, batch_size: int) -> int:
+    """What a step reads and writes at least; float32 numbers, int64 ids, one float32 of state a row."""
+    ids = features.values().view(len(NAMES), -1)
+    moved = ids.numel() * 8 + 2 * batch_size * len(NAMES) * contender.width * 4
+    for j, dim in enumerate(contender.dims):
+        distinct = sum(len(contender.partition.rows(of_table)[j].unique()) for of_table in ids)
+        moved += ids.numel() * dim * 4 + distinct * 2 * (dim + 1) * 4
+    return moved
+
+
+def copy_bytes_per_second() -> float:
+    """Bytes read and written each second by a copy that no cache holds."""
+    source, target = torch.ones(2**26), torch.empty(2**26)
+    target.copy_(source)
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - started)
+    return 2 * 4 * 2**26 / min(seconds)
+
+
+def measure(
+    steps: dict[str, Step], batches: Sequence[KeyedJaggedTensor], rounds: int, seconds_a_turn: float
+) -> dict[str, list[float]]:
+    """Seconds a step of every contender in every round; contenders take turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for round_number in range(-1, rounds):
+        for name, step in steps.items():
+            count, started = 0, time.perf_counter()
+            while (elapsed := time.perf_counter() - started) < seconds_a_turn or count < 2:
+                batch = batches[count % len(batches)]
+                # a fresh one: a batch that was seen before keeps its offsets
+                step(KeyedJaggedTensor(NAMES, batch.values(), lengths=batch.lengths()))
+                count += 1
+            if round_number >= 0:
+                seconds[name].append(elapsed / count)
+    return seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One contender at one batch size and bag; ``ratio`` is the median of the ratios of each round."""
+
+    contender: str
+    batch_size: int
+    bag: int
+    milliseconds: float
+    ratio: float
+    ratio_to_floor: float
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[128, 2048, 8192])
+    parser.add_argument("--bags", type=int, nargs="+", default=[1, 10], help="ids of each feature in a row")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=0.3, help="of one contender's turn")
+    parser.add_argument("--only", default="", help="contenders whose name holds this text, beside the baseline")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    options = parser.parse_args()
+    chosen = {name: c for name, c in contenders().items() if name == BASELINE or options.only in name}
+    rows = []
+    with process_group("cpu"):
+        bandwidth = copy_bytes_per_second()
+        for batch_size in options.batch_sizes:
+            gradients = {name: torch.randn(batch_size, len(NAMES) * c.width) * 1e-3 for name, c in chosen.items()}
+            steps = {name: c.make(gradients[name]) for name, c in chosen.items()}
+            for bag in options.bags:
+                batches = draw_batches(batch_size, bag)
+                seconds = measure(steps, batches, options.rounds, options.seconds)
+                for name, values in seconds.items():
+                    floor = bytes_moved(chosen[name], batches[0], batch_size) / bandwidth
+                    ratio = statistics.median(a / b for a, b in zip(values, seconds[BASELINE], strict=True))
+                    middle = statistics.median(values)
+                    rows.append(Row(name, batch_size, bag, middle * 1000, ratio, middle / floor))
+    table = Table("contender", "batch", "bag", "ms", f"to {BASELINE}", "to the floor")
+    for row in rows:
+        table.add_row(
+            row.contender,
+            str(row.batch_size),
+            str(row.bag),
+            f"{row.milliseconds:.2f}",
+            f"{row.ratio:.2f}x",
+            f"{row.ratio_to_floor:.1f}x",
+        )
+    Console(width=110).print(table)
+    print(f"{torch.get_num_threads()} threads, copies at {bandwidth / 1e9:.1f} GB/s read and written")
+    if options.output is not None:
+        options.output.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
