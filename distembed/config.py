@@ -73,7 +73,8 @@ def validate(values: Mapping[str, Any], source: str) -> Config:
 def _once(mistakes: Sequence[Any]) -> list[dict[str, Any]]:
     """Leaves out what an exception of ``embedding.tables`` only inherits from the default."""
     of_default = [(m["loc"][2:], m["input"]) for m in mistakes if m["loc"][:2] == ("embedding", "default")]
-    return [m for m in mistakes if m["loc"][:2] != ("embedding", "tables") or (m["loc"][3:], m["input"]) not in of_default]
+    inherits = [m["loc"][:2] == ("embedding", "tables") and (m["loc"][3:], m["input"]) in of_default for m in mistakes]
+    return [mistake for mistake, inherited in zip(mistakes, inherits, strict=True) if not inherited]
 
 
 def _describe(mistake: dict[str, Any]) -> str:

@@ -33,7 +33,7 @@ _CHUNK_COST = 16
 _LONG_RUN = 2048
 """A run of so many ids pays for a block of its own."""
 
-_BLOCK_BYTES = {"cpu": 2**20, "cuda": 2**27}
+_BLOCK_BYTES = {"cpu": 2**21, "cuda": 2**27}
 """Size of a block's widest hidden values: a core's cache, and enough to keep every processor of a GPU busy."""
 
 

@@ -174,8 +174,8 @@ class CompositionalEmbeddingBagConfig(CompositionalEmbeddingConfig):
     """A table whose vectors are pooled over the ids of a bag; arguments as its base's, and one more.
 
     Args:
-        pooling: how the composed vectors of a bag become one: ``sum``, ``mean`` or ``max``, a number at a time. TorchRec's
-            ``PoolingType`` is taken too. An empty bag gives zeros.
+        pooling: how the composed vectors of a bag become one: ``sum``, ``mean`` or ``max``, a number at a time.
+            TorchRec's ``PoolingType`` is taken too. An empty bag gives zeros.
     """
 
     pooling: Pooling = "sum"

@@ -36,6 +36,8 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     Ids are checked and mapped in ``input_dist``, before the all-to-all. All ranks construct and call it together.
     """
 
+    _embedding_names: list[str]  # the base class's
+
     def __init__(
         self,
         module: CompositionalEmbeddingBagCollection,
@@ -66,10 +68,13 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             module_fqn=module_fqn,
         )
         self.functions = nn.ParameterDict(self._replicated)
-        vector_names = {name: table.vector_names(name) for table in self._tables for name in table.feature_names}
-        dim_of = {name: table.embedding_dim for table in self._tables for name in table.feature_names}
-        self._embedding_dims = [dim_of[name] for name in self._embedding_names for _ in vector_names[name]]
-        self._embedding_names = [vector for name in self._embedding_names for vector in vector_names[name]]
+        # TorchRec's dists know one key a feature; where each partition gives a vector, it is as wide as all of these
+        table_of = {name: table for table in self._tables for name in table.feature_names}
+        features = self._embedding_names
+        self._embedding_names = [vector for name in features for vector in table_of[name].vector_names(name)]
+        self._embedding_dims = [
+            table_of[name].embedding_dim for name in features for _ in range(table_of[name].num_vectors)
+        ]
 
     # an instance method in the place of TorchRec's class method: the sharding needs this module's tables
     def create_embedding_bag_sharding(
@@ -147,8 +152,8 @@ def plan_of_partitions(
         for part in table.lookup_tables():
             if part.dim % 4:
                 raise UserError(
-                    f"table {table.name!r}: the vectors of partition table {part.name!r} have {part.dim} numbers; FBGEMM "
-                    "takes multiples of 4. Choose embedding_dim, or dims of concat, accordingly."
+                    f"table {table.name!r}: the vectors of partition table {part.name!r} have {part.dim} numbers; "
+                    "FBGEMM takes multiples of 4. Choose embedding_dim, or dims of concat, accordingly."
                 )
             sharding = copy.deepcopy(placed)
             assert sharding.sharding_spec is not None

@@ -52,7 +52,7 @@ class DistinctIds:
         """Pools the distinct ids' vectors over bags of the given ids; an empty bag gives zeros."""
         if pooling == "max":
             pooled = nn.functional.embedding_bag(self.of_id, vectors, offsets, mode="max", include_last_offset=True)
-            return cast(Tensor, pooled)
+            return pooled
         summed = _SumBags.apply(vectors, self.of_id, offsets, self.order, self.first)  # type: ignore[no-untyped-call]
         return cast(Tensor, summed / offsets.diff().clamp(min=1).unsqueeze(1) if pooling == "mean" else summed)
 
@@ -92,7 +92,7 @@ class _SumBags(torch.autograd.Function):
     def forward(ctx: Any, vectors: Tensor, of_id: Tensor, offsets: Tensor, order: Tensor, first: Tensor) -> Tensor:
         ctx.save_for_backward(offsets, order, first)
         summed = nn.functional.embedding_bag(of_id, vectors, offsets, mode="sum", include_last_offset=True)
-        return cast(Tensor, summed)
+        return summed
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None, None]:

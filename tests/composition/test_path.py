@@ -13,7 +13,9 @@ from distembed.composition.path import PathComposition
 from distembed.errors import UserError
 
 
-def as_module(packed: Tensor, dim: int, hidden: tuple[int, ...], activation: Callable[[Tensor], Tensor]) -> Tensor:
+def as_module(
+    packed: Tensor, dim: int, hidden: tuple[int, ...], activation: Callable[[Tensor], Tensor]
+) -> Callable[[Tensor], Tensor]:
     """A function of torch's own linear layers with the numbers of ``packed``, read one after another."""
     numbers = iter(packed.tolist())
     sizes = (dim, *hidden, dim)
@@ -44,10 +46,12 @@ def test_numbers_of_a_function(hidden: int) -> None:
 
 @pytest.mark.parametrize("hidden", [(3,), (4, 2)])
 @pytest.mark.parametrize("activation", [*ACTIVATIONS, torch.cos])
-def test_functions_are_mlps_applied_one_after_another(activation: str, hidden: tuple[int, ...]) -> None:
+def test_functions_are_mlps_applied_one_after_another(
+    activation: str | Callable[[Tensor], Tensor], hidden: tuple[int, ...]
+) -> None:
     torch.manual_seed(0)
     path = PathMLP(hidden=hidden, activation=activation)
-    function = ACTIVATIONS.get(activation, activation)
+    function = ACTIVATIONS[activation] if isinstance(activation, str) else activation
     vector, *functions = [torch.randn(d, dtype=torch.float64) for d in path.partition_dims(5, 3)]
     second, third = (as_module(packed, 5, hidden, function) for packed in functions)
     assert torch.allclose(path.compose([vector, *functions]), third(second(vector)))
@@ -61,7 +65,7 @@ def test_a_linear_function_is_one_linear_layer() -> None:
 
 @pytest.mark.parametrize("activation", [*ACTIVATIONS, torch.cos])
 @pytest.mark.parametrize("hidden", [(2,), (3, 2)])
-def test_gradients_for_every_activation(activation: str, hidden: tuple[int, ...]) -> None:
+def test_gradients_for_every_activation(activation: str | Callable[[Tensor], Tensor], hidden: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     path = PathMLP(hidden=hidden, activation=activation)
     weights = [
@@ -153,7 +157,9 @@ def test_a_gpu_gives_the_same(name: str) -> None:
 @pytest.mark.parametrize("variance", [0.01, 1e-8])
 @pytest.mark.parametrize("hidden", [(64,), (5,), (32, 8), (16, 16, 16)])
 @pytest.mark.parametrize("activation", [*ACTIVATIONS, torch.cos])
-def test_functions_keep_mean_and_variance(activation: str, hidden: tuple[int, ...], variance: float) -> None:
+def test_functions_keep_mean_and_variance(
+    activation: str | Callable[[Tensor], Tensor], hidden: tuple[int, ...], variance: float
+) -> None:
     path = PathMLP(hidden=hidden, activation=activation)
     generator = torch.Generator().manual_seed(0)
     num_buckets, each = 3000, 4
