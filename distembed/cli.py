@@ -293,6 +293,7 @@ def _settings(config: "Config") -> Any:
     from distembed.data.manifest import Manifest, id_fingerprint
     from distembed.describe import describe as describe_config
     from distembed.describe import kept_full
+    from distembed.embedding import assignment_checksums
     from distembed.training.trainer import RunSettings
 
     dataset = config.data.require_path()
@@ -309,6 +310,7 @@ def _settings(config: "Config") -> Any:
             "seed": config.train.seed,
             "batch_size": config.train.batch_size,
             "id_fingerprint": id_fingerprint(dataset, Manifest.load(dataset)),
+            "assignments": assignment_checksums(config.embedding),
             "kept_full": kept_full(description),
             "schemes": {scheme: schemes.count(scheme) for scheme in dict.fromkeys(schemes)},
             **{key: description[key] for key in ("parameters", "embedding_parameters", "embedding_bytes")},
@@ -376,11 +378,21 @@ def _flat(config: "Config") -> dict[str, Any]:
 
 def _config_of_run(run: Path) -> "Config":
     from distembed.config import load_config
+    from distembed.embedding import assignment_checksums
+    from distembed.training.run_record import read_json_object
 
     for name in ("config.yaml", "run.json"):
         if not (run / name).is_file():
             raise UserError(f"{run} is no run: it has no {name}. Give a folder that `distembed train` made.")
-    return load_config(run / "config.yaml")
+    config = load_config(run / "config.yaml")
+    trained_on = read_json_object(run / "run.json").get("assignments", {})
+    for path, checksum in assignment_checksums(config.embedding).items():
+        if trained_on.get(path) != checksum:
+            raise UserError(
+                f"{path}, which says which rows the ids of an explicit table have, is not the file that {run} was "
+                "trained with; put that one back."
+            )
+    return config
 
 
 def _hush_libraries() -> None:

@@ -5,7 +5,13 @@ from distembed.embedding.bag_collection import CompositionalEmbeddingBagCollecti
 from distembed.embedding.collection import CompositionalEmbeddingCollection
 from distembed.embedding.config import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig, vector_names
 from distembed.embedding.materialise import materialise
-from distembed.embedding.settings import EmbeddingConfig, TableConfig, build_tables, reason_to_stay_full
+from distembed.embedding.settings import (
+    EmbeddingConfig,
+    TableConfig,
+    assignment_checksums,
+    build_tables,
+    reason_to_stay_full,
+)
 
 __all__ = [
     "CompositionalEmbeddingBag",
@@ -15,6 +21,7 @@ __all__ = [
     "CompositionalEmbeddingConfig",
     "EmbeddingConfig",
     "TableConfig",
+    "assignment_checksums",
     "build_tables",
     "materialise",
     "reason_to_stay_full",

@@ -1,5 +1,6 @@
 """The ``embedding`` section of a YAML file, and the tables that it makes of a dataset's features."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Annotated, Any
@@ -128,6 +129,24 @@ def build_tables(
     for name in config.tables:
         one_of("embedding.tables", name, names)
     return [_build_table(feature, config.of(feature.name), seed) for feature in features]
+
+
+def assignment_checksums(config: EmbeddingConfig) -> dict[str, str]:
+    """SHA-256 of every Parquet file that an explicit scheme reads, by path: as much part of a model as its config.
+
+    Raises:
+        UserError: where a file cannot be read.
+    """
+    settings = [config.default, *config.tables.values()]
+    paths = sorted({s.assignments for s in settings if s.partition == "explicit" and s.assignments is not None})
+    checksums = {}
+    for path in paths:
+        try:
+            with open(path, "rb") as file:
+                checksums[path] = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise UserError(f"embedding: the assignments {path} cannot be read: {error}") from error
+    return checksums
 
 
 def reason_to_stay_full(feature: CategoricalFeature, settings: TableConfig) -> str | None:
