@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from distembed.embedding.config import Pooling
 
-_MAX = 2**63 - 1
+_MAX, _MAX_INT32 = 2**63 - 1, 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,14 @@ def distinct_ids(ids: Int64[Tensor, " ids"], counts: Sequence[int], num_embeddin
     # one sort for all: ids of feature f are moved to [f * num_embeddings, (f + 1) * num_embeddings)
     starts = torch.arange(len(counts), device=ids.device) * num_embeddings
     lengths = torch.tensor(counts, device=ids.device)
-    moved, order = torch.sort(ids + torch.repeat_interleave(starts, lengths, output_size=len(ids)))
+    moved = ids + torch.repeat_interleave(starts, lengths, output_size=len(ids))
+    # narrow keys sort faster
+    moved, order = torch.sort(moved.int() if len(counts) * num_embeddings <= _MAX_INT32 else moved)
     is_first = torch.ones_like(moved, dtype=torch.bool)
     torch.ne(moved[1:], moved[:-1], out=is_first[1:])
     of_id = torch.empty_like(order).scatter_(0, order, is_first.cumsum(0) - 1)
     first = is_first.nonzero().squeeze(1)
-    distinct = moved[first]
+    distinct = moved[first].long()
     ends = torch.searchsorted(distinct, starts + num_embeddings)
     distinct_counts = ends.diff(prepend=ends.new_zeros(1))
     distinct = distinct - torch.repeat_interleave(starts, distinct_counts, output_size=len(distinct))

@@ -1,0 +1,49 @@
+"""Distinct ids of each feature, against Python's sets and loops."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distembed.sharding.distinct import distinct_ids
+
+FEATURES = st.lists(st.lists(st.integers(0, 4), max_size=8), min_size=1, max_size=5)
+
+
+@pytest.mark.parametrize("scale", [1, 10**9, 2**60])
+@given(features=FEATURES)
+def test_every_feature_keeps_its_own_distinct_ids(scale: int, features: list[list[int]]) -> None:
+    ids = torch.tensor([i * scale for feature in features for i in feature], dtype=torch.long)
+    counts = [len(feature) for feature in features]
+    found = distinct_ids(ids, counts, 4 * scale + 1)
+    pieces = [piece.tolist() for piece in found.ids.split(found.counts)]
+    assert pieces == [sorted({i * scale for i in feature}) for feature in features]
+    assert torch.equal(found.ids[found.of_id], ids)
+    owner = [f for f, count in enumerate(found.counts) for _ in range(count)]
+    given_owner = [f for f, count in enumerate(counts) for _ in range(count)]
+    assert [owner[i] for i in found.of_id.tolist()] == given_owner
+    slots = [i * len(counts) + f for f, count in enumerate(found.counts) for i in range(count)]
+    assert found.slots().tolist() == slots
+
+
+@pytest.mark.parametrize("pooling", ["sum", "mean", "max"])
+@given(bags=st.lists(st.lists(st.integers(0, 6), max_size=5), max_size=6))
+def test_pooling_and_its_gradient_equal_a_loop(pooling: str, bags: list[list[int]]) -> None:
+    ids = torch.tensor([i for bag in bags for i in bag], dtype=torch.long)
+    found = distinct_ids(ids, [len(ids)], 7)
+    offsets = torch.tensor([0, *[len(bag) for bag in bags]]).cumsum(0)
+    table = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
+    pooled = found.pool(table[found.ids], offsets, pooling)
+    reduce = {"sum": lambda v: v.sum(0), "mean": lambda v: v.mean(0), "max": lambda v: v.amax(0)}[pooling]
+    expected = [reduce(table[torch.tensor(bag)]) if bag else torch.zeros(3, dtype=torch.float64) for bag in bags]
+    assert pooled.shape == (len(bags), 3)
+    if not bags:
+        return
+    torch.testing.assert_close(pooled, torch.stack(expected))
+    weights = torch.randn_like(pooled)
+    (ours,) = torch.autograd.grad((pooled * weights).sum(), table)
+    if len(ids):
+        once = [list(dict.fromkeys(bag)) if pooling == "max" else bag for bag in bags]  # amax shares among equals
+        expected = [reduce(table[torch.tensor(bag)]) if bag else torch.zeros(3, dtype=torch.float64) for bag in once]
+        (theirs,) = torch.autograd.grad((torch.stack(expected) * weights).sum(), table)
+        torch.testing.assert_close(ours, theirs)
