@@ -35,6 +35,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.composition import COMPOSITIONS, Composition, PathMLP
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
+from distembed.embedding.ids import IdMapper
 from distembed.partitions import ChineseRemainder, MixedRadix, Naive, Partition, QuotientRemainder, Remainder
 from distembed.planning import make_plan
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
@@ -128,11 +129,28 @@ def torchrec_hashed() -> Contender:
     return Contender(hashed, (DIM,), DIM, make)
 
 
+def id_check() -> Contender:
+    """What every step of ours does first: bring ids inside their tables."""
+    full = Naive(NUM_IDS)
+    tables = [CompositionalEmbeddingBagConfig(name, NUM_IDS, DIM, [name], full) for name in NAMES]
+
+    def make(gradient: Tensor) -> Step:
+        map_ids = IdMapper(tables)
+
+        def step(features: KeyedJaggedTensor) -> None:
+            map_ids(features)
+
+        return step
+
+    return Contender(full, (), 0, make)
+
+
 def contenders() -> dict[str, Contender]:
     """Every contender by name."""
     quotient_remainder = QuotientRemainder(NUM_IDS, collisions=COLLISIONS)
     by_name = {
         BASELINE: torchrec_hashed(),
+        "id check alone": id_check(),
         "full": ours(Naive(NUM_IDS), COMPOSITIONS["product"]()),
         "hashed": ours(Remainder(NUM_IDS, collisions=COLLISIONS), COMPOSITIONS["product"]()),
     }
@@ -227,7 +245,7 @@ def main() -> None:
             row.contender,
             str(row.batch_size),
             str(row.bag),
-            f"{row.milliseconds:.2f}",
+            f"{row.milliseconds:.3f}",
             f"{row.ratio:.2f}x",
             f"{row.ratio_to_floor:.1f}x",
         )

@@ -60,7 +60,7 @@ class TableConfig:
     threshold: int = Field(default=200, ge=0)
     force: bool = False
     id_policy: IdPolicy = "error"
-    hash_seed: int | None = Field(default=None, ge=0)
+    hash_seed: int | None = Field(default=None, ge=0, le=2**63 - 1)
 
     @field_validator("partition")
     @classmethod

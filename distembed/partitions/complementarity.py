@@ -21,8 +21,9 @@ from distembed.partitions.hashing import mix64
 _BUFFER_KEYS = 2**26
 """Keys sorted at once: half a GiB."""
 
-_CHUNK_IDS = 2**18
-"""Ids whose keys are made at once, few enough for the processor's cache."""
+_CHUNK_IDS = 2**14
+"""Ids whose keys are made at once: few enough for the processor's cache, and for torch not to split them among threads,
+which costs more than it gains, and many times more where the processor is busy."""
 
 _EXPECTED_FILL = 0.9
 """Share of the buffer that a range of evenly spread keys is expected to fill."""

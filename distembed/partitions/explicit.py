@@ -1,4 +1,4 @@
-"""Explicit: partitions given as arrays, such as the make, the year and the type of a car (Shi et al., KDD 2020, sec. 3.1).
+"""Explicit: partitions given as arrays, such as the make, year and type of a car (Shi et al., KDD 2020, section 3.1).
 
 ``p_j(x) = a_j[x]``, where assignment ``a_j`` holds the row of every id. Trade-off: ids that share a property share a
 row, so that rare ids learn from like ones; but k numbers an id are stored, and whether the partitions are complementary
@@ -21,7 +21,7 @@ from distembed.partitions.complementarity import count_tuples, find_collision
 from distembed.partitions.parquet_columns import read_assignments
 
 _STORED_AS = (np.uint8, np.int16, np.int32, np.int64)
-_CHUNK_IDS = 2**18
+_CHUNK_IDS = 2**14
 """Ids compared at once by the inverse, few enough for the processor's cache."""
 
 
@@ -58,7 +58,7 @@ class Explicit(Partition):
                 f"explicit was given {len(assignments)} assignments and {len(num_rows)} numbers in num_rows; "
                 "give as many of both, or leave num_rows out."
             )
-        bounds = num_rows or [None] * len(assignments)
+        bounds: Sequence[int | None] = num_rows or [None] * len(assignments)
         stored = [
             _stored(f"assignments[{j}]", rows, self.num_embeddings, f"num_rows[{j}]", bound)
             for j, (rows, bound) in enumerate(zip(assignments, bounds, strict=True))
@@ -150,7 +150,8 @@ def _stored(field: str, rows: Any, num_embeddings: int, bound_field: str, bound:
     values = _integers(field, rows)
     if values.shape != (num_embeddings,):
         raise UserError(
-            f"{field} has the shape {values.shape}; it must hold one row for each of num_embeddings={num_embeddings} ids."
+            f"{field} has the shape {values.shape}; it must be ({num_embeddings},): one row for each of "
+            f"num_embeddings={num_embeddings} ids."
         )
     if bound is None:
         bound = max(int(values.max()), 0) + 1
@@ -158,7 +159,8 @@ def _stored(field: str, rows: Any, num_embeddings: int, bound_field: str, bound:
     if int(values.min()) < 0 or int(values.max()) >= bound:
         position = int(((values < 0) | (values >= bound)).argmax())
         raise UserError(
-            f"{field}[{position}] is {int(values[position])}; rows lie between 0 and {bound - 1} ({bound_field}={bound})."
+            f"{field}[{position}] is {int(values[position])}; rows lie between 0 and {bound - 1} "
+            f"({bound_field}={bound})."
         )
     width = next(width for width in _STORED_AS if np.iinfo(width).max >= bound - 1)
     return torch.from_numpy(values.astype(width)), bound

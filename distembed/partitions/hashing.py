@@ -1,7 +1,7 @@
 """Keyed pre-hash: ids for values that arrive as strings or as unbounded integers, before any partition.
 
 Trade-off: no vocabulary to build or to keep, and values never seen before get an id at once; but distinct values can
-share an id. With v values and n ids about ``v^2 / 2n`` pairs do, so take n well above v, which compressed tables afford.
+share an id. With v values and n ids about ``v^2 / 2n`` pairs do, so take n well above v, as compressed tables can.
 The key makes the ids differ between tables, and unforeseeable to whoever does not know it; it is no cryptographic
 protection for integers (for strings it is one: BLAKE2b, to 64 bits).
 """

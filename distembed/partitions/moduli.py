@@ -35,7 +35,7 @@ def balanced_moduli(num_embeddings: int, num_partitions: int) -> tuple[int, ...]
 
 @functools.lru_cache(maxsize=256)
 def coprime_moduli(num_embeddings: int, num_partitions: int) -> tuple[int, ...]:
-    """k pairwise coprime moduli whose product reaches n with the smallest sum, largest first.
+    """The k pairwise coprime moduli whose product reaches n with the smallest sum, largest first.
 
     The sum is the smallest one, not nearly so: each sum is searched completely, from that of :func:`balanced_moduli`
     upwards, by branch and bound. Moduli of 1, coprime to all, stand in where k is large for n. For any n up to 2^63-1
@@ -116,7 +116,10 @@ def first_shared_factor(moduli: Sequence[int]) -> tuple[int, int, int] | None:
 
 
 def mended(moduli: Sequence[int], num_embeddings: int, coprime: bool) -> tuple[int, ...]:
-    """Moduli near the given ones that do for n ids: each made coprime to those before it, then one raised if need be."""
+    """Moduli near the given ones that do for n ids: each coprime to those before it, then one raised if need be.
+
+    Raised is the one that adds the fewest rows.
+    """
     fitting: list[int] = []
     for modulus in moduli:
         fitting.append(_nearest_coprime(modulus, fitting) if coprime else modulus)
