@@ -105,7 +105,10 @@ class CompositionalEmbeddingConfig:
             self._resolve("oov_id", min(1, self.num_embeddings - 1))
         elif isinstance(self.oov_id, bool) or not 0 <= self.oov_id < self.num_embeddings:
             raise UserError(f"{where}: oov_id is {self.oov_id!r}; it must lie in [0, {self.num_embeddings}).")
-        self.combine.partition_dims(self.embedding_dim, len(self.scheme.num_rows))
+        try:
+            self.combine.partition_dims(self.embedding_dim, len(self.scheme.num_rows))
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
 
     def _resolve(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)

@@ -7,6 +7,7 @@ is known only once every id has been looked at.
 
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,7 +72,7 @@ class Explicit(Partition):
 
     @classmethod
     def from_parquet(
-        cls, num_embeddings: int, path: str, columns: Sequence[str], allow_collisions: bool = False
+        cls, num_embeddings: int, path: str | Path, columns: Sequence[str], allow_collisions: bool = False
     ) -> "Explicit":
         """One partition for each column of a Parquet file, whose row x describes id x.
 
@@ -125,7 +126,7 @@ class Explicit(Partition):
 
     def _candidates(self, rows: Int64[Tensor, "k *shape"]) -> Int64[Tensor, "*shape"]:
         """Compares all ids with the wanted tuples, in one pass that keeps no index of them."""
-        wanted = rows.flatten(1).cpu()
+        wanted = rows.reshape(len(self.num_rows), -1).cpu()
         # Tuples as nodes of a tree: node t of level j stands for one distinct beginning, of j + 1 rows.
         levels = []
         node = torch.zeros(wanted.shape[1], dtype=torch.int64)

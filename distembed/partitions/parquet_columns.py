@@ -22,7 +22,7 @@ _FEW_VALUES = 2**20
 
 
 def read_assignments(
-    path: str, columns: Sequence[str], num_embeddings: int
+    path: str | Path, columns: Sequence[str], num_embeddings: int
 ) -> tuple[list[NDArray[np.integer]], list[int]]:
     """For each column the row of every id, and the number of rows.
 
@@ -47,7 +47,7 @@ def read_assignments(
     return [rows for rows, _ in numbered], [count for _, count in numbered]
 
 
-def _open(path: str) -> pq.ParquetFile:
+def _open(path: str | Path) -> pq.ParquetFile:
     if not Path(path).is_file():
         raise UserError(f"{str(path)!r} is no file; give the path of a Parquet file.")
     try:

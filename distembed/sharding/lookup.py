@@ -189,7 +189,8 @@ class _PathGroup(_PerIdGroup):
         (padded,) = self.look_up_padded(rows[:1], distinct.counts, tbes)
         inputs = padded.flatten(0, 1).index_select(0, distinct.slots())
         counts = torch.tensor(distinct.counts, device=rows.device)
-        first_rows = self._first_rows.to(rows.device).repeat_interleave(counts, dim=1, output_size=rows.shape[1])
+        self._first_rows = self._first_rows.to(rows.device)  # copied once
+        first_rows = self._first_rows.repeat_interleave(counts, dim=1, output_size=rows.shape[1])
         return self._path.apply(inputs, self._stacked(), rows[1:] + first_rows)
 
     def _stacked(self) -> list[Float[Tensor, "rows function"]]:

@@ -1,0 +1,90 @@
+"""How long it takes to prove that explicit partitions are complementary, and the memory it takes.
+
+::
+
+    python tools/bench_partitions.py --ids 100000000
+
+Each case runs in a process of its own; its peak memory includes torch and the assignments that are passed in.
+"""
+
+import argparse
+import multiprocessing
+import resource
+import time
+from collections.abc import Callable
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from distembed.errors import UserError
+from distembed.partitions import Explicit
+
+
+def two(num_ids: int) -> list[Tensor]:
+    """Quotients and remainders, in a random order of ids."""
+    return digits(num_ids, 2)
+
+
+def three(num_ids: int) -> list[Tensor]:
+    """Three digits of every id, in a random order of ids."""
+    return digits(num_ids, 3)
+
+
+def colliding(num_ids: int) -> list[Tensor]:
+    """The same as ``two``, but for one id that repeats another's rows."""
+    first, second = digits(num_ids, 2)
+    first[num_ids // 2], second[num_ids // 2] = first[num_ids - 1].clone(), second[num_ids - 1].clone()
+    return [first, second]
+
+
+CASES: dict[str, Callable[[int], list[Tensor]]] = {
+    "2 partitions": two,
+    "3 partitions": three,
+    "2 partitions, one collision": colliding,
+}
+
+
+def digits(num_ids: int, count: int) -> list[Tensor]:
+    """``count`` int32 assignments that tell all ids apart."""
+    base = round(num_ids ** (1 / count)) + 1
+    number = torch.randperm(num_ids, generator=torch.Generator().manual_seed(0))
+    found = []
+    for _ in range(count):
+        found.append((number % base).int())
+        number = torch.div(number, base, rounding_mode="floor")
+    return found
+
+
+def run(name: str, num_ids: int, answer: "multiprocessing.SimpleQueue[tuple[float, float, str]]") -> None:
+    """One case: seconds, peak GB, what came out."""
+    assignments = CASES[name](num_ids)
+    started = time.perf_counter()
+    try:
+        outcome = f"complementary: {Explicit(num_ids, assignments).is_complementary()}"
+    except UserError as error:
+        outcome = str(error).split(": ids ")[1].split(",")[0]
+    seconds = time.perf_counter() - started
+    answer.put((seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, outcome))
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ids", type=int, default=100_000_000)
+    options = parser.parse_args()
+    table = Table("case", "ids", "seconds", "peak GB", "outcome")
+    context = multiprocessing.get_context("spawn")
+    for name in CASES:
+        answer = context.SimpleQueue()
+        process = context.Process(target=run, args=(name, options.ids, answer))
+        process.start()
+        process.join()
+        seconds, peak, outcome = answer.get()
+        table.add_row(name, f"{options.ids:,}", f"{seconds:.1f}", f"{peak:.2f}", outcome)
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    main()
