@@ -81,6 +81,8 @@ def main() -> None:
         process = context.Process(target=run, args=(name, options.ids, answer))
         process.start()
         process.join()
+        if process.exitcode:
+            raise SystemExit(f"{name}: the process ended with exit code {process.exitcode}")
         seconds, peak, outcome = answer.get()
         table.add_row(name, f"{options.ids:,}", f"{seconds:.1f}", f"{peak:.2f}", outcome)
     Console(width=110).print(table)

@@ -26,14 +26,23 @@ Pullback = Callable[[Tensor], Tensor]
 """From the gradient of an activation's values to that of its inputs; it may overwrite what it is given."""
 
 
-def pull_back(activation: Callable[[Tensor], Tensor], inputs: Tensor) -> tuple[Tensor, Pullback]:
-    """The activation's values, detached, and how gradients go back through it; ``inputs`` may be overwritten."""
+def settle(activation: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
+    """What an activation is evaluated and pulled back from: ``inputs``, or its values written over them if they do."""
+    # In place, so that a block's values stay in the cache: twice as fast as through autograd.
+    return torch.relu_(inputs) if activation is torch.relu else inputs
+
+
+def activate(activation: Callable[[Tensor], Tensor], settled: Tensor) -> Tensor:
+    """The activation's values, from what :func:`settle` gave."""
+    return settled if activation is torch.relu else activation(settled)
+
+
+def pull_back(activation: Callable[[Tensor], Tensor], settled: Tensor) -> tuple[Tensor, Pullback]:
+    """The activation's values, detached, and how gradients go back through it, from what :func:`settle` gave."""
     if activation is torch.relu:
-        # In place, so that a block's values stay in the cache: twice as fast as through autograd.
-        values = torch.relu_(inputs)
-        return values, lambda gradient: torch.ops.aten.threshold_backward(gradient, values, 0, grad_input=gradient)
+        return settled, lambda gradient: torch.ops.aten.threshold_backward(gradient, settled, 0, grad_input=gradient)
     with torch.enable_grad():
-        leaf = inputs.detach().requires_grad_()
+        leaf = settled.detach().requires_grad_()
         values = activation(leaf)
     return values.detach(), lambda gradient: torch.autograd.grad(values, leaf, gradient)[0]
 

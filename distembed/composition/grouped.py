@@ -6,8 +6,9 @@ product with its bucket's function. Buckets may be thousands, empty, or hold nea
     ids by bucket     | 0 0 0 0 0 0 0 | 2 2 |          (bucket 1 is empty)
     chunks of size 4  | 0 0 0 0 | 0 0 0 . | 2 2 . . |   (. repeats an id of the chunk's own bucket)
 
-Chunks are evaluated in blocks whose hidden values fit in the cache, and the backward takes these values anew: beside
-inputs and outputs only a few numbers an id are held, however large the hidden layers.
+Chunks are evaluated in blocks whose hidden values fit in the cache. A batch of one block keeps them for the backward;
+that of a larger batch takes them anew, block by block: beside inputs and outputs only a few numbers an id are held,
+however large the hidden layers. Reading a larger batch's hidden values back from memory was measured to take as long.
 
 Trade-off: a chunk copies its function, so larger chunks copy less and smaller ones repeat fewer ids. Making each long
 run one matrix, which copies and repeats nothing, was measured to be a few percent faster at best.
@@ -53,8 +54,7 @@ class Groups:
 def group(rows: Int64[Tensor, " ids"], num_buckets: int) -> Groups:
     """Groups ids by ``rows``, each in ``[0, num_buckets)``; on a GPU it waits once, for the number of chunks."""
     device, num_ids = rows.device, len(rows)
-    # narrow keys sort faster
-    order = torch.sort(rows.to(torch.int16) if num_buckets <= 2**15 else rows, stable=True).indices
+    order = _order(rows, num_buckets)
     counts = torch.bincount(rows, minlength=num_buckets)
     size, num_chunks = _chunk_size(counts)
     chunks = (counts + (size - 1)) // size
@@ -69,6 +69,15 @@ def group(rows: Int64[Tensor, " ids"], num_buckets: int) -> Groups:
     last = (ends[buckets] - 1).unsqueeze(1)
     ids = order.index_select(0, torch.minimum(position, last).flatten()).view(num_chunks, size)
     return Groups(buckets=buckets, ids=ids, is_own=(position <= last).unsqueeze(2), places=places)
+
+
+def _order(rows: Int64[Tensor, " ids"], num_buckets: int) -> Int64[Tensor, " ids"]:
+    """The ids by bucket."""
+    # distinct ids come sorted, and then so do their quotients; a GPU sorts sooner than it answers
+    if rows.device.type == "cpu" and bool((rows[1:] >= rows[:-1]).all()):
+        return torch.arange(len(rows))
+    # narrow keys sort faster
+    return torch.sort(rows.to(torch.int16) if num_buckets <= 2**15 else rows, stable=True).indices
 
 
 def _chunk_size(counts: Int64[Tensor, " buckets"]) -> tuple[int, int]:
@@ -101,32 +110,41 @@ class _Grouped(torch.autograd.Function):
         ctx: Any, inputs: Tensor, functions: Tensor, rows: Tensor, layers: PackedLayers, in_dtype: torch.dtype
     ) -> Tensor:
         groups = group(rows, len(functions))
-        ctx.save_for_backward(inputs, functions)
-        ctx.groups, ctx.layers, ctx.in_dtype = groups, layers, in_dtype
+        blocks = list(_blocks(groups, layers, inputs))
+        hidden: list[Tensor] | None = [] if len(blocks) == 1 else None
         outputs = torch.empty(groups.ids.numel(), inputs.shape[1], dtype=in_dtype, device=inputs.device)
         with torch.autocast(inputs.device.type, enabled=False):
-            for block in _blocks(groups, layers, inputs):
-                packed = functions.index_select(0, block.buckets).to(in_dtype)
-                values = layers.forward(_gather(inputs, block.ids, in_dtype), packed)
-                outputs[block.places] = values.flatten(0, 1)
+            for block in blocks:
+                taken = _take(inputs, functions, block, in_dtype)
+                outputs[block.places] = layers.forward(*taken, hidden).flatten(0, 1)
+        kept = [] if hidden is None else [*taken, *hidden]
+        ctx.save_for_backward(inputs, functions, *kept)
+        ctx.groups, ctx.blocks, ctx.layers, ctx.in_dtype = groups, blocks, layers, in_dtype
         return outputs.index_select(0, groups.places).to(inputs.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor, None, None, None]:
         (gradient,) = gradients
-        inputs, functions = ctx.saved_tensors
+        inputs, functions, *kept = ctx.saved_tensors
         groups, layers, in_dtype = ctx.groups, ctx.layers, ctx.in_dtype
         of_inputs = torch.empty(groups.ids.numel(), inputs.shape[1], dtype=in_dtype, device=inputs.device)
         of_functions = torch.zeros_like(functions)
         with torch.autocast(inputs.device.type, enabled=False):
-            for block in _blocks(groups, layers, inputs):
-                packed = functions.index_select(0, block.buckets).to(in_dtype)
+            for block in ctx.blocks:
+                entering, packed, *hidden = kept or _take(inputs, functions, block, in_dtype)
                 of_outputs = _gather(gradient, block.ids, in_dtype).mul_(block.is_own)
-                values, of_packed = layers.backward(_gather(inputs, block.ids, in_dtype), packed, of_outputs)
+                values, of_packed = layers.backward(entering, packed, of_outputs, hidden)
                 of_inputs[block.places] = values.flatten(0, 1)
                 of_functions.index_add_(0, block.buckets, of_packed.to(functions.dtype))
         return of_inputs.index_select(0, groups.places).to(inputs.dtype), of_functions, None, None, None
+
+
+def _take(
+    inputs: Float[Tensor, "ids dim"], functions: Float[Tensor, "buckets F"], block: "_Block", dtype: torch.dtype
+) -> tuple[Float[Tensor, "chunks size dim"], Float[Tensor, "chunks F"]]:
+    """The inputs at a block's places, and the function of each of its chunks."""
+    return _gather(inputs, block.ids, dtype), functions.index_select(0, block.buckets).to(dtype)
 
 
 class _Block(NamedTuple):

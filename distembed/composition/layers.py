@@ -9,15 +9,15 @@ The activation stands between two layers; the last one ends linear, so without h
 Many functions are evaluated at once, each on inputs of its own, by batched products.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from distembed.composition.activations import pull_back
+from distembed.composition.activations import activate, pull_back, settle
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,19 @@ class PackedLayers:
         return list(pairwise((dim, *self.hidden, dim)))
 
     def forward(
-        self, inputs: Float[Tensor, "functions inputs dim"], packed: Float[Tensor, "functions F"]
+        self,
+        inputs: Float[Tensor, "functions inputs dim"],
+        packed: Float[Tensor, "functions F"],
+        hidden: list[Tensor] | None = None,
     ) -> Float[Tensor, "functions inputs dim"]:
-        """Applies each function to its own inputs."""
+        """Applies each function to its own inputs; appends to ``hidden`` what :meth:`backward` can start from."""
         (weight, bias), *others = self._unpack(packed, inputs.shape[2])
         values = torch.baddbmm(bias, inputs, weight)
         for weight, bias in others:
-            values = torch.baddbmm(bias, self.activation(values), weight)
+            settled = settle(self.activation, values)
+            if hidden is not None:
+                hidden.append(settled)
+            values = torch.baddbmm(bias, activate(self.activation, settled), weight)
         return values
 
     def backward(
@@ -55,12 +61,17 @@ class PackedLayers:
         inputs: Float[Tensor, "functions inputs dim"],
         packed: Float[Tensor, "functions F"],
         gradient: Float[Tensor, "functions inputs dim"],
+        hidden: Sequence[Tensor] = (),
     ) -> tuple[Float[Tensor, "functions inputs dim"], Float[Tensor, "functions F"]]:
-        """Gradients of the inputs and of the functions, from that of the outputs; the hidden values are taken anew."""
+        """Gradients of the inputs and of the functions, from that of the outputs.
+
+        ``hidden`` is what :meth:`forward` appended; without it the hidden values are taken anew.
+        """
         layers = self._unpack(packed, inputs.shape[2])
         entering, pullbacks = [inputs], []
-        for weight, bias in layers[:-1]:
-            values, pullback = pull_back(self.activation, torch.baddbmm(bias, entering[-1], weight))
+        for (weight, bias), kept in zip_longest(layers[:-1], hidden):
+            settled = settle(self.activation, torch.baddbmm(bias, entering[-1], weight)) if kept is None else kept
+            values, pullback = pull_back(self.activation, settled)
             entering.append(values)
             pullbacks.append(pullback)
         pieces: list[Tensor] = []

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distembed.composition import ACTIVATIONS, COMPOSITIONS, PathLinear, PathMLP
+from distembed.composition import ACTIVATIONS, COMPOSITIONS, PathLinear, PathMLP, grouped
 from distembed.composition.activations import second_moment
 from distembed.composition.path import PathComposition
 from distembed.errors import UserError
@@ -98,6 +98,40 @@ def test_many_ids_of_stacked_tables(name: str, num_ids: int) -> None:
         got, torch.autograd.grad((reference * weigh).sum(), [inputs, functions]), strict=True
     ):
         assert torch.allclose(gradient, expected)
+
+
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, torch.cos])
+@pytest.mark.parametrize("hidden", [(6,), (5, 3)])
+def test_hidden_values_kept_or_taken_anew_give_the_same_gradients(
+    activation: str | Callable[[Tensor], Tensor], hidden: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    path = PathMLP(hidden=hidden, activation=activation)
+    functions = torch.randn(7, path.partition_dims(4, 2)[1], requires_grad=True)
+    inputs = torch.randn(200, 4, requires_grad=True)
+    rows = torch.randint(7, (1, 200))
+    results = []
+    for block_bytes in (2**20, 1):  # one block, and as many as chunks
+        monkeypatch.setitem(grouped._BLOCK_BYTES, "cpu", block_bytes)
+        outputs = path.apply(inputs, [functions], rows)
+        for _ in range(2):  # nothing that is kept may change
+            gradients = torch.autograd.grad(outputs.square().sum(), [inputs, functions], retain_graph=True)
+            results.append((outputs, *gradients))
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0])
+
+
+@pytest.mark.parametrize("is_sorted", [True, False])
+def test_groups_hold_each_id_once_in_a_chunk_of_its_bucket(is_sorted: bool) -> None:
+    torch.manual_seed(0)
+    rows = torch.randint(9, (500,)).pow(2)
+    if is_sorted:
+        rows = rows.sort().values
+    groups = grouped.group(rows, 70)
+    own = groups.ids[groups.is_own.squeeze(2)]
+    assert own.sort().values.tolist() == list(range(500))
+    assert groups.ids.flatten()[groups.places].tolist() == list(range(500))
+    assert torch.equal(rows[groups.ids], groups.buckets.unsqueeze(1).expand_as(groups.ids))
 
 
 def test_a_value_that_is_not_finite_stays_in_its_own_bucket() -> None:
