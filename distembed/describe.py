@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
@@ -18,16 +19,16 @@ def describe(config: Config) -> dict[str, Any]:
 
     Returns:
         ``{"tables": [{"name", "scheme", "partitions", "composition", "num_embeddings", "rows", "dim", "dims",
-        "vectors", "pooling", "id_policy", "parameters", "bytes", "compression", "complementary", "ids_per_row",
-        "full_because"}], "dense": [{"name", "shape", "parameters"}], "embedding_parameters", "embedding_bytes",
-        "dense_parameters", "parameters"}``. ``partitions`` are the equations, ``dims`` the numbers in a row of each
-        partition, ``vectors`` those that an id gives; bytes are of weights, without optimizer state; compression is
-        the full table's parameters over this one's.
+        "vectors", "pooling", "id_policy", "hash_seed", "parameters", "bytes", "compression", "complementary",
+        "ids_per_row", "full_because"}], "dense": [{"name", "shape", "parameters"}], "embedding_parameters",
+        "embedding_bytes", "dense_parameters", "parameters"}``. ``partitions`` are the equations, ``dims`` the numbers
+        in a row of each partition, ``vectors`` those that an id gives; bytes are of weights, without optimizer state;
+        compression is the full table's parameters over this one's.
     """
     schema = config.data.load_schema()
     built = build_tables(schema.categorical, config.embedding)
     reasons = [reason_to_stay_full(f, config.embedding.of(f.name)) for f in schema.categorical]
-    tables = [_describe_table(table, reason) for table, reason in zip(built, reasons, strict=True)]
+    tables = [describe_table(table, reason) for table, reason in zip(built, reasons, strict=True)]
     dim = config.embedding.default.embedding_dim
     with torch.device("meta"):
         model = build_model(config.model, nn.Identity(), vector_names(built), dim, len(schema.dense))
@@ -48,12 +49,14 @@ def describe(config: Config) -> dict[str, Any]:
     }
 
 
-def _describe_table(table: CompositionalEmbeddingBagConfig, full_because: str | None) -> dict[str, Any]:
+def describe_table(table: CompositionalEmbeddingBagConfig, full_because: str | None = None) -> dict[str, Any]:
+    """One of the ``tables`` of :func:`describe`."""
     full = table.num_embeddings * table.embedding_dim
+    hash_seed = None if table.pre_hash is None else table.pre_hash.seed
     return {
         "name": table.name,
         "scheme": table.scheme.name,
-        "partitions": table.scheme.description,
+        "partitions": table.scheme.description if hash_seed is None else f"{table.scheme.description}, x = hash(value)",
         "composition": table.combine.name if len(table.scheme.num_rows) > 1 else None,
         "num_embeddings": table.num_embeddings,
         "rows": list(table.scheme.num_rows),
@@ -62,6 +65,7 @@ def _describe_table(table: CompositionalEmbeddingBagConfig, full_because: str | 
         "vectors": table.num_vectors,
         "pooling": table.pooling,
         "id_policy": table.id_policy,
+        "hash_seed": hash_seed,
         "parameters": table.num_parameters,
         "bytes": table.memory_bytes,
         "compression": full / table.num_parameters,
@@ -76,7 +80,7 @@ def print_description(description: dict[str, Any], console: Console) -> None:
     console.print(_tables_table(description))
     for line in kept_full(description):
         console.print(line, highlight=False, soft_wrap=True)
-    compressed = [row for row in description["tables"] if row["scheme"] != "naive"]
+    compressed = [row for row in description["tables"] if row["scheme"] != "naive" or row["hash_seed"] is not None]
     if compressed:
         console.print(_partitions_table(compressed))
     console.print(_dense_table(description))
@@ -118,7 +122,7 @@ def kept_full(description: dict[str, Any]) -> list[str]:
 def _partitions_table(rows: list[dict[str, Any]]) -> Table:
     table = Table("table", "id x -> rows", title="partitions", title_justify="left", box=SIMPLE_HEAD)
     for row in rows:
-        table.add_row(row["name"], row["partitions"])
+        table.add_row(row["name"], escape(row["partitions"]))
     return table
 
 

@@ -9,7 +9,17 @@ import pytest
 from distembed.cli import parse_bytes
 from distembed.errors import UserError
 
-COMMANDS = ["prepare criteo", "synthesize", "describe", "train", "evaluate", "predict", "materialise", "report", "doctor"]
+COMMANDS = [
+    "prepare criteo",
+    "synthesize",
+    "describe",
+    "train",
+    "evaluate",
+    "predict",
+    "materialise",
+    "report",
+    "doctor",
+]
 ROW = "1\t" + "\t".join(["7"] * 13) + "\t" + "\t".join(["0000abcd"] * 26) + "\n"
 
 

@@ -5,13 +5,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from distembed.composition import COMPOSITIONS
 from distembed.config import load_config
 from distembed.data.schema import CRITEO_KAGGLE_CARDINALITIES
-from distembed.describe import describe, format_bytes, kept_full
+from distembed.describe import describe, describe_table, format_bytes, kept_full
+from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.partitions import PARTITIONS
 from distembed.training.build import build_unsharded
 
@@ -52,6 +56,34 @@ def test_counts_equal_those_of_the_modules(partition: str, composition: str) -> 
         of_table = {name: count for name, count in tables.items() if f".{table['name']}__p" in name}
         assert table["parameters"] == sum(of_table.values())
         assert len(of_table) == len(table["rows"])
+
+
+SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "naive": [{}],
+    "remainder": [{}, {"collisions": 60}],
+    "quotient_remainder": [{"collisions": 4}, {"collisions": 60}, {"num_buckets": 10}],
+    "mixed_radix": [{}, {"num_partitions": 3}],
+    "chinese_remainder": [{}, {"num_partitions": 4}],
+}
+
+
+@settings(deadline=None)
+@given(
+    name=st.sampled_from(list(SETTINGS)),
+    composition=st.sampled_from(list(COMPOSITIONS)),
+    n=st.sampled_from([1, 2, 3, 97, 1024, 2**24 + 1, 40_000_000, 2**31 + 5, 10**12]),
+    data=st.data(),
+)
+def test_a_tables_counts_equal_its_modules(name: str, composition: str, n: int, data: st.DataObject) -> None:
+    chosen = data.draw(st.sampled_from(SETTINGS[name]))
+    partition = PARTITIONS[name](n, **chosen)
+    table = CompositionalEmbeddingBagConfig("t", n, 16, ["f"], partition, composition)
+    weights = list(CompositionalEmbeddingBagCollection([table], device="meta").parameters())
+    found = describe_table(table)
+    assert found["parameters"] == sum(weight.numel() for weight in weights)
+    assert found["bytes"] == sum(weight.numel() * weight.element_size() for weight in weights)
+    assert sorted(found["rows"]) == sorted(len(weight) for weight in weights)
+    assert found["complementary"] == (found["ids_per_row"] == 1.0)
 
 
 def test_feature_generation_widens_the_model() -> None:

@@ -49,15 +49,18 @@ def pull_back(activation: Callable[[Tensor], Tensor], settled: Tensor) -> tuple[
 
 _NUM_NODES = 100
 
+_FLOAT32_TELLS = 1e-6
+"""Relative differences well above float32's rounding, 6e-8."""
 
-def second_moment(activation: Callable[[Tensor], Tensor], variance: float) -> float:
-    """``E[activation(z)^2]`` for z normal with zero mean, by Gauss-Hermite quadrature in float64.
+
+def second_moment(activation: Callable[[Tensor], Tensor], variance: float, offset: float = 0.0) -> float:
+    """``E[(activation(z) - offset)^2]`` for z normal with zero mean, by Gauss-Hermite quadrature in float64.
 
     Raises:
         UserError: where it is not a positive number, so that no weights after the activation give a variance.
     """
     nodes, weights = np.polynomial.hermite_e.hermegauss(_NUM_NODES)
-    values = activation(torch.from_numpy(nodes * variance**0.5)).numpy()
+    values = activation(torch.from_numpy(nodes * variance**0.5)).numpy() - offset
     moment = float(weights @ values**2 / weights.sum())
     if not 0.0 < moment < math.inf:
         raise UserError(
@@ -65,3 +68,12 @@ def second_moment(activation: Callable[[Tensor], Tensor], variance: float) -> fl
             f"can start from none but a positive, finite one. Known activations: {', '.join(ACTIVATIONS)}."
         )
     return moment
+
+
+def removable_offset(activation: Callable[[Tensor], Tensor], variance: float) -> float:
+    """What the activation gives for 0, where its inputs change that by enough for float32 to tell, else 0."""
+    at_zero = float(activation(torch.zeros((), dtype=torch.float64)))
+    if at_zero == 0.0:
+        return 0.0
+    change = second_moment(activation, variance, at_zero) ** 0.5
+    return at_zero if change > _FLOAT32_TELLS * abs(at_zero) else 0.0

@@ -37,26 +37,3 @@ class NearSigns:
         # |u| is uniform on [0, 1]; E[(0.9 + 0.2 |u|)^2] = 1 + 0.01 / 3
         scale = math.sqrt(self.variance / (1.0 + 0.01 / 3.0))
         return drawn.copy_(drawn.sign() * (0.9 + 0.2 * drawn.abs()) * scale)
-
-
-@dataclass(frozen=True)
-class Constant:
-    """The same value everywhere."""
-
-    value: float
-
-    def fill(self, weight: Tensor, generator: torch.Generator) -> Tensor:
-        return weight.fill_(self.value)
-
-
-@dataclass(frozen=True)
-class Columns:
-    """Columns by their own distributions: ``(number of columns, distribution)`` from the first column on."""
-
-    parts: tuple[tuple[int, Distribution], ...]
-
-    def fill(self, weight: Tensor, generator: torch.Generator) -> Tensor:
-        pieces = weight.split([width for width, _ in self.parts], dim=1)
-        for piece, (_, distribution) in zip(pieces, self.parts, strict=True):
-            distribution.fill(piece, generator)
-        return weight

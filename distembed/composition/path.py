@@ -9,16 +9,17 @@ are told apart by whole functions.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn import functional as F
 
-from distembed.composition.activations import ACTIVATIONS, second_moment
+from distembed.composition.activations import ACTIVATIONS, removable_offset, second_moment
 from distembed.composition.base import Composition
 from distembed.composition.grouped import evaluate_grouped
-from distembed.composition.initial import Columns, Constant, Distribution, Uniform
+from distembed.composition.initial import Distribution, Uniform
 from distembed.composition.layers import PackedLayers
 from distembed.errors import UserError
 from distembed.names import one_of
@@ -71,18 +72,45 @@ class PathComposition(Composition):
         return (Uniform(variance), *functions)
 
     def _initial_function(self, variance: float, embedding_dim: int) -> Distribution:
-        """Random matrices and zero biases, such that inputs of this variance give outputs of the same.
+        """Random matrices, such that inputs of this variance give outputs of the same.
 
         A sum of n products has n times the variance of a weight times the second moment of what enters. A hidden layer
-        keeps the variance before its activation, and the second moment after it is taken for normal values of that
-        variance: exact for relu, within a tenth for all activations where the variance is at most 1.
+        keeps the variance before its activation f, and the second moment of f(z) - f(0) is taken for normal z of that
+        variance: exact for relu, within a tenth for all activations where the variance is at most 1. Biases take f(0)
+        away again: else sigmoid, at these small values nearly constant, would give all ids of a function one vector.
         """
-        columns: list[tuple[int, Distribution]] = []
-        moment = variance
-        for n_in, n_out in self._layers.layers(embedding_dim):
-            columns += [(n_in * n_out, Uniform(variance / (n_in * moment))), (n_out, Constant(0.0))]
-            moment = second_moment(self._layers.activation, variance)
-        return Columns(tuple(columns))
+        offset = removable_offset(self._layers.activation, variance)
+        variances, moment = [], variance
+        layers = self._layers.layers(embedding_dim)
+        for n_in, _ in layers:
+            variances.append(variance / (n_in * moment))
+            moment = second_moment(self._layers.activation, variance, offset)
+        return _FunctionStart(tuple(layers), tuple(variances), offset)
+
+
+@dataclass(frozen=True)
+class _FunctionStart:
+    """Fills packed functions: uniform matrices, and biases that centre what the layers before give.
+
+    Attributes:
+        layers: inputs and outputs of each layer.
+        variances: of the numbers in each layer's matrix.
+        offset: of what an activation gives, to be taken away by the bias of the next layer.
+    """
+
+    layers: tuple[tuple[int, int], ...]
+    variances: tuple[float, ...]
+    offset: float
+
+    def fill(self, weight: Tensor, generator: torch.Generator) -> Tensor:
+        offset = 0.0  # the first layer's inputs have none
+        pieces = iter(weight.split([size for n_in, n_out in self.layers for size in (n_in * n_out, n_out)], dim=1))
+        for (n_in, n_out), variance in zip(self.layers, self.variances, strict=True):
+            matrix, bias = next(pieces), next(pieces)
+            Uniform(variance).fill(matrix, generator)
+            bias.copy_(matrix.unflatten(1, (n_in, n_out)).sum(1).mul(-offset))
+            offset = self.offset
+        return weight
 
 
 class PathLinear(PathComposition):

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from distembed.composition import Composition
 from distembed.embedding.config import CompositionalEmbeddingBagConfig, IdPolicy, Pooling
-from distembed.embedding.ids import map_ids
+from distembed.embedding.ids import map_ids, require_integers
 from distembed.embedding.pooling import pool
 from distembed.embedding.tables import empty_weight, initialise
 from distembed.errors import UserError
@@ -15,6 +15,8 @@ from distembed.partitions import KeyedHash, Partition
 
 class CompositionalEmbeddingBag(nn.Module):
     """Takes the place of ``nn.EmbeddingBag``, and is called like it.
+
+    Of that it leaves out max_norm, norm_type, scale_grad_by_freq, padding_idx and from_pretrained.
 
     ``weights.<j>`` holds the vectors, or the functions, of partition j.
 
@@ -72,6 +74,21 @@ class CompositionalEmbeddingBag(nn.Module):
         self.weights = nn.ParameterList(empty_weight(part, place, kind) for part in self.table.partition_tables())
         self.reset_parameters()
 
+    @property
+    def num_embeddings(self) -> int:
+        """Number of ids."""
+        return self.table.num_embeddings
+
+    @property
+    def embedding_dim(self) -> int:
+        """Dimension of a composed vector."""
+        return self.table.embedding_dim
+
+    @property
+    def mode(self) -> Pooling:
+        """How the vectors of a bag become one."""
+        return self.table.pooling
+
     def reset_parameters(self) -> None:
         """Draws all weights anew, the same ones as at first; does nothing on the meta device."""
         initialise(self.table.partition_tables(), self.weights)
@@ -90,7 +107,8 @@ class CompositionalEmbeddingBag(nn.Module):
             per_sample_weights: of the shape of ``input``; not with mode ``max``.
 
         Raises:
-            UserError: for an id outside of the table, as the policy says, or shapes that do not go together.
+            UserError: for an id outside of the table, as the policy says, for ids or offsets that are no integers, or
+                shapes that do not go together.
         """
         if per_sample_weights is not None and per_sample_weights.shape != input.shape:
             raise UserError(
@@ -135,6 +153,7 @@ def _bag_lengths(
             f"{None if offsets is None else tuple(offsets.shape)}; give ids of two dimensions, a row a bag, or of one "
             "with offsets of one."
         )
+    require_integers("offsets", offsets.dtype)
     bounds = offsets if include_last_offset else torch.cat([offsets, offsets.new_full((1,), input.numel())])
     lengths = bounds.long().diff()
     _require_bags(bounds, lengths, input.numel())
@@ -147,7 +166,7 @@ def _require_bags(bounds: Tensor, lengths: Tensor, num_ids: int) -> None:
         raise UserError(f"offsets has the shape {tuple(bounds.shape)} and there are {num_ids} ids; give each a bag.")
     whole = (bounds[0] == 0) & (bounds[-1] == num_ids) & (lengths >= 0).all()
     if bounds.device.type != "cpu":
-        torch._assert_async(whole)
+        torch._assert_async(whole, "offsets do not divide the ids into bags; run the batch on the CPU to see why")
     elif not whole:
         raise UserError(
             f"offsets begin with {int(bounds[0])} and bags end at {int(bounds[-1])}, for {num_ids} ids; offsets begin "

@@ -83,14 +83,18 @@ class CompositionalEmbeddingConfig:
         if not isinstance(self.name, str) or not self.name or "." in self.name:
             raise UserError(f"a table's name is {self.name!r}; give a string of at least one character, without '.'.")
         where = f"table {self.name!r}"
-        require_positive(f"{where}: num_embeddings", self.num_embeddings, "It is the number of distinct ids.")
-        require_positive(f"{where}: embedding_dim", self.embedding_dim, "16 is usual for Criteo.")
+        for field, remedy in (
+            ("num_embeddings", "It is the number of distinct ids."),
+            ("embedding_dim", "16 is usual for Criteo."),
+        ):
+            self._resolve(field, require_positive(f"{where}: {field}", getattr(self, field), remedy))
         if isinstance(self.feature_names, str) or not self.feature_names:
             raise UserError(f"{where}: feature_names is {self.feature_names!r}; give a list of one name or more.")
         self._resolve("feature_names", tuple(self.feature_names))
         if isinstance(self.partition, str):
             scheme = PARTITIONS[one_of(f"{where}: partition", self.partition, PARTITIONS)]
             self._resolve("partition", scheme(num_embeddings=self.num_embeddings))
+        _require_instance(f"{where}: partition", self.partition, Partition)
         if self.scheme.num_embeddings != self.num_embeddings:
             raise UserError(
                 f"{where} has num_embeddings={self.num_embeddings}, but its partition was made for "
@@ -99,11 +103,12 @@ class CompositionalEmbeddingConfig:
         if isinstance(self.composition, str):
             combine = COMPOSITIONS[one_of(f"{where}: composition", self.composition, COMPOSITIONS)]
             self._resolve("composition", combine())
+        _require_instance(f"{where}: composition", self.composition, Composition)
         one_of(f"{where}: data_type", self.data_type, _BYTES_PER_PARAMETER)
         one_of(f"{where}: id_policy", self.id_policy, ID_POLICIES)
         if self.oov_id is None:
             self._resolve("oov_id", min(1, self.num_embeddings - 1))
-        elif isinstance(self.oov_id, bool) or not 0 <= self.oov_id < self.num_embeddings:
+        elif type(self.oov_id) is not int or not 0 <= self.oov_id < self.num_embeddings:
             raise UserError(f"{where}: oov_id is {self.oov_id!r}; it must lie in [0, {self.num_embeddings}).")
         try:
             self.combine.partition_dims(self.embedding_dim, len(self.scheme.num_rows))
@@ -187,6 +192,11 @@ class CompositionalEmbeddingBagConfig(CompositionalEmbeddingConfig):
         super().__post_init__()
         pooling = str(getattr(self.pooling, "value", self.pooling)).lower()
         self._resolve("pooling", one_of(f"table {self.name!r}: pooling", pooling, POOLINGS))
+
+
+def _require_instance(field: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise UserError(f"{field} is {value!r}; give a name, or an instance such as Product() or Naive(1000).")
 
 
 def vector_names(tables: Sequence[CompositionalEmbeddingConfig]) -> list[str]:

@@ -20,6 +20,7 @@ from distembed.errors import UserError
 
 _LARGEST_UNSIGNED = 2**64 - 1
 _SIGN_BIT = 2**63
+_REFUSED_ON_DEVICE = "an id lies outside its table; run the batch on the CPU to see which"
 
 
 class IdMapper:
@@ -90,8 +91,10 @@ def map_ids(
         first_position: of ``ids`` within that.
 
     Raises:
-        UserError: for an id outside of the table, on the CPU and where the policy is ``error``.
+        UserError: for ids that are no integers; for an id outside of the table, on the CPU and where the policy is
+            ``error``.
     """
+    require_integers(f"table {table.name!r}, {where}: the ids", ids.dtype)
     ids = ids.long()
     if table.pre_hash is not None:
         return table.pre_hash.ids(ids, table.num_embeddings)
@@ -105,8 +108,19 @@ def map_ids(
         position = int(outside.nonzero()[0])
         raise UserError(_refusal(table, where, first_position + position, int(ids[position])))
     if ids.device.type != "cpu":
-        torch._assert_async(~outside.any())
+        torch._assert_async(~outside.any(), _REFUSED_ON_DEVICE)
     return ids
+
+
+def require_integers(what: str, dtype: torch.dtype) -> None:
+    """Raises unless it is a type of integers: others would be truncated to some.
+
+    Args:
+        what: has the type, in the plural.
+        dtype: of it.
+    """
+    if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+        raise UserError(f"{what} are of {dtype}, but must be integers; give int64 or int32.")
 
 
 def _refusal(table: CompositionalEmbeddingConfig, where: str, position: int, value: int) -> str:
@@ -154,6 +168,7 @@ def _make_layout(
     for i, table in enumerate(tables):
         if table is None:
             continue
+        require_integers(f"table {table.name!r}, feature {keys[i]!r}: the ids", dtype)
         if table.pre_hash is not None:
             hashed.append(i)
         else:
@@ -183,4 +198,4 @@ def _assert_inside(features: KeyedJaggedTensor, device_bounds: Int64[Tensor, " k
     ids, lengths = features.values().long(), features.lengths()
     bounds = device_bounds.repeat_interleave(lengths.numel() // len(device_bounds))
     bounds = bounds.repeat_interleave(lengths, output_size=ids.numel())
-    torch._assert_async(~((ids ^ -_SIGN_BIT) > bounds).any())
+    torch._assert_async(~((ids ^ -_SIGN_BIT) > bounds).any(), _REFUSED_ON_DEVICE)

@@ -112,7 +112,7 @@ def _chunks(
         for start in range(0, table.num_embeddings, rows_per_chunk):
             yield torch.arange(start, min(start + rows_per_chunk, table.num_embeddings))
     elif isinstance(ids, Tensor):
-        if ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
+        if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise UserError(f"ids is a tensor of {ids.dtype} with the shape {tuple(ids.shape)}; give one row of int64.")
         yield from (chunk.cpu().long() for chunk in ids.split(rows_per_chunk) if len(chunk))
     else:

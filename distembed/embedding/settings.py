@@ -3,6 +3,8 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import field
+from functools import lru_cache
+from pathlib import Path
 from typing import Annotated, Any
 
 import pydantic.dataclasses
@@ -17,6 +19,8 @@ from distembed.partitions import PARTITIONS, Explicit, KeyedHash, Naive, Partiti
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
 _AtLeastTwo = Annotated[int, Field(ge=2)]
+_ALTERNATIVES = (("collisions", "num_buckets"), ("num_partitions", "moduli"))
+_DEFAULT_COLLISIONS = 4
 _Sizes = Annotated[list[PositiveInt], Field(min_length=1)]
 
 
@@ -26,12 +30,14 @@ class TableConfig:
 
     Attributes:
         partition: a name of ``PARTITIONS``; ``naive`` is the full table, ``remainder`` the hashing trick.
-        collisions: how many ids share a row of the first partition, for ``remainder`` and ``quotient_remainder``.
+        collisions: how many ids share a row of the first partition, for ``remainder`` and ``quotient_remainder``; 4
+            unless it or ``num_buckets`` is given.
         num_buckets: rows of the first partition of the same two, in place of ``collisions``.
         num_partitions: k, for ``mixed_radix`` and ``chinese_remainder``, whose moduli are then found.
-        moduli: the moduli themselves, for the same two.
-        assignments: Parquet file of ``explicit``, with a row an id.
+        moduli: the moduli themselves, for the same two, in place of ``num_partitions``.
+        assignments: Parquet file of ``explicit``, with a row an id; a relative path starts at the working directory.
         columns: its columns, each of which makes a partition.
+        allow_collisions: whether ``explicit`` may leave ids with the same rows.
         composition: a name of ``COMPOSITIONS``; ignored where there is one partition only.
         dims: dimension of each partition's vectors, for ``concat``; equal shares unless given.
         hidden: hidden sizes of each function, for ``path_mlp``.
@@ -45,12 +51,13 @@ class TableConfig:
     """
 
     partition: str = "naive"
-    collisions: PositiveInt = 4
+    collisions: PositiveInt | None = None
     num_buckets: PositiveInt | None = None
     num_partitions: _AtLeastTwo | None = None
     moduli: _Sizes | None = None
     assignments: str | None = None
     columns: Annotated[list[str], Field(min_length=1)] | None = None
+    allow_collisions: bool = False
     composition: str = "product"
     dims: _Sizes | None = None
     hidden: _Sizes = field(default_factory=lambda: [64])
@@ -98,7 +105,7 @@ class EmbeddingConfig:
         if not isinstance(default, Mapping) or not isinstance(tables, Mapping):
             return values
         completed = {
-            name: {**default, **table} if isinstance(table, Mapping) else table for name, table in tables.items()
+            name: _complete(default, table) if isinstance(table, Mapping) else table for name, table in tables.items()
         }
         return {**values, "tables": completed}
 
@@ -115,6 +122,13 @@ class EmbeddingConfig:
     def of(self, name: str) -> TableConfig:
         """The settings that hold for one table."""
         return self.tables.get(name, self.default)
+
+
+def _complete(default: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
+    """A table's own settings over the default's; naming one of two alternatives takes the other one away."""
+    replaced = {other for pair in _ALTERNATIVES for name, other in (pair, pair[::-1]) if name in table}
+    inherited = {key: value for key, value in default.items() if key not in replaced}
+    return {**inherited, **table}
 
 
 def build_tables(
@@ -190,12 +204,26 @@ def _make_partition(feature: CategoricalFeature, settings: TableConfig) -> Parti
     scheme = PARTITIONS[settings.partition]
     try:
         if scheme is Explicit:
-            if settings.assignments is None or settings.columns is None:
-                raise UserError("partition explicit needs assignments, a Parquet file, and columns, its columns.")
-            return Explicit.from_parquet(feature.num_embeddings, settings.assignments, settings.columns)
+            return _read_explicit(feature.num_embeddings, settings)
         chosen = {name: getattr(settings, name) for name in scheme.settings}
-        if chosen.get("num_buckets") is not None:
-            del chosen["collisions"]
+        if "collisions" in chosen and settings.collisions is None and settings.num_buckets is None:
+            chosen["collisions"] = _DEFAULT_COLLISIONS
         return scheme(feature.num_embeddings, **{name: value for name, value in chosen.items() if value is not None})
     except UserError as error:
         raise UserError(f"embedding, table {feature.name!r}: {error}") from None
+
+
+def _read_explicit(num_embeddings: int, settings: TableConfig) -> Explicit:
+    if settings.assignments is None or settings.columns is None:
+        raise UserError("partition explicit needs assignments, a Parquet file, and columns, its columns.")
+    path = Path(settings.assignments)
+    written = path.stat().st_mtime_ns if path.exists() else 0
+    return _explicit(num_embeddings, path, tuple(settings.columns), settings.allow_collisions, written)
+
+
+@lru_cache(maxsize=64)
+def _explicit(
+    num_embeddings: int, path: Path, columns: tuple[str, ...], allow_collisions: bool, written: int
+) -> Explicit:
+    """Reads and checks a file once, not every time a table is described or built; ``written`` tells a new one."""
+    return Explicit.from_parquet(num_embeddings, path, columns, allow_collisions)

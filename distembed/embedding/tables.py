@@ -13,7 +13,7 @@ from torchrec.modules.embedding_configs import data_type_to_dtype
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from distembed.embedding.config import CompositionalEmbeddingConfig, PartitionTable
+from distembed.embedding.config import CompositionalEmbeddingConfig, PartitionTable, vector_names
 from distembed.embedding.ids import IdMapper
 from distembed.errors import UserError
 
@@ -166,7 +166,15 @@ def _require_unique(tables: Sequence[Config]) -> list[Config]:
     if not tables:
         raise UserError("tables is empty; give at least one table.")
     for what, names in (("name", [t.name for t in tables]), ("feature", [f for t in tables for f in t.feature_names])):
-        repeated = [name for name, count in Counter(names).items() if count > 1]
-        if repeated:
-            raise UserError(f"tables: the {what} {repeated[0]!r} is used by more than one table; make it unique.")
+        for name in _repeated(names):
+            raise UserError(f"tables: the {what} {name!r} is used by more than one table; make it unique.")
+    for key in _repeated(vector_names(tables)):
+        raise UserError(
+            f"tables: the feature {key!r} has the name of a vector that feature {key.rpartition('__p')[0]!r} gives "
+            "(one a partition, <feature>__p<j>); rename one of the two."
+        )
     return list(tables)
+
+
+def _repeated(names: Sequence[str]) -> list[str]:
+    return [name for name, count in Counter(names).items() if count > 1]

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
+import numpy as np
 import torch
 from jaxtyping import Int64
 from torch import Tensor
@@ -16,11 +17,11 @@ MAX_NUM_EMBEDDINGS = 2**63 - 1
 
 def require_positive(field: str, value: object, remedy: str) -> int:
     """Returns ``value`` if it is an integer of at least 1 that int64 can hold, else raises a :class:`UserError`."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise UserError(f"{field} is {value!r}, of type {type(value).__name__}; it must be an integer. {remedy}")
     if not 1 <= value <= MAX_NUM_EMBEDDINGS:
         raise UserError(f"{field} is {value}; it must lie between 1 and 2^63-1. {remedy}")
-    return value
+    return int(value)
 
 
 class Partition(ABC):

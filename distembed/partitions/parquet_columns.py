@@ -43,7 +43,7 @@ def read_assignments(
             )
         for position, column in enumerate(columns):
             _require_usable(file, column, list(columns[:position]))
-        numbered = [_numbered(file, column) for column in columns]
+        numbered = [_numbered(file, path, column) for column in columns]
     return [rows for rows, _ in numbered], [count for _, count in numbered]
 
 
@@ -67,20 +67,20 @@ def _require_usable(file: pq.ParquetFile, column: str, before: Sequence[str]) ->
         raise UserError(f"column {column!r} has the nested type {kind}; use a column of plain values.")
 
 
-def _numbered(file: pq.ParquetFile, column: str) -> tuple[NDArray[np.integer], int]:
-    values = _distinct(file, column)
+def _numbered(file: pq.ParquetFile, path: str | Path, column: str) -> tuple[NDArray[np.integer], int]:
+    values = _distinct(file, path, column)
     rows = np.empty(file.metadata.num_rows, dtype=np.min_scalar_type(len(values)))
     start = 0
-    for batch in _batches(file, column):
+    for batch in _batches(file, path, column):
         rows[start : start + len(batch)] = pc.index_in(batch, value_set=values).to_numpy()
         start += len(batch)
     return rows, len(values)
 
 
-def _distinct(file: pq.ParquetFile, column: str) -> pa.Array:
+def _distinct(file: pq.ParquetFile, path: str | Path, column: str) -> pa.Array:
     """The distinct values, ascending, null last."""
     known, waiting, num_waiting = None, [], 0
-    for batch in _batches(file, column):
+    for batch in _batches(file, path, column):
         waiting.append(batch.unique())
         num_waiting += len(waiting[-1])
         # known values are hashed again only once their number may have doubled
@@ -98,7 +98,12 @@ def _union(known: pa.Array | None, waiting: list[pa.Array]) -> pa.Array:
     return pa.chunked_array(waiting if known is None else [known, *waiting]).unique()
 
 
-def _batches(file: pq.ParquetFile, column: str) -> Iterator[pa.Array]:
-    for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=[column]):
-        values = batch.column(0)
-        yield values.dictionary_decode() if pa.types.is_dictionary(values.type) else values
+def _batches(file: pq.ParquetFile, path: str | Path, column: str) -> Iterator[pa.Array]:
+    try:
+        for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=[column]):
+            values = batch.column(0)
+            yield values.dictionary_decode() if pa.types.is_dictionary(values.type) else values
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(
+            f"{str(path)!r}: column {column!r} cannot be read, the file may be damaged; write it anew: {error}"
+        ) from error

@@ -13,6 +13,8 @@ from distembed.errors import UserError
 from distembed.names import one_of
 from distembed.training.checkpoint import load_weights, newest_checkpoint
 
+_FEW = 5
+
 
 @dataclass(frozen=True)
 class MaterialisedTable:
@@ -55,6 +57,7 @@ def materialise_run(
     if hashing and ids_file is None:
         raise UserError(
             f"table {hashing[0]!r} hashes its ids, so there is no list of all; give them with --ids, for one --table."
+            + _others([table.name for table in wanted if table.pre_hash is None])
         )
     if output.exists() and not output.is_dir():
         raise UserError(f"--output {output} is a file; give a folder.")
@@ -70,6 +73,13 @@ def materialise_run(
         ids = None if ids_file is None or column is None else _read_ids(ids_file, column)
         num_rows = materialise(table, weights, path, ids)
         yield MaterialisedTable(table.name, path, num_rows, time.perf_counter() - started)
+
+
+def _others(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
+    return f" Without --ids, --table takes any of the others: {', '.join(names[:_FEW])}{more}."
 
 
 def _weight_names(table: CompositionalEmbeddingBagConfig) -> list[str]:

@@ -129,3 +129,23 @@ def test_product_tells_bags_apart_that_pooling_first_would_merge() -> None:
     assert not torch.allclose(first, second)
     pooled_first, pooled_second = (remainder[ids % 10].sum(0) * quotient[ids // 10].sum(0) for ids in bags)
     assert torch.allclose(pooled_first, pooled_second)
+
+
+BY_HAND = {
+    "product": [2.0 * 5 * 11, 3.0 * 7 * 13],
+    "sum": [2.0 + 5 + 11, 3.0 + 7 + 13],
+    "concat": [2.0, 3, 5, 7, 11, 13],
+    "feature": [2.0, 3, 5, 7, 11, 13],
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_formulas_by_hand(name: str) -> None:
+    vectors = [torch.tensor([pair]) for pair in ([2.0, 3.0], [5.0, 7.0], [11.0, 13.0])]
+    assert COMPOSITIONS[name]().compose(vectors).tolist() == [BY_HAND[name]]
+
+
+def test_a_path_by_hand() -> None:
+    # x W + b with W = [[1, 2], [3, 4]], b = [5, 6], then with W = [[0, 1], [1, 0]], b = [0, 0]
+    packed = [torch.tensor([[1.0, 2, 3, 4, 5, 6]]), torch.tensor([[0.0, 1, 1, 0, 0, 0]])]
+    assert COMPOSITIONS["path_linear"]().compose([torch.tensor([[10.0, 100.0]]), *packed]).tolist() == [[426.0, 315.0]]

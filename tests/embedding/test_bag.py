@@ -120,6 +120,12 @@ def test_it_says_what_it_is() -> None:
     assert "(10, 5)" in repr(module)
 
 
+def test_it_is_asked_as_embedding_bag_is() -> None:
+    ours, theirs = CompositionalEmbeddingBag(50, 6, mode="max"), nn.EmbeddingBag(50, 6, mode="max")
+    for name in ("num_embeddings", "embedding_dim", "mode"):
+        assert getattr(ours, name) == getattr(theirs, name)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -131,6 +137,7 @@ def test_it_says_what_it_is() -> None:
         ((IDS, torch.tensor([0, 5, 3])), "never fall"),
         ((IDS, torch.tensor([0, 8])), "never fall"),
         ((IDS, OFFSETS[:0]), "give each a bag"),
+        ((IDS, OFFSETS.double()), "offsets are of torch.float64, .* integers"),
         ((IDS, OFFSETS, torch.ones(6)), r"per_sample_weights has the shape \(6,\)"),
     ],
 )

@@ -200,6 +200,14 @@ def test_wrong_settings_are_named(settings: dict[str, object], message: str) -> 
         table(**settings)  # type: ignore[arg-type]
 
 
+def test_a_feature_with_the_name_of_a_partitions_vector_is_refused() -> None:
+    several = table("t", ("f",), partition="quotient_remainder", composition="feature")
+    CompositionalEmbeddingBagCollection([several, table("u", ("f__p2",))])
+    for name in ("f__p0", "f__p1"):
+        with pytest.raises(UserError, match=f"feature '{name}' has the name of a vector that feature 'f' gives"):
+            CompositionalEmbeddingBagCollection([several, table("u", (name,))])
+
+
 def test_repeated_names_and_features_are_refused() -> None:
     with pytest.raises(UserError, match="the name 't'"):
         CompositionalEmbeddingBagCollection([table("t", ("f",)), table("t", ("g",))])

@@ -70,6 +70,14 @@ def test_a_hash_takes_any_integer(module: Module, policy: str) -> None:
     assert torch.equal(module(ids, pre_hash=KeyedHash(5), id_policy=policy), expected)
 
 
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("settings", [{}, {"id_policy": "modulo"}, {"pre_hash": KeyedHash(5)}])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.complex64, torch.bool])
+def test_ids_that_are_no_integers_are_refused(module: Module, settings: dict[str, object], kind: torch.dtype) -> None:
+    with pytest.raises(UserError, match=rf"table '\w+', (feature 'f'|input): the ids are of {kind}, .* integers"):
+        module(torch.tensor([3, 1, 0]).to(kind), **settings)
+
+
 def test_the_error_names_table_feature_position_and_value() -> None:
     mapper = IdMapper([table("a", ("f", "g")), table("b", ("h",))])
     message = (

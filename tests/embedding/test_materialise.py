@@ -108,6 +108,7 @@ def test_all_ids_of_a_table_that_hashes_are_refused(tmp_path: Path) -> None:
     ("ids", "message"),
     [
         (torch.tensor([1.0]), "torch.float32"),
+        (torch.tensor([1j]), "torch.complex64"),
         (torch.tensor([[1]]), r"\(1, 1\)"),
         ([1, None], "None"),
         ([1, 2.5], "2.5"),

@@ -17,6 +17,8 @@ from distembed.config import load_config
 from distembed.data.manifest import Manifest
 from distembed.embedding import CompositionalEmbeddingBagConfig, build_tables
 from distembed.errors import UserError
+from distembed.partitions import KeyedHash
+from distembed.training.materialise import materialise_run
 from tests.embedding.reference import vector_of
 from tests.training.conftest import SIZES, distembed, write_dataset
 
@@ -85,8 +87,17 @@ def test_vectors_are_those_of_the_checkpoint(run: Path, tmp_path: Path) -> None:
     materialise(run, tmp_path / "vectors", "--table", "M", "--overwrite")
 
 
+def test_a_few_of_the_tables_that_can_be_written_are_named(tmp_path: Path) -> None:
+    tables = [CompositionalEmbeddingBagConfig(f"C{i}", 9, 4, [f"C{i}"]) for i in range(8)]
+    hashing = CompositionalEmbeddingBagConfig("H", 9, 4, ["H"], pre_hash=KeyedHash(1))
+    with pytest.raises(UserError, match="'H' hashes its ids.* others: C0, C1, C2, C3, C4 and 3 more"):
+        next(materialise_run(tmp_path, [hashing, *tables], tmp_path))
+    with pytest.raises(UserError, match="for one --table.$"):
+        next(materialise_run(tmp_path, [hashing, *tables], tmp_path, names=["H"]))
+
+
 def test_given_ids_are_hashed_as_in_training(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="'C3' hashes its ids"):
+    with pytest.raises(UserError, match="'C3' hashes its ids.*--table takes any of the others: C1, C2, M"):
         materialise(run, tmp_path)
     ids = [5, 2**62, -1]
     pq.write_table(pa.table({"name": ["a", "b", "c"], "key": ids}), tmp_path / "ids.parquet")

@@ -2,15 +2,23 @@
 
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from distembed.composition import Product
 from distembed.config import load_config
 from distembed.data.schema import CategoricalFeature
-from distembed.embedding import EmbeddingConfig, TableConfig, build_tables, reason_to_stay_full
+from distembed.embedding import (
+    CompositionalEmbeddingConfig,
+    EmbeddingConfig,
+    TableConfig,
+    build_tables,
+    reason_to_stay_full,
+)
 from distembed.errors import UserError
-from distembed.partitions import KeyedHash
+from distembed.partitions import KeyedHash, QuotientRemainder
 
 FEATURES = [CategoricalFeature("tiny", 5), CategoricalFeature("small", 200), CategoricalFeature("large", 10_000)]
 
@@ -56,10 +64,20 @@ def test_exceptions_change_only_what_they_name() -> None:
 
 def test_an_exception_can_set_back_to_nothing() -> None:
     config = read(
-        "{default: {partition: quotient_remainder, num_buckets: 50},"
-        " tables: {large: {num_buckets: null, collisions: 5}}}"
+        "{default: {partition: quotient_remainder, num_buckets: 50, hash_seed: 1}, tables: {large: {hash_seed: null}}}"
+    )
+    assert [table.pre_hash for table in build_tables(FEATURES, config)] == [KeyedHash(1), KeyedHash(1), None]
+
+
+def test_naming_one_of_two_alternatives_takes_the_other_away() -> None:
+    config = read(
+        "{default: {partition: quotient_remainder, num_buckets: 50, num_partitions: 3}, tables:"
+        " {large: {collisions: 5}, small: {partition: mixed_radix, moduli: [10, 20], force: true}}}"
     )
     assert schemes(config)["large"] == ("quotient_remainder", (2000, 5))
+    assert schemes(config)["small"] == ("mixed_radix", (10, 20))
+    with pytest.raises(UserError, match="'large'.*collisions=4 and num_buckets=50; give one of the two"):
+        schemes(read("{default: {partition: quotient_remainder, collisions: 4, num_buckets: 50}}"))
 
 
 def test_a_mistake_of_the_default_is_told_once() -> None:
@@ -126,6 +144,14 @@ def test_an_explicit_scheme_is_read_from_parquet(tmp_path: Path) -> None:
     config = read(f"{{default: {{}}, tables: {{large: {table}}}}}")
     assert schemes(config)["large"] == ("explicit", (100, 100))
     assert schemes(config)["small"] == ("naive", (200,))
+    pq.write_table(pa.table({"make": columns["make"]}), tmp_path / "cars.parquet")
+    table = f"partition: explicit, assignments: {tmp_path}/cars.parquet, columns: [make]"
+    with pytest.raises(UserError, match="'large'.*ids 0 and 100 have the same rows.*allow_collisions"):
+        schemes(read(f"{{default: {{}}, tables: {{large: {{{table}}}}}}}"))
+    (_, _, shared) = build_tables(
+        FEATURES, read(f"{{default: {{}}, tables: {{large: {{{table}, allow_collisions: true}}}}}}")
+    )
+    assert shared.scheme.ids_per_row == 100 and not shared.scheme.is_complementary()
     with pytest.raises(UserError, match="'large'.*assignments.*columns"):
         schemes(read("{default: {}, tables: {large: {partition: explicit}}}"))
 
@@ -135,3 +161,14 @@ def test_id_policies_and_hashes_reach_the_tables() -> None:
     tables = build_tables(FEATURES, config)
     assert [t.id_policy for t in tables] == ["modulo"] * 3
     assert [t.pre_hash for t in tables] == [None, None, KeyedHash(7)]
+
+
+@pytest.mark.parametrize("wrong", [{"partition": QuotientRemainder}, {"composition": Product}, {"oov_id": 1.5}])
+def test_what_is_no_name_and_no_instance_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(UserError, match=f"table 't': {next(iter(wrong))}"):
+        CompositionalEmbeddingConfig("t", 10, 4, ["f"], **wrong)  # type: ignore[arg-type]
+
+
+def test_numpy_integers_are_integers() -> None:
+    table = CompositionalEmbeddingConfig("t", np.int64(10), 4, ["f"])  # type: ignore[arg-type]
+    assert table.num_embeddings == 10 and type(table.num_embeddings) is int

@@ -233,6 +233,20 @@ def test_columns_that_cannot_be_used_are_refused_by_name(tmp_path: Path, n: int,
         Explicit.from_parquet(n, path, columns)
 
 
+def test_a_damaged_column_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "table.parquet"
+    pq.write_table(pa.table({"id": np.arange(5000), "make": np.arange(5000)}), path, use_dictionary=False)
+    column = pq.read_metadata(path).row_group(0).column(1)
+    content = bytearray(path.read_bytes())
+    middle = column.data_page_offset + column.total_compressed_size // 2
+    for i in range(middle, middle + 500):
+        content[i] ^= 0xFF
+    path.write_bytes(content)
+    assert Explicit.from_parquet(5000, str(path), ["id"]).num_rows == (5000,)
+    with pytest.raises(UserError, match="table.parquet': column 'make' cannot be read"):
+        Explicit.from_parquet(5000, str(path), ["id", "make"])
+
+
 def test_files_that_are_no_parquet_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is no file"):
         Explicit.from_parquet(3, str(tmp_path / "missing.parquet"), ["make"])

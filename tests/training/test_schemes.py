@@ -1,6 +1,7 @@
 """Whole runs with tables of different schemes and compositions in one model."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -60,7 +61,12 @@ def test_two_ranks_train_as_one_and_a_resumed_run_as_an_uninterrupted_one(mixed:
     one = losses(tmp_path / "one")
     assert losses(tmp_path / "two") == pytest.approx(one, rel=1e-5)
     assert one[-1] < one[0]
-    distembed("train", mixed, "train.epochs=1", "--run-dir", tmp_path / "half")
+    distembed("train", mixed, "train.epochs=2", "train.checkpoint_every=7", "--run-dir", tmp_path / "resumed")
+    for checkpoint in (tmp_path / "resumed" / "checkpoints").iterdir():
+        if checkpoint.name != "step-00000056":
+            shutil.rmtree(checkpoint)
+    distembed("train", mixed, "train.epochs=2", "--run-dir", tmp_path / "resumed", "--resume")
+    assert losses(tmp_path / "resumed")[-6:] == one[-6:]
     evaluated = [json.loads((tmp_path / run / "evaluation.json").read_text()) for run in ("one", "two")]
     assert evaluated[0]["logloss"] == pytest.approx(evaluated[1]["logloss"], rel=1e-5)
     distembed("evaluate", tmp_path / "two")
