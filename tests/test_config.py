@@ -120,3 +120,35 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_an_empty_file_is_the_default(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("")
     assert load_config(tmp_path / "c.yaml") == Config()
+
+
+def test_a_config_extends_another_key_by_key(tmp_path: Path) -> None:
+    (tmp_path / "deeper").mkdir()
+    (tmp_path / "base.yaml").write_text("model: {name: dlrm, top: [8]}\ntrain: {seed: 3, epochs: 5}\n")
+    (tmp_path / "middle.yaml").write_text("extends: base.yaml\ntrain: {epochs: 2}\n")
+    (tmp_path / "deeper" / "leaf.yaml").write_text("extends: ../middle.yaml\nembedding: {default: {collisions: 60}}\n")
+    config = load_config(tmp_path / "deeper" / "leaf.yaml", ["train.seed=4"])
+    assert (config.train.seed, config.train.epochs, config.embedding.default.collisions) == (4, 2, 60)
+    assert config.model == load_config(tmp_path / "base.yaml").model
+
+
+def test_a_section_of_another_name_replaces_the_whole(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("model: {name: dlrm, top: [8]}\n")
+    (tmp_path / "dcn.yaml").write_text("extends: base.yaml\nmodel: {name: dcn}\n")
+    assert load_config(tmp_path / "dcn.yaml").model.name == "dcn"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("extends: a.yaml", "break the circle"),
+        ("extends: other.yaml", "break the circle"),
+        ("extends: [a.yaml]", r"extends is \['a.yaml'\]; give the path"),
+        ("extends: missing.yaml", "missing.yaml cannot be read"),
+    ],
+)
+def test_what_cannot_be_extended_is_named(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    (tmp_path / "other.yaml").write_text("extends: a.yaml")
+    with pytest.raises(UserError, match=message):
+        load_config(tmp_path / "a.yaml")
