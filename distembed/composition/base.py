@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
+import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn import functional as F
@@ -47,8 +48,14 @@ class Composition(ABC):
         self, weights: Sequence[Float[Tensor, "rows_j dim_j"]], rows: Int64[Tensor, "k ids"]
     ) -> Float[Tensor, "ids dim"]:
         """Composed vectors of ids with these rows in the k partitions' weights."""
-        return self.compose([F.embedding(row, weight) for row, weight in zip(rows, weights, strict=True)])
+        return self.compose([look_up(weight, row) for row, weight in zip(rows, weights, strict=True)])
 
     @abstractmethod
     def initial_weights(self, variance: float, num_partitions: int, embedding_dim: int) -> tuple[Distribution, ...]:
         """How to draw each partition's weight so that the composed vectors have zero mean and this variance."""
+
+
+def look_up(weight: Float[Tensor, "rows dim"], row: Int64[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:
+    """The rows of a weight; half precision is one of storage, and gives float32, as FBGEMM has it."""
+    vectors = F.embedding(row, weight)
+    return vectors.float() if vectors.dtype in (torch.float16, torch.bfloat16) else vectors

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
-from torch.nn import functional as F
 
 from distembed.composition.activations import ACTIVATIONS, removable_offset, second_moment
-from distembed.composition.base import Composition
+from distembed.composition.base import Composition, look_up
 from distembed.composition.grouped import evaluate_grouped
 from distembed.composition.initial import Distribution, Uniform
 from distembed.composition.layers import PackedLayers
@@ -51,7 +50,7 @@ class PathComposition(Composition):
     def embed(
         self, weights: Sequence[Float[Tensor, "rows_j dim_j"]], rows: Int64[Tensor, "k ids"]
     ) -> Float[Tensor, "ids dim"]:
-        return self.apply(F.embedding(rows[0], weights[0]), weights[1:], rows[1:])
+        return self.apply(look_up(weights[0], rows[0]), weights[1:], rows[1:])
 
     def apply(
         self,

@@ -128,7 +128,7 @@ class CompositionalEmbeddingBag(nn.Module):
             vectors = [nn.functional.embedding(rows[j], weights[j], sparse=True) for j in range(n)]
             order = torch.arange(len(ids), device=ids.device).expand(n, -1)
             rows, weights = torch.cat([order, rows[n:]]), vectors + weights[n:]
-        return self.table.combine.embed(weights, rows)
+        return self.table.combine.embed(weights, rows).to(self.weights[0].dtype)
 
     def extra_repr(self) -> str:
         """The settings that this module was made with."""

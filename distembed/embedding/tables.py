@@ -115,7 +115,7 @@ class CompositionalTables(nn.Module, Generic[Config]):
                     raise UserError(f"feature {name!r} of table {table.name!r} is not among {list(place)}.")
                 i = place[name]
                 rows = table.scheme.rows(mapped_ids[i].long())
-                vectors = as_float(table.combine.embed(self.weights(table.name), rows))
+                vectors = table.combine.embed(self.weights(table.name), rows)
                 yield EmbeddedFeature(table, name, vectors, ids[i], lengths[i], weights_of_key[i])
 
     def tables(self) -> list[Config]:
@@ -138,11 +138,6 @@ def initialise(parts: Sequence[PartitionTable], weights: Iterable[Tensor]) -> No
     for part, weight in zip(parts, weights, strict=True):
         if not weight.is_meta:
             part.init(weight)
-
-
-def as_float(vectors: Float[Tensor, "ids width"]) -> Float[Tensor, "ids width"]:
-    """Half precision is one of storage: like TorchRec's, the modules give float32 then."""
-    return vectors.float() if vectors.dtype in (torch.float16, torch.bfloat16) else vectors
 
 
 def looked_up_configs(make: Callable[..., Any], tables: Sequence[Config], **fields: Any) -> list[Any]:

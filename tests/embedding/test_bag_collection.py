@@ -215,3 +215,15 @@ def test_repeated_names_and_features_are_refused() -> None:
         CompositionalEmbeddingBagCollection([table("t", ("f",)), table("u", ("f",))])
     with pytest.raises(UserError, match="at least one table"):
         CompositionalEmbeddingBagCollection([])
+
+
+def test_half_precision_vectors_are_composed_in_float32() -> None:
+    table = CompositionalEmbeddingBagConfig(
+        "t", 50, 8, ["f"], QuotientRemainder(50, num_buckets=10), "product", data_type=DataType.FP16
+    )
+    collection = CompositionalEmbeddingBagCollection([table])
+    remainders, quotients = (bag.weight.detach() for bag in collection.embedding_bags.values())
+    assert remainders.dtype == torch.float16
+    ids = KeyedJaggedTensor(["f"], torch.tensor([47, 3]), lengths=torch.tensor([1, 1]))
+    expected = torch.stack([remainders[7].float() * quotients[4].float(), remainders[3].float() * quotients[0].float()])
+    assert torch.equal(collection(ids)["f"], expected)
