@@ -12,6 +12,7 @@ is composed first: FBGEMM's unpooled mode has a backward 40 times slower on the 
 tables of all partitions is slower too: the gradients of its output have to be put together again.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -80,7 +81,7 @@ def _make_group(
     return _PooledGroup(tables) if pools_first and first.pooling != "max" else _PerIdGroup(tables)
 
 
-class _Group:
+class _Group(ABC):
     """Tables of one scheme and composition."""
 
     def __init__(self, tables: Sequence[CompositionalEmbeddingBagConfig]) -> None:
@@ -93,8 +94,9 @@ class _Group:
         self.num_features = len(self.partitions)
         self.num_looked_up = len(first.lookup_tables())
 
+    @abstractmethod
     def forward(self, features: KeyedJaggedTensor, tbes: Sequence[nn.Module]) -> Float[Tensor, "batch width"]:
-        raise NotImplementedError
+        """Looks up, composes and pools."""
 
     def rows(self, ids: Int64[Tensor, " ids"], counts: Sequence[int]) -> Int64[Tensor, "k ids"]:
         """Rows of every id in each partition; ids lie feature after feature, ``counts`` says how many of each."""

@@ -100,8 +100,10 @@ def test_composed_mean_and_variance_are_those_asked_for(name: str, k: int, varia
 
 def test_settings_are_keywords_of_the_constructor_with_defaults() -> None:
     for composition in COMPOSITIONS.values():
-        built = composition()
-        composition(**{name: getattr(built, name) for name in composition.settings})
+        chosen = {name: getattr(composition(), name) for name in composition.settings}
+        again = composition(**chosen)
+        assert {name: getattr(again, name) for name in composition.settings} == chosen
+        assert again.partition_dims(16, 2) == composition().partition_dims(16, 2)
 
 
 @pytest.mark.parametrize("name", ["concat", "feature"])
