@@ -10,11 +10,7 @@ With feature generation there is a column for each partition's vector, ``vector_
 Ids are streamed, so memory holds the table's own weights and a few chunks of composed vectors.
 """
 
-import os
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 
@@ -27,8 +23,9 @@ from torch import Tensor
 
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.ids import map_ids
-from distembed.errors import RunError, UserError
+from distembed.errors import UserError
 from distembed.partitions.base import require_positive
+from distembed.whole_file import whole_file
 
 _CHUNK_BYTES = 16 << 20
 
@@ -70,7 +67,7 @@ def materialise(
         rows_per_chunk = max(1, _CHUNK_BYTES // (4 * width))
     require_positive("rows_per_chunk", rows_per_chunk, "It is the number of vectors held at once.")
     num_rows = 0
-    with _whole_file(output) as temporary, _writer(temporary, schema) as writer, torch.no_grad():
+    with whole_file(output) as temporary, _writer(temporary, schema) as writer, torch.no_grad():
         for chunk in _chunks(table, ids, rows_per_chunk):
             mapped = map_ids(table, chunk.to(weights[0].device), "ids", first_position=num_rows)
             vectors = table.combine.embed(weights, table.scheme.rows(mapped)).float().cpu()
@@ -149,34 +146,3 @@ def _writer(path: str, schema: pa.Schema) -> pq.ParquetWriter:
         use_byte_stream_split=["id", *[f"{name}.list.element" for name in schema.names[1:]]],
         write_statistics=["id"],
     )
-
-
-@contextmanager
-def _whole_file(path: Path) -> Iterator[str]:
-    """Gives a temporary file that takes the place of ``path`` once it is whole; on an error it is removed.
-
-    Raises:
-        RunError: where it cannot be written.
-    """
-    temporary = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-        with os.fdopen(descriptor):
-            yield temporary
-            os.fsync(descriptor)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-        temporary = None
-    except OSError as error:
-        raise RunError(f"{path} could not be written ({error}){_room_left(path.parent)}") from error
-    finally:
-        if temporary is not None:
-            os.unlink(temporary)
-
-
-def _room_left(folder: Path) -> str:
-    try:
-        return f"; {shutil.disk_usage(folder).free >> 20:,} MiB are left. Free space, or choose another folder."
-    except OSError:
-        return "; choose another folder."

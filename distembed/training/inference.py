@@ -1,8 +1,6 @@
 """A trained run, read back: evaluated on a split, or used to predict one."""
 
 import dataclasses
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from torch import Tensor
 
 from distembed.data.manifest import Manifest
 from distembed.embedding import EmbeddingConfig
-from distembed.errors import RunError, UserError
+from distembed.errors import UserError
 from distembed.models.config import DCNConfig, DLRMConfig
 from distembed.training.build import Trainee, build_trainee
 from distembed.training.checkpoint import load_checkpoint, newest_checkpoint
@@ -23,6 +21,7 @@ from distembed.training.config import SparseOptimizerConfig, TrainConfig
 from distembed.training.evaluation import gather_rows, score_batches
 from distembed.training.metrics import sigmoid
 from distembed.training.processes import Processes
+from distembed.whole_file import whole_file
 
 PREDICTION_FORMATS = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWriter}
 """Writer class by the output file's suffix."""
@@ -67,28 +66,12 @@ def predict_split(trainee: Trainee, dataset: str, split: str, output: Path, proc
         for logits, labels in score_batches(trainee, dataset, split, processes):
             _gather(logits, labels, processes)
         return 0
-    try:
-        return _write(trainee, dataset, split, output, processes)
-    except OSError as error:
-        raise RunError(f"{output} could not be written: {error}") from error
-
-
-def _write(trainee: Trainee, dataset: str, split: str, output: Path, processes: Processes) -> int:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}-")
-    os.close(descriptor)
     num_rows = 0
-    try:
-        with PREDICTION_FORMATS[output.suffix](temporary, _COLUMNS) as writer:
-            for logits, labels in score_batches(trainee, dataset, split, processes):
-                columns = _gather(logits, labels, processes)
-                num_rows += len(columns["label"])
-                writer.write_table(pa.table(dict(columns), schema=_COLUMNS))
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, output)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with whole_file(output) as temporary, PREDICTION_FORMATS[output.suffix](temporary, _COLUMNS) as writer:
+        for logits, labels in score_batches(trainee, dataset, split, processes):
+            columns = _gather(logits, labels, processes)
+            num_rows += len(columns["label"])
+            writer.write_table(pa.table(dict(columns), schema=_COLUMNS))
     return num_rows
 
 
