@@ -41,6 +41,14 @@ class Composition(ABC):
         return num_partitions
 
     @abstractmethod
+    def columns(self, embedding_dim: int, num_partitions: int) -> tuple[range, ...] | None:
+        """Columns of the output that each partition's columns, one to one, take part in.
+
+        Composing a range of columns of the output then needs only these columns of the partitions that have them. None
+        where every column of the output depends on all columns.
+        """
+
+    @abstractmethod
     def compose(self, vectors: Sequence[Float[Tensor, "*batch dim_j"]]) -> Float[Tensor, "*batch dim"]:
         """Composes each id's own rows, along the last dim; every other dim is a batch dim."""
 

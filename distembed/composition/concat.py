@@ -5,6 +5,7 @@ with the same row in one partition agree in that whole part of the vector.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from jaxtyping import Float
@@ -51,11 +52,20 @@ class Concat(Composition):
             )
         return self.dims
 
+    def columns(self, embedding_dim: int, num_partitions: int) -> tuple[range, ...]:
+        return side_by_side(self.partition_dims(embedding_dim, num_partitions))
+
     def compose(self, vectors: Sequence[Float[Tensor, "*batch dim_j"]]) -> Float[Tensor, "*batch dim"]:
         return torch.cat(list(vectors), dim=-1)
 
     def initial_weights(self, variance: float, num_partitions: int, embedding_dim: int) -> tuple[Distribution, ...]:
         return (Uniform(variance),) * num_partitions
+
+
+def side_by_side(dims: Sequence[int]) -> tuple[range, ...]:
+    """The columns of vectors of these dimensions, one after another."""
+    ends = list(accumulate(dims))
+    return tuple(range(end - dim, end) for end, dim in zip(ends, dims, strict=True))
 
 
 def _equal_shares(embedding_dim: int, num_partitions: int) -> tuple[int, ...]:

@@ -19,6 +19,9 @@ class _Elementwise(Composition):
     def partition_dims(self, embedding_dim: int, num_partitions: int) -> tuple[int, ...]:
         return (embedding_dim,) * num_partitions
 
+    def columns(self, embedding_dim: int, num_partitions: int) -> tuple[range, ...]:
+        return (range(embedding_dim),) * num_partitions
+
 
 class Product(_Elementwise):
     """``v_1 * v_2 * ... * v_k``, elementwise."""

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from distembed.composition.base import Composition
+from distembed.composition.concat import side_by_side
 from distembed.composition.initial import Distribution, Uniform
 
 
@@ -22,6 +23,9 @@ class Feature(Composition):
 
     def partition_dims(self, embedding_dim: int, num_partitions: int) -> tuple[int, ...]:
         return (embedding_dim,) * num_partitions
+
+    def columns(self, embedding_dim: int, num_partitions: int) -> tuple[range, ...]:
+        return side_by_side(self.partition_dims(embedding_dim, num_partitions))
 
     def num_vectors(self, num_partitions: int) -> int:
         return num_partitions

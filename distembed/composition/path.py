@@ -39,6 +39,9 @@ class PathComposition(Composition):
     def num_looked_up(self, num_partitions: int) -> int:
         return 1
 
+    def columns(self, embedding_dim: int, num_partitions: int) -> tuple[range, ...] | None:
+        return (range(embedding_dim),) if num_partitions == 1 else None
+
     def compose(self, vectors: Sequence[Float[Tensor, "*batch dim_j"]]) -> Float[Tensor, "*batch dim"]:
         """Applies to each id's vector ``vectors[0]`` its own packed functions ``vectors[1:]``."""
         values, *functions = vectors

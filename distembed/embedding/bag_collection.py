@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from distembed.embedding.config import CompositionalEmbeddingBagConfig
 from distembed.embedding.pooling import pool
-from distembed.embedding.tables import CompositionalTables, looked_up_configs
+from distembed.embedding.tables import CompositionalTables, torchrec_configs
 from distembed.errors import UserError
 
 
@@ -41,8 +41,6 @@ class CompositionalEmbeddingBagCollection(
     ) -> None:
         super().__init__(tables, device)
         self._is_weighted = is_weighted
-        # summed, since the mean is taken after composing
-        self._configs = looked_up_configs(EmbeddingBagConfig, tables, pooling=PoolingType.SUM)
         self.embedding_bags = self._make_lookups(_embedding_bag)
         self.reset_parameters()
 
@@ -74,8 +72,8 @@ class CompositionalEmbeddingBagCollection(
         return KeyedTensor(keys, dims, torch.cat(pooled, dim=1))
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """TorchRec's config of every partition table that holds vectors."""
-        return self._configs
+        """TorchRec's config of every table, from which its models learn features and dimensions."""
+        return torchrec_configs(EmbeddingBagConfig, self._tables)
 
     def is_weighted(self) -> bool:
         """Whether per-sample weights are applied."""

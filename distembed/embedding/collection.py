@@ -9,7 +9,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollectionInterface
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from distembed.embedding.config import CompositionalEmbeddingConfig
-from distembed.embedding.tables import CompositionalTables, looked_up_configs
+from distembed.embedding.tables import CompositionalTables, torchrec_configs
 from distembed.errors import UserError
 
 
@@ -40,7 +40,6 @@ class CompositionalEmbeddingCollection(CompositionalTables[CompositionalEmbeddin
                     "one collection for each."
                 )
         self._need_indices = need_indices
-        self._configs = looked_up_configs(EmbeddingConfig, tables)
         self.embeddings = self._make_lookups(_embedding)
         self.reset_parameters()
 
@@ -63,8 +62,8 @@ class CompositionalEmbeddingCollection(CompositionalTables[CompositionalEmbeddin
         return outputs
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
-        """TorchRec's config of every partition table that holds vectors."""
-        return self._configs
+        """TorchRec's config of every table, from which models learn features and dimensions."""
+        return torchrec_configs(EmbeddingConfig, self._tables)
 
     def embedding_dim(self) -> int:
         """Dimension of a vector."""

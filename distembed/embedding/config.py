@@ -152,7 +152,13 @@ class CompositionalEmbeddingConfig:
         num_looked_up = self.combine.num_looked_up(len(rows))
         names = [f"{self.name}__p{j}" for j in range(len(rows))]
         return [
-            PartitionTable(names[j], rows[j], dims[j], SeededInit(draws[j], self.seed, names[j]), j >= num_looked_up)
+            PartitionTable(
+                names[j],
+                rows[j],
+                dims[j],
+                SeededInit(draws[j], self.seed, names[j], rows[j], dims[j]),
+                j >= num_looked_up,
+            )
             for j in range(len(rows))
         ]
 

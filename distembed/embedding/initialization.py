@@ -1,29 +1,65 @@
 """Initial weights of a table, a function of (seed, table's name) alone.
 
-Neither the number of ranks nor the order in which tables are made changes a table's first weights, so that runs on one
-and on many ranks start from the same model.
+Neither the number of ranks, nor where a table's rows and columns lie, nor the order in which tables are made changes a
+table's first weights, so that runs on one and on many ranks start from the same model. Rows are drawn block by block,
+each block from a generator of its own, so that a rank draws little more than the rows that it holds::
+
+    weight     | block 0 | block 1 | block 2 | block 3 |
+    this rank        |  rows 1.5 to 3.2  |               draws blocks 1 to 3
 """
 
 import hashlib
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from distembed.composition.initial import Distribution
 
+_NUMBERS_OF_A_BLOCK = 2**22
+
 
 @dataclass(frozen=True)
 class SeededInit:
-    """Fills a whole weight in place with draws that depend on (seed, name); fits TorchRec's ``init_fn``."""
+    """Fills a weight in place with draws that depend on (seed, name); fits TorchRec's ``init_fn``.
+
+    Attributes:
+        distribution: of the numbers.
+        seed: of the draws, with the name.
+        name: of the partition table.
+        num_rows: of the whole weight.
+        dim: of the whole weight.
+    """
 
     distribution: Distribution
     seed: int
     name: str
+    num_rows: int
+    dim: int
 
     def __call__(self, weight: Tensor) -> Tensor:
-        digest = hashlib.sha256(f"{self.seed}/{self.name}".encode()).digest()
+        """Fills the whole weight."""
+        return self.fill_part(weight, 0, 0)
+
+    @torch.no_grad()
+    def fill_part(self, part: Float[Tensor, "rows columns"], first_row: int, first_column: int) -> Tensor:
+        """Fills the rows and columns of the weight that begin at these with what they have in the whole."""
+        end, columns = first_row + len(part), slice(first_column, first_column + part.shape[1])
+        block_rows = max(1, _NUMBERS_OF_A_BLOCK // self.dim)
+        for block in range(first_row // block_rows, -(-end // block_rows) if len(part) else 0):
+            start, stop = block * block_rows, min((block + 1) * block_rows, self.num_rows)
+            within = part[max(start, first_row) - first_row : min(stop, end) - first_row]
+            generator = self._generator(block, part.device)
+            if within.shape == (stop - start, self.dim):
+                self.distribution.fill(within, generator)
+            else:
+                drawn = self.distribution.fill(part.new_empty(stop - start, self.dim), generator)
+                within.copy_(drawn[max(first_row - start, 0) :][: len(within), columns])
+        return part
+
+    def _generator(self, block: int, device: torch.device) -> torch.Generator:
+        of_block = f"/{block}" if block else ""
+        digest = hashlib.sha256(f"{self.seed}/{self.name}{of_block}".encode()).digest()
         # 63 bits: what a torch generator takes on every device
-        generator = torch.Generator(weight.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        with torch.no_grad():
-            return self.distribution.fill(weight, generator)
+        return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)

@@ -140,8 +140,22 @@ def initialise(parts: Sequence[PartitionTable], weights: Iterable[Tensor]) -> No
             part.init(weight)
 
 
-def looked_up_configs(make: Callable[..., Any], tables: Sequence[Config], **fields: Any) -> list[Any]:
-    """TorchRec's config of every partition that holds vectors."""
+def torchrec_configs(make: Callable[..., Any], tables: Sequence[Config]) -> list[Any]:
+    """TorchRec's config of every table, as models read it: ids, features, and the dimension of a vector."""
+    return [
+        make(
+            name=table.name,
+            num_embeddings=table.num_embeddings,
+            embedding_dim=table.embedding_dim,
+            feature_names=list(table.feature_names),
+            data_type=table.data_type,
+        )
+        for table in tables
+    ]
+
+
+def looked_up_configs(make: Callable[..., Any], tables: Sequence[Config]) -> list[Any]:
+    """TorchRec's config of every partition that holds vectors, as its sharded modules keep parameters."""
     return [
         make(
             name=part.name,
@@ -150,7 +164,6 @@ def looked_up_configs(make: Callable[..., Any], tables: Sequence[Config], **fiel
             feature_names=list(table.feature_names),
             data_type=table.data_type,
             init_fn=part.init,
-            **fields,
         )
         for table in tables
         for part in table.lookup_tables()

@@ -1,17 +1,14 @@
-"""The sharded module: TorchRec's own, with lookups that compose on the owner before anything is communicated."""
+"""The sharded module of bags: TorchRec's own, with lookups that compose before anything is communicated."""
 
-import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
-from torch import nn
+from torch import Tensor
 from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
-from torchrec.distributed.fp_embeddingbag import param_dp_sync
 from torchrec.distributed.types import (
     Awaitable,
     LazyAwaitable,
@@ -20,23 +17,24 @@ from torchrec.distributed.types import (
     ShardingEnv,
     ShardingType,
 )
-from torchrec.distributed.utils import append_prefix
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from distembed.embedding.bag_collection import CompositionalEmbeddingBagCollection
-from distembed.embedding.config import CompositionalEmbeddingBagConfig
-from distembed.embedding.ids import IdMapper
 from distembed.errors import UserError
-from distembed.sharding.table_wise import CompositionalTableWiseSharding
+from distembed.sharding.parameters import ShardedParameters, in_groups
+from distembed.sharding.shardings import make_sharding
+from distembed.sharding.units import BagUnits
 
 
-class ShardedCompositionalEmbeddingBagCollection(ShardedEmbeddingBagCollection):
+class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbeddingBagCollection):
     """What ``DistributedModelParallel`` puts in place of a :class:`CompositionalEmbeddingBagCollection`.
 
-    Ids are checked and mapped in ``input_dist``, before the all-to-all. All ranks construct and call it together.
+    Ids are checked and mapped in ``input_dist``, before the all-to-all. Keys of the output are in the order of the
+    unsharded module, whatever the plan. All ranks construct and call it together.
     """
 
-    _embedding_names: list[str]  # the base class's
+    _lookup_attribute = "embedding_bags"
 
     def __init__(
         self,
@@ -48,33 +46,19 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
         module_fqn: str | None = None,
     ) -> None:
-        if module.is_weighted():
-            raise UserError(
-                "A collection with is_weighted=True cannot be sharded yet; use it on one device, or without weights."
-            )
-        self._tables = module.tables()
-        self._input_dist_is_missing = True
-        # not yet as parameters, which the base class's constructor would not let be
-        self._replicated = _replicate_functions(self._tables, device)
-        self._map_ids = IdMapper(self._tables)
+        self._place(module, table_name_to_parameter_sharding, env, device)
         super().__init__(
-            module,
-            plan_of_partitions(self._tables, table_name_to_parameter_sharding),
+            BagUnits(module, in_groups(self._tables)),
+            self._unit_plan,
             env,
-            # ids are checked before they are mapped, and rows lie in their tables by construction
-            fused_params={"bounds_check_mode": BoundsCheckMode.NONE, **(fused_params or {})},
+            fused_params=fused_params,
             device=device,
             qcomm_codecs_registry=qcomm_codecs_registry,
             module_fqn=module_fqn,
         )
-        self.functions = nn.ParameterDict(self._replicated)
-        # TorchRec's dists know one key a feature; where each partition gives a vector, it is as wide as all of these
-        table_of = {name: table for table in self._tables for name in table.feature_names}
-        features = self._embedding_names
-        self._embedding_names = [vector for name in features for vector in table_of[name].vector_names(name)]
-        self._embedding_dims = [
-            table_of[name].embedding_dim for name in features for _ in range(table_of[name].num_vectors)
-        ]
+        self._output = _Output(module, self._embedding_names)
+        if module.device.type not in ("meta", "cpu"):
+            self.load_state_dict(module.state_dict())
 
     # an instance method in the place of TorchRec's class method: the sharding needs this module's tables
     def create_embedding_bag_sharding(
@@ -84,41 +68,52 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         device: torch.device | None = None,
         permute_embeddings: bool = False,
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
-    ) -> EmbeddingSharding[Any, KeyedJaggedTensor, torch.Tensor, torch.Tensor]:
+    ) -> EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]:
         """Makes the sharding of all tables placed in one way."""
-        return CompositionalTableWiseSharding(
-            self._tables, sharding_infos, env, device, qcomm_codecs_registry, self._replicated
-        )
+        keywords: dict[str, Any] = {"qcomm_codecs_registry": qcomm_codecs_registry}
+        if sharding_infos[0].param_sharding.sharding_type in (
+            ShardingType.COLUMN_WISE.value,
+            ShardingType.TABLE_COLUMN_WISE.value,
+        ):
+            keywords["permute_embeddings"] = permute_embeddings
+        return make_sharding(self._placements, self._replicated, sharding_infos, env, device, pools=True, **keywords)
+
+    def _initialize_torch_state(self, skip_registering: bool = False) -> None:
+        self._embedding_bag_configs = self._tell_of_partitions(EmbeddingBagConfig)
+        super()._initialize_torch_state(skip_registering)
+        self._register_replicated()
+        self.reset_parameters()
 
     def input_dist(
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
         """Brings ids inside their tables, then sends each to its table's owner; all ranks call it."""
-        if self._input_dist_is_missing:
-            # TorchRec's own first-batch check would hold raw ids against the rows of partition tables
-            self._create_input_dist(features.keys())
-            self._input_dist_is_missing = self._has_uninitialized_input_dist = False
+        self._require_input_dist(features.keys())
+        if self._is_weighted and features.weights_or_none() is None:
+            raise UserError(
+                "The collection has is_weighted=True, but the KeyedJaggedTensor has no weights; make it with "
+                "weights=, or the collection without is_weighted."
+            )
+        if not self._is_weighted and features.weights_or_none() is not None:
+            features = _without_weights(features)
+        ctx.divisor = self._output.ids_of_bags(features)
         return super().input_dist(ctx, self._map_ids(features))
 
-    def output_dist(self, ctx: EmbeddingBagCollectionContext, output: list[torch.Tensor]) -> LazyAwaitable[KeyedTensor]:
+    def output_dist(self, ctx: EmbeddingBagCollectionContext, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
         """Sends composed vectors to the rows' ranks; all ranks call it."""
-        return self._join_functions(super().output_dist(ctx, output))
+        zero = self._zero_of_unused()
+        return self._finish(ctx, zero, super().output_dist(ctx, output))
 
     def compute_and_output_dist(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> LazyAwaitable[KeyedTensor]:
         """Looks up, composes and sends; all ranks call it."""
-        return self._join_functions(super().compute_and_output_dist(ctx, input))
+        zero = self._zero_of_unused()
+        return self._finish(ctx, zero, super().compute_and_output_dist(ctx, input))
 
-    def _join_functions(self, embedded: LazyAwaitable[KeyedTensor]) -> LazyAwaitable[KeyedTensor]:
-        """Ties the output to every function, so that ranks that own none wait in the same gradient reductions."""
-        if len(self.functions) and self._env.world_size > 1:
-            nothing = 0 * sum(weight.sum() for weight in self.functions.values())
-            embedded.callbacks.append(partial(param_dp_sync, no_op_tensor=nothing))
+    def _finish(
+        self, ctx: EmbeddingBagCollectionContext, zero: Tensor | None, embedded: LazyAwaitable[KeyedTensor]
+    ) -> LazyAwaitable[KeyedTensor]:
+        embedded.callbacks.append(partial(self._output.arrange, zero=zero, ids_of_bags=ctx.divisor))
         return embedded
-
-    def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
-        """Names of all parameters but the functions', which are data-parallel."""
-        functions = {name for name, _ in self.functions.named_parameters(append_prefix(prefix, "functions"))}
-        return (name for name in super().sharded_parameter_names(prefix) if name not in functions)
 
     @property
     def unsharded_module_type(self) -> type[CompositionalEmbeddingBagCollection]:
@@ -126,38 +121,58 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         return CompositionalEmbeddingBagCollection
 
 
-def _replicate_functions(
-    tables: Sequence[CompositionalEmbeddingBagConfig], device: torch.device | None
-) -> dict[str, nn.Parameter]:
-    """Weights of all functions by name, drawn alike on every rank."""
-    parts = [part for table in tables for part in table.function_tables()]
-    return {part.name: nn.Parameter(part.init(torch.empty(part.num_rows, part.dim, device=device))) for part in parts}
+def _without_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """The same features; weights that nothing uses would be communicated."""
+    return KeyedJaggedTensor(
+        features.keys(),
+        features.values(),
+        lengths=features.lengths_or_none(),
+        offsets=features.offsets_or_none(),
+        stride=features.stride(),
+        length_per_key=features.length_per_key_or_none(),
+    )
 
 
-def plan_of_partitions(
-    tables: Sequence[CompositionalEmbeddingBagConfig], plan: dict[str, ParameterSharding]
-) -> dict[str, ParameterSharding]:
-    """Where each partition table goes, from a plan that names compositional tables: beside its siblings.
+class _Output:
+    """Sums as TorchRec's dists bring them -> the unsharded module's output.
 
-    Raises:
-        UserError: for a sharding type other than table-wise, or vectors that FBGEMM cannot hold.
+    Features are put in the tables' order, means are taken, and the vectors of feature generation get keys of their own.
     """
-    expanded = {}
-    for table in tables:
-        placed = plan[table.name]
-        if placed.sharding_type != ShardingType.TABLE_WISE.value:
-            raise UserError(
-                f"table {table.name!r} is planned {placed.sharding_type}; compositional tables are placed table_wise."
-            )
-        for part in table.lookup_tables():
-            if part.dim % 4:
-                raise UserError(
-                    f"table {table.name!r}: the vectors of partition table {part.name!r} have {part.dim} numbers; "
-                    "FBGEMM takes multiples of 4. Choose embedding_dim, or dims of concat, accordingly."
-                )
-            sharding = copy.deepcopy(placed)
-            assert sharding.sharding_spec is not None
-            for shard in sharding.sharding_spec.shards:
-                shard.shard_offsets, shard.shard_sizes = [0, 0], [part.num_rows, part.dim]
-            expanded[part.name] = sharding
-    return expanded
+
+    def __init__(self, module: CompositionalEmbeddingBagCollection, features: Sequence[str]) -> None:
+        tables = module.tables()
+        widths = {name: table.num_vectors * table.embedding_dim for table in tables for name in table.feature_names}
+        self._splits = [widths[name] for name in features]
+        in_order = [name for table in tables for name in table.feature_names]
+        self._order = [list(features).index(name) for name in in_order]
+        self._means = {
+            i: name
+            for i, name in enumerate(in_order)
+            if next(table for table in tables if name in table.feature_names).pooling == "mean"
+        }
+        self._keys = [key for table in tables for name in table.feature_names for key in table.vector_names(name)]
+        self._dims = [
+            table.embedding_dim for table in tables for _ in table.feature_names for _ in range(table.num_vectors)
+        ]
+
+    def ids_of_bags(self, features: KeyedJaggedTensor) -> Tensor | None:
+        """Ids of each bag of the features that are averaged, ``[features, batch]``, and 1 for empty ones."""
+        if not self._means:
+            return None
+        lengths = features.lengths().view(len(features.keys()), features.stride())
+        places = [features.keys().index(name) for name in self._means.values()]
+        return lengths[places].clamp(min=1)
+
+    def arrange(self, embedded: KeyedTensor, zero: Tensor | None, ids_of_bags: Tensor | None) -> KeyedTensor:
+        """Makes the output of what came; ``zero`` is added."""
+        values = embedded.values()
+        if zero is not None:
+            values.add_(zero)
+        if self._order != list(range(len(self._order))) or self._means:
+            parts = values.split(self._splits, dim=1)
+            ordered = [parts[i] for i in self._order]
+            for row, i in enumerate(self._means):
+                assert ids_of_bags is not None
+                ordered[i] = ordered[i] / ids_of_bags[row].unsqueeze(1)
+            values = torch.cat(ordered, dim=1)
+        return KeyedTensor(self._keys, self._dims, values)

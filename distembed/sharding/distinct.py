@@ -9,13 +9,11 @@ each, so that the gradient of its vector is a sum over a run of them::
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
-
-from distembed.embedding.config import Pooling
 
 _MAX, _MAX_INT32 = 2**63 - 1, 2**31 - 1
 
@@ -47,14 +45,23 @@ class DistinctIds:
         return (torch.arange(total, device=counts.device) - starts) * len(counts) + feature
 
     def pool(
-        self, vectors: Float[Tensor, "distinct width"], offsets: Int64[Tensor, " bags_plus_1"], pooling: Pooling
+        self,
+        vectors: Float[Tensor, "distinct width"],
+        offsets: Int64[Tensor, " bags_plus_1"],
+        pooling: Literal["sum", "max"],
+        weights: Float[Tensor, " ids"] | None = None,
     ) -> Float[Tensor, "bags width"]:
-        """Pools the distinct ids' vectors over bags of the given ids; an empty bag gives zeros."""
+        """Pools the distinct ids' vectors over bags of the given ids, summed with these weights; an empty bag is zero.
+
+        No gradient flows to the weights.
+        """
         if pooling == "max":
             pooled = nn.functional.embedding_bag(self.of_id, vectors, offsets, mode="max", include_last_offset=True)
             return pooled
-        summed = _SumBags.apply(vectors, self.of_id, offsets, self.order, self.first)  # type: ignore[no-untyped-call]
-        return cast(Tensor, summed / offsets.diff().clamp(min=1).unsqueeze(1) if pooling == "mean" else summed)
+        summed = _SumBags.apply(  # type: ignore[no-untyped-call]
+            vectors, self.of_id, offsets, self.order, self.first, weights
+        )
+        return cast(Tensor, summed)
 
 
 def distinct_ids(ids: Int64[Tensor, " ids"], counts: Sequence[int], num_embeddings: int) -> DistinctIds:
@@ -91,15 +98,32 @@ class _SumBags(torch.autograd.Function):
     """Sums over bags, whose backward sums over occurrences; that of ``embedding_bag`` sorts again and adds by row."""
 
     @staticmethod
-    def forward(ctx: Any, vectors: Tensor, of_id: Tensor, offsets: Tensor, order: Tensor, first: Tensor) -> Tensor:
-        ctx.save_for_backward(offsets, order, first)
-        summed = nn.functional.embedding_bag(of_id, vectors, offsets, mode="sum", include_last_offset=True)
-        return summed
+    def forward(
+        ctx: Any,
+        vectors: Tensor,
+        of_id: Tensor,
+        offsets: Tensor,
+        order: Tensor,
+        first: Tensor,
+        weights: Tensor | None,
+    ) -> Tensor:
+        ctx.save_for_backward(offsets, order, first, weights)
+        return _sum_bags(of_id, vectors, offsets, weights)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None, None]:
-        offsets, order, first = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None, None, None]:
+        offsets, order, first, weights = ctx.saved_tensors
         bags = torch.arange(len(offsets) - 1, device=offsets.device)
         bag_of_id = torch.repeat_interleave(bags, offsets.diff(), output_size=len(order))
-        of_vectors = nn.functional.embedding_bag(bag_of_id[order], gradients[0].contiguous(), first, mode="sum")
-        return of_vectors, None, None, None, None
+        ends = nn.functional.pad(first, (0, 1), value=len(order))
+        ordered_weights = None if weights is None else weights[order]
+        of_vectors = _sum_bags(bag_of_id[order], gradients[0].contiguous(), ends, ordered_weights)
+        return of_vectors, None, None, None, None, None
+
+
+def _sum_bags(rows: Tensor, vectors: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+    weights = None if weights is None else weights.to(vectors.dtype)
+    summed = nn.functional.embedding_bag(
+        rows, vectors, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True
+    )
+    return summed

@@ -1,207 +1,445 @@
 """Lookups on the rank that owns the tables: ids -> rows -> vectors -> composed -> pooled.
 
-All partitions of a table live on its owner, so ids come in and composed, pooled vectors go out, as with a plain table.
-Tables with the same scheme, composition and dimensions form a *group*, which is looked up in one go: one FBGEMM
-table-batched embedding (TBE) a partition serves the T features of the group's tables::
+Ids come in and composed vectors, summed over bags, go out, as with a plain table. Tables with the same scheme,
+composition and dimensions form a *group*, which is looked up in one go: one FBGEMM table-batched embedding (TBE) a
+partition serves the T features of the group's tables::
 
     p_1 rows of all T features -> TBE 1 -> vectors [B, T, dim_1] \
     p_2 rows of all T features -> TBE 2 -> vectors [B, T, dim_2] / composed [B, T, width]
+
+Replicated weights are stacked, one table's below the other's, and looked up by torch in the place of a TBE.
 
 Where composing commutes with summing, bags are pooled by the TBEs themselves. Else each id becomes a bag of its own and
 is composed first: FBGEMM's unpooled mode has a backward 40 times slower on the CPU than its pooled one. One TBE for the
 tables of all partitions is slower too: the gradients of its output have to be put together again.
 """
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torchrec.distributed.embedding_lookup import CommOpGradientScaling, GroupedPooledEmbeddingsLookup
-from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
+from torchrec.distributed.embedding_sharding import group_tables
+from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, ShardedEmbeddingTable
 from torchrec.distributed.types import ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.composition import PathComposition
-from distembed.embedding.config import CompositionalEmbeddingBagConfig
+from distembed.embedding.config import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig
 from distembed.sharding.distinct import DistinctIds, distinct_ids
+from distembed.sharding.placement import Piece
 
 
 @dataclass(frozen=True)
-class TableGroup:
-    """Tables that are looked up together, and TorchRec's config of the TBE of each partition that is looked up."""
+class LocalTable:
+    """What one rank holds of a table: all of it, or a range of its output's columns.
 
-    tables: list[CompositionalEmbeddingBagConfig]
-    tbe_configs: list[GroupedEmbeddingConfig]
+    Attributes:
+        table: the table.
+        pieces: the partitions' columns that take part.
+        sharded: by partition, TorchRec's description of the shard in a TBE; other pieces are replicated.
+        first_row: of the shard of the partition that is divided by rows.
+    """
+
+    table: CompositionalEmbeddingConfig
+    pieces: list[Piece]
+    sharded: dict[int, ShardedEmbeddingTable]
+    first_row: int = 0
 
 
 class CompositionalLookup(GroupedPooledEmbeddingsLookup):
-    """Ids of all tables of one rank -> [B, sum of their widths], features in the order of ``groups``.
+    """Ids of all tables of one rank -> [B, sum of their columns], features in the order of ``tables``.
+
+    Attributes:
+        replicated_names: partition tables whose replicated weights are used here.
 
     Args:
-        groups: what this rank owns.
-        functions: weights of the functions of path-based tables by name, the same on every rank.
+        tables: what this rank owns; neighbours that agree in scheme, composition and dimensions form a group.
+        replicated: weights that are the same on every rank, by partition table's name.
+        averages_ranks: whether the gradients that come back are divided by the number of ranks already, as TorchRec's
+            dists do it; those of replicated weights, which are averaged over the ranks, are then multiplied again.
         env: the process group that the tables are sharded over.
         device: of the weights.
+        pools: whether ids are pooled over bags; else each gives a vector.
     """
 
     def __init__(
         self,
-        groups: Sequence[TableGroup],
-        functions: Mapping[str, nn.Parameter],
+        tables: Sequence[LocalTable],
+        replicated: Mapping[str, nn.Parameter],
+        averages_ranks: bool,
         env: ShardingEnv,
         device: torch.device | None,
+        pools: bool = True,
     ) -> None:
-        configs = [config for group in groups for config in group.tbe_configs]
-        super().__init__(configs, pg=env.process_group, device=device, env=env)
-        self._groups = [_make_group(group.tables, functions, env.world_size) for group in groups]
+        groups = [list(group) for _, group in itertools.groupby(tables, _group_key)]
+        configs = [config for group in groups for config in _tbe_configs(group)]
+        super().__init__(configs, pg=env.process_group, device=device, scale_weight_gradients=averages_ranks, env=env)
+        scale = self._scale_gradient_factor
+        self._groups = [_make_group(group, replicated, scale, pools) for group in groups]
         self._feature_splits = [group.num_features for group in self._groups]
+        self._shards = [shard for group in groups for shard in _shards_in_order(group)]
+        self._pools = pools
+        self.replicated_names = {
+            part.name for local in tables for part in local.table.partition_tables() if part.name in replicated
+        }
+        self._prefetched: deque[list[_Request]] = deque()
 
-    def forward(self, sparse_features: KeyedJaggedTensor) -> Float[Tensor, "batch width"]:
+    def forward(self, sparse_features: KeyedJaggedTensor) -> Tensor:
         """Looks up, composes and pools."""
         if not self._groups:
-            return self._dummy_embs_tensor.view(sparse_features.stride(), 0)
-        tbes = iter(kernel.emb_module for kernel in self._emb_modules)
+            return self._dummy_embs_tensor.view(sparse_features.stride() if self._pools else 0, 0)
+        requests = self._prefetched.popleft() if self._prefetched else self._requests(sparse_features)
         parts = [
-            group.forward(features, [next(tbes) for _ in range(group.num_looked_up)])
-            for group, features in zip(self._groups, sparse_features.split(self._feature_splits), strict=True)
+            group.finish(request, group.look_up(request, tbes))
+            for group, request, tbes in zip(self._groups, requests, self._tbes_of_groups(), strict=True)
         ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1 if self._pools else 0)
+
+    def prefetch(self, sparse_features: KeyedJaggedTensor, forward_stream: Any = None) -> None:
+        """Brings the rows of a coming batch from host memory into the cache, where tables lie there."""
+        if not any(_is_cached(config) for config in self.grouped_configs):
+            return
+        requests = self._requests(sparse_features)
+        for group, request, tbes in zip(self._groups, requests, self._tbes_of_groups(), strict=True):
+            group.prefetch(request, tbes, forward_stream)
+        self._prefetched.append(requests)
+
+    def reset_parameters(self) -> None:
+        """Draws the weights of this rank's shards, the same numbers as these have in the whole table."""
+        weights = [weight for kernel in self._emb_modules for weight in kernel.split_embedding_weights()]
+        for (piece, shard), weight in zip(self._shards, weights, strict=True):
+            assert shard.local_metadata is not None
+            first_row, first_column = shard.local_metadata.shard_offsets
+            piece.part.init.fill_part(weight.detach().view(-1, shard.local_cols), first_row, first_column)
+
+    def _requests(self, features: KeyedJaggedTensor) -> list["_Request"]:
+        with torch.no_grad():
+            pieces = features.split(self._feature_splits)
+            return [group.request(piece) for group, piece in zip(self._groups, pieces, strict=True)]
+
+    def _tbes_of_groups(self) -> list[list[nn.Module]]:
+        tbes = iter(kernel.emb_module for kernel in self._emb_modules)
+        return [list(itertools.islice(tbes, group.num_tbes)) for group in self._groups]
+
+
+def _group_key(local: LocalTable) -> Hashable:
+    """What tables share that one TBE a partition and one formula can serve."""
+    pieces = tuple(
+        (piece.partition, piece.stop - piece.start, piece.partition in local.sharded) for piece in local.pieces
+    )
+    first = next(iter(local.sharded.values()), None)
+    held = None if first is None else (first.compute_kernel, _settings(first))
+    return (*kind(local.table), pieces, held)
+
+
+def kind(table: CompositionalEmbeddingConfig) -> tuple[Hashable, ...]:
+    """What tables of one group have in common before they are placed."""
+    combine = table.combine
+    # where there is nothing to compose, compositions do not differ
+    formula = (combine.name, *[getattr(combine, name) for name in combine.settings])
+    return (
+        table.scheme.name,
+        len(table.scheme.num_rows),
+        formula if len(table.scheme.num_rows) > 1 else None,
+        table.embedding_dim,
+        getattr(table, "pooling", None) == "max",
+        table.data_type,
+    )
+
+
+def _settings(shard: ShardedEmbeddingTable) -> Hashable:
+    return tuple(sorted((key, str(value)) for key, value in (shard.fused_params or {}).items()))
+
+
+def _sharded_pieces(local: LocalTable) -> list[Piece]:
+    return [piece for piece in local.pieces if piece.partition in local.sharded]
+
+
+def _tbe_configs(group: Sequence[LocalTable]) -> list[GroupedEmbeddingConfig]:
+    """The TBE of each piece that is sharded, from each table's."""
+    configs = []
+    for pieces in zip(*[_sharded_pieces(local) for local in group], strict=True):
+        shards = [local.sharded[piece.partition] for local, piece in zip(group, pieces, strict=True)]
+        (config,) = group_tables([shards])[0]
+        configs.append(config)
+    return configs
+
+
+def _shards_in_order(group: Sequence[LocalTable]) -> list[tuple[Piece, ShardedEmbeddingTable]]:
+    """The same shards, in the same order, with their pieces."""
+    columns = zip(*[_sharded_pieces(local) for local in group], strict=True)
+    return [
+        (piece, local.sharded[piece.partition])
+        for pieces in columns
+        for local, piece in zip(group, pieces, strict=True)
+    ]
+
+
+def _is_cached(config: GroupedEmbeddingConfig) -> bool:
+    return any(table.compute_kernel.value == "fused_uvm_caching" for table in config.embedding_tables)
 
 
 def _make_group(
-    tables: Sequence[CompositionalEmbeddingBagConfig], functions: Mapping[str, nn.Parameter], world_size: int
+    tables: Sequence[LocalTable], replicated: Mapping[str, nn.Parameter], scale: int, pools: bool
 ) -> "_Group":
-    first = tables[0]
-    if first.function_tables():
-        return _PathGroup(tables, functions, world_size)
-    pools_first = first.combine.commutes_with_sum or len(first.scheme.num_rows) == 1
-    return _PooledGroup(tables) if pools_first and first.pooling != "max" else _PerIdGroup(tables)
+    table = tables[0].table
+    if not pools:
+        kind_of_group: Callable[..., _Group] = _SequenceGroup
+    elif table.function_tables():
+        kind_of_group = _PathGroup
+    else:
+        assert isinstance(table, CompositionalEmbeddingBagConfig)
+        pools_first = table.combine.commutes_with_sum or len(table.scheme.num_rows) == 1
+        kind_of_group = _PooledGroup if pools_first and table.pooling != "max" else _PerIdGroup
+    return kind_of_group(tables, replicated, scale)
+
+
+class _Stack:
+    """Replicated weights of a group's tables in one partition, one below the other."""
+
+    def __init__(self, weights: Sequence[nn.Parameter], scale: int) -> None:
+        self._weights = weights
+        self._scale = scale
+
+    def rows(self) -> Float[Tensor, "rows dim"]:
+        """All weights; in float32, whose gradients on the way back are multiplied by the number of ranks."""
+        stacked = torch.cat(list(self._weights)) if len(self._weights) > 1 else self._weights[0]
+        if self._scale > 1:
+            stacked = CommOpGradientScaling.apply(stacked, self._scale)
+        return stacked.float()
+
+    def first_rows(self) -> list[int]:
+        """Where each table's weight begins."""
+        return list(itertools.accumulate([len(weight) for weight in self._weights], initial=0))[:-1]
+
+
+@dataclass
+class _Request:
+    """What a group asks of its TBEs and stacks for a batch, and what it needs to put the answer together.
+
+    Attributes:
+        rows: of each piece, or of each function partition after these.
+        offsets: where the bags that are looked up begin, and where the last ends.
+        weights: of each row, for pieces that are pooled with weights.
+        features: the batch's.
+        distinct: the batch's distinct ids, where these are looked up.
+    """
+
+    rows: Int64[Tensor, "pieces rows"]
+    offsets: Int64[Tensor, " bags_plus_1"]
+    weights: Float[Tensor, " rows"] | None
+    features: KeyedJaggedTensor
+    distinct: DistinctIds | None = None
 
 
 class _Group(ABC):
-    """Tables of one scheme and composition."""
+    """Tables of one scheme and composition, held in the same way."""
 
-    def __init__(self, tables: Sequence[CompositionalEmbeddingBagConfig]) -> None:
+    def __init__(self, tables: Sequence[LocalTable], replicated: Mapping[str, nn.Parameter], scale: int) -> None:
         first = tables[0]
-        self.partitions = [table.scheme for table in tables for _ in table.feature_names]
-        self.scheme = type(first.scheme)
-        self.combine = first.combine
-        self.pooling = first.pooling
-        self.num_embeddings = max(table.num_embeddings for table in tables)
-        self.num_features = len(self.partitions)
-        self.num_looked_up = len(first.lookup_tables())
+        per_feature = [local for local in tables for _ in local.table.feature_names]
+        self.partitions = [local.table.scheme for local in per_feature]
+        self.scheme = type(first.table.scheme)
+        self.combine = first.table.combine
+        self.takes_max = getattr(first.table, "pooling", None) == "max"
+        self.num_embeddings = max(local.table.num_embeddings for local in tables)
+        self.num_features = len(per_feature)
+        self.num_pieces = len(first.pieces)
+        self.num_tbes = len(first.sharded)
+        functions = first.table.function_tables()
+        used = [piece.partition for piece in first.pieces] + [len(first.pieces) + j for j in range(len(functions))]
+        self._stacks: dict[int, _Stack] = {}
+        shifts = []
+        for position, partition in enumerate(used):
+            if partition in first.sharded:
+                shifts.append([-local.first_row for local in per_feature])
+                continue
+            names = [local.table.partition_tables()[partition].name for local in tables]
+            self._stacks[position] = stack = _Stack([replicated[name] for name in names], scale)
+            shifts.append(
+                [row for row, local in zip(stack.first_rows(), tables, strict=True) for _ in local.table.feature_names]
+            )
+        self.num_used = len(used)
+        self._used = torch.tensor(used) if used != list(range(len(first.table.scheme.num_rows))) else None
+        self._shifts = torch.tensor(shifts) if any(map(any, shifts)) else None
 
     @abstractmethod
-    def forward(self, features: KeyedJaggedTensor, tbes: Sequence[nn.Module]) -> Float[Tensor, "batch width"]:
-        """Looks up, composes and pools."""
+    def request(self, features: KeyedJaggedTensor) -> _Request:
+        """What to look up for a batch."""
 
-    def rows(self, ids: Int64[Tensor, " ids"], counts: Sequence[int]) -> Int64[Tensor, "k ids"]:
-        """Rows of every id in each partition; ids lie feature after feature, ``counts`` says how many of each."""
-        if len(set(counts)) == 1:
-            return self.scheme.rows_of_tables(self.partitions, ids.view(self.num_features, -1)).flatten(1)
-        pieces = ids.split(list(counts))
-        return torch.cat([p.rows(piece) for p, piece in zip(self.partitions, pieces, strict=True)], dim=1)
+    @abstractmethod
+    def finish(
+        self, request: _Request, vectors: Sequence[Float[Tensor, "bags_of_a_feature features dim_j"]]
+    ) -> Float[Tensor, "..."]:
+        """Composes and pools what was looked up."""
 
     def look_up(
-        self, rows: Int64[Tensor, "looked_up ids"], offsets: Int64[Tensor, " bags_plus_1"], tbes: Sequence[nn.Module]
+        self, request: _Request, tbes: Sequence[nn.Module]
     ) -> list[Float[Tensor, "bags_of_a_feature features dim_j"]]:
-        """Summed vectors of each partition for the bags that ``offsets`` cut, feature after feature."""
-        looked_up = [tbe(indices=row, offsets=offsets) for tbe, row in zip(tbes, rows, strict=True)]
-        return [vectors.unflatten(1, (self.num_features, -1)) for vectors in looked_up]
+        """Summed vectors of each piece for the request's bags.
+
+        Where distinct ids are asked for, replicated pieces give these ids' vectors themselves, unpadded.
+        """
+        held: Iterator[Any] = iter(tbes)
+        return [
+            self._sum_replicated(position, request)
+            if position in self._stacks
+            else next(held)(
+                indices=request.rows[position],
+                offsets=request.offsets,
+                per_sample_weights=self._weights(position, request),
+            ).unflatten(1, (self.num_features, -1))
+            for position in range(self.num_pieces)
+        ]
+
+    def prefetch(self, request: _Request, tbes: Sequence[nn.Module], forward_stream: Any) -> None:
+        """Tells the TBEs which rows come."""
+        held: Iterator[Any] = iter(tbes)
+        for position in range(self.num_pieces):
+            if position not in self._stacks:
+                next(held).prefetch(
+                    indices=request.rows[position], offsets=request.offsets, forward_stream=forward_stream
+                )
+
+    def _weights(self, position: int, request: _Request) -> Tensor | None:
+        """Weights that a piece's vectors are summed with."""
+        return request.weights
+
+    def _sum_replicated(self, position: int, request: _Request) -> Tensor:
+        weight, row = self._stacks[position].rows(), request.rows[position]
+        if request.distinct is not None:
+            return nn.functional.embedding(row, weight)
+        vectors = nn.functional.embedding_bag(
+            row,
+            weight,
+            request.offsets,
+            mode="sum",
+            per_sample_weights=self._weights(position, request),
+            include_last_offset=True,
+        )
+        return vectors.unflatten(0, (self.num_features, -1)).transpose(0, 1)
+
+    def rows(self, ids: Int64[Tensor, " ids"], counts: Sequence[int]) -> Int64[Tensor, "used ids"]:
+        """Rows of every id in each partition that is used, counted as they lie in this rank's TBEs and stacks.
+
+        Ids lie feature after feature, ``counts`` says how many of each.
+        """
+        if len(set(counts)) == 1:
+            rows = self.scheme.rows_of_tables(self.partitions, ids.view(self.num_features, -1))
+        else:
+            pieces = ids.split(list(counts))
+            rows = torch.cat([p.rows(piece) for p, piece in zip(self.partitions, pieces, strict=True)], dim=1)
+        if self._used is not None:
+            self._used = self._used.to(ids.device)  # copied once
+            rows = rows.index_select(0, self._used)
+        if self._shifts is None:
+            return rows.flatten(1)
+        self._shifts = self._shifts.to(ids.device)
+        if rows.dim() == 3:
+            return (rows + self._shifts.unsqueeze(2)).flatten(1)
+        lengths = torch.tensor(counts, device=ids.device)
+        return rows + self._shifts.repeat_interleave(lengths, dim=1, output_size=rows.shape[1])
 
 
 class _PooledGroup(_Group):
-    """Pools each partition's vectors in its TBE and composes the sums."""
+    """Pools each piece's vectors where it is looked up and composes the sums."""
 
-    def forward(self, features: KeyedJaggedTensor, tbes: Sequence[nn.Module]) -> Float[Tensor, "batch width"]:
+    def request(self, features: KeyedJaggedTensor) -> _Request:
         rows = self.rows(features.values().long(), features.length_per_key())
-        pooled = self.combine.compose(self.look_up(rows, features.offsets().long(), tbes))
-        if self.pooling == "mean":
-            lengths = features.lengths().view(self.num_features, -1).t().unsqueeze(2)
-            pooled = pooled / lengths.clamp(min=1)
-        return pooled.flatten(1)
+        return _Request(rows, features.offsets().long(), features.weights_or_none(), features)
+
+    def finish(self, request: _Request, vectors: Sequence[Tensor]) -> Float[Tensor, "batch width"]:
+        return self.combine.compose(vectors).flatten(1)
 
 
 class _PerIdGroup(_Group):
     """Looks each id up as a bag of its own, composes, then pools."""
 
-    def forward(self, features: KeyedJaggedTensor, tbes: Sequence[nn.Module]) -> Float[Tensor, "batch width"]:
-        ids, lengths = features.values().long(), features.lengths()
-        if ids.numel() == lengths.numel() and bool((lengths == 1).all()):
-            return self.forward_single(ids, features.length_per_key(), tbes).flatten(1)
-        # ids repeat within a batch, as those of clicks do; each is composed once
-        distinct = distinct_ids(ids, features.length_per_key(), self.num_embeddings)
-        pooled = distinct.pool(self.compose_distinct(distinct, tbes), features.offsets().long(), self.pooling)
-        return pooled.unflatten(0, (self.num_features, -1)).transpose(0, 1).flatten(1)
+    def request(self, features: KeyedJaggedTensor) -> _Request:
+        if self._has_at_most_one_id_each(features):
+            rows = self.rows(features.values().long(), features.length_per_key())
+            return _Request(rows, features.offsets().long(), features.weights_or_none(), features)
+        return self.request_distinct(features)
 
-    def forward_single(
-        self, ids: Int64[Tensor, " ids"], counts: Sequence[int], tbes: Sequence[nn.Module]
-    ) -> Float[Tensor, "batch features width"]:
-        """Composed vectors where every bag holds one id."""
-        offsets = torch.arange(len(ids) + 1, device=ids.device)
-        return self.combine.compose(self.look_up(self.rows(ids, counts), offsets, tbes))
+    def request_distinct(self, features: KeyedJaggedTensor) -> _Request:
+        """Asks for each distinct id once: ids repeat within a batch, as those of clicks do.
 
-    def compose_distinct(self, distinct: DistinctIds, tbes: Sequence[nn.Module]) -> Float[Tensor, "distinct width"]:
-        """Composed vector of every distinct id."""
-        padded = self.look_up_padded(self.rows(distinct.ids, distinct.counts), distinct.counts, tbes)
-        slots = distinct.slots()
-        return self.combine.compose([vectors.flatten(0, 1).index_select(0, slots) for vectors in padded])
-
-    def look_up_padded(
-        self, rows: Int64[Tensor, "looked_up ids"], counts: Sequence[int], tbes: Sequence[nn.Module]
-    ) -> list[Float[Tensor, "positions features dim_j"]]:
-        """Vectors of the i-th id of every feature; features with fewer ids are padded with empty bags."""
-        filled = torch.arange(max(1, *counts), device=rows.device) < torch.tensor(counts, device=rows.device).unsqueeze(
-            1
-        )
+        The i-th ids of all features lie side by side; features with fewer are padded with empty bags.
+        """
+        distinct = distinct_ids(features.values().long(), features.length_per_key(), self.num_embeddings)
+        rows, counts = self.rows(distinct.ids, distinct.counts), distinct.counts
+        longest = torch.arange(max(1, *counts), device=rows.device)
+        filled = longest < torch.tensor(counts, device=rows.device).unsqueeze(1)
         offsets = rows.new_zeros(filled.numel() + 1)
         torch.cumsum(filled.flatten(), dim=0, out=offsets[1:])
-        return self.look_up(rows, offsets, tbes)
+        return _Request(rows, offsets, None, features, distinct)
+
+    def finish(self, request: _Request, vectors: Sequence[Tensor]) -> Float[Tensor, "batch width"]:
+        if request.distinct is None:
+            return self.combine.compose(vectors).flatten(1)
+        composed = self.compose_distinct(request, request.distinct, vectors)
+        features = request.features
+        pooled = request.distinct.pool(
+            composed, features.offsets().long(), "max" if self.takes_max else "sum", features.weights_or_none()
+        )
+        return pooled.unflatten(0, (self.num_features, -1)).transpose(0, 1).flatten(1)
+
+    def compose_distinct(
+        self, request: _Request, distinct: DistinctIds, vectors: Sequence[Tensor]
+    ) -> Float[Tensor, "distinct width"]:
+        """Composed vector of every distinct id."""
+        slots = distinct.slots()
+        of_ids = [
+            vector if position in self._stacks else vector.flatten(0, 1).index_select(0, slots)
+            for position, vector in enumerate(vectors)
+        ]
+        if not isinstance(self.combine, PathComposition) or self.num_used == self.num_pieces:
+            return self.combine.compose(of_ids)
+        functions = [self._stacks[position].rows() for position in range(self.num_pieces, self.num_used)]
+        return self.combine.apply(of_ids[0], functions, request.rows[self.num_pieces :])
+
+    def _has_at_most_one_id_each(self, features: KeyedJaggedTensor) -> bool:
+        """Whether no bag has more, so that there is nothing to pool; an empty bag's factors are all zero."""
+        lengths = features.lengths()
+        return features.values().numel() <= lengths.numel() and bool((lengths <= 1).all())
+
+    def _has_one_id_each(self, features: KeyedJaggedTensor) -> bool:
+        return features.values().numel() == features.lengths().numel() and self._has_at_most_one_id_each(features)
+
+    def _weights(self, position: int, request: _Request) -> Tensor | None:
+        # a product is weighted by weighting one of its factors; distinct ids are weighted when they are pooled
+        return request.weights if position == 0 else None
 
 
 class _PathGroup(_PerIdGroup):
-    """Looks up the first partition only; the rows of the others are functions, stacked over the group's tables."""
+    """Looks up the first partition only; the rows of the others are functions."""
 
-    def __init__(
-        self, tables: Sequence[CompositionalEmbeddingBagConfig], functions: Mapping[str, nn.Parameter], world_size: int
-    ) -> None:
-        super().__init__(tables)
-        assert isinstance(self.combine, PathComposition)
-        self._path = self.combine
-        self._world_size = world_size
-        self._functions = [[functions[part.name] for part in table.function_tables()] for table in tables]
-        num_rows = torch.tensor([[len(weight) for weight in of_table] for of_table in self._functions])
-        first_rows = num_rows.cumsum(0) - num_rows
-        features_of_table = torch.tensor([len(table.feature_names) for table in tables])
-        self._first_rows = first_rows.repeat_interleave(features_of_table, dim=0).t()  # [k - 1, features]
-
-    def forward_single(
-        self, ids: Int64[Tensor, " ids"], counts: Sequence[int], tbes: Sequence[nn.Module]
-    ) -> Float[Tensor, "batch features width"]:
+    def request(self, features: KeyedJaggedTensor) -> _Request:
         # functions cost more than finding out which ids are the same
-        distinct = distinct_ids(ids, counts, self.num_embeddings)
+        return self.request_distinct(features)
+
+    def finish(self, request: _Request, vectors: Sequence[Tensor]) -> Float[Tensor, "batch width"]:
+        features, distinct = request.features, request.distinct
+        if distinct is None or features.weights_or_none() is not None or not self._has_one_id_each(features):
+            return super().finish(request, vectors)
         by_row = distinct.of_id.view(self.num_features, -1).t().flatten()
-        return self.compose_distinct(distinct, tbes).index_select(0, by_row).unflatten(0, (-1, self.num_features))
+        composed = self.compose_distinct(request, distinct, vectors)
+        return composed.index_select(0, by_row).unflatten(0, (-1, self.num_features)).flatten(1)
 
-    def compose_distinct(self, distinct: DistinctIds, tbes: Sequence[nn.Module]) -> Float[Tensor, "distinct width"]:
-        rows = self.rows(distinct.ids, distinct.counts)
-        (padded,) = self.look_up_padded(rows[:1], distinct.counts, tbes)
-        inputs = padded.flatten(0, 1).index_select(0, distinct.slots())
-        counts = torch.tensor(distinct.counts, device=rows.device)
-        self._first_rows = self._first_rows.to(rows.device)  # copied once
-        first_rows = self._first_rows.repeat_interleave(counts, dim=1, output_size=rows.shape[1])
-        return self._path.apply(inputs, self._stacked(), rows[1:] + first_rows)
 
-    def _stacked(self) -> list[Float[Tensor, "rows function"]]:
-        """The functions of all tables, one below the other, for each partition.
+class _SequenceGroup(_PerIdGroup):
+    """Gives each id's composed vector, in the order of ids."""
 
-        Functions are replicated, and data-parallel training averages their gradients over the ranks; but only the
-        owner has one, divided by the number of ranks on its way here, as those of sharded tables are meant to be.
-        """
-        stacked = [torch.cat(weights) for weights in zip(*self._functions, strict=True)]
-        if self._world_size == 1:
-            return stacked
-        return [CommOpGradientScaling.apply(weight, self._world_size) for weight in stacked]
+    def request(self, features: KeyedJaggedTensor) -> _Request:
+        return self.request_distinct(features)
+
+    def finish(self, request: _Request, vectors: Sequence[Tensor]) -> Float[Tensor, "ids width"]:
+        assert request.distinct is not None
+        return self.compose_distinct(request, request.distinct, vectors).index_select(0, request.distinct.of_id)

@@ -1,19 +1,68 @@
-"""The sharder: tells the planner what there is to place, and builds the sharded module from its answer."""
+"""The sharders: tell the planner what there is to place, and build the sharded module from its answer."""
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torch import nn
 from torchrec.distributed.embedding_types import BaseEmbeddingSharder, EmbeddingComputeKernel
-from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
+from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv, ShardingType
 
 from distembed.embedding.bag_collection import CompositionalEmbeddingBagCollection
+from distembed.embedding.tables import CompositionalTables
 from distembed.sharding.bag_collection import ShardedCompositionalEmbeddingBagCollection
+from distembed.sharding.placement import SHARDING_TYPES
+from distembed.sharding.units import unit_parameters
+
+Module = TypeVar("Module", bound=CompositionalTables[Any])
 
 
-class CompositionalEmbeddingBagCollectionSharder(BaseEmbeddingSharder[CompositionalEmbeddingBagCollection]):
-    """Places each compositional table as a whole, table-wise, in the memory of the device.
+class _CompositionalSharder(BaseEmbeddingSharder[Module]):
+    """Places each compositional table as one unit.
 
-    Host memory (UVM) is never used unasked: the only kernel is ``fused``.
+    Args:
+        fused_params: FBGEMM's settings of all tables.
+        qcomm_codecs_registry: how to quantise what is communicated.
+        host_memory: whether the planner may put tables into host memory, read through a cache on the device or
+            directly (kernels ``fused_uvm_caching`` and ``fused_uvm``, CUDA only). Never unasked.
     """
+
+    _sharding_types: Sequence[str] = SHARDING_TYPES
+
+    def __init__(
+        self,
+        fused_params: dict[str, Any] | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+        host_memory: bool = False,
+    ) -> None:
+        # ids are checked before they are mapped, and rows lie in their tables by construction
+        super().__init__({"bounds_check_mode": BoundsCheckMode.NONE, **(fused_params or {})}, qcomm_codecs_registry)
+        self._host_memory = host_memory
+
+    def shardable_parameters(self, module: Module) -> dict[str, nn.Parameter]:
+        """One meta parameter a table, of as many numbers as are looked up and as wide as the output.
+
+        Functions of path-based tables are replicated: there is nothing to place.
+        """
+        return unit_parameters(module)
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """All that compositional tables have, on every device."""
+        return list(self._sharding_types)
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """Fused lookup, backward and update; replicated tables are trained by the model's own optimizer."""
+        if sharding_type == ShardingType.DATA_PARALLEL.value:
+            return [EmbeddingComputeKernel.DENSE.value]
+        kernels = [EmbeddingComputeKernel.FUSED.value]
+        if self._host_memory and compute_device_type == "cuda":
+            kernels += [EmbeddingComputeKernel.FUSED_UVM_CACHING.value, EmbeddingComputeKernel.FUSED_UVM.value]
+        return kernels
+
+
+class CompositionalEmbeddingBagCollectionSharder(_CompositionalSharder[CompositionalEmbeddingBagCollection]):
+    """Shards :class:`CompositionalEmbeddingBagCollection`; arguments as its base's."""
 
     def shard(
         self,
@@ -25,29 +74,8 @@ class CompositionalEmbeddingBagCollectionSharder(BaseEmbeddingSharder[Compositio
     ) -> ShardedCompositionalEmbeddingBagCollection:
         """Makes the sharded module; all ranks call it together."""
         return ShardedCompositionalEmbeddingBagCollection(
-            module,
-            params,
-            env,
-            fused_params=self.fused_params,
-            device=device,
-            qcomm_codecs_registry=self.qcomm_codecs_registry,
-            module_fqn=module_fqn,
+            module, params, env, self.fused_params, device, self.qcomm_codecs_registry, module_fqn
         )
-
-    def shardable_parameters(self, module: CompositionalEmbeddingBagCollection) -> dict[str, nn.Parameter]:
-        """One meta parameter a table, ``[rows of all partitions that hold vectors, embedding_dim]``.
-
-        Functions of path-based tables are replicated: there is nothing to place.
-        """
-        return {table.name: _unit_of_placement(module, table.name) for table in module.tables()}
-
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Table-wise."""
-        return [ShardingType.TABLE_WISE.value]
-
-    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """Fused lookup, backward and update in device memory."""
-        return [EmbeddingComputeKernel.FUSED.value]
 
     @property
     def module_type(self) -> type[CompositionalEmbeddingBagCollection]:
@@ -58,17 +86,3 @@ class CompositionalEmbeddingBagCollectionSharder(BaseEmbeddingSharder[Compositio
     def sharded_module_type(self) -> type[ShardedCompositionalEmbeddingBagCollection]:
         """The module that this sharder makes."""
         return ShardedCompositionalEmbeddingBagCollection
-
-
-def _unit_of_placement(module: CompositionalEmbeddingBagCollection, name: str) -> nn.Parameter:
-    (table,) = (table for table in module.tables() if table.name == name)
-    looked_up = table.lookup_tables()
-    weight = module.embedding_bags[looked_up[0].name].weight
-    assert isinstance(weight, nn.Parameter)
-    shape = (sum(part.num_rows for part in looked_up), table.embedding_dim)
-    unit = nn.Parameter(torch.empty(shape, device="meta", dtype=weight.dtype))
-    # the planner counts optimizer state from these attributes alone
-    for attribute in ("_optimizer_classes", "_optimizer_kwargs"):
-        if hasattr(weight, attribute):
-            setattr(unit, attribute, getattr(weight, attribute))
-    return unit

@@ -26,16 +26,26 @@ def test_every_feature_keeps_its_own_distinct_ids(scale: int, features: list[lis
     assert found.slots().tolist() == slots
 
 
-@pytest.mark.parametrize("pooling", ["sum", "mean", "max"])
+@pytest.mark.parametrize("pooling", ["sum", "weighted", "max"])
 @given(bags=st.lists(st.lists(st.integers(0, 6), max_size=5), max_size=6))
 def test_pooling_and_its_gradient_equal_a_loop(pooling: str, bags: list[list[int]]) -> None:
     ids = torch.tensor([i for bag in bags for i in bag], dtype=torch.long)
     found = distinct_ids(ids, [len(ids)], 7)
     offsets = torch.tensor([0, *[len(bag) for bag in bags]]).cumsum(0)
     table = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
-    pooled = found.pool(table[found.ids], offsets, pooling)
-    reduce = {"sum": lambda v: v.sum(0), "mean": lambda v: v.mean(0), "max": lambda v: v.amax(0)}[pooling]
-    expected = [reduce(table[torch.tensor(bag)]) if bag else torch.zeros(3, dtype=torch.float64) for bag in bags]
+    weights = torch.rand(len(ids), dtype=torch.float64) if pooling == "weighted" else torch.ones(len(ids)).double()
+    pooled = found.pool(
+        table[found.ids], offsets, "max" if pooling == "max" else "sum", weights if pooling == "weighted" else None
+    )
+    pieces = weights.split([len(bag) for bag in bags])
+    expected = [
+        torch.zeros(3, dtype=torch.float64)
+        if not bag
+        else table[torch.tensor(bag)].amax(0)
+        if pooling == "max"
+        else (table[torch.tensor(bag)] * piece.unsqueeze(1)).sum(0)
+        for bag, piece in zip(bags, pieces, strict=True)
+    ]
     assert pooled.shape == (len(bags), 3)
     if not bags:
         return

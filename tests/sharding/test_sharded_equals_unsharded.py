@@ -1,6 +1,8 @@
 """The sharded collection on gloo ranks against the unsharded one: outputs, gradients, updated weights."""
 
+import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.types import ShardingEnv
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -18,7 +21,6 @@ from distembed.composition import Concat, PathMLP
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig, vector_names
 from distembed.errors import UserError
 from distembed.partitions import ChineseRemainder, Explicit, MixedRadix, QuotientRemainder, Remainder
-from distembed.planning import make_plan
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from tests.ranks import run_on_ranks
 
@@ -48,105 +50,180 @@ def tables() -> list[CompositionalEmbeddingBagConfig]:
 class Head(nn.Module):
     """A collection and one linear layer."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, weighted: bool = False) -> None:
         super().__init__()
-        self.embeddings = CompositionalEmbeddingBagCollection(tables(), device=device)
+        # maxima go with no weights
+        used = [table for table in tables() if not (weighted and table.pooling == "max")]
+        self.embeddings = CompositionalEmbeddingBagCollection(used, device=device, is_weighted=weighted)
         torch.manual_seed(0)
-        self.names = vector_names(tables())
+        self.names = vector_names(used)
         self.linear = nn.Linear(len(self.names) * DIM, 1)
 
-    def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        embedded = self.embeddings(features).to_dict()
-        return self.linear(torch.cat([embedded[name] for name in self.names], dim=1))
+    def forward(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
+        embedded = self.embeddings(features)
+        return self.linear(embedded.values()), embedded.values()
 
 
-def shard(model: nn.Module, optimizer: Any, settings: dict[str, float]) -> DistributedModelParallel:
-    vectors = model.get_submodule("embeddings.embedding_bags").parameters()
-    apply_optimizer_in_backward(optimizer, vectors, dict(settings))  # TorchRec adds to the settings
-    cpu, sharders = torch.device("cpu"), [CompositionalEmbeddingBagCollectionSharder()]
+def sharding_types_of(table: CompositionalEmbeddingBagConfig, sharding_type: str) -> list[str]:
+    """The type itself, or where the table cannot have it table-wise."""
+    unable = {"column_wise": table.function_tables(), "table_column_wise": table.function_tables()}
+    unable["row_wise"] = [table] if table.pooling == "max" else []
+    return ["table_wise"] if unable.get(sharding_type) else [sharding_type]
+
+
+def shard(
+    model: nn.Module, optimizer: Any, settings: dict[str, float], sharding_type: str = "table_wise"
+) -> DistributedModelParallel:
+    if optimizer is not None:
+        vectors = model.get_submodule("embeddings.embedding_bags").parameters()
+        apply_optimizer_in_backward(optimizer, vectors, dict(settings))  # TorchRec adds to the settings
     world = dist.get_world_size()
-    plan = make_plan(model, sharders, device=cpu, world_size=world, local_world_size=world, batch_size=8)
+    sharders = [CompositionalEmbeddingBagCollectionSharder()]
+    constraints = {}
+    for table in model.get_submodule("embeddings").tables():
+        types = sharding_types_of(table, sharding_type)
+        constraints[table.name] = ParameterConstraints(
+            sharding_types=types, min_partition=None if types == ["table_wise"] else 4
+        )
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(world_size=world, local_world_size=world, compute_device="cpu"), constraints=constraints
+    )
+    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+    if optimizer is None:
+        for placed in plan.plan["embeddings"].values():
+            placed.compute_kernel = "dense"
     env = ShardingEnv.from_process_group(dist.group.WORLD)
-    return DistributedModelParallel(model, env=env, device=cpu, plan=plan, sharders=sharders)
+    return DistributedModelParallel(model, env=env, device=torch.device("cpu"), plan=plan, sharders=sharders)
 
 
-def draw(rows: int, max_ids: int, generator: torch.Generator) -> KeyedJaggedTensor:
-    """Bags of 1 id where ``max_ids`` is 1, else of 0 to ``max_ids``."""
+def draw(rows: int, bags: str, generator: torch.Generator) -> KeyedJaggedTensor:
+    """Bags of one id, or ragged ones of 0 to 4 ids; weighted ones are ragged."""
     values, lengths = [], []
     for size in SIZES.values():
-        if max_ids == 1:
+        if bags == "single":
             lengths.append(torch.ones(rows, dtype=torch.long))
         else:
-            lengths.append(torch.randint(0, max_ids + 1, (rows,), generator=generator))
+            lengths.append(torch.randint(0, 5, (rows,), generator=generator))
         values.append(torch.randint(0, size, (int(lengths[-1].sum()),), generator=generator))
-    return KeyedJaggedTensor(list(SIZES), torch.cat(values), lengths=torch.cat(lengths))
+    ids = torch.cat(values)
+    weights = torch.rand(len(ids), generator=generator) if bags == "weighted" else None
+    # the batch's features are in another order than the tables', as in real data
+    shuffled = KeyedJaggedTensor(list(SIZES), ids, weights=weights, lengths=torch.cat(lengths))
+    return shuffled.permute(list(reversed(range(len(SIZES)))))
 
 
 def part(features: KeyedJaggedTensor, start: int, stop: int) -> KeyedJaggedTensor:
     """The rows from ``start`` to ``stop`` of every feature."""
-    values, lengths = [], []
+    values, lengths, weights = [], [], []
     for jagged in features.to_dict().values():
-        offsets = jagged.offsets()
-        values.append(jagged.values()[offsets[start] : offsets[stop]])
+        first, last = jagged.offsets()[start], jagged.offsets()[stop]
+        values.append(jagged.values()[first:last])
         lengths.append(jagged.lengths()[start:stop])
-    return KeyedJaggedTensor(list(SIZES), torch.cat(values), lengths=torch.cat(lengths))
+        if features.weights_or_none() is not None:
+            weights.append(jagged.weights()[first:last])
+    return KeyedJaggedTensor(
+        features.keys(),
+        torch.cat(values),
+        weights=torch.cat(weights) if weights else None,
+        lengths=torch.cat(lengths),
+        stride=stop - start,
+    )
 
 
-def check_equal(rank: int, world_size: int, name: str, max_ids: int) -> None:
-    optimizers: dict[str, tuple[Any, dict[str, float], Callable[..., torch.optim.Optimizer]]] = {
-        "sgd": (torch.optim.SGD, {"lr": 0.5}, torch.optim.SGD),
-        "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "eps": 1e-4}, torch.optim.Adagrad),
-        "row_wise_adagrad": (RowWiseAdagrad, {"lr": 0.1, "eps": 1e-4}, RowWiseAdagrad),
-    }
-    fused, settings, plain = optimizers[name]
-    reference = Head("cpu")
-    model = shard(Head("meta"), fused, settings)
+OPTIMIZERS: dict[str, tuple[Any, dict[str, float], Callable[..., torch.optim.Optimizer]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.5}, torch.optim.SGD),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "eps": 1e-4}, torch.optim.Adagrad),
+    "row_wise_adagrad": (RowWiseAdagrad, {"lr": 0.1, "eps": 1e-4}, RowWiseAdagrad),
+    # no kernel has it fused: dense kernels, and torch's optimizer
+    "amsgrad": (None, {"lr": 0.01, "eps": 1e-3}, partial(torch.optim.Adam, amsgrad=True)),
+}
+
+
+def check_equal(rank: int, world_size: int, sharding_type: str, name: str, bags: str) -> None:
+    fused, settings, plain = OPTIMIZERS[name]
+    reference = Head("cpu", weighted=bags == "weighted")
+    model = shard(Head("meta", weighted=bags == "weighted"), fused, settings, sharding_type)
     sparse = plain(reference.embeddings.embedding_bags.parameters(), **settings)
+    dense = dict(in_backward_optimizer_filter(model.named_parameters()))
+    of_tables = {key: weight for key, weight in dense.items() if "embedding_bags" in key}
+    unfused = plain([weight for weight in of_tables.values() if weight.numel()], **settings) if of_tables else None
     bounds = [0, 1, 6] if world_size == 2 else [round(6 * i / world_size) for i in range(world_size + 1)]
     start, stop = bounds[rank], bounds[rank + 1]
     generator = torch.Generator().manual_seed(1)
     for _ in range(5):
-        features = draw(6, max_ids, generator)
-        expected = reference(features)
-        output = model(part(features, start, stop))
+        features = draw(6, bags, generator)
+        expected, expected_values = reference(features)
+        output, values = model(part(features, start, stop))
+        torch.testing.assert_close(values, expected_values[start:stop])
         torch.testing.assert_close(output, expected[start:stop])
         # ranks hold unequally many rows: the sum over all, as the trainer takes it
         (output.square().sum() * world_size / 6).backward()
         expected.square().mean().backward()
-        dense = dict(in_backward_optimizer_filter(model.named_parameters()))
-        assert len(dense) == 2 + 4  # the linear layer, and the functions of three path-based tables
         for key, weight in reference.named_parameters():
-            if key in dense:
+            if key in dense and key not in of_tables:
                 torch.testing.assert_close(dense[key].grad, weight.grad)
                 for copy in (weight, dense[key]):
                     copy.data.sub_(copy.grad, alpha=0.3)
+            elif key in of_tables and dense[key].shape == weight.shape:
+                torch.testing.assert_close(dense[key].grad, weight.grad)
         sparse.step()
+        if unfused is not None:
+            unfused.step()
         reference.zero_grad()
         model.zero_grad()
+    assert {key for key in dense if key not in of_tables} == {
+        key for key, _ in reference.named_parameters() if "embedding_bags" not in key
+    }
+    check_weights(model, reference)
+
+
+def check_weights(model: DistributedModelParallel, reference: nn.Module) -> None:
+    """What this rank holds is what the unsharded module has there, and the ranks together hold all of it."""
     state = model.state_dict()
     assert state.keys() == reference.state_dict().keys()
     for key, weight in reference.state_dict().items():
-        for local in state[key].local_shards() if hasattr(state[key], "local_shards") else []:
-            torch.testing.assert_close(local.tensor, weight)
+        if not hasattr(state[key], "local_shards"):
+            torch.testing.assert_close(state[key], weight, msg=lambda text, key=key: f"{key}: {text}")
+            continue
+        held = torch.zeros(1, dtype=torch.long)
+        for local in state[key].local_shards():
+            (row, column), (rows, columns) = local.metadata.shard_offsets, local.metadata.shard_sizes
+            expected = weight[row : row + rows, column : column + columns]
+            torch.testing.assert_close(local.tensor, expected, msg=lambda text, key=key: f"{key}: {text}")
+            held += local.tensor.numel()
+        dist.all_reduce(held)
+        assert int(held) == weight.numel()
 
 
-def check_all_equal(rank: int, world_size: int) -> None:
-    for optimizer in ("sgd", "adagrad", "row_wise_adagrad"):
-        for max_ids in (1, 4):
-            check_equal(rank, world_size, optimizer, max_ids)
+def check_all_equal(rank: int, world_size: int, cases: list[tuple[str, str, str]]) -> None:
+    for case in cases:
+        try:
+            check_equal(rank, world_size, *case)
+        except AssertionError as error:
+            raise AssertionError(f"{case} on rank {rank} of {world_size}: {error}") from error
+
+
+SHARDING_TYPES = ["table_wise", "column_wise", "table_column_wise", "row_wise", "data_parallel"]
+ALL = list(itertools.product(SHARDING_TYPES, OPTIMIZERS, ["single", "ragged", "weighted"]))
+# a slice of columns has an accumulator of its own: under column-wise sharding row-wise ones differ from the unsharded
+ALL = [case for case in ALL if "column" not in case[0] or case[1] != "row_wise_adagrad"]
+SOME = [case for i, case in enumerate(ALL) if i % 4 == 0]
 
 
 # every case in one start of the ranks: starting them takes longer than all that they do
 @pytest.mark.distributed
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_ranks_together_equal_one_module(world_size: int) -> None:
-    run_on_ranks(world_size, check_all_equal)
+@pytest.mark.parametrize("world_size, cases", [(1, SOME), (2, ALL), (4, SOME)], ids=["1", "2", "4"])
+def test_ranks_together_equal_one_module(world_size: int, cases: list[tuple[str, str, str]]) -> None:
+    run_on_ranks(world_size, check_all_equal, cases)
 
 
 def check_odd_batches(rank: int, world_size: int) -> None:
-    check_empty_rank(rank, world_size)
-    check_bad_id(rank, world_size)
-    check_odd_dimension(rank, world_size)
+    for sharding_type in SHARDING_TYPES:
+        check_empty_rank(rank, sharding_type)
+        check_empty_bags(rank, sharding_type)
+    check_bad_id()
+    check_missing_feature()
+    check_no_weights()
 
 
 @pytest.mark.distributed
@@ -154,41 +231,52 @@ def test_a_rank_without_rows_takes_part_and_an_id_outside_its_table_is_named() -
     run_on_ranks(2, check_odd_batches)
 
 
-def check_empty_rank(rank: int, world_size: int) -> None:
-    model = shard(Head("meta"), torch.optim.SGD, {"lr": 0.5})
-    features = draw(3, 2, torch.Generator().manual_seed(0))
-    output = model(part(features, 0, 3) if rank == 0 else part(features, 0, 0))
+def check_empty_rank(rank: int, sharding_type: str) -> None:
+    model = shard(Head("meta"), torch.optim.SGD, {"lr": 0.5}, sharding_type)
+    features = draw(3, "ragged", torch.Generator().manual_seed(0))
+    output, _ = model(part(features, 0, 3) if rank == 0 else part(features, 0, 0))
     assert output.shape == (3 if rank == 0 else 0, 1)
     output.sum().backward()
-    torch.testing.assert_close(output.detach(), Head("cpu")(part(features, 0, len(output))).detach())
+    torch.testing.assert_close(output.detach(), Head("cpu")(part(features, 0, len(output)))[0].detach())
 
 
-def check_bad_id(rank: int, world_size: int) -> None:
+def check_empty_bags(rank: int, sharding_type: str) -> None:
+    model = shard(Head("meta"), torch.optim.SGD, {"lr": 0.5}, sharding_type)
+    lengths = torch.zeros(2 * len(SIZES), dtype=torch.long)
+    output, values = model(KeyedJaggedTensor(list(SIZES), torch.empty(0, dtype=torch.long), lengths=lengths))
+    assert not values.any()
+    output.sum().backward()
+
+
+def check_bad_id() -> None:
     model = shard(Head("meta"), torch.optim.SGD, {"lr": 0.5})
-    features = draw(2, 1, torch.Generator().manual_seed(0))
-    features.values()[3] = 77  # feature b has ids up to 76
+    features = draw(2, "single", torch.Generator().manual_seed(0))
+    features.values()[2 * features.keys().index("b") + 1] = 77  # feature b has ids up to 76
     with pytest.raises(UserError, match=r"feature 'b'.*position 1.* is 77.*between 0 and 76"):
         model(features)
 
 
-def check_odd_dimension(rank: int, world_size: int) -> None:
-    table = CompositionalEmbeddingBagConfig("a", 100, 8, ["a"], QuotientRemainder(100), Concat([5, 3]))
-    model = nn.ModuleDict({"embeddings": CompositionalEmbeddingBagCollection([table], device="meta")})
-    with pytest.raises(UserError, match="'a__p0' have 5 numbers; FBGEMM takes multiples of 4"):
-        shard(model, torch.optim.SGD, {"lr": 0.5})
+def check_missing_feature() -> None:
+    model = shard(Head("meta"), torch.optim.SGD, {"lr": 0.5})
+    with pytest.raises(UserError, match=r"the batch has no feature 'a', only \['b'\]"):
+        model(KeyedJaggedTensor(["b"], torch.tensor([1]), lengths=torch.tensor([1])))
 
 
-def check_planner_unit(rank: int, world_size: int) -> None:
+def check_no_weights() -> None:
+    model = shard(Head("meta", weighted=True), torch.optim.SGD, {"lr": 0.5})
+    with pytest.raises(UserError, match="is_weighted=True, but the KeyedJaggedTensor has no weights"):
+        model(draw(2, "single", torch.Generator().manual_seed(0)))
+
+
+def test_the_planner_sees_one_unit_a_table() -> None:
     model = Head("meta")
     apply_optimizer_in_backward(RowWiseAdagrad, model.embeddings.embedding_bags.parameters(), {"lr": 0.1})
     sharder = CompositionalEmbeddingBagCollectionSharder()
     units = sharder.shardable_parameters(model.embeddings)
-    assert {name: tuple(unit.shape) for name, unit in units.items()} == {
-        table.name: (sum(part.num_rows for part in table.lookup_tables()), DIM) for table in tables()
-    }
+    for table in tables():
+        rows, columns = units[table.name].shape
+        assert columns == table.num_vectors * DIM
+        numbers = sum(part.num_parameters for part in table.lookup_tables())
+        assert 0 <= rows * columns - numbers < columns  # rounded up to whole rows
     assert all(unit._optimizer_classes == [RowWiseAdagrad] for unit in units.values())
     assert sharder.compute_kernels("table_wise", "cuda") == ["fused"]  # never host memory unasked
-
-
-def test_the_planner_sees_one_unit_a_table() -> None:
-    check_planner_unit(0, 1)

@@ -1,0 +1,143 @@
+"""What the sharded modules share: where parameters go, the replicated ones, the check of ids.
+
+TorchRec's constructors are given the units (:mod:`distembed.sharding.units`); from the moment that they make their
+state dict they are told of partition tables instead, under the names of the unsharded module.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingEnv2D
+from torchrec.distributed.utils import append_prefix
+from torchrec.modules.embedding_configs import data_type_to_dtype
+
+from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.embedding.ids import IdMapper
+from distembed.embedding.tables import CompositionalTables, empty_weight, looked_up_configs
+from distembed.errors import UserError
+from distembed.sharding.lookup import CompositionalLookup, kind
+from distembed.sharding.placement import place
+
+
+class ShardedParameters:
+    """Base of the sharded modules beside TorchRec's, which comes after it.
+
+    Attributes:
+        functions: weights of the functions of path-based tables, the same on every rank.
+    """
+
+    _lookup_attribute: str
+    """Where the partition tables' weights are, as in the unsharded module."""
+    # TorchRec's
+    _lookups: list[Any]
+    _env: ShardingEnv
+    module_sharding_plan: Any
+    _table_names: list[str]
+    _table_name_to_config: dict[str, Any]
+    _has_uninitialized_input_dist: bool
+
+    def _place(
+        self,
+        module: CompositionalTables[Any],
+        plan: Mapping[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None,
+    ) -> None:
+        """Decides where everything goes; before TorchRec's constructor."""
+        if isinstance(env, ShardingEnv2D) or env.output_dtensor:
+            raise UserError(
+                "compositional tables are sharded over one process group, with ShardedTensors in the state dict; make "
+                "the environment by ShardingEnv.from_process_group(...)."
+            )
+        tables = module.tables()
+        for table in tables:
+            if table.name not in plan:
+                raise UserError(f"the plan has no table {table.name!r}, only {sorted(plan)}; plan anew for this model.")
+        self._tables = tables
+        self._placements = {table.name: place(table, plan[table.name]) for table in tables}
+        self._unit_plan = {name: placement.unit for name, placement in self._placements.items()}
+        # not yet registered, which TorchRec's constructor would not let them be
+        self._replicated = {
+            part.name: nn.Parameter(
+                empty_weight(
+                    part,
+                    device if device is not None else torch.device("cpu"),
+                    torch.float32 if part.is_function else data_type_to_dtype(placement.table.data_type),
+                )
+            )
+            for placement in self._placements.values()
+            for part in placement.replicated
+        }
+        self._map_ids = IdMapper(tables)
+        self._input_dist_is_missing = True
+
+    def _tell_of_partitions(self, make_config: Callable[..., Any]) -> list[Any]:
+        """From here on TorchRec deals with parameters: gives it configs and plan of the sharded partition tables."""
+        sharded = {name: plan for placement in self._placements.values() for name, plan in placement.sharded.items()}
+        configs = [config for config in looked_up_configs(make_config, self._tables) if config.name in sharded]
+        self._table_names = [config.name for config in configs]
+        self._table_name_to_config = {config.name: config for config in configs}
+        self.module_sharding_plan = sharded
+        return configs
+
+    def _register_replicated(self) -> None:
+        """Makes the replicated weights parameters of this module, under the names of the unsharded one."""
+        functions, vectors = nn.ParameterDict(), getattr(self, self._lookup_attribute)
+        for placement in self._placements.values():
+            for part in placement.replicated:
+                if part.is_function:
+                    functions[part.name] = self._replicated[part.name]
+                else:
+                    vectors[part.name] = nn.Module()
+                    vectors[part.name].register_parameter("weight", self._replicated[part.name])
+        self.functions = functions
+
+    def reset_parameters(self) -> None:
+        """Draws all weights anew: the same ones as at first, and as in the unsharded module."""
+        if any(weight.is_meta for weight in self._replicated.values()):
+            return
+        for lookup in self._lookups:
+            assert isinstance(lookup, CompositionalLookup)
+            lookup.reset_parameters()
+        for placement in self._placements.values():
+            for part in placement.replicated:
+                part.init(self._replicated[part.name])
+
+    def _require_input_dist(self, keys: list[str]) -> None:
+        """Makes the input dist; TorchRec's own first-batch check would hold ids against the wrong numbers of rows."""
+        if not self._input_dist_is_missing:
+            return
+        missing = [name for table in self._tables for name in table.feature_names if name not in keys]
+        if missing:
+            raise UserError(f"the batch has no feature {missing[0]!r}, only {keys}.")
+        self._create_input_dist(keys)  # type: ignore[attr-defined]
+        self._input_dist_is_missing = self._has_uninitialized_input_dist = False
+
+    def _zero_of_unused(self) -> Tensor | None:
+        """A zero that depends on the replicated weights that this rank has no use for; None where it uses all.
+
+        Added to the output, it makes ranks that own none of their tables wait in the same gradient reductions as those
+        that do. It has to be made before anything is communicated: then its gradients come after the dists', in the
+        order of reductions that the other ranks have.
+        """
+        if self._env.world_size == 1 or not torch.is_grad_enabled():
+            return None
+        used = {name for lookup in self._lookups for name in lookup.replicated_names}
+        unused = [weight.flatten()[:0].sum() for name, weight in self._replicated.items() if name not in used]
+        return torch.stack(unused).sum() if unused else None
+
+    def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
+        """Names of the parameters that are sharded; gradients of all others are averaged over the ranks."""
+        for placement in self._placements.values():
+            for name in placement.sharded:
+                yield append_prefix(prefix, f"{self._lookup_attribute}.{name}.weight")
+
+
+def in_groups(tables: Sequence[CompositionalEmbeddingConfig]) -> list[CompositionalEmbeddingConfig]:
+    """Tables of one kind side by side, so that they are looked up together, in order of first appearance."""
+    groups: dict[Any, list[CompositionalEmbeddingConfig]] = {}
+    for table in tables:
+        groups.setdefault(kind(table), []).append(table)
+    return [table for group in groups.values() for table in group]

@@ -1,0 +1,232 @@
+"""Where the parameters of a table go, from the planner's answer for the table as a whole.
+
+The planner places one unit a table, ``[rows, columns of the output]``. A rank that has a range of those columns has the
+columns of every partition that take part in them, so it composes its range alone, and nothing but composed, pooled
+vectors is communicated::
+
+    product of two, 16 columns, column-wise        concat of two, 16 columns, column-wise
+                 rank 0     rank 1                              rank 0     rank 1
+    partition 0  [0, 8)     [8, 16)                partition 0  [0, 8)
+    partition 1  [0, 8)     [8, 16)                partition 1             [0, 8)
+
+Row-wise, the partition with most numbers is divided by rows; an id goes to the rank that has its row there. The others
+are replicated. Data-parallel, all are.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.types import ParameterSharding, ShardingType, ShardMetadata
+
+from distembed.embedding.config import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig, PartitionTable
+from distembed.errors import UserError
+
+BY_COLUMNS = (ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value)
+SHARDING_TYPES = (*BY_COLUMNS, ShardingType.ROW_WISE.value, ShardingType.DATA_PARALLEL.value)
+COMPUTE_KERNELS = tuple(
+    kernel.value
+    for kernel in (
+        EmbeddingComputeKernel.FUSED,
+        EmbeddingComputeKernel.DENSE,
+        EmbeddingComputeKernel.FUSED_UVM,
+        EmbeddingComputeKernel.FUSED_UVM_CACHING,
+    )
+)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The columns of one partition's weight that take part in a range of the output's columns."""
+
+    part: PartitionTable
+    partition: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One table and where its parameters go.
+
+    Attributes:
+        table: the table.
+        unit: where the unit goes; neighbouring columns on one rank are one shard.
+        sharded: by name, where the weights of the partitions go that are sharded; all others are replicated.
+        divided: the partition that is divided by rows, or None.
+    """
+
+    table: CompositionalEmbeddingConfig
+    unit: ParameterSharding
+    sharded: dict[str, ParameterSharding]
+    divided: int | None = None
+
+    @cached_property
+    def parts(self) -> list[PartitionTable]:
+        """The table's partitions."""
+        return self.table.partition_tables()
+
+    @property
+    def replicated(self) -> list[PartitionTable]:
+        """The partitions, functions too, whose weights are the same on every rank."""
+        return [part for part in self.parts if part.name not in self.sharded]
+
+    def pieces(self, start: int, stop: int) -> list[Piece]:
+        """The partitions' columns that take part in columns ``[start, stop)`` of the output."""
+        return _pieces(self.table, self.parts, start, stop)
+
+
+def width(table: CompositionalEmbeddingConfig) -> int:
+    """Columns of the output: those of all vectors that an id gives."""
+    return table.num_vectors * table.embedding_dim
+
+
+def unit_size(table: CompositionalEmbeddingConfig) -> tuple[int, int]:
+    """``[rows, columns]`` of the unit of placement: as many numbers as are looked up, as wide as the output."""
+    numbers = sum(part.num_parameters for part in table.lookup_tables())
+    return -(-numbers // width(table)), width(table)
+
+
+def place(table: CompositionalEmbeddingConfig, unit: ParameterSharding) -> Placement:
+    """Where a table's parameters go if the planner places its unit so.
+
+    Raises:
+        UserError: for what compositional tables cannot do, or a plan that was made for another table.
+    """
+    where = f"table {table.name!r}"
+    if unit.sharding_type not in SHARDING_TYPES:
+        raise UserError(
+            f"{where} is planned {unit.sharding_type}; compositional tables are placed {_one_of(SHARDING_TYPES)}. "
+            "Constrain the planner: ParameterConstraints(sharding_types=[...])."
+        )
+    if unit.compute_kernel not in COMPUTE_KERNELS:
+        raise UserError(
+            f"{where} is planned with compute kernel {unit.compute_kernel}; compositional tables have "
+            f"{_one_of(COMPUTE_KERNELS)}."
+        )
+    if unit.sharding_type == ShardingType.DATA_PARALLEL.value:
+        return Placement(table, unit, {})
+    if unit.sharding_type == ShardingType.ROW_WISE.value:
+        return _by_rows(table, unit)
+    return _by_columns(table, unit)
+
+
+def _by_rows(table: CompositionalEmbeddingConfig, unit: ParameterSharding) -> Placement:
+    if isinstance(table, CompositionalEmbeddingBagConfig) and table.pooling == "max":
+        raise UserError(
+            f"table {table.name!r} has pooling max and is planned row_wise, where each rank has only some ids of a bag "
+            f"and their vectors are summed; place it {_one_of(BY_COLUMNS)} or data_parallel, or pool with sum or mean."
+        )
+    largest = max(table.lookup_tables(), key=lambda part: part.num_parameters)
+    _require_multiple_of_four(table, largest.name, largest.dim)
+    units = _shards(table, unit)
+    block = -(-largest.num_rows // len(units))
+    starts = [min(i * block, largest.num_rows) for i in range(len(units) + 1)]
+    shards = [
+        ShardMetadata([starts[i], 0], [starts[i + 1] - starts[i], largest.dim], shard.placement)
+        for i, shard in enumerate(units)
+    ]
+    names = [part.name for part in table.partition_tables()]
+    return Placement(table, unit, {largest.name: _with_shards(unit, shards)}, names.index(largest.name))
+
+
+def _by_columns(table: CompositionalEmbeddingConfig, unit: ParameterSharding) -> Placement:
+    shards = _merge_neighbours(_shards(table, unit))
+    _require_all_columns(table, shards)
+    parts = table.partition_tables()
+    sharded: dict[str, list[ShardMetadata]] = {part.name: [] for part in table.lookup_tables()}
+    widths: dict[tuple[str, int], set[int]] = {}
+    for shard in shards:
+        rank = _rank(shard)
+        for piece in _pieces(table, parts, shard.shard_offsets[1], shard.shard_offsets[1] + shard.shard_sizes[1]):
+            columns = piece.stop - piece.start
+            _require_multiple_of_four(table, piece.part.name, columns)
+            widths.setdefault((piece.part.name, rank), set()).add(columns)
+            sharded[piece.part.name].append(
+                ShardMetadata([0, piece.start], [piece.part.num_rows, columns], shard.placement)
+            )
+    for (name, rank), found in widths.items():
+        if len(found) > 1:
+            raise UserError(
+                f"table {table.name!r}: rank {rank} has ranges of {sorted(found)} columns of partition table {name!r} "
+                "that are no neighbours; give a rank ranges of one size, such as by a min_partition that divides "
+                f"{width(table)}."
+            )
+    merged = _with_shards(unit, shards)
+    return Placement(table, merged, {name: _with_shards(unit, pieces) for name, pieces in sharded.items()})
+
+
+def _pieces(table: CompositionalEmbeddingConfig, parts: Sequence[PartitionTable], start: int, stop: int) -> list[Piece]:
+    columns = table.combine.columns(table.embedding_dim, len(parts))
+    if columns is None:
+        if (start, stop) != (0, width(table)):
+            raise UserError(
+                f"table {table.name!r}: columns [{start}, {stop}) are planned apart, but each number of a vector that "
+                f"{table.combine.name} composes depends on all {parts[0].dim} columns; place the table table_wise, "
+                "row_wise or data_parallel, or in one range of columns."
+            )
+        return [Piece(part, j, 0, part.dim) for j, part in enumerate(parts) if not part.is_function]
+    overlaps = [(max(start, own.start), min(stop, own.stop)) for own in columns]
+    return [
+        Piece(parts[j], j, begin - columns[j].start, end - columns[j].start)
+        for j, (begin, end) in enumerate(overlaps)
+        if begin < end
+    ]
+
+
+def _shards(table: CompositionalEmbeddingConfig, unit: ParameterSharding) -> list[ShardMetadata]:
+    if not isinstance(unit.sharding_spec, EnumerableShardingSpec) or not unit.sharding_spec.shards:
+        raise UserError(f"table {table.name!r}: the plan says {unit.sharding_type}, but not which rank has which part.")
+    return unit.sharding_spec.shards
+
+
+def _rank(shard: ShardMetadata) -> int:
+    rank = shard.placement.rank() if shard.placement is not None else None
+    assert rank is not None
+    return rank
+
+
+def _merge_neighbours(shards: Sequence[ShardMetadata]) -> list[ShardMetadata]:
+    merged: list[ShardMetadata] = []
+    for shard in sorted(shards, key=lambda shard: shard.shard_offsets[1]):
+        if merged and _rank(merged[-1]) == _rank(shard):
+            last = merged.pop()
+            columns = last.shard_sizes[1] + shard.shard_sizes[1]
+            shard = ShardMetadata(last.shard_offsets, [last.shard_sizes[0], columns], last.placement)
+        merged.append(shard)
+    return merged
+
+
+def _require_all_columns(table: CompositionalEmbeddingConfig, shards: Sequence[ShardMetadata]) -> None:
+    end = 0
+    for shard in shards:
+        if shard.shard_offsets[1] != end:
+            break
+        end += shard.shard_sizes[1]
+    if end != width(table):
+        ranges = [[shard.shard_offsets[1], shard.shard_offsets[1] + shard.shard_sizes[1]] for shard in shards]
+        raise UserError(
+            f"table {table.name!r} has {width(table)} columns, but the plan gives the ranks {ranges}; it was made for "
+            "another table. Plan anew."
+        )
+
+
+def _with_shards(unit: ParameterSharding, shards: list[ShardMetadata]) -> ParameterSharding:
+    return dataclasses.replace(
+        unit, ranks=[_rank(shard) for shard in shards], sharding_spec=EnumerableShardingSpec(shards)
+    )
+
+
+def _require_multiple_of_four(table: CompositionalEmbeddingConfig, name: str, columns: int) -> None:
+    if columns % 4:
+        raise UserError(
+            f"table {table.name!r}: the vectors of partition table {name!r} have {columns} numbers on a rank; FBGEMM "
+            "takes multiples of 4. Choose embedding_dim, dims of concat, or min_partition accordingly."
+        )
+
+
+def _one_of(names: Sequence[str]) -> str:
+    return ", ".join(names[:-1]) + f" or {names[-1]}"

@@ -1,0 +1,235 @@
+"""TorchRec's shardings, of the units, with lookups of the partition tables between their dists."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.distributed.embedding_sharding import (
+    BaseEmbeddingDist,
+    BaseEmbeddingLookup,
+    BaseSparseFeaturesDist,
+    EmbeddingSharding,
+    EmbeddingShardingInfo,
+)
+from torchrec.distributed.embedding_types import BaseGroupedFeatureProcessor, ShardedEmbeddingTable
+from torchrec.distributed.sharding.cw_sequence_sharding import CwSequenceEmbeddingSharding
+from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
+from torchrec.distributed.sharding.dp_sequence_sharding import DpSequenceEmbeddingDist
+from torchrec.distributed.sharding.dp_sharding import (
+    BaseDpEmbeddingSharding,
+    DpPooledEmbeddingDist,
+    DpSparseFeaturesDist,
+)
+from torchrec.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddingSharding
+from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
+from torchrec.distributed.sharding.tw_sequence_sharding import TwSequenceEmbeddingSharding
+from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
+from torchrec.distributed.sharding.twcw_sharding import TwCwPooledEmbeddingSharding
+from torchrec.distributed.types import ShardedTensorMetadata, ShardingEnv, ShardingType, ShardMetadata
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from distembed.sharding.lookup import CompositionalLookup, LocalTable
+from distembed.sharding.placement import Piece, Placement, width
+from distembed.sharding.row_wise import RowWiseInputDist, RowWiseOutputDist
+
+
+class _Compositional:
+    """What a sharding does for compositional tables; comes before the class of TorchRec's in the bases.
+
+    Args:
+        placements: of all tables of the collection, by name.
+        replicated: weights that are the same on every rank, by partition table's name.
+        arguments: TorchRec's.
+        keywords: TorchRec's.
+    """
+
+    _pools = True
+    _averages_ranks = True
+    # TorchRec's
+    _env: ShardingEnv
+    _rank: int
+    _device: torch.device | None
+    _grouped_embedding_configs: list[Any]
+
+    def __init__(
+        self,
+        placements: Mapping[str, Placement],
+        replicated: Mapping[str, nn.Parameter],
+        *arguments: Any,
+        **keywords: Any,
+    ) -> None:
+        self._placements = placements
+        self._replicated = replicated
+        super().__init__(*arguments, **keywords)
+
+    def create_lookup(
+        self,
+        device: torch.device | None = None,
+        fused_params: dict[str, Any] | None = None,
+        feature_processor: BaseGroupedFeatureProcessor | None = None,
+    ) -> BaseEmbeddingLookup[KeyedJaggedTensor, torch.Tensor]:
+        return CompositionalLookup(
+            [self._local(unit) for unit in self._units_of_rank()],
+            self._replicated,
+            self._averages_ranks,
+            self._env,
+            device if device is not None else self._device,
+            self._pools,
+        )
+
+    def _units_of_rank(self) -> list[ShardedEmbeddingTable]:
+        """Units on this rank, in the order of their features."""
+        return [unit for config in self._grouped_embedding_configs for unit in config.embedding_tables]
+
+    def _local(self, unit: ShardedEmbeddingTable) -> LocalTable:
+        placement = self._placements[unit.name]
+        if placement.divided is not None:
+            pieces = placement.pieces(0, width(placement.table))
+            (piece,) = [piece for piece in pieces if piece.partition == placement.divided]
+            shard = self._shard_of(unit, placement, piece, self._rank)
+            assert shard.local_metadata is not None
+            return LocalTable(
+                placement.table, pieces, {piece.partition: shard}, first_row=shard.local_metadata.shard_offsets[0]
+            )
+        if not placement.sharded:
+            return LocalTable(placement.table, placement.pieces(0, width(placement.table)), {})
+        assert unit.local_metadata is not None
+        start = unit.local_metadata.shard_offsets[1]
+        pieces = placement.pieces(start, start + unit.local_cols)
+        shards = {}
+        for piece in pieces:
+            of_part = _shards(placement, piece)
+            starts = [shard.shard_offsets[1] for shard in of_part]
+            shards[piece.partition] = self._shard_of(unit, placement, piece, starts.index(piece.start))
+        return LocalTable(placement.table, pieces, shards)
+
+    def _shard_of(
+        self, unit: ShardedEmbeddingTable, placement: Placement, piece: Piece, number: int
+    ) -> ShardedEmbeddingTable:
+        """TorchRec's description of one shard of a partition's weight."""
+        part, metadata = piece.part, _shards(placement, piece)
+        shard = copy.copy(unit)
+        shard.name = part.name
+        shard.num_embeddings, shard.embedding_dim = part.num_rows, part.dim
+        shard.local_metadata = metadata[number]
+        shard.local_rows, shard.local_cols = metadata[number].shard_sizes
+        shard.global_metadata = ShardedTensorMetadata(metadata, torch.Size([part.num_rows, part.dim]))
+        return shard
+
+
+def _shards(placement: Placement, piece: Piece) -> list[ShardMetadata]:
+    spec = placement.sharded[piece.part.name].sharding_spec
+    assert spec is not None
+    shards: list[ShardMetadata] = spec.shards
+    return shards
+
+
+class _DividedByRows(_Compositional):
+    def create_input_dist(self, device: torch.device | None = None) -> BaseSparseFeaturesDist[KeyedJaggedTensor]:
+        """Routes ids by their rows in the divided partition."""
+        divided = []
+        for unit in self._units_of_rank():
+            placement = self._placements[unit.name]
+            assert placement.divided is not None
+            divided += [(placement.table.scheme, placement.divided)] * len(unit.feature_names)
+        assert self._env.process_group is not None
+        return RowWiseInputDist(self._env.process_group, divided, device if device is not None else self._device)
+
+
+class _Replicated(_Compositional, BaseDpEmbeddingSharding[Any, KeyedJaggedTensor, torch.Tensor, torch.Tensor]):
+    """Every rank looks its own rows up in weights that are the same on all.
+
+    The weights are parameters of the sharded module: the gradients of the lookup are not those of a dist, and the
+    model's own data-parallel wrapper averages them.
+    """
+
+    _averages_ranks = False
+
+    def create_input_dist(self, device: torch.device | None = None) -> BaseSparseFeaturesDist[KeyedJaggedTensor]:
+        return DpSparseFeaturesDist()
+
+
+class _ReplicatedBags(_Replicated):
+    def create_output_dist(self, device: torch.device | None = None) -> BaseEmbeddingDist[Any, Any, Any]:
+        return DpPooledEmbeddingDist()
+
+
+class _ReplicatedSequences(_Replicated):
+    _pools = False
+
+    def create_output_dist(self, device: torch.device | None = None) -> BaseEmbeddingDist[Any, Any, Any]:
+        return DpSequenceEmbeddingDist()
+
+
+class _TableWiseBags(_Compositional, TwPooledEmbeddingSharding):
+    pass
+
+
+class _ColumnWiseBags(_Compositional, CwPooledEmbeddingSharding):
+    pass
+
+
+class _TableColumnWiseBags(_Compositional, TwCwPooledEmbeddingSharding):
+    pass
+
+
+class _RowWiseBags(_DividedByRows, RwPooledEmbeddingSharding):
+    def create_output_dist(self, device: torch.device | None = None) -> BaseEmbeddingDist[Any, Any, Any]:
+        return RowWiseOutputDist(self._pg, self.embedding_dims(), self.qcomm_codecs_registry)
+
+
+class _TableWiseSequences(_Compositional, TwSequenceEmbeddingSharding):
+    _pools = False
+
+
+class _ColumnWiseSequences(_Compositional, CwSequenceEmbeddingSharding):
+    _pools = False
+
+
+class _RowWiseSequences(_DividedByRows, RwSequenceEmbeddingSharding):
+    _pools = False
+
+
+_BAGS = {
+    ShardingType.TABLE_WISE.value: _TableWiseBags,
+    ShardingType.COLUMN_WISE.value: _ColumnWiseBags,
+    ShardingType.TABLE_COLUMN_WISE.value: _TableColumnWiseBags,
+    ShardingType.ROW_WISE.value: _RowWiseBags,
+    ShardingType.DATA_PARALLEL.value: _ReplicatedBags,
+}
+_SEQUENCES = {
+    ShardingType.TABLE_WISE.value: _TableWiseSequences,
+    ShardingType.COLUMN_WISE.value: _ColumnWiseSequences,
+    ShardingType.ROW_WISE.value: _RowWiseSequences,
+    ShardingType.DATA_PARALLEL.value: _ReplicatedSequences,
+}
+SEQUENCE_SHARDING_TYPES = tuple(_SEQUENCES)
+
+
+def make_sharding(
+    placements: Mapping[str, Placement],
+    replicated: Mapping[str, nn.Parameter],
+    sharding_infos: list[EmbeddingShardingInfo],
+    env: ShardingEnv,
+    device: torch.device | None,
+    pools: bool,
+    **keywords: Any,
+) -> EmbeddingSharding[Any, KeyedJaggedTensor, torch.Tensor, torch.Tensor]:
+    """Makes the sharding of all units that are placed in one way.
+
+    Args:
+        placements: of all tables, by name.
+        replicated: weights that are the same on every rank, by partition table's name.
+        sharding_infos: the units.
+        env: TorchRec's.
+        device: of the weights.
+        pools: bags; else sequences.
+        keywords: TorchRec's, for the shardings that communicate.
+    """
+    sharding_type = sharding_infos[0].param_sharding.sharding_type
+    make: Any = (_BAGS if pools else _SEQUENCES)[sharding_type]
+    if sharding_type == ShardingType.DATA_PARALLEL.value:
+        return make(placements, replicated, sharding_infos, env, device)
+    return make(placements, replicated, sharding_infos, env, device, **keywords)

@@ -1,0 +1,118 @@
+"""What TorchRec sees of a collection: one parameter a table, the unit of placement.
+
+TorchRec's sharded modules read tables, features and optimizers off the module that they replace, and their input and
+output dists need to know of each table only its features, its columns and its rank. They are given the units and so
+work unchanged; the partition tables are kept for the lookup.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType, data_type_to_dtype
+
+from distembed.embedding.bag_collection import CompositionalEmbeddingBagCollection
+from distembed.embedding.collection import CompositionalEmbeddingCollection
+from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.embedding.tables import CompositionalTables
+from distembed.sharding.placement import unit_size, width
+
+
+def unit_parameters(module: CompositionalTables[Any]) -> dict[str, nn.Parameter]:
+    """By table, a parameter on the meta device of the unit's size, with the optimizer of the table's vectors."""
+    return {table.name: _unit_parameter(module, table) for table in module.tables()}
+
+
+def _unit_parameter(module: CompositionalTables[Any], table: CompositionalEmbeddingConfig) -> nn.Parameter:
+    dtype = data_type_to_dtype(table.data_type)
+    unit = nn.Parameter(torch.empty(unit_size(table), device="meta", dtype=dtype))
+    # the planner counts optimizer state from these attributes alone
+    for attribute in ("_optimizer_classes", "_optimizer_kwargs"):
+        if hasattr(module.weights(table.name)[0], attribute):
+            setattr(unit, attribute, getattr(module.weights(table.name)[0], attribute))
+    return unit
+
+
+class _Units(nn.Module):
+    """A module with the units in the place of its tables; ``tables`` gives their order."""
+
+    device = torch.device("meta")
+
+    def __init__(
+        self, attribute: str, module: CompositionalTables[Any], tables: Sequence[CompositionalEmbeddingConfig]
+    ) -> None:
+        super().__init__()
+        self._units = tables
+        parameters = unit_parameters(module)
+        lookups = nn.ModuleDict()
+        for table in tables:
+            lookups[table.name] = nn.Module()
+            lookups[table.name].register_parameter("weight", parameters[table.name])
+        self.add_module(attribute, lookups)
+
+    def _configs(self, make: Any, **fields: Any) -> list[Any]:
+        return [
+            make(
+                name=table.name,
+                num_embeddings=table.num_embeddings,
+                embedding_dim=width(table),
+                feature_names=list(table.feature_names),
+                data_type=table.data_type,
+                **fields,
+            )
+            for table in self._units
+        ]
+
+
+class BagUnits(_Units):
+    """The units of a :class:`CompositionalEmbeddingBagCollection`."""
+
+    def __init__(
+        self, module: CompositionalEmbeddingBagCollection, tables: Sequence[CompositionalEmbeddingConfig]
+    ) -> None:
+        super().__init__("embedding_bags", module, tables)
+        self._is_weighted = module.is_weighted()
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """One a unit."""
+        # means are taken of the sums that come back
+        return self._configs(EmbeddingBagConfig, pooling=PoolingType.SUM)
+
+    def is_weighted(self) -> bool:
+        """Whether per-sample weights are applied."""
+        return self._is_weighted
+
+
+class SequenceUnits(_Units):
+    """The units of a :class:`CompositionalEmbeddingCollection`."""
+
+    def __init__(
+        self, module: CompositionalEmbeddingCollection, tables: Sequence[CompositionalEmbeddingConfig]
+    ) -> None:
+        super().__init__("embeddings", module, tables)
+        self._need_indices = module.need_indices()
+
+    def embedding_configs(self) -> list[EmbeddingConfig]:
+        """One a unit."""
+        return self._configs(EmbeddingConfig)
+
+    def embedding_names_by_table(self) -> list[list[str]]:
+        """Keys of the output, for each unit."""
+        return [list(table.feature_names) for table in self._units]
+
+    def embedding_dim(self) -> int:
+        """Dimension of a vector."""
+        return width(self._units[0])
+
+    def need_indices(self) -> bool:
+        """Whether the outputs carry their ids."""
+        return self._need_indices
+
+    def use_gather_select(self) -> bool:
+        """TorchRec's setting of how ids' vectors are put back in order; its default."""
+        return False
+
+    def use_gather_select_per_sharding(self) -> dict[str, bool] | None:
+        """The same for each sharding type."""
+        return None

@@ -1,0 +1,126 @@
+"""Where a table's parameters go, from the planner's answer, and what is refused."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
+from torchrec.distributed.types import ParameterSharding, ShardMetadata
+
+from distembed.composition import COMPOSITIONS, Concat
+from distembed.embedding import CompositionalEmbeddingBagConfig
+from distembed.errors import UserError
+from distembed.partitions import MixedRadix, QuotientRemainder
+from distembed.sharding.placement import place, unit_size, width
+
+
+def table(composition: object = "product", dim: int = 16, **settings: object) -> CompositionalEmbeddingBagConfig:
+    scheme = QuotientRemainder(1000, collisions=4)
+    return CompositionalEmbeddingBagConfig("t", 1000, dim, ["t"], scheme, composition, **settings)
+
+
+def planned(sharding_type: str, *columns: tuple[int, int, int], kernel: str = "fused") -> ParameterSharding:
+    """A plan of (rank, first column, last column) a shard; row-wise, of one row a rank."""
+    by_row = sharding_type == "row_wise"
+    shards = [
+        ShardMetadata([rank if by_row else 0, start], [1 if by_row else 254, stop - start], f"rank:{rank}/cpu")
+        for rank, start, stop in columns
+    ]
+    return ParameterSharding(
+        sharding_type, kernel, [c[0] for c in columns], EnumerableShardingSpec(shards) if shards else None
+    )
+
+
+def shards(sharding: ParameterSharding) -> list[tuple[list[int], list[int]]]:
+    assert isinstance(sharding.sharding_spec, EnumerableShardingSpec)
+    return [(shard.shard_offsets, shard.shard_sizes) for shard in sharding.sharding_spec.shards]
+
+
+@pytest.mark.parametrize("name", sorted(set(COMPOSITIONS) - {"path_linear", "path_mlp"}))
+@given(widths=st.lists(st.integers(1, 5), min_size=1, max_size=6))
+def test_columns_of_all_ranks_together_are_each_partition_once(name: str, widths: list[int]) -> None:
+    dim = 4 * sum(widths)
+    made = CompositionalEmbeddingBagConfig("t", 60, 3 * dim, ["t"], MixedRadix(60, moduli=[3, 4, 5]), name)
+    scale = width(made) // dim
+    ends = [4 * scale * sum(widths[: i + 1]) for i in range(len(widths))]
+    starts = [0, *ends[:-1]]
+    placement = place(
+        made, planned("column_wise", *[(i, a, b) for i, (a, b) in enumerate(zip(starts, ends, strict=True))])
+    )
+    assert not placement.replicated
+    for part in made.lookup_tables():
+        columns = sorted((offsets[1], sizes[1]) for offsets, sizes in shards(placement.sharded[part.name]))
+        assert columns[0][0] == 0
+        assert all(
+            start + count == following for (start, count), (following, _) in zip(columns, columns[1:], strict=False)
+        )
+        assert sum(columns[-1]) == part.dim
+    # a range of the output needs the columns of the partitions that make it, and no others
+    needed = {
+        (piece.partition, piece.start, piece.stop)
+        for a, b in zip(starts, ends, strict=True)
+        for piece in placement.pieces(a, b)
+    }
+    held = {
+        (j, offsets[1], offsets[1] + sizes[1])
+        for j, part in enumerate(made.lookup_tables())
+        for offsets, sizes in shards(placement.sharded[part.name])
+    }
+    assert needed == held
+
+
+def test_a_concatenation_is_divided_between_its_partitions() -> None:
+    placement = place(table(Concat([8, 8])), planned("column_wise", (0, 0, 8), (1, 8, 16)))
+    assert shards(placement.sharded["t__p0"]) == [([0, 0], [250, 8])]
+    assert shards(placement.sharded["t__p1"]) == [([0, 0], [4, 8])]
+
+
+def test_neighbouring_columns_of_one_rank_are_one_shard() -> None:
+    placement = place(table(), planned("column_wise", (0, 0, 4), (0, 4, 8), (1, 8, 16)))
+    assert shards(placement.sharded["t__p0"]) == [([0, 0], [250, 8]), ([0, 8], [250, 8])]
+    assert placement.unit.ranks == [0, 1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 300])
+def test_row_wise_divides_the_largest_partition_and_replicates_the_others(ranks: int) -> None:
+    placement = place(table(), planned("row_wise", *[(rank, 0, 16) for rank in range(ranks)]))
+    assert placement.divided == 0
+    assert [part.name for part in placement.replicated] == ["t__p1"]
+    pieces = shards(placement.sharded["t__p0"])
+    assert len(pieces) == ranks
+    assert sum(sizes[0] for _, sizes in pieces) == 250
+    for i, ((row, column), (rows, columns)) in enumerate(pieces):
+        assert (row, column, columns) == (min(250, i * -(-250 // ranks)), 0, 16)
+        assert 0 <= rows <= -(-250 // ranks)
+
+
+def test_data_parallel_replicates_everything() -> None:
+    placement = place(table("path_mlp"), planned("data_parallel"))
+    assert [part.name for part in placement.replicated] == ["t__p0", "t__p1"]
+
+
+def test_the_unit_has_as_many_numbers_as_are_looked_up() -> None:
+    assert unit_size(table()) == (254, 16)
+    assert unit_size(table(Concat([12, 4]))) == (189, 16)  # 250 * 12 + 4 * 4 = 3016 numbers
+    assert unit_size(table("feature")) == (127, 32)
+    assert unit_size(table("path_linear")) == (250, 16)
+
+
+@pytest.mark.parametrize(
+    "made, sharding, message",
+    [
+        (table(), planned("table_row_wise", (0, 0, 16)), "'t' is planned table_row_wise; .* table_wise, column_wise"),
+        (table(), planned("grid_shard", (0, 0, 16)), "is planned grid_shard"),
+        (table(), planned("table_wise", (0, 0, 16), kernel="key_value"), "compute kernel key_value; .* fused, dense"),
+        (table("path_mlp"), planned("column_wise", (0, 0, 8), (1, 8, 16)), r"\[0, 8\) are planned apart.*path_mlp"),
+        (table(pooling="max"), planned("row_wise", (0, 0, 16), (1, 0, 16)), "pooling max and is planned row_wise"),
+        (table(), planned("column_wise", (0, 0, 6), (1, 6, 16)), "'t__p0' have 6 numbers on a rank; FBGEMM"),
+        (table(Concat([10, 6])), planned("table_wise", (0, 0, 16)), "'t__p0' have 10 numbers"),
+        (table(), planned("column_wise", (0, 0, 8)), r"has 16 columns, but the plan gives the ranks \[\[0, 8\]\]"),
+        (table(), planned("column_wise", (0, 0, 8), (1, 8, 12), (0, 12, 16)), r"rank 0 has ranges of \[4, 8\] columns"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(
+    made: CompositionalEmbeddingBagConfig, sharding: ParameterSharding, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        place(made, sharding)
