@@ -1,10 +1,19 @@
-"""Compositional tables under TorchRec's ``DistributedModelParallel``: the sharder and what it makes.
+"""Compositional tables under TorchRec's ``DistributedModelParallel``: the sharders and what they make.
 
-Drop :class:`CompositionalEmbeddingBagCollectionSharder` into the list of sharders of any ``DistributedModelParallel``
-and ``EmbeddingShardingPlanner``.
+Drop :class:`CompositionalEmbeddingBagCollectionSharder` and :class:`CompositionalEmbeddingCollectionSharder` into the
+list of sharders of any ``DistributedModelParallel`` and ``EmbeddingShardingPlanner``.
 """
 
 from distembed.sharding.bag_collection import ShardedCompositionalEmbeddingBagCollection
-from distembed.sharding.sharder import CompositionalEmbeddingBagCollectionSharder
+from distembed.sharding.collection import ShardedCompositionalEmbeddingCollection
+from distembed.sharding.sharder import (
+    CompositionalEmbeddingBagCollectionSharder,
+    CompositionalEmbeddingCollectionSharder,
+)
 
-__all__ = ["CompositionalEmbeddingBagCollectionSharder", "ShardedCompositionalEmbeddingBagCollection"]
+__all__ = [
+    "CompositionalEmbeddingBagCollectionSharder",
+    "CompositionalEmbeddingCollectionSharder",
+    "ShardedCompositionalEmbeddingBagCollection",
+    "ShardedCompositionalEmbeddingCollection",
+]

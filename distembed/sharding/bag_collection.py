@@ -22,7 +22,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from distembed.embedding.bag_collection import CompositionalEmbeddingBagCollection
 from distembed.errors import UserError
-from distembed.sharding.parameters import ShardedParameters, in_groups
+from distembed.sharding.parameters import ShardedParameters, in_groups, without_weights
 from distembed.sharding.shardings import make_sharding
 from distembed.sharding.units import BagUnits
 
@@ -94,8 +94,8 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
                 "The collection has is_weighted=True, but the KeyedJaggedTensor has no weights; make it with "
                 "weights=, or the collection without is_weighted."
             )
-        if not self._is_weighted and features.weights_or_none() is not None:
-            features = _without_weights(features)
+        if not self._is_weighted:
+            features = without_weights(features)
         ctx.divisor = self._output.ids_of_bags(features)
         return super().input_dist(ctx, self._map_ids(features))
 
@@ -119,18 +119,6 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
     def unsharded_module_type(self) -> type[CompositionalEmbeddingBagCollection]:
         """The module that this one replaces."""
         return CompositionalEmbeddingBagCollection
-
-
-def _without_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """The same features; weights that nothing uses would be communicated."""
-    return KeyedJaggedTensor(
-        features.keys(),
-        features.values(),
-        lengths=features.lengths_or_none(),
-        offsets=features.offsets_or_none(),
-        stride=features.stride(),
-        length_per_key=features.length_per_key_or_none(),
-    )
 
 
 class _Output:

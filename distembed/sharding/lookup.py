@@ -102,6 +102,11 @@ class CompositionalLookup(GroupedPooledEmbeddingsLookup):
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1 if self._pools else 0)
 
+    @property
+    def module(self) -> "CompositionalLookup":
+        """This one: TorchRec takes data-parallel lookups of sequences to be wrapped."""
+        return self
+
     def prefetch(self, sparse_features: KeyedJaggedTensor, forward_stream: Any = None) -> None:
         """Brings the rows of a coming batch from host memory into the cache, where tables lie there."""
         if not any(_is_cached(config) for config in self.grouped_configs):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingEnv2D
 from torchrec.distributed.utils import append_prefix
 from torchrec.modules.embedding_configs import data_type_to_dtype
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.ids import IdMapper
@@ -141,3 +142,17 @@ def in_groups(tables: Sequence[CompositionalEmbeddingConfig]) -> list[Compositio
     for table in tables:
         groups.setdefault(kind(table), []).append(table)
     return [table for group in groups.values() for table in group]
+
+
+def without_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """The same features; weights that nothing uses would be communicated."""
+    if features.weights_or_none() is None:
+        return features
+    return KeyedJaggedTensor(
+        features.keys(),
+        features.values(),
+        lengths=features.lengths_or_none(),
+        offsets=features.offsets_or_none(),
+        stride=features.stride(),
+        length_per_key=features.length_per_key_or_none(),
+    )

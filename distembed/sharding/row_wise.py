@@ -10,41 +10,28 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
-from torchrec.distributed.dist_data import KJTAllToAll
-from torchrec.distributed.embedding_sharding import (
-    BaseSparseFeaturesDist,
-    EmbeddingShardingContext,
-    bucketize_kjt_before_all2all,
-)
-from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist
+from torchrec.distributed.embedding_sharding import EmbeddingShardingContext, bucketize_kjt_before_all2all
+from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist, RwSparseFeaturesDist
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.partitions import Partition
 
 
-class RowWiseInputDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
+class RowWiseInputDist(RwSparseFeaturesDist):
     """Sends every id to one rank; all ranks construct and call it together.
 
     Args:
         pg: the process group.
         divided: of each feature, its table's scheme and which of its partitions is divided by rows.
         device: of the batches.
-
-    Attributes:
-        unbucketize_permute_tensor: where each id of the last batch was put, for the way back of sequences.
     """
 
     def __init__(
         self, pg: dist.ProcessGroup, divided: Sequence[tuple[Partition, int]], device: torch.device | None
     ) -> None:
-        super().__init__()
-        self._num_ranks = pg.size()
+        super().__init__(pg, len(divided), [scheme.num_rows[partition] for scheme, partition in divided], device=device)
         self._divided = divided
-        blocks = [-(-scheme.num_rows[partition] // self._num_ranks) for scheme, partition in divided]
-        self.register_buffer("_block_sizes", torch.tensor(blocks, device=device), persistent=False)
-        self._dist = KJTAllToAll(pg, [len(divided)] * self._num_ranks)
-        self.unbucketize_permute_tensor: Tensor | None = None
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
         """Sends ids, lengths and, where there are some, weights."""
@@ -59,10 +46,10 @@ class RowWiseInputDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
             stride=features.stride(),
         )
         sorted_rows, places = bucketize_kjt_before_all2all(
-            by_row, self._num_ranks, self._block_sizes, output_permute=True
+            by_row, self._world_size, self._feature_block_sizes_tensor, output_permute=True
         )
         assert places is not None
-        self.unbucketize_permute_tensor = places
+        self.unbucketize_permute_tensor = places  # for the way back of sequences
         ids = features.values()
         return KeyedJaggedTensor(
             sorted_rows.keys(),

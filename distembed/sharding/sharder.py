@@ -10,9 +10,12 @@ from torchrec.distributed.embedding_types import BaseEmbeddingSharder, Embedding
 from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv, ShardingType
 
 from distembed.embedding.bag_collection import CompositionalEmbeddingBagCollection
+from distembed.embedding.collection import CompositionalEmbeddingCollection
 from distembed.embedding.tables import CompositionalTables
 from distembed.sharding.bag_collection import ShardedCompositionalEmbeddingBagCollection
+from distembed.sharding.collection import ShardedCompositionalEmbeddingCollection
 from distembed.sharding.placement import SHARDING_TYPES
+from distembed.sharding.shardings import SEQUENCE_SHARDING_TYPES
 from distembed.sharding.units import unit_parameters
 
 Module = TypeVar("Module", bound=CompositionalTables[Any])
@@ -86,3 +89,32 @@ class CompositionalEmbeddingBagCollectionSharder(_CompositionalSharder[Compositi
     def sharded_module_type(self) -> type[ShardedCompositionalEmbeddingBagCollection]:
         """The module that this sharder makes."""
         return ShardedCompositionalEmbeddingBagCollection
+
+
+class CompositionalEmbeddingCollectionSharder(_CompositionalSharder[CompositionalEmbeddingCollection]):
+    """Shards :class:`CompositionalEmbeddingCollection`; arguments as its base's."""
+
+    _sharding_types = SEQUENCE_SHARDING_TYPES
+
+    def shard(
+        self,
+        module: CompositionalEmbeddingCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedCompositionalEmbeddingCollection:
+        """Makes the sharded module; all ranks call it together."""
+        return ShardedCompositionalEmbeddingCollection(
+            module, params, env, self.fused_params, device, self.qcomm_codecs_registry, module_fqn
+        )
+
+    @property
+    def module_type(self) -> type[CompositionalEmbeddingCollection]:
+        """The module that this sharder takes."""
+        return CompositionalEmbeddingCollection
+
+    @property
+    def sharded_module_type(self) -> type[ShardedCompositionalEmbeddingCollection]:
+        """The module that this sharder makes."""
+        return ShardedCompositionalEmbeddingCollection

@@ -28,6 +28,7 @@ from torchrec.distributed.sharding.tw_sequence_sharding import TwSequenceEmbeddi
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
 from torchrec.distributed.sharding.twcw_sharding import TwCwPooledEmbeddingSharding
 from torchrec.distributed.types import ShardedTensorMetadata, ShardingEnv, ShardingType, ShardMetadata
+from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.sharding.lookup import CompositionalLookup, LocalTable
@@ -112,6 +113,7 @@ class _Compositional:
         part, metadata = piece.part, _shards(placement, piece)
         shard = copy.copy(unit)
         shard.name = part.name
+        shard.pooling = PoolingType.SUM  # of sequences too, one id a bag
         shard.num_embeddings, shard.embedding_dim = part.num_rows, part.dim
         shard.local_metadata = metadata[number]
         shard.local_rows, shard.local_cols = metadata[number].shard_sizes

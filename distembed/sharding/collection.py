@@ -1,0 +1,160 @@
+"""The sharded module of sequences: TorchRec's own, with lookups that compose before anything is communicated."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrec.distributed.embedding import EmbeddingCollectionContext, ShardedEmbeddingCollection
+from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
+from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.types import (
+    Awaitable,
+    LazyAwaitable,
+    ParameterSharding,
+    QuantizedCommCodecs,
+    ShardingEnv,
+    ShardingType,
+)
+from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from distembed.embedding.collection import CompositionalEmbeddingCollection
+from distembed.errors import UserError
+from distembed.sharding.parameters import ShardedParameters, in_groups, without_weights
+from distembed.sharding.placement import width
+from distembed.sharding.shardings import SEQUENCE_SHARDING_TYPES, make_sharding
+from distembed.sharding.units import SequenceUnits
+
+
+class ShardedCompositionalEmbeddingCollection(ShardedParameters, ShardedEmbeddingCollection):
+    """What ``DistributedModelParallel`` puts in place of a :class:`CompositionalEmbeddingCollection`.
+
+    Ids are checked and mapped in ``input_dist``, before the all-to-all. All ranks construct and call it together.
+    """
+
+    _lookup_attribute = "embeddings"
+
+    def __init__(
+        self,
+        module: CompositionalEmbeddingCollection,
+        table_name_to_parameter_sharding: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        fused_params: dict[str, Any] | None = None,
+        device: torch.device | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+        module_fqn: str | None = None,
+    ) -> None:
+        self._place(module, table_name_to_parameter_sharding, env, device)
+        self._require_equal_widths()
+        super().__init__(
+            SequenceUnits(module, in_groups(self._tables)),
+            self._unit_plan,
+            env,
+            fused_params=fused_params,
+            device=device,
+            qcomm_codecs_registry=qcomm_codecs_registry,
+            module_fqn=module_fqn,
+        )
+        if module.device.type not in ("meta", "cpu"):
+            self.load_state_dict(module.state_dict())
+
+    def _require_equal_widths(self) -> None:
+        """TorchRec's dists of sequences have one width for all tables, and one for all column slices."""
+        widths = {table.name: width(table) for table in self._tables}
+        if len(set(widths.values())) > 1:
+            raise UserError(
+                f"an id gives {widths} numbers in the tables of a sharded sequence collection, where all have to give "
+                "equally many; put tables of feature generation into a collection of their own."
+            )
+        slices = {}
+        for name, placement in self._placements.items():
+            if placement.unit.sharding_type not in SEQUENCE_SHARDING_TYPES:
+                raise UserError(
+                    f"table {name!r} is planned {placement.unit.sharding_type}; tables of sequences are placed "
+                    f"{', '.join(SEQUENCE_SHARDING_TYPES)}."
+                )
+            if placement.unit.sharding_type == ShardingType.COLUMN_WISE.value:
+                assert placement.unit.sharding_spec is not None
+                slices[name] = {shard.shard_sizes[1] for shard in placement.unit.sharding_spec.shards}
+        if len(set().union(*slices.values())) > 1:
+            raise UserError(
+                f"tables of sequences are planned column_wise in ranges of {slices} columns on a rank, where all "
+                "ranges have to be equally wide; give these tables one min_partition, or place some table_wise."
+            )
+
+    # an instance method in the place of TorchRec's class method: the sharding needs this module's tables
+    def create_embedding_sharding(
+        self,
+        sharding_type: str,
+        sharding_infos: list[EmbeddingShardingInfo],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+    ) -> EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]:
+        """Makes the sharding of all tables placed in one way."""
+        return make_sharding(
+            self._placements,
+            self._replicated,
+            sharding_infos,
+            env,
+            device,
+            pools=False,
+            qcomm_codecs_registry=qcomm_codecs_registry,
+        )
+
+    def _initialize_torch_state(self, skip_registering: bool = False) -> None:
+        self._embedding_configs = self._tell_of_partitions(EmbeddingConfig)
+        super()._initialize_torch_state(skip_registering)
+        self._register_replicated()
+        self.reset_parameters()
+
+    def input_dist(self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
+        """Brings ids inside their tables, then sends each to its table's owner; all ranks call it."""
+        self._require_input_dist(features.keys())
+        features = without_weights(features)
+        ctx.raw_features = features
+        return super().input_dist(ctx, self._map_ids(features))
+
+    def output_dist(
+        self, ctx: EmbeddingCollectionContext, output: list[Tensor]
+    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        """Sends composed vectors to the ids' ranks; all ranks call it."""
+        zero = self._zero_of_unused()
+        return self._finish(ctx, zero, super().output_dist(ctx, output))
+
+    def compute_and_output_dist(
+        self, ctx: EmbeddingCollectionContext, input: KJTList
+    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        """Looks up, composes and sends; all ranks call it."""
+        zero = self._zero_of_unused()
+        return self._finish(ctx, zero, super().compute_and_output_dist(ctx, input))
+
+    def _finish(
+        self, ctx: EmbeddingCollectionContext, zero: Tensor | None, embedded: LazyAwaitable[dict[str, JaggedTensor]]
+    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        embedded.callbacks.append(partial(self._arrange, zero=zero, features=ctx.raw_features))
+        return embedded
+
+    def _arrange(
+        self, embedded: dict[str, JaggedTensor], zero: Tensor | None, features: KeyedJaggedTensor
+    ) -> dict[str, JaggedTensor]:
+        """The unsharded module's output of what came; ``zero`` is added."""
+        lengths = features.lengths().view(len(features.keys()), features.stride())
+        ids = features.values().split(features.length_per_key())
+        outputs = {}
+        for table in self._tables:
+            for name in table.feature_names:
+                i = features.keys().index(name)
+                vectors = embedded[name].values()
+                if zero is not None:
+                    vectors, zero = vectors + zero, None
+                weights = ids[i] if self._need_indices else None
+                for key, own in zip(table.vector_names(name), vectors.split(table.embedding_dim, dim=1), strict=True):
+                    outputs[key] = JaggedTensor(own, lengths=lengths[i], weights=weights)
+        return outputs
+
+    @property
+    def unsharded_module_type(self) -> type[CompositionalEmbeddingCollection]:
+        """The module that this one replaces."""
+        return CompositionalEmbeddingCollection
