@@ -94,6 +94,27 @@ def distinct_ids(ids: Int64[Tensor, " ids"], counts: Sequence[int], num_embeddin
     return DistinctIds(found, distinct_counts.tolist(), of_id, order, first)
 
 
+def take_once(vectors: Float[Tensor, "places dim"], places: Int64[Tensor, " taken"]) -> Float[Tensor, "taken dim"]:
+    """``vectors[places]`` for places that differ, so that gradients are put back rather than added up."""
+    taken: Tensor = _TakeOnce.apply(vectors, places)  # type: ignore[no-untyped-call]
+    return taken
+
+
+class _TakeOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, vectors: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.num_places = len(vectors)
+        return vectors.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
+        (places,) = ctx.saved_tensors
+        (gradient,) = gradients
+        of_vectors = gradient.new_zeros(ctx.num_places, gradient.shape[1])
+        return of_vectors.index_copy_(0, places, gradient), None
+
+
 class _SumBags(torch.autograd.Function):
     """Sums over bags, whose backward sums over occurrences; that of ``embedding_bag`` sorts again and adds by row."""
 

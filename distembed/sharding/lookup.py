@@ -11,7 +11,8 @@ Replicated weights are stacked, one table's below the other's, and looked up by 
 
 Where composing commutes with summing, bags are pooled by the TBEs themselves. Else each id becomes a bag of its own and
 is composed first: FBGEMM's unpooled mode has a backward 40 times slower on the CPU than its pooled one. One TBE for the
-tables of all partitions is slower too: the gradients of its output have to be put together again.
+tables of all partitions is slower too: the gradients of its output have to be put together again. Products over large
+bags are pooled in buckets of ids that have a factor in common (:mod:`distembed.sharding.bucket_pool`).
 """
 
 import itertools
@@ -30,9 +31,10 @@ from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, Sharded
 from torchrec.distributed.types import ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.composition import PathComposition
+from distembed.composition import PathComposition, Product
 from distembed.embedding.config import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig
-from distembed.sharding.distinct import DistinctIds, distinct_ids
+from distembed.sharding.bucket_pool import Buckets, buckets_are_faster, count_codes, split_bags
+from distembed.sharding.distinct import DistinctIds, distinct_ids, take_once
 from distembed.sharding.placement import Piece
 
 
@@ -201,8 +203,12 @@ def _make_group(
         kind_of_group = _PathGroup
     else:
         assert isinstance(table, CompositionalEmbeddingBagConfig)
-        pools_first = table.combine.commutes_with_sum or len(table.scheme.num_rows) == 1
-        kind_of_group = _PooledGroup if pools_first and table.pooling != "max" else _PerIdGroup
+        if table.pooling == "max":
+            kind_of_group = _PerIdGroup
+        elif table.combine.commutes_with_sum or len(table.scheme.num_rows) == 1:
+            kind_of_group = _PooledGroup
+        else:
+            kind_of_group = _ProductGroup if isinstance(table.combine, Product) else _PerIdGroup
     return kind_of_group(tables, replicated, scale)
 
 
@@ -230,18 +236,20 @@ class _Request:
     """What a group asks of its TBEs and stacks for a batch, and what it needs to put the answer together.
 
     Attributes:
-        rows: of each piece, or of each function partition after these.
-        offsets: where the bags that are looked up begin, and where the last ends.
-        weights: of each row, for pieces that are pooled with weights.
+        rows: of each piece, and of each function partition after these.
+        offsets: of each piece, where the bags that are looked up begin and where the last ends.
+        weights: of each piece, those of its rows if it is pooled with weights.
         features: the batch's.
         distinct: the batch's distinct ids, where these are looked up.
+        buckets: the batch's bags by code, where these are looked up.
     """
 
-    rows: Int64[Tensor, "pieces rows"]
-    offsets: Int64[Tensor, " bags_plus_1"]
-    weights: Float[Tensor, " rows"] | None
+    rows: Int64[Tensor, "pieces rows"] | list[Int64[Tensor, " rows"]]
+    offsets: Sequence[Int64[Tensor, " bags_plus_1"]]
+    weights: Sequence[Float[Tensor, " rows"] | None]
     features: KeyedJaggedTensor
     distinct: DistinctIds | None = None
+    buckets: Buckets | None = None
 
 
 class _Group(ABC):
@@ -279,6 +287,11 @@ class _Group(ABC):
     def request(self, features: KeyedJaggedTensor) -> _Request:
         """What to look up for a batch."""
 
+    def request_each_bag(self, features: KeyedJaggedTensor, weights: Sequence[Tensor | None]) -> _Request:
+        """Asks for the sum over each of the batch's bags."""
+        rows = self.rows(features.values().long(), features.length_per_key())
+        return _Request(rows, [features.offsets().long()] * self.num_pieces, weights, features)
+
     @abstractmethod
     def finish(
         self, request: _Request, vectors: Sequence[Float[Tensor, "bags_of_a_feature features dim_j"]]
@@ -298,8 +311,8 @@ class _Group(ABC):
             if position in self._stacks
             else next(held)(
                 indices=request.rows[position],
-                offsets=request.offsets,
-                per_sample_weights=self._weights(position, request),
+                offsets=request.offsets[position],
+                per_sample_weights=request.weights[position],
             ).unflatten(1, (self.num_features, -1))
             for position in range(self.num_pieces)
         ]
@@ -310,12 +323,8 @@ class _Group(ABC):
         for position in range(self.num_pieces):
             if position not in self._stacks:
                 next(held).prefetch(
-                    indices=request.rows[position], offsets=request.offsets, forward_stream=forward_stream
+                    indices=request.rows[position], offsets=request.offsets[position], forward_stream=forward_stream
                 )
-
-    def _weights(self, position: int, request: _Request) -> Tensor | None:
-        """Weights that a piece's vectors are summed with."""
-        return request.weights
 
     def _sum_replicated(self, position: int, request: _Request) -> Tensor:
         weight, row = self._stacks[position].rows(), request.rows[position]
@@ -324,9 +333,9 @@ class _Group(ABC):
         vectors = nn.functional.embedding_bag(
             row,
             weight,
-            request.offsets,
+            request.offsets[position],
             mode="sum",
-            per_sample_weights=self._weights(position, request),
+            per_sample_weights=request.weights[position],
             include_last_offset=True,
         )
         return vectors.unflatten(0, (self.num_features, -1)).transpose(0, 1)
@@ -357,8 +366,7 @@ class _PooledGroup(_Group):
     """Pools each piece's vectors where it is looked up and composes the sums."""
 
     def request(self, features: KeyedJaggedTensor) -> _Request:
-        rows = self.rows(features.values().long(), features.length_per_key())
-        return _Request(rows, features.offsets().long(), features.weights_or_none(), features)
+        return self.request_each_bag(features, [features.weights_or_none()] * self.num_pieces)
 
     def finish(self, request: _Request, vectors: Sequence[Tensor]) -> Float[Tensor, "batch width"]:
         return self.combine.compose(vectors).flatten(1)
@@ -369,8 +377,8 @@ class _PerIdGroup(_Group):
 
     def request(self, features: KeyedJaggedTensor) -> _Request:
         if self._has_at_most_one_id_each(features):
-            rows = self.rows(features.values().long(), features.length_per_key())
-            return _Request(rows, features.offsets().long(), features.weights_or_none(), features)
+            # a product is weighted by weighting one of its factors
+            return self.request_each_bag(features, [features.weights_or_none(), *[None] * (self.num_pieces - 1)])
         return self.request_distinct(features)
 
     def request_distinct(self, features: KeyedJaggedTensor) -> _Request:
@@ -384,7 +392,8 @@ class _PerIdGroup(_Group):
         filled = longest < torch.tensor(counts, device=rows.device).unsqueeze(1)
         offsets = rows.new_zeros(filled.numel() + 1)
         torch.cumsum(filled.flatten(), dim=0, out=offsets[1:])
-        return _Request(rows, offsets, None, features, distinct)
+        # weights are for when these are pooled
+        return _Request(rows, [offsets] * self.num_pieces, [None] * self.num_pieces, features, distinct)
 
     def finish(self, request: _Request, vectors: Sequence[Tensor]) -> Float[Tensor, "batch width"]:
         if request.distinct is None:
@@ -402,11 +411,12 @@ class _PerIdGroup(_Group):
         """Composed vector of every distinct id."""
         slots = distinct.slots()
         of_ids = [
-            vector if position in self._stacks else vector.flatten(0, 1).index_select(0, slots)
+            vector if position in self._stacks else take_once(vector.flatten(0, 1), slots)
             for position, vector in enumerate(vectors)
         ]
         if not isinstance(self.combine, PathComposition) or self.num_used == self.num_pieces:
             return self.combine.compose(of_ids)
+        assert isinstance(request.rows, Tensor)
         functions = [self._stacks[position].rows() for position in range(self.num_pieces, self.num_used)]
         return self.combine.apply(of_ids[0], functions, request.rows[self.num_pieces :])
 
@@ -418,9 +428,28 @@ class _PerIdGroup(_Group):
     def _has_one_id_each(self, features: KeyedJaggedTensor) -> bool:
         return features.values().numel() == features.lengths().numel() and self._has_at_most_one_id_each(features)
 
-    def _weights(self, position: int, request: _Request) -> Tensor | None:
-        # a product is weighted by weighting one of its factors; distinct ids are weighted when they are pooled
-        return request.weights if position == 0 else None
+
+class _ProductGroup(_PerIdGroup):
+    """Splits bags by the rows of the small partitions where these are few for the ids that there are."""
+
+    def __init__(self, tables: Sequence[LocalTable], replicated: Mapping[str, nn.Parameter], scale: int) -> None:
+        super().__init__(tables, replicated, scale)
+        self._num_rows = [max(rows) for rows in zip(*[scheme.num_rows for scheme in self.partitions], strict=True)]
+        self._num_codes = count_codes(self._num_rows)
+
+    def request_distinct(self, features: KeyedJaggedTensor) -> _Request:
+        ids, lengths = features.values().long(), features.lengths()
+        if not buckets_are_faster(len(ids), len(lengths), self._num_codes):
+            return super().request_distinct(features)
+        rows = self.rows(ids, features.length_per_key())
+        buckets = split_bags(rows, lengths.view(self.num_features, -1), self._num_rows, self._shifts)
+        weights: list[Tensor | None] = [None] * self.num_pieces
+        if (of_ids := features.weights_or_none()) is not None:
+            weights[buckets.largest] = of_ids.index_select(0, buckets.order)
+        return _Request(buckets.rows, buckets.offsets, weights, features, buckets=buckets)
+
+    def finish(self, request: _Request, vectors: Sequence[Tensor]) -> Float[Tensor, "batch width"]:
+        return super().finish(request, vectors) if request.buckets is None else request.buckets.pool(vectors).flatten(1)
 
 
 class _PathGroup(_PerIdGroup):
