@@ -17,10 +17,23 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from bench_common import (
+    COLLISIONS,
+    DIM,
+    LEARNING_RATE,
+    NAMES,
+    NUM_BATCHES,
+    NUM_IDS,
+    draw_ids,
+    features_of,
+    take_turns,
+)
+from bench_common import Step as Turn
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -41,25 +54,22 @@ from distembed.planning import make_plan
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from distembed.training.processes import process_group
 
-NUM_IDS, COLLISIONS, DIM, LEARNING_RATE = 400_000, 4, 16, 0.01
-NAMES = [f"C{i}" for i in range(1, 27)]
-NUM_BATCHES = 8
 BASELINE = "TorchRec, hashed"
 CPU = torch.device("cpu")
 
 Step = Callable[[KeyedJaggedTensor], None]
 
 
-def draw_batches(batch_size: int, bag: int) -> list[KeyedJaggedTensor]:
-    """Batches with ids skewed like Criteo's: log-uniform over the table."""
+def draw_batches(batch_size: int, bag: int) -> list[Tensor]:
+    """Ids of every batch, feature after feature."""
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.full((len(NAMES) * batch_size,), bag, dtype=torch.int32)
-    batches = []
-    for _ in range(NUM_BATCHES):
-        uniform = torch.rand(len(NAMES) * batch_size * bag, generator=generator, dtype=torch.float64)
-        ids = (torch.exp(uniform * torch.log(torch.tensor(float(NUM_IDS)))) - 1).long().clamp(max=NUM_IDS - 1)
-        batches.append(KeyedJaggedTensor(NAMES, ids, lengths=lengths))
-    return batches
+    return [draw_ids(len(NAMES) * batch_size * bag, generator) for _ in range(NUM_BATCHES)]
+
+
+def turn(step: Step, batches: Sequence[Tensor], batch_size: int) -> Turn:
+    """A step on one batch after another; each is fresh, for one that was seen before keeps its offsets."""
+    in_turn = cycle(batches)
+    return lambda: step(features_of(next(in_turn), batch_size))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,9 +172,9 @@ def contenders() -> dict[str, Contender]:
     return by_name
 
 
-def bytes_moved(contender: Contender, features: KeyedJaggedTensor, batch_size: int) -> int:
+def bytes_moved(contender: Contender, batch: Tensor, batch_size: int) -> int:
     """What a step reads and writes at least; float32 numbers, int64 ids, one float32 of state a row."""
-    ids = features.values().view(len(NAMES), -1)
+    ids = batch.view(len(NAMES), -1)
     moved = ids.numel() * 8 + 2 * batch_size * len(NAMES) * contender.width * 4
     for j, dim in enumerate(contender.dims):
         distinct = sum(len(contender.partition.rows(of_table)[j].unique()) for of_table in ids)
@@ -182,24 +192,6 @@ def copy_bytes_per_second() -> float:
         target.copy_(source)
         seconds.append(time.perf_counter() - started)
     return 2 * 4 * 2**26 / min(seconds)
-
-
-def measure(
-    steps: dict[str, Step], batches: Sequence[KeyedJaggedTensor], rounds: int, seconds_a_turn: float
-) -> dict[str, list[float]]:
-    """Seconds a step of every contender in every round; contenders take turns."""
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for round_number in range(-1, rounds):
-        for name, step in steps.items():
-            count, started = 0, time.perf_counter()
-            while (elapsed := time.perf_counter() - started) < seconds_a_turn or count < 2:
-                batch = batches[count % len(batches)]
-                # a fresh one: a batch that was seen before keeps its offsets
-                step(KeyedJaggedTensor(NAMES, batch.values(), lengths=batch.lengths()))
-                count += 1
-            if round_number >= 0:
-                seconds[name].append(elapsed / count)
-    return seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,7 +225,8 @@ def main() -> None:
             steps = {name: c.make(gradients[name]) for name, c in chosen.items()}
             for bag in options.bags:
                 batches = draw_batches(batch_size, bag)
-                seconds = measure(steps, batches, options.rounds, options.seconds)
+                turns = {name: turn(step, batches, batch_size) for name, step in steps.items()}
+                seconds = take_turns(turns, options.rounds, options.seconds, CPU)
                 for name, values in seconds.items():
                     floor = bytes_moved(chosen[name], batches[0], batch_size) / bandwidth
                     ratio = statistics.median(a / b for a, b in zip(values, seconds[BASELINE], strict=True))

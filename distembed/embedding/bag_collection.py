@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
@@ -73,11 +73,16 @@ class CompositionalEmbeddingBagCollection(
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """TorchRec's config of every table, from which its models learn features and dimensions."""
-        return torchrec_configs(EmbeddingBagConfig, self._tables)
+        return torchrec_configs(EmbeddingBagConfig, self._tables, _pooling)
 
     def is_weighted(self) -> bool:
         """Whether per-sample weights are applied."""
         return self._is_weighted
+
+
+def _pooling(table: CompositionalEmbeddingBagConfig) -> dict[str, PoolingType]:
+    """TorchRec's name of it, which has none for maxima."""
+    return {"pooling": PoolingType.MEAN if table.pooling == "mean" else PoolingType.SUM}
 
 
 def _embedding_bag(weight: Tensor) -> nn.Module:

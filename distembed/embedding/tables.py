@@ -140,15 +140,21 @@ def initialise(parts: Sequence[PartitionTable], weights: Iterable[Tensor]) -> No
             part.init(weight)
 
 
-def torchrec_configs(make: Callable[..., Any], tables: Sequence[Config]) -> list[Any]:
-    """TorchRec's config of every table, as models read it: ids, features, and the dimension of a vector."""
+def torchrec_configs(
+    make: Callable[..., Any], tables: Sequence[Config], fields: Callable[[Config], dict[str, Any]] = lambda table: {}
+) -> list[Any]:
+    """TorchRec's config of every table, as models read it.
+
+    The names of its features are the keys of the output, and its dimension that of one vector.
+    """
     return [
         make(
             name=table.name,
             num_embeddings=table.num_embeddings,
             embedding_dim=table.embedding_dim,
-            feature_names=list(table.feature_names),
+            feature_names=vector_names([table]),
             data_type=table.data_type,
+            **fields(table),
         )
         for table in tables
     ]

@@ -1,5 +1,6 @@
 """Placement of tables on ranks, by TorchRec's planner."""
 
-from distembed.planning.plan import make_plan, plan_as_json
+from distembed.planning.config import PlanConfig
+from distembed.planning.plan import describe_plan, make_plan, plan_as_json
 
-__all__ = ["make_plan", "plan_as_json"]
+__all__ = ["PlanConfig", "describe_plan", "make_plan", "plan_as_json"]

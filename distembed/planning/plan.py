@@ -4,21 +4,30 @@ Left to itself TorchRec's ``Topology`` takes 32 GB of device and 128 GB of host 
 """
 
 import os
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
-from distembed.errors import RunError
+from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.embedding.tables import CompositionalTables
+from distembed.errors import RunError, UserError
+from distembed.names import one_of
+from distembed.planning.config import PlanConfig, TablePlanConfig
+from distembed.sharding.placement import can_be_divided
 
 RESERVED_SHARE = 0.15
 """Share of the memory left to the networks, activations and buffers."""
+_FIRST = ("table_wise", "column_wise")
+_WHERE_IT_DOES_NOT_FIT = (*_FIRST, "row_wise")
 
 
 def make_plan(
@@ -29,6 +38,8 @@ def make_plan(
     world_size: int,
     local_world_size: int,
     batch_size: int,
+    config: PlanConfig | None = None,
+    fused: bool = True,
 ) -> ShardingPlan:
     """Plans on rank 0 and gives every rank the same plan; all ranks call it.
 
@@ -39,10 +50,14 @@ def make_plan(
         world_size: number of ranks.
         local_world_size: number of ranks on this machine.
         batch_size: rows of a step on one rank.
+        config: how tables may be placed.
+        fused: whether the tables' optimizer is fused; else they have dense kernels.
 
     Raises:
         RunError: where the tables do not fit.
+        UserError: for a table that does not exist, or that cannot be placed in any way that is allowed.
     """
+    config = config if config is not None else PlanConfig()
     topology = Topology(
         world_size=world_size,
         compute_device=device.type,
@@ -50,19 +65,76 @@ def make_plan(
         hbm_cap=torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0,
         ddr_cap=host_memory_bytes() // local_world_size,
     )
-    planner = EmbeddingShardingPlanner(
-        topology=topology,
-        batch_size=max(1, batch_size),
-        storage_reservation=FixedPercentageStorageReservation(RESERVED_SHARE),
-    )
-    assert dist.group.WORLD is not None
-    try:
-        return planner.collective_plan(model, sharders, dist.group.WORLD)
-    except PlannerError as error:
+    tables = [
+        table for module in model.modules() if isinstance(module, CompositionalTables) for table in module.tables()
+    ]
+    attempts = [
+        _constraints(tables, config, default, world_size)
+        for default in ((_FIRST,) if world_size == 1 else (_FIRST, _WHERE_IT_DOES_NOT_FIT))
+    ]
+    # rank 0 plans, and tells the others of a failure too, which would else wait for a plan for ever
+    answer: list[ShardingPlan | str | None] = [None]
+    if dist.get_rank() == 0:
+        answer = [_first_that_fits(model, sharders, topology, max(1, batch_size), attempts)]
+    if world_size > 1:
+        dist.broadcast_object_list(answer, src=0)
+    (plan,) = answer
+    if not isinstance(plan, ShardingPlan):
         raise RunError(
-            f"The embedding tables do not fit in the memory of {world_size} rank(s): {error}\n"
+            f"The embedding tables do not fit in the memory of {world_size} rank(s): {plan}\n"
             "Raise embedding.default.collisions, lower embedding.default.embedding_dim, or use more ranks."
-        ) from error
+        )
+    if not fused:
+        for module_plan in plan.plan.values():
+            for sharding in module_plan.values():
+                sharding.compute_kernel = "dense"
+    return plan
+
+
+def _first_that_fits(
+    model: nn.Module,
+    sharders: list[ModuleSharder[Any]],
+    topology: Topology,
+    batch_size: int,
+    attempts: Sequence[dict[str, ParameterConstraints]],
+) -> ShardingPlan | str:
+    """A plan, or why there is none."""
+    for constraints in attempts:
+        planner = EmbeddingShardingPlanner(
+            topology=topology,
+            batch_size=batch_size,
+            constraints=constraints,
+            storage_reservation=FixedPercentageStorageReservation(RESERVED_SHARE),
+        )
+        try:
+            return planner.plan(model, sharders)
+        except PlannerError as error:
+            failure = str(error)
+    return failure
+
+
+def _constraints(
+    tables: Sequence[CompositionalEmbeddingConfig], config: PlanConfig, default: Sequence[str], world_size: int
+) -> dict[str, ParameterConstraints]:
+    """What the planner may do with each table."""
+    names = [table.name for table in tables]
+    for name in config.tables:
+        one_of("plan.tables", name, names)
+    constraints = {}
+    for table in tables:
+        own = config.tables.get(table.name, TablePlanConfig())
+        allowed = own.sharding_types or config.sharding_types
+        possible = [kind for kind in allowed or default if can_be_divided(table, kind)]
+        if not possible:
+            raise UserError(
+                f"plan: table {table.name!r} may only be placed {', '.join(allowed or default)}, but it cannot be: a "
+                "path needs all columns on one rank, and a maximum all ids of a bag. Allow table_wise or data_parallel "
+                f"in plan.tables.{table.name}.sharding_types."
+            )
+        constraints[table.name] = ParameterConstraints(
+            sharding_types=list(possible), min_partition=own.min_partition or config.min_partition
+        )
+    return constraints
 
 
 def host_memory_bytes() -> int:
@@ -74,15 +146,31 @@ def host_memory_bytes() -> int:
 
 
 def plan_as_json(plan: ShardingPlan) -> dict[str, dict[str, Any]]:
-    """``{module: {table: {sharding_type, compute_kernel, ranks}}}``."""
+    """``{module: {table: {sharding_type, compute_kernel, ranks, shards}}}``.
+
+    A shard is ``{rank, offset, size}``, rows and columns of the table as one unit.
+    """
     return {
         path: {
             table: {
                 "sharding_type": sharding.sharding_type,
                 "compute_kernel": sharding.compute_kernel,
                 "ranks": list(sharding.ranks or []),
+                "shards": [
+                    {"rank": shard.placement.rank(), "offset": shard.shard_offsets, "size": shard.shard_sizes}
+                    for shard in (sharding.sharding_spec.shards if sharding.sharding_spec is not None else [])
+                ],
             }
             for table, sharding in module_plan.items()
         }
         for path, module_plan in plan.plan.items()
     }
+
+
+def describe_plan(plan: ShardingPlan) -> str:
+    """One line: how many tables are placed in each way, and how many shards each rank has."""
+    shardings = [sharding for module_plan in plan.plan.values() for sharding in module_plan.values()]
+    kinds = Counter(sharding.sharding_type for sharding in shardings)
+    ranks = Counter(rank for sharding in shardings for rank in sharding.ranks or [])
+    tables = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    return f"{tables}; shards by rank: {', '.join(f'{rank}: {ranks[rank]}' for rank in sorted(ranks))}"

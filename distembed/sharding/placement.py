@@ -90,6 +90,15 @@ def unit_size(table: CompositionalEmbeddingConfig) -> tuple[int, int]:
     return -(-numbers // width(table)), width(table)
 
 
+def can_be_divided(table: CompositionalEmbeddingConfig, sharding_type: str) -> bool:
+    """Whether a table can be placed so, into however many shards the planner makes."""
+    if sharding_type in (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value):
+        return table.combine.columns(table.embedding_dim, len(table.scheme.num_rows)) is not None
+    if sharding_type == ShardingType.ROW_WISE.value:
+        return getattr(table, "pooling", None) != "max"
+    return sharding_type in SHARDING_TYPES
+
+
 def place(table: CompositionalEmbeddingConfig, unit: ParameterSharding) -> Placement:
     """Where a table's parameters go if the planner places its unit so.
 

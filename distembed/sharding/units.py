@@ -27,8 +27,8 @@ def unit_parameters(module: CompositionalTables[Any]) -> dict[str, nn.Parameter]
 def _unit_parameter(module: CompositionalTables[Any], table: CompositionalEmbeddingConfig) -> nn.Parameter:
     dtype = data_type_to_dtype(table.data_type)
     unit = nn.Parameter(torch.empty(unit_size(table), device="meta", dtype=dtype))
-    # the planner counts optimizer state from these attributes alone
-    for attribute in ("_optimizer_classes", "_optimizer_kwargs"):
+    # the planner counts optimizer state, and plans by hand choose the kernel, from these attributes alone
+    for attribute in ("_optimizer_classes", "_optimizer_kwargs", "_in_backward_optimizers"):
         if hasattr(module.weights(table.name)[0], attribute):
             setattr(unit, attribute, getattr(module.weights(table.name)[0], attribute))
     return unit

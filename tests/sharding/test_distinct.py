@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from distembed.sharding.distinct import distinct_ids
 
@@ -37,23 +38,22 @@ def test_pooling_and_its_gradient_equal_a_loop(pooling: str, bags: list[list[int
     pooled = found.pool(
         table[found.ids], offsets, "max" if pooling == "max" else "sum", weights if pooling == "weighted" else None
     )
-    pieces = weights.split([len(bag) for bag in bags])
-    expected = [
-        torch.zeros(3, dtype=torch.float64)
-        if not bag
-        else table[torch.tensor(bag)].amax(0)
-        if pooling == "max"
-        else (table[torch.tensor(bag)] * piece.unsqueeze(1)).sum(0)
-        for bag, piece in zip(bags, pieces, strict=True)
-    ]
     assert pooled.shape == (len(bags), 3)
     if not bags:
         return
-    torch.testing.assert_close(pooled, torch.stack(expected))
-    weights = torch.randn_like(pooled)
-    (ours,) = torch.autograd.grad((pooled * weights).sum(), table)
+
+    def pool_bag(bag: list[int], of_ids: Tensor) -> Tensor:
+        if not bag:
+            return torch.zeros(3, dtype=torch.float64)
+        if pooling == "max":
+            return table[list(dict.fromkeys(bag))].amax(0)  # whose gradient is shared among equals
+        return (table[bag] * of_ids.unsqueeze(1)).sum(0)
+
+    pieces = weights.split([len(bag) for bag in bags])
+    expected = torch.stack([pool_bag(bag, piece) for bag, piece in zip(bags, pieces, strict=True)])
+    torch.testing.assert_close(pooled, expected)
+    upstream = torch.randn_like(pooled)
+    (ours,) = torch.autograd.grad((pooled * upstream).sum(), table)
     if len(ids):
-        once = [list(dict.fromkeys(bag)) if pooling == "max" else bag for bag in bags]  # amax shares among equals
-        expected = [reduce(table[torch.tensor(bag)]) if bag else torch.zeros(3, dtype=torch.float64) for bag in once]
-        (theirs,) = torch.autograd.grad((torch.stack(expected) * weights).sum(), table)
+        (theirs,) = torch.autograd.grad((expected * upstream).sum(), table)
         torch.testing.assert_close(ours, theirs)

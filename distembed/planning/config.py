@@ -1,0 +1,45 @@
+"""The ``plan`` section of a config."""
+
+from dataclasses import field
+from typing import Annotated, Literal
+
+import pydantic.dataclasses
+from pydantic import ConfigDict, Field, PositiveInt
+
+_STRICT = ConfigDict(extra="forbid", strict=True)
+ShardingTypes = Annotated[
+    list[Literal["table_wise", "column_wise", "table_column_wise", "row_wise", "data_parallel"]], Field(min_length=1)
+]
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
+class TablePlanConfig:
+    """How a table may be placed; null is as for all tables.
+
+    Attributes:
+        sharding_types: that the planner chooses from.
+        min_partition: the fewest columns that a rank gets of a table that is placed column-wise.
+    """
+
+    sharding_types: ShardingTypes | None = None
+    min_partition: PositiveInt | None = None
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
+class PlanConfig:
+    """How tables may be placed.
+
+    Attributes:
+        sharding_types: that the planner chooses from. Null for table_wise and column_wise, which communicate what plain
+            tables do and nothing else; where the tables do not fit so, also row_wise, which divides the largest
+            partition of a table between all ranks and replicates the others.
+        min_partition: the fewest columns that a rank gets of a table that is placed column-wise; null for TorchRec's
+            choice, 128.
+        host_memory: whether tables may lie in host memory and be cached on a CUDA device.
+        tables: exceptions, by feature name.
+    """
+
+    sharding_types: ShardingTypes | None = None
+    min_partition: PositiveInt | None = None
+    host_memory: bool = False
+    tables: dict[str, TablePlanConfig] = field(default_factory=dict)

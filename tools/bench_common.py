@@ -1,0 +1,82 @@
+"""What the benches of training steps share: skewed ids, and contenders that take turns."""
+
+import math
+import platform
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Int64
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from distembed.training.tracking import versions
+
+NUM_IDS, COLLISIONS, DIM, LEARNING_RATE = 400_000, 4, 16, 0.01
+NUM_ROWS = NUM_IDS // COLLISIONS
+NAMES = [f"C{i}" for i in range(1, 27)]
+NUM_BATCHES = 8
+
+Step = Callable[[], object]
+
+
+def draw_ids(count: int, generator: torch.Generator) -> Int64[Tensor, " ids"]:
+    """Ids skewed like Criteo's: log-uniform over the table."""
+    uniform = torch.rand(count, generator=generator, dtype=torch.float64)
+    return (torch.exp(uniform * math.log(NUM_IDS)) - 1).long().clamp(max=NUM_IDS - 1)
+
+
+def features_of(ids: Int64[Tensor, " ids"], batch_size: int) -> KeyedJaggedTensor:
+    """Bags of one length from ids, feature after feature."""
+    num_bags = len(NAMES) * batch_size
+    lengths = torch.full((num_bags,), len(ids) // num_bags, dtype=torch.int32, device=ids.device)
+    return KeyedJaggedTensor(NAMES, ids, lengths=lengths)
+
+
+def take_turns(
+    steps: Mapping[str, Step], rounds: int, seconds_a_turn: float, device: torch.device
+) -> dict[str, list[float]]:
+    """Seconds a step of every contender in every round; all ranks call it, and take equally many steps."""
+    counts = {name: _steps_a_turn(step, seconds_a_turn, device) for name, step in steps.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            seconds[name].append(_seconds_a_step(step, counts[name], device))
+    return seconds
+
+
+def _steps_a_turn(step: Step, seconds: float, device: torch.device) -> int:
+    """As many as this rank takes in that time once it is warm; the first rank's word holds for all."""
+    _seconds_a_step(step, 3, device)
+    count = torch.tensor(max(2, round(seconds / _seconds_a_step(step, 3, device))), device=device)
+    dist.broadcast(count, src=0)
+    return int(count)
+
+
+def _seconds_a_step(step: Step, count: int, device: torch.device) -> float:
+    _wait_for_all(device)
+    started = time.perf_counter()
+    for _ in range(count):
+        step()
+    _wait_for_all(device)
+    return (time.perf_counter() - started) / count
+
+
+def _wait_for_all(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    dist.barrier()
+
+
+def surroundings(device: torch.device) -> dict[str, Any]:
+    """What a measurement depends on beside the code."""
+    return {
+        "machine": {
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "threads": torch.get_num_threads(),
+            "processor": platform.processor() or platform.machine(),
+        },
+        "versions": versions(),
+    }
