@@ -1,5 +1,6 @@
 """The sharded collection on gloo ranks against the unsharded one: outputs, gradients, updated weights."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from functools import partial
@@ -12,13 +13,14 @@ from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.types import ShardingEnv
+from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.composition import Concat, PathMLP
-from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig, vector_names
+from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.errors import UserError
 from distembed.partitions import ChineseRemainder, Explicit, MixedRadix, QuotientRemainder, Remainder
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
@@ -35,12 +37,12 @@ def tables() -> list[CompositionalEmbeddingBagConfig]:
         make("a", 1000, DIM, ["a"], QuotientRemainder(1000, collisions=4)),
         make("b", 77, DIM, ["b"], QuotientRemainder(77, collisions=5), "concat"),
         make("cd", 5000, DIM, ["c", "d"], QuotientRemainder(5000, collisions=60), "product", pooling="mean"),
-        make("e", 30, DIM, ["e"]),
+        make("e", 30, 20, ["e"]),
         make("f", 300, DIM, ["f"], Remainder(300, 4), pooling="mean"),
-        make("g", 400, DIM, ["g"], QuotientRemainder(400), "sum"),
+        make("g", 400, 16, ["g"], QuotientRemainder(400), "sum"),
         make("hi", 600, DIM, ["h", "i"], QuotientRemainder(600, collisions=7), PathMLP(hidden=[5]), pooling="mean"),
-        make("j", 900, DIM, ["j"], MixedRadix(900, num_partitions=3), "path_linear"),
-        make("k", 500, DIM, ["k"], ChineseRemainder(500), "feature"),
+        make("j", 900, 4, ["j"], MixedRadix(900, num_partitions=3), "path_linear"),
+        make("k", 500, 12, ["k"], ChineseRemainder(500), "feature"),
         make("l", 500, DIM, ["l"], QuotientRemainder(500, collisions=3), PathMLP(hidden=[5]), pooling="mean"),
         make("m", 200, DIM, ["m"], MixedRadix(200, num_partitions=3), "product", pooling="max"),
         make("n", 64, DIM, ["n"], Explicit(64, [torch.arange(64) // 8, torch.arange(64) % 8]), Concat([4, 4])),
@@ -50,14 +52,16 @@ def tables() -> list[CompositionalEmbeddingBagConfig]:
 class Head(nn.Module):
     """A collection and one linear layer."""
 
-    def __init__(self, device: str, weighted: bool = False) -> None:
+    def __init__(self, device: str, weighted: bool = False, data_type: DataType = DataType.FP32) -> None:
         super().__init__()
         # maxima go with no weights
         used = [table for table in tables() if not (weighted and table.pooling == "max")]
+        used = [dataclasses.replace(table, data_type=data_type) for table in used]
         self.embeddings = CompositionalEmbeddingBagCollection(used, device=device, is_weighted=weighted)
         torch.manual_seed(0)
-        self.names = vector_names(used)
-        self.linear = nn.Linear(len(self.names) * DIM, 1)
+        self.linear = nn.Linear(
+            sum(table.num_vectors * table.embedding_dim * len(table.feature_names) for table in used), 1
+        )
 
     def forward(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
         embedded = self.embeddings(features)
@@ -139,11 +143,33 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, float], Callable[..., torch.optim.Opt
 }
 
 
+class RowWiseAdagradOfSlices:
+    """Row-wise Adagrad of the unsharded tables with an accumulator for each range of columns that a rank has."""
+
+    def __init__(self, reference: nn.Module, model: DistributedModelParallel, lr: float, eps: float) -> None:
+        self.lr, self.eps = lr, eps
+        self.slices = []
+        sharded = model.state_dict()
+        for key, weight in reference.named_parameters():
+            if "embedding_bags" in key:
+                for shard in sharded[key].metadata().shards_metadata:
+                    columns = slice(shard.shard_offsets[1], shard.shard_offsets[1] + shard.shard_sizes[1])
+                    self.slices.append((weight, columns, torch.zeros(len(weight), 1)))
+
+    def step(self) -> None:
+        for weight, columns, accumulated in self.slices:
+            gradient = weight.grad[:, columns]
+            accumulated += gradient.square().mean(dim=1, keepdim=True)
+            weight.data[:, columns] -= self.lr * gradient / (accumulated.sqrt() + self.eps)
+
+
 def check_equal(rank: int, world_size: int, sharding_type: str, name: str, bags: str) -> None:
     fused, settings, plain = OPTIMIZERS[name]
     reference = Head("cpu", weighted=bags == "weighted")
     model = shard(Head("meta", weighted=bags == "weighted"), fused, settings, sharding_type)
-    sparse = plain(reference.embeddings.embedding_bags.parameters(), **settings)
+    sparse: Any = plain(reference.embeddings.embedding_bags.parameters(), **settings)
+    if name == "row_wise_adagrad" and "column" in sharding_type:
+        sparse = RowWiseAdagradOfSlices(reference, model, **settings)
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     of_tables = {key: weight for key, weight in dense.items() if "embedding_bags" in key}
     unfused = plain([weight for weight in of_tables.values() if weight.numel()], **settings) if of_tables else None
@@ -205,8 +231,6 @@ def check_all_equal(rank: int, world_size: int, cases: list[tuple[str, str, str]
 
 SHARDING_TYPES = ["table_wise", "column_wise", "table_column_wise", "row_wise", "data_parallel"]
 ALL = list(itertools.product(SHARDING_TYPES, OPTIMIZERS, ["single", "ragged", "weighted"]))
-# a slice of columns has an accumulator of its own: under column-wise sharding row-wise ones differ from the unsharded
-ALL = [case for case in ALL if "column" not in case[0] or case[1] != "row_wise_adagrad"]
 SOME = [case for i, case in enumerate(ALL) if i % 4 == 0]
 
 
@@ -221,6 +245,7 @@ def check_odd_batches(rank: int, world_size: int) -> None:
     for sharding_type in SHARDING_TYPES:
         check_empty_rank(rank, sharding_type)
         check_empty_bags(rank, sharding_type)
+        check_half_precision(sharding_type)
     check_bad_id()
     check_missing_feature()
     check_no_weights()
@@ -246,6 +271,18 @@ def check_empty_bags(rank: int, sharding_type: str) -> None:
     output, values = model(KeyedJaggedTensor(list(SIZES), torch.empty(0, dtype=torch.long), lengths=lengths))
     assert not values.any()
     output.sum().backward()
+
+
+def check_half_precision(sharding_type: str) -> None:
+    features = draw(3, "ragged", torch.Generator().manual_seed(0))
+    reference = Head("cpu", data_type=DataType.FP16)
+    model = shard(Head("meta", data_type=DataType.FP16), torch.optim.SGD, {"lr": 0.5}, sharding_type)
+    output, values = model(features)
+    torch.testing.assert_close(values, reference(features)[1])
+    output.sum().backward()
+    state = model.state_dict()
+    for key, weight in reference.state_dict().items():
+        assert state[key].dtype == weight.dtype == (torch.float16 if "embedding_bags" in key else torch.float32)
 
 
 def check_bad_id() -> None:
@@ -275,7 +312,7 @@ def test_the_planner_sees_one_unit_a_table() -> None:
     units = sharder.shardable_parameters(model.embeddings)
     for table in tables():
         rows, columns = units[table.name].shape
-        assert columns == table.num_vectors * DIM
+        assert columns == table.num_vectors * table.embedding_dim
         numbers = sum(part.num_parameters for part in table.lookup_tables())
         assert 0 <= rows * columns - numbers < columns  # rounded up to whole rows
     assert all(unit._optimizer_classes == [RowWiseAdagrad] for unit in units.values())
