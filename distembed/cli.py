@@ -199,7 +199,7 @@ def evaluate(
     loaded = _config_of_run(run)
     dataset = _dataset_for(run, loaded, data)
     with process_group("auto") as processes:
-        trainee = load_trainee(run, dataset, loaded.model, loaded.embedding, loaded.train, processes)
+        trainee = load_trainee(run, dataset, loaded.model, loaded.embedding, loaded.train, loaded.plan, processes)
         metrics = {"split": split, **dataclasses.asdict(score_split(trainee, dataset, split, processes).metrics())}
         if processes.is_first:
             print(json.dumps(finite(metrics), indent=2) if as_json else describe_metrics(metrics))
@@ -219,7 +219,7 @@ def predict(
     loaded = _config_of_run(run)
     dataset = _dataset_for(run, loaded, data)
     with process_group("auto") as processes:
-        trainee = load_trainee(run, dataset, loaded.model, loaded.embedding, loaded.train, processes)
+        trainee = load_trainee(run, dataset, loaded.model, loaded.embedding, loaded.train, loaded.plan, processes)
         num_rows = predict_split(trainee, dataset, split, output, processes)
         if processes.is_first:
             say(f"{output}: {num_rows:,} predictions")
@@ -244,7 +244,7 @@ def materialise(
     loaded = _config_of_run(run)
     schema = Manifest.load(_dataset_for(run, loaded, data)).schema
     tables = build_tables(schema.categorical, loaded.embedding, loaded.train.seed)
-    for written in materialise_run(run, tables, output, table or [], ids, overwrite):
+    for written in materialise_run(run, tables, output, table or [], ids, overwrite, loaded.train.checkpoint_dir):
         rows_per_second = written.num_rows / written.seconds
         say(f"{written.path}: {written.num_rows:,} vectors, {rows_per_second:,.0f} rows/s")
 
@@ -305,6 +305,7 @@ def _settings(config: "Config") -> Any:
         model=config.model,
         embedding=config.embedding,
         train=config.train,
+        plan=config.plan,
         config_yaml=config.to_yaml(),
         info={
             "seed": config.train.seed,
@@ -440,7 +441,7 @@ def main() -> NoReturn:
 def _escape(error: BaseException) -> str:
     from rich.markup import escape
 
-    return escape(str(error))
+    return escape("\n".join([str(error), *getattr(error, "__notes__", [])]))
 
 
 def _end(code: int, message: str) -> NoReturn:

@@ -1,8 +1,8 @@
 """The config of a run: YAML and overrides, merged, then validated once, with every mistake in one error.
 
-A file has the top keys ``data``, ``model``, ``embedding`` and ``train``, each a frozen dataclass beside the code that
-it configures. ``extends: other.yaml``, beside the file, gives what the file leaves out. ``dotted.key=value`` overrides
-are parsed as YAML. What is dumped reads back exactly.
+A file has the top keys ``data``, ``model``, ``embedding``, ``train`` and ``plan``, each a frozen dataclass beside the
+code that it configures. ``extends: other.yaml``, beside the file, gives what the file leaves out.
+``dotted.key=value`` overrides are parsed as YAML. What is dumped reads back exactly.
 """
 
 import dataclasses
@@ -24,6 +24,7 @@ from distembed.embedding.settings import EmbeddingConfig
 from distembed.errors import UserError
 from distembed.models.config import MODELS, DLRMConfig, ModelConfig
 from distembed.names import nearest
+from distembed.planning import PlanConfig
 from distembed.training.config import TrainConfig
 
 
@@ -35,6 +36,7 @@ class Config:
     model: ModelConfig = field(default_factory=DLRMConfig)
     embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
 
     def to_yaml(self) -> str:
         """YAML that :func:`load_config` reads back to an equal config."""

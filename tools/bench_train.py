@@ -9,15 +9,27 @@ drawn beforehand. The others' tables are hashed to the size of ours, so that all
 import argparse
 import dataclasses
 import json
-import platform
 import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from bench_common import (
+    COLLISIONS,
+    DIM,
+    LEARNING_RATE,
+    NAMES,
+    NUM_BATCHES,
+    NUM_IDS,
+    NUM_ROWS,
+    Step,
+    draw_ids,
+    features_of,
+    surroundings,
+    take_turns,
+)
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -39,29 +51,20 @@ from distembed.data.schema import CategoricalFeature, Schema
 from distembed.embedding import EmbeddingConfig, TableConfig
 from distembed.models import DLRM
 from distembed.models.config import DLRMConfig
-from distembed.planning import make_plan
+from distembed.planning import PlanConfig, make_plan
 from distembed.training.build import build_trainee
 from distembed.training.config import TrainConfig
 from distembed.training.processes import Processes, process_group
-from distembed.training.tracking import versions
 
-NUM_IDS, COLLISIONS, DIM, LEARNING_RATE = 400_000, 4, 16, 0.01
-NUM_ROWS = NUM_IDS // COLLISIONS
-NAMES = [f"C{i}" for i in range(1, 27)]
 SCHEMA = Schema("label", tuple(f"I{i}" for i in range(1, 14)), tuple(CategoricalFeature(n, NUM_IDS) for n in NAMES))
-NUM_BATCHES = 8
-
-Step = Callable[[], None]
 
 
 def draw_batches(batch_size: int, num_ids: int) -> list[Batch]:
-    """Batches with ids skewed like Criteo's: log-uniform over the table."""
+    """Batches of one id a feature, taken modulo ``num_ids``."""
     generator = torch.Generator().manual_seed(0)
     batches = []
     for _ in range(NUM_BATCHES):
-        uniform = torch.rand(26 * batch_size, generator=generator, dtype=torch.float64)
-        ids = (torch.exp(uniform * torch.log(torch.tensor(float(NUM_IDS)))) - 1).long().clamp(max=NUM_IDS - 1) % num_ids
-        features = KeyedJaggedTensor(NAMES, ids, lengths=torch.ones(26 * batch_size, dtype=torch.int32))
+        features = features_of(draw_ids(26 * batch_size, generator) % num_ids, batch_size)
         dense = torch.rand(batch_size, 13, generator=generator)
         labels = (torch.rand(batch_size, generator=generator) < 0.25).float()
         batches.append(Batch(dense, features, labels, batch_size))
@@ -72,7 +75,9 @@ def ours(batch_size: int, processes: Processes, precision: str) -> Step:
     """A step of this project's trainer with quotient-remainder tables."""
     table = TableConfig(partition="quotient_remainder", collisions=COLLISIONS, embedding_dim=DIM)
     train = TrainConfig(batch_size=batch_size, precision=precision)  # type: ignore[arg-type]
-    trainee = build_trainee(DLRMConfig(), EmbeddingConfig(default=table), train, SCHEMA, processes, num_steps=1000)
+    trainee = build_trainee(
+        DLRMConfig(), EmbeddingConfig(default=table), train, PlanConfig(), SCHEMA, processes, num_steps=1000
+    )
     outputs = trainee.pipeline.outputs(cycle(draw_batches(batch_size, NUM_IDS)))
 
     def step() -> None:
@@ -170,22 +175,6 @@ def contenders(batch_size: int, processes: Processes) -> dict[str, Step]:
     }
 
 
-def measure(steps: dict[str, Step], batch_size: int, rounds: int, seconds_a_turn: float) -> dict[str, list[float]]:
-    """Samples/s of every contender in every round; contenders take turns."""
-    rates: dict[str, list[float]] = {name: [] for name in steps}
-    for step in steps.values():
-        for _ in range(3):
-            step()
-    for _ in range(rounds):
-        for name, step in steps.items():
-            count, started = 0, time.perf_counter()
-            while (elapsed := time.perf_counter() - started) < seconds_a_turn or count < 2:
-                step()
-                count += 1
-            rates[name].append(count * batch_size / elapsed)
-    return rates
-
-
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One contender at one batch size; ratios are medians of the ratios of each round."""
@@ -199,11 +188,11 @@ class Row:
 BASELINE = "TorchRec DLRM, hashed, fp32"
 
 
-def summarise(rates: dict[str, list[float]], batch_size: int) -> Iterator[Row]:
+def summarise(seconds: dict[str, list[float]], batch_size: int) -> Iterator[Row]:
     """Medians over rounds."""
-    for name, values in rates.items():
-        ratio = statistics.median(a / b for a, b in zip(values, rates[BASELINE], strict=True))
-        yield Row(name, batch_size, statistics.median(values), ratio)
+    for name, values in seconds.items():
+        ratio = statistics.median(b / a for a, b in zip(values, seconds[BASELINE], strict=True))
+        yield Row(name, batch_size, batch_size / statistics.median(values), ratio)
 
 
 def main() -> None:
@@ -217,19 +206,16 @@ def main() -> None:
     rows = []
     with process_group("cpu") as processes:
         for batch_size in options.batch_sizes:
-            rates = measure(contenders(batch_size, processes), batch_size, options.rounds, options.seconds)
-            rows += list(summarise(rates, batch_size))
+            steps = contenders(batch_size, processes)
+            seconds = take_turns(steps, options.rounds, options.seconds, processes.device)
+            rows += list(summarise(seconds, batch_size))
     table = Table("contender", "batch", "samples/s", "to TorchRec")
     for row in rows:
         table.add_row(
             row.contender, str(row.batch_size), f"{row.samples_per_second:,.0f}", f"{row.ratio_to_torchrec:.2f}x"
         )
     Console(width=110).print(table)
-    result = {
-        "machine": {"cores": torch.get_num_threads(), "processor": platform.processor() or platform.machine()},
-        "versions": versions(),
-        "rows": [dataclasses.asdict(row) for row in rows],
-    }
+    result = {**surroundings(torch.device("cpu")), "rows": [dataclasses.asdict(row) for row in rows]}
     print(json.dumps(result))
     if options.output is not None:
         options.output.write_text(json.dumps(result, indent=2) + "\n")

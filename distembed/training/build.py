@@ -11,10 +11,10 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from distembed.data.schema import Schema
 from distembed.embedding import CompositionalEmbeddingBagCollection, EmbeddingConfig, build_tables, vector_names
 from distembed.models.config import DCNConfig, DLRMConfig, build_model
-from distembed.planning import make_plan
+from distembed.planning import PlanConfig, make_plan
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from distembed.training.config import TrainConfig
-from distembed.training.optimizers import Optimizers, fuse_sparse_optimizer
+from distembed.training.optimizers import Optimizers, fuse_sparse_optimizer, needs_dense_kernel
 from distembed.training.processes import Processes
 from distembed.training.task import ClickTask, StepPipeline
 
@@ -44,6 +44,7 @@ def build_trainee(
     model_config: DLRMConfig | DCNConfig,
     embedding_config: EmbeddingConfig,
     train: TrainConfig,
+    plan_config: PlanConfig,
     schema: Schema,
     processes: Processes,
     num_steps: int,
@@ -57,7 +58,7 @@ def build_trainee(
     fuse_sparse_optimizer(vectors, train.sparse_optimizer, processes.device)
     bf16 = use_bf16(train.precision, processes.device)
     task = ClickTask(unsharded, processes.world_size, processes.device, bf16)
-    sharders = [CompositionalEmbeddingBagCollectionSharder()]
+    sharders = [CompositionalEmbeddingBagCollectionSharder(host_memory=plan_config.host_memory)]
     plan = make_plan(
         task,
         sharders,
@@ -65,6 +66,8 @@ def build_trainee(
         world_size=processes.world_size,
         local_world_size=processes.local_world_size,
         batch_size=math.ceil(train.batch_size / processes.world_size),
+        config=plan_config,
+        fused=not needs_dense_kernel(train.sparse_optimizer),
     )
     model = DistributedModelParallel(
         task,

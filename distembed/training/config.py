@@ -45,16 +45,31 @@ class DenseOptimizerConfig:
 
 @pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
 class SparseOptimizerConfig:
-    """Optimizer of the embedding tables, fused by FBGEMM into the backward pass.
+    """Optimizer of the embedding tables.
+
+    FBGEMM fuses it into the backward pass, where it updates the rows of the batch alone. Tables that every rank has
+    (data-parallel ones, and the small partitions of row-wise ones) are trained by torch's optimizer of the same name;
+    ``lamb`` and the ``partial_row_wise`` ones have none, so that they take no such tables.
 
     Attributes:
-        name: ``row_wise_adagrad`` (one accumulator a row), ``adagrad``, ``sgd``; ``adam`` on CUDA only.
+        name: ``row_wise_adagrad`` (one accumulator a row), ``adagrad``, ``sgd``; ``amsgrad``, which is never fused and
+            steps through all rows; on CUDA only: ``adam``, ``partial_row_wise_adam`` (one second moment a row),
+            ``lamb``, ``partial_row_wise_lamb``.
         learning_rate: at the end of the warm-up.
         eps: added to the root of the accumulator.
         schedule: of the learning rate.
     """
 
-    name: Literal["row_wise_adagrad", "adagrad", "sgd", "adam"] = "row_wise_adagrad"
+    name: Literal[
+        "row_wise_adagrad",
+        "adagrad",
+        "sgd",
+        "amsgrad",
+        "adam",
+        "partial_row_wise_adam",
+        "lamb",
+        "partial_row_wise_lamb",
+    ] = "row_wise_adagrad"
     learning_rate: PositiveNumber = 0.02
     eps: PositiveNumber = 1e-8
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -77,6 +92,8 @@ class TrainConfig:
         evaluate_every: steps between two evaluations on the validation split; 0 for the end of each epoch only.
         checkpoint_every: steps between two checkpoints; 0 for the end of each epoch only.
         keep_checkpoints: how many of the newest checkpoints are kept.
+        checkpoint_dir: where checkpoints go: a folder, relative to the run's if not absolute, or any URL that fsspec
+            knows, such as ``s3://bucket/folder``; null for ``checkpoints`` in the run's folder.
     """
 
     batch_size: PositiveInt = 128
@@ -91,3 +108,4 @@ class TrainConfig:
     evaluate_every: NonNegativeInt = 0
     checkpoint_every: NonNegativeInt = 0
     keep_checkpoints: PositiveInt = 2
+    checkpoint_dir: Annotated[str, Field(min_length=1)] | None = None

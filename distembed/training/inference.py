@@ -15,12 +15,14 @@ from distembed.data.manifest import Manifest
 from distembed.embedding import EmbeddingConfig
 from distembed.errors import UserError
 from distembed.models.config import DCNConfig, DLRMConfig
+from distembed.planning import PlanConfig
 from distembed.training.build import Trainee, build_trainee
-from distembed.training.checkpoint import load_checkpoint, newest_checkpoint
+from distembed.training.checkpoint import load_checkpoint
 from distembed.training.config import SparseOptimizerConfig, TrainConfig
 from distembed.training.evaluation import gather_rows, score_batches
 from distembed.training.metrics import sigmoid
 from distembed.training.processes import Processes
+from distembed.training.run_checkpoints import newest_checkpoint
 from distembed.whole_file import whole_file
 
 PREDICTION_FORMATS = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWriter}
@@ -35,6 +37,7 @@ def load_trainee(
     model: DLRMConfig | DCNConfig,
     embedding: EmbeddingConfig,
     train: TrainConfig,
+    plan: PlanConfig,
     processes: Processes,
 ) -> Trainee:
     """The model of a run's newest checkpoint, shaped for the given dataset; all ranks call it.
@@ -42,10 +45,10 @@ def load_trainee(
     Raises:
         UserError: where the run has no checkpoint, or the dataset has other tables than the run was trained on.
     """
-    checkpoint = newest_checkpoint(run_dir)
+    checkpoint = newest_checkpoint(run_dir, train.checkpoint_dir)
     # nothing is trained: any optimizer will do that every device has
     train = dataclasses.replace(train, sparse_optimizer=SparseOptimizerConfig(name="sgd"))
-    trainee = build_trainee(model, embedding, train, Manifest.load(dataset).schema, processes, num_steps=1)
+    trainee = build_trainee(model, embedding, train, plan, Manifest.load(dataset).schema, processes, num_steps=1)
     load_checkpoint(checkpoint, trainee.model)
     return trainee
 

@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 from distembed.embedding import CompositionalEmbeddingBagConfig, materialise
 from distembed.errors import UserError
 from distembed.names import one_of
-from distembed.training.checkpoint import load_weights, newest_checkpoint
+from distembed.training.checkpoint import load_weights
+from distembed.training.run_checkpoints import newest_checkpoint
 
 _FEW = 5
 
@@ -33,6 +34,7 @@ def materialise_run(
     names: Sequence[str] = (),
     ids_file: Path | None = None,
     overwrite: bool = False,
+    checkpoint_dir: str | None = None,
 ) -> Iterator[MaterialisedTable]:
     """Writes ``<output>/<table>.parquet`` for one table after the other, and tells of each when it is there.
 
@@ -43,6 +45,7 @@ def materialise_run(
         names: tables to write; all unless given.
         ids_file: Parquet file of the ids to write, for one table; all ids of a table unless given.
         overwrite: whether files that are there are replaced.
+        checkpoint_dir: the run's ``train.checkpoint_dir``.
 
     Raises:
         UserError: for a table that the run does not have, a file that is there, ids that cannot be read, or a table
@@ -66,7 +69,7 @@ def materialise_run(
     if there and not overwrite:
         raise UserError(f"{there[0]} is there already; add --overwrite to replace it, or give another --output.")
     column = None if ids_file is None else _id_column(ids_file)
-    checkpoint = newest_checkpoint(run_dir)
+    checkpoint = newest_checkpoint(run_dir, checkpoint_dir)
     for table, path in zip(wanted, paths, strict=True):
         started = time.perf_counter()
         weights = load_weights(checkpoint, _weight_names(table))

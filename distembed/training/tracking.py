@@ -30,7 +30,7 @@ class RunFolder:
         metrics.jsonl     one object a line: kind "train" or "eval", step, values
         tensorboard/      the same metrics
         evaluation.json   the final evaluation
-        checkpoints/      see :mod:`distembed.training.checkpoint`
+        checkpoints/      see :mod:`distembed.training.checkpoint`; elsewhere where train.checkpoint_dir says so
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,11 +38,6 @@ class RunFolder:
         self._info: dict[str, Any] = {}
         self._metrics: IO[str] | None = None
         self._board: SummaryWriter | None = None
-
-    @property
-    def checkpoints(self) -> Path:
-        """Where checkpoints lie."""
-        return self.path / "checkpoints"
 
     @contextmanager
     def open(self, config_yaml: str, info: Mapping[str, Any], resumed_step: int) -> Iterator["RunFolder"]:

@@ -23,9 +23,8 @@ from distembed.data.reader import BatchReader
 from distembed.embedding import EmbeddingConfig
 from distembed.errors import Interrupted, RunError, UserError
 from distembed.models.config import DCNConfig, DLRMConfig
-from distembed.planning import plan_as_json
+from distembed.planning import PlanConfig, describe_plan, plan_as_json
 from distembed.training.build import build_trainee
-from distembed.training.checkpoint import Checkpoints, latest_checkpoint, load_checkpoint
 from distembed.training.config import TrainConfig
 from distembed.training.evaluation import gather_rows, score_split
 from distembed.training.files import write_json
@@ -33,6 +32,7 @@ from distembed.training.interruption import Interruption
 from distembed.training.metrics import exact_auc
 from distembed.training.processes import Processes
 from distembed.training.progress import TrainingProgress
+from distembed.training.run_checkpoints import Checkpoints, checkpoint_place
 from distembed.training.tracking import RunFolder
 
 
@@ -52,6 +52,7 @@ class RunSettings:
     model: DLRMConfig | DCNConfig
     embedding: EmbeddingConfig
     train: TrainConfig
+    plan: PlanConfig
     config_yaml: str
     info: Mapping[str, Any]
 
@@ -87,19 +88,25 @@ class Run:
         self._reader = self._make_reader()
         if self._reader.num_rows == 0:
             raise UserError(f"split {settings.splits[0]!r} of {settings.dataset} has no rows to train on.")
+        place = checkpoint_place(folder.path, train.checkpoint_dir)
+        self._checkpoints = Checkpoints(place, train.keep_checkpoints, processes)
+        checkpoint = self._checkpoints.newest()
+        if checkpoint is not None and not resume:
+            raise UserError(
+                f"train.checkpoint_dir is {train.checkpoint_dir!r}, but {place} holds checkpoints of another run; give "
+                "an empty place, or none for the run's own folder."
+            )
         self.num_steps = train.epochs * self._reader.batches_per_epoch
         if train.max_steps is not None:
             self.num_steps = min(self.num_steps, train.max_steps)
         self._trainee = build_trainee(
-            settings.model, settings.embedding, train, self._reader.schema, processes, self.num_steps
+            settings.model, settings.embedding, train, settings.plan, self._reader.schema, processes, self.num_steps
         )
-        self._checkpoints = Checkpoints(folder.checkpoints, train.keep_checkpoints, processes.is_first)
         self._step = 0
         self._samples = 0
         self._seconds = 0.0
         self._handed_out = 0
         self._window = _Window()
-        checkpoint = latest_checkpoint(folder.checkpoints) if resume else None
         if checkpoint is not None:
             self._restore(checkpoint)
 
@@ -129,18 +136,25 @@ class Run:
 
         Raises:
             Interrupted: after Ctrl-C or SIGTERM, once the checkpoint is written.
-            RunError: on a loss that is not finite.
+            RunError: on a loss that is not finite, or a checkpoint that could not be written.
+            UserError: where there is no place for checkpoints.
         """
+        self._checkpoints.require_usable()
         if self._processes.is_first:
             write_json(self._folder.path / "plan.json", plan_as_json(self._trainee.plan))
             if self._step == self.num_steps:
                 self._folder.drop_evaluations(self._settings.splits[2])
-        with TrainingProgress(self._console, self.num_steps) as self._progress, Interruption(self._processes) as stop:
+        with (
+            TrainingProgress(self._console, self.num_steps) as self._progress,
+            Interruption(self._processes) as stop,
+            self._checkpoints,
+        ):
             self._say_start()
             self._window = _Window()
             while self._step < self.num_steps:
                 if self._run_segment(stop):
                     self._save()
+                    self._checkpoints.wait()
                     raise Interrupted(f"interrupted after step {self._step}; go on with --resume.")
                 self._between_segments()
         self._reader.close()
@@ -282,11 +296,17 @@ class Run:
             "seconds": self._seconds,
             "reader": self._reader.state_dict(in_flight=self._handed_out),
         }
-        path = self._checkpoints.save(self._step, self._trainee.model, self._trainee.optimizers, progress)
-        self._progress.say(f"step {self._step}/{self.num_steps}  saved {path}")
+        step, trainee = f"step {self._step}/{self.num_steps}", self._trainee
+        self._checkpoints.save(
+            self._step,
+            trainee.model,
+            trainee.optimizers.combined,
+            progress,
+            say=lambda text: self._progress.say(f"{step}  {text}"),
+        )
 
-    def _restore(self, checkpoint: Path) -> None:
-        progress = load_checkpoint(checkpoint, self._trainee.model, self._trainee.optimizers)
+    def _restore(self, checkpoint: str) -> None:
+        progress = self._checkpoints.load(checkpoint, self._trainee.model, self._trainee.optimizers.combined)
         self._reader.load_state_dict(progress["reader"])
         self._step, self._samples, self._seconds = progress["step"], progress["samples"], progress["seconds"]
 
@@ -297,6 +317,7 @@ class Run:
             f"{begin} {self.num_steps} steps of {self._settings.train.batch_size} rows on {where} in {self.precision}; "
             f"run folder {self._folder.path}"
         )
+        self._progress.say(f"plan: {describe_plan(self._trainee.plan)}")
 
 
 def describe_metrics(values: Mapping[str, Any]) -> str:

@@ -86,16 +86,19 @@ def test_two_ranks_give_the_losses_of_one_and_predict_in_order(config: Path, tmp
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_a_resumed_run_repeats_the_one_that_was_not_stopped(config: Path, tmp_path: Path, optimizer: str) -> None:
+@pytest.mark.parametrize(("dense", "sparse"), [("sgd", "adagrad"), ("adam", "amsgrad")])
+def test_a_resumed_run_repeats_the_one_that_was_not_stopped(
+    config: Path, tmp_path: Path, dense: str, sparse: str
+) -> None:
     overrides = [
         "train.epochs=2",
         "train.checkpoint_every=15",
         "train.keep_checkpoints=9",
-        f"train.dense_optimizer.name={optimizer}",
+        f"train.dense_optimizer.name={dense}",
         "train.dense_optimizer.learning_rate=0.01",
         "train.dense_optimizer.schedule.decay=linear",
-        "train.sparse_optimizer.name=adagrad",
+        f"train.sparse_optimizer.name={sparse}",
+        "train.sparse_optimizer.learning_rate=0.1",
         "train.sparse_optimizer.eps=0.01",
     ]
     whole = tmp_path / "whole"
@@ -112,6 +115,26 @@ def test_a_resumed_run_repeats_the_one_that_was_not_stopped(config: Path, tmp_pa
             assert losses(part) == losses(whole)
         else:
             assert losses(part) == pytest.approx(losses(whole), rel=1e-4)
+
+
+@pytest.mark.distributed
+def test_checkpoints_that_are_kept_elsewhere_are_found_by_every_command(config: Path, tmp_path: Path) -> None:
+    run, place = tmp_path / "run", tmp_path / "elsewhere"
+    elsewhere = f"train.checkpoint_dir=file://{place}"
+    distembed("train", config, elsewhere, "train.max_steps=20", "--run-dir", run, ranks=2)
+    assert not (run / "checkpoints").exists()
+    assert [path.name for path in place.iterdir()] == ["step-00000020"]
+    assert "logloss" in distembed("evaluate", run).stdout
+    distembed("predict", run, "--output", tmp_path / "predictions.parquet")
+    distembed("materialise", run, "--output", tmp_path / "vectors", "--table", "C1")
+    resumed = distembed("train", config, elsewhere, "train.max_steps=20", "--run-dir", run, "--resume")
+    assert "resuming at step 20 of 20" in resumed.stdout
+    other = tmp_path / "other"
+    refused = distembed("train", config, elsewhere, "--run-dir", other, code=2)
+    assert "holds checkpoints of another run" in refused.stderr and not other.exists()
+    (tmp_path / "file").write_text("")
+    refused = distembed("train", config, f"train.checkpoint_dir={tmp_path}/file/below", "--run-dir", other, code=2)
+    assert "cannot be kept in" in refused.stderr and "Traceback" not in refused.stderr
 
 
 def start(config: Path, run: Path, *overrides: str, ranks: int = 1) -> subprocess.Popen[str]:

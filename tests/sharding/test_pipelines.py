@@ -1,0 +1,300 @@
+"""The sharded collection in TorchRec's pipelines: the losses of plain steps, and of the unsharded model."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.train_pipeline import (
+    PrefetchTrainPipelineSparseDist,
+    TrainPipelineBase,
+    TrainPipelineSparseDist,
+)
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSparseDistLite
+from torchrec.distributed.types import ShardingEnv
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from distembed.data.batch import Batch
+from distembed.embedding import CompositionalEmbeddingBagCollection
+from distembed.models.mlp import MLP
+from distembed.planning import PlanConfig, make_plan
+from distembed.planning.config import TablePlanConfig
+from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, lookup
+from distembed.sharding.placement import width
+from distembed.training.processes import process_group
+from distembed.training.task import ClickTask
+from tests.ranks import run_on_ranks
+from tests.sharding.test_sharded_equals_unsharded import (
+    SHARDING_TYPES,
+    check_weights,
+    draw,
+    part,
+    sharding_types_of,
+    tables,
+)
+
+CPU = torch.device("cpu")
+PIPELINES = (TrainPipelineBase, TrainPipelineSparseDist, TrainPipelineSparseDistLite)
+ROWS, NUM_DENSE, RATE = 7, 3, 0.3
+SPLITS = [2, 0, 7, 3, 4]
+"""Rows of each of the five steps that are the first rank's; the second has the others."""
+
+
+class Clicks(nn.Module):
+    """All compositions, and a network over their vectors and dense features."""
+
+    def __init__(self, tables_on: str, weighted: bool) -> None:
+        super().__init__()
+        # maxima go with no weights
+        used = [table for table in tables() if not (weighted and table.pooling == "max")]
+        self.embeddings = CompositionalEmbeddingBagCollection(used, device=tables_on, is_weighted=weighted)
+        torch.manual_seed(0)
+        num_inputs = NUM_DENSE + sum(width(table) * len(table.feature_names) for table in used)
+        self.network = MLP(num_inputs, [16, 1], last_is_linear=True)
+
+    def forward(self, dense: Tensor, features: KeyedJaggedTensor) -> Tensor:
+        return self.network(torch.cat([dense, self.embeddings(features).values()], dim=1)).squeeze(1)
+
+
+def task(tables_on: str, world_size: int, weighted: bool = False, device: torch.device = CPU) -> ClickTask:
+    """The model with its loss, the network on the device."""
+    model = Clicks(tables_on, weighted)
+    model.network.to(device)
+    return ClickTask(model, world_size, device, bf16=False)
+
+
+def shard(
+    model: nn.Module,
+    kind: str,
+    device: torch.device = CPU,
+    fused_params: dict[str, Any] | None = None,
+    kernel: str | None = None,
+) -> DistributedModelParallel:
+    """The tables placed in one way, or ``mixed``: in all ways in turn; they are trained by a fused SGD."""
+    collection = model.get_submodule("model.embeddings")
+    vectors = collection.get_submodule("embedding_bags").parameters()
+    apply_optimizer_in_backward(torch.optim.SGD, vectors, {"lr": RATE})
+    kinds = SHARDING_TYPES if kind == "mixed" else [kind]
+    own = {
+        table.name: TablePlanConfig(sharding_types_of(table, kinds[i % len(kinds)]), min_partition=4)
+        for i, table in enumerate(collection.tables())
+    }
+    sharders = [CompositionalEmbeddingBagCollectionSharder(fused_params, host_memory=kernel == "fused_uvm_caching")]
+    world_size = dist.get_world_size()
+    plan = make_plan(
+        model,
+        sharders,
+        device=device,
+        world_size=world_size,
+        local_world_size=world_size,
+        batch_size=ROWS,
+        config=PlanConfig(tables=own),
+    )
+    if kernel is not None:
+        for placed in plan.plan["model.embeddings"].values():
+            placed.compute_kernel = kernel
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    return DistributedModelParallel(model, env=env, device=device, plan=plan, sharders=sharders)
+
+
+def optimizer_of(model: DistributedModelParallel) -> KeyedOptimizer:
+    others = dict(in_backward_optimizer_filter(model.named_parameters()))
+    dense = KeyedOptimizerWrapper(others, lambda parameters: torch.optim.SGD(parameters, lr=RATE))
+    return CombinedOptimizer([model.fused_optimizer, dense])
+
+
+def draw_batches(bags: str, count: int = len(SPLITS)) -> list[Batch]:
+    """Global batches."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        Batch(
+            torch.randn(ROWS, NUM_DENSE, generator=generator),
+            draw(ROWS, bags, generator),
+            torch.randint(0, 2, (ROWS,), generator=generator).float(),
+            global_batch_size=ROWS,
+        )
+        for _ in range(count)
+    ]
+
+
+def rows_of_rank(batch: Batch, rank: int, split: int) -> Batch:
+    rows = (slice(0, split), slice(split, ROWS))[rank]
+    features = part(batch.sparse_features, rows.start, rows.stop)
+    return Batch(batch.dense_features[rows], features, batch.labels[rows], ROWS)
+
+
+def losses_of(outputs: Iterable[tuple[Tensor, Tensor, Tensor]]) -> list[float]:
+    """Of the global batches, from each rank's share times the number of ranks; all ranks call it."""
+    shares = torch.stack([loss for loss, _, _ in outputs])
+    if dist.get_world_size() > 1:
+        dist.all_reduce(shares)
+    return (shares / dist.get_world_size()).tolist()
+
+
+def run(pipeline: Any, batches: Sequence[Batch]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Steps through all batches, which leaves the pipeline empty."""
+    remaining = iter(batches)
+    outputs = [pipeline.progress(remaining) for _ in batches]
+    if isinstance(pipeline, TrainPipelineBase):
+        pipeline.reset()
+    return outputs
+
+
+def train_unsharded(batches: Sequence[Batch], weighted: bool) -> tuple[ClickTask, list[float]]:
+    model = task("cpu", 1, weighted)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss, _ = model(batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return model, losses
+
+
+def check_pipelines(rank: int, kind: str, bags: str) -> None:
+    weighted = bags == "weighted"
+    batches = draw_batches(bags)
+    own = [rows_of_rank(batch, rank, split) for batch, split in zip(batches, SPLITS, strict=True)]
+    reference, expected = train_unsharded(batches, weighted)
+    with torch.no_grad():
+        _, (_, expected_logits, _) = reference(batches[0])
+    curves = []
+    for make in PIPELINES:
+        model = shard(task("meta", 2, weighted), kind)
+        pipeline = make(model, optimizer_of(model), CPU)
+        curves.append(losses_of(run(pipeline, own)))
+        check_weights(model, reference)
+        model.eval()
+        with torch.no_grad():
+            ((_, logits, _),) = run(pipeline, own[:1])
+        torch.testing.assert_close(logits, expected_logits[:2] if rank == 0 else expected_logits[2:])
+        check_weights(model, reference)
+    assert curves[0] == pytest.approx(expected, rel=1e-5)
+    # in the same order, to the last bit
+    assert curves[1] == curves[0] and curves[2] == curves[0]
+
+
+def check_all_pipelines(rank: int, world_size: int) -> None:
+    cases = [(kind, "ragged") for kind in [*SHARDING_TYPES, "mixed"]] + [("mixed", "single"), ("mixed", "weighted")]
+    for kind, bags in cases:
+        try:
+            check_pipelines(rank, kind, bags)
+        except AssertionError as error:
+            raise AssertionError(f"{kind}, {bags}, on rank {rank}: {error}") from error
+    # a CPU has no cache: tables are taken for cached ones
+    with mock.patch.object(lookup, "_is_cached", lambda config: True):
+        for bags in ("single", "ragged", "weighted"):
+            check_prefetched(rank, bags)
+    check_compiled(rank)
+
+
+# every case in one start of the ranks: starting them takes longer than all that they do
+@pytest.mark.distributed
+def test_every_pipeline_takes_the_steps_of_the_unsharded_model() -> None:
+    run_on_ranks(2, check_all_pipelines)
+
+
+def check_prefetched(rank: int, bags: str) -> None:
+    """What is prefetched is what is looked up later, also where the next batch is prefetched before that."""
+    model = shard(task("meta", 2, bags == "weighted"), "mixed")
+    module = model.module.get_submodule("model.embeddings")
+    inputs = []
+    for batch in draw_batches(bags, 3):
+        features = rows_of_rank(batch, rank, 3).sparse_features
+        inputs.append(module.input_dist(module.create_context(), features).wait().wait())
+    for of_rank, *held in zip(module._lookups, *inputs, strict=True):
+        looked_up, prefetched = record_requests(of_rank)
+        with torch.no_grad():
+            expected = [of_rank(features) for features in held]
+        lookups_of_batch = len(looked_up) // len(held)
+        assert not prefetched
+        first, second, third = held
+        with torch.no_grad():
+            of_rank.prefetch(first)
+            of_rank.prefetch(second)
+            outputs = [of_rank(first)]
+            of_rank.prefetch(third)
+            outputs += [of_rank(second), of_rank(third), of_rank(first)]
+        for output, wanted in zip(outputs, [*expected, expected[0]], strict=True):
+            assert torch.equal(output, wanted)
+        assert len(prefetched) == len(looked_up) - 4 * lookups_of_batch == 3 * lookups_of_batch
+        for asked, used in zip(prefetched, looked_up, strict=False):
+            assert asked[0] == used[0]
+            assert torch.equal(asked[1], used[1]) and torch.equal(asked[2], used[2])
+
+
+Requests = list[tuple[int, Tensor, Tensor]]
+
+
+def record_requests(of_rank: nn.Module) -> tuple[Requests, Requests]:
+    """What is asked of each of the lookup's TBEs, now and in advance: its number, rows, offsets."""
+    looked_up: Requests = []
+    prefetched: Requests = []
+    for i, kernel in enumerate(of_rank._emb_modules):
+        tbe = kernel.emb_module
+        tbe.register_forward_pre_hook(_recorder(i, looked_up), with_kwargs=True)
+        tbe.prefetch = _prefetch_recorder(i, prefetched)
+    return looked_up, prefetched
+
+
+def _recorder(number: int, requests: Requests) -> Callable[..., None]:
+    def record(module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
+        requests.append((number, keywords["indices"], keywords["offsets"]))
+
+    return record
+
+
+def _prefetch_recorder(number: int, requests: Requests) -> Callable[..., None]:
+    def prefetch(indices: Tensor, offsets: Tensor, forward_stream: Any) -> None:
+        requests.append((number, indices, offsets))
+
+    return prefetch
+
+
+def check_compiled(rank: int) -> None:
+    """Compiled networks between lookups and loss train as those that are not."""
+    batches = draw_batches("ragged")
+    _, expected = train_unsharded(batches, weighted=False)
+    unsharded = task("meta", 2)
+    # traced and differentiated as for any backend, without a C++ compiler
+    unsharded.model.network = torch.compile(unsharded.model.network, backend="aot_eager")
+    model = shard(unsharded, "mixed")
+    pipeline = TrainPipelineSparseDist(model, optimizer_of(model), CPU)
+    own = [rows_of_rank(batch, rank, split) for batch, split in zip(batches, SPLITS, strict=True)]
+    assert losses_of(run(pipeline, own)) == pytest.approx(expected, rel=1e-5)
+    assert torch._dynamo.utils.counters["frames"]["ok"] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["table_wise", "column_wise", "row_wise"])
+def test_rows_prefetched_from_host_memory_train_as_those_on_the_device(kind: str) -> None:
+    # in fewer slots than there are rows, so that rows come and go
+    cached = {"cache_load_factor": 0.2, "prefetch_pipeline": True}
+    with process_group("cuda") as processes:
+        batches = draw_batches("ragged", 12)
+        curves, weights = [], []
+        for make, kernel, fused_params in [
+            (TrainPipelineBase, "fused", {}),
+            (PrefetchTrainPipelineSparseDist, "fused_uvm_caching", cached),
+        ]:
+            model = shard(task("meta", 1, device=processes.device), kind, processes.device, dict(fused_params), kernel)
+            pipeline = make(model, optimizer_of(model), processes.device)
+            curves.append(losses_of(run(pipeline, batches)))
+            weights.append([tensor for value in model.state_dict().values() for tensor in local_tensors(value)])
+        # not to the last bit: atomic additions come in any order
+        assert curves[1] == pytest.approx(curves[0], rel=1e-5)
+        for from_host, on_device in zip(weights[1], weights[0], strict=True):
+            torch.testing.assert_close(from_host, on_device)
+
+
+def local_tensors(value: Any) -> list[Tensor]:
+    return [shard.tensor for shard in value.local_shards()] if hasattr(value, "local_shards") else [value]

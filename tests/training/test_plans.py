@@ -1,0 +1,121 @@
+"""Whole runs under every plan, on one, two and four ranks: the same losses, and the plan that was asked for."""
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+import yaml
+
+from distembed import cli
+from tests.ranks import free_port
+from tests.training.conftest import SIZES
+from tests.training.test_schemes import losses
+
+# a path cannot be divided by columns
+PLANS: dict[str, dict[str, Any]] = {
+    "table_wise": {"sharding_types": ["table_wise"]},
+    "column_wise": {
+        "sharding_types": ["column_wise"],
+        "min_partition": 4,
+        "tables": {"C3": {"sharding_types": ["table_wise"]}},
+    },
+    "row_wise": {"sharding_types": ["row_wise"]},
+    "data_parallel": {"sharding_types": ["data_parallel"]},
+    "mixed": {
+        "min_partition": 4,
+        "tables": {
+            "C1": {"sharding_types": ["data_parallel"]},
+            "C2": {"sharding_types": ["row_wise"]},
+            "C3": {"sharding_types": ["table_wise"]},
+            "M": {"sharding_types": ["table_column_wise"]},
+        },
+    },
+}
+"""The ``plan`` section of each run."""
+
+
+@pytest.fixture
+def compositions(config: Path, tmp_path: Path) -> Path:
+    """Two vectors an id, products, networks a quotient, and means of concatenations."""
+    tables = {
+        "C1": {"composition": "feature", "force": True},
+        "C3": {"composition": "path_mlp", "hidden": [8]},
+        "M": {"composition": "concat", "dims": [4, 4], "pooling": "mean", "force": True},
+    }
+    path = tmp_path / "compositions.yaml"
+    # 65 rows cannot be halved
+    changes = {"extends": config.name, "embedding": {"tables": tables}, "train": {"batch_size": 65, "max_steps": 12}}
+    path.write_text(yaml.safe_dump(changes))
+    return path
+
+
+def train_on_ranks(config: Path, folder: Path, world_size: int) -> None:
+    """One run a plan in processes that are started once, as ``torch.distributed.run`` would start each."""
+    ports = [free_port() for _ in PLANS]
+    mp.spawn(_train_all, (world_size, ports, str(config), folder), nprocs=world_size)
+
+
+def _train_all(rank: int, world_size: int, ports: list[int], config: str, folder: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    os.environ.update(LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
+    for port, (name, plan) in zip(ports, PLANS.items(), strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        run = folder / name
+        with cli.console.capture() as captured:
+            cli.app(["train", config, f"plan={json.dumps(plan)}", "--run-dir", str(run)], standalone_mode=False)
+        if rank == 0:
+            (folder / f"{name}.txt").write_text(captured.get())
+
+
+def expected_type(plan: dict[str, Any], table: str) -> str:
+    own = plan.get("tables", {}).get(table, plan)
+    (sharding_type,) = own["sharding_types"]
+    return str(sharding_type)
+
+
+def check_plan(folder: Path, name: str, world_size: int) -> None:
+    """What is saved is what was asked for, and what is printed says the same."""
+    (placed,) = json.loads((folder / name / "plan.json").read_text()).values()
+    assert placed.keys() == SIZES.keys()
+    for table, placement in placed.items():
+        sharding_type = expected_type(PLANS[name], table)
+        assert placement["sharding_type"] == sharding_type
+        assert placement["compute_kernel"] == ("dense" if sharding_type == "data_parallel" else "fused")
+        widths = [shard["size"][1] for shard in placement["shards"]]
+        if sharding_type == "data_parallel":
+            assert not widths
+        elif sharding_type == "row_wise":
+            assert [shard["rank"] for shard in placement["shards"]] == list(range(world_size))
+        else:
+            # two vectors of 8 numbers for C1, else one
+            assert sum(widths) == (16 if table == "C1" else 8)
+            assert len(widths) == 1 or all(width >= 4 for width in widths)
+        if sharding_type == "column_wise" and world_size > 1:
+            assert len(widths) > 1
+    (line,) = [line for line in (folder / f"{name}.txt").read_text().splitlines() if line.startswith("plan: ")]
+    for sharding_type, count in Counter(placement["sharding_type"] for placement in placed.values()).items():
+        assert f"{count} {sharding_type}" in line
+
+
+@pytest.mark.distributed
+def test_every_plan_trains_alike_on_one_rank_and_on_many(compositions: Path, tmp_path: Path) -> None:
+    curves, evaluations = {}, {}
+    for world_size in (1, 2, 4):
+        folder = tmp_path / f"on{world_size}"
+        folder.mkdir()
+        train_on_ranks(compositions, folder, world_size)
+        for name in PLANS:
+            curves[name, world_size] = losses(folder / name)
+            evaluations[name, world_size] = json.loads((folder / name / "evaluation.json").read_text())["logloss"]
+            check_plan(folder, name, world_size)
+    expected = curves["table_wise", 1]
+    assert len(expected) == 12 and expected[-1] < expected[0]
+    for key, curve in curves.items():
+        assert curve == pytest.approx(expected, rel=1e-5), key
+        assert evaluations[key] == pytest.approx(evaluations["table_wise", 1], rel=1e-5), key
