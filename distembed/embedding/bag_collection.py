@@ -31,6 +31,9 @@ class CompositionalEmbeddingBagCollection(
         tables: at least one; names and features must be unique.
         device: where the weights live; ``meta`` to let ``DistributedModelParallel`` make them.
         is_weighted: whether composed vectors are multiplied by the batch's per-sample weights.
+
+    Raises:
+        UserError: for names that are not unique, or a table with pooling max where ``is_weighted``.
     """
 
     def __init__(
@@ -40,6 +43,12 @@ class CompositionalEmbeddingBagCollection(
         is_weighted: bool = False,
     ) -> None:
         super().__init__(tables, device)
+        for table in tables if is_weighted else ():
+            if table.pooling == "max":
+                raise UserError(
+                    f"table {table.name!r} has pooling max, which goes with no per-sample weights; use sum or mean, or "
+                    "put the table into a collection without is_weighted."
+                )
         self._is_weighted = is_weighted
         self.embedding_bags = self._make_lookups(_embedding_bag)
         self.reset_parameters()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-from torchrec.distributed.planner.types import PlannerError
+from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from distembed.embedding.config import CompositionalEmbeddingConfig
@@ -22,7 +22,7 @@ from distembed.embedding.tables import CompositionalTables
 from distembed.errors import RunError, UserError
 from distembed.names import one_of
 from distembed.planning.config import PlanConfig, TablePlanConfig
-from distembed.sharding.placement import can_be_divided
+from distembed.sharding.placement import can_be_placed
 
 RESERVED_SHARE = 0.15
 """Share of the memory left to the networks, activations and buffers."""
@@ -73,17 +73,15 @@ def make_plan(
         for default in ((_FIRST,) if world_size == 1 else (_FIRST, _WHERE_IT_DOES_NOT_FIT))
     ]
     # rank 0 plans, and tells the others of a failure too, which would else wait for a plan for ever
-    answer: list[ShardingPlan | str | None] = [None]
+    answer: list[ShardingPlan | Exception | None] = [None]
     if dist.get_rank() == 0:
         answer = [_first_that_fits(model, sharders, topology, max(1, batch_size), attempts)]
     if world_size > 1:
         dist.broadcast_object_list(answer, src=0)
     (plan,) = answer
-    if not isinstance(plan, ShardingPlan):
-        raise RunError(
-            f"The embedding tables do not fit in the memory of {world_size} rank(s): {plan}\n"
-            "Raise embedding.default.collisions, lower embedding.default.embedding_dim, or use more ranks."
-        )
+    if isinstance(plan, Exception):
+        raise _explained(plan, world_size) from plan
+    assert plan is not None
     if not fused:
         for module_plan in plan.plan.values():
             for sharding in module_plan.values():
@@ -97,8 +95,9 @@ def _first_that_fits(
     topology: Topology,
     batch_size: int,
     attempts: Sequence[dict[str, ParameterConstraints]],
-) -> ShardingPlan | str:
+) -> ShardingPlan | Exception:
     """A plan, or why there is none."""
+    failure: Exception = RunError("there is nothing to plan")
     for constraints in attempts:
         planner = EmbeddingShardingPlanner(
             topology=topology,
@@ -108,9 +107,22 @@ def _first_that_fits(
         )
         try:
             return planner.plan(model, sharders)
-        except PlannerError as error:
-            failure = str(error)
+        except Exception as error:
+            failure = error
     return failure
+
+
+def _explained(failure: Exception, world_size: int) -> RunError:
+    """What became of planning, with the remedy."""
+    if isinstance(failure, PlannerError) and failure.error_type == PlannerErrorType.INSUFFICIENT_STORAGE:
+        return RunError(
+            f"The embedding tables do not fit in the memory of {world_size} rank(s): {failure}\n"
+            "Raise embedding.default.collisions, lower embedding.default.embedding_dim, or use more ranks."
+        )
+    return RunError(
+        f"TorchRec's planner finds no plan: {type(failure).__name__}: {failure}\n"
+        "Allow more sharding types or a smaller min_partition under plan, or leave it out."
+    )
 
 
 def _constraints(
@@ -124,12 +136,12 @@ def _constraints(
     for table in tables:
         own = config.tables.get(table.name, TablePlanConfig())
         allowed = own.sharding_types or config.sharding_types
-        possible = [kind for kind in allowed or default if can_be_divided(table, kind)]
+        possible = [kind for kind in allowed or default if can_be_placed(table, kind)]
         if not possible:
             raise UserError(
                 f"plan: table {table.name!r} may only be placed {', '.join(allowed or default)}, but it cannot be: a "
-                "path needs all columns on one rank, and a maximum all ids of a bag. Allow table_wise or data_parallel "
-                f"in plan.tables.{table.name}.sharding_types."
+                "path needs all columns on one rank, a maximum all ids of a bag, and FBGEMM vectors of a multiple of 4 "
+                f"numbers. Allow table_wise or data_parallel in plan.tables.{table.name}.sharding_types."
             )
         constraints[table.name] = ParameterConstraints(
             sharding_types=list(possible), min_partition=own.min_partition or config.min_partition

@@ -19,10 +19,12 @@ from torchrec.distributed.types import (
 )
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from distembed.embedding.bag_collection import CompositionalEmbeddingBagCollection
 from distembed.errors import UserError
 from distembed.sharding.parameters import ShardedParameters, in_groups, without_weights
+from distembed.sharding.placement import width
 from distembed.sharding.shardings import make_sharding
 from distembed.sharding.units import BagUnits
 
@@ -88,7 +90,8 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
         """Brings ids inside their tables, then sends each to its table's owner; all ranks call it."""
-        self._require_input_dist(features.keys())
+        features = maybe_td_to_kjt(features)
+        self._follow_keys(features.keys(), self._embedding_shardings)
         if self._is_weighted and features.weights_or_none() is None:
             raise UserError(
                 "The collection has is_weighted=True, but the KeyedJaggedTensor has no weights; make it with "
@@ -129,15 +132,11 @@ class _Output:
 
     def __init__(self, module: CompositionalEmbeddingBagCollection, features: Sequence[str]) -> None:
         tables = module.tables()
-        widths = {name: table.num_vectors * table.embedding_dim for table in tables for name in table.feature_names}
-        self._splits = [widths[name] for name in features]
-        in_order = [name for table in tables for name in table.feature_names]
+        table_of = {name: table for table in tables for name in table.feature_names}
+        self._splits = [width(table_of[name]) for name in features]
+        in_order = list(table_of)
         self._order = [list(features).index(name) for name in in_order]
-        self._means = {
-            i: name
-            for i, name in enumerate(in_order)
-            if next(table for table in tables if name in table.feature_names).pooling == "mean"
-        }
+        self._means = {i: name for i, name in enumerate(in_order) if table_of[name].pooling == "mean"}
         self._keys = [key for table in tables for name in table.feature_names for key in table.vector_names(name)]
         self._dims = [
             table.embedding_dim for table in tables for _ in table.feature_names for _ in range(table.num_vectors)
@@ -148,8 +147,7 @@ class _Output:
         if not self._means:
             return None
         lengths = features.lengths().view(len(features.keys()), features.stride())
-        places = [features.keys().index(name) for name in self._means.values()]
-        return lengths[places].clamp(min=1)
+        return torch.stack([lengths[features.keys().index(name)] for name in self._means.values()]).clamp(min=1)
 
     def arrange(self, embedded: KeyedTensor, zero: Tensor | None, ids_of_bags: Tensor | None) -> KeyedTensor:
         """Makes the output of what came; ``zero`` is added."""

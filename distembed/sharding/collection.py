@@ -18,6 +18,7 @@ from torchrec.distributed.types import (
 )
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from distembed.embedding.collection import CompositionalEmbeddingCollection
 from distembed.errors import UserError
@@ -111,10 +112,11 @@ class ShardedCompositionalEmbeddingCollection(ShardedParameters, ShardedEmbeddin
 
     def input_dist(self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
         """Brings ids inside their tables, then sends each to its table's owner; all ranks call it."""
-        self._require_input_dist(features.keys())
-        features = without_weights(features)
+        features = without_weights(maybe_td_to_kjt(features))
+        self._follow_keys(features.keys(), self._sharding_type_to_sharding.values())
         ctx.raw_features = features
-        return super().input_dist(ctx, self._map_ids(features))
+        # TorchRec's dists of sequences need a row
+        return super().input_dist(ctx, self._map_ids(features) if features.stride() else _empty_row(features))
 
     def output_dist(
         self, ctx: EmbeddingCollectionContext, output: list[Tensor]
@@ -158,3 +160,9 @@ class ShardedCompositionalEmbeddingCollection(ShardedParameters, ShardedEmbeddin
     def unsharded_module_type(self) -> type[CompositionalEmbeddingCollection]:
         """The module that this one replaces."""
         return CompositionalEmbeddingCollection
+
+
+def _empty_row(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """One row without ids."""
+    lengths = torch.zeros(len(features.keys()), dtype=features.lengths().dtype, device=features.device())
+    return KeyedJaggedTensor(features.keys(), features.values(), lengths=lengths, stride=1)

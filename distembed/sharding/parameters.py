@@ -4,7 +4,7 @@ TorchRec's constructors are given the units (:mod:`distembed.sharding.units`); f
 state dict they are told of partition tables instead, under the names of the unsharded module.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.ids import IdMapper
 from distembed.embedding.tables import CompositionalTables, empty_weight, looked_up_configs
 from distembed.errors import UserError
-from distembed.sharding.lookup import CompositionalLookup, kind
+from distembed.sharding.groups import kind
+from distembed.sharding.lookup import CompositionalLookup
 from distembed.sharding.placement import place
 
 
@@ -33,7 +34,10 @@ class ShardedParameters:
     """Where the partition tables' weights are, as in the unsharded module."""
     # TorchRec's
     _lookups: list[Any]
+    _device: torch.device | None
     _env: ShardingEnv
+    _features_order: list[int]
+    _has_features_permute: bool
     module_sharding_plan: Any
     _table_names: list[str]
     _table_name_to_config: dict[str, Any]
@@ -57,7 +61,7 @@ class ShardedParameters:
             if table.name not in plan:
                 raise UserError(f"the plan has no table {table.name!r}, only {sorted(plan)}; plan anew for this model.")
         self._tables = tables
-        self._placements = {table.name: place(table, plan[table.name]) for table in tables}
+        self._placements = {table.name: place(table, plan[table.name], env.world_size) for table in tables}
         self._unit_plan = {name: placement.unit for name, placement in self._placements.items()}
         # not yet registered, which TorchRec's constructor would not let them be
         self._replicated = {
@@ -72,7 +76,7 @@ class ShardedParameters:
             for part in placement.replicated
         }
         self._map_ids = IdMapper(tables)
-        self._input_dist_is_missing = True
+        self._input_keys: list[str] | None = None
 
     def _tell_of_partitions(self, make_config: Callable[..., Any]) -> list[Any]:
         """From here on TorchRec deals with parameters: gives it configs and plan of the sharded partition tables."""
@@ -97,7 +101,7 @@ class ShardedParameters:
 
     def reset_parameters(self) -> None:
         """Draws all weights anew: the same ones as at first, and as in the unsharded module."""
-        if any(weight.is_meta for weight in self._replicated.values()):
+        if self._device is not None and self._device.type == "meta":
             return
         for lookup in self._lookups:
             assert isinstance(lookup, CompositionalLookup)
@@ -106,15 +110,24 @@ class ShardedParameters:
             for part in placement.replicated:
                 part.init(self._replicated[part.name])
 
-    def _require_input_dist(self, keys: list[str]) -> None:
-        """Makes the input dist; TorchRec's own first-batch check would hold ids against the wrong numbers of rows."""
-        if not self._input_dist_is_missing:
+    def _follow_keys(self, keys: list[str], shardings: Iterable[Any]) -> None:
+        """Makes the input dist, and has it find its features among a batch's, whose order may change between batches.
+
+        TorchRec's own first-batch check would hold ids against the wrong numbers of rows.
+        """
+        if keys == self._input_keys:
             return
         missing = [name for table in self._tables for name in table.feature_names if name not in keys]
         if missing:
             raise UserError(f"the batch has no feature {missing[0]!r}, only {keys}.")
-        self._create_input_dist(keys)  # type: ignore[attr-defined]
-        self._input_dist_is_missing = self._has_uninitialized_input_dist = False
+        if self._input_keys is None:
+            self._create_input_dist(keys)  # type: ignore[attr-defined]
+            self._has_uninitialized_input_dist = False
+        names = [name for sharding in shardings for name in sharding.feature_names()]
+        self._features_order = [] if names == keys else [keys.index(name) for name in names]
+        self._has_features_permute = names != keys
+        self._features_order_tensor = torch.tensor(self._features_order, device=self._device, dtype=torch.int32)
+        self._input_keys = keys
 
     def _zero_of_unused(self) -> Tensor | None:
         """A zero that depends on the replicated weights that this rank has no use for; None where it uses all.

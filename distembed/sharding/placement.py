@@ -90,8 +90,12 @@ def unit_size(table: CompositionalEmbeddingConfig) -> tuple[int, int]:
     return -(-numbers // width(table)), width(table)
 
 
-def can_be_divided(table: CompositionalEmbeddingConfig, sharding_type: str) -> bool:
-    """Whether a table can be placed so, into however many shards the planner makes."""
+def can_be_placed(table: CompositionalEmbeddingConfig, sharding_type: str) -> bool:
+    """Whether a table can be placed so, in as many shards as the planner may make."""
+    if sharding_type == ShardingType.DATA_PARALLEL.value:
+        return True
+    if any(part.dim % 4 for part in table.lookup_tables()):
+        return False
     if sharding_type in (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value):
         return table.combine.columns(table.embedding_dim, len(table.scheme.num_rows)) is not None
     if sharding_type == ShardingType.ROW_WISE.value:
@@ -99,8 +103,13 @@ def can_be_divided(table: CompositionalEmbeddingConfig, sharding_type: str) -> b
     return sharding_type in SHARDING_TYPES
 
 
-def place(table: CompositionalEmbeddingConfig, unit: ParameterSharding) -> Placement:
+def place(table: CompositionalEmbeddingConfig, unit: ParameterSharding, world_size: int) -> Placement:
     """Where a table's parameters go if the planner places its unit so.
+
+    Args:
+        table: the table.
+        unit: the planner's answer.
+        world_size: number of ranks.
 
     Raises:
         UserError: for what compositional tables cannot do, or a plan that was made for another table.
@@ -118,6 +127,13 @@ def place(table: CompositionalEmbeddingConfig, unit: ParameterSharding) -> Place
         )
     if unit.sharding_type == ShardingType.DATA_PARALLEL.value:
         return Placement(table, unit, {})
+    ranks = [_rank(shard) for shard in _shards(table, unit)]
+    is_by_rows = unit.sharding_type == ShardingType.ROW_WISE.value
+    if max(ranks) >= world_size or (is_by_rows and ranks != list(range(world_size))):
+        raise UserError(
+            f"{where} is planned {unit.sharding_type} on ranks {ranks}, but there are {world_size} ranks; the plan was "
+            "made for another number of them. Plan anew."
+        )
     if unit.sharding_type == ShardingType.ROW_WISE.value:
         return _by_rows(table, unit)
     return _by_columns(table, unit)
@@ -133,10 +149,10 @@ def _by_rows(table: CompositionalEmbeddingConfig, unit: ParameterSharding) -> Pl
     _require_multiple_of_four(table, largest.name, largest.dim)
     units = _shards(table, unit)
     block = -(-largest.num_rows // len(units))
-    starts = [min(i * block, largest.num_rows) for i in range(len(units) + 1)]
+    # where there are few rows for the ranks, the last ranks have none
     shards = [
-        ShardMetadata([starts[i], 0], [starts[i + 1] - starts[i], largest.dim], shard.placement)
-        for i, shard in enumerate(units)
+        ShardMetadata([start, 0], [min(block, largest.num_rows - start), largest.dim], shard.placement)
+        for start, shard in zip(range(0, largest.num_rows, block), units, strict=False)
     ]
     names = [part.name for part in table.partition_tables()]
     return Placement(table, unit, {largest.name: _with_shards(unit, shards)}, names.index(largest.name))

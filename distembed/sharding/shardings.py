@@ -31,7 +31,8 @@ from torchrec.distributed.types import ShardedTensorMetadata, ShardingEnv, Shard
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.sharding.lookup import CompositionalLookup, LocalTable
+from distembed.sharding.groups import LocalTable
+from distembed.sharding.lookup import CompositionalLookup
 from distembed.sharding.placement import Piece, Placement, width
 from distembed.sharding.row_wise import RowWiseInputDist, RowWiseOutputDist
 
@@ -89,6 +90,8 @@ class _Compositional:
         if placement.divided is not None:
             pieces = placement.pieces(0, width(placement.table))
             (piece,) = [piece for piece in pieces if piece.partition == placement.divided]
+            if self._rank >= len(_shards(placement, piece)):
+                return LocalTable(placement.table, [], {})
             shard = self._shard_of(unit, placement, piece, self._rank)
             assert shard.local_metadata is not None
             return LocalTable(

@@ -43,9 +43,8 @@ def test_columns_of_all_ranks_together_are_each_partition_once(name: str, widths
     scale = width(made) // dim
     ends = [4 * scale * sum(widths[: i + 1]) for i in range(len(widths))]
     starts = [0, *ends[:-1]]
-    placement = place(
-        made, planned("column_wise", *[(i, a, b) for i, (a, b) in enumerate(zip(starts, ends, strict=True))])
-    )
+    columns_of_ranks = [(i, a, b) for i, (a, b) in enumerate(zip(starts, ends, strict=True))]
+    placement = place(made, planned("column_wise", *columns_of_ranks), len(widths))
     assert not placement.replicated
     for part in made.lookup_tables():
         columns = sorted((offsets[1], sizes[1]) for offsets, sizes in shards(placement.sharded[part.name]))
@@ -69,32 +68,29 @@ def test_columns_of_all_ranks_together_are_each_partition_once(name: str, widths
 
 
 def test_a_concatenation_is_divided_between_its_partitions() -> None:
-    placement = place(table(Concat([8, 8])), planned("column_wise", (0, 0, 8), (1, 8, 16)))
+    placement = place(table(Concat([8, 8])), planned("column_wise", (0, 0, 8), (1, 8, 16)), 2)
     assert shards(placement.sharded["t__p0"]) == [([0, 0], [250, 8])]
     assert shards(placement.sharded["t__p1"]) == [([0, 0], [4, 8])]
 
 
 def test_neighbouring_columns_of_one_rank_are_one_shard() -> None:
-    placement = place(table(), planned("column_wise", (0, 0, 4), (0, 4, 8), (1, 8, 16)))
+    placement = place(table(), planned("column_wise", (0, 0, 4), (0, 4, 8), (1, 8, 16)), 2)
     assert shards(placement.sharded["t__p0"]) == [([0, 0], [250, 8]), ([0, 8], [250, 8])]
     assert placement.unit.ranks == [0, 1]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 300])
 def test_row_wise_divides_the_largest_partition_and_replicates_the_others(ranks: int) -> None:
-    placement = place(table(), planned("row_wise", *[(rank, 0, 16) for rank in range(ranks)]))
+    placement = place(table(), planned("row_wise", *[(rank, 0, 16) for rank in range(ranks)]), ranks)
     assert placement.divided == 0
     assert [part.name for part in placement.replicated] == ["t__p1"]
-    pieces = shards(placement.sharded["t__p0"])
-    assert len(pieces) == ranks
-    assert sum(sizes[0] for _, sizes in pieces) == 250
-    for i, ((row, column), (rows, columns)) in enumerate(pieces):
-        assert (row, column, columns) == (min(250, i * -(-250 // ranks)), 0, 16)
-        assert 0 <= rows <= -(-250 // ranks)
+    block = -(-250 // ranks)
+    starts = range(0, 250, block)  # ranks beyond the rows have none
+    assert shards(placement.sharded["t__p0"]) == [([start, 0], [min(block, 250 - start), 16]) for start in starts]
 
 
 def test_data_parallel_replicates_everything() -> None:
-    placement = place(table("path_mlp"), planned("data_parallel"))
+    placement = place(table("path_mlp"), planned("data_parallel"), 2)
     assert [part.name for part in placement.replicated] == ["t__p0", "t__p1"]
 
 
@@ -116,6 +112,8 @@ def test_the_unit_has_as_many_numbers_as_are_looked_up() -> None:
         (table(), planned("column_wise", (0, 0, 6), (1, 6, 16)), "'t__p0' have 6 numbers on a rank; FBGEMM"),
         (table(Concat([10, 6])), planned("table_wise", (0, 0, 16)), "'t__p0' have 10 numbers"),
         (table(), planned("column_wise", (0, 0, 8)), r"has 16 columns, but the plan gives the ranks \[\[0, 8\]\]"),
+        (table(), planned("row_wise", (0, 0, 16)), r"row_wise on ranks \[0\], but there are 2 ranks"),
+        (table(), planned("table_wise", (2, 0, 16)), r"table_wise on ranks \[2\], but there are 2 ranks"),
         (table(), planned("column_wise", (0, 0, 8), (1, 8, 12), (0, 12, 16)), r"rank 0 has ranges of \[4, 8\] columns"),
     ],
 )
@@ -123,4 +121,4 @@ def test_what_cannot_be_is_refused_by_name(
     made: CompositionalEmbeddingBagConfig, sharding: ParameterSharding, message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        place(made, sharding)
+        place(made, sharding, 2)

@@ -27,7 +27,7 @@ from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from tests.ranks import run_on_ranks
 
 SIZES = {"a": 1000, "b": 77, "c": 5000, "d": 5000, "e": 30, "f": 300, "g": 400}
-SIZES |= {"h": 600, "i": 600, "j": 900, "k": 500, "l": 500, "m": 200, "n": 64}
+SIZES |= {"h": 600, "i": 600, "j": 900, "k": 500, "l": 500, "m": 200, "n": 64, "o": 1, "p": 3}
 DIM = 8
 
 
@@ -45,6 +45,9 @@ def tables() -> list[CompositionalEmbeddingBagConfig]:
         make("k", 500, 12, ["k"], ChineseRemainder(500), "feature"),
         make("l", 500, DIM, ["l"], QuotientRemainder(500, collisions=3), PathMLP(hidden=[5]), pooling="mean"),
         make("m", 200, DIM, ["m"], MixedRadix(200, num_partitions=3), "product", pooling="max"),
+        # fewer rows than there are ranks
+        make("o", 1, DIM, ["o"]),
+        make("p", 3, DIM, ["p"], QuotientRemainder(3, collisions=2), "path_linear"),
         make("n", 64, DIM, ["n"], Explicit(64, [torch.arange(64) // 8, torch.arange(64) % 8]), Concat([4, 4])),
     ]
 
@@ -136,8 +139,8 @@ def part(features: KeyedJaggedTensor, start: int, stop: int) -> KeyedJaggedTenso
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, float], Callable[..., torch.optim.Optimizer]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.5}, torch.optim.SGD),
-    "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "eps": 1e-4}, torch.optim.Adagrad),
-    "row_wise_adagrad": (RowWiseAdagrad, {"lr": 0.1, "eps": 1e-4}, RowWiseAdagrad),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "eps": 1e-2}, torch.optim.Adagrad),
+    "row_wise_adagrad": (RowWiseAdagrad, {"lr": 0.1, "eps": 1e-2}, RowWiseAdagrad),
     # no kernel has it fused: dense kernels, and torch's optimizer
     "amsgrad": (None, {"lr": 0.01, "eps": 1e-3}, partial(torch.optim.Adam, amsgrad=True)),
 }
@@ -176,8 +179,10 @@ def check_equal(rank: int, world_size: int, sharding_type: str, name: str, bags:
     bounds = [0, 1, 6] if world_size == 2 else [round(6 * i / world_size) for i in range(world_size + 1)]
     start, stop = bounds[rank], bounds[rank + 1]
     generator = torch.Generator().manual_seed(1)
-    for _ in range(5):
+    for step in range(5):
         features = draw(6, bags, generator)
+        if step % 2:  # the order of features may change from batch to batch
+            features = features.permute(torch.randperm(len(SIZES), generator=generator).tolist())
         expected, expected_values = reference(features)
         output, values = model(part(features, start, stop))
         torch.testing.assert_close(values, expected_values[start:stop])
