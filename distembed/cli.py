@@ -271,7 +271,7 @@ def doctor() -> None:
 
 def say(text: str) -> None:
     """Prints a line as it is, however long."""
-    console.print(text, highlight=False, soft_wrap=True)
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def parse_bytes(field: str, text: str) -> int:
@@ -357,7 +357,7 @@ def _require_same_config(folder: Path, config: "Config", resume: bool) -> None:
     differences = [
         f"{key}: {before.get(key)!r} before, {now.get(key)!r} now"
         for key in before | now
-        if before.get(key) != now.get(key) and key not in MAY_CHANGE_ON_RESUME
+        if before.get(key) != now.get(key) and key not in MAY_CHANGE_ON_RESUME and not key.startswith("plan.")
     ]
     if differences:
         listed = "\n  ".join(differences)

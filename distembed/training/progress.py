@@ -38,7 +38,7 @@ class TrainingProgress:
     def say(self, text: str) -> None:
         """Prints a line above the bar."""
         if self._console is not None:
-            self._console.print(text, highlight=False, soft_wrap=True)
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def advance(self, step: int) -> None:
         """Moves the bar to ``step``."""
