@@ -47,6 +47,8 @@ class SeededInit:
         """Fills the rows and columns of the weight that begin at these with what they have in the whole."""
         end, columns = first_row + len(part), slice(first_column, first_column + part.shape[1])
         block_rows = max(1, _NUMBERS_OF_A_BLOCK // self.dim)
+        # made once: freed and made anew for every block, glibc's heap would grow by each
+        scratch: Tensor | None = None
         for block in range(first_row // block_rows, -(-end // block_rows) if len(part) else 0):
             start, stop = block * block_rows, min((block + 1) * block_rows, self.num_rows)
             within = part[max(start, first_row) - first_row : min(stop, end) - first_row]
@@ -54,7 +56,9 @@ class SeededInit:
             if within.shape == (stop - start, self.dim):
                 self.distribution.fill(within, generator)
             else:
-                drawn = self.distribution.fill(part.new_empty(stop - start, self.dim), generator)
+                if scratch is None:
+                    scratch = part.new_empty(min(block_rows, self.num_rows), self.dim)
+                drawn = self.distribution.fill(scratch[: stop - start], generator)
                 within.copy_(drawn[max(first_row - start, 0) :][: len(within), columns])
         return part
 

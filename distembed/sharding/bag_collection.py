@@ -84,7 +84,6 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
         self._embedding_bag_configs = self._tell_of_partitions(EmbeddingBagConfig)
         super()._initialize_torch_state(skip_registering)
         self._register_replicated()
-        self.reset_parameters()
 
     def input_dist(
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor

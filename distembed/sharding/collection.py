@@ -108,7 +108,6 @@ class ShardedCompositionalEmbeddingCollection(ShardedParameters, ShardedEmbeddin
         self._embedding_configs = self._tell_of_partitions(EmbeddingConfig)
         super()._initialize_torch_state(skip_registering)
         self._register_replicated()
-        self.reset_parameters()
 
     def input_dist(self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
         """Brings ids inside their tables, then sends each to its table's owner; all ranks call it."""

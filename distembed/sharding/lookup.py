@@ -65,6 +65,9 @@ class CompositionalLookup(GroupedPooledEmbeddingsLookup):
             return self._dummy_embs_tensor.view(sparse_features.stride() if self._pools else 0, 0)
         if self._prefetched and self._prefetched[0][0] is sparse_features:
             _, requests = self._prefetched.popleft()
+            if sparse_features.device().type == "cuda":
+                for request in requests:
+                    request.record_stream(torch.cuda.current_stream())
         else:
             requests = self._requests(sparse_features)
         parts = [
@@ -83,10 +86,10 @@ class CompositionalLookup(GroupedPooledEmbeddingsLookup):
         if not any(_is_cached(config) for config in self.grouped_configs):
             return
         requests = self._requests(sparse_features)
+        configs = iter(self.grouped_configs)
         for group, request, tbes in zip(self._groups, requests, self._tbes_of_groups(), strict=True):
-            group.prefetch(request, tbes, forward_stream)
-            if forward_stream is not None:
-                request.record_stream(forward_stream)
+            if any([_is_cached(config) for config in islice(configs, group.num_tbes)]):
+                group.prefetch(request, tbes, forward_stream)
         self._prefetched.append((sparse_features, requests))
 
     def reset_parameters(self) -> None:
