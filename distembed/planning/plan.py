@@ -22,10 +22,12 @@ from distembed.embedding.tables import CompositionalTables
 from distembed.errors import RunError, UserError
 from distembed.names import one_of
 from distembed.planning.config import PlanConfig, TablePlanConfig
-from distembed.sharding.placement import can_be_placed
+from distembed.sharding.placement import can_be_placed, width
 
 RESERVED_SHARE = 0.15
 """Share of the memory left to the networks, activations and buffers."""
+_MIN_PARTITION = 128
+"""TorchRec's."""
 _FIRST = ("table_wise", "column_wise")
 _WHERE_IT_DOES_NOT_FIT = (*_FIRST, "row_wise")
 
@@ -69,7 +71,7 @@ def make_plan(
         table for module in model.modules() if isinstance(module, CompositionalTables) for table in module.tables()
     ]
     attempts = [
-        _constraints(tables, config, default, world_size)
+        _constraints(tables, config, default)
         for default in ((_FIRST,) if world_size == 1 else (_FIRST, _WHERE_IT_DOES_NOT_FIT))
     ]
     # rank 0 plans, and tells the others of a failure too, which would else wait for a plan for ever
@@ -126,7 +128,7 @@ def _explained(failure: Exception, world_size: int) -> RunError:
 
 
 def _constraints(
-    tables: Sequence[CompositionalEmbeddingConfig], config: PlanConfig, default: Sequence[str], world_size: int
+    tables: Sequence[CompositionalEmbeddingConfig], config: PlanConfig, default: Sequence[str]
 ) -> dict[str, ParameterConstraints]:
     """What the planner may do with each table."""
     names = [table.name for table in tables]
@@ -135,17 +137,20 @@ def _constraints(
     constraints = {}
     for table in tables:
         own = config.tables.get(table.name, TablePlanConfig())
+        min_partition = own.min_partition or config.min_partition
         allowed = own.sharding_types or config.sharding_types
-        possible = [kind for kind in allowed or default if can_be_placed(table, kind)]
+        if allowed is None:
+            # where all columns are one range, column-wise is table-wise by another name
+            is_one_range = width(table) <= (min_partition or _MIN_PARTITION)
+            allowed = [kind for kind in default if not (is_one_range and kind == "column_wise")]
+        possible = [kind for kind in allowed if can_be_placed(table, kind)]
         if not possible:
             raise UserError(
-                f"plan: table {table.name!r} may only be placed {', '.join(allowed or default)}, but it cannot be: a "
+                f"plan: table {table.name!r} may only be placed {', '.join(allowed)}, but it cannot be: a "
                 "path needs all columns on one rank, a maximum all ids of a bag, and FBGEMM vectors of a multiple of 4 "
                 f"numbers. Allow table_wise or data_parallel in plan.tables.{table.name}.sharding_types."
             )
-        constraints[table.name] = ParameterConstraints(
-            sharding_types=list(possible), min_partition=own.min_partition or config.min_partition
-        )
+        constraints[table.name] = ParameterConstraints(sharding_types=possible, min_partition=min_partition)
     return constraints
 
 

@@ -104,9 +104,10 @@ def check_plan(folder: Path, name: str, world_size: int) -> None:
 
 
 @pytest.mark.distributed
-def test_every_plan_trains_alike_on_one_rank_and_on_many(compositions: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("many", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_every_plan_trains_alike_on_one_rank_and_on_many(compositions: Path, tmp_path: Path, many: int) -> None:
     curves, evaluations = {}, {}
-    for world_size in (1, 2, 4):
+    for world_size in (1, many):
         folder = tmp_path / f"on{world_size}"
         folder.mkdir()
         train_on_ranks(compositions, folder, world_size)
