@@ -138,7 +138,7 @@ def _constraints(
     for table in tables:
         own = config.tables.get(table.name, TablePlanConfig())
         min_partition = own.min_partition or config.min_partition
-        allowed = own.sharding_types or config.sharding_types
+        allowed: Sequence[str] | None = own.sharding_types or config.sharding_types
         if allowed is None:
             # where all columns are one range, column-wise is table-wise by another name
             is_one_range = width(table) <= (min_partition or _MIN_PARTITION)
