@@ -208,3 +208,13 @@ def _require_instance(field: str, value: object, kind: type) -> None:
 def vector_names(tables: Sequence[CompositionalEmbeddingConfig]) -> list[str]:
     """Output keys of all features, in the tables' order."""
     return [name for table in tables for feature in table.feature_names for name in table.vector_names(feature)]
+
+
+def meaning_of_weights(table: CompositionalEmbeddingConfig) -> str:
+    """One line that is the same for tables that do the same with the same weights."""
+    values = {name: getattr(table.combine, name) for name in table.combine.settings}
+    settings = {name: getattr(value, "__qualname__", value) for name, value in values.items()}
+    parts = [table.scheme.name, table.scheme.description, f"{table.combine.name} {settings}"]
+    parts += [f"pooling {table.pooling}"] if isinstance(table, CompositionalEmbeddingBagConfig) else []
+    parts += [f"ids hashed with seed {table.pre_hash.seed}"] if table.pre_hash is not None else []
+    return "; ".join(parts)

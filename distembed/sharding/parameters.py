@@ -78,6 +78,10 @@ class ShardedParameters:
         self._map_ids = IdMapper(tables)
         self._input_keys: list[str] | None = None
 
+    def tables(self) -> list[Any]:
+        """The compositional tables, in order."""
+        return list(self._tables)
+
     def _tell_of_partitions(self, make_config: Callable[..., Any]) -> list[Any]:
         """From here on TorchRec deals with parameters: gives it configs and plan of the sharded partition tables."""
         sharded = {name: plan for placement in self._placements.values() for name, plan in placement.sharded.items()}

@@ -14,7 +14,7 @@ reads its own boxes of each tensor (:mod:`distembed.training.tensor_boxes`) stra
 Learning rates are not saved; they follow from the step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -26,12 +26,17 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.distributed.types import ShardedModule
 from torchrec.optim.keyed import KeyedOptimizer
 
+from distembed.embedding.config import meaning_of_weights
+from distembed.embedding.tables import CompositionalTables
 from distembed.errors import RunError, UserError
-from distembed.training.checkpoint_store import CheckpointStore, read_last_file
+from distembed.sharding.parameters import ShardedParameters
+from distembed.training.checkpoint_store import CheckpointStore, place_and_name, read_last_file
 from distembed.training.optimizer_state import (
+    IS_ROW_WISE,
     blend_columns,
     optimizer_kinds,
     optimizer_states,
@@ -57,19 +62,25 @@ def save_checkpoint(
         model: a ``DistributedModelParallel``, or a plain module that every rank has alike.
         optimizer: of its parameters; for a ``DistributedModelParallel`` a ``CombinedOptimizer`` of the fused one and
             any others.
-        progress: what :func:`load_checkpoint` shall return, as JSON holds it; its ``step`` is the number of steps done.
+        progress: what :func:`load_checkpoint` shall return, as JSON holds it; its ``step`` is the number of steps done,
+            which Adam and its kin need to go on.
 
     Raises:
+        UserError: for a path that names no checkpoint, an optimizer whose state has no names here, or no ``step``.
         RunError: where it cannot be written, with the reason.
     """
-    place, _, name = str(checkpoint).rstrip("/").rpartition("/")
+    place, name = place_and_name(str(checkpoint))
     together = Together()
     content = CheckpointContent.of(name, model, optimizer, progress or {}, together)
-    write_checkpoint(CheckpointStore(place or "."), content, None, together)
+    write_checkpoint(CheckpointStore(place), content, None, together)
 
 
 def load_checkpoint(
-    checkpoint: Path | str, model: nn.Module, optimizer: KeyedOptimizer | None = None, restore_random: bool = False
+    checkpoint: Path | str,
+    model: nn.Module,
+    optimizer: KeyedOptimizer | None = None,
+    restore_random: bool = False,
+    together: Together | None = None,
 ) -> dict[str, Any]:
     """Reads weights, and optimizer state where asked, into the live model; all ranks call it.
 
@@ -78,6 +89,7 @@ def load_checkpoint(
         model: as for :func:`save_checkpoint`, under any plan on any number of ranks.
         optimizer: of its parameters.
         restore_random: whether torch's random number generators go on from the saved state.
+        together: the ranks; those of the default process group unless given.
 
     Returns:
         What :func:`save_checkpoint` was told as ``progress``.
@@ -86,13 +98,13 @@ def load_checkpoint(
         UserError: for a checkpoint of another model or of other optimizers, with the differences, before anything is
             overwritten; for a damaged one, when some of the live weights may have been.
     """
-    checkpoint, together = str(checkpoint), Together()
+    checkpoint, together = str(checkpoint), together or Together()
     weights = _live_weights(model)
     kinds = None if optimizer is None else _of_all_ranks(optimizer_kinds(optimizer), together)
     saved, problem = None, None
     try:
         saved = _Saved.read(checkpoint)
-        problem = saved.difference(weights, kinds)
+        problem = saved.difference(weights, _describe_tables(model), kinds)
     except UserError as error:
         problem = str(error)
     problems = [found for found in together.gather(problem) if found is not None]
@@ -103,7 +115,7 @@ def load_checkpoint(
         wanted |= saved.states_to_read(optimizer, weights)
     random = saved.random_to_read(together) if restore_random else {}
     wanted |= {key: TensorBoxes.of(tensor) for key, tensor in random.items()}
-    _read(checkpoint, wanted)
+    _read(checkpoint, wanted, together)
     _forget_caches(model)
     if optimizer is not None and "step" in saved.progress:
         set_step(optimizer, saved.progress["step"])
@@ -136,7 +148,7 @@ def load_weights(checkpoint: Path | str, suffixes: Sequence[str]) -> list[Tensor
             )
         entry = saved[names[0]]
         state[names[0]] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    _read(checkpoint, {name: TensorBoxes.of(tensor) for name, tensor in state.items()})
+    _read(checkpoint, {name: TensorBoxes.of(tensor) for name, tensor in state.items()}, Together())
     return list(state.values())
 
 
@@ -171,6 +183,7 @@ class CheckpointContent:
             for parameter in optimizer_states(optimizer, weights):
                 states |= {f"{parameter.name}.{state}": boxes for state, boxes in parameter.states.items()}
             kinds = _of_all_ranks(optimizer_kinds(optimizer), together)
+            _require_step(kinds.values(), progress)
         random = {f"{device}.{together.rank}": state for device, state in random_state().items()}
         state = {
             section: {key: boxes.to_save(key, together.rank, together.world_size) for key, boxes in entries.items()}
@@ -178,7 +191,12 @@ class CheckpointContent:
         }
         state["random"] = {key: TensorBoxes.of(value) for key, value in random.items()}
         names_of_kind = {kind: sorted(name for name in kinds if kinds[name] == kind) for kind in set(kinds.values())}
-        last_file = {"world_size": together.world_size, "optimizers": names_of_kind, "progress": dict(progress)}
+        last_file = {
+            "world_size": together.world_size,
+            "tables": _describe_tables(model),
+            "optimizers": names_of_kind,
+            "progress": dict(progress),
+        }
         return cls(name, state, last_file)
 
     @property
@@ -201,6 +219,7 @@ class _Saved:
 
     checkpoint: str
     tensors: Mapping[str, TensorStorageMetadata]
+    tables: Mapping[str, str]
     kinds: Mapping[str, str]
     world_size: int
     progress: dict[str, Any]
@@ -212,13 +231,15 @@ class _Saved:
             entries = FsspecReader(checkpoint).read_metadata().state_dict_metadata
             tensors = {key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
             kinds = {name: kind for kind, names in last_file["optimizers"].items() for name in names}
-            return cls(checkpoint, tensors, kinds, last_file["world_size"], last_file["progress"])
+            return cls(checkpoint, tensors, last_file["tables"], kinds, last_file["world_size"], last_file["progress"])
         except UserError:
             raise
         except Exception as error:  # a damaged file may fail to read in any way
             raise damaged(checkpoint, error) from error
 
-    def difference(self, weights: Mapping[str, TensorBoxes], kinds: Mapping[str, str] | None) -> str | None:
+    def difference(
+        self, weights: Mapping[str, TensorBoxes], tables: Mapping[str, str], kinds: Mapping[str, str] | None
+    ) -> str | None:
         """What tells the saved model and its optimizers from the live ones, in words; None where nothing does."""
         saved = {
             key.removeprefix("model."): _describe(entry.size, entry.properties.dtype)
@@ -226,15 +247,17 @@ class _Saved:
             if key.startswith("model.")
         }
         live = {name: _describe(boxes.size(), boxes.dtype) for name, boxes in weights.items()}
-        differences = _differences(saved, live, "")
+        differences = _differences(saved, live, "") + _differences(self.tables, tables, "table ")
         if kinds is not None:
             differences += _differences(self.kinds, kinds, "optimizer of ")
         if not differences:
             return None
         shown = "\n  ".join(differences[:_MAX_DIFFERENCES])
+        if len(differences) > _MAX_DIFFERENCES:
+            shown += f"\n  and {len(differences) - _MAX_DIFFERENCES} more"
         return (
-            f"{self.checkpoint} is of another model; {len(differences)} of its parameters or optimizers differ:\n"
-            f"  {shown}\nUse the config that the run was started with."
+            f"{self.checkpoint} is of another model; {len(differences)} of its parameters, tables or optimizers "
+            f"differ:\n  {shown}\nUse the config that the run was started with."
         )
 
     def states_to_read(self, optimizer: KeyedOptimizer, weights: Mapping[str, TensorBoxes]) -> dict[str, TensorBoxes]:
@@ -256,6 +279,16 @@ class _Saved:
         return {key: torch.empty(self.tensors[key].size, dtype=torch.uint8) for key in keys if key in self.tensors}
 
 
+def _describe_tables(model: nn.Module) -> dict[str, str]:
+    """What the weights of compositional tables mean, by module and table."""
+    return {
+        f"{path}.{table.name}".lstrip("."): meaning_of_weights(table)
+        for path, module in get_unwrapped_module(model).named_modules()
+        if isinstance(module, CompositionalTables | ShardedParameters)
+        for table in module.tables()
+    }
+
+
 def _describe(size: torch.Size, dtype: torch.dtype) -> str:
     return f"{tuple(size)} {str(dtype).removeprefix('torch.')}"
 
@@ -274,6 +307,15 @@ def _live_weights(model: nn.Module) -> dict[str, TensorBoxes]:
     return {name: boxes for name, boxes in weights.items() if boxes.size().numel()}
 
 
+def _require_step(kinds: Iterable[str], progress: Mapping[str, Any]) -> None:
+    for kind in set(kinds):
+        if "exp_avg" in IS_ROW_WISE[kind] and type(progress.get("step")) is not int:
+            raise UserError(
+                f"progress is {dict(progress)}, without the number of steps done, on which {kind} depends; give "
+                'progress={"step": ...}.'
+            )
+
+
 def _of_all_ranks(kinds: dict[str, str], together: Together) -> dict[str, str]:
     """A rank knows the optimizers of what it holds alone."""
     return {name: kind for of_rank in together.gather(kinds) for name, kind in of_rank.items()}
@@ -286,19 +328,28 @@ def write_checkpoint(store: CheckpointStore, content: CheckpointContent, keep: i
         together.on_first(partial(store.start, content.name))
         dcp.save(
             {section: dict(entries) for section, entries in content.state.items()},
-            storage_writer=FsspecWriter(target),
+            storage_writer=FsspecWriter(target, per_thread_copy_ahead=0),
             planner=BoxesSavePlanner(),
             process_group=together.group,
         )
         together.on_first(partial(store.finish, content.name, content.last_file))
-        if keep is not None:
-            together.on_first(partial(store.keep_newest, keep))
+    except UserError:
+        raise
     except (Exception, dcp.api.CheckpointException) as error:  # file systems raise errors of their own kinds
         failure = not_written(store, content.name, error)
         if together.rank == 0:
             with suppress(Exception):
                 store.discard(content.name)
         raise failure from error
+    if keep is None:
+        return
+    try:
+        together.on_first(partial(store.keep_newest, keep))
+    except Exception as error:
+        raise RunError(
+            f"The checkpoint {target} is written, but older ones in {store.url} could not be removed "
+            f"({_reason(error)}). Mend the permissions, then go on with --resume."
+        ) from error
 
 
 def not_written(store: CheckpointStore, name: str, error: BaseException) -> RunError:
@@ -309,10 +360,15 @@ def not_written(store: CheckpointStore, name: str, error: BaseException) -> RunE
     )
 
 
-def _read(checkpoint: str, wanted: dict[str, TensorBoxes]) -> None:
+def _read(checkpoint: str, wanted: dict[str, TensorBoxes], together: Together) -> None:
     """Fills the boxes; all ranks call it."""
     try:
-        dcp.load(wanted, storage_reader=FsspecReader(checkpoint), planner=BoxesLoadPlanner(flatten_state_dict=False))
+        dcp.load(
+            wanted,
+            storage_reader=FsspecReader(checkpoint),
+            planner=BoxesLoadPlanner(flatten_state_dict=False),
+            process_group=together.group,
+        )
     except (Exception, dcp.api.CheckpointException) as error:  # a damaged file may fail to read in any way
         raise damaged(checkpoint, error) from error
 
@@ -329,7 +385,12 @@ def _forget_caches(model: nn.Module) -> None:
 
 def damaged(checkpoint: str, error: BaseException) -> UserError:
     """What is raised where a checkpoint cannot be read."""
-    return UserError(f"{checkpoint} cannot be read ({_reason(error)}); remove it to use the one before.")
+    if isinstance(error, (PermissionError, ConnectionError, TimeoutError, ImportError)):
+        return UserError(f"{checkpoint} cannot be reached ({_reason(error)}); see that every rank may read it.")
+    return UserError(
+        f"{checkpoint} cannot be read ({_reason(error)}); if every rank can reach it, it is damaged: remove it to use "
+        "the one before."
+    )
 
 
 def _reason(error: BaseException) -> str:

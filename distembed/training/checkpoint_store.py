@@ -19,6 +19,7 @@ from distembed.errors import UserError
 from distembed.training.files import finite
 
 LAST_FILE = "progress.json"
+_OWNER_FILE = ".run"
 
 
 class CheckpointStore:
@@ -49,7 +50,16 @@ class CheckpointStore:
         return self._is_whole(name)
 
     def start(self, name: str) -> None:
-        """Makes room for a checkpoint that is about to be written."""
+        """Makes room for a checkpoint that is about to be written.
+
+        Raises:
+            UserError: where other files are in its way.
+        """
+        if self._files.exists(f"{self._root}/{name}") and not self._is_checkpoint(name):
+            raise UserError(
+                f"{self.path_of(name)} is there and holds files that are no checkpoint's; give another name, or move "
+                "them."
+            )
         self._remove(name)
         self._files.makedirs(f"{self._root}/{name}", exist_ok=True)
 
@@ -69,7 +79,7 @@ class CheckpointStore:
         """Removes all others, and what is not whole."""
         kept = self.names()[-count:]
         for name in self._names():
-            if name not in kept:
+            if name not in kept and self._is_checkpoint(name):
                 self._remove(name)
 
     def write_probe(self, rank: int) -> None:
@@ -88,6 +98,16 @@ class CheckpointStore:
         if self._files.exists(self._probe(rank)):
             self._files.rm(self._probe(rank))
 
+    def owner(self) -> str | None:
+        """Which run keeps its checkpoints here, if any has said so."""
+        self._files.invalidate_cache()
+        path = f"{self._root}/{_OWNER_FILE}"
+        return str(self._files.cat_file(path).decode()) if self._files.exists(path) else None
+
+    def claim(self, owner: str) -> None:
+        """Says that a run keeps its checkpoints here."""
+        self._files.pipe_file(f"{self._root}/{_OWNER_FILE}", owner.encode())
+
     def room_left(self) -> str:
         """Free space in words, where it is known."""
         if not isinstance(self._files, LocalFileSystem):
@@ -105,6 +125,13 @@ class CheckpointStore:
         paths = self._files.ls(self._root, detail=False)
         return sorted(name for path in paths if (name := path.rstrip("/").rsplit("/", 1)[-1]).startswith("step-"))
 
+    def _is_checkpoint(self, name: str) -> bool:
+        """Whether a folder holds nothing but what checkpoints are made of."""
+        if not self._files.isdir(f"{self._root}/{name}"):
+            return False
+        files = [path.rstrip("/").rsplit("/", 1)[-1] for path in self._files.ls(f"{self._root}/{name}", detail=False)]
+        return all(file.startswith((".metadata", LAST_FILE)) or file.endswith((".distcp", ".tmp")) for file in files)
+
     def _is_whole(self, name: str) -> bool:
         return bool(self._files.exists(f"{self._root}/{name}/{LAST_FILE}"))
 
@@ -114,6 +141,23 @@ class CheckpointStore:
             self._files.rm(f"{folder}/{LAST_FILE}")
         if self._files.exists(folder):
             self._files.rm(folder, recursive=True)
+
+
+def place_and_name(checkpoint: str) -> tuple[str, str]:
+    """Where a checkpoint lies, and its name there.
+
+    Raises:
+        UserError: for what is no path of a folder that could be made.
+    """
+    protocol, separator, path = checkpoint.rstrip("/").rpartition("://")
+    name = path.rpartition("/")[2]
+    parent = (path if separator else str(Path(path).absolute())).rpartition("/")[0]
+    if name in ("", ".", "..") or (separator and not parent):
+        raise UserError(
+            f"{checkpoint!r} names no checkpoint; give a folder within another, such as checkpoints/step-00001000 or "
+            "s3://bucket/step-00001000."
+        )
+    return f"{protocol}{separator}{parent or '/'}", name
 
 
 def open_file_system(url: str) -> tuple[Any, str]:

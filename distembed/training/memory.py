@@ -12,6 +12,12 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEEP_BYTES = 2**30
 
 
+def give_back_freed_memory() -> None:
+    """Hands what is free back to the system after all, once; does nothing where the C library is another."""
+    if sys.platform.startswith("linux") and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
+        library.malloc_trim(0)
+
+
 def keep_freed_memory() -> None:
     """Tells glibc to keep blocks up to 1 GiB for reuse; does nothing where the C library is another."""
     if not sys.platform.startswith("linux"):

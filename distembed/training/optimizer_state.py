@@ -142,7 +142,7 @@ class _TorchLeaf:
         kind = _TORCH_KINDS.get(type(inner), "")
         if kind == "adam" and inner.defaults["amsgrad"]:
             kind = "amsgrad"
-        if kind == "sgd" and inner.defaults["momentum"]:
+        if (kind == "sgd" and inner.defaults["momentum"]) or (kind == "adamw" and inner.defaults["amsgrad"]):
             kind = ""
         return _known(kind, repr(inner).splitlines()[0].rstrip(" ("))
 

@@ -19,6 +19,7 @@ from distembed.training.checkpoint import (
     write_checkpoint,
 )
 from distembed.training.checkpoint_store import CheckpointStore, naming
+from distembed.training.memory import give_back_freed_memory
 from distembed.training.processes import Processes
 from distembed.training.together import Together
 
@@ -69,12 +70,14 @@ class Checkpoints:
         url: where they lie.
         keep: how many of the newest are kept.
         processes: the ranks.
+        owner: names the run, where other runs might be given the same place.
     """
 
-    def __init__(self, url: str, keep: int, processes: Processes) -> None:
+    def __init__(self, url: str, keep: int, processes: Processes, owner: str | None = None) -> None:
         self._store = CheckpointStore(url)
         self._keep = keep
         self._processes = processes
+        self._owner = owner
         self._together = Together.apart()
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
@@ -129,6 +132,19 @@ class Checkpoints:
                     store.remove_probe(together.rank)
         if problems:
             raise UserError(problems[0])
+        if self._owner is not None:
+            with naming(store.url):
+                together.on_first(partial(self._claim, self._owner))
+
+    def _claim(self, owner: str) -> None:
+        if self._store.owner() is None:
+            self._store.claim(owner)
+        found = self._store.owner()
+        if found != owner:
+            raise UserError(
+                f"{self._store.url} keeps the checkpoints of {found}, not of {owner}; give another "
+                "train.checkpoint_dir, or remove the file .run in it if that run is gone or has moved."
+            )
 
     def load(self, checkpoint: str, model: nn.Module, optimizer: KeyedOptimizer) -> dict[str, Any]:
         """Goes on from a checkpoint: weights, optimizer state, random state.
@@ -139,7 +155,7 @@ class Checkpoints:
         Raises:
             UserError: as :func:`load_checkpoint`.
         """
-        progress = load_checkpoint(checkpoint, model, optimizer, restore_random=True)
+        progress = load_checkpoint(checkpoint, model, optimizer, restore_random=True, together=self._together)
         missing = [key for key in PROGRESS_KEYS if key not in progress]
         if missing:
             raise damaged(checkpoint, KeyError(f"progress.json has no {', '.join(missing)}"))
@@ -163,24 +179,29 @@ class Checkpoints:
             say: prints a line, when the checkpoint is whole.
 
         Raises:
-            RunError: where this one, or the one before, could not be written, with the reason.
+            RunError: where this one could not be written, with the reason. Where the one before could not be, this one
+                is written at once, to see whether that was a passing failure.
         """
-        self.wait()
+        failed_before = self._join()
         name = f"step-{step:08d}"
         try:
             is_there = self._together.on_first(partial(self._store.is_whole, name))
         except Exception as error:  # file systems raise errors of their own kinds
             raise not_written(self._store, name, error) from error
         if is_there:
+            if failed_before is not None:
+                raise failed_before
             return
         content = CheckpointContent.of(name, model, optimizer, progress, self._together)
-        if self._copies_fit(content.num_bytes):
+        if failed_before is None and self._copies_fit(content.num_bytes):
             self._thread = threading.Thread(
                 target=self._write, args=(content.copied_to_host(), say), name=name, daemon=True
             )
             self._thread.start()
         else:
-            if not self._said_that_steps_wait:
+            if failed_before is not None:
+                say(f"an earlier checkpoint could not be written: {failed_before}")
+            elif not self._said_that_steps_wait:
                 say("training waits while checkpoints are written: copies of the tables would not fit into memory")
                 self._said_that_steps_wait = True
             self._write(content, say)
@@ -192,12 +213,18 @@ class Checkpoints:
         Raises:
             RunError: where what was being written could not be.
         """
+        failure = self._join()
+        if failure is not None:
+            raise failure
+
+    def _join(self) -> Exception | None:
+        """Returns when nothing is being written, with what went wrong."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+            give_back_freed_memory()  # that of the copy
         failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        return failure
 
     def _write(self, content: CheckpointContent, say: Callable[[str], None]) -> None:
         try:

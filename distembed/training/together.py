@@ -1,5 +1,6 @@
 """What ranks find out and decide together: an error on one of them is an error on all, and no rank waits for it."""
 
+import pickle
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -47,8 +48,17 @@ class Together:
             try:
                 outcome[0] = function()
             except Exception as error:
-                outcome[1] = error
+                outcome[1] = _sendable(error)
         dist.broadcast_object_list(outcome, src=0, group=self.group)
         if outcome[1] is not None:
             raise outcome[1]
         return outcome[0]
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error itself, or where it cannot be pickled one that says the same."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

@@ -39,6 +39,16 @@ class RunFolder:
         self._metrics: IO[str] | None = None
         self._board: SummaryWriter | None = None
 
+    def require_free(self) -> None:
+        """Makes sure that no other process trains into this folder.
+
+        Raises:
+            UserError: where one does.
+        """
+        if self.path.is_dir():
+            with _exclusive(self.path):
+                pass
+
     @contextmanager
     def open(self, config_yaml: str, info: Mapping[str, Any], resumed_step: int) -> Iterator["RunFolder"]:
         """Takes the folder for this process alone, records how the run starts, and how it ended.

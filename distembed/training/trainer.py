@@ -89,7 +89,10 @@ class Run:
         if self._reader.num_rows == 0:
             raise UserError(f"split {settings.splits[0]!r} of {settings.dataset} has no rows to train on.")
         place = checkpoint_place(folder.path, train.checkpoint_dir)
-        self._checkpoints = Checkpoints(place, train.keep_checkpoints, processes)
+        owner = None if train.checkpoint_dir is None else str(folder.path.absolute())
+        self._checkpoints = Checkpoints(place, train.keep_checkpoints, processes, owner)
+        if processes.is_first:
+            folder.require_free()
         checkpoint = self._checkpoints.newest()
         if checkpoint is not None and not resume:
             raise UserError(

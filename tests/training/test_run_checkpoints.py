@@ -1,5 +1,6 @@
 """The checkpoints of a run: written beside training, whole or not at all, wherever they are kept."""
 
+import dataclasses
 import os
 import resource
 import signal
@@ -8,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -17,9 +19,12 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
+from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.errors import RunError, UserError
+from distembed.partitions import KeyedHash, QuotientRemainder
 from distembed.training import run_checkpoints
 from distembed.training.available_memory import available_memory_bytes
+from distembed.training.checkpoint import load_checkpoint, save_checkpoint
 from distembed.training.checkpoint_store import CheckpointStore
 from distembed.training.processes import Processes
 from distembed.training.run_checkpoints import Checkpoints, checkpoint_place, newest_checkpoint
@@ -177,8 +182,10 @@ def check_full_disk(rank: int, world_size: int, folder: Path) -> None:
     if rank == 1:  # what one rank cannot do, all say
         limit_file_size(100)
     run.save(2)
-    with pytest.raises(RunError, match=r"step-00000002 could not be written .*MiB were left.*--resume"):
+    # the next one is tried at once, and fails too
+    with pytest.raises(RunError, match=r"step-00000003 could not be written .*MiB were left.*--resume"):
         run.save(3)
+    assert any("step-00000002 could not be written" in text for text in run.said)
     dist.barrier()
     assert [path.name for path in folder.iterdir()] == ["step-00000001"]
     with pytest.raises(RunError, match="step-00000004 could not be written"), run.checkpoints:
@@ -267,6 +274,71 @@ def test_a_place_that_cannot_be_used_is_said_before_training(url: str, message: 
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=message):
         Run(url.format(tmp_path)).checkpoints.require_usable()
+
+
+def test_after_a_passing_failure_the_next_checkpoint_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, finish = Run(tmp_path), CheckpointStore.finish
+
+    def fail_once(*_: object) -> None:
+        monkeypatch.setattr(CheckpointStore, "finish", finish)
+        raise OSError("connection reset")
+
+    monkeypatch.setattr(CheckpointStore, "finish", fail_once)
+    run.save(1)
+    run.save(2)
+    assert CheckpointStore(str(tmp_path)).names() == ["step-00000002"]
+    assert any("step-00000001 could not be written (OSError: connection reset)" in text for text in run.said)
+
+
+def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "step-mine").mkdir()
+    (tmp_path / "step-mine" / "precious.txt").write_text("")
+    run = Run(tmp_path)
+    for step in range(4):
+        run.save(step)
+    run.checkpoints.wait()
+    assert (tmp_path / "step-mine" / "precious.txt").exists()
+    with pytest.raises(UserError, match="step-mine is there and holds files that are no checkpoint's"):
+        save_checkpoint(tmp_path / "step-mine", nn.Linear(1, 1))
+    for path in ("..", ".", "/", "memory://m", "s3://bucket"):
+        with pytest.raises(UserError, match="names no checkpoint"):
+            save_checkpoint(path, nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("path", ["{}/below/it", "file://{}/it", "memory://some/it", "it"])
+def test_a_checkpoint_is_read_where_it_was_written(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved, loaded = nn.Linear(2, 3), nn.Linear(2, 3)
+    save_checkpoint(path.format(tmp_path), saved, progress={"note": "mine"})
+    assert load_checkpoint(path.format(tmp_path), loaded) == {"note": "mine"}
+    assert torch.equal(saved.weight, loaded.weight)
+
+
+def test_a_place_belongs_to_one_run(tmp_path: Path) -> None:
+    processes = Processes(0, 1, 1, torch.device("cpu"))
+    Checkpoints(str(tmp_path), 2, processes, "runs/a").require_usable()
+    Checkpoints(str(tmp_path), 2, processes, "runs/a").require_usable()
+    with pytest.raises(UserError, match="keeps the checkpoints of runs/a, not of runs/b"):
+        Checkpoints(str(tmp_path), 2, processes, "runs/b").require_usable()
+
+
+@pytest.mark.parametrize("change", [{"composition": "sum"}, {"pooling": "mean"}, {"pre_hash": KeyedHash(3)}])
+def test_weights_that_mean_something_else_are_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    table = CompositionalEmbeddingBagConfig("t", 100, 8, ["f"], QuotientRemainder(100, collisions=4))
+    save_checkpoint(tmp_path / "it", CompositionalEmbeddingBagCollection([table]))
+    load_checkpoint(tmp_path / "it", CompositionalEmbeddingBagCollection([table]))
+    other = CompositionalEmbeddingBagCollection([dataclasses.replace(table, **change)])
+    with pytest.raises(UserError, match="(?s)is of another model; .*table t: .*in the checkpoint"):
+        load_checkpoint(tmp_path / "it", other)
+
+
+def test_adam_needs_the_number_of_steps(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = KeyedOptimizerWrapper(dict(model.named_parameters()), torch.optim.Adam)
+    with pytest.raises(UserError, match="without the number of steps done, on which adam depends"):
+        save_checkpoint(tmp_path / "it", model, optimizer)
 
 
 def test_where_the_checkpoints_of_a_run_are(tmp_path: Path) -> None:
