@@ -141,7 +141,7 @@ def check_all(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
 def test_ranks_together_equal_one_module(world_size: int) -> None:
     run_on_ranks(world_size, check_all)
 

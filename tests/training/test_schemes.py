@@ -55,6 +55,7 @@ def losses(run: Path) -> list[float]:
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_two_ranks_train_as_one_and_a_resumed_run_as_an_uninterrupted_one(mixed: Path, tmp_path: Path) -> None:
     distembed("train", mixed, "train.epochs=2", "train.checkpoint_every=20", "--run-dir", tmp_path / "one")
     distembed("train", mixed, "train.epochs=2", "--run-dir", tmp_path / "two", ranks=2)
