@@ -22,18 +22,22 @@ _LOCK_NAME = ".lock"
 
 
 @contextmanager
-def staged_folder(output: Path, *, overwrite: bool) -> Iterator[Path]:
+def staged_folder(
+    output: Path, *, overwrite: bool, kind: str = "dataset", marker: str = MANIFEST_NAME
+) -> Iterator[Path]:
     """Give a folder to write in; it becomes ``output`` when the block ends, and is removed when it fails.
 
     Args:
         output: the folder to make. Its parents are made as needed.
-        overwrite: replace a dataset that is there already. It stays until the new one is complete.
+        overwrite: replace what is there already, if it is of the same kind. It stays until the new one is complete.
+        kind: what the folder is, in words.
+        marker: the file that every folder of this kind has.
 
     Raises:
         UserError: ``output`` exists and may not be replaced, or another process is writing it.
     """
     output = Path(os.path.realpath(output))  # a link to a dataset stays a link
-    _check_target(output, overwrite)
+    _check_target(output, overwrite, kind, marker)
     output.parent.mkdir(parents=True, exist_ok=True)
     _clear_remains(output)
     folder = output.with_name(f".{output.name}.preparing-{os.getpid()}")
@@ -49,13 +53,13 @@ def staged_folder(output: Path, *, overwrite: bool) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _check_target(output: Path, overwrite: bool) -> None:
+def _check_target(output: Path, overwrite: bool, kind: str, marker: str) -> None:
     if not os.path.lexists(output):
         return
     if not overwrite:
         raise UserError(f"{output} exists already: name another output, remove it, or ask for it to be overwritten")
-    if not (output / MANIFEST_NAME).is_file():
-        raise UserError(f"{output} is no dataset (no {MANIFEST_NAME}), so it is not overwritten: name another")
+    if not (output / marker).is_file():
+        raise UserError(f"{output} is no {kind} (no {marker}), so it is not overwritten: name another")
 
 
 def _clear_remains(output: Path) -> None:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from distembed.data.merge import Counts, KeyCounter, chunks, create_mapped, sort_keys
 from distembed.data.spool import SpooledBlock
+from distembed.partitions.hashing import mix64_array
 
 MISSING_ID, OUT_OF_VOCABULARY_ID, FIRST_ID = 0, 1, 2
 
@@ -52,16 +53,8 @@ class HashMap:
 
     def ids(self, keys: NDArray[np.uint32]) -> NDArray[np.int64]:
         """``1 + mix(key, seed) % (hash_size - 1)``."""
-        mixed = _mix(keys.astype(np.uint64) + _mix(np.array([self.seed], np.uint64)))
+        mixed = mix64_array(keys.astype(np.uint64) + mix64_array(np.array([self.seed], np.uint64)))
         return (mixed % np.uint64(self.hash_size - 1)).astype(np.int64) + 1
-
-
-def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64 (Steele, Lea and Flood 2014): a bijection of 64-bit numbers that spreads every bit."""
-    values = values + np.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from distembed.errors import UserError
 from distembed.names import one_of
 from distembed.partitions import PARTITIONS, KeyedHash, Partition
 from distembed.partitions.base import require_positive
+from distembed.sse import SSE, FeaturePerturbation, IdStream
 
 IdPolicy = Literal["error", "clip_to_oov", "modulo"]
 ID_POLICIES: tuple[IdPolicy, ...] = ("error", "clip_to_oov", "modulo")
@@ -57,14 +58,15 @@ class CompositionalEmbeddingConfig:
             built with its default settings.
         composition: an instance or a name of ``distembed.composition.COMPOSITIONS``.
         data_type: of the vectors; functions are FP32.
-        seed: of the initial values, with the table's name and the partition's number.
+        seed: of the initial values, with the table's name and the partition's number, and of ``sse``.
         id_policy: what becomes of an id outside of ``[0, num_embeddings)``: ``error``; ``clip_to_oov``, it is taken for
             ``oov_id``; ``modulo``, its remainder modulo ``num_embeddings``, which is not negative.
         oov_id: the id of unknown values; unless given 1, as ``distembed prepare`` has it (0 in a table of one id).
         pre_hash: applied to every id first; then ids may be any int64.
+        sse: how ids are replaced in training, by random numbers of ``seed``; none are unless given.
 
     Raises:
-        UserError: for an unknown name, a size below 1, or a partition made for another number of ids.
+        UserError: for an unknown name, a size below 1, or a partition or an ``sse`` made for another number of ids.
     """
 
     name: str
@@ -78,6 +80,7 @@ class CompositionalEmbeddingConfig:
     id_policy: IdPolicy = "error"
     oov_id: int | None = None
     pre_hash: KeyedHash | None = None
+    sse: SSE | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or "." in self.name:
@@ -110,6 +113,10 @@ class CompositionalEmbeddingConfig:
             self._resolve("oov_id", min(1, self.num_embeddings - 1))
         elif type(self.oov_id) is not int or not 0 <= self.oov_id < self.num_embeddings:
             raise UserError(f"{where}: oov_id is {self.oov_id!r}; it must lie in [0, {self.num_embeddings}).")
+        if self.sse is not None:
+            if not isinstance(self.sse, SSE):
+                raise UserError(f"{where}: sse is {self.sse!r}; give an instance, such as SSE(p0=0.01).")
+            self.sse.require_fit(self.num_embeddings, f"{where}: sse")
         try:
             self.combine.partition_dims(self.embedding_dim, len(self.scheme.num_rows))
         except UserError as error:
@@ -208,6 +215,22 @@ def _require_instance(field: str, value: object, kind: type) -> None:
 def vector_names(tables: Sequence[CompositionalEmbeddingConfig]) -> list[str]:
     """Output keys of all features, in the tables' order."""
     return [name for table in tables for feature in table.feature_names for name in table.vector_names(feature)]
+
+
+def perturbation(tables: Sequence[CompositionalEmbeddingConfig], rank: int | None = None) -> FeaturePerturbation:
+    """What replaces the ids of these tables' features in training.
+
+    Args:
+        tables: those without an ``sse`` are left alone.
+        rank: of this process; the one in the default process group unless given.
+    """
+    streams = [
+        IdStream(table.name, feature, table.num_embeddings, table.sse, table.seed)
+        for table in tables
+        if table.sse is not None
+        for feature in table.feature_names
+    ]
+    return FeaturePerturbation(streams, rank)
 
 
 def meaning_of_weights(table: CompositionalEmbeddingConfig) -> str:

@@ -13,7 +13,7 @@ from torchrec.modules.embedding_configs import data_type_to_dtype
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from distembed.embedding.config import CompositionalEmbeddingConfig, PartitionTable, vector_names
+from distembed.embedding.config import CompositionalEmbeddingConfig, PartitionTable, perturbation, vector_names
 from distembed.embedding.ids import IdMapper
 from distembed.errors import UserError
 
@@ -46,6 +46,7 @@ class CompositionalTables(nn.Module, Generic[Config]):
 
     Attributes:
         functions: weights of the functions of path-based tables, ``<table>__p<j>``: float32, a row a function.
+        sse: replaces ids in training, for the tables that say so.
 
     Args:
         tables: at least one; names and features must be unique.
@@ -57,6 +58,7 @@ class CompositionalTables(nn.Module, Generic[Config]):
         self._tables = _require_unique(tables)
         self._device = torch.device(device or "cpu")
         self._map_ids = IdMapper(tables)
+        self.sse = perturbation(tables)
         self._parts = {table.name: table.partition_tables() for table in tables}
         self.functions = nn.ParameterDict(
             {
@@ -97,11 +99,13 @@ class CompositionalTables(nn.Module, Generic[Config]):
     def embed(self, features: KeyedJaggedTensor) -> Iterator[EmbeddedFeature[Config]]:
         """Composed vectors of every feature that a table reads, in the tables' order.
 
+        In training ids are replaced first, where a table says so.
+
         Raises:
             UserError: for a feature that the batch lacks, or an id outside of its table.
         """
         features = maybe_td_to_kjt(features)
-        mapped = self._map_ids(features)
+        mapped = self.sse(self._map_ids(features))
         counts = features.length_per_key()
         ids, mapped_ids = features.values().split(counts), mapped.values().split(counts)
         # not KeyedJaggedTensor.to_dict: it fails on a batch of no rows

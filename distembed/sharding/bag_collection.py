@@ -22,6 +22,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from distembed.embedding.bag_collection import CompositionalEmbeddingBagCollection
+from distembed.embedding.config import perturbation
 from distembed.errors import UserError
 from distembed.sharding.parameters import ShardedParameters, in_groups, without_weights
 from distembed.sharding.placement import width
@@ -32,8 +33,8 @@ from distembed.sharding.units import BagUnits
 class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbeddingBagCollection):
     """What ``DistributedModelParallel`` puts in place of a :class:`CompositionalEmbeddingBagCollection`.
 
-    Ids are checked and mapped in ``input_dist``, before the all-to-all. Keys of the output are in the order of the
-    unsharded module, whatever the plan. All ranks construct and call it together.
+    Ids are checked, mapped and, in training, replaced in ``input_dist``, before the all-to-all. Keys of the output are
+    in the order of the unsharded module, whatever the plan. All ranks construct and call it together.
     """
 
     _lookup_attribute = "embedding_bags"
@@ -59,6 +60,7 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
             module_fqn=module_fqn,
         )
         self._output = _Output(module, self._embedding_names)
+        self.sse = perturbation(self._tables, env.rank)
         if module.device.type not in ("meta", "cpu"):
             self.load_state_dict(module.state_dict())
 
@@ -88,7 +90,7 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
     def input_dist(
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
-        """Brings ids inside their tables, then sends each to its table's owner; all ranks call it."""
+        """Brings ids inside their tables, replaces some in training, sends each to its owner; all ranks call it."""
         features = maybe_td_to_kjt(features)
         self._follow_keys(features.keys(), self._embedding_shardings)
         if self._is_weighted and features.weights_or_none() is None:
@@ -99,15 +101,17 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
         if not self._is_weighted:
             features = without_weights(features)
         ctx.divisor = self._output.ids_of_bags(features)
-        return super().input_dist(ctx, self._map_ids(features))
+        return super().input_dist(ctx, self._perturb_ids(ctx, self._map_ids(features)))
 
     def output_dist(self, ctx: EmbeddingBagCollectionContext, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
         """Sends composed vectors to the rows' ranks; all ranks call it."""
+        self._require_right_mode(ctx)
         zero = self._zero_of_unused()
         return self._finish(ctx, zero, super().output_dist(ctx, output))
 
     def compute_and_output_dist(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> LazyAwaitable[KeyedTensor]:
         """Looks up, composes and sends; all ranks call it."""
+        self._require_right_mode(ctx)
         zero = self._zero_of_unused()
         return self._finish(ctx, zero, super().compute_and_output_dist(ctx, input))
 

@@ -21,6 +21,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from distembed.embedding.collection import CompositionalEmbeddingCollection
+from distembed.embedding.config import perturbation
 from distembed.errors import UserError
 from distembed.sharding.parameters import ShardedParameters, in_groups, without_weights
 from distembed.sharding.placement import width
@@ -31,7 +32,8 @@ from distembed.sharding.units import SequenceUnits
 class ShardedCompositionalEmbeddingCollection(ShardedParameters, ShardedEmbeddingCollection):
     """What ``DistributedModelParallel`` puts in place of a :class:`CompositionalEmbeddingCollection`.
 
-    Ids are checked and mapped in ``input_dist``, before the all-to-all. All ranks construct and call it together.
+    Ids are checked, mapped and, in training, replaced in ``input_dist``, before the all-to-all. All ranks construct and
+    call it together.
     """
 
     _lookup_attribute = "embeddings"
@@ -57,6 +59,7 @@ class ShardedCompositionalEmbeddingCollection(ShardedParameters, ShardedEmbeddin
             qcomm_codecs_registry=qcomm_codecs_registry,
             module_fqn=module_fqn,
         )
+        self.sse = perturbation(self._tables, env.rank)
         if module.device.type not in ("meta", "cpu"):
             self.load_state_dict(module.state_dict())
 
@@ -110,17 +113,19 @@ class ShardedCompositionalEmbeddingCollection(ShardedParameters, ShardedEmbeddin
         self._register_replicated()
 
     def input_dist(self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
-        """Brings ids inside their tables, then sends each to its table's owner; all ranks call it."""
+        """Brings ids inside their tables, replaces some in training, sends each to its owner; all ranks call it."""
         features = without_weights(maybe_td_to_kjt(features))
         self._follow_keys(features.keys(), self._sharding_type_to_sharding.values())
         ctx.raw_features = features
+        perturbed = self._perturb_ids(ctx, self._map_ids(features))
         # TorchRec's dists of sequences need a row
-        return super().input_dist(ctx, self._map_ids(features) if features.stride() else _empty_row(features))
+        return super().input_dist(ctx, perturbed if features.stride() else _empty_row(features))
 
     def output_dist(
         self, ctx: EmbeddingCollectionContext, output: list[Tensor]
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Sends composed vectors to the ids' ranks; all ranks call it."""
+        self._require_right_mode(ctx)
         zero = self._zero_of_unused()
         return self._finish(ctx, zero, super().output_dist(ctx, output))
 
@@ -128,6 +133,7 @@ class ShardedCompositionalEmbeddingCollection(ShardedParameters, ShardedEmbeddin
         self, ctx: EmbeddingCollectionContext, input: KJTList
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Looks up, composes and sends; all ranks call it."""
+        self._require_right_mode(ctx)
         zero = self._zero_of_unused()
         return self._finish(ctx, zero, super().compute_and_output_dist(ctx, input))
 

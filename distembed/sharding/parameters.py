@@ -21,6 +21,7 @@ from distembed.errors import UserError
 from distembed.sharding.groups import kind
 from distembed.sharding.lookup import CompositionalLookup
 from distembed.sharding.placement import place
+from distembed.sse import FeaturePerturbation
 
 
 class ShardedParameters:
@@ -28,8 +29,10 @@ class ShardedParameters:
 
     Attributes:
         functions: weights of the functions of path-based tables, the same on every rank.
+        sse: replaces ids in training, for the tables that say so, by random numbers of this rank.
     """
 
+    sse: FeaturePerturbation
     _lookup_attribute: str
     """Where the partition tables' weights are, as in the unsharded module."""
     # TorchRec's
@@ -42,6 +45,7 @@ class ShardedParameters:
     _table_names: list[str]
     _table_name_to_config: dict[str, Any]
     _has_uninitialized_input_dist: bool
+    training: bool
 
     def _place(
         self,
@@ -132,6 +136,19 @@ class ShardedParameters:
         self._has_features_permute = names != keys
         self._features_order_tensor = torch.tensor(self._features_order, device=self._device, dtype=torch.int32)
         self._input_keys = keys
+
+    def _perturb_ids(self, ctx: Any, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Replaces ids, where training wants it: before each goes to the owner of its table, row or column slices."""
+        ctx.is_perturbed = self.training and self.sse.replaces_ids
+        return self.sse(features)
+
+    def _require_right_mode(self, ctx: Any) -> None:
+        """A pipeline may hold batches that were prepared in training when the model is evaluated."""
+        if ctx.is_perturbed and not self.training:
+            raise UserError(
+                "the model is in evaluation mode, but the ids of this batch were prepared, and some of them replaced, "
+                "in training mode; step the pipeline until it is empty before calling eval()."
+            )
 
     def _zero_of_unused(self) -> Tensor | None:
         """A zero that depends on the replicated weights that this rank has no use for; None where it uses all.

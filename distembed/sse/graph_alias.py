@@ -1,0 +1,101 @@
+"""Walker's alias method for the rows of a graph: a neighbour in proportion to its weight, at the cost of two numbers.
+
+A row of d edges has d slots of equal size. Slot i belongs to edge i up to ``keep[i]`` and to edge ``alias[i]`` beyond:
+draw a slot and a number u in [0, 1), take the slot's own edge if ``u < keep`` and its alias otherwise (Walker, "An
+efficient method for generating discrete random variables with general distributions", ACM TOMS 1977).
+
+All rows are filled at once, by prefix sums in place of the usual stacks. Weights are first rounded to integers that sum
+to d slots of T units. Light edges (below T) leave a deficit, heavy ones an excess; laid end to end, in the row's order,
+both cover the same stretch::
+
+    deficits of light edges   |--- a ---|-- b --|---- c ----|
+    excesses of heavy edges   |------ A ------|---- B ------|
+                                              ^^ b's slot takes more from A than A has:
+                                                 A's own slot makes it good from B
+
+A light edge's alias is the heavy edge in whose excess its deficit begins; a heavy edge keeps T less its overshoot and
+leaves the rest to the next heavy edge. Integers make the sums exact, and a row's tables independent of its neighbours.
+
+Trade-off: probabilities are rounded to multiples of 2^-40 / d (a row of more than 2^22 edges: 2^-31 / d at 2^30).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+BLOCK_EDGES = 2**22
+"""Edges whose tables are made at once; a longer row is a block of its own."""
+
+_SLOT_BITS = 40
+_SUM_BITS = 62
+
+
+def row_blocks(starts: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """Rows ``[first, last)`` of at most BLOCK_EDGES edges and as many rows, or of one row."""
+    first, num_rows = 0, len(starts) - 1
+    while first < num_rows:
+        window = starts[first : first + BLOCK_EDGES + 1]
+        last = first + max(1, int(np.searchsorted(window, window[0] + BLOCK_EDGES, side="right")) - 1)
+        yield first, last
+        first = last
+
+
+def alias_tables(
+    starts: NDArray[np.int64], weights: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
+    """``keep`` and ``alias`` of every edge of a block of rows.
+
+    Args:
+        starts: where each row begins among the block's edges, and their number: ``starts[0] == 0``.
+        weights: finite and above 0.
+
+    Returns:
+        The probability that an edge's slot keeps to itself, and the position within the row that it takes otherwise.
+    """
+    degrees = np.diff(starts)
+    begins, degrees = starts[:-1][degrees > 0], degrees[degrees > 0]
+    row = np.repeat(np.arange(len(degrees)), degrees)
+    slot_units = _slot_units(degrees)
+    units = _units(weights, begins, degrees, row, slot_units)
+    slot = slot_units[row]
+    keep, alias = units.copy(), np.arange(len(weights))
+    light, heavy = np.flatnonzero(units < slot), np.flatnonzero(units > slot)
+    if len(light):
+        deficits = np.concatenate([np.zeros(1, np.int64), np.cumsum(slot[light] - units[light])])
+        excesses = np.cumsum(units[heavy] - slot[heavy])
+        alias[light] = heavy[np.searchsorted(excesses, deficits[:-1], side="right")]
+        overshoot = deficits[np.searchsorted(deficits, excesses, side="left")] - excesses
+        keep[heavy] = slot[heavy] - overshoot
+        # only where something is left over, which the last heavy edge of a row never has
+        over = np.flatnonzero(overshoot)
+        alias[heavy[over]] = heavy[over + 1]
+    return keep / slot, (alias - begins[row]).astype(np.int32)
+
+
+def _slot_units(degrees: NDArray[np.int64]) -> NDArray[np.int64]:
+    """T of each row: a block's sums stay below 2^62."""
+    bits = np.frexp(degrees.astype(np.float64))[1]
+    return np.left_shift(np.int64(1), np.minimum(_SLOT_BITS, _SUM_BITS - bits).astype(np.int64))
+
+
+def _units(
+    weights: NDArray[np.float64],
+    begins: NDArray[np.int64],
+    degrees: NDArray[np.int64],
+    row: NDArray[np.int64],
+    slot_units: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """The weights as integers of at least 1 that sum to ``degree * T`` in each row."""
+    if not len(weights):
+        return np.zeros(0, np.int64)
+    shares = weights / np.maximum.reduceat(weights, begins)[row]  # no sum of these overflows
+    scale = degrees * slot_units / np.add.reduceat(shares, begins)
+    units = np.maximum(np.rint(shares * scale[row]).astype(np.int64), 1)
+    # What rounding left over goes to the row's first edge of the largest weight, which has T units or more.
+    largest = np.flatnonzero(shares == 1.0)
+    first = largest[np.searchsorted(largest, begins)]
+    units[first] += degrees * slot_units - np.add.reduceat(units, begins)
+    return units

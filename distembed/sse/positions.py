@@ -1,0 +1,100 @@
+"""Which ids of a batch are replaced: each by itself, at a cost that follows the number of the replaced ones.
+
+The gap from one replaced id to the next is geometric (Devroye 1986, X.2): ``1 + floor(log u / log(1 - p))`` for a
+uniform u. So numbers are drawn for the replaced ids and not for all others.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distembed.sse.random_words import Words, generators, unit, word
+
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The ids of a batch that are replaced.
+
+    Attributes:
+        features: number of each id's feature, rising.
+        positions: of each id within its feature, rising.
+        states: a generator of each, whose word 0 is used up.
+    """
+
+    features: Integers
+    positions: Integers
+    states: Words
+
+
+def draw_positions(counts: tuple[int, ...], rates: tuple[float, ...], keys: Words) -> Drawn:
+    """Draws which ids are replaced.
+
+    Args:
+        counts: ids of each feature.
+        rates: probability that an id of the feature is replaced.
+        keys: of each feature's generators, ``[2, features]``.
+    """
+    safety = 3.0
+    while True:
+        gaps = _gap_layout(counts, rates, safety)
+        states = generators(gaps.numbers, keys.take(gaps.features, axis=1))
+        positions = _positions(gaps, unit(word(states, 0)))
+        # every feature's last gap has to reach beyond its last id; else gaps are added to the same ones
+        if (positions[gaps.lasts] >= gaps.limits[gaps.lasts]).all():
+            kept = np.flatnonzero(positions < gaps.limits)
+            return Drawn(gaps.features.take(kept), positions.take(kept), states.take(kept))
+        safety *= 2
+
+
+@dataclass(frozen=True)
+class _GapLayout:
+    """Which gaps are drawn.
+
+    Attributes:
+        num_gaps: of each feature, ``[features]``.
+        features: of each gap.
+        limits: ids of each gap's feature.
+        numbers: of each gap within its feature, which is that of its generator.
+        scales: ``1 / log(1 - p)`` of each gap.
+        lasts: index of the last gap of each feature that has some.
+    """
+
+    num_gaps: Integers
+    features: Integers
+    limits: Integers
+    numbers: Words
+    scales: NDArray[np.float64]
+    lasts: Integers
+
+
+@lru_cache(maxsize=8)
+def _gap_layout(counts: tuple[int, ...], rates: tuple[float, ...], safety: float) -> _GapLayout:
+    """Room for the expected number of gaps and ``safety`` standard deviations; batches of one shape share it."""
+    ids, chances = np.array(counts, dtype=np.int64), np.array(rates, dtype=np.float64)
+    expected = ids * chances
+    # so many gaps as ids, and one, reach beyond the last id at any rate
+    num_gaps = np.minimum(np.ceil(expected + safety * np.sqrt(expected) + 2 * safety).astype(np.int64), ids + 1)
+    num_gaps[expected == 0] = 0
+    features = np.repeat(np.arange(len(ids)), num_gaps)
+    ends = np.cumsum(num_gaps)
+    numbers = np.arange(len(features)) - (ends - num_gaps)[features]
+    with np.errstate(divide="ignore"):
+        scales = (1.0 / np.log1p(-chances))[features]
+    return _GapLayout(num_gaps, features, ids[features], numbers.view(np.uint64), scales, ends[num_gaps > 0] - 1)
+
+
+def _positions(gaps: _GapLayout, uniform: NDArray[np.float64]) -> Integers:
+    """Position of the id at the end of each gap, within its feature; it may lie beyond the last one."""
+    lengths = np.log(uniform, out=uniform)
+    lengths *= gaps.scales
+    # what reaches beyond the feature is cut short before it overflows an integer
+    np.minimum(lengths, gaps.limits, out=lengths)
+    ends = np.cumsum(lengths.astype(np.int64) + 1)
+    starts = np.zeros(len(gaps.num_gaps), dtype=np.int64)
+    starts[gaps.features[gaps.lasts[1:]]] = ends[gaps.lasts[:-1]]
+    ends -= np.repeat(starts + 1, gaps.num_gaps)
+    return ends

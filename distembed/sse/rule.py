@@ -1,0 +1,151 @@
+"""How the ids of one table are replaced: settings of SSE-SE and SSE-Graph (Wu et al., NeurIPS 2019, section 3)."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from distembed.errors import UserError
+from distembed.sse.graph import Graph
+
+MAX_RESERVED = 64
+MAX_WALK_STEPS = 20
+
+
+@dataclass(frozen=True)
+class Walk:
+    """A random walk with restart in the place of one step along an edge.
+
+    The walk takes one step, then before each further one it ends with probability ``restart``, at a node without
+    neighbours, or after ``max_steps``. The node where it ends is drawn, or the node before that where it ends at its
+    beginning.
+
+    Args:
+        restart: 0 to 1; at 1 every walk has one step.
+        max_steps: 1 to 20.
+    """
+
+    restart: float = 0.5
+    max_steps: int = 8
+
+    def __post_init__(self) -> None:
+        _require_probability("walk.restart", self.restart)
+        if type(self.max_steps) is not int or not 1 <= self.max_steps <= MAX_WALK_STEPS:
+            raise UserError(f"walk.max_steps is {self.max_steps!r}; it must be an integer from 1 to {MAX_WALK_STEPS}.")
+
+
+@dataclass(frozen=True)
+class SSE:
+    """Stochastic shared embeddings of one table: in training each id is replaced with probability ``p0``.
+
+    Without a graph every other id is as likely (SSE-SE): ``p(j, k) = p0 / (N - 1)`` for ``k != j``. With one,
+    ``p(j, k) = rho * p(j, l)`` for neighbours k and non-neighbours l of j (SSE-Graph, equation 3), and
+    ``p(j, j) = 1 - p0`` as before. The weights of a weighted graph, and a walk, change how the neighbours' part
+    is shared out, not how large it is. Ids without neighbours are replaced as without a graph.
+
+    Args:
+        p0: probability that an id is replaced, 0 to 1.
+        rho: how many times as likely a neighbour is as another id, at least 1. 1 is SSE-SE.
+        graph: neighbours of each id.
+        walk: draws the neighbour at the end of a walk rather than next to the id.
+        schedule: points ``(step, factor)``, in rising order of steps: p0 is multiplied by the factor, which is linear
+            between the points and constant before the first and after the last. Factors lie in 0 to 1.
+        reserved: ids that are never drawn, such as those of missing values and of padding; N counts the others.
+        keep_reserved: whether reserved ids are never replaced either.
+
+    Raises:
+        UserError: for a value out of its range; a rho or walk without a graph.
+    """
+
+    p0: float
+    rho: float = 1.0
+    graph: Graph | None = None
+    walk: Walk | None = None
+    schedule: Sequence[tuple[int, float]] = ()
+    reserved: Sequence[int] = ()
+    keep_reserved: bool = False
+
+    def __post_init__(self) -> None:
+        _require_probability("p0", self.p0)
+        if not _is_number(self.rho) or not 1 <= self.rho < math.inf:
+            raise UserError(
+                f"rho is {self.rho!r}; it must be a finite number of 1 or more: how many times as likely a neighbour "
+                "is as another id. 1 draws all ids alike."
+            )
+        if self.graph is None and (self.rho != 1 or self.walk is not None):
+            raise UserError(f"rho is {self.rho} and walk {self.walk}, which mean nothing without a graph; give one.")
+        object.__setattr__(self, "schedule", _checked_schedule(self.schedule))
+        object.__setattr__(self, "reserved", _checked_reserved(self.reserved))
+
+    def rate(self, step: int) -> float:
+        """Probability that an id is replaced at this step."""
+        if not self.schedule:
+            return self.p0
+        steps, factors = zip(*self.schedule, strict=True)
+        return self.p0 * float(np.interp(step, steps, factors))
+
+    def require_fit(self, num_embeddings: int, where: str) -> None:
+        """Makes sure that the settings are for this many ids.
+
+        Args:
+            num_embeddings: of the table.
+            where: names the table in the error.
+
+        Raises:
+            UserError: for a reserved id beyond the table, or a graph of other ids or with edges to reserved ones.
+        """
+        for reserved in self.reserved:
+            if reserved >= num_embeddings:
+                raise UserError(
+                    f"{where}: the reserved id {reserved} lies outside of the table; ids lie in [0, {num_embeddings})."
+                )
+        if self.graph is None:
+            return
+        if self.graph.num_nodes != num_embeddings:
+            raise UserError(
+                f"{where}: the graph has {self.graph.num_nodes} ids and the table {num_embeddings}; build the graph "
+                "for this table."
+            )
+        for reserved in self.reserved:
+            if np.isin(self.graph.neighbors, reserved).any():
+                raise UserError(
+                    f"{where}: the graph has edges to id {reserved}, which is reserved and thus never drawn; leave "
+                    "these edges out, or do not reserve the id."
+                )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _require_probability(field: str, value: object) -> None:
+    if not _is_number(value) or not 0 <= value <= 1:  # type: ignore[operator]
+        raise UserError(f"{field} is {value!r}; it is a probability, from 0 to 1.")
+
+
+def _checked_schedule(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    wanted = "give a list of pairs (step, factor), such as [[0, 0.0], [1000, 1.0]]"
+    try:
+        pairs = tuple((step, factor) for step, factor in points)
+    except (TypeError, ValueError):
+        raise UserError(f"schedule is {points!r}; {wanted}.") from None
+    for step, factor in pairs:
+        if type(step) is not int or step < 0 or not _is_number(factor) or not 0 <= factor <= 1:
+            raise UserError(f"schedule has the point ({step!r}, {factor!r}); {wanted}, with factors from 0 to 1.")
+    steps = [step for step, _ in pairs]
+    if steps != sorted(set(steps)):
+        raise UserError(f"schedule has the steps {steps}; they must rise.")
+    return pairs
+
+
+def _checked_reserved(ids: Sequence[int]) -> tuple[int, ...]:
+    if isinstance(ids, str) or not all(type(reserved) is int and reserved >= 0 for reserved in ids):
+        raise UserError(f"reserved is {ids!r}; give a list of ids of 0 or more.")
+    distinct = tuple(sorted(set(ids)))
+    if len(distinct) > MAX_RESERVED:
+        raise UserError(
+            f"reserved has {len(distinct)} ids; at most {MAX_RESERVED} can be reserved: those of missing, unknown and "
+            "padding values."
+        )
+    return distinct
