@@ -107,6 +107,70 @@ def prepare_criteo(
     say(f"dataset {output}")
 
 
+@prepare_app.command(
+    "graph",
+    epilog="Example: `distembed prepare graph edges.csv --output graphs/C3 --data criteo --table C3`; "
+    "`distembed prepare graph movies.parquet --source movie --attribute director --num-embeddings 1683 -o graphs/movie`",
+)
+def prepare_graph(
+    inputs: Annotated[
+        list[Path],
+        typer.Argument(metavar="EDGES...", help="Parquet, CSV or TSV files (.gz too), or folders; with column names."),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to make; it appears whole or not at all.")],
+    data: Annotated[
+        Path | None, typer.Option("--data", help="Prepared dataset: its vocabulary or hash gives the ids.")
+    ] = None,
+    table: Annotated[str | None, typer.Option(help="The dataset's table whose ids are the nodes.")] = None,
+    num_embeddings: Annotated[
+        int | None, typer.Option(help="Instead of --data and --table: values are ids below this.")
+    ] = None,
+    source: Annotated[str, typer.Option(help="Column of an edge's one end.")] = "source",
+    target: Annotated[str, typer.Option(help="Column of its other end.")] = "target",
+    weight: Annotated[str | None, typer.Option(help="Column of its weight.")] = None,
+    directed: Annotated[bool, typer.Option("--directed", help="The source is no neighbour of the target.")] = False,
+    attribute: Annotated[
+        str | None, typer.Option(help="Column of an attribute: ids of SOURCE that share a value are neighbours.")
+    ] = None,
+    max_shared: Annotated[int, typer.Option(help="Leave out values that more ids share.")] = 1000,
+    count_shared: Annotated[
+        bool, typer.Option("--count-shared", help="Weigh an edge by the number of values shared.")
+    ] = False,
+    unknown: Annotated[
+        str, typer.Option(help="`error`, or `drop` rows with a value that the table has no id for.")
+    ] = "error",
+    memory_limit: Annotated[str, typer.Option(help="Memory to stay within, such as 2GB.")] = "2GB",
+    overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT if it is there.")] = False,
+) -> None:
+    """Turn edges, or shared attributes, into a graph over a table's ids, for SSE-Graph."""
+    from distembed.data.graph import describe_graph
+    from distembed.data.graph import prepare_graph as prepare
+    from distembed.prepare_progress import prepare_progress
+
+    with prepare_progress(console) as progress:
+        graph = prepare(
+            inputs,
+            output,
+            data=data,
+            table=table,
+            num_embeddings=num_embeddings,
+            source=source,
+            target=target,
+            weight=weight,
+            directed=directed,
+            attribute=attribute,
+            max_shared=max_shared,
+            count_shared=count_shared,
+            unknown=unknown,
+            memory_limit_bytes=parse_bytes("--memory-limit", memory_limit),
+            overwrite=overwrite,
+            progress=progress,
+        )
+    for line in describe_graph(graph):
+        say(line)
+    say(f"graph {output}")
+
+
 @app.command(epilog="Example: `distembed synthesize criteo.tsv --rows 1000000 --seed 0`")
 def synthesize(
     output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="File to write; ending in .gz it is compressed.")],
@@ -291,12 +355,16 @@ def parse_bytes(field: str, text: str) -> int:
 
 def _settings(config: "Config") -> Any:
     from distembed.data.manifest import Manifest, id_fingerprint
+    from distembed.data.vocabulary import reserved_ids
     from distembed.describe import describe as describe_config
     from distembed.describe import kept_full
     from distembed.embedding import assignment_checksums
+    from distembed.sse.config import build_sse, graph_fingerprints
     from distembed.training.trainer import RunSettings
 
     dataset = config.data.require_path()
+    manifest = Manifest.load(dataset)
+    num_embeddings = {feature.name: feature.num_embeddings for feature in manifest.schema.categorical}
     description = describe_config(config)
     schemes = [table["scheme"] for table in description["tables"]]
     return RunSettings(
@@ -306,11 +374,13 @@ def _settings(config: "Config") -> Any:
         embedding=config.embedding,
         train=config.train,
         plan=config.plan,
+        sse=build_sse(config.sse, num_embeddings, reserved_ids(manifest)),
         config_yaml=config.to_yaml(),
         info={
             "seed": config.train.seed,
             "batch_size": config.train.batch_size,
-            "id_fingerprint": id_fingerprint(dataset, Manifest.load(dataset)),
+            "id_fingerprint": id_fingerprint(dataset, manifest),
+            "graphs": graph_fingerprints(config.sse),
             "assignments": assignment_checksums(config.embedding),
             "kept_full": kept_full(description),
             "schemes": {scheme: schemes.count(scheme) for scheme in dict.fromkeys(schemes)},
@@ -351,6 +421,9 @@ def _agree_on_run_dir(path: Path, processes: "Processes") -> Path:
 
 
 def _require_same_config(folder: Path, config: "Config", resume: bool) -> None:
+    from distembed.sse.config import graph_fingerprints
+    from distembed.training.run_record import read_json_object
+
     if not resume or not (folder / "config.yaml").exists():
         return
     before, now = _flat(_config_of_run(folder)), _flat(config)
@@ -362,6 +435,12 @@ def _require_same_config(folder: Path, config: "Config", resume: bool) -> None:
     if differences:
         listed = "\n  ".join(differences)
         raise UserError(f"--resume: the config differs from the one that {folder} was started with:\n  {listed}")
+    trained_with = read_json_object(folder / "run.json").get("graphs", {})
+    for path, fingerprint in graph_fingerprints(config.sse).items():
+        if trained_with.get(path) != fingerprint:
+            raise UserError(
+                f"--resume: the graph {path} is not the one that {folder} was started with; put that one back."
+            )
 
 
 def _flat(config: "Config") -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The config of a run: YAML and overrides, merged, then validated once, with every mistake in one error.
 
-A file has the top keys ``data``, ``model``, ``embedding``, ``train`` and ``plan``, each a frozen dataclass beside the
-code that it configures. ``extends: other.yaml``, beside the file, gives what the file leaves out.
+A file has the top keys ``data``, ``model``, ``embedding``, ``train``, ``plan`` and ``sse``, each a frozen dataclass
+beside the code that it configures. ``extends: other.yaml``, beside the file, gives what the file leaves out.
 ``dotted.key=value`` overrides are parsed as YAML. What is dumped reads back exactly.
 """
 
@@ -25,6 +25,7 @@ from distembed.errors import UserError
 from distembed.models.config import MODELS, DLRMConfig, ModelConfig
 from distembed.names import nearest
 from distembed.planning import PlanConfig
+from distembed.sse.config import SSEConfig
 from distembed.training.config import TrainConfig
 
 
@@ -37,6 +38,7 @@ class Config:
     embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+    sse: SSEConfig = field(default_factory=SSEConfig)
 
     def to_yaml(self) -> str:
         """YAML that :func:`load_config` reads back to an equal config."""
@@ -73,9 +75,11 @@ def validate(values: Mapping[str, Any], source: str) -> Config:
 
 
 def _once(mistakes: Sequence[Any]) -> list[dict[str, Any]]:
-    """Leaves out what an exception of ``embedding.tables`` only inherits from the default."""
-    of_default = [(m["loc"][2:], m["input"]) for m in mistakes if m["loc"][:2] == ("embedding", "default")]
-    inherits = [m["loc"][:2] == ("embedding", "tables") and (m["loc"][3:], m["input"]) in of_default for m in mistakes]
+    """Leaves out what an exception under ``tables`` only inherits from its section's ``default``."""
+    of_default = [(m["loc"][0], m["loc"][2:], m["input"]) for m in mistakes if m["loc"][1:2] == ("default",)]
+    inherits = [
+        m["loc"][1:2] == ("tables",) and (m["loc"][0], m["loc"][3:], m["input"]) in of_default for m in mistakes
+    ]
     return [mistake for mistake, inherited in zip(mistakes, inherits, strict=True) if not inherited]
 
 
@@ -99,7 +103,7 @@ def _describe(mistake: dict[str, Any]) -> str:
         guess = nearest(str(mistake["input"]), re.findall(r"'([^']*)'", message))
         message += f" (did you mean {guess!r}?)" if guess else ""
     if mistake["type"] == "value_error":
-        return where + message.removeprefix(path[-1])
+        return where + message.removeprefix(path[-1]) if message.startswith(path[-1]) else f"{where}: {message}"
     return f"{where}: {message}; got {mistake['input']!r} ({type(mistake['input']).__name__})"
 
 

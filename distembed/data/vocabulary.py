@@ -21,11 +21,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from distembed.data.manifest import Manifest
 from distembed.data.merge import Counts, KeyCounter, chunks, create_mapped, sort_keys
 from distembed.data.spool import SpooledBlock
-from distembed.partitions.hashing import mix64_array
+from distembed.splitmix import mix64_array
 
 MISSING_ID, OUT_OF_VOCABULARY_ID, FIRST_ID = 0, 1, 2
+
+
+def reserved_ids(manifest: Manifest) -> tuple[int, ...]:
+    """Ids that stand for no single value, in every table: missing, and, with a vocabulary, out-of-vocabulary."""
+    if manifest.vocabularies:
+        return MISSING_ID, OUT_OF_VOCABULARY_ID
+    return (MISSING_ID,) if manifest.preparation.get("hash_size") else ()
 
 
 class IdMap(Protocol):

@@ -1,5 +1,6 @@
 """The ``embedding`` section of a YAML file, and the tables that it makes of a dataset's features."""
 
+import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import field
@@ -16,6 +17,8 @@ from distembed.embedding.config import CompositionalEmbeddingBagConfig, IdPolicy
 from distembed.errors import UserError
 from distembed.names import one_of
 from distembed.partitions import PARTITIONS, Explicit, KeyedHash, Naive, Partition
+from distembed.sections import complete_tables, over_default
+from distembed.sse import SSE
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
 _AtLeastTwo = Annotated[int, Field(ge=2)]
@@ -98,16 +101,7 @@ class EmbeddingConfig:
     @model_validator(mode="before")
     @classmethod
     def _complete_exceptions(cls, values: Any) -> Any:
-        """Fills exceptions up from ``default``."""
-        if not isinstance(values, Mapping):
-            return values
-        default, tables = values.get("default"), values.get("tables")
-        if not isinstance(default, Mapping) or not isinstance(tables, Mapping):
-            return values
-        completed = {
-            name: _complete(default, table) if isinstance(table, Mapping) else table for name, table in tables.items()
-        }
-        return {**values, "tables": completed}
+        return complete_tables(values, _complete)
 
     @model_validator(mode="after")
     def _same_dim(self) -> "EmbeddingConfig":
@@ -128,13 +122,22 @@ def _complete(default: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str,
     """A table's own settings over the default's; naming one of two alternatives takes the other one away."""
     replaced = {other for pair in _ALTERNATIVES for name, other in (pair, pair[::-1]) if name in table}
     inherited = {key: value for key, value in default.items() if key not in replaced}
-    return {**inherited, **table}
+    return over_default(inherited, table)
 
 
 def build_tables(
-    features: Sequence[CategoricalFeature], config: EmbeddingConfig, seed: int = 0
+    features: Sequence[CategoricalFeature],
+    config: EmbeddingConfig,
+    seed: int = 0,
+    sse: Mapping[str, SSE] | None = None,
 ) -> list[CompositionalEmbeddingBagConfig]:
     """One table a feature, named like it.
+
+    Args:
+        features: of the dataset.
+        config: how tables are made.
+        seed: of the initial values, and of what ``sse`` draws.
+        sse: by table, how ids are replaced in training; those of other tables are not.
 
     Raises:
         UserError: where ``config.tables`` names a feature that is not there, or a scheme cannot be made as it is set.
@@ -142,7 +145,11 @@ def build_tables(
     names = [feature.name for feature in features]
     for name in config.tables:
         one_of("embedding.tables", name, names)
-    return [_build_table(feature, config.of(feature.name), seed) for feature in features]
+    rules = sse or {}
+    return [
+        dataclasses.replace(_build_table(feature, config.of(feature.name), seed), sse=rules.get(feature.name))
+        for feature in features
+    ]
 
 
 def assignment_checksums(config: EmbeddingConfig) -> dict[str, str]:

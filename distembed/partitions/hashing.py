@@ -10,18 +10,14 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from jaxtyping import Int64
-from numpy.typing import NDArray
 from torch import Tensor
 
 from distembed.errors import UserError
 from distembed.partitions.base import require_positive
+from distembed.splitmix import GOLDEN_GAMMA, MULTIPLIERS, SHIFTS
 
-GOLDEN_GAMMA = 0x9E3779B97F4A7C15
-_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_SHIFTS = (30, 27, 31)
 _MAX_SEED = 2**63 - 1
 _NEGLIGIBLE_BITS = 64
 
@@ -32,19 +28,9 @@ def mix64(values: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:
     Multiplications wrap around, as int64 does in torch.
     """
     values = values + _signed(GOLDEN_GAMMA)
-    for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
+    for shift, multiplier in zip(SHIFTS, MULTIPLIERS, strict=False):
         values = (values ^ _shift_right(values, shift)) * _signed(multiplier)
-    return values ^ _shift_right(values, _SHIFTS[-1])
-
-
-def mix64_array(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The same function of numpy's unsigned numbers."""
-    values = values + np.uint64(GOLDEN_GAMMA)
-    shifted = np.empty_like(values)
-    for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
-        values ^= np.right_shift(values, np.uint64(shift), out=shifted)
-        values *= np.uint64(multiplier)
-    return values ^ (values >> np.uint64(_SHIFTS[-1]))
+    return values ^ _shift_right(values, SHIFTS[-1])
 
 
 @dataclass(frozen=True)

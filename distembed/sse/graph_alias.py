@@ -26,7 +26,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-BLOCK_EDGES = 2**22
+BLOCK_EDGES = 2**20
 """Edges whose tables are made at once; a longer row is a block of its own."""
 
 _SLOT_BITS = 40

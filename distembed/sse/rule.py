@@ -75,7 +75,7 @@ class SSE:
             )
         if self.graph is None and (self.rho != 1 or self.walk is not None):
             raise UserError(f"rho is {self.rho} and walk {self.walk}, which mean nothing without a graph; give one.")
-        object.__setattr__(self, "schedule", _checked_schedule(self.schedule))
+        object.__setattr__(self, "schedule", checked_schedule(self.schedule))
         object.__setattr__(self, "reserved", _checked_reserved(self.reserved))
 
     def rate(self, step: int) -> float:
@@ -124,7 +124,12 @@ def _require_probability(field: str, value: object) -> None:
         raise UserError(f"{field} is {value!r}; it is a probability, from 0 to 1.")
 
 
-def _checked_schedule(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+def checked_schedule(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """The points of a schedule, if they are such.
+
+    Raises:
+        UserError: for a step or factor out of its range, or steps that do not rise.
+    """
     wanted = "give a list of pairs (step, factor), such as [[0, 0.0], [1000, 1.0]]"
     try:
         pairs = tuple((step, factor) for step, factor in points)

@@ -1,6 +1,7 @@
 """From a config to a model that is ready to step."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from distembed.embedding import CompositionalEmbeddingBagCollection, EmbeddingCo
 from distembed.models.config import DCNConfig, DLRMConfig, build_model
 from distembed.planning import PlanConfig, make_plan
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
+from distembed.sse import SSE
 from distembed.training.config import TrainConfig
 from distembed.training.optimizers import Optimizers, fuse_sparse_optimizer, needs_dense_kernel
 from distembed.training.processes import Processes
@@ -31,10 +33,14 @@ class Trainee:
 
 
 def build_unsharded(
-    model: DLRMConfig | DCNConfig, embedding: EmbeddingConfig, schema: Schema, seed: int = 0
+    model: DLRMConfig | DCNConfig,
+    embedding: EmbeddingConfig,
+    schema: Schema,
+    seed: int = 0,
+    sse: Mapping[str, SSE] | None = None,
 ) -> nn.Module:
     """The model with its tables on the meta device, which takes no memory for them."""
-    tables = build_tables(schema.categorical, embedding, seed)
+    tables = build_tables(schema.categorical, embedding, seed, sse)
     collection = CompositionalEmbeddingBagCollection(tables, device="meta")
     names = vector_names(tables)
     return build_model(model, collection, names, embedding.default.embedding_dim, len(schema.dense))
@@ -48,10 +54,14 @@ def build_trainee(
     schema: Schema,
     processes: Processes,
     num_steps: int,
+    sse: Mapping[str, SSE] | None = None,
 ) -> Trainee:
-    """Builds, plans and shards; the weights depend on the seed alone. All ranks call it."""
+    """Builds, plans and shards; the weights depend on the seed alone. All ranks call it.
+
+    With ``sse`` ids of the named tables are replaced in training.
+    """
     torch.manual_seed(train.seed)
-    unsharded = build_unsharded(model_config, embedding_config, schema, train.seed)
+    unsharded = build_unsharded(model_config, embedding_config, schema, train.seed, sse)
     _move_dense(unsharded, processes.device)
     # functions of path-based tables are trained with the networks
     vectors = unsharded.get_submodule("embeddings.embedding_bags").parameters()

@@ -92,8 +92,10 @@ class RunFolder:
         self._metrics.flush()
         prefix = values.get("split", kind)
         for name, value in values.items():
-            if isinstance(value, float | int):
-                self._board.add_scalar(f"{prefix}/{name}", value, step)
+            by_table = value if isinstance(value, Mapping) else {}
+            for path, number in [(name, value), *((f"{name}/{table}", own) for table, own in by_table.items())]:
+                if isinstance(number, float | int):
+                    self._board.add_scalar(f"{prefix}/{path}", number, step)
 
     def drop_evaluations(self, split: str | None) -> None:
         """Forgets earlier evaluations on ``split``, which a resumed run that had reached its end makes again."""

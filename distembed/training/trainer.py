@@ -24,6 +24,7 @@ from distembed.embedding import EmbeddingConfig
 from distembed.errors import Interrupted, RunError, UserError
 from distembed.models.config import DCNConfig, DLRMConfig
 from distembed.planning import PlanConfig, describe_plan, plan_as_json
+from distembed.sse import SSE, set_step
 from distembed.training.build import build_trainee
 from distembed.training.config import TrainConfig
 from distembed.training.evaluation import gather_rows, score_split
@@ -32,6 +33,7 @@ from distembed.training.interruption import Interruption
 from distembed.training.metrics import exact_auc
 from distembed.training.processes import Processes
 from distembed.training.progress import TrainingProgress
+from distembed.training.replaced_shares import replaced_shares
 from distembed.training.run_checkpoints import Checkpoints, checkpoint_place
 from distembed.training.tracking import RunFolder
 
@@ -43,6 +45,7 @@ class RunSettings:
     Attributes:
         dataset: the prepared dataset's folder.
         splits: names of the training, validation and test split; the last two may be None.
+        sse: by table, how ids are replaced in training.
         config_yaml: the resolved config, kept in the run folder.
         info: what else the run folder's ``run.json`` records.
     """
@@ -53,6 +56,7 @@ class RunSettings:
     embedding: EmbeddingConfig
     train: TrainConfig
     plan: PlanConfig
+    sse: Mapping[str, SSE]
     config_yaml: str
     info: Mapping[str, Any]
 
@@ -103,7 +107,14 @@ class Run:
         if train.max_steps is not None:
             self.num_steps = min(self.num_steps, train.max_steps)
         self._trainee = build_trainee(
-            settings.model, settings.embedding, train, settings.plan, self._reader.schema, processes, self.num_steps
+            settings.model,
+            settings.embedding,
+            train,
+            settings.plan,
+            self._reader.schema,
+            processes,
+            self.num_steps,
+            settings.sse,
         )
         self._step = 0
         self._samples = 0
@@ -176,6 +187,7 @@ class Run:
         """Steps until something else is due; returns whether to stop."""
         end = self._end_of_segment()
         self._handed_out = 0
+        set_step(self._trainee.model, self._step)
         for loss, logits, labels in self._trainee.pipeline.outputs(self._batches(end - self._step)):
             self._step += 1
             self._handed_out -= 1
@@ -242,6 +254,7 @@ class Run:
     def _log(self) -> None:
         self._require_finite()
         window = self._window
+        replaced = replaced_shares(self._trainee.model, self._processes)
         losses = gather_rows(torch.stack(window.losses).sum().unsqueeze(0), self._processes)
         logits = gather_rows(torch.cat(window.logits), self._processes)
         labels = gather_rows(torch.cat(window.labels), self._processes)
@@ -260,6 +273,7 @@ class Run:
             "auc": exact_auc(logits, labels),
             "samples_per_second": window.rows / seconds,
             "learning_rate": self._learning_rate,
+            **({"replaced_share": replaced} if replaced else {}),
         }
         self._folder.record("train", self._step, values)
         self._progress.show(self._step, {**values, "batch_size": self._settings.train.batch_size})
@@ -321,6 +335,9 @@ class Run:
             f"run folder {self._folder.path}"
         )
         self._progress.say(f"plan: {describe_plan(self._trainee.plan)}")
+        if self._settings.sse:
+            rates = sorted({rule.p0 for rule in self._settings.sse.values()})
+            self._progress.say(f"ids replaced: {len(self._settings.sse)} tables, p0 {', '.join(map(str, rates))}")
 
 
 def describe_metrics(values: Mapping[str, Any]) -> str:

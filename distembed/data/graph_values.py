@@ -1,0 +1,76 @@
+"""Columns of integers or texts as numbers, with the values that are none marked rather than refused."""
+
+from __future__ import annotations
+
+import binascii
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+_MAX_KEY = 2**32 - 1
+_HEX_DIGITS = 8
+
+
+def decimal_numbers(values: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Numbers of 0 to 2^63-1, and which values are none."""
+    if pa.types.is_integer(values.type):
+        numbers = _integers(values)
+        return numbers, numbers < 0
+    good = _matches(values, "^0*[0-9]{1,18}$")
+    return pc.cast(pc.if_else(good, values, "0"), pa.int64()).to_numpy(), _not(good)
+
+
+def hexadecimal_keys(values: pa.Array) -> tuple[NDArray[np.uint32], NDArray[np.bool_]]:
+    """Numbers of 32 bits, and which values are none."""
+    if pa.types.is_integer(values.type):
+        numbers = _integers(values)
+        malformed = (numbers < 0) | (numbers > _MAX_KEY)
+        return np.where(malformed, 0, numbers).astype(np.uint32), malformed
+    good = _matches(values, f"^[0-9a-fA-F]{{1,{_HEX_DIGITS}}}$")
+    digits = pc.utf8_lpad(pc.if_else(good, values, "0"), width=_HEX_DIGITS, padding="0")
+    text = np.frombuffer(digits.buffers()[2] or b"", np.uint8)[: _HEX_DIGITS * len(digits)]
+    return np.frombuffer(binascii.unhexlify(text.data), ">u4").astype(np.uint32), _not(good)
+
+
+def positive_numbers(values: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Finite float64 above 0, and which values are none."""
+    malformed = values.is_null().to_numpy(zero_copy_only=False)
+    try:
+        numbers = pc.cast(values, pa.float64(), safe=False)
+    except pa.ArrowInvalid:  # a text is no number; those before it are
+        first = _first_not_cast(values)
+        malformed[first] = True
+        numbers = pc.cast(pc.if_else(pa.array(np.arange(len(values)) < first), values, None), pa.float64())
+    found = numbers.fill_null(1.0).to_numpy(zero_copy_only=False)
+    return found, malformed | ~(np.isfinite(found) & (found > 0))
+
+
+def _first_not_cast(values: pa.Array) -> int:
+    start, stop = 0, len(values)
+    while stop - start > 1:
+        middle = (start + stop) // 2
+        try:
+            pc.cast(values[start:middle], pa.float64())
+            start = middle
+        except pa.ArrowInvalid:
+            stop = middle
+    return start
+
+
+def _integers(values: pa.Array) -> NDArray[np.int64]:
+    """Null, and what exceeds 63 bits, becomes negative."""
+    unsigned = pa.types.is_uint64(values.type)
+    filled = values.fill_null(2**64 - 1 if unsigned else -1) if values.null_count else values
+    numbers: NDArray[np.int64] = filled.to_numpy().astype(np.int64)
+    return numbers
+
+
+def _matches(values: pa.Array, pattern: str) -> pa.Array:
+    return pc.fill_null(pc.match_substring_regex(values, pattern), False)
+
+
+def _not(matches: pa.Array) -> NDArray[np.bool_]:
+    result: NDArray[np.bool_] = ~matches.to_numpy(zero_copy_only=False)
+    return result

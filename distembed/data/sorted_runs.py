@@ -1,0 +1,134 @@
+"""Records sorted by an integer key in bounded memory: sorted runs on disk, merged by ranges of keys.
+
+Records are filled into arrays of a fixed length. Full, they are sorted and written out as a run; what is never full
+never touches the disk. Records of equal keys keep the order in which they came, so the result does not depend on the
+memory that there was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Columns = tuple[NDArray[Any], ...]
+
+_RUN_RECORDS = 2**27
+_MERGED_RECORDS = 2**20
+"""The most of a run, and the most that are merged at a time: more are no faster."""
+
+
+class SortedRuns:
+    """Takes records in any order and gives them sorted. The first column, int64, is the key."""
+
+    def __init__(self, folder: Path, dtypes: Sequence[Any], memory_bytes: int) -> None:
+        """Hold nothing yet.
+
+        Args:
+            folder: an empty one, for what does not fit.
+            dtypes: of the columns; the first is int64.
+            memory_bytes: what the records may take, sorting included.
+        """
+        self._folder = folder
+        self._limit = min(max(1, memory_bytes // bytes_a_record(dtypes)), _RUN_RECORDS)
+        self._dtypes = tuple(np.dtype(dtype) for dtype in dtypes)
+        self._waiting = self._empty()
+        self._num_waiting = 0
+        self._runs: list[Columns] = []
+        self.num_records = 0
+
+    def _empty(self) -> Columns:
+        return tuple(np.empty(self._limit, dtype) for dtype in self._dtypes)  # takes memory once it is filled
+
+    def add(self, *columns: NDArray[Any]) -> None:
+        """Take these records."""
+        start, length = 0, len(columns[0])
+        self.num_records += length
+        while start < length:
+            count = min(length - start, self._limit - self._num_waiting)
+            for waiting, values in zip(self._waiting, columns, strict=True):
+                waiting[self._num_waiting : self._num_waiting + count] = values[start : start + count]
+            start, self._num_waiting = start + count, self._num_waiting + count
+            if self._num_waiting == self._limit:
+                self._write_run()
+
+    def _write_run(self) -> None:
+        self._sort_waiting()
+        paths = [self._folder / f"run{len(self._runs)}.{column}" for column in range(len(self._dtypes))]
+        for path, values in zip(paths, self._waiting, strict=True):
+            with open(path, "wb") as file:
+                file.write(values.data)
+        self._runs.append(tuple(np.memmap(path, dtype, "r") for path, dtype in zip(paths, self._dtypes, strict=True)))
+        self._num_waiting = 0
+
+    def _sort_waiting(self) -> None:
+        waiting = tuple(values[: self._num_waiting] for values in self._waiting)
+        if len(waiting) == 1:
+            waiting[0].sort()
+            return
+        order = np.argsort(waiting[0], kind="stable")
+        for values in waiting:
+            values[:] = values[order]
+
+    def merged(self) -> Iterator[Columns]:
+        """All records in ascending order of their keys, some at a time; those of equal keys come together."""
+        self._sort_waiting()
+        runs = [*self._runs, tuple(values[: self._num_waiting] for values in self._waiting)]
+        limit = min(self._limit, _MERGED_RECORDS)
+        for bounds in _ranges([run[0] for run in runs], limit):
+            parts = [
+                tuple(values[start:stop] for values in run) for run, (start, stop) in zip(runs, bounds, strict=True)
+            ]
+            yield _merge([part for part in parts if len(part[0])])
+
+
+def bytes_a_record(dtypes: Sequence[Any]) -> int:
+    """What a record takes while it is sorted: itself, and with columns beside the key an order and a column's copy."""
+    sizes = [np.dtype(dtype).itemsize for dtype in dtypes]
+    return sum(sizes) + (0 if len(sizes) == 1 else 2 * 8 + max(sizes))
+
+
+def _merge(parts: Sequence[Columns]) -> Columns:
+    if len(parts) == 1:
+        return parts[0]
+    columns = tuple(np.concatenate(values) for values in zip(*parts, strict=True))
+    if len(columns) == 1:
+        columns[0].sort()
+        return columns
+    order = np.argsort(columns[0], kind="stable")
+    return tuple(values[order] for values in columns)
+
+
+def _ranges(keys: Sequence[NDArray[np.int64]], limit: int) -> Iterator[list[tuple[int, int]]]:
+    """Where the records of successive ranges of keys lie in each run: at most ``limit``, or those of a single key."""
+    starts = [0] * len(keys)
+    ends = [len(run) for run in keys]
+    while starts != ends:
+        stops = _stops(keys, starts, ends, limit)
+        yield list(zip(starts, stops, strict=True))
+        starts = stops
+
+
+def _stops(keys: Sequence[NDArray[np.int64]], starts: list[int], ends: list[int], limit: int) -> list[int]:
+    """Where the largest range of keys from ``starts`` on that has at most ``limit`` records ends, by bisection."""
+    if sum(ends) - sum(starts) <= limit:
+        return ends
+    low = min(int(run[start]) for run, start in zip(keys, starts, strict=True) if start < len(run))
+    high = max(int(run[-1]) for run in keys if len(run))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if sum(_below(run, middle) for run in keys) - sum(starts) <= limit:
+            low = middle
+        else:
+            high = middle - 1
+    stops = [_below(run, low) for run in keys]
+    if stops == starts:  # the first key alone has too many records
+        stops = [int(np.searchsorted(run, np.int64(low), side="right")) for run in keys]
+    return stops
+
+
+def _below(keys: NDArray[np.int64], key: int) -> int:
+    return int(np.searchsorted(keys, np.int64(key)))

@@ -1,0 +1,21 @@
+"""SplitMix64 (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014) in numpy."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+SHIFTS = (30, 27, 31)
+
+
+def mix64_array(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Its output function: one to one on 64 bits, every bit spread over all.
+
+    Applied to ``s, s + GOLDEN_GAMMA, s + 2 GOLDEN_GAMMA, ...`` it gives the numbers of the generator with state s.
+    """
+    values = values + np.uint64(GOLDEN_GAMMA)
+    shifted = np.empty_like(values)
+    for shift, multiplier in zip(SHIFTS, MULTIPLIERS, strict=False):
+        values ^= np.right_shift(values, np.uint64(shift), out=shifted)
+        values *= np.uint64(multiplier)
+    return values ^ (values >> np.uint64(SHIFTS[-1]))
