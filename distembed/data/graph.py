@@ -94,8 +94,8 @@ def prepare_graph(
         scratch = folder / ".scratch"
         scratch.mkdir()
         preparation = GraphInput(files, options, values, scratch, memory_limit_bytes, report)
-        edges = preparation.edges() if attribute is None else preparation.shared()
-        writer = _write(folder, values.num_nodes, options, edges, preparation, report)
+        read = preparation.edges if attribute is None else preparation.shared
+        writer = _write(folder, values.num_nodes, options, read(), preparation, report)
         shutil.rmtree(scratch)
         arrays = writer.finish()
         details = {

@@ -21,7 +21,7 @@ PAIR_TYPES = (np.int64, np.int64, np.int64)
 """Records: the two halves of a value's number, and the id."""
 
 _INTEGER = "^(0|-?[1-9][0-9]{0,17})$"
-_EDGES_AT_A_TIME = 2**20
+_EDGES_AT_A_TIME = 2**19
 
 
 def value_numbers(values: pa.Array) -> Values:

@@ -19,8 +19,11 @@ from distembed.names import nearest
 
 _SEPARATORS = {".csv": ",", ".csv.gz": ",", ".tsv": "\t", ".tsv.gz": "\t"}
 _SUFFIXES = (".parquet", *_SEPARATORS)
-_HEADER_BYTES = 1 << 20
-_TEXT_BYTES_A_ROW = 16
+_LEAST_BLOCK_BYTES = 1 << 20
+_BLOCKS_READ_AHEAD = 32
+"""By pyarrow's reader of text."""
+_BYTES_A_VALUE = 64
+"""Of a Parquet column, with the numbers made of it."""
 
 INTEGER, TEXT, NUMBER = "integer", "text", "number"
 """Kinds of values; a number may have a fraction."""
@@ -118,10 +121,10 @@ def _plain(column: pa.Array) -> pa.Array:
 def _read_parquet(
     path: Path, kinds: Mapping[str, Sequence[str]], memory_bytes: int
 ) -> Iterator[tuple[pa.RecordBatch, float]]:
-    with pq.ParquetFile(path) as file:
+    with pq.ParquetFile(path, pre_buffer=False) as file:  # which would hold whole row groups
         _require_columns(path, file.schema_arrow, kinds)
         num_rows = 0
-        batch_rows = max(1, memory_bytes // (_TEXT_BYTES_A_ROW * len(kinds)))
+        batch_rows = max(1, memory_bytes // (_BYTES_A_VALUE * len(kinds)))
         for batch in file.iter_batches(batch_rows, columns=list(kinds)):
             num_rows += batch.num_rows
             yield batch.select(list(kinds)), num_rows / file.metadata.num_rows
@@ -133,7 +136,7 @@ def _read_text(
     if not path.stat().st_size:
         raise UserError(f"{path} is empty; a text file begins with the names of its columns.")
     parse = pcsv.ParseOptions(delimiter=_SEPARATORS[_suffix(path)])
-    with pcsv.open_csv(path, pcsv.ReadOptions(block_size=_HEADER_BYTES), parse) as file:
+    with pcsv.open_csv(path, pcsv.ReadOptions(block_size=_LEAST_BLOCK_BYTES), parse) as file:
         names = file.schema.names
     _require_columns(path, pa.schema([(name, pa.string()) for name in names]), kinds)
     convert = pcsv.ConvertOptions(
@@ -142,7 +145,8 @@ def _read_text(
         null_values=[""],
         strings_can_be_null=True,
     )
-    with pcsv.open_csv(path, pcsv.ReadOptions(block_size=memory_bytes), parse, convert) as file:
+    block_bytes = max(_LEAST_BLOCK_BYTES, memory_bytes // _BLOCKS_READ_AHEAD)
+    with pcsv.open_csv(path, pcsv.ReadOptions(block_size=block_bytes), parse, convert) as file:
         size, text_bytes = path.stat().st_size, 0
         for batch in file:
             text_bytes += batch.nbytes

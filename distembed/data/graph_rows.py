@@ -21,6 +21,8 @@ from distembed.errors import UserError
 from distembed.names import one_of
 from distembed.sse.graph_edges import stored_edges
 
+_MOST_READ_BYTES = 128 << 20
+
 Report = Callable[[ProgressUpdate], None]
 
 
@@ -150,10 +152,9 @@ class GraphInput:
         return SortedRuns(folder, dtypes, self._memory_bytes // share)
 
     def _batches(self, *kinds: Sequence[str]) -> Iterator[Batch]:
-        memory_bytes = min(16 << 20, max(1 << 20, self._memory_bytes // 64))
         columns = dict(zip(self._options.columns, kinds, strict=False))
         total, before, current = sum(file.stat().st_size for file in self.num_rows), 0, next(iter(self.num_rows))
-        for batch in read_columns(list(self.num_rows), columns, memory_bytes):
+        for batch in read_columns(list(self.num_rows), columns, min(_MOST_READ_BYTES, self._memory_bytes // 8)):
             yield batch
             if batch.path != current:
                 before, current = before + current.stat().st_size, batch.path

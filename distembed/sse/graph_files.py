@@ -132,7 +132,7 @@ class Description:
 
 
 def map_array(folder: Path, stored: StoredArray) -> NDArray[Any]:
-    """The array as a read-only file in memory.
+    """The array as a file in memory.
 
     Raises:
         UserError: the file is missing, or its size is another.
@@ -145,7 +145,8 @@ def map_array(folder: Path, stored: StoredArray) -> NDArray[Any]:
         raise UserError(
             f"{path} has {size:,} bytes where {GRAPH_FILE} says {stored.bytes:,}: it is damaged; {_REMEDY}."
         )
-    return np.memmap(path, np.dtype(stored.dtype), "r")
+    # torch takes no arrays that are read-only; what is written to this one never reaches the file
+    return np.memmap(path, np.dtype(stored.dtype), "c")
 
 
 def require_checksum(folder: Path, stored: StoredArray) -> None:

@@ -1,0 +1,120 @@
+"""Runs whose ids are replaced: repeated after a resume to the last bit, counted, evaluated as they are."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing as mp
+import yaml
+
+from distembed import cli
+from distembed.errors import UserError
+from distembed.sse import Graph
+from tests.ranks import free_port
+from tests.training.conftest import SIZES
+from tests.training.test_runs import call, losses, metrics
+
+P0 = {"C1": 0.1, "C2": 0.3, "C3": 0.1, "M": 0.0}
+NUM_STEPS = 20
+"""Of the 31 of an epoch."""
+
+
+@pytest.fixture
+def perturbed(config: Path, tmp_path: Path) -> Path:
+    """Ids replaced at rates of their own, in C2 along a graph, and at M's none."""
+    ids = np.arange(SIZES["C2"])
+    Graph.from_edges(len(ids), ids, np.roll(ids, 1)).write(tmp_path / "graph")
+    tables = {"C2": {"p0": P0["C2"], "graph": str(tmp_path / "graph"), "rho": 100}, "M": {"p0": P0["M"]}}
+    changes: dict[str, Any] = {
+        "extends": config.name,
+        "train": {"max_steps": NUM_STEPS, "checkpoint_every": 8, "keep_checkpoints": 9},
+        "sse": {"default": {"p0": 0.1}, "tables": tables},
+    }
+    path = tmp_path / "perturbed.yaml"
+    path.write_text(yaml.safe_dump(changes))
+    return path
+
+
+def train_and_resume(rank: int, ports: list[int], config: Path, folder: Path) -> None:
+    """A whole run, and one that goes on from the middle of its epoch, on two ranks that are started once."""
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ports[0]), GLOO_SOCKET_IFNAME="lo")
+    call("train", config, "--run-dir", folder / "whole")
+    os.environ["MASTER_PORT"] = str(ports[1])
+    if rank == 0:
+        stopped_at(8, folder / "whole", folder / "part")
+    call("train", config, "--run-dir", folder / "part", "--resume")
+
+
+def stopped_at(step: int, run: Path, copy: Path) -> Path:
+    """A copy of a run whose later checkpoints were never written."""
+    shutil.copytree(run, copy)
+    for checkpoint in (copy / "checkpoints").iterdir():
+        if int(checkpoint.name.removeprefix("step-")) > step:
+            shutil.rmtree(checkpoint)
+    return copy
+
+
+@pytest.mark.distributed
+def test_a_resumed_run_replaces_the_same_ids_as_one_that_was_not_stopped(perturbed: Path, tmp_path: Path) -> None:
+    mp.spawn(train_and_resume, ([free_port(), free_port()], perturbed, tmp_path), nprocs=2)
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    assert len(losses(whole)) == NUM_STEPS and losses(part) == losses(whole)
+    for split in ("validation", "test"):
+        first, second = ([m["logloss"] for m in metrics(run, "eval") if m["split"] == split] for run in (whole, part))
+        assert first == second
+    check_shares(whole)
+
+
+def check_shares(run: Path) -> None:
+    """The first lines count what the pipeline prepares ahead on both ranks, so that none is left for the last ones."""
+    shares = [line.get("replaced_share", {}) for line in metrics(run, "train")]
+    counted = {table: [own[table] for own in shares if table in own] for table in SIZES}
+    assert counted["M"] == []
+    for table in ("C1", "C2", "C3"):
+        mean, num_ids = float(np.mean(counted[table])), NUM_STEPS * 64
+        assert abs(mean - P0[table]) < 5 * (P0[table] * (1 - P0[table]) / num_ids) ** 0.5
+
+
+def test_one_rank_trains_evaluates_and_refuses_as_the_config_says(
+    config: Path, perturbed: Path, tmp_path: Path
+) -> None:
+    runs = {name: tmp_path / name for name in ("plain", "never", "whole")}
+    call("train", config, f"train.max_steps={NUM_STEPS}", "--run-dir", runs["plain"])
+    call("train", perturbed, "sse.default.p0=0", "sse.tables={}", "--run-dir", runs["never"])
+    call("train", perturbed, "--run-dir", runs["whole"])
+    assert losses(runs["never"]) == losses(runs["plain"])
+    assert losses(runs["whole"]) != losses(runs["plain"])
+    assert "replaced_share" not in metrics(runs["never"], "train")[0]
+    part = stopped_at(8, runs["whole"], tmp_path / "part")
+    call("train", perturbed, "--run-dir", part, "--resume")
+    assert losses(part) == losses(runs["whole"])
+    # right after training, and read back by a command that never trained
+    with cli.console.capture():
+        call("evaluate", runs["whole"], "--json")
+    evaluation = json.loads((runs["whole"] / "evaluation.json").read_text())
+    call("predict", runs["whole"], "--output", tmp_path / "predictions.csv")
+    rows = np.loadtxt(tmp_path / "predictions.csv", delimiter=",", skiprows=1)
+    expected = -np.mean(np.log(np.where(rows[:, 1] > 0, rows[:, 0], 1 - rows[:, 0])))
+    assert evaluation["logloss"] == pytest.approx(expected, rel=1e-6)
+    refuses(perturbed, part, tmp_path)
+
+
+def refuses(perturbed: Path, part: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"sse.default.p0: 0.1 before, 0.2 now"):
+        call("train", perturbed, "sse.default.p0=0.2", "--run-dir", part, "--resume")
+    with pytest.raises(UserError, match=r"sse.tables is 'C9'"):
+        call("train", perturbed, "sse.tables.C9.p0=0.2", "--run-dir", tmp_path / "new")
+    with pytest.raises(UserError, match=r"'C3'.*the graph has 400 ids and the table 1000"):
+        call("train", perturbed, f"sse.tables.C3.graph={tmp_path / 'graph'}", "--run-dir", tmp_path / "new")
+    shutil.rmtree(tmp_path / "graph")
+    Graph.from_edges(SIZES["C2"], [0], [5]).write(tmp_path / "graph")
+    with pytest.raises(UserError, match=r"graph .* is not the one"):
+        call("train", perturbed, "--run-dir", part, "--resume")
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,145 @@
+"""Times the replacement of ids within a training step of DLRM: its share of the step, where it happens.
+
+The paper's DLRM with 26 quotient-remainder tables of 400,000 ids steps through batches of skewed ids; the time between
+the beginning and the end of every replacement is taken inside the step. With a graph each id has 10 neighbours on
+average, and rho is such that about half of the replacements are neighbours::
+
+    python tools/bench_sse.py --output bench_sse.json
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import time
+from itertools import cycle
+from pathlib import Path
+
+import torch
+from bench_common import COLLISIONS, DIM, NAMES, NUM_IDS, surroundings
+from bench_train import SCHEMA, draw_batches
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from distembed.embedding import EmbeddingConfig, TableConfig
+from distembed.models.config import DLRMConfig
+from distembed.planning import PlanConfig
+from distembed.sse import SSE, FeaturePerturbation, Graph
+from distembed.training.build import build_trainee
+from distembed.training.config import TrainConfig
+from distembed.training.processes import Processes, process_group
+
+_RESERVED = (0, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """One setting: medians over steps, in milliseconds, and the share of a step."""
+
+    rule: str
+    p0: float
+    batch_size: int
+    precision: str
+    replacement_ms: float
+    step_ms: float
+    share: float
+
+
+class Stopwatch:
+    """Times every call of a module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.seconds: list[float] = []
+        module.register_forward_pre_hook(self._start)
+        module.register_forward_hook(self._stop)
+
+    def _start(self, *_: object) -> None:
+        self._started = time.perf_counter()
+
+    def _stop(self, *_: object) -> None:
+        self.seconds.append(time.perf_counter() - self._started)
+
+
+def rules(p0: float, graph: Graph) -> dict[str, SSE]:
+    """What is timed, by name."""
+    mean_degree = graph.num_edges / graph.num_nodes
+    return {
+        "SSE-SE": SSE(p0, reserved=_RESERVED),
+        "SSE-Graph": SSE(p0, rho=1 + NUM_IDS / mean_degree, graph=graph, reserved=_RESERVED),
+    }
+
+
+def random_graph(num_edges: int) -> Graph:
+    """Edges between ids that are not reserved."""
+    generator = torch.Generator().manual_seed(0)
+    ends = torch.randint(len(_RESERVED), NUM_IDS, (2, num_edges), generator=generator)
+    return Graph.from_edges(NUM_IDS, ends[0], ends[1])
+
+
+def measure(name: str, rule: SSE, batch_size: int, precision: str, steps: int, processes: Processes) -> Measured:
+    """Steps a model of its own, and looks at the replacement within."""
+    table = TableConfig(partition="quotient_remainder", collisions=COLLISIONS, embedding_dim=DIM)
+    train = TrainConfig(batch_size=batch_size, precision=precision)  # type: ignore[arg-type]
+    trainee = build_trainee(
+        DLRMConfig(),
+        EmbeddingConfig(default=table),
+        train,
+        PlanConfig(),
+        SCHEMA,
+        processes,
+        num_steps=1000,
+        sse=dict.fromkeys(NAMES, rule),
+    )
+    (perturbation,) = [module for module in trainee.model.modules() if isinstance(module, FeaturePerturbation)]
+    watch = Stopwatch(perturbation)
+    outputs = trainee.pipeline.outputs(cycle(draw_batches(batch_size, NUM_IDS)))
+    seconds = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        trainee.optimizers.set_learning_rates(0)
+        loss, _, _ = next(outputs)
+        loss.item()
+        seconds.append(time.perf_counter() - started)
+    warm = steps // 5
+    replacement, step = statistics.median(watch.seconds[warm:steps]), statistics.median(seconds[warm:])
+    return Measured(name, rule.p0, batch_size, precision, replacement * 1e3, step * 1e3, replacement / step)
+
+
+def main() -> None:
+    """Measures every setting and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[128, 2048, 8192])
+    parser.add_argument("--precisions", nargs="+", default=["bf16", "fp32"])
+    parser.add_argument("--p0", type=float, nargs="+", default=[0.0, 0.01, 0.1])
+    parser.add_argument("--seconds", type=float, default=6.0, help="of each measurement, about")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    options = parser.parse_args()
+    graph = random_graph(5 * NUM_IDS)
+    table = Table("batch", "precision", "rule", "p0", "replacement, ms", "step, ms", "share of the step")
+    results = []
+    with process_group("auto") as processes:
+        for batch_size in options.batch_sizes:
+            for precision in options.precisions:
+                for p0 in options.p0:
+                    for name, rule in rules(p0, graph).items():
+                        steps = max(25, round(options.seconds * 40_000 / batch_size))
+                        result = measure(name, rule, batch_size, precision, steps, processes)
+                        results.append(result)
+                        table.add_row(
+                            str(batch_size),
+                            precision,
+                            name,
+                            str(p0),
+                            f"{result.replacement_ms:.3f}",
+                            f"{result.step_ms:.2f}",
+                            f"{result.share:.2%}",
+                        )
+        Console(width=120).print(table)
+        if options.output is not None:
+            values = {**surroundings(processes.device), "results": [dataclasses.asdict(result) for result in results]}
+            options.output.write_text(json.dumps(values, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
