@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+
+from tests.processes import run_processes
 
 
 def free_port() -> int:
@@ -19,7 +20,7 @@ def free_port() -> int:
 
 def run_on_ranks(world_size: int, function: Callable[..., None], *arguments: Any) -> None:
     """Calls ``function(rank, world_size, *arguments)`` on every rank; raises what any of them raises."""
-    mp.spawn(_start, (world_size, free_port(), function, arguments), nprocs=world_size)
+    run_processes(world_size, _start, world_size, free_port(), function, arguments)
 
 
 def _start(rank: int, world_size: int, port: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:

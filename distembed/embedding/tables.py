@@ -16,6 +16,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from distembed.embedding.config import CompositionalEmbeddingConfig, PartitionTable, perturbation, vector_names
 from distembed.embedding.ids import IdMapper
 from distembed.errors import UserError
+from distembed.sse import require_forward_pass
 
 Config = TypeVar("Config", bound=CompositionalEmbeddingConfig)
 
@@ -105,6 +106,8 @@ class CompositionalTables(nn.Module, Generic[Config]):
             UserError: for a feature that the batch lacks, or an id outside of its table.
         """
         features = maybe_td_to_kjt(features)
+        if self.training and self.sse.replaces_ids:
+            require_forward_pass()
         mapped = self.sse(self._map_ids(features))
         counts = features.length_per_key()
         ids, mapped_ids = features.values().split(counts), mapped.values().split(counts)

@@ -17,7 +17,14 @@ Two users: the collections of :mod:`distembed.embedding`, whose tables take ``ss
 """
 
 from distembed.sse.graph import Graph
-from distembed.sse.perturbation import FeaturePerturbation, IdPerturbation, perturb_inputs, set_step, take_counts
+from distembed.sse.perturbation import (
+    FeaturePerturbation,
+    IdPerturbation,
+    perturb_inputs,
+    require_forward_pass,
+    set_step,
+    take_counts,
+)
 from distembed.sse.replacement import IdStream
 from distembed.sse.rule import SSE, Walk
 
@@ -29,6 +36,7 @@ __all__ = [
     "IdStream",
     "Walk",
     "perturb_inputs",
+    "require_forward_pass",
     "set_step",
     "take_counts",
 ]

@@ -32,7 +32,7 @@ class NeighborDraw:
         self._keep, self._alias = (
             None if table is None else torch.from_numpy(table).to(device) for table in (graph.keep, graph.alias)
         )
-        self._excess = rho - 1.0
+        self._excess = torch.tensor(rho - 1.0, dtype=torch.float64, device=device)
         self._restart, self._max_steps = (1.0, 1) if walk is None else (walk.restart, walk.max_steps)
 
     @property
@@ -50,8 +50,9 @@ class NeighborDraw:
             num_others: ids that could be drawn in the place of each.
             words: random integers below 2^63, ``num_words`` for each id.
         """
-        excess = self._excess * self._degrees(ids)
-        chosen = _unit(words[0]) * (excess + num_others) < excess
+        # both sides divided by rho - 1, so that none overflows
+        degrees = self._degrees(ids).double()
+        chosen = _unit(words[0]) * (degrees + num_others.double() / self._excess) < degrees
         previous, node = ids, self._neighbor(ids, words[1], words[2])
         walking = chosen
         for step in range(1, self._max_steps):

@@ -28,74 +28,80 @@ class Perturbation(nn.Module):
         step: of the next batch in training, over all epochs.
 
     Args:
+        streams: of the features whose ids are replaced.
         rank: of this process, so that ranks draw different numbers; the one in the default process group unless given.
     """
 
-    def __init__(self, rank: int | None = None) -> None:
+    def __init__(self, streams: Sequence[IdStream], rank: int | None = None) -> None:
         super().__init__()
         self.step = 0
+        self._streams = list(streams)
         self._rank = rank
-        self._counted: list[_Counted] = []
+        self._replacer: Replacer | None = None
+        self._start_counting()
 
     def extra_repr(self) -> str:
         return f"step={self.step}"
 
-    def take_counts(self) -> dict[str, tuple[int, int]]:
-        """For each table how many ids were replaced, and how many there were, since the last call."""
-        return _added(count for counted in self._counted for count in counted.take())
-
-    def _counted_replacer(self, streams: Sequence[IdStream | None], device: torch.device) -> "_Counted":
-        self._counted.append(_Counted(streams, device))
-        return self._counted[-1]
-
-    def _replace(self, counted: "_Counted", ids: Int[Tensor, "*shape"], counts: Sequence[int]) -> Int[Tensor, "*shape"]:
-        if torch._C._current_graph_task_id() != -1:
-            raise UserError(
-                "ids would be replaced within the backward pass: activation checkpointing runs a forward pass again, "
-                "which would draw other ids; leave the embedding out of what is checkpointed."
-            )
-        if self._rank is None:
-            self._rank = dist.get_rank() if dist.is_initialized() else 0
-        replaced = counted.replace(ids, counts, self.step, self._rank)
-        self.step += 1
-        return replaced
-
-
-class FeaturePerturbation(Perturbation):
-    """Replaces ids of a KeyedJaggedTensor: each id by itself, in sequences and bags alike.
-
-    Args:
-        streams: of the features whose ids are replaced; others are left alone, and may be missing from a batch.
-        rank: as its base's.
-    """
-
-    def __init__(self, streams: Sequence[IdStream], rank: int | None = None) -> None:
-        super().__init__(rank)
-        self._stream_of = {stream.feature: stream for stream in streams}
-        self._of_layout: dict[tuple[str, ...], _Counted] = {}
-
     @property
     def replaces_ids(self) -> bool:
         """Whether any ids are ever replaced."""
-        return any(stream.sse.p0 > 0 for stream in self._stream_of.values())
+        return any(stream.sse.p0 > 0 for stream in self._streams)
+
+    def take_counts(self) -> dict[str, tuple[int, int]]:
+        """For each table how many ids were replaced, and how many there were, since the last call."""
+        replaced = self._drawn if self._kept is None else self._drawn - self._kept.cpu().numpy()
+        counts = zip(replaced.tolist(), self._seen.tolist(), strict=True)
+        self._start_counting()
+        return _added((stream.table, count) for stream, count in zip(self._streams, counts, strict=True))
+
+    def _start_counting(self) -> None:
+        self._seen, self._drawn = np.zeros((2, len(self._streams)), np.int64)
+        self._kept: Tensor | None = None
+
+    def _replace(
+        self, ids: Int[Tensor, "*shape"], counts: tuple[int, ...], starts: Sequence[int]
+    ) -> Int[Tensor, "*shape"]:
+        """The ids of the next step of training."""
+        if self._rank is None:
+            self._rank = dist.get_rank() if dist.is_initialized() else 0
+        if self._replacer is None or (self._replacer.device, self._replacer.dtype) != (ids.device, ids.dtype):
+            self._replacer = Replacer(self._streams, ids.device, ids.dtype)
+        result = self._replacer(ids, counts, starts, self.step, self._rank)
+        self.step += 1
+        self._seen += counts
+        self._drawn += result.num_drawn
+        if result.num_kept is not None:
+            self._kept = result.num_kept if self._kept is None else self._kept + result.num_kept
+        return result.ids
+
+
+class FeaturePerturbation(Perturbation):
+    """Replaces ids of a KeyedJaggedTensor, each by itself, in bags and sequences alike; arguments as its base's.
+
+    Features without a stream are left alone. A batch may lack features, and have them in any order: the numbers that a
+    feature's ids meet depend on neither.
+    """
+
+    def __init__(self, streams: Sequence[IdStream], rank: int | None = None) -> None:
+        super().__init__(streams, rank)
+        self._keys: list[str] = []
+        self._places: list[int | None] = []
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """The same object where nothing is replaced, else a copy with other ids and all else the same.
 
         Args:
-            features: of any order of keys; ids lie in their tables.
+            features: whose ids lie in their tables.
         """
         ids = features.values()
-        if not self.training or not self._stream_of or ids.is_meta:
+        if not self.training or not self._streams or ids.is_meta:
             return features
-        keys = tuple(features.keys())
-        counted = self._of_layout.get(keys)
-        if counted is None or counted.device != ids.device:
-            streams = [self._stream_of.get(key) for key in keys]
-            counted = self._of_layout[keys] = self._counted_replacer(streams, ids.device)
-        counts = features.length_per_key()
-        replaced = self._replace(counted, ids, counts)
+        self._follow_keys(features.keys())
+        lengths, offsets = features.length_per_key(), features.offset_per_key()
+        counts = tuple(0 if place is None else lengths[place] for place in self._places)
+        replaced = self._replace(ids, counts, [0 if place is None else offsets[place] for place in self._places])
         if replaced is ids:
             return features
         return KeyedJaggedTensor(
@@ -104,10 +110,16 @@ class FeaturePerturbation(Perturbation):
             weights=features.weights_or_none(),
             lengths=features.lengths_or_none(),
             offsets=features.offsets_or_none(),
-            stride=features.stride(),
-            length_per_key=counts,
-            offset_per_key=features.offset_per_key_or_none(),
+            length_per_key=lengths,
+            offset_per_key=offsets,
+            inverse_indices=features.inverse_indices_or_none(),
+            **_rows_of(features),
         )
+
+    def _follow_keys(self, keys: list[str]) -> None:
+        if keys != self._keys:
+            place_of = {key: place for place, key in enumerate(keys)}
+            self._keys, self._places = keys, [place_of.get(stream.feature) for stream in self._streams]
 
 
 class IdPerturbation(Perturbation):
@@ -115,7 +127,8 @@ class IdPerturbation(Perturbation):
 
     ::
 
-        targets = perturb_targets(targets)      # perturb_targets = IdPerturbation(num_items, SSE(p0=0.01))
+        perturb_targets = IdPerturbation(num_items, SSE(p0=0.01), name="targets")
+        loss = cross_entropy(scores, perturb_targets(targets))
 
     Args:
         num_embeddings: ids lie in ``[0, num_embeddings)``.
@@ -128,18 +141,29 @@ class IdPerturbation(Perturbation):
     def __init__(
         self, num_embeddings: int, sse: SSE, *, name: str = "ids", seed: int = 0, rank: int | None = None
     ) -> None:
-        super().__init__(rank)
-        self._stream = IdStream(name, name, num_embeddings, sse, seed)
-        self._on_device: _Counted | None = None
+        super().__init__([IdStream(name, name, num_embeddings, sse, seed)], rank)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, ids: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
         """The same object where nothing is replaced, else a copy."""
         if not self.training or ids.is_meta:
             return ids
-        if self._on_device is None or self._on_device.device != ids.device:
-            self._on_device = self._counted_replacer([self._stream], ids.device)
-        return self._replace(self._on_device, ids, [ids.numel()])
+        if self.replaces_ids:
+            require_forward_pass()
+        return self._replace(ids, (ids.numel(),), (0,))
+
+
+def require_forward_pass() -> None:
+    """Refuses what activation checkpointing does: to run a forward pass again, for which other ids would be drawn.
+
+    Raises:
+        UserError: within a backward pass.
+    """
+    if torch._C._current_graph_task_id() != -1:
+        raise UserError(
+            "ids would be replaced within the backward pass: activation checkpointing runs a forward pass again, "
+            "which would draw other ids; leave the embedding out of what is checkpointed."
+        )
 
 
 def perturb_inputs(
@@ -193,6 +217,13 @@ def take_counts(model: nn.Module) -> dict[str, tuple[int, int]]:
     return _added(count for module in _perturbations(model) for count in module.take_counts().items())
 
 
+def _rows_of(features: KeyedJaggedTensor) -> dict[str, Any]:
+    """How many rows there are, for all features or for each."""
+    if features.variable_stride_per_key():
+        return {"stride_per_key_per_rank": features.stride_per_key_per_rank()}
+    return {"stride": features.stride()}
+
+
 def _perturbations(model: nn.Module) -> Iterator[Perturbation]:
     return (module for module in model.modules() if isinstance(module, Perturbation))
 
@@ -213,32 +244,3 @@ def _perturb_input(
     if args:
         return (perturb(args[0]), *args[1:]), kwargs
     return args, {**kwargs, "input": perturb(kwargs["input"])}
-
-
-class _Counted:
-    """A replacer for one order of features, and what it has done so far."""
-
-    def __init__(self, streams: Sequence[IdStream | None], device: torch.device) -> None:
-        self.device = device
-        self._tables = [None if stream is None else stream.table for stream in streams]
-        self._replacer = Replacer(streams, device)
-        self._start()
-
-    def _start(self) -> None:
-        self._seen = np.zeros(len(self._tables), np.int64)
-        self._drawn = np.zeros(len(self._tables), np.int64)
-        self._kept: Tensor | None = None
-
-    def replace(self, ids: Int[Tensor, "*shape"], counts: Sequence[int], step: int, rank: int) -> Int[Tensor, "*shape"]:
-        result = self._replacer(ids, counts, step, rank)
-        self._seen += counts
-        self._drawn += result.num_drawn
-        if result.num_kept is not None:
-            self._kept = result.num_kept if self._kept is None else self._kept + result.num_kept
-        return result.ids
-
-    def take(self) -> list[tuple[str, tuple[int, int]]]:
-        replaced = self._drawn if self._kept is None else self._drawn - self._kept.cpu().numpy()
-        counts = zip(self._tables, replaced.tolist(), self._seen.tolist(), strict=True)
-        self._start()
-        return [(table, (own, seen)) for table, own, seen in counts if table is not None]

@@ -82,7 +82,7 @@ def _gap_layout(counts: tuple[int, ...], rates: tuple[float, ...], safety: float
     features = np.repeat(np.arange(len(ids)), num_gaps)
     ends = np.cumsum(num_gaps)
     numbers = np.arange(len(features)) - (ends - num_gaps)[features]
-    with np.errstate(divide="ignore"):
+    with np.errstate(divide="ignore", over="ignore"):  # 1 and the least probabilities have scales of 0 and infinity
         scales = (1.0 / np.log1p(-chances))[features]
     return _GapLayout(num_gaps, features, ids[features], numbers.view(np.uint64), scales, ends[num_gaps > 0] - 1)
 

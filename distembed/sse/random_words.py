@@ -71,8 +71,8 @@ def below(words: Words, bounds: Words) -> NDArray[np.int64]:
 
 
 def unit(words: Words) -> NDArray[np.float64]:
-    """Uniform numbers inside (0, 1), of 53 bits."""
-    numbers = (words >> np.uint64(11)).astype(np.float64)
+    """Uniform numbers inside (0, 1), of 52 bits."""
+    numbers = (words >> np.uint64(12)).astype(np.float64)
     numbers += 0.5
-    numbers *= 2.0**-53
+    numbers *= 2.0**-52
     return numbers

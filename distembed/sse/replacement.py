@@ -13,6 +13,7 @@ from jaxtyping import Bool, Int, Int64
 from numpy.typing import NDArray
 from torch import Tensor
 
+from distembed.errors import UserError
 from distembed.sse.neighbors import NeighborDraw
 from distembed.sse.positions import Drawn, draw_positions
 from distembed.sse.random_words import below, place_key, stream_key, word
@@ -60,57 +61,63 @@ class Replaced:
 
     Attributes:
         ids: the tensor that came in where none was drawn, else a copy.
-        num_drawn: how many ids of each feature were drawn anew.
+        num_drawn: how many ids of each stream were drawn anew.
         num_kept: of these, how many stayed as they were because they are reserved, on the ids' device; None where none
             could.
     """
 
     ids: Int[Tensor, "*shape"]
     num_drawn: NDArray[np.int64]
-    num_kept: Int64[Tensor, " features"] | None = None
+    num_kept: Int64[Tensor, " streams"] | None = None
 
 
 class Replacer:
-    """Replaces the ids of batches that have these features.
+    """Replaces the ids of these streams.
 
     Args:
-        streams: of each feature of the batch, in its order; None where ids are left alone.
+        streams: of the features whose ids are replaced.
         device: of the ids.
+        dtype: of the ids.
+
+    Raises:
+        UserError: for a type that does not hold all ids.
     """
 
-    def __init__(self, streams: Sequence[IdStream | None], device: torch.device) -> None:
+    def __init__(self, streams: Sequence[IdStream], device: torch.device, dtype: torch.dtype) -> None:
+        _require_room(streams, dtype)
         self._streams = list(streams)
-        self._device = device
-        keys = [stream_key(s.seed, s.table, s.feature) if s else np.zeros(2, np.uint64) for s in streams]
-        self._keys = np.stack(keys, axis=1)
-        self._num_drawable = np.array([max(2, s.num_drawable) if s else 2 for s in streams], dtype=np.uint64)
-        self._reserved = ReservedIds.of([s.sse.reserved if s else () for s in streams], device)
-        keeps = [s is not None and s.sse.keep_reserved for s in streams]
+        self.device, self.dtype = device, dtype
+        self._keys = np.stack([stream_key(s.seed, s.table, s.feature) for s in streams], axis=1)
+        self._num_drawable = np.array([max(2, s.num_drawable) for s in streams], dtype=np.uint64)
+        self._reserved = ReservedIds.of([s.sse.reserved for s in streams], device)
+        keeps = [s.sse.keep_reserved for s in streams]
         self._keeps = torch.tensor(keeps, device=device) if any(keeps) and self._reserved is not None else None
         self._neighbors = {
             i: NeighborDraw(s.sse.graph, s.sse.rho, s.sse.walk, device)
             for i, s in enumerate(streams)
-            if s is not None and s.sse.graph is not None
+            if s.sse.graph is not None
         }
 
-    def __call__(self, ids: Int[Tensor, "*shape"], counts: Sequence[int], step: int, rank: int) -> Replaced:
+    def __call__(
+        self, ids: Int[Tensor, "*shape"], counts: tuple[int, ...], starts: Sequence[int], step: int, rank: int
+    ) -> Replaced:
         """Replaces ids by the numbers of this step and rank.
 
         Args:
-            ids: feature after feature; they lie in their tables.
-            counts: ids of each feature.
+            ids: of all features; those of each lie side by side, and in its table.
+            counts: ids of each stream.
+            starts: where those of each stream begin.
             step: of the run, over all epochs.
             rank: of this process.
         """
-        rates = tuple(0.0 if stream is None else stream.rate(step) for stream in self._streams)
+        rates = tuple(stream.rate(step) for stream in self._streams)
         if not any(rates):
             return Replaced(ids, np.zeros(len(rates), np.int64))
-        drawn = draw_positions(tuple(counts), rates, self._keys ^ place_key(step, rank)[:, None])
+        drawn = draw_positions(counts, rates, self._keys ^ place_key(step, rank)[:, None])
         bounds = np.searchsorted(drawn.features, np.arange(len(rates) + 1))
         if not len(drawn.features):
             return Replaced(ids, np.diff(bounds))
-        starts = np.cumsum(counts, dtype=np.int64) - np.array(counts)
-        places = self._on_device(drawn.positions + starts.take(drawn.features))
+        places = self._on_device(drawn.positions + np.array(starts).take(drawn.features))
         replaced = ids.reshape(-1).clone()
         old = replaced.index_select(0, places).long()
         new, kept = self._draw(old, drawn, bounds)
@@ -118,8 +125,8 @@ class Replacer:
 
     def _draw(
         self, old: Int64[Tensor, " drawn"], drawn: Drawn, bounds: NDArray[np.int64]
-    ) -> tuple[Int64[Tensor, " drawn"], Int64[Tensor, " features"] | None]:
-        """The ids in the place of the old ones, and for each feature how many were kept."""
+    ) -> tuple[Int64[Tensor, " drawn"], Int64[Tensor, " streams"] | None]:
+        """The ids in the place of the old ones, and for each stream how many were kept."""
         num_drawable = self._num_drawable.take(drawn.features)
         words = word(drawn.states, _ANOTHER)
         among_others = self._on_device(below(words, num_drawable - np.uint64(1)))
@@ -156,4 +163,15 @@ class Replacer:
         return new
 
     def _on_device(self, values: NDArray[np.int64]) -> Int64[Tensor, "..."]:
-        return torch.from_numpy(values).to(self._device, non_blocking=True)
+        return torch.from_numpy(values).to(self.device, non_blocking=True)
+
+
+def _require_room(streams: Sequence[IdStream], dtype: torch.dtype) -> None:
+    for stream in streams:
+        if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+            raise UserError(f"table {stream.table!r}: ids are of {dtype}, but must be integers; give int64 or int32.")
+        if torch.iinfo(dtype).max < stream.num_embeddings - 1:
+            raise UserError(
+                f"table {stream.table!r}: ids are of {dtype}, which does not hold those that may be drawn, up to "
+                f"{stream.num_embeddings - 1}; give int64."
+            )

@@ -60,7 +60,7 @@ class ReservedIds:
         position = shifted  # of the id among those that may be drawn
         for other in others:
             is_reserved = is_reserved | (shifted == other)
-            position = position - (shifted > other)
+            position = position - (shifted > other).long()
         new = torch.where(is_reserved, among_all, among_others + (among_others >= position))
         for other in others:
             new = new + (new >= other)

@@ -41,8 +41,8 @@ class SSE:
 
     Without a graph every other id is as likely (SSE-SE): ``p(j, k) = p0 / (N - 1)`` for ``k != j``. With one,
     ``p(j, k) = rho * p(j, l)`` for neighbours k and non-neighbours l of j (SSE-Graph, equation 3), and
-    ``p(j, j) = 1 - p0`` as before. The weights of a weighted graph, and a walk, change how the neighbours' part
-    is shared out, not how large it is. Ids without neighbours are replaced as without a graph.
+    ``p(j, j) = 1 - p0`` as before. Weights of edges, and a walk, change how that is shared out which neighbours have
+    beyond the part of any other id, not how much it is. Ids without neighbours are replaced as without a graph.
 
     Args:
         p0: probability that an id is replaced, 0 to 1.
@@ -73,6 +73,10 @@ class SSE:
                 f"rho is {self.rho!r}; it must be a finite number of 1 or more: how many times as likely a neighbour "
                 "is as another id. 1 draws all ids alike."
             )
+        for field, kind in (("graph", Graph), ("walk", Walk)):
+            value = getattr(self, field)
+            if value is not None and not isinstance(value, kind):
+                raise UserError(f"{field} is {value!r}; give an instance of distembed.sse.{kind.__name__}, or None.")
         if self.graph is None and (self.rho != 1 or self.walk is not None):
             raise UserError(f"rho is {self.rho} and walk {self.walk}, which mean nothing without a graph; give one.")
         object.__setattr__(self, "schedule", checked_schedule(self.schedule))
@@ -145,7 +149,8 @@ def checked_schedule(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, fl
 
 
 def _checked_reserved(ids: Sequence[int]) -> tuple[int, ...]:
-    if isinstance(ids, str) or not all(type(reserved) is int and reserved >= 0 for reserved in ids):
+    is_list = isinstance(ids, Sequence) and not isinstance(ids, str)
+    if not is_list or not all(type(reserved) is int and reserved >= 0 for reserved in ids):
         raise UserError(f"reserved is {ids!r}; give a list of ids of 0 or more.")
     distinct = tuple(sorted(set(ids)))
     if len(distinct) > MAX_RESERVED:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
@@ -23,6 +22,7 @@ from distembed.composition import COMPOSITIONS
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.partitions import QuotientRemainder
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
+from tests.processes import run_processes
 from tests.ranks import free_port
 
 WORLD_SIZE = 2
@@ -125,4 +125,4 @@ def check(rank: int, ports: dict[tuple[str, bool], int]) -> None:
 @pytest.mark.distributed
 def test_the_sharded_model_predicts_what_the_unsharded_one_does() -> None:
     cases = list(itertools.product(SHARDING_TYPES, [False, True]))
-    mp.spawn(check, ({case: free_port() for case in cases},), nprocs=WORLD_SIZE)
+    run_processes(WORLD_SIZE, check, {case: free_port() for case in cases})

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from torch.multiprocessing import ProcessExitedException
 
 from distembed.data.manifest import create_manifest
 from distembed.data.schema import CategoricalFeature, Schema
+from tests.processes import run_processes
+from tests.ranks import free_port
 
 SIZES = {"C1": 5, "C2": 400, "C3": 1000, "M": 50}
 # 31 batches of 64, and one row in the last of 30 batches of 65
@@ -75,9 +79,36 @@ def command(*arguments: object, ranks: int = 1) -> list[str]:
     return [sys.executable, *launcher, "-m", "distembed", *map(str, arguments)]
 
 
-def distembed(*arguments: object, ranks: int = 1, code: int = 0) -> subprocess.CompletedProcess[str]:
-    """Runs the command and checks its exit code; output and errors are text."""
+def launch(*arguments: object, ranks: int = 1) -> None:
+    """Runs the command as a user does, in new processes, which takes seconds longer; it has to end well."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(command(*arguments, ranks=ranks), capture_output=True, text=True, env=environment)
-    assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+
+
+def distembed(*arguments: object, ranks: int = 1, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Runs the command in processes that have torch already and checks its exit code; output and errors are text."""
+    returned = 0
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            run_processes(ranks, run_command, arguments, Path(folder), ranks, free_port())
+        except ProcessExitedException as ended:
+            returned = ended.exit_code
+        output, errors = ((Path(folder) / name).read_text() for name in ("output", "errors"))
+    assert returned == code, f"exit code {returned}\n{output}\n{errors}"
+    return subprocess.CompletedProcess(arguments, returned, output, errors)
+
+
+def run_command(rank: int, arguments: tuple[object, ...], folder: Path, ranks: int = 1, port: int = 0) -> None:
+    """What ``python -m distembed`` does, printing to files, with the environment of ``torch.distributed.run``."""
+    for descriptor, name in ((1, "output"), (2, "errors")):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    if ranks > 1:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    sys.argv[1:] = map(str, arguments)
+
+    from distembed.cli import main  # it looks where it prints to
+
+    main()

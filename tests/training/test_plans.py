@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 import yaml
 
 from distembed import cli
+from tests.processes import run_processes
 from tests.ranks import free_port
 from tests.training.conftest import SIZES
 from tests.training.test_schemes import losses
@@ -57,7 +57,7 @@ def compositions(config: Path, tmp_path: Path) -> Path:
 def train_on_ranks(config: Path, folder: Path, world_size: int) -> None:
     """One run a plan in processes that are started once, as ``torch.distributed.run`` would start each."""
     ports = [free_port() for _ in PLANS]
-    mp.spawn(_train_all, (world_size, ports, str(config), folder), nprocs=world_size)
+    run_processes(world_size, _train_all, world_size, ports, str(config), folder)
 
 
 def _train_all(rank: int, world_size: int, ports: list[int], config: str, folder: Path) -> None:

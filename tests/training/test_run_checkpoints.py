@@ -4,8 +4,6 @@ import dataclasses
 import os
 import resource
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -28,6 +26,7 @@ from distembed.training.checkpoint import load_checkpoint, save_checkpoint
 from distembed.training.checkpoint_store import CheckpointStore
 from distembed.training.processes import Processes
 from distembed.training.run_checkpoints import Checkpoints, checkpoint_place, newest_checkpoint
+from tests.processes import start_processes
 from tests.ranks import run_on_ranks
 
 # without a process group torch says that it takes this for one process, which it is
@@ -354,8 +353,9 @@ KILLED_AT = ("save", "finish", "rm")
 """Before the data, before the last file, and between the removal of an old one's last file and of its others."""
 
 
-def save_and_be_killed(folder: Path, moment: str) -> None:
-    run = Run(folder, keep=1)
+def save_and_be_killed(number: int, folder: Path) -> None:
+    moment = KILLED_AT[number]
+    run = Run(folder / moment, keep=1)
     run.save(1)
     run.checkpoints.wait()
 
@@ -372,19 +372,11 @@ def save_and_be_killed(folder: Path, moment: str) -> None:
     run.checkpoints.wait()
 
 
-def be_killed_at_every_moment(folder: Path) -> None:
-    """In a process for each, all forked from this one, which has not started any thread."""
-    for moment in KILLED_AT:
-        child = os.fork()
-        if child == 0:
-            save_and_be_killed(folder / moment, moment)
-            os._exit(0)
-        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL, moment
-
-
 def test_killed_while_writing_or_removing_it_leaves_whole_checkpoints_alone(tmp_path: Path) -> None:
-    script = f"from tests.training.test_run_checkpoints import *; be_killed_at_every_moment(Path({str(tmp_path)!r}))"
-    subprocess.run([sys.executable, "-c", script], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
+    killed = start_processes(len(KILLED_AT), save_and_be_killed, tmp_path).processes
+    for process in killed:
+        process.join()
+    assert [process.exitcode for process in killed] == [-signal.SIGKILL] * len(KILLED_AT)
     for moment in KILLED_AT:
         folder = tmp_path / moment
         run, step = Run(folder, keep=1), 2 if moment == "rm" else 1

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from sklearn.metrics import log_loss, roc_auc_score
 
 from distembed import cli
 from distembed.errors import UserError
-from tests.training.conftest import ROWS, command, distembed, write_dataset
+from tests.processes import start_processes
+from tests.training.conftest import ROWS, command, distembed, launch, run_command, write_dataset
 
 
 def metrics(run: Path, kind: str) -> list[dict[str, Any]]:
@@ -70,8 +72,8 @@ def test_two_ranks_give_the_losses_of_one_and_predict_in_order(config: Path, tmp
     # 65 rows a batch cannot be halved, and of the last batch's one row a rank has none
     overrides = ["train.batch_size=65", "train.epochs=2", "train.evaluate_every=20"]
     one, two = tmp_path / "one", tmp_path / "two"
-    distembed("train", config, *overrides, "--run-dir", one)
-    distembed("train", config, *overrides, "--run-dir", two, ranks=2)
+    launch("train", config, *overrides, "--run-dir", one)
+    launch("train", config, *overrides, "--run-dir", two, ranks=2)
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)
     assert [line["samples"] for line in metrics(two, "train")] == [line["samples"] for line in metrics(one, "train")]
     for split in ("validation", "test"):
@@ -147,26 +149,38 @@ def call(*arguments: object) -> None:
     cli.app([str(argument) for argument in arguments], standalone_mode=False)
 
 
-def start(config: Path, run: Path, *overrides: str, ranks: int = 1) -> subprocess.Popen[str]:
+def start(config: Path, run: Path, *overrides: str) -> BaseProcess:
+    """A long run in a process that has torch already."""
+    arguments = ("train", config, "train.epochs=400", *overrides, "--run-dir", run)
+    (process,) = start_processes(1, run_command, arguments, run.parent).processes
+    return process
+
+
+def launch_long(config: Path, run: Path, ranks: int = 1) -> subprocess.Popen[bytes]:
+    """The same as a user starts it."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    arguments = command("train", config, "train.epochs=400", *overrides, "--run-dir", run, ranks=ranks)
-    return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    with (run.parent / "output").open("w") as output:
+        arguments = command("train", config, "train.epochs=400", "--run-dir", run, ranks=ranks)
+        return subprocess.Popen(arguments, stdout=output, stderr=output, env=environment)
 
 
-def wait_for_steps(run: Path, process: subprocess.Popen[str], steps: int) -> None:
+def wait_for_steps(run: Path, process: BaseProcess | subprocess.Popen[bytes], steps: int) -> None:
     path = run / "metrics.jsonl"
     while not path.exists() or path.read_text().count("\n") < steps:
-        assert process.poll() is None, process.communicate()[0]
+        is_running = process.is_alive() if isinstance(process, BaseProcess) else process.poll() is None
+        assert is_running, [
+            said.read_text() for said in (run.parent / "output", run.parent / "errors") if said.exists()
+        ]
         time.sleep(0.05)
 
 
 def test_ctrl_c_leaves_a_checkpoint_to_go_on_from(config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = start(config, run)
+    process = launch_long(config, run)
     wait_for_steps(run, process, 20)
     process.send_signal(signal.SIGINT)
-    output = process.communicate()[0]
-    assert process.returncode == 1 and "interrupted" in output and "Traceback" not in output
+    returned, output = process.wait(), (tmp_path / "output").read_text()
+    assert returned == 1 and "interrupted" in output and "Traceback" not in output
     assert json.loads((run / "run.json").read_text())["status"] == "interrupted"
     (checkpoint,) = sorted((run / "checkpoints").glob("step-*"))[-1:]
     last = metrics(run, "train")[-1]["step"]
@@ -178,10 +192,10 @@ def test_ctrl_c_leaves_a_checkpoint_to_go_on_from(config: Path, tmp_path: Path) 
 @pytest.mark.distributed
 def test_ctrl_c_stops_all_ranks_at_the_same_step(config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = start(config, run, ranks=2)
+    process = launch_long(config, run, ranks=2)
     wait_for_steps(run, process, 20)
     process.send_signal(signal.SIGINT)
-    process.communicate()
+    process.wait()
     assert json.loads((run / "run.json").read_text())["status"] == "interrupted"
     last = metrics(run, "train")[-1]["step"]
     assert (run / "checkpoints" / f"step-{last:08d}" / "progress.json").exists()
@@ -195,7 +209,7 @@ def test_kill_leaves_only_whole_checkpoints(config: Path, tmp_path: Path, delay:
     wait_for_steps(run, process, 5)
     time.sleep(delay)
     process.kill()
-    process.communicate()
+    process.join()
     done = distembed("evaluate", run)  # reads the newest
     assert "logloss" in done.stdout
     step = max(int(p.name.removeprefix("step-")) for p in (run / "checkpoints").glob("step-*"))
@@ -203,7 +217,7 @@ def test_kill_leaves_only_whole_checkpoints(config: Path, tmp_path: Path, delay:
     resumed = start(config, run, "train.checkpoint_every=1", "train.keep_checkpoints=3", "--resume")
     wait_for_steps(run, resumed, step + 3)
     resumed.kill()
-    resumed.communicate()
+    resumed.join()
     steps = [line["step"] for line in metrics(run, "train")]
     assert steps == list(range(1, steps[-1] + 1)) and steps[-1] > step
 
@@ -258,4 +272,4 @@ def test_two_runs_in_one_folder_are_refused(config: Path, tmp_path: Path) -> Non
         assert "in use by another process" in done.stderr
     finally:
         process.kill()
-        process.communicate()
+        process.join()

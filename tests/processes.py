@@ -1,0 +1,50 @@
+"""Processes of their own for a test, forked from ones that have loaded torch, which takes each of them seconds.
+
+They are forked from two such servers in turn. Each has a seed of its own for the hash of strings, as the ranks of a
+real run have, so that what depends on the order of a set differs between neighbouring ranks.
+"""
+
+import itertools
+import os
+from collections.abc import Callable
+from multiprocessing import forkserver
+from multiprocessing.forkserver import ForkServer
+from typing import Any
+
+import torch.multiprocessing as mp
+
+# What takes long to load, starts no thread and is not under test. torch loads its compiler with the first optimizer.
+LOADED = ["torch._dynamo", "torchrec", "torch.utils.tensorboard", "hypothesis", "pytest"]
+SERVERS = [ForkServer(), ForkServer()]
+"""They start when they are first needed, and end with this process."""
+
+
+def run_processes(count: int, function: Callable[..., None], *arguments: Any) -> None:
+    """Calls ``function(i, *arguments)`` in each process; raises what :func:`torch.multiprocessing.spawn` raises."""
+    started = start_processes(count, function, *arguments)
+    while not started.join():
+        pass
+
+
+def start_processes(count: int, function: Callable[..., None], *arguments: Any) -> mp.ProcessContext:
+    """The same without waiting for them; they end with this process at the latest."""
+    for server in SERVERS:
+        server.set_forkserver_preload(LOADED)
+        server.ensure_running()
+    turns = itertools.cycle(SERVERS)
+    # multiprocessing knows of one server
+    usual = forkserver.connect_to_new_process
+    forkserver.connect_to_new_process = lambda fds: next(turns).connect_to_new_process(fds)
+    try:
+        return mp.start_processes(
+            _call, (dict(os.environ), function, arguments), count, join=False, daemon=True, start_method="forkserver"
+        )
+    finally:
+        forkserver.connect_to_new_process = usual
+
+
+def _call(number: int, environment: dict[str, str], function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    # a server's is that of when it was started
+    os.environ.clear()
+    os.environ.update(environment)
+    function(number, *arguments)
