@@ -15,7 +15,8 @@ def mix64_array(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """
     values = values + np.uint64(GOLDEN_GAMMA)
     shifted = np.empty_like(values)
-    for shift, multiplier in zip(SHIFTS, MULTIPLIERS, strict=False):
+    for shift, multiplier in zip(SHIFTS, (*MULTIPLIERS, None), strict=True):
         values ^= np.right_shift(values, np.uint64(shift), out=shifted)
-        values *= np.uint64(multiplier)
-    return values ^ (values >> np.uint64(SHIFTS[-1]))
+        if multiplier is not None:
+            values *= np.uint64(multiplier)
+    return values

@@ -33,6 +33,13 @@ from distembed.sse.graph_files import GRAPH_FILE, Description, GraphWriter
 
 LEAST_MEMORY_BYTES = 256 << 20
 
+_DROPPED_WORDS = {
+    "duplicates": "given before",
+    "self_loops": "from an id to itself",
+    "unknown": "with a value that the table has no id for",
+    "missing": "without an attribute",
+}
+
 
 def prepare_graph(
     inputs: Sequence[str | os.PathLike[str]],
@@ -112,16 +119,21 @@ def prepare_graph(
 
 
 def describe_graph(graph: Graph) -> list[str]:
-    """What was made and what was left out, in lines of text."""
-    details = graph.details
-    dropped = {name.replace("_", " "): count for name, count in details["dropped"].items() if count}
-    share = details["num_connected"] / graph.num_nodes
-    return [
+    """What was made of which rows, in lines of text."""
+    details, dropped = graph.details, graph.details["dropped"]
+    left_out = [f"{dropped[name]:,} {words}" for name, words in _DROPPED_WORDS.items() if dropped.get(name)]
+    lines = [
         f"{graph.num_nodes:,} ids, {graph.num_edges:,} edges stored, {'one way' if graph.directed else 'both ways'}",
-        f"{details['num_connected']:,} ids ({share:.1%}) have neighbours, {details['largest_degree']:,} at most",
-        f"left out of {details['num_rows']:,} rows: "
-        + (", ".join(f"{count:,} {name}" for name, count in dropped.items()) or "nothing"),
+        f"{details['num_connected']:,} ids ({details['num_connected'] / graph.num_nodes:.1%}) have neighbours, "
+        f"{details['largest_degree']:,} at most",
+        f"{details['num_rows']:,} rows; left out: {', '.join(left_out) or 'none'}",
     ]
+    if dropped.get("hubs"):
+        lines.append(
+            f"attribute values left out: {dropped['hubs']:,} that more than {details['options']['max_shared']:,} ids "
+            f"share, {dropped['largest_hub']:,} at most"
+        )
+    return lines
 
 
 def _value_map(

@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from distembed.sse.random_words import Words, generators, unit, word
+from distembed.sse.random_words import Words, state_offsets, unit, word
 
 Integers = NDArray[np.int64]
 
@@ -22,7 +22,7 @@ class Drawn:
     Attributes:
         features: number of each id's feature, rising.
         positions: of each id within its feature, rising.
-        states: a generator of each, whose word 0 is used up.
+        states: of each id's random words, of which word 0 is used up.
     """
 
     features: Integers
@@ -36,12 +36,13 @@ def draw_positions(counts: tuple[int, ...], rates: tuple[float, ...], keys: Word
     Args:
         counts: ids of each feature.
         rates: probability that an id of the feature is replaced.
-        keys: of each feature's generators, ``[2, features]``.
+        keys: state of each feature's generator, ``[features]``.
     """
     safety = 3.0
     while True:
         gaps = _gap_layout(counts, rates, safety)
-        states = generators(gaps.numbers, keys.take(gaps.features, axis=1))
+        states = keys.take(gaps.features)
+        states += gaps.offsets
         positions = _positions(gaps, unit(word(states, 0)))
         # every feature's last gap has to reach beyond its last id; else gaps are added to the same ones
         if (positions[gaps.lasts] >= gaps.limits[gaps.lasts]).all():
@@ -58,7 +59,7 @@ class _GapLayout:
         num_gaps: of each feature, ``[features]``.
         features: of each gap.
         limits: ids of each gap's feature.
-        numbers: of each gap within its feature, which is that of its generator.
+        offsets: of each gap's words, which it has by its number within the feature.
         scales: ``1 / log(1 - p)`` of each gap.
         lasts: index of the last gap of each feature that has some.
     """
@@ -66,7 +67,7 @@ class _GapLayout:
     num_gaps: Integers
     features: Integers
     limits: Integers
-    numbers: Words
+    offsets: Words
     scales: NDArray[np.float64]
     lasts: Integers
 
@@ -84,7 +85,7 @@ def _gap_layout(counts: tuple[int, ...], rates: tuple[float, ...], safety: float
     numbers = np.arange(len(features)) - (ends - num_gaps)[features]
     with np.errstate(divide="ignore", over="ignore"):  # 1 and the least probabilities have scales of 0 and infinity
         scales = (1.0 / np.log1p(-chances))[features]
-    return _GapLayout(num_gaps, features, ids[features], numbers.view(np.uint64), scales, ends[num_gaps > 0] - 1)
+    return _GapLayout(num_gaps, features, ids[features], state_offsets(numbers), scales, ends[num_gaps > 0] - 1)
 
 
 def _positions(gaps: _GapLayout, uniform: NDArray[np.float64]) -> Integers:

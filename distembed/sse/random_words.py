@@ -1,12 +1,11 @@
 """Random numbers that are a function of where they are used, not of a generator's hidden state.
 
-A *stream* is that of one table's feature under one seed. Every step of every rank has 2^64 generators of it, by number,
-and each of these gives words of 64 bits, also by number. Any of them can be computed at any time: a resumed run repeats
+A *stream* belongs to one table's feature under one seed. At every step of every rank it is one SplitMix64 generator
+(Steele, Lea, Flood, OOPSLA 2014), whose state is a hash of all these, and of whose outputs each use has 64 of its own:
+use n has the words ``64 n`` to ``64 n + 63``. Any of them can be computed at any time. So a resumed run repeats
 exactly, and how far a pipeline works ahead does not matter.
 
-A generator is SplitMix64 (Steele, Lea, Flood, OOPSLA 2014). Its seed is its number, mixed under 128 bits of key, which
-BLAKE2b makes of seed, names, step and rank. All is done on the CPU for all devices, so that a GPU follows the same
-numbers.
+All is done on the CPU for all devices, so that a GPU follows the same numbers.
 """
 
 import hashlib
@@ -18,36 +17,31 @@ from distembed.splitmix import GOLDEN_GAMMA, mix64_array
 
 Words = NDArray[np.uint64]
 
+WORDS_A_USE = 64
 
-def stream_key(seed: int, *names: str) -> Words:
-    """The key of a stream, ``[2]``; distinct seeds or lists of names give unlike ones."""
-    digest = hashlib.blake2b(digest_size=16, person=b"distembed stream")
+
+def stream_key(seed: int, *names: str) -> np.uint64:
+    """The key of a stream; distinct seeds or lists of names give unlike ones."""
+    digest = hashlib.blake2b(digest_size=8, person=b"distembed stream")
     for name in (str(seed), *names):
         encoded = name.encode("utf-8", errors="surrogatepass")
         digest.update(len(encoded).to_bytes(8, "little") + encoded)
-    return np.frombuffer(digest.digest(), dtype=np.uint64)
+    return np.frombuffer(digest.digest(), dtype=np.uint64)[0]
 
 
-def place_key(step: int, rank: int) -> Words:
-    """The key of a step of a rank, ``[2]``; with a stream's it is combined by exclusive or."""
+def place_key(step: int, rank: int) -> np.uint64:
+    """The key of a step of a rank; the exclusive or with a stream's is the state of its generator there."""
     place = step.to_bytes(8, "little") + rank.to_bytes(8, "little")
-    return np.frombuffer(hashlib.blake2b(place, digest_size=16, person=b"distembed place.").digest(), dtype=np.uint64)
+    return np.frombuffer(hashlib.blake2b(place, digest_size=8, person=b"distembed place.").digest(), dtype=np.uint64)[0]
 
 
-def generators(numbers: Words, keys: Words) -> Words:
-    """States of the generators of these numbers.
-
-    Args:
-        numbers: ``[n]``.
-        keys: of each one's stream and place, ``[2, n]``.
-    """
-    states = mix64_array(numbers ^ keys[0])
-    states += keys[1]
-    return states
+def state_offsets(uses: NDArray[np.int64]) -> Words:
+    """How far each use's words are from the generator's state."""
+    return uses.view(np.uint64) * np.uint64(WORDS_A_USE * GOLDEN_GAMMA % 2**64)
 
 
 def word(states: Words, number: int) -> Words:
-    """The word of this number of each generator."""
+    """The word of this number, 0 to 63, of each use."""
     return mix64_array(states + np.uint64(number * GOLDEN_GAMMA % 2**64) if number else states)
 
 

@@ -87,7 +87,7 @@ class Replacer:
         _require_room(streams, dtype)
         self._streams = list(streams)
         self.device, self.dtype = device, dtype
-        self._keys = np.stack([stream_key(s.seed, s.table, s.feature) for s in streams], axis=1)
+        self._keys = np.array([stream_key(s.seed, s.table, s.feature) for s in streams])
         self._num_drawable = np.array([max(2, s.num_drawable) for s in streams], dtype=np.uint64)
         self._reserved = ReservedIds.of([s.sse.reserved for s in streams], device)
         keeps = [s.sse.keep_reserved for s in streams]
@@ -113,7 +113,7 @@ class Replacer:
         rates = tuple(stream.rate(step) for stream in self._streams)
         if not any(rates):
             return Replaced(ids, np.zeros(len(rates), np.int64))
-        drawn = draw_positions(counts, rates, self._keys ^ place_key(step, rank)[:, None])
+        drawn = draw_positions(counts, rates, self._keys ^ place_key(step, rank))
         bounds = np.searchsorted(drawn.features, np.arange(len(rates) + 1))
         if not len(drawn.features):
             return Replaced(ids, np.diff(bounds))

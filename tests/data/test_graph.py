@@ -489,12 +489,17 @@ def test_the_command(tmp_path: Path) -> None:
     file = write(tmp_path / "edges.csv", table_of([1, 2, 2, 5], [2, 1, 3, 5]))
     said = call(file, "--output", tmp_path / "out", "--num-embeddings", 8, "--memory-limit", "1GB")
     assert "8 ids, 4 edges stored, both ways" in said and "3 ids (37.5%) have neighbours, 2 at most" in said
-    assert "left out of 4 rows: 1 duplicates, 1 self loops" in said
+    assert "4 rows; left out: 1 given before, 1 from an id to itself" in said
     assert describe_graph(Graph.open(tmp_path / "out"))[0] in said
     pairs = write(tmp_path / "pairs.csv", pa.table({"film": [1, 2, 3], "director": ["a", "a", "b"]}))
+    overwritten = ("-o", tmp_path / "out", "--overwrite", "--num-embeddings", 8)
     options = ("--source", "film", "--attribute", "director", "--count-shared", "--max-shared", 9)
-    said = call(pairs, "-o", tmp_path / "out", "--overwrite", "--num-embeddings", 8, *options)
-    assert "8 ids, 2 edges stored" in said and "left out of 3 rows: nothing" in said
+    said = call(pairs, *options, *overwritten)
+    assert "8 ids, 2 edges stored" in said and "3 rows; left out: none" in said
+    said = call(
+        write(pairs, pa.table({"film": [1, 2, 3, 4, 5], "director": [*"aaabb"]})), *options[:-1], 2, *overwritten
+    )
+    assert "attribute values left out: 1 that more than 2 ids share, 3 at most" in said
     with pytest.raises(UserError, match="--memory-limit"):
         call(file, "-o", tmp_path / "x", "--num-embeddings", 8, "--memory-limit", "much")
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.sse import SSE, FeaturePerturbation, Graph, IdPerturbation, IdStream, Walk, set_step, take_counts
-from distembed.sse.random_words import below, unit, word
+from distembed.sse.random_words import below, stream_key, unit, word
 from tests.sse.reference import FALSE_ALARM, independence_p_value, jagged, share_p_value
 
 # words
@@ -181,7 +181,7 @@ def test_what_is_replaced_does_not_hinge_on_how_many_numbers_are_made_at_first(
 ) -> None:
     from distembed.sse import positions
 
-    keys = np.arange(2, 12, dtype=np.uint64).reshape(2, 5) * np.uint64(0x9E3779B97F4A7C15)
+    keys = np.array([stream_key(0, str(i)) for i in range(5)])
     counts, rates = (1000, 0, 1, 5000, 17), (rate, rate, rate, rate / 3, 1.0)
     drawn = positions.draw_positions(counts, rates, keys)
     plan, tried = positions._gap_layout, []
