@@ -181,9 +181,9 @@ def test_what_is_replaced_does_not_hinge_on_how_many_numbers_are_made_at_first(
 ) -> None:
     from distembed.sse import positions
 
-    keys = np.array([stream_key(0, str(i)) for i in range(5)])
     counts, rates = (1000, 0, 1, 5000, 17), (rate, rate, rate, rate / 3, 1.0)
-    drawn = positions.draw_positions(counts, rates, keys)
+    keys_of_steps = [np.array([stream_key(step, str(i)) for i in range(5)]) for step in range(10)]
+    drawn = [positions.draw_positions(counts, rates, keys) for keys in keys_of_steps]
     plan, tried = positions._gap_layout, []
 
     def sparing(counts: tuple[int, ...], rates: tuple[float, ...], safety: float) -> Any:
@@ -191,10 +191,10 @@ def test_what_is_replaced_does_not_hinge_on_how_many_numbers_are_made_at_first(
         return plan(counts, rates, safety - 2.99)
 
     monkeypatch.setattr(positions, "_gap_layout", sparing)
-    again = positions.draw_positions(counts, rates, keys)
-    assert len(tried) > 1
-    for one, other in zip(vars(drawn).values(), vars(again).values(), strict=True):
-        assert np.array_equal(one, other)
+    again = [positions.draw_positions(counts, rates, keys) for keys in keys_of_steps]
+    assert len(tried) > len(again)
+    for one, other in zip(drawn, again, strict=True):
+        assert all(np.array_equal(vars(one)[name], vars(other)[name]) for name in vars(one))
 
 
 @pytest.mark.parametrize("name", RULES)
