@@ -86,6 +86,9 @@ class Replacer:
     def __init__(self, streams: Sequence[IdStream], device: torch.device, dtype: torch.dtype) -> None:
         _require_room(streams, dtype)
         self._streams = list(streams)
+        self._stream_numbers = np.arange(len(streams) + 1)
+        self._is_scheduled = any(s.sse.schedule for s in streams)
+        self._first_rates = self._rates(0)
         self.device, self.dtype = device, dtype
         self._keys = np.array([stream_key(s.seed, s.table, s.feature) for s in streams])
         self._num_drawable = np.array([max(2, s.num_drawable) for s in streams], dtype=np.uint64)
@@ -110,11 +113,11 @@ class Replacer:
             step: of the run, over all epochs.
             rank: of this process.
         """
-        rates = tuple(stream.rate(step) for stream in self._streams)
+        rates = self._rates(step) if self._is_scheduled else self._first_rates
         if not any(rates):
             return Replaced(ids, np.zeros(len(rates), np.int64))
         drawn = draw_positions(counts, rates, self._keys ^ place_key(step, rank))
-        bounds = np.searchsorted(drawn.features, np.arange(len(rates) + 1))
+        bounds = np.searchsorted(drawn.features, self._stream_numbers)
         if not len(drawn.features):
             return Replaced(ids, np.diff(bounds))
         places = self._on_device(drawn.positions + np.array(starts).take(drawn.features))
@@ -122,6 +125,9 @@ class Replacer:
         old = replaced.index_select(0, places).long()
         new, kept = self._draw(old, drawn, bounds)
         return Replaced(replaced.scatter_(0, places, new.to(ids.dtype)).view(ids.shape), np.diff(bounds), kept)
+
+    def _rates(self, step: int) -> tuple[float, ...]:
+        return tuple(stream.rate(step) for stream in self._streams)
 
     def _draw(
         self, old: Int64[Tensor, " drawn"], drawn: Drawn, bounds: NDArray[np.int64]

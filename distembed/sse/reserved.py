@@ -18,12 +18,12 @@ class ReservedIds:
     """Reserved ids of several features.
 
     Args:
-        num_first: how many of the first ids of each feature are reserved.
+        num_first: how many of the first ids of each feature are reserved; a single number where it is that of all.
         others: for each feature the other reserved ids less ``num_first``, rising, ``[most, features]``; where there
             are fewer than the most, followed by numbers larger than any id.
     """
 
-    def __init__(self, num_first: Int64[Tensor, " features"], others: Int64[Tensor, "most features"]) -> None:
+    def __init__(self, num_first: int | Int64[Tensor, " features"], others: Int64[Tensor, "most features"]) -> None:
         self._num_first = num_first
         self._others = list(others)
 
@@ -36,7 +36,8 @@ class ReservedIds:
         rest = [[i - first for i in ids[first:]] for ids, first in zip(reserved, num_first, strict=True)]
         most = max(len(ids) for ids in rest)
         padded = np.array([[*ids, *[_NO_ID] * most][:most] for ids in rest], dtype=np.int64).reshape(len(rest), most)
-        return cls(torch.tensor(num_first, device=device), torch.from_numpy(padded.T.copy()).to(device))
+        of_features = num_first[0] if len(set(num_first)) == 1 else torch.tensor(num_first, device=device)
+        return cls(of_features, torch.from_numpy(padded.T.copy()).to(device))
 
     def another(
         self,
@@ -53,7 +54,9 @@ class ReservedIds:
             among_others: below the number of ids that are not reserved, less one; it is used for such ids.
             among_all: below the number of ids that are not reserved; it is used for reserved ids.
         """
-        num_first = self._num_first.index_select(0, features)
+        num_first = self._num_first
+        if isinstance(num_first, Tensor):
+            num_first = num_first.index_select(0, features)
         shifted = ids - num_first
         is_reserved = shifted < 0
         others = [row.index_select(0, features) for row in self._others]
