@@ -95,8 +95,8 @@ def prepare_graph(
     _check_apart(files, Path(output))
     report = progress or (lambda update: None)
     with (
-        _full_disk_explained(Path(output)),
         staged_folder(Path(output), overwrite=overwrite, kind="graph", marker=GRAPH_FILE) as folder,
+        _full_disk_explained(Path(output), folder),
     ):
         scratch = folder / ".scratch"
         scratch.mkdir()
@@ -186,14 +186,15 @@ def _sources(num_rows: Mapping[Path, int]) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def _full_disk_explained(output: Path) -> Iterator[None]:
+def _full_disk_explained(output: Path, folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        folder = Path(os.path.realpath(output)).parent
+        written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         raise RunError(
-            f"{output} could not be written ({error.strerror}): {shutil.disk_usage(folder).free >> 20:,} MiB are free "
-            f"in {folder}. Nothing was left behind; free some space or name an output elsewhere"
+            f"{output} could not be written ({error.strerror}): {shutil.disk_usage(folder).free >> 20:,} MiB were free "
+            f"after the first {written >> 20:,} MiB of it. Nothing was left behind; free more space, or name an output "
+            "elsewhere"
         ) from error

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 import yaml
 
 from distembed import cli
 from distembed.errors import UserError
 from distembed.sse import Graph
+from tests.processes import run_processes
 from tests.ranks import free_port
 from tests.training.conftest import SIZES
 from tests.training.test_runs import call, losses, metrics
@@ -63,7 +63,7 @@ def stopped_at(step: int, run: Path, copy: Path) -> Path:
 
 @pytest.mark.distributed
 def test_a_resumed_run_replaces_the_same_ids_as_one_that_was_not_stopped(perturbed: Path, tmp_path: Path) -> None:
-    mp.spawn(train_and_resume, ([free_port(), free_port()], perturbed, tmp_path), nprocs=2)
+    run_processes(2, train_and_resume, [free_port(), free_port()], perturbed, tmp_path)
     whole, part = tmp_path / "whole", tmp_path / "part"
     assert len(losses(whole)) == NUM_STEPS and losses(part) == losses(whole)
     for split in ("validation", "test"):
