@@ -110,7 +110,7 @@ def prepare_criteo(
 @prepare_app.command(
     "graph",
     epilog="Example: `distembed prepare graph edges.csv --output graphs/C3 --data criteo --table C3`; "
-    "`distembed prepare graph movies.parquet --source movie --attribute director --num-embeddings 1683 -o graphs/movie`",
+    "`distembed prepare graph films.csv --source film --attribute actor --num-embeddings 1683 --output graphs/film`",
 )
 def prepare_graph(
     inputs: Annotated[
@@ -354,6 +354,7 @@ def parse_bytes(field: str, text: str) -> int:
 
 
 def _settings(config: "Config") -> Any:
+    from distembed.data.graph_ids import require_same_ids
     from distembed.data.manifest import Manifest, id_fingerprint
     from distembed.data.vocabulary import reserved_ids
     from distembed.describe import describe as describe_config
@@ -365,6 +366,10 @@ def _settings(config: "Config") -> Any:
     dataset = config.data.require_path()
     manifest = Manifest.load(dataset)
     num_embeddings = {feature.name: feature.num_embeddings for feature in manifest.schema.categorical}
+    sse = build_sse(config.sse, num_embeddings, reserved_ids(manifest))
+    for table, rule in sse.items():
+        if rule.graph is not None:
+            require_same_ids(rule.graph, dataset, manifest, table)
     description = describe_config(config)
     schemes = [table["scheme"] for table in description["tables"]]
     return RunSettings(
@@ -374,7 +379,7 @@ def _settings(config: "Config") -> Any:
         embedding=config.embedding,
         train=config.train,
         plan=config.plan,
-        sse=build_sse(config.sse, num_embeddings, reserved_ids(manifest)),
+        sse=sse,
         config_yaml=config.to_yaml(),
         info={
             "seed": config.train.seed,

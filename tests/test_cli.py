@@ -11,6 +11,7 @@ from distembed.errors import UserError
 
 COMMANDS = [
     "prepare criteo",
+    "prepare graph",
     "synthesize",
     "describe",
     "train",

@@ -5,6 +5,9 @@ Raw to dataset (no torch needed):
 - ``criteo.py`` prepares Criteo rows; ``raw.py`` cuts files into blocks of whole lines, ``parse.py`` turns blocks into
   columns, ``vocabulary.py`` gives the ids, ``write.py`` writes the Parquet files, ``staging.py`` makes all of it
   appear at once.
+- ``graph.py`` makes a knowledge graph over a table's ids: ``graph_input.py`` reads rows, ``graph_values.py`` and
+  ``graph_ids.py`` give their values ids, ``graph_rows.py`` and ``graph_attributes.py`` make edges of them, and
+  ``sorted_runs.py`` sorts these in bounded memory.
 - ``synthesize.py`` makes a Criteo-format file with a planted signal.
 
 Dataset to batches:

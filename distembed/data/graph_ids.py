@@ -28,6 +28,7 @@ from distembed.data.merge import sort_keys
 from distembed.data.vocabulary import OUT_OF_VOCABULARY_ID, HashMap, VocabularyMap
 from distembed.errors import UserError
 from distembed.names import one_of
+from distembed.sse.graph import Graph
 
 
 @dataclass(frozen=True)
@@ -114,32 +115,60 @@ class TextIds(ValueMap):
 
 
 def table_ids(dataset: str | os.PathLike[str], table: str) -> tuple[ValueMap, dict[str, Any]]:
-    """How a prepared dataset gives ids to the values of a table, and how to tell it from another that does not alike.
+    """How a prepared dataset gives ids to the values of a table, and what tells that from other ways.
 
     Raises:
         UserError: there is no such dataset or table, or its vocabulary cannot be read.
     """
     manifest = Manifest.load(dataset)
-    table = one_of("table", table, manifest.schema.categorical_names)
-    feature = next(feature for feature in manifest.schema.categorical if feature.name == table)
+    described = describe_ids(dataset, manifest, table)
+    num_embeddings = described["num_embeddings"]
+    if "hash_seed" in described:
+        return KeyedIds(num_embeddings, HashMap(num_embeddings, described["hash_seed"])), described
+    if table in manifest.vocabularies:
+        return _read_vocabulary(Path(dataset) / manifest.vocabularies[table].file, num_embeddings), described
+    return PlainIds(num_embeddings), described
+
+
+def describe_ids(dataset: str | os.PathLike[str], manifest: Manifest, table: str) -> dict[str, Any]:
+    """What the ids of a table are; ``fingerprint`` is equal where ids stand for the same values.
+
+    Raises:
+        UserError: there is no such table, or its vocabulary cannot be read.
+    """
+    one_of("table", table, manifest.schema.categorical_names)
+    (feature,) = [feature for feature in manifest.schema.categorical if feature.name == table]
     described: dict[str, Any] = {"table": table, "num_embeddings": feature.num_embeddings}
     if manifest.preparation.get("hash_size") is not None:
-        id_map = HashMap(manifest.preparation["hash_size"], manifest.preparation["hash_seed"])
-        described |= {"hash_seed": id_map.seed}
-        found: ValueMap = KeyedIds(feature.num_embeddings, id_map)
+        described |= {"hash_seed": manifest.preparation["hash_seed"]}
     elif table in manifest.vocabularies:
         file = Path(dataset) / manifest.vocabularies[table].file
-        found = _read_vocabulary(file, feature.num_embeddings)
-        with open(file, "rb") as content:
-            described |= {"vocabulary_sha256": hashlib.file_digest(content, "sha256").hexdigest()}
-    else:
-        found = PlainIds(feature.num_embeddings)
-    return found, described | {"fingerprint": hashlib.sha256(json.dumps(described).encode()).hexdigest()}
+        try:
+            with open(file, "rb") as content:
+                described |= {"vocabulary_sha256": hashlib.file_digest(content, "sha256").hexdigest()}
+        except OSError as error:
+            raise UserError(f"the vocabulary {file} cannot be read ({error}); prepare the dataset again.") from error
+    return described | {"fingerprint": hashlib.sha256(json.dumps(described).encode()).hexdigest()}
+
+
+def require_same_ids(graph: Graph, dataset: str | os.PathLike[str], manifest: Manifest, table: str) -> None:
+    """Makes sure that a graph over a dataset's table was not prepared for other ids.
+
+    Raises:
+        UserError: where it was. A graph over plain ids says nothing of what they stand for.
+    """
+    made_for = graph.details.get("ids", {})
+    if "fingerprint" not in made_for:
+        return
+    found = describe_ids(dataset, manifest, table)
+    if made_for["fingerprint"] != found["fingerprint"]:
+        raise UserError(
+            f"the graph {graph.folder} was prepared for table {made_for.get('table')!r} of a dataset with other ids "
+            f"than table {table!r} of {dataset}; prepare it again with --data {dataset} --table {table}."
+        )
 
 
 def _read_vocabulary(file: Path, num_embeddings: int) -> ValueMap:
-    if not file.is_file():
-        raise UserError(f"the vocabulary {file} is missing: the dataset is not whole; prepare it again.")
     try:
         table = pq.read_table(file, columns=["id", "key"]).combine_chunks()
     except (pa.ArrowException, OSError) as error:

@@ -302,7 +302,7 @@ def test_texts_become_ids_by_a_vocabulary_of_texts(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="table is 'films'.*Did you mean 'film'"):
         prepare_graph([file], tmp_path / "x", data=dataset, table="films")
     (dataset / "film.parquet").unlink()
-    with pytest.raises(UserError, match="vocabulary .*film.parquet is missing"):
+    with pytest.raises(UserError, match="vocabulary .*film.parquet cannot be read"):
         prepare_graph([file], tmp_path / "x", data=dataset, table="film")
 
 

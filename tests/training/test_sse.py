@@ -113,6 +113,12 @@ def refuses(perturbed: Path, part: Path, tmp_path: Path) -> None:
         call("train", perturbed, "sse.tables.C9.p0=0.2", "--run-dir", tmp_path / "new")
     with pytest.raises(UserError, match=r"'C3'.*the graph has 400 ids and the table 1000"):
         call("train", perturbed, f"sse.tables.C3.graph={tmp_path / 'graph'}", "--run-dir", tmp_path / "new")
+    shutil.copytree(tmp_path / "graph", tmp_path / "other")
+    description = json.loads((tmp_path / "other" / "graph.json").read_text())
+    description["details"] = {"ids": {"table": "C2", "fingerprint": "that of other values"}}
+    (tmp_path / "other" / "graph.json").write_text(json.dumps(description))
+    with pytest.raises(UserError, match=r"other was prepared for table 'C2' of a dataset with other ids"):
+        call("train", perturbed, f"sse.tables.C2.graph={tmp_path / 'other'}", "--run-dir", tmp_path / "new")
     shutil.rmtree(tmp_path / "graph")
     Graph.from_edges(SIZES["C2"], [0], [5]).write(tmp_path / "graph")
     with pytest.raises(UserError, match=r"graph .* is not the one"):
