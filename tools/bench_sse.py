@@ -35,7 +35,7 @@ _RESERVED = (0, 1)
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """One setting: medians over steps, in milliseconds, and the share of a step."""
+    """One setting: means over steps, in milliseconds, and the share of a step."""
 
     rule: str
     p0: float
@@ -102,7 +102,7 @@ def measure(name: str, rule: SSE, batch_size: int, precision: str, steps: int, p
         loss.item()
         seconds.append(time.perf_counter() - started)
     warm = steps // 5
-    replacement, step = statistics.median(watch.seconds[warm:steps]), statistics.median(seconds[warm:])
+    replacement, step = statistics.mean(watch.seconds[warm:steps]), statistics.mean(seconds[warm:])
     return Measured(name, rule.p0, batch_size, precision, replacement * 1e3, step * 1e3, replacement / step)
 
 

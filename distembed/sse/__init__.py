@@ -25,8 +25,8 @@ from distembed.sse.perturbation import (
     set_step,
     take_counts,
 )
-from distembed.sse.replacement import IdStream
 from distembed.sse.rule import SSE, Walk
+from distembed.sse.stream import IdStream
 
 __all__ = [
     "SSE",

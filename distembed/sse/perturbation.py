@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.errors import UserError
-from distembed.sse.replacement import IdStream, Replacer
+from distembed.sse.arrays import Array
+from distembed.sse.replacement import Replacer
 from distembed.sse.rule import SSE
+from distembed.sse.stream import IdStream
 
 
 class Perturbation(nn.Module):
@@ -26,15 +28,21 @@ class Perturbation(nn.Module):
 
     Attributes:
         step: of the next batch in training, over all epochs.
+        in_place: whether batches may be written to, which saves a copy where nobody else looks at them later.
 
     Args:
         streams: of the features whose ids are replaced.
         rank: of this process, so that ranks draw different numbers; the one in the default process group unless given.
     """
 
+    _ids_may_be_outside: bool
+
     def __init__(self, streams: Sequence[IdStream], rank: int | None = None) -> None:
         super().__init__()
+        if rank is not None and (type(rank) is not int or rank < 0):
+            raise UserError(f"rank is {rank!r}; give the number of this process, an integer of 0 or more, or None.")
         self.step = 0
+        self.in_place = False
         self._streams = list(streams)
         self._rank = rank
         self._replacer: Replacer | None = None
@@ -50,24 +58,30 @@ class Perturbation(nn.Module):
 
     def take_counts(self) -> dict[str, tuple[int, int]]:
         """For each table how many ids were replaced, and how many there were, since the last call."""
-        replaced = self._drawn if self._kept is None else self._drawn - self._kept.cpu().numpy()
+        replaced = self._drawn
+        if isinstance(self._kept, Tensor):
+            torch.cuda.synchronize(self._kept.device)  # a pipeline counts on a stream of its own
+            replaced = replaced - self._kept.cpu().numpy()
+        elif self._kept is not None:
+            replaced = replaced - self._kept
         counts = zip(replaced.tolist(), self._seen.tolist(), strict=True)
         self._start_counting()
         return _added((stream.table, count) for stream, count in zip(self._streams, counts, strict=True))
 
     def _start_counting(self) -> None:
         self._seen, self._drawn = np.zeros((2, len(self._streams)), np.int64)
-        self._kept: Tensor | None = None
+        self._kept: Array | None = None
 
     def _replace(
-        self, ids: Int[Tensor, "*shape"], counts: tuple[int, ...], starts: Sequence[int]
+        self, ids: Int[Tensor, "*shape"], counts: tuple[int, ...], starts: tuple[int, ...]
     ) -> Int[Tensor, "*shape"]:
         """The ids of the next step of training."""
-        if self._rank is None:
-            self._rank = dist.get_rank() if dist.is_initialized() else 0
+        rank = self._rank
+        if rank is None:  # asked anew each time: a module may be copied to other processes
+            rank = dist.get_rank() if dist.is_initialized() else 0
         if self._replacer is None or (self._replacer.device, self._replacer.dtype) != (ids.device, ids.dtype):
-            self._replacer = Replacer(self._streams, ids.device, ids.dtype)
-        result = self._replacer(ids, counts, starts, self.step, self._rank)
+            self._replacer = Replacer(self._streams, ids.device, ids.dtype, self._ids_may_be_outside)
+        result = self._replacer(ids, counts, starts, self.step, rank, self.in_place)
         self.step += 1
         self._seen += counts
         self._drawn += result.num_drawn
@@ -83,6 +97,8 @@ class FeaturePerturbation(Perturbation):
     feature's ids meet depend on neither.
     """
 
+    _ids_may_be_outside = False
+
     def __init__(self, streams: Sequence[IdStream], rank: int | None = None) -> None:
         super().__init__(streams, rank)
         self._keys: list[str] = []
@@ -90,7 +106,7 @@ class FeaturePerturbation(Perturbation):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """The same object where nothing is replaced, else a copy with other ids and all else the same.
+        """The same object where nothing is replaced, else one with other ids and all else the same.
 
         Args:
             features: whose ids lie in their tables.
@@ -100,9 +116,9 @@ class FeaturePerturbation(Perturbation):
             return features
         self._follow_keys(features.keys())
         lengths, offsets = features.length_per_key(), features.offset_per_key()
-        counts = tuple(0 if place is None else lengths[place] for place in self._places)
-        replaced = self._replace(ids, counts, [0 if place is None else offsets[place] for place in self._places])
-        if replaced is ids:
+        counts = tuple([0 if place is None else lengths[place] for place in self._places])
+        replaced = self._replace(ids, counts, tuple([0 if place is None else offsets[place] for place in self._places]))
+        if replaced.data_ptr() == ids.data_ptr():
             return features
         return KeyedJaggedTensor(
             features.keys(),
@@ -125,22 +141,22 @@ class FeaturePerturbation(Perturbation):
 class IdPerturbation(Perturbation):
     """Replaces ids of a tensor of any shape: labels that are ids (p_y in the paper), tokens of a sequence.
 
-    ::
+    What lies outside of ``[0, num_embeddings)``, such as the -100 that a loss ignores, stays::
 
-        perturb_targets = IdPerturbation(num_items, SSE(p0=0.01), name="targets")
+        perturb_targets = IdPerturbation(num_items, SSE(p0=0.01), "targets")
         loss = cross_entropy(scores, perturb_targets(targets))
 
     Args:
         num_embeddings: ids lie in ``[0, num_embeddings)``.
         sse: how they are replaced.
-        name: distinguishes the random numbers of several of these.
+        name: of the ids; those of another name or seed meet other random numbers.
         seed: of the random numbers.
         rank: as its base's.
     """
 
-    def __init__(
-        self, num_embeddings: int, sse: SSE, *, name: str = "ids", seed: int = 0, rank: int | None = None
-    ) -> None:
+    _ids_may_be_outside = True
+
+    def __init__(self, num_embeddings: int, sse: SSE, name: str, *, seed: int = 0, rank: int | None = None) -> None:
         super().__init__([IdStream(name, name, num_embeddings, sse, seed)], rank)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -167,18 +183,18 @@ def require_forward_pass() -> None:
 
 
 def perturb_inputs(
-    embedding: nn.Embedding | nn.EmbeddingBag, sse: SSE, *, name: str = "ids", seed: int = 0, rank: int | None = None
+    embedding: nn.Embedding | nn.EmbeddingBag, sse: SSE, name: str, *, seed: int = 0, rank: int | None = None
 ) -> IdPerturbation:
     """Replaces the ids that any embedding of torch is given, while it is in training mode.
 
-    The padding index is never drawn and never replaced::
+    The padding index is never drawn and never replaced, nor are then other reserved ids::
 
-        perturb_inputs(model.tokens, SSE(p0=0.01))
+        perturb_inputs(model.tokens, SSE(p0=0.01), "tokens")
 
     Args:
         embedding: gets a hook, and the module as its child ``sse``.
         sse: how ids are replaced.
-        name: distinguishes the random numbers of several embeddings.
+        name: of the ids; those of another name or seed meet other random numbers.
         seed: of the random numbers.
         rank: of this process; the one in the default process group unless given.
 
@@ -190,7 +206,7 @@ def perturb_inputs(
     if embedding.padding_idx is not None:
         reserved = (*sse.reserved, embedding.padding_idx)
         sse = dataclasses.replace(sse, reserved=reserved, keep_reserved=True)
-    perturbation = IdPerturbation(embedding.num_embeddings, sse, name=name, seed=seed, rank=rank)
+    perturbation = IdPerturbation(embedding.num_embeddings, sse, name, seed=seed, rank=rank)
     embedding.sse = perturbation
     embedding.register_forward_pre_hook(_perturb_input, with_kwargs=True)
     return perturbation

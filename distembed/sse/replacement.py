@@ -1,58 +1,26 @@
 """Replaces ids of a batch: a pure function of the ids, the step and the rank.
 
-Which ids are replaced, and all random integers, come from the CPU (:mod:`distembed.sse.random_words`); what depends on
-the ids themselves happens where they are, without a copy back.
+Which ids are replaced, and all random integers, come from the CPU (:mod:`distembed.sse.draws`); what depends on the ids
+themselves happens where they are, without a copy back.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int, Int64
+from jaxtyping import Int
 from numpy.typing import NDArray
 from torch import Tensor
 
 from distembed.errors import UserError
+from distembed.sse.arrays import Array, array_of, as_int64, assign, count_each, on_device, where
+from distembed.sse.draws import FIRST_NEIGHBOR_WORD, Drawer, Draws
 from distembed.sse.neighbors import NeighborDraw
-from distembed.sse.positions import Drawn, draw_positions
-from distembed.sse.random_words import below, place_key, stream_key, word
-from distembed.sse.reserved import ReservedIds
-from distembed.sse.rule import SSE
+from distembed.sse.random_words import word
+from distembed.sse.stream import IdStream
 
-# what the words of an id's generator are used for; 0 is the gap before it
-_ANOTHER, _NEIGHBOR = 1, 2
-
-
-@dataclass(frozen=True)
-class IdStream:
-    """The ids of one feature, with random numbers of their own.
-
-    Attributes:
-        table: that the feature is looked up in.
-        feature: its name.
-        num_embeddings: ids lie in ``[0, num_embeddings)``.
-        sse: how they are replaced.
-        seed: of the random numbers, with both names.
-    """
-
-    table: str
-    feature: str
-    num_embeddings: int
-    sse: SSE
-    seed: int
-
-    def __post_init__(self) -> None:
-        self.sse.require_fit(self.num_embeddings, f"table {self.table!r}: sse")
-
-    @property
-    def num_drawable(self) -> int:
-        """Ids that may be drawn: all but the reserved ones."""
-        return self.num_embeddings - len(self.sse.reserved)
-
-    def rate(self, step: int) -> float:
-        """Probability that an id is drawn anew at this step: 0 where there is no other id to draw."""
-        return self.sse.rate(step) if self.num_drawable > 1 else 0.0
+_NO_ID = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)
@@ -60,15 +28,14 @@ class Replaced:
     """A batch after replacement.
 
     Attributes:
-        ids: the tensor that came in where none was drawn, else a copy.
+        ids: the tensor that came in where none was drawn, else one with other ids.
         num_drawn: how many ids of each stream were drawn anew.
-        num_kept: of these, how many stayed as they were because they are reserved, on the ids' device; None where none
-            could.
+        num_kept: of these, how many stayed as they were, on the ids' device; None where none can.
     """
 
     ids: Int[Tensor, "*shape"]
     num_drawn: NDArray[np.int64]
-    num_kept: Int64[Tensor, " streams"] | None = None
+    num_kept: Array | None = None
 
 
 class Replacer:
@@ -78,98 +45,146 @@ class Replacer:
         streams: of the features whose ids are replaced.
         device: of the ids.
         dtype: of the ids.
+        may_be_outside: whether there are ids that lie outside of their tables, as a label's -100 does; they stay.
 
     Raises:
         UserError: for a type that does not hold all ids.
     """
 
-    def __init__(self, streams: Sequence[IdStream], device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, streams: Sequence[IdStream], device: torch.device, dtype: torch.dtype, may_be_outside: bool
+    ) -> None:
         _require_room(streams, dtype)
-        self._streams = list(streams)
-        self._stream_numbers = np.arange(len(streams) + 1)
-        self._is_scheduled = any(s.sse.schedule for s in streams)
-        self._first_rates = self._rates(0)
         self.device, self.dtype = device, dtype
-        self._keys = np.array([stream_key(s.seed, s.table, s.feature) for s in streams])
-        self._num_drawable = np.array([max(2, s.num_drawable) for s in streams], dtype=np.uint64)
-        self._reserved = ReservedIds.of([s.sse.reserved for s in streams], device)
-        keeps = [s.sse.keep_reserved for s in streams]
-        self._keeps = torch.tensor(keeps, device=device) if any(keeps) and self._reserved is not None else None
-        self._neighbors = {
-            i: NeighborDraw(s.sse.graph, s.sse.rho, s.sse.walk, device)
-            for i, s in enumerate(streams)
-            if s.sse.graph is not None
-        }
+        self._num_streams = len(streams)
+        self._draw = Drawer(streams)
+        self._has_reserved = any(s.sse.reserved for s in streams)
+        self._num_first = self._of_streams([s.num_first_reserved for s in streams])
+        self._other_reserved = [self._of_streams(row) for row in _other_reserved(streams)]
+        self._num_drawable = self._of_streams([s.num_drawable for s in streams])
+        self._num_embeddings = self._of_streams([s.num_embeddings for s in streams]) if may_be_outside else None
+        keeps = [s.sse.keep_reserved and bool(s.sse.reserved) for s in streams]
+        self._keeps = self._of_streams(keeps) if any(keeps) else None
+        self._graphs = list(_graphs(streams, device))
+
+    def _of_streams(self, values: Sequence[int]) -> Array:
+        return on_device(np.array(values), self.device)
 
     def __call__(
-        self, ids: Int[Tensor, "*shape"], counts: tuple[int, ...], starts: Sequence[int], step: int, rank: int
+        self,
+        ids: Int[Tensor, "*shape"],
+        counts: tuple[int, ...],
+        starts: tuple[int, ...],
+        step: int,
+        rank: int,
+        in_place: bool = False,
     ) -> Replaced:
         """Replaces ids by the numbers of this step and rank.
 
         Args:
-            ids: of all features; those of each lie side by side, and in its table.
+            ids: of all features; those of each lie side by side.
             counts: ids of each stream.
             starts: where those of each stream begin.
             step: of the run, over all epochs.
             rank: of this process.
+            in_place: whether ids may be written to, if they are contiguous; else a copy is.
         """
-        rates = self._rates(step) if self._is_scheduled else self._first_rates
-        if not any(rates):
-            return Replaced(ids, np.zeros(len(rates), np.int64))
-        drawn = draw_positions(counts, rates, self._keys ^ place_key(step, rank))
-        bounds = np.searchsorted(drawn.features, self._stream_numbers)
-        if not len(drawn.features):
-            return Replaced(ids, np.diff(bounds))
-        places = self._on_device(drawn.positions + np.array(starts).take(drawn.features))
-        replaced = ids.reshape(-1).clone()
-        old = replaced.index_select(0, places).long()
-        new, kept = self._draw(old, drawn, bounds)
-        return Replaced(replaced.scatter_(0, places, new.to(ids.dtype)).view(ids.shape), np.diff(bounds), kept)
+        draws = self._draw(counts, starts, step, rank)
+        num_drawn = np.diff(draws.bounds)
+        if not len(draws.places):
+            return Replaced(ids, num_drawn)
+        # a view where that is possible; never of what must not be written to
+        replaced = ids.detach().reshape(-1) if in_place else ids.detach().reshape(-1).clone()
+        array, places = array_of(replaced), on_device(draws.places, self.device)
+        old, streams = as_int64(array.take(places)), on_device(draws.streams, self.device)
+        outside = self._outside(old, streams)
+        new, is_reserved = self._another(old, streams, draws)
+        for graph in self._graphs:
+            inside = old if outside is None else where(outside, self._num_first.take(streams), old)
+            graph.put_neighbors(new, inside, is_reserved, self._num_drawable.take(streams), draws)
+        kept = outside
+        if self._keeps is not None:
+            stays = is_reserved & self._keeps.take(streams)
+            kept = stays if kept is None else kept | stays
+        assign(array, places, new if kept is None else where(kept, old, new))
+        num_kept = None if kept is None else count_each(streams, kept, self._num_streams)
+        return Replaced(replaced.view(ids.shape), num_drawn, num_kept)
 
-    def _rates(self, step: int) -> tuple[float, ...]:
-        return tuple(stream.rate(step) for stream in self._streams)
+    def _outside(self, old: Array, streams: Array) -> Array | None:
+        if self._num_embeddings is None:
+            return None
+        return (old < 0) | (old >= self._num_embeddings.take(streams))
 
-    def _draw(
-        self, old: Int64[Tensor, " drawn"], drawn: Drawn, bounds: NDArray[np.int64]
-    ) -> tuple[Int64[Tensor, " drawn"], Int64[Tensor, " streams"] | None]:
-        """The ids in the place of the old ones, and for each stream how many were kept."""
-        num_drawable = self._num_drawable.take(drawn.features)
-        words = word(drawn.states, _ANOTHER)
-        among_others = self._on_device(below(words, num_drawable - np.uint64(1)))
-        if self._reserved is None:
-            return self._with_neighbors(among_others + (among_others >= old), old, drawn, bounds, None), None
-        # an id takes one of the two numbers, so that they may come of one word
-        among_all = self._on_device(below(words, num_drawable))
-        features = self._on_device(drawn.features)
-        new, is_reserved = self._reserved.another(old, features, among_others, among_all)
-        new = self._with_neighbors(new, old, drawn, bounds, is_reserved)
-        if self._keeps is None:
-            return new, None
-        stays = is_reserved & self._keeps.index_select(0, features)
-        kept = torch.zeros(len(self._streams), dtype=torch.long, device=old.device)
-        return torch.where(stays, old, new), kept.index_add_(0, features, stays.long())
+    def _another(self, old: Array, streams: Array, draws: Draws) -> tuple[Array, Array | None]:
+        """For each id another one that is not reserved, and whether the id itself is; None where none can be.
 
-    def _with_neighbors(
-        self,
-        new: Int64[Tensor, " drawn"],
-        old: Int64[Tensor, " drawn"],
-        drawn: Drawn,
-        bounds: NDArray[np.int64],
-        is_reserved: Bool[Tensor, " drawn"] | None,
-    ) -> Int64[Tensor, " drawn"]:
-        """The new ids, with neighbours of the old ones in the place of some, where a feature has a graph."""
-        for feature, draw in self._neighbors.items():
-            own = slice(bounds[feature], bounds[feature + 1])
-            words = [word(drawn.states[own], _NEIGHBOR + i) >> np.uint64(1) for i in range(draw.num_words)]
-            num_others = torch.full_like(old[own], int(self._num_drawable[feature]) - 1)
-            if is_reserved is not None:
-                num_others += is_reserved[own]
-            chosen, neighbors = draw(old[own], num_others, self._on_device(np.stack(words).view(np.int64)))
-            new[own] = torch.where(chosen, neighbors, new[own])
-        return new
+        The first reserved ids are passed over by a shift, which the drawn numbers contain, each other one by a
+        comparison.
+        """
+        among_others = on_device(draws.among_others, self.device)
+        if not self._has_reserved:
+            return among_others + (among_others >= old), None
+        is_reserved = old < on_device(draws.num_first, self.device)
+        position = old  # of the id among those that may be drawn, shifted likewise
+        others = [row.take(streams) for row in self._other_reserved]
+        for other in others:
+            is_reserved = is_reserved | (old == other)
+            position = position + (old > other) * -1
+        new = among_others + (among_others >= position)
+        if isinstance(is_reserved, Tensor):  # which ids they are is not known on the CPU
+            new = where(is_reserved, on_device(draws.among_all(slice(None)), self.device), new)
+        else:
+            reserved = np.flatnonzero(is_reserved)
+            new[reserved] = draws.among_all(reserved)
+        for other in others:
+            new = new + (new >= other)
+        return new, is_reserved
 
-    def _on_device(self, values: NDArray[np.int64]) -> Int64[Tensor, "..."]:
-        return torch.from_numpy(values).to(self.device, non_blocking=True)
+
+class _GraphDraw:
+    """Neighbours for the streams that have one graph.
+
+    Args:
+        neighbors: draws them.
+        excess: rho - 1 of each stream, and 0 of those that have another graph or none.
+    """
+
+    def __init__(self, neighbors: NeighborDraw, excess: NDArray[np.float64], device: torch.device) -> None:
+        self._neighbors = neighbors
+        self._has_graph = excess > 0
+        self._excess = on_device(excess, device)
+        self._device = device
+
+    def put_neighbors(
+        self, new: Array, old: Array, is_reserved: Array | None, num_drawable: Array, draws: Draws
+    ) -> None:
+        """Puts neighbours of the old ids in the place of some new ones."""
+        chosen = np.flatnonzero(self._has_graph.take(draws.streams))
+        states = draws.states.take(chosen)
+        numbers = range(FIRST_NEIGHBOR_WORD, FIRST_NEIGHBOR_WORD + self._neighbors.num_words)
+        words = [on_device((word(states, n) >> np.uint64(1)).view(np.int64), self._device) for n in numbers]
+        own, streams = (on_device(values, self._device) for values in (chosen, draws.streams.take(chosen)))
+        num_others = num_drawable.take(own) - 1
+        if is_reserved is not None:
+            num_others = num_others + is_reserved.take(own)
+        is_neighbor, neighbors = self._neighbors(old.take(own), num_others, self._excess.take(streams), words)
+        assign(new, own, where(is_neighbor, neighbors, new.take(own)))
+
+
+def _graphs(streams: Sequence[IdStream], device: torch.device) -> Iterator[_GraphDraw]:
+    """One for each distinct graph and walk, so that a graph is on a GPU once."""
+    kinds = {(id(s.sse.graph), s.sse.walk): s.sse for s in streams if s.sse.graph is not None and s.sse.rho > 1}
+    for (_, walk), sse in kinds.items():
+        assert sse.graph is not None
+        excess = [s.sse.rho - 1.0 if s.sse.graph is sse.graph and s.sse.walk == walk else 0.0 for s in streams]
+        yield _GraphDraw(NeighborDraw(sse.graph, walk, device), np.array(excess), device)
+
+
+def _other_reserved(streams: Sequence[IdStream]) -> Iterator[list[int]]:
+    """Reserved ids that are not the first ones: the least of each stream, the second, ...; none is a very large id."""
+    rest = [s.sse.reserved[s.num_first_reserved :] for s in streams]
+    for i in range(max((len(ids) for ids in rest), default=0)):
+        yield [ids[i] if i < len(ids) else _NO_ID for ids in rest]
 
 
 def _require_room(streams: Sequence[IdStream], dtype: torch.dtype) -> None:

@@ -15,6 +15,7 @@ from distembed.models.config import DCNConfig, DLRMConfig, build_model
 from distembed.planning import PlanConfig, make_plan
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from distembed.sse import SSE
+from distembed.sse.perturbation import Perturbation
 from distembed.training.config import TrainConfig
 from distembed.training.optimizers import Optimizers, fuse_sparse_optimizer, needs_dense_kernel
 from distembed.training.processes import Processes
@@ -88,6 +89,9 @@ def build_trainee(
         # one rank has nothing to average: without DistributedDataParallel its small steps are faster
         init_data_parallel=processes.world_size > 1,
     )
+    for module in model.modules():
+        if isinstance(module, Perturbation):
+            module.in_place = True  # nobody looks at a batch of the reader's but the model, and once
     optimizers = Optimizers(model, train.dense_optimizer, train.sparse_optimizer, num_steps)
     return Trainee(model, optimizers, StepPipeline(model, optimizers.combined, processes), plan, bf16)
 

@@ -27,7 +27,7 @@ MANY = 10**6
 
 
 def replaced(ids: Tensor, num_ids: int, sse: SSE, seed: int = 0) -> Tensor:
-    return IdPerturbation(num_ids, sse, seed=seed, rank=0)(ids)
+    return IdPerturbation(num_ids, sse, seed=seed, rank=0, name="ids")(ids)
 
 
 def evenly(num_ids: int, count: int) -> Tensor:
@@ -79,7 +79,7 @@ def test_ids_of_short_features_are_replaced_independently_of_each_other(p0: floa
 
 
 def test_all_places_of_a_batch_are_as_likely_at_every_step() -> None:
-    perturb = IdPerturbation(1000, SSE(0.05), rank=0)
+    perturb = IdPerturbation(1000, SSE(0.05), rank=0, name="ids")
     ids, num_steps = torch.zeros(200, dtype=torch.long), 400
     changed = torch.stack([perturb(ids) != 0 for _ in range(num_steps)])
     for axis in (0, 1):
@@ -377,11 +377,10 @@ def test_the_type_of_a_models_weights_does_not_change_the_draws(dtype: torch.dty
 def test_the_chance_of_a_neighbour_is_exact_in_tables_of_any_size() -> None:
     # (rho - 1) d / ((rho - 1) d + n), approached from both sides to one part in 10^12
     rho, num_others = 10**9 + 32, 10**9 + 7
-    draw = NeighborDraw(Graph.from_edges(2, [0], [1]), float(rho), None, torch.device("cpu"))
+    draw = NeighborDraw(Graph.from_edges(2, [0], [1]), None, torch.device("cpu"))
     exact = Fraction(rho - 1, rho - 1 + num_others)
-    words = [int(exact * 2**63 * (1 + sign * Fraction(1, 10**12))) for sign in (-1, 1)]
-    ids = torch.zeros(2, dtype=torch.long)
-    chosen, _ = draw(ids, torch.full((2,), num_others), torch.tensor([words, [0, 0], [0, 0]]))
+    words = np.array([int(exact * 2**63 * (1 + sign * Fraction(1, 10**12))) for sign in (-1, 1)])
+    chosen, _ = draw(np.zeros(2, int), np.full(2, num_others), np.full(2, rho - 1.0), [words, words])
     assert chosen.tolist() == [True, False]
 
 

@@ -30,25 +30,25 @@ def random_ids(*shape: int, num_ids: int = NUM_IDS) -> Tensor:
 def test_labels_keep_their_shape_and_type_and_become_other_labels(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     labels = random_ids(*shape).to(dtype)
     before = labels.clone()
-    new = IdPerturbation(NUM_IDS, SSE(1.0))(labels)
+    new = IdPerturbation(NUM_IDS, SSE(1.0), name="ids")(labels)
     assert new.shape == labels.shape and new.dtype == dtype and torch.equal(labels, before)
     assert (new != labels).all() and ((new >= 0) & (new < NUM_IDS)).all()
 
 
 def test_labels_that_do_not_lie_in_one_piece_become_the_same() -> None:
     labels = random_ids(40, 30)
-    expected = IdPerturbation(NUM_IDS, SSE(0.5))(labels)
+    expected = IdPerturbation(NUM_IDS, SSE(0.5), name="ids")(labels)
     spread = labels.t().contiguous().t()
     assert not spread.is_contiguous()
-    assert torch.equal(IdPerturbation(NUM_IDS, SSE(0.5))(spread), expected)
+    assert torch.equal(IdPerturbation(NUM_IDS, SSE(0.5), name="ids")(spread), expected)
     wide = torch.stack([labels, labels], dim=-1)
-    assert torch.equal(IdPerturbation(NUM_IDS, SSE(0.5))(wide[..., 0]), expected)
+    assert torch.equal(IdPerturbation(NUM_IDS, SSE(0.5), name="ids")(wide[..., 0]), expected)
     assert torch.equal(wide[..., 0], labels)
 
 
 def test_names_seeds_and_ranks_of_labels_tell_their_numbers_apart() -> None:
     labels = random_ids(1000)
-    variants: list[dict[str, Any]] = [{}, {"name": "targets"}, {"seed": 1}, {"rank": 1}]
+    variants: list[dict[str, Any]] = [{"name": "a"}, {"name": "b"}, {"name": "a", "seed": 1}, {"name": "a", "rank": 1}]
     drawn = [IdPerturbation(NUM_IDS, SSE(0.5), **variant)(labels) for variant in variants]
     for i, one in enumerate(drawn):
         assert not any(torch.equal(one, other) for other in drawn[:i])
@@ -112,9 +112,9 @@ def test_an_embedding_gives_vectors_and_gradients_of_the_replaced_ids(name: str)
 
 def test_gradients_reach_the_rows_that_were_looked_up() -> None:
     embedding = make_embedding()
-    perturb_inputs(embedding, SSE(0.7))
+    perturb_inputs(embedding, SSE(0.7), name="ids")
     ids = random_ids(500)
-    new = IdPerturbation(NUM_IDS, SSE(0.7))(ids)
+    new = IdPerturbation(NUM_IDS, SSE(0.7), name="ids")(ids)
     embedding(ids).sum().backward()
     assert torch.equal(embedding.weight.grad[:, 0], torch.bincount(new, minlength=NUM_IDS).float())
 
@@ -123,7 +123,7 @@ def test_gradients_reach_the_rows_that_were_looked_up() -> None:
 def test_padding_is_neither_replaced_nor_drawn(padding_idx: int) -> None:
     embedding = make_embedding(padding_idx=padding_idx)
     seen: list[Tensor] = []
-    perturb_inputs(embedding, SSE(0.8, reserved=(3,)))
+    perturb_inputs(embedding, SSE(0.8, reserved=(3,)), name="ids")
     embedding.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     ids = torch.arange(NUM_IDS).repeat(2000)
     embedding(ids).sum().backward()
@@ -136,24 +136,24 @@ def test_padding_is_neither_replaced_nor_drawn(padding_idx: int) -> None:
 def test_an_embedding_of_other_ids_than_the_graph_is_refused() -> None:
     embedding = make_embedding()
     with pytest.raises(UserError, match=f"graph has 5 ids and the table {NUM_IDS}"):
-        perturb_inputs(embedding, SSE(0.5, 2.0, Graph.from_edges(5, [0], [1])))
+        perturb_inputs(embedding, SSE(0.5, 2.0, Graph.from_edges(5, [0], [1])), name="ids")
     assert list(embedding.children()) == []
     with pytest.raises(UserError, match="reserved id 20 lies outside"):
-        perturb_inputs(embedding, SSE(0.5, reserved=(NUM_IDS,)))
+        perturb_inputs(embedding, SSE(0.5, reserved=(NUM_IDS,)), name="ids")
 
 
 def test_an_embedding_is_perturbed_once() -> None:
     embedding = make_embedding()
-    perturb_inputs(embedding, SSE(0.5))
+    perturb_inputs(embedding, SSE(0.5), name="ids")
     with pytest.raises(UserError, match="replaced already"):
-        perturb_inputs(embedding, SSE(0.5))
+        perturb_inputs(embedding, SSE(0.5), name="ids")
     ids = random_ids(100)
-    assert torch.equal(embedding(ids), embedding.weight[IdPerturbation(NUM_IDS, SSE(0.5))(ids)])
+    assert torch.equal(embedding(ids), embedding.weight[IdPerturbation(NUM_IDS, SSE(0.5), name="ids")(ids)])
 
 
 def test_a_meta_embedding_works() -> None:
     embedding = nn.Embedding(NUM_IDS, DIM, device="meta")
-    perturb_inputs(embedding, SSE(1.0))
+    perturb_inputs(embedding, SSE(1.0), name="ids")
     assert embedding(torch.zeros(4, 5, dtype=torch.long, device="meta")).shape == (4, 5, DIM)
 
 
@@ -232,7 +232,7 @@ def test_a_resumed_model_trains_as_without_a_break() -> None:
 
 def test_a_compiled_model_draws_the_same() -> None:
     model = nn.Sequential(make_embedding(), nn.Linear(DIM, 1))
-    perturb_inputs(model[0], SSE(0.5))
+    perturb_inputs(model[0], SSE(0.5), name="ids")
     replica = copy.deepcopy(model)
     compiled = torch.compile(replica, backend="eager")
     ids = random_ids(8, 6)
@@ -305,7 +305,7 @@ def test_an_embedding_on_a_gpu_looks_up_what_it_does_on_the_cpu() -> None:
     embedding = make_embedding(padding_idx=4)
     on_gpu = copy.deepcopy(embedding).cuda()
     for module in (embedding, on_gpu):
-        perturb_inputs(module, SSE(0.5, 9.0, Graph.from_edges(NUM_IDS, [0, 1, 2], [1, 2, 3])))
+        perturb_inputs(module, SSE(0.5, 9.0, Graph.from_edges(NUM_IDS, [0, 1, 2], [1, 2, 3])), name="ids")
     ids = random_ids(1000)
     for _ in range(3):
         assert torch.equal(on_gpu(ids.cuda()).cpu(), embedding(ids))

@@ -45,7 +45,10 @@ def test_without_a_schedule_the_rate_is_p0() -> None:
 
 def test_replaced_shares_follow_the_schedule() -> None:
     schedule = [(2, 0.0), (6, 1.0), (8, 0.25)]
-    perturb, ids = IdPerturbation(100, SSE(0.4, schedule=schedule), rank=0), torch.zeros(100_000, dtype=torch.long)
+    perturb, ids = (
+        IdPerturbation(100, SSE(0.4, schedule=schedule), rank=0, name="ids"),
+        torch.zeros(100_000, dtype=torch.long),
+    )
     for step in range(12):
         share = 0.4 * interpolated(schedule, step)
         assert share_p_value((perturb(ids) != 0).sum(), len(ids), share) > FALSE_ALARM
@@ -77,7 +80,7 @@ def test_settings_may_be_lists_and_are_put_in_order() -> None:
 def test_settings_at_their_limits_are_taken(settings: dict[str, Any]) -> None:
     sse = SSE(**settings)
     assert 0 <= sse.rate(3) <= 1
-    new = IdPerturbation(100 if sse.graph is None else 4, sse)(torch.zeros(50, dtype=torch.long))
+    new = IdPerturbation(100 if sse.graph is None else 4, sse, name="ids")(torch.zeros(50, dtype=torch.long))
     assert ((new >= 0) & (new < 100)).all()
 
 
@@ -127,9 +130,9 @@ WRONG: list[tuple[str, str, Callable[[], Any]]] = [
         ]
     ],
     *[("step", repr(v), lambda v=v: set_step(nn.Linear(1, 1), v)) for v in [-1, 1.0, "1", None, True, math.nan]],
-    ("reserved id", "100", lambda: IdPerturbation(100, SSE(0.1, reserved=(0, 100)))),
-    ("graph", "4 ids", lambda: IdPerturbation(5, SSE(0.1, 2.0, GRAPH))),
-    ("edges", "2", lambda: IdPerturbation(4, SSE(0.1, 2.0, GRAPH, reserved=(2,)))),
+    ("reserved id", "100", lambda: IdPerturbation(100, SSE(0.1, reserved=(0, 100)), name="ids")),
+    ("graph", "4 ids", lambda: IdPerturbation(5, SSE(0.1, 2.0, GRAPH), name="ids")),
+    ("edges", "2", lambda: IdPerturbation(4, SSE(0.1, 2.0, GRAPH, reserved=(2,)), name="ids")),
     ("table 'users'", "5", lambda: IdStream("users", "user", 5, SSE(0.1, 2.0, GRAPH), seed=0)),
 ]
 
@@ -143,7 +146,7 @@ def test_a_wrong_setting_is_named_with_its_value(field: str, shown: str, make: C
 
 def test_a_step_reaches_all_that_replaces_ids() -> None:
     inner = FeaturePerturbation([IdStream("t", "f", 10, SSE(0.5), seed=0)])
-    model = nn.Sequential(nn.Sequential(inner), IdPerturbation(10, SSE(0.5)))
+    model = nn.Sequential(nn.Sequential(inner), IdPerturbation(10, SSE(0.5), name="ids"))
     set_step(model, 12)
     assert [inner.step, model[1].step] == [12, 12]
     with pytest.raises(UserError, match="step is -3"):

@@ -1,0 +1,117 @@
+"""The random numbers of a step: which ids of a batch are replaced, and integers to find their successors by.
+
+They depend on the ids' number and not on the ids. So where batches keep their shape, as those of single-valued features
+do, the numbers of several steps are made at once: of few numbers most of the time would go into calls.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distembed.sse.positions import draw_places
+from distembed.sse.random_words import Words, below, place_key, stream_key, word
+from distembed.sse.stream import IdStream
+
+# what the words of an id are used for; 0 is the gap before it
+_ANOTHER, FIRST_NEIGHBOR_WORD = 1, 2
+_NUMBERS_AT_ONCE = 16_384
+_MOST_STEPS_AT_ONCE = 16
+
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Of every id that is replaced; ``[drawn]`` each.
+
+    Attributes:
+        bounds: where those of each stream begin, and the last ones end, ``[streams + 1]``.
+        streams: number of each one's stream, rising.
+        places: of each in the batch.
+        num_first: how many of the first ids are reserved, in each one's table.
+        num_drawable: how many ids may be drawn there.
+        words: a random word of each, for one of the next two.
+        among_others: uniform below ``num_drawable - 1``, plus ``num_first``; for ids that may be drawn themselves.
+        states: of each one's random words, of which the first two are used up.
+    """
+
+    bounds: Integers
+    streams: Integers
+    places: Integers
+    num_first: Integers
+    num_drawable: Words
+    words: Words
+    among_others: Integers
+    states: Words
+
+    def among_all(self, chosen: Any) -> Integers:
+        """Uniform below ``num_drawable``, plus ``num_first``, for those chosen: those of reserved ids."""
+        return below(self.words[chosen], self.num_drawable[chosen]) + self.num_first[chosen]
+
+
+class Drawer:
+    """Draws for a list of streams."""
+
+    def __init__(self, streams: Sequence[IdStream]) -> None:
+        self._streams = list(streams)
+        self._keys = np.array([stream_key(s.seed, s.table, s.feature) for s in streams])
+        self._num_drawable = np.array([max(2, s.num_drawable) for s in streams], dtype=np.uint64)
+        self._num_first = np.array([s.num_first_reserved for s in streams])
+        # a schedule changes the rates from step to step
+        self._rates_of_all_steps = None if any(s.sse.schedule for s in streams) else self._rates(0)
+        self._shape: tuple[object, ...] = ()
+        self._steps_at_once = 1
+        self._drawn: dict[int, Draws] = {}
+
+    def __call__(self, counts: tuple[int, ...], starts: tuple[int, ...], step: int, rank: int) -> Draws:
+        """Those of one step.
+
+        Args:
+            counts: ids of each stream in the batch.
+            starts: where those of each stream begin.
+            step: of the run, over all epochs.
+            rank: of this process.
+        """
+        shape = counts, starts, rank
+        is_same, self._shape = shape == self._shape, shape
+        if not is_same or step not in self._drawn:
+            # the next steps' as well if this batch has the shape of the one before, and few ids of it are replaced
+            num_steps = self._steps_at_once if is_same else 1
+            steps = range(step, step + num_steps)
+            draws = self._draw(counts, starts, steps, rank)
+            self._steps_at_once = _steps_at_once(len(draws[0].places))
+            self._drawn = dict(zip(steps, draws, strict=True))
+        return self._drawn[step]
+
+    def _rates(self, step: int) -> tuple[float, ...]:
+        return tuple(stream.rate(step) for stream in self._streams)
+
+    def _draw(self, counts: tuple[int, ...], starts: tuple[int, ...], steps: range, rank: int) -> list[Draws]:
+        num_steps, num_streams = len(steps), len(self._streams)
+        same = self._rates_of_all_steps
+        rates = sum(map(self._rates, steps), ()) if same is None else same * num_steps
+        keys = np.concatenate([self._keys ^ place_key(step, rank) for step in steps])
+        drawn = draw_places(counts * num_steps, starts * num_steps, rates, keys)
+        bounds = np.searchsorted(drawn.features, np.arange(len(keys) + 1))
+        # a feature a step is drawn for as one of its own
+        streams = drawn.features if num_steps == 1 else drawn.features % num_streams
+        num_drawable = self._num_drawable.take(streams)
+        num_first = self._num_first.take(streams)
+        words = word(drawn.states, _ANOTHER)
+        among_others = below(words, num_drawable - np.uint64(1))
+        among_others += num_first
+        draws = []
+        for i in range(num_steps):
+            of_step = bounds[i * num_streams : (i + 1) * num_streams + 1]
+            own = slice(of_step[0], of_step[-1])
+            values = (streams, drawn.places, num_first, num_drawable, words, among_others, drawn.states)
+            draws.append(Draws(of_step - of_step[0], *(value[own] for value in values)))
+        return draws
+
+
+def _steps_at_once(num_drawn: int) -> int:
+    """How many steps' numbers to make together where one step needs so many."""
+    return max(1, min(_MOST_STEPS_AT_ONCE, _NUMBERS_AT_ONCE // (num_drawn + 1)))
