@@ -235,6 +235,7 @@ def train(
             _require_same_config(folder, loaded, resume)
         settings = _settings(loaded)
         if processes.is_first:
+            _require_same_graphs(folder, settings.info["graphs"], resume)
             for line in settings.info["kept_full"]:
                 say(line)
         evaluation = run_training(settings, folder, processes, resume, console)
@@ -385,7 +386,7 @@ def _settings(config: "Config") -> Any:
             "seed": config.train.seed,
             "batch_size": config.train.batch_size,
             "id_fingerprint": id_fingerprint(dataset, manifest),
-            "graphs": graph_fingerprints(config.sse),
+            "graphs": graph_fingerprints(sse),
             "assignments": assignment_checksums(config.embedding),
             "kept_full": kept_full(description),
             "schemes": {scheme: schemes.count(scheme) for scheme in dict.fromkeys(schemes)},
@@ -426,26 +427,37 @@ def _agree_on_run_dir(path: Path, processes: "Processes") -> Path:
 
 
 def _require_same_config(folder: Path, config: "Config", resume: bool) -> None:
-    from distembed.sse.config import graph_fingerprints
-    from distembed.training.run_record import read_json_object
-
     if not resume or not (folder / "config.yaml").exists():
         return
     before, now = _flat(_config_of_run(folder)), _flat(config)
     differences = [
         f"{key}: {before.get(key)!r} before, {now.get(key)!r} now"
         for key in before | now
-        if before.get(key) != now.get(key) and key not in MAY_CHANGE_ON_RESUME and not key.startswith("plan.")
+        if before.get(key) != now.get(key) and not _may_change_on_resume(key)
     ]
     if differences:
         listed = "\n  ".join(differences)
         raise UserError(f"--resume: the config differs from the one that {folder} was started with:\n  {listed}")
-    trained_with = read_json_object(folder / "run.json").get("graphs", {})
-    for path, fingerprint in graph_fingerprints(config.sse).items():
-        if trained_with.get(path) != fingerprint:
+
+
+def _require_same_graphs(folder: Path, graphs: dict[str, str], resume: bool) -> None:
+    from distembed.training.run_record import read_json_object
+
+    if not resume or not (folder / "run.json").exists():
+        return
+    before = read_json_object(folder / "run.json").get("graphs", {})
+    for table in before | graphs:
+        if before.get(table) != graphs.get(table):
             raise UserError(
-                f"--resume: the graph {path} is not the one that {folder} was started with; put that one back."
+                f"--resume: the graph of table {table!r} is not the one that {folder} was started with; put that one "
+                "back."
             )
+
+
+def _may_change_on_resume(key: str) -> bool:
+    # a graph is known by its contents, wherever it is
+    is_graph = key.startswith("sse.") and key.endswith(".graph")
+    return key in MAY_CHANGE_ON_RESUME or key.startswith("plan.") or is_graph
 
 
 def _flat(config: "Config") -> dict[str, Any]:

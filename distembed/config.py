@@ -76,10 +76,14 @@ def validate(values: Mapping[str, Any], source: str) -> Config:
 
 def _once(mistakes: Sequence[Any]) -> list[dict[str, Any]]:
     """Leaves out what an exception under ``tables`` only inherits from its section's ``default``."""
-    of_default = [(m["loc"][0], m["loc"][2:], m["input"]) for m in mistakes if m["loc"][1:2] == ("default",)]
-    inherits = [
-        m["loc"][1:2] == ("tables",) and (m["loc"][0], m["loc"][3:], m["input"]) in of_default for m in mistakes
-    ]
+
+    def identity(mistake: Any, depth: int) -> Any:
+        # what is wrong with a table as a whole has as its input all that the table says
+        place = mistake["loc"][depth:]
+        return mistake["loc"][0], place, mistake["input"] if place else mistake["msg"]
+
+    of_default = [identity(m, 2) for m in mistakes if m["loc"][1:2] == ("default",)]
+    inherits = [m["loc"][1:2] == ("tables",) and identity(m, 3) in of_default for m in mistakes]
     return [mistake for mistake, inherited in zip(mistakes, inherits, strict=True) if not inherited]
 
 

@@ -105,21 +105,24 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
 
     def output_dist(self, ctx: EmbeddingBagCollectionContext, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
         """Sends composed vectors to the rows' ranks; all ranks call it."""
-        self._require_right_mode(ctx)
         zero = self._zero_of_unused()
         return self._finish(ctx, zero, super().output_dist(ctx, output))
 
     def compute_and_output_dist(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> LazyAwaitable[KeyedTensor]:
         """Looks up, composes and sends; all ranks call it."""
-        self._require_right_mode(ctx)
         zero = self._zero_of_unused()
         return self._finish(ctx, zero, super().compute_and_output_dist(ctx, input))
 
     def _finish(
         self, ctx: EmbeddingBagCollectionContext, zero: Tensor | None, embedded: LazyAwaitable[KeyedTensor]
     ) -> LazyAwaitable[KeyedTensor]:
-        embedded.callbacks.append(partial(self._output.arrange, zero=zero, ids_of_bags=ctx.divisor))
+        self._require_right_mode(ctx)
+        embedded.callbacks.append(partial(self._arrange, ctx, zero))
         return embedded
+
+    def _arrange(self, ctx: EmbeddingBagCollectionContext, zero: Tensor | None, embedded: KeyedTensor) -> KeyedTensor:
+        self._require_right_mode(ctx)  # a pipeline may look up before a step and wait within it
+        return self._output.arrange(embedded, zero, ctx.divisor)
 
     @property
     def unsharded_module_type(self) -> type[CompositionalEmbeddingBagCollection]:

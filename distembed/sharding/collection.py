@@ -125,7 +125,6 @@ class ShardedCompositionalEmbeddingCollection(ShardedParameters, ShardedEmbeddin
         self, ctx: EmbeddingCollectionContext, output: list[Tensor]
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Sends composed vectors to the ids' ranks; all ranks call it."""
-        self._require_right_mode(ctx)
         zero = self._zero_of_unused()
         return self._finish(ctx, zero, super().output_dist(ctx, output))
 
@@ -133,20 +132,22 @@ class ShardedCompositionalEmbeddingCollection(ShardedParameters, ShardedEmbeddin
         self, ctx: EmbeddingCollectionContext, input: KJTList
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Looks up, composes and sends; all ranks call it."""
-        self._require_right_mode(ctx)
         zero = self._zero_of_unused()
         return self._finish(ctx, zero, super().compute_and_output_dist(ctx, input))
 
     def _finish(
         self, ctx: EmbeddingCollectionContext, zero: Tensor | None, embedded: LazyAwaitable[dict[str, JaggedTensor]]
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        embedded.callbacks.append(partial(self._arrange, zero=zero, features=ctx.raw_features))
+        self._require_right_mode(ctx)
+        embedded.callbacks.append(partial(self._arrange, ctx, zero))
         return embedded
 
     def _arrange(
-        self, embedded: dict[str, JaggedTensor], zero: Tensor | None, features: KeyedJaggedTensor
+        self, ctx: EmbeddingCollectionContext, zero: Tensor | None, embedded: dict[str, JaggedTensor]
     ) -> dict[str, JaggedTensor]:
         """The unsharded module's output of what came; ``zero`` is added."""
+        self._require_right_mode(ctx)  # a pipeline may look up before a step and wait within it
+        features = ctx.raw_features
         lengths = features.lengths().view(len(features.keys()), features.stride())
         ids = features.values().split(features.length_per_key())
         outputs = {}

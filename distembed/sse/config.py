@@ -62,7 +62,8 @@ class TableSSEConfig:
     @model_validator(mode="after")
     def _of_a_graph(self) -> "TableSSEConfig":
         if self.graph is None and (self.rho != 1 or self.walk is not None):
-            raise ValueError(f"rho is {self.rho} and walk {self.walk}, which mean nothing without a graph; give one")
+            given = f"rho is {self.rho}" if self.rho != 1 else "walk is given"
+            raise ValueError(f"{given}, which means nothing without graph; give the folder of one")
         return self
 
 
@@ -122,13 +123,9 @@ def graph_paths(config: SSEConfig) -> list[str]:
     return sorted({own.graph for own in settings if own.graph is not None and own.p0 > 0})
 
 
-def graph_fingerprints(config: SSEConfig) -> dict[str, str]:
-    """Checksum of every graph's contents, by its folder.
-
-    Raises:
-        UserError: where one cannot be read.
-    """
-    return {path: Graph.open(path).fingerprint for path in graph_paths(config)}
+def graph_fingerprints(rules: Mapping[str, SSE]) -> dict[str, str]:
+    """Checksum of the contents of every graph, by table."""
+    return {table: rule.graph.fingerprint for table, rule in rules.items() if rule.graph is not None}
 
 
 def _of_table(reserved: Sequence[int], num_embeddings: int) -> list[int]:

@@ -12,11 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distembed.sse.positions import draw_places
-from distembed.sse.random_words import Words, below, place_key, stream_key, word
+from distembed.sse.random_words import WORDS_A_USE, Words, below, place_key, stream_key, word
+from distembed.sse.rule import MAX_WALK_STEPS
 from distembed.sse.stream import IdStream
 
 # what the words of an id are used for; 0 is the gap before it
 _ANOTHER, FIRST_NEIGHBOR_WORD = 1, 2
+# a walk's steps take up to three words each
+assert FIRST_NEIGHBOR_WORD + 3 * MAX_WALK_STEPS <= WORDS_A_USE
 _NUMBERS_AT_ONCE = 16_384
 _MOST_STEPS_AT_ONCE = 16
 
@@ -107,7 +110,15 @@ class Drawer:
         for i in range(num_steps):
             of_step = bounds[i * num_streams : (i + 1) * num_streams + 1]
             own = slice(of_step[0], of_step[-1])
-            values = (streams, drawn.places, num_first, num_drawable, words, among_others, drawn.states)
+            values: tuple[Any, ...] = (
+                streams,
+                drawn.places,
+                num_first,
+                num_drawable,
+                words,
+                among_others,
+                drawn.states,
+            )
             draws.append(Draws(of_step - of_step[0], *(value[own] for value in values)))
         return draws
 

@@ -135,6 +135,16 @@ class Graph:
         counts = self.num_nodes, self.num_edges
         Description(*counts, self.directed, self.weighted, stored, self.details).save(folder)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Graph:
+        """The graph itself, which nothing changes."""
+        return self
+
+    def __reduce__(self) -> Any:
+        """Of a graph in a folder a pickle holds the path alone."""
+        if self.folder is not None:
+            return Graph.open, (self.folder,)
+        return super().__reduce__()
+
     @property
     def num_edges(self) -> int:
         """Edges stored: an undirected edge counts twice."""

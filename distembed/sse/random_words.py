@@ -1,9 +1,12 @@
 """Random numbers that are a function of where they are used, not of a generator's hidden state.
 
 A *stream* belongs to one table's feature under one seed. At every step of every rank it is one SplitMix64 generator
-(Steele, Lea, Flood, OOPSLA 2014), whose state is a hash of all these, and of whose outputs each use has 64 of its own:
-use n has the words ``64 n`` to ``64 n + 63``. Any of them can be computed at any time. So a resumed run repeats
-exactly, and how far a pipeline works ahead does not matter.
+(Steele, Lea, Flood, OOPSLA 2014), and each use there has 64 of its outputs: use n has the words ``64 n`` to ``64 n +
+63``. The generator's state is the exclusive or of two hashes, of the stream's names and of step and rank. Any word can
+be computed at any time. So a resumed run repeats exactly, and how far a pipeline works ahead does not matter.
+
+All generators go round one cycle of 2^64 states. Of 10^10 streams at steps with 1,000 uses each some would share a
+stretch of it, at places that have nothing to do with each other.
 
 All is done on the CPU for all devices, so that a GPU follows the same numbers.
 """

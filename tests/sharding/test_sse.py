@@ -143,6 +143,7 @@ def check_pipelines(rank: int) -> None:
             ((_, logits, _),) = pipelines.run(pipeline, of_ranks[rank][:1])
         torch.testing.assert_close(logits, expected_logits)
     check_early_evaluation(of_ranks[rank])
+    check_looked_up_early(of_ranks[rank])
     check_resumed(of_ranks[rank], expected)
 
 
@@ -169,6 +170,32 @@ def check_early_evaluation(own: Sequence[Batch]) -> None:
     model.eval()
     with torch.no_grad(), pytest.raises(UserError, match=r"evaluation mode.*until it is empty"):
         pipeline.progress(iter(own))
+
+
+def check_looked_up_early(own: Sequence[Batch]) -> None:
+    """The same where a pipeline looks the next batch up within the step before, and only waits for it later."""
+    for model, module in (
+        (clicks("meta", 2), "model.embeddings"),
+        (with_sequences(), "embeddings"),
+    ):
+        sharded = (
+            pipelines.shard(model, "mixed")
+            if module.startswith("model")
+            else sequences.shard(model, torch.optim.SGD, RATE, "table_wise")
+        )
+        embeddings = sharded.module.get_submodule(module)
+        features = own[2].sparse_features if module.startswith("model") else sequences.draw([2, 1], torch.Generator())
+        context = embeddings.create_context()
+        awaited = embeddings.compute_and_output_dist(context, embeddings.input_dist(context, features).wait().wait())
+        sharded.eval()
+        with pytest.raises(UserError, match="until it is empty"):
+            awaited.wait()
+
+
+def with_sequences() -> Any:
+    model = sequences.Head("meta")
+    model.embeddings = CompositionalEmbeddingCollection(with_sse(sequences.tables()), device="meta", need_indices=True)
+    return model
 
 
 def check_resumed(own: Sequence[Batch], expected: Sequence[float]) -> None:

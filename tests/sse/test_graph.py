@@ -1,6 +1,8 @@
 """Graphs in memory and in folders, against dictionaries."""
 
+import copy
 import json
+import pickle
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -264,3 +266,14 @@ def test_a_changed_byte_is_found_when_asked_for(tmp_path: Path) -> None:
     path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
     with pytest.raises(UserError, match="neighbors.bin has another checksum"):
         Graph.open(tmp_path / "graph").verify()
+
+
+def test_copies_of_a_graph_in_a_folder_are_the_same_graph(tmp_path: Path) -> None:
+    graph = Graph.from_edges(5, [0, 1], [1, 2])
+    assert copy.deepcopy(graph) is graph
+    assert np.array_equal(pickle.loads(pickle.dumps(graph)).neighbors, graph.neighbors)
+    graph.write(tmp_path / "graph")
+    mapped = Graph.open(tmp_path / "graph")
+    again = pickle.loads(pickle.dumps(mapped))
+    assert again.folder == mapped.folder and np.array_equal(again.starts, graph.starts)
+    assert len(pickle.dumps(mapped)) < 500

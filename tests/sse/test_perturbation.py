@@ -310,3 +310,37 @@ def test_an_embedding_on_a_gpu_looks_up_what_it_does_on_the_cpu() -> None:
     for _ in range(3):
         assert torch.equal(on_gpu(ids.cuda()).cpu(), embedding(ids))
     assert take_counts(on_gpu) == take_counts(embedding)
+
+
+@pytest.mark.parametrize("with_graph", [False, True])
+def test_ids_outside_of_the_table_stay(with_graph: bool) -> None:
+    graph = Graph.from_edges(NUM_IDS, [0, 1, 2], [1, 2, 3]) if with_graph else None
+    perturb = IdPerturbation(NUM_IDS, SSE(0.9, 50.0 if with_graph else 1.0, graph), name="targets")
+    ids = random_ids(3000)
+    ids[::3], ids[1::3] = -100, NUM_IDS  # what a loss ignores, and a mistake that the lookup has to meet
+    new = perturb(ids)
+    assert torch.equal(new[::3], ids[::3]) and torch.equal(new[1::3], ids[1::3])
+    inside = new[2::3]
+    assert ((inside >= 0) & (inside < NUM_IDS)).all() and (inside != ids[2::3]).float().mean() > 0.85
+    assert perturb.take_counts() == {"targets": (int((new != ids).sum()), 3000)}
+    embedding = nn.Embedding(NUM_IDS, 2)
+    perturb_inputs(embedding, SSE(1.0), name="ids")
+    with pytest.raises(IndexError):
+        embedding(torch.tensor([NUM_IDS]))
+
+
+@pytest.mark.parametrize("rank", [-1, 1.0, "0", torch.tensor(0), True])
+def test_a_rank_that_is_none_is_named(rank: Any) -> None:
+    with pytest.raises(UserError, match="rank is"):
+        IdPerturbation(NUM_IDS, SSE(0.5), name="ids", rank=rank)
+
+
+def test_batches_are_written_to_only_where_that_is_allowed() -> None:
+    first, second = (IdPerturbation(NUM_IDS, SSE(0.5), name="ids") for _ in range(2))
+    ids = random_ids(1000)
+    before = ids.clone()
+    new = first(ids)
+    assert torch.equal(ids, before)
+    second.in_place = True
+    again = second(ids)
+    assert torch.equal(again, new) and again.data_ptr() == ids.data_ptr()

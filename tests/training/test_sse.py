@@ -121,6 +121,6 @@ def refuses(perturbed: Path, part: Path, tmp_path: Path) -> None:
         call("train", perturbed, f"sse.tables.C2.graph={tmp_path / 'other'}", "--run-dir", tmp_path / "new")
     shutil.rmtree(tmp_path / "graph")
     Graph.from_edges(SIZES["C2"], [0], [5]).write(tmp_path / "graph")
-    with pytest.raises(UserError, match=r"graph .* is not the one"):
+    with pytest.raises(UserError, match=r"graph of table 'C2' is not the one"):
         call("train", perturbed, "--run-dir", part, "--resume")
     assert not (tmp_path / "new").exists()
