@@ -1,0 +1,89 @@
+"""Times `distembed prepare graph` on random edges: seconds and peak memory of the whole command.
+
+::
+
+    python tools/bench_graph.py --edges 20000000 --ids 2000000 --output bench_graph.json
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+from rich.console import Console
+from rich.table import Table
+
+INPUTS: dict[str, tuple[str, list[str]]] = {
+    "edges, Parquet": ("edges.parquet", []),
+    "edges, CSV": ("edges.csv", []),
+    "weighted edges, Parquet": ("edges.parquet", ["--weight", "weight"]),
+    "shared attributes, Parquet": ("edges.parquet", ["--attribute", "attribute"]),
+}
+
+
+def write_edges(folder: Path, num_edges: int, num_ids: int) -> None:
+    """Random edges with weights, and a random attribute that five ids share on average."""
+    rng = np.random.default_rng(0)
+    table = pa.table(
+        {
+            "source": rng.integers(0, num_ids, num_edges),
+            "target": rng.integers(0, num_ids, num_edges),
+            "weight": rng.random(num_edges) + 0.1,
+            "attribute": rng.integers(0, num_edges // 5, num_edges),
+        }
+    )
+    pyarrow.parquet.write_table(table, folder / "edges.parquet")
+    pyarrow.csv.write_csv(table.select(["source", "target"]), folder / "edges.csv")
+
+
+def measure(folder: Path, name: str, num_ids: int) -> dict[str, Any]:
+    """One command in a process of its own."""
+    file, options = INPUTS[name]
+    output = folder / "graph"
+    arguments = ["prepare", "graph", str(folder / file), "--num-embeddings", str(num_ids), "-o", str(output), *options]
+    started = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "distembed", *arguments, "--overwrite"], stdout=subprocess.DEVNULL
+    )
+    _, status, used = os.wait4(process.pid, 0)
+    seconds = time.perf_counter() - started
+    if status:
+        raise SystemExit(f"distembed {' '.join(arguments)} failed.")
+    stored = json.loads((output / "graph.json").read_text())["num_edges"]
+    return {"input": name, "seconds": seconds, "peak_bytes": used.ru_maxrss * 1024, "num_edges_stored": stored}
+
+
+def main() -> None:
+    """Measures every kind of input and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--edges", type=int, default=20_000_000)
+    parser.add_argument("--ids", type=int, default=2_000_000)
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        write_edges(Path(folder), options.edges, options.ids)
+        results = [measure(Path(folder), name, options.ids) for name in INPUTS]
+    table = Table("input", "stored", "seconds", "peak memory")
+    for result in results:
+        table.add_row(
+            result["input"],
+            f"{result['num_edges_stored']:,}",
+            f"{result['seconds']:.1f}",
+            f"{result['peak_bytes'] / 1e9:.2f} GB",
+        )
+    Console(width=100).print(table)
+    if options.output is not None:
+        options.output.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
