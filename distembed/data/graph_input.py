@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.csv as pcsv
 import pyarrow.parquet as pq
 
+from distembed.data.raw import named_once
 from distembed.errors import UserError
 from distembed.names import nearest
 
@@ -59,13 +60,7 @@ def list_tables(inputs: Sequence[str | os.PathLike[str]]) -> list[Path]:
     """
     if not inputs:
         raise UserError("no input was named: give one or more Parquet, CSV or TSV files, or folders of them.")
-    files = [file for path in inputs for file in _expand(Path(path))]
-    seen: set[Path] = set()
-    for file in files:
-        if file.resolve() in seen:
-            raise UserError(f"{file} is named twice: its rows would be counted twice; name it once.")
-        seen.add(file.resolve())
-    return files
+    return named_once([file for path in inputs for file in _expand(Path(path))])
 
 
 def _expand(path: Path) -> list[Path]:

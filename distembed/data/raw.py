@@ -35,13 +35,21 @@ def list_sources(inputs: Sequence[str | os.PathLike[str]]) -> list[Path]:
     """
     if not inputs:
         raise UserError("no input was named: give one or more files or folders of tab-separated rows")
-    sources = [source for path in inputs for source in _expand(Path(path))]
+    return named_once([source for path in inputs for source in _expand(Path(path))])
+
+
+def named_once(files: list[Path]) -> list[Path]:
+    """The same files.
+
+    Raises:
+        UserError: one is there twice, under whatever name.
+    """
     seen: set[Path] = set()
-    for source in sources:
-        if source.resolve() in seen:
-            raise UserError(f"{source} is named twice: its rows would be counted twice; name it once")
-        seen.add(source.resolve())
-    return sources
+    for file in files:
+        if file.resolve() in seen:
+            raise UserError(f"{file} is named twice: its rows would be counted twice; name it once")
+        seen.add(file.resolve())
+    return files
 
 
 def _expand(path: Path) -> list[Path]:
