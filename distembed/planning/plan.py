@@ -59,31 +59,67 @@ def make_plan(
         RunError: where the tables do not fit.
         UserError: for a table that does not exist, or that cannot be placed in any way that is allowed.
     """
-    config = config if config is not None else PlanConfig()
-    topology = Topology(
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host_memory_bytes()
+    topology = topology_of(device.type, memory, world_size, local_world_size)
+    # rank 0 plans, and tells the others of a failure too, which would else wait for a plan for ever
+    answer: list[ShardingPlan | Exception | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            answer = [find_plan(model, sharders, topology, batch_size, config, fused)]
+        except (RunError, UserError) as error:
+            answer = [error]
+    if world_size > 1:
+        dist.broadcast_object_list(answer, src=0)
+    (plan,) = answer
+    if isinstance(plan, Exception):
+        raise plan
+    assert plan is not None
+    return plan
+
+
+def topology_of(kind: str, memory_bytes: int, world_size: int, local_world_size: int) -> Topology:
+    """The devices to plan for.
+
+    Args:
+        kind: ``cuda`` or ``cpu``.
+        memory_bytes: of a CUDA device; on the CPU of a machine, which its ranks share.
+        world_size: number of ranks.
+        local_world_size: number of ranks on a machine.
+    """
+    return Topology(
         world_size=world_size,
-        compute_device=device.type,
+        compute_device=kind,
         local_world_size=local_world_size,
-        hbm_cap=torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0,
-        ddr_cap=host_memory_bytes() // local_world_size,
+        hbm_cap=memory_bytes if kind == "cuda" else 0,
+        ddr_cap=(host_memory_bytes() if kind == "cuda" else memory_bytes) // local_world_size,
     )
+
+
+def find_plan(
+    model: nn.Module,
+    sharders: list[ModuleSharder[Any]],
+    topology: Topology,
+    batch_size: int,
+    config: PlanConfig | None = None,
+    fused: bool = True,
+) -> ShardingPlan:
+    """Plans for any devices, without them and without other ranks; arguments as those of :func:`make_plan`.
+
+    Raises:
+        RunError: where the tables do not fit.
+        UserError: for a table that does not exist, or that cannot be placed in any way that is allowed.
+    """
+    config = config if config is not None else PlanConfig()
     tables = [
         table for module in model.modules() if isinstance(module, CompositionalTables) for table in module.tables()
     ]
     attempts = [
         _constraints(tables, config, default)
-        for default in ((_FIRST,) if world_size == 1 else (_FIRST, _WHERE_IT_DOES_NOT_FIT))
+        for default in ((_FIRST,) if topology.world_size == 1 else (_FIRST, _WHERE_IT_DOES_NOT_FIT))
     ]
-    # rank 0 plans, and tells the others of a failure too, which would else wait for a plan for ever
-    answer: list[ShardingPlan | Exception | None] = [None]
-    if dist.get_rank() == 0:
-        answer = [_first_that_fits(model, sharders, topology, max(1, batch_size), attempts)]
-    if world_size > 1:
-        dist.broadcast_object_list(answer, src=0)
-    (plan,) = answer
+    plan = _first_that_fits(model, sharders, topology, max(1, batch_size), attempts)
     if isinstance(plan, Exception):
-        raise _explained(plan, world_size) from plan
-    assert plan is not None
+        raise _explained(plan, topology.world_size) from plan
     if not fused:
         for module_plan in plan.plan.values():
             for sharding in module_plan.values():

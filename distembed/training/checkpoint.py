@@ -33,15 +33,10 @@ from torchrec.optim.keyed import KeyedOptimizer
 from distembed.embedding.config import meaning_of_weights
 from distembed.embedding.tables import CompositionalTables
 from distembed.errors import RunError, UserError
+from distembed.planning.optimizer_states import IS_ROW_WISE
 from distembed.sharding.parameters import ShardedParameters
 from distembed.training.checkpoint_store import CheckpointStore, place_and_name, read_last_file
-from distembed.training.optimizer_state import (
-    IS_ROW_WISE,
-    blend_columns,
-    optimizer_kinds,
-    optimizer_states,
-    set_step,
-)
+from distembed.training.optimizer_state import blend_columns, optimizer_kinds, optimizer_states, set_step
 from distembed.training.random_state import random_state, restore_random_state
 from distembed.training.tensor_boxes import BoxesLoadPlanner, BoxesSavePlanner, TensorBoxes
 from distembed.training.together import Together

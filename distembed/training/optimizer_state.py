@@ -30,22 +30,8 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimiz
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from distembed.errors import UserError
+from distembed.planning.optimizer_states import IS_ROW_WISE
 from distembed.training.tensor_boxes import Box, TensorBoxes
-
-_ADAM = {"exp_avg": False, "exp_avg_sq": False}
-_PARTIAL_ROW_WISE = {"exp_avg": False, "exp_avg_sq": True}
-IS_ROW_WISE: Mapping[str, Mapping[str, bool]] = {
-    "sgd": {},
-    "adagrad": {"sum": False},
-    "row_wise_adagrad": {"sum": True},
-    "adam": _ADAM,
-    "adamw": _ADAM,
-    "amsgrad": {**_ADAM, "max_exp_avg_sq": False},
-    "partial_row_wise_adam": _PARTIAL_ROW_WISE,
-    "lamb": _ADAM,
-    "partial_row_wise_lamb": _PARTIAL_ROW_WISE,
-}
-"""By kind of optimizer, its states in FBGEMM's order, and whether each has one number a row."""
 
 _TORCH_KINDS: Mapping[type[torch.optim.Optimizer], str] = {
     torch.optim.SGD: "sgd",

@@ -1,0 +1,104 @@
+"""What a plan takes of each rank's memory for tables: their weights, and what optimizers keep of them.
+
+Exact to the byte: counted from where the parameters go (:mod:`distembed.sharding.placement`), as the sharded module
+will make them, and from the optimizer that will train each of them:
+
+================================ ==========================================================
+sharded partitions               the sparse optimizer, fused by FBGEMM; torch's form of it where the kernel is ``dense``
+replicated partitions            torch's form of the sparse optimizer
+functions of path-based tables   the dense optimizer
+================================ ==========================================================
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.modules.embedding_configs import DATA_TYPE_NUM_BITS
+
+from distembed.planning.optimizer_states import IS_ROW_WISE
+from distembed.sharding.placement import Placement
+
+_STATE_BYTES = 4  # states are float32, and so are functions
+_STEP_BYTES = 4  # torch counts the steps of each parameter, but for SGD
+
+
+@dataclass(frozen=True)
+class TableStorage:
+    """Bytes of one table on one rank.
+
+    Attributes:
+        weights: vectors and functions.
+        optimizer_state: what the optimizers keep of them.
+        gradients: of all that is not updated within the backward pass.
+    """
+
+    weights: int = 0
+    optimizer_state: int = 0
+    gradients: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.optimizer_state + self.gradients
+
+    def __add__(self, other: "TableStorage") -> "TableStorage":
+        return TableStorage(
+            self.weights + other.weights,
+            self.optimizer_state + other.optimizer_state,
+            self.gradients + other.gradients,
+        )
+
+
+def table_storage(
+    placements: Sequence[Placement], world_size: int, sparse_optimizer: str, dense_optimizer: str
+) -> list[dict[str, TableStorage]]:
+    """For each rank, bytes of every table.
+
+    Args:
+        placements: of all tables.
+        world_size: number of ranks.
+        sparse_optimizer: name of the tables' optimizer, a key of ``IS_ROW_WISE``.
+        dense_optimizer: name of the one that trains functions.
+    """
+    by_rank: list[dict[str, TableStorage]] = [{} for _ in range(world_size)]
+    for placement in placements:
+        for rank, storage in _storage_of(placement, world_size, sparse_optimizer, dense_optimizer):
+            of_rank = by_rank[rank]
+            of_rank[placement.table.name] = of_rank.get(placement.table.name, TableStorage()) + storage
+    return by_rank
+
+
+def _storage_of(
+    placement: Placement, world_size: int, sparse_optimizer: str, dense_optimizer: str
+) -> Iterator[tuple[int, TableStorage]]:
+    itemsize = DATA_TYPE_NUM_BITS[placement.table.data_type] // 8
+    is_fused = placement.unit.compute_kernel != EmbeddingComputeKernel.DENSE.value
+    for sharding in placement.sharded.values():
+        shards: dict[int, list[tuple[int, int]]] = {}
+        for shard in sharding.sharding_spec.shards:
+            rows, columns = shard.shard_sizes
+            if rows and columns:
+                shards.setdefault(shard.placement.rank(), []).append((rows, columns))
+        for rank, of_rank in shards.items():
+            yield rank, _parameter(of_rank, itemsize, sparse_optimizer, is_fused)
+    for part in placement.replicated:
+        name, size = (dense_optimizer, 4) if part.is_function else (sparse_optimizer, itemsize)
+        storage = _parameter([(part.num_rows, part.dim)], size, name, is_fused=False)
+        yield from ((rank, storage) for rank in range(world_size))
+
+
+def _parameter(shards: Sequence[tuple[int, int]], itemsize: int, optimizer: str, is_fused: bool) -> TableStorage:
+    """One parameter on one rank, in shards of some rows and columns."""
+    numbers = sum(rows * columns for rows, columns in shards)
+    rows = sum(rows for rows, _ in shards)
+    states = IS_ROW_WISE[optimizer]
+    kept = sum(rows if is_row_wise else numbers for is_row_wise in states.values()) * _STATE_BYTES
+    if is_fused:
+        return TableStorage(numbers * itemsize, kept)
+    return TableStorage(numbers * itemsize, kept + (_STEP_BYTES if states else 0), numbers * itemsize)
+
+
+def total(storage: Mapping[str, TableStorage]) -> TableStorage:
+    """Of all tables of a rank."""
+    return sum(storage.values(), TableStorage())

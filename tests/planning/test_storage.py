@@ -1,0 +1,58 @@
+"""Estimated bytes of tables against those of the live tensors, on every rank, to the byte."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from distembed.planning.storage import table_storage, total
+from distembed.sharding.bag_collection import ShardedCompositionalEmbeddingBagCollection
+from tests.ranks import run_on_ranks
+from tests.training.layouts import LAYOUTS, OPTIMIZERS, Trained, build
+
+
+def local_bytes(value: object) -> int:
+    if isinstance(value, ShardedTensor):
+        return sum(local_bytes(shard.tensor) for shard in value.local_shards())
+    assert isinstance(value, Tensor)
+    return value.numel() * value.itemsize
+
+
+def live_bytes(trained: Trained) -> tuple[int, int]:
+    """Of this rank's weights of tables and of their optimizers' states, after a step has made these."""
+    trained.step(0)
+    weights = {n: v for n, v in trained.model.state_dict().items() if n.startswith("embeddings.")}
+    states = trained.optimizer.state_dict()["state"]
+    kept = [v for n, of_parameter in states.items() if n.startswith("embeddings.") for v in of_parameter.values()]
+    return sum(map(local_bytes, weights.values())), sum(map(local_bytes, kept))
+
+
+def check(rank: int, layout: str, sparse: str, dense: str) -> None:
+    trained = build(layout, sparse, dense)
+    assert isinstance(trained.model, DistributedModelParallel)
+    (module,) = [m for m in trained.model.modules() if isinstance(m, ShardedCompositionalEmbeddingBagCollection)]
+    estimated = table_storage(list(module._placements.values()), dist.get_world_size(), sparse, dense)
+    own = total(estimated[rank])
+    assert (own.weights, own.optimizer_state) == live_bytes(trained)
+    gradients = [p for n, p in trained.model.named_parameters() if n.startswith("embeddings.") and p.grad is not None]
+    assert own.gradients == sum(local_bytes(p.grad) for p in gradients)
+
+
+def check_all(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    cases = [*itertools.product(LAYOUTS[1:], OPTIMIZERS, ["adam"]), ("row_wise", "adagrad", "sgd")]
+    for layout, sparse, dense in cases:
+        try:
+            check(rank, layout, sparse, dense)
+        except AssertionError as error:
+            raise AssertionError(f"{layout}, {sparse}, {dense} on rank {rank} of {world_size}: {error}") from error
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+def test_weights_and_states_are_estimated_to_the_byte(world_size: int) -> None:
+    run_on_ranks(world_size, check_all)
