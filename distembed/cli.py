@@ -1,7 +1,8 @@
 """The ``distembed`` command.
 
-Exit codes: 0 done, 1 failed or interrupted, 2 wrong input. What a user can mend is said in a sentence, without a
-traceback. Heavy imports happen within the commands: ``--help`` is fast and ``doctor`` works on a broken install.
+Exit codes: 0 done, 1 failed or interrupted, 2 wrong input, 3 a plan that does not fit. What a user can mend is said in
+a sentence, without a traceback. Heavy imports happen within the commands: ``--help`` is fast and ``doctor`` works on a
+broken install.
 """
 
 import errno
@@ -204,6 +205,43 @@ def describe(
         print(json.dumps(description, indent=2))
     else:
         print_description(description, console)
+
+
+@app.command(epilog="Example: `distembed plan configs/criteo_kaggle.yaml --nodes 1 --gpus 8 --gpu h100-80gb`")
+def plan(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs, and ranks, on each machine.")] = 8,
+    gpu: Annotated[str, typer.Option(help="Device of each rank; an unknown name lists the known ones.")] = "h100-80gb",
+    memory: Annotated[str | None, typer.Option(help="Memory of a device in place of the catalogue's: 80GiB.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Plan a config for a cluster that need not be there: where tables go, and what each rank holds.
+
+    Exit code 0 where it fits, 3 where it does not.
+    """
+    import dataclasses
+
+    from distembed.config import load_config
+    from distembed.fit import Cluster, find_fit, print_fit
+    from distembed.planning.devices import find_device
+    from distembed.remedies import find_remedies
+
+    device = find_device(gpu)
+    if memory is not None:
+        device = dataclasses.replace(device, memory_bytes=parse_bytes("--memory", memory))
+    loaded, cluster = load_config(config, overrides or []), Cluster(device, nodes, gpus)
+    fit = find_fit(loaded, cluster)
+    remedies = [] if fit.fits else find_remedies(loaded, cluster)
+    if as_json:
+        print(json.dumps({**fit.as_json(), "remedies": remedies}, indent=2))
+    else:
+        print_fit(fit, console)
+        for remedy in remedies:
+            say(f"  fits with {remedy}")
+    if not fit.fits:
+        raise typer.Exit(3)
 
 
 @app.command(

@@ -128,4 +128,13 @@ def criteo_schema(num_embeddings: Sequence[int]) -> Schema:
     return Schema("label", CRITEO_DENSE, tuple(CategoricalFeature(name, size) for name, size in features))
 
 
-SCHEMAS: dict[str, Schema] = {"criteo_kaggle": criteo_schema(CRITEO_KAGGLE_CARDINALITIES)}
+# Ids of each categorical feature of the Criteo 1TB rows, hashed to at most 40 million as MLPerf's DLRM-DCNv2 has them.
+CRITEO_TERABYTE_CARDINALITIES: tuple[int, ...] = (
+    *(40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10),
+    *(2_209, 11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36),
+)
+
+SCHEMAS: dict[str, Schema] = {
+    "criteo_kaggle": criteo_schema(CRITEO_KAGGLE_CARDINALITIES),
+    "criteo_terabyte": criteo_schema(CRITEO_TERABYTE_CARDINALITIES),
+}

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.modules.embedding_configs import DATA_TYPE_NUM_BITS
 
+from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.planning.optimizer_states import IS_ROW_WISE
 from distembed.sharding.placement import Placement
 
@@ -69,6 +70,28 @@ def table_storage(
     return by_rank
 
 
+def whole_table_storage(
+    table: CompositionalEmbeddingConfig, sparse_optimizer: str, dense_optimizer: str, is_fused: bool
+) -> TableStorage:
+    """Bytes of a table that one rank holds whole; optimizers as for :func:`table_storage`.
+
+    Args:
+        table: of any size; nothing is made.
+        sparse_optimizer: of vectors.
+        dense_optimizer: of functions.
+        is_fused: whether vectors are updated within the backward pass.
+    """
+    itemsize = DATA_TYPE_NUM_BITS[table.data_type] // 8
+    vectors = [
+        _parameter([(part.num_rows, part.dim)], itemsize, sparse_optimizer, is_fused) for part in table.lookup_tables()
+    ]
+    functions = [
+        _parameter([(part.num_rows, part.dim)], _STATE_BYTES, dense_optimizer, is_fused=False)
+        for part in table.function_tables()
+    ]
+    return sum([*vectors, *functions], TableStorage())
+
+
 def _storage_of(
     placement: Placement, world_size: int, sparse_optimizer: str, dense_optimizer: str
 ) -> Iterator[tuple[int, TableStorage]]:
@@ -83,7 +106,7 @@ def _storage_of(
         for rank, of_rank in shards.items():
             yield rank, _parameter(of_rank, itemsize, sparse_optimizer, is_fused)
     for part in placement.replicated:
-        name, size = (dense_optimizer, 4) if part.is_function else (sparse_optimizer, itemsize)
+        name, size = (dense_optimizer, _STATE_BYTES) if part.is_function else (sparse_optimizer, itemsize)
         storage = _parameter([(part.num_rows, part.dim)], size, name, is_fused=False)
         yield from ((rank, storage) for rank in range(world_size))
 

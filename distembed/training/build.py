@@ -47,6 +47,24 @@ def build_unsharded(
     return build_model(model, collection, names, embedding.default.embedding_dim, len(schema.dense))
 
 
+def build_plannable(
+    model: DLRMConfig | DCNConfig,
+    embedding: EmbeddingConfig,
+    train: TrainConfig,
+    schema: Schema,
+    world_size: int,
+    device: torch.device,
+    bf16: bool = False,
+    sse: Mapping[str, SSE] | None = None,
+) -> ClickTask:
+    """The model with its loss as a plan is made for it: tables on the meta device, marked with their optimizer."""
+    unsharded = build_unsharded(model, embedding, schema, train.seed, sse)
+    # functions of path-based tables are trained with the networks
+    vectors = unsharded.get_submodule("embeddings.embedding_bags").parameters()
+    fuse_sparse_optimizer(vectors, train.sparse_optimizer, device)
+    return ClickTask(unsharded, world_size, device, bf16)
+
+
 def build_trainee(
     model_config: DLRMConfig | DCNConfig,
     embedding_config: EmbeddingConfig,
@@ -62,13 +80,11 @@ def build_trainee(
     With ``sse`` ids of the named tables are replaced in training.
     """
     torch.manual_seed(train.seed)
-    unsharded = build_unsharded(model_config, embedding_config, schema, train.seed, sse)
-    _move_dense(unsharded, processes.device)
-    # functions of path-based tables are trained with the networks
-    vectors = unsharded.get_submodule("embeddings.embedding_bags").parameters()
-    fuse_sparse_optimizer(vectors, train.sparse_optimizer, processes.device)
     bf16 = use_bf16(train.precision, processes.device)
-    task = ClickTask(unsharded, processes.world_size, processes.device, bf16)
+    task = build_plannable(
+        model_config, embedding_config, train, schema, processes.world_size, processes.device, bf16, sse
+    )
+    _move_dense(task.model, processes.device)
     sharders = [CompositionalEmbeddingBagCollectionSharder(host_memory=plan_config.host_memory)]
     plan = make_plan(
         task,

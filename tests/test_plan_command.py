@@ -1,0 +1,110 @@
+"""``distembed plan``: what fits, what does not and why, and that remedies are ones."""
+
+import contextlib
+import io
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from distembed import cli
+from distembed.config import load_config
+from distembed.data.schema import CRITEO_TERABYTE_CARDINALITIES
+from distembed.errors import UserError
+from distembed.fit import Cluster, find_fit
+from distembed.planning.devices import DEVICES, find_device
+
+KAGGLE = Path(__file__).parents[1] / "configs" / "criteo_kaggle.yaml"
+GIB = 2**30
+
+
+def plan(*arguments: object) -> tuple[int, dict[str, Any]]:
+    """Exit code and JSON of the command, within this process."""
+
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        code = cli.app(["plan", str(KAGGLE), *map(str, arguments), "--json"], standalone_mode=False)
+    return int(code or 0), json.loads(printed.getvalue())
+
+
+def test_what_is_planned_adds_up() -> None:
+    code, fit = plan("--nodes", 2, "--gpus", 2, "--gpu", "l4-24gb")
+    assert code == 0 and fit["fits"] and not fit["remedies"]
+    assert len(fit["ranks"]) == 4 and len(fit["tables"]) == 26
+    (placed,) = fit["plan"].values()
+    for rank in fit["ranks"]:
+        by_table = {item: sum(own[item] for own in rank["tables"].values()) for item in ("weights", "optimizer_state")}
+        assert by_table == {"weights": rank["table_weights"], "optimizer_state": rank["table_optimizer_state"]}
+        # elementwise Adagrad keeps a number for each weight; Adam of the networks keeps two, and counts steps
+        assert rank["table_optimizer_state"] == rank["table_weights"]
+        assert 0 < rank["dense_optimizer_state"] - 2 * rank["dense_weights"] < 100
+        assert rank["capacity"] == DEVICES["l4-24gb"].memory_bytes
+    sizes = {table["name"]: table["bytes_on_all_ranks"] for table in fit["tables"]}
+    assert sum(sizes.values()) == sum(rank["table_weights"] * 2 for rank in fit["ranks"])
+    assert {name: own["ranks"] for name, own in placed.items()} == {t["name"]: t["ranks"] for t in fit["tables"]}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "factor"),
+    [
+        ("sgd", 1.0),
+        ("adagrad", 2.0),
+        ("adam", 3.0),
+        ("row_wise_adagrad", 1 + 1 / 128),
+        ("partial_row_wise_adam", 2 + 1 / 128),
+    ],
+)
+def test_the_tables_of_mlperf_with_their_optimizer(optimizer: str, factor: float) -> None:
+    settings = ["data.schema=criteo_terabyte", "embedding.default={partition: naive, embedding_dim: 128}"]
+    settings += ["model={name: dcn}", f"train.sparse_optimizer={{name: {optimizer}}}", "plan.min_partition=32"]
+    fit = find_fit(load_config(KAGGLE, settings), Cluster(find_device("h100-80gb"), 1, 8))
+    weights = sum(CRITEO_TERABYTE_CARDINALITIES) * 128 * 4
+    assert weights / GIB == pytest.approx(97.4, abs=0.05)
+    assert fit.needed.weights == weights and fit.needed.total == round(weights * factor)
+    assert fit.fits and not fit.needed.gradients
+
+
+def test_what_does_not_fit_is_refused_with_remedies_that_hold() -> None:
+    settings = ["embedding.default.partition=naive", "--gpus", 1]
+    code, fit = plan(*settings, "--memory", "2GB")
+    assert code == 3 and not fit["fits"] and fit["plan"] is None
+    needed, left = fit["needed_by_tables"], fit["left_for_tables"]
+    assert needed["weights"] + needed["optimizer_state"] > left > 0
+    kinds = {remedy.split("=")[0].split()[0] for remedy in fit["remedies"]}
+    assert kinds == {"--nodes", "--gpu", "embedding.default.partition"}
+    for remedy in fit["remedies"]:
+        memory = [] if "--gpu" in remedy else ["--memory", "2GB"]
+        assert plan(*settings, *memory, *shlex.split(remedy))[0] == 0, remedy
+    # and each is the least of its kind
+    nodes = next(int(remedy.split()[1]) for remedy in fit["remedies"] if remedy.startswith("--nodes"))
+    assert nodes > 1 and plan(*settings, "--memory", "2GB", "--nodes", nodes - 1)[0] == 3
+
+
+def test_wrong_requests_are_named() -> None:
+    with pytest.raises(UserError, match=r"--gpu is 'h100'.*h100-80gb"):
+        plan("--gpu", "h100")
+    with pytest.raises(UserError, match="--memory is 'much'"):
+        plan("--memory", "much")
+    with pytest.raises(Exception, match="nodes"):
+        plan("--nodes", 0)
+
+
+def test_training_takes_the_plan_that_is_reported(tmp_path: Path) -> None:
+    from tests.training.conftest import write_dataset
+
+    dataset = write_dataset(tmp_path / "dataset")
+    values = {
+        "data": {"path": str(dataset)},
+        "model": {"bottom": [16], "top": [16]},
+        "embedding": {"default": {"partition": "quotient_remainder", "embedding_dim": 8, "threshold": 10}},
+        "train": {"batch_size": 64, "max_steps": 1, "device": "cpu"},
+        "plan": {"tables": {"C3": {"sharding_types": ["data_parallel"]}, "M": {"sharding_types": ["row_wise"]}}},
+    }
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(values))
+    run = tmp_path / "run"
+    cli.app(["train", str(config), "--run-dir", str(run)], standalone_mode=False)
+    fit = find_fit(load_config(config), Cluster(find_device("cpu-256gb"), 1, 1))
+    assert fit.as_json()["plan"] == json.loads((run / "plan.json").read_text())
