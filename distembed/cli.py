@@ -215,6 +215,9 @@ def plan(
     gpus: Annotated[int, typer.Option(min=1, help="GPUs, and ranks, on each machine.")] = 8,
     gpu: Annotated[str, typer.Option(help="Device of each rank; an unknown name lists the known ones.")] = "h100-80gb",
     memory: Annotated[str | None, typer.Option(help="Memory of a device in place of the catalogue's: 80GiB.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="JSON file to write, for `distembed train --plan`.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Plan a config for a cluster that need not be there: where tables go, and what each rank holds.
@@ -227,6 +230,7 @@ def plan(
     from distembed.fit import Cluster, find_fit, print_fit
     from distembed.planning.devices import find_device
     from distembed.remedies import find_remedies
+    from distembed.whole_file import whole_file
 
     device = find_device(gpu)
     if memory is not None:
@@ -234,8 +238,12 @@ def plan(
     loaded, cluster = load_config(config, overrides or []), Cluster(device, nodes, gpus)
     fit = find_fit(loaded, cluster)
     remedies = [] if fit.fits else find_remedies(loaded, cluster)
+    values = {**fit.as_json(), "remedies": remedies}
+    if output is not None and fit.fits:
+        with whole_file(output) as temporary:
+            Path(temporary).write_text(json.dumps(values, indent=2) + "\n")
     if as_json:
-        print(json.dumps({**fit.as_json(), "remedies": remedies}, indent=2))
+        print(json.dumps(values, indent=2))
     else:
         print_fit(fit, console)
         for remedy in remedies:
@@ -256,6 +264,9 @@ def train(
         typer.Option("--run-dir", help="Folder for config, metrics and checkpoints; runs/NAME-TIME unless given."),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of --run-dir.")] = False,
+    plan: Annotated[
+        Path | None, typer.Option("--plan", help="Place tables as this file of `distembed plan --output` says.")
+    ] = None,
 ) -> None:
     """Train a model, evaluate it on the test split, and keep all that is needed to repeat it."""
     from distembed.config import load_config
@@ -271,7 +282,7 @@ def train(
         if processes.is_first:
             require_new_or_resume(folder, resume)
             _require_same_config(folder, loaded, resume)
-        settings = _settings(loaded)
+        settings = _settings(loaded, plan)
         if processes.is_first:
             _require_same_graphs(folder, settings.info["graphs"], resume)
             for line in settings.info["kept_full"]:
@@ -392,13 +403,14 @@ def parse_bytes(field: str, text: str) -> int:
     return count
 
 
-def _settings(config: "Config") -> Any:
+def _settings(config: "Config", plan: Path | None) -> Any:
     from distembed.data.graph_ids import require_same_ids
     from distembed.data.manifest import Manifest, id_fingerprint
     from distembed.data.vocabulary import reserved_ids
     from distembed.describe import describe as describe_config
     from distembed.describe import kept_full
     from distembed.embedding import assignment_checksums
+    from distembed.planning.kept import read_plan
     from distembed.sse.config import build_sse, graph_fingerprints
     from distembed.training.trainer import RunSettings
 
@@ -430,6 +442,7 @@ def _settings(config: "Config") -> Any:
             "schemes": {scheme: schemes.count(scheme) for scheme in dict.fromkeys(schemes)},
             **{key: description[key] for key in ("parameters", "embedding_parameters", "embedding_bytes")},
         },
+        kept_plan=None if plan is None else read_plan(plan),
     )
 
 

@@ -14,6 +14,7 @@ COMMANDS = [
     "prepare graph",
     "synthesize",
     "describe",
+    "plan",
     "train",
     "evaluate",
     "predict",

@@ -87,8 +87,8 @@ def test_wrong_requests_are_named() -> None:
         plan("--gpu", "h100")
     with pytest.raises(UserError, match="--memory is 'much'"):
         plan("--memory", "much")
-    with pytest.raises(Exception, match="nodes"):
-        plan("--nodes", 0)
+    with pytest.raises(UserError, match="--nodes is 0"):
+        Cluster(find_device("l4-24gb"), 0, 1)
 
 
 def test_training_takes_the_plan_that_is_reported(tmp_path: Path) -> None:
@@ -105,6 +105,42 @@ def test_training_takes_the_plan_that_is_reported(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(values))
     run = tmp_path / "run"
+    assert cli.app(["plan", str(config), *ONE_CPU, "-o", str(tmp_path / "kept.json")], standalone_mode=False) is None
     cli.app(["train", str(config), "--run-dir", str(run)], standalone_mode=False)
-    fit = find_fit(load_config(config), Cluster(find_device("cpu-256gb"), 1, 1))
-    assert fit.as_json()["plan"] == json.loads((run / "plan.json").read_text())
+    made = json.loads((run / "plan.json").read_text())
+    kept = json.loads((tmp_path / "kept.json").read_text())
+    assert made == kept["plan"]
+    # and another one only if it is given: of a run, or of the command
+    (placed,) = kept["plan"].values()
+    placed["C1"] = {**placed["C1"], "sharding_type": "data_parallel", "compute_kernel": "dense", "shards": []}
+    for file, values in (("changed.json", kept), ("plan.json", kept["plan"])):
+        (tmp_path / file).write_text(json.dumps(values))
+        again = tmp_path / f"run-{file}"
+        cli.app(["train", str(config), "--plan", str(tmp_path / file), "--run-dir", str(again)], standalone_mode=False)
+        assert json.loads((again / "plan.json").read_text()) == kept["plan"]
+    check_refused(config, tmp_path, kept)
+
+
+ONE_CPU = ["--gpus", "1", "--gpu", "cpu-256gb"]
+
+
+def check_refused(config: Path, tmp_path: Path, kept: dict[str, Any]) -> None:
+    file = tmp_path / "other.json"
+
+    def train(values: Any, *overrides: str) -> None:
+        file.write_text(values if isinstance(values, str) else json.dumps(values))
+        arguments = [str(config), *overrides, "--plan", str(file), "--run-dir", str(tmp_path / "none")]
+        cli.app(["train", *arguments], standalone_mode=False)
+
+    with pytest.raises(UserError, match="made for 2 ranks, and there are 1"):
+        train({**kept, "gpus": 2})
+    with pytest.raises(UserError, match=r"table 'C2' is planned as .* numbers, and is"):
+        train(kept, "embedding.tables.C2.collisions=8")
+    (module,) = kept["plan"]
+    without = {name: own for name, own in kept["plan"][module].items() if name != "C3"}
+    with pytest.raises(UserError, match="table 'C3' is in the model and not in the plan"):
+        train({module: without})
+    for broken in ("{", "[1]", {"a": 1}, {"plan": {"a": {"b": {}}}, "nodes": 1, "gpus": 1}):
+        with pytest.raises(UserError, match="plan"):
+            train(broken)
+    assert not (tmp_path / "none").exists()

@@ -13,6 +13,7 @@ from distembed.data.schema import Schema
 from distembed.embedding import CompositionalEmbeddingBagCollection, EmbeddingConfig, build_tables, vector_names
 from distembed.models.config import DCNConfig, DLRMConfig, build_model
 from distembed.planning import PlanConfig, make_plan
+from distembed.planning.kept import KeptPlan, take_up_plan
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from distembed.sse import SSE
 from distembed.sse.perturbation import Perturbation
@@ -74,10 +75,11 @@ def build_trainee(
     processes: Processes,
     num_steps: int,
     sse: Mapping[str, SSE] | None = None,
+    kept_plan: KeptPlan | None = None,
 ) -> Trainee:
     """Builds, plans and shards; the weights depend on the seed alone. All ranks call it.
 
-    With ``sse`` ids of the named tables are replaced in training.
+    With ``sse`` ids of the named tables are replaced in training. With ``kept_plan`` nothing is planned anew.
     """
     torch.manual_seed(train.seed)
     bf16 = use_bf16(train.precision, processes.device)
@@ -86,16 +88,19 @@ def build_trainee(
     )
     _move_dense(task.model, processes.device)
     sharders = [CompositionalEmbeddingBagCollectionSharder(host_memory=plan_config.host_memory)]
-    plan = make_plan(
-        task,
-        sharders,
-        device=processes.device,
-        world_size=processes.world_size,
-        local_world_size=processes.local_world_size,
-        batch_size=math.ceil(train.batch_size / processes.world_size),
-        config=plan_config,
-        fused=not needs_dense_kernel(train.sparse_optimizer),
-    )
+    if kept_plan is not None:
+        plan = _take_up(kept_plan, task, processes)
+    else:
+        plan = make_plan(
+            task,
+            sharders,
+            device=processes.device,
+            world_size=processes.world_size,
+            local_world_size=processes.local_world_size,
+            batch_size=math.ceil(train.batch_size / processes.world_size),
+            config=plan_config,
+            fused=not needs_dense_kernel(train.sparse_optimizer),
+        )
     model = DistributedModelParallel(
         task,
         env=ShardingEnv.from_process_group(torch.distributed.group.WORLD),
@@ -110,6 +115,16 @@ def build_trainee(
             module.in_place = True  # nobody looks at a batch of the reader's but the model, and once
     optimizers = Optimizers(model, train.dense_optimizer, train.sparse_optimizer, num_steps)
     return Trainee(model, optimizers, StepPipeline(model, optimizers.combined, processes), plan, bf16)
+
+
+def _take_up(kept: KeptPlan, task: ClickTask, processes: Processes) -> ShardingPlan:
+    ((path, collection),) = [
+        (name, module)
+        for name, module in task.named_modules()
+        if isinstance(module, CompositionalEmbeddingBagCollection)
+    ]
+    sizes = processes.world_size, processes.local_world_size
+    return take_up_plan(kept, path, collection.tables(), *sizes, processes.device.type)
 
 
 def use_bf16(precision: str, device: torch.device) -> bool:

@@ -24,6 +24,7 @@ from distembed.embedding import EmbeddingConfig
 from distembed.errors import Interrupted, RunError, UserError
 from distembed.models.config import DCNConfig, DLRMConfig
 from distembed.planning import PlanConfig, describe_plan, plan_as_json
+from distembed.planning.kept import KeptPlan
 from distembed.sse import SSE, set_step
 from distembed.training.build import build_trainee
 from distembed.training.config import TrainConfig
@@ -46,6 +47,7 @@ class RunSettings:
         dataset: the prepared dataset's folder.
         splits: names of the training, validation and test split; the last two may be None.
         sse: by table, how ids are replaced in training.
+        kept_plan: where tables go, if that was decided before; else they are planned.
         config_yaml: the resolved config, kept in the run folder.
         info: what else the run folder's ``run.json`` records.
     """
@@ -59,6 +61,7 @@ class RunSettings:
     sse: Mapping[str, SSE]
     config_yaml: str
     info: Mapping[str, Any]
+    kept_plan: KeptPlan | None = None
 
 
 @dataclass
@@ -115,6 +118,7 @@ class Run:
             processes,
             self.num_steps,
             settings.sse,
+            settings.kept_plan,
         )
         self._step = 0
         self._samples = 0
