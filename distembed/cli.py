@@ -218,6 +218,9 @@ def plan(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="JSON file to write, for `distembed train --plan`.")
     ] = None,
+    fit: Annotated[
+        Path | None, typer.Option("--fit", help="YAML file to write: the config, compressed as little as fits.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Plan a config for a cluster that need not be there: where tables go, and what each rank holds.
@@ -226,6 +229,7 @@ def plan(
     """
     import dataclasses
 
+    from distembed.budget import fit_config
     from distembed.config import load_config
     from distembed.fit import Cluster, find_fit, print_fit
     from distembed.planning.devices import find_device
@@ -236,19 +240,23 @@ def plan(
     if memory is not None:
         device = dataclasses.replace(device, memory_bytes=parse_bytes("--memory", memory))
     loaded, cluster = load_config(config, overrides or []), Cluster(device, nodes, gpus)
-    fit = find_fit(loaded, cluster)
-    remedies = [] if fit.fits else find_remedies(loaded, cluster)
-    values = {**fit.as_json(), "remedies": remedies}
-    if output is not None and fit.fits:
+    if fit is not None:
+        loaded = fit_config(loaded, cluster)
+        with whole_file(fit) as temporary:
+            Path(temporary).write_text(loaded.to_yaml(), encoding="utf-8")
+    found = find_fit(loaded, cluster)
+    remedies = [] if found.fits else find_remedies(loaded, cluster)
+    values = {**found.as_json(), "remedies": remedies}
+    if output is not None and found.fits:
         with whole_file(output) as temporary:
             Path(temporary).write_text(json.dumps(values, indent=2) + "\n")
     if as_json:
         print(json.dumps(values, indent=2))
     else:
-        print_fit(fit, console)
+        print_fit(found, console)
         for remedy in remedies:
             say(f"  fits with {remedy}")
-    if not fit.fits:
+    if not found.fits:
         raise typer.Exit(3)
 
 
