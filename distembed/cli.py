@@ -241,6 +241,8 @@ def plan(
         device = dataclasses.replace(device, memory_bytes=parse_bytes("--memory", memory))
     loaded, cluster = load_config(config, overrides or []), Cluster(device, nodes, gpus)
     if fit is not None:
+        if fit.exists():
+            raise UserError(f"--fit {fit} exists already; name a new file.")
         loaded = fit_config(loaded, cluster)
         with whole_file(fit) as temporary:
             Path(temporary).write_text(loaded.to_yaml(), encoding="utf-8")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from rich.bar import Bar
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group
+from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torchrec.distributed.types import ShardingPlan
@@ -33,6 +33,7 @@ from distembed.training.config import DenseOptimizerConfig
 from distembed.training.optimizers import needs_dense_kernel
 
 _FLOAT_BYTES = 4
+_MOST_RANKS_SHOWN = 16
 _MODULE = "model.embeddings"
 
 
@@ -168,7 +169,17 @@ def _plan(config: Config, cluster: Cluster, model: nn.Module) -> tuple[ShardingP
     batch_size = -(-config.train.batch_size // cluster.world_size)
     is_fused = not needs_dense_kernel(config.train.sparse_optimizer)
     try:
-        return find_plan(model, sharders, topology, batch_size, config.plan, is_fused), ""
+        plan = find_plan(
+            model,
+            sharders,
+            topology,
+            batch_size,
+            config.plan,
+            is_fused,
+            sparse_optimizer=config.train.sparse_optimizer.name,
+            dense_optimizer=config.train.dense_optimizer.name,
+        )
+        return plan, ""
     except RunError as error:
         return None, str(error)
 
@@ -240,13 +251,20 @@ def _tables_table(fit: Fit) -> Table:
     return table
 
 
-def _ranks_table(fit: Fit) -> Group | Table:
+def _ranks_table(fit: Fit) -> Table:
     table = Table("rank", title="memory by rank", title_justify="left", box=SIMPLE_HEAD)
     for column in ("tables", "optimizer", "networks", "reserved", "total"):
         table.add_column(column, justify="right")
     table.add_column(f"of {format_bytes(fit.cluster.rank_bytes)}")
-    for rank, storage in enumerate(fit.tables):
-        own = sum(storage.values(), TableStorage())
+    shown = sorted(range(len(fit.tables)), key=fit.rank_total, reverse=True)
+    if len(shown) > _MOST_RANKS_SHOWN:
+        left_out = len(shown) - _MOST_RANKS_SHOWN
+        table.caption = f"the fullest and the emptiest; {left_out} ranks between them are left out"
+        shown = shown[: _MOST_RANKS_SHOWN // 2] + shown[-_MOST_RANKS_SHOWN // 2 :]
+    else:
+        shown.sort()
+    for rank in shown:
+        own = sum(fit.tables[rank].values(), TableStorage())
         sizes = (own.weights + own.gradients, own.optimizer_state, sum(fit.dense.values()), fit.reserved)
         total = fit.rank_total(rank)
         bar = Bar(size=fit.cluster.rank_bytes, begin=0, end=min(total, fit.cluster.rank_bytes), width=24)
