@@ -13,8 +13,10 @@ Functions of path-based tables lie on every rank whatever the plan. No shard cou
 """
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
@@ -34,13 +36,12 @@ from torchrec.distributed.planner.types import (
     StorageReservation,
     Topology,
 )
-from torchrec.distributed.sharding_plan import placement as place_of
 from torchrec.distributed.types import ModuleSharder, ParameterSharding, PipelineType, ShardingType, ShardMetadata
 
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.tables import CompositionalTables
 from distembed.planning.optimizer_states import IS_ROW_WISE
-from distembed.planning.storage import TableStorage, table_storage
+from distembed.planning.storage import TableStorage, function_storage, table_storage
 from distembed.sharding.placement import Placement, place
 
 _STATE_BYTES = 4
@@ -87,6 +88,11 @@ class StorageEstimator(ShardEstimator):
             for shard, of_tables, of_buffers in zip(option.shards, kept, self._buffers(option), strict=True):
                 shard.storage = of_tables + of_buffers
 
+    def table_bytes(self, option: ShardingOption) -> list[int]:
+        """Of each shard: weights, optimizer state and gradients."""
+        stored = shard_storage(self._placed_in_thought(option), option.num_shards, self._optimizers)
+        return [storage.total for storage in stored]
+
     def _kept(self, option: ShardingOption, cache_ratio: float) -> list[Storage]:
         """What stays from step to step, of each shard."""
         placement = self._placed_in_thought(option)
@@ -103,7 +109,7 @@ class StorageEstimator(ShardEstimator):
 
     def _in_host_memory(self, storage: TableStorage, num_rows: int, cache_ratio: float | None) -> Storage:
         """FBGEMM keeps numbers of a row on the device even then, beside the cache and what it notes of its slots."""
-        row_states = sum(IS_ROW_WISE[self._optimizers.sparse].values()) * num_rows * _STATE_BYTES
+        row_states = num_rows * bytes_of_a_row(self._optimizers.sparse)
         # an int32 a row, and two int64 a slot
         cache = 0 if cache_ratio is None else cache_ratio * storage.weights + num_rows * (4 + 16 * cache_ratio)
         return Storage(hbm=row_states + round(cache), ddr=storage.total - row_states)
@@ -113,10 +119,7 @@ class StorageEstimator(ShardEstimator):
         kernel = option.compute_kernel
         if not self._optimizers.is_fused:
             kernel = EmbeddingComputeKernel.DENSE.value
-        device = self._topology.compute_device
-        return place(
-            table, unit_sharding(option, kernel, device, list(range(option.num_shards))), world_size=option.num_shards
-        )
+        return place(table, _on_ranks_of_their_own(option, kernel), world_size=option.num_shards)
 
     def _buffers(self, option: ShardingOption) -> list[Storage]:
         """Ids and vectors of a step, by TorchRec's sizes; the pipeline has the ids of two steps."""
@@ -134,8 +137,32 @@ class StorageEstimator(ShardEstimator):
             is_pooled=option.is_pooled,
         )
         pipeline = PipelineType.TRAIN_SPARSE_DIST if self._topology.compute_device == "cuda" else PipelineType.NONE
-        costs = [calculate_pipeline_io_cost(i, o, 0, pipeline, None, True) for i, o in zip(inputs, outputs, strict=True)]
+        costs = [
+            calculate_pipeline_io_cost(i, o, 0, pipeline, None, True) for i, o in zip(inputs, outputs, strict=True)
+        ]
         return [storage_on(self._topology.compute_device, cost) for cost in costs]
+
+
+class OncePerSize(ShardEstimator):
+    """Another estimator, asked for one of the shards of an option that have the same size.
+
+    Args:
+        estimator: gives shards of one size the same time. TorchRec's takes most of the time of planning.
+    """
+
+    def __init__(self, estimator: ShardEstimator) -> None:
+        self._estimator = estimator
+
+    def estimate(self, sharding_options: list[ShardingOption], sharder_data_map: SharderDataMap) -> None:
+        shards = [option.shards for option in sharding_options]
+        of_size = [{tuple(shard.size): shard for shard in of_option} for of_option in shards]
+        for option, distinct in zip(sharding_options, of_size, strict=True):
+            option.shards = list(distinct.values())
+        self._estimator.estimate(sharding_options, sharder_data_map)
+        for option, of_option, distinct in zip(sharding_options, shards, of_size, strict=True):
+            option.shards = of_option
+            for shard in of_option:
+                shard.perf = distinct[tuple(shard.size)].perf
 
 
 class Reservation(StorageReservation):
@@ -151,7 +178,8 @@ class Reservation(StorageReservation):
         self, share: float, tables: Sequence[CompositionalEmbeddingConfig], optimizers: TableOptimizers
     ) -> None:
         self._percentage = share  # TorchRec prints it, by this name, where nothing fits
-        self._functions = function_storage(tables, optimizers).total
+        self._left: Topology | None = None
+        self._functions = sum(function_storage(table, optimizers.dense).total for table in tables)
 
     def reserve(
         self,
@@ -166,7 +194,23 @@ class Reservation(StorageReservation):
             free = storage_on(topology.compute_device, self._functions)
             device.storage.hbm = max(0, int((1 - self._percentage) * device.storage.hbm) - free.hbm)
             device.storage.ddr = max(0, device.storage.ddr - free.ddr)
+        self._left = left
         return left
+
+    def fullness(self, plan: Iterable[ShardingOption]) -> float:
+        """Of the fullest rank, as a share of what :meth:`reserve` left; infinite where host memory had to help."""
+        assert self._left is not None
+        is_cpu = self._left.compute_device == "cpu"
+        loads, elsewhere = Counter[int](), 0
+        for shard in (shard for option in plan for shard in option.shards):
+            loads[shard.rank] += shard.storage.ddr if is_cpu else shard.storage.hbm
+            elsewhere += 0 if is_cpu else shard.storage.ddr
+        room = [device.storage.ddr if is_cpu else device.storage.hbm for device in self._left.devices]
+        return math.inf if elsewhere else max(load / max(1, room[rank]) for rank, load in loads.items())
+
+    @property
+    def last_reserved_topology(self) -> Topology | None:
+        return self._left
 
 
 def shard_storage(placement: Placement, num_shards: int, optimizers: TableOptimizers) -> list[TableStorage]:
@@ -177,39 +221,36 @@ def shard_storage(placement: Placement, num_shards: int, optimizers: TableOptimi
         num_shards: of them.
         optimizers: what trains the table.
     """
+    table = placement.table
+    functions = function_storage(table, optimizers.dense)
     of_ranks = table_storage([placement], num_shards, optimizers.sparse, optimizers.dense)
-    functions = function_storage([placement.table], optimizers)
-    stored = [of_rank.get(placement.table.name, TableStorage()) for of_rank in of_ranks]
-    return [
-        TableStorage(
-            storage.weights - functions.weights,
-            storage.optimizer_state - functions.optimizer_state,
-            storage.gradients - functions.gradients,
-        )
-        for storage in stored
-    ]
+    return [of_rank.get(table.name, functions) - functions for of_rank in of_ranks]
 
 
-def function_storage(tables: Sequence[CompositionalEmbeddingConfig], optimizers: TableOptimizers) -> TableStorage:
-    """Of the functions of path-based tables, which every rank has."""
-    placed = [_functions_alone(table) for table in tables if table.function_tables()]
-    (on_a_rank,) = table_storage(placed, 1, optimizers.sparse, optimizers.dense)
-    return sum(on_a_rank.values(), TableStorage())
-
-
-def unit_sharding(option: ShardingOption, compute_kernel: str, device: str, ranks: Sequence[int]) -> ParameterSharding:
-    """The planner's answer if its choice were this option, with the shards on these ranks."""
+def _on_ranks_of_their_own(option: ShardingOption, compute_kernel: str) -> ParameterSharding:
+    """The planner's answer if it chose this, and had a rank for every shard."""
+    ranks = list(range(option.num_shards))
+    is_replicated = option.sharding_type == ShardingType.DATA_PARALLEL.value
     shards = [
-        ShardMetadata(shard.offset, shard.size, place_of(device, rank, max(1, len(ranks))))
+        ShardMetadata(shard.offset, shard.size, f"rank:{rank}/cpu")
         for shard, rank in zip(option.shards, ranks, strict=True)
     ]
-    is_replicated = option.sharding_type == ShardingType.DATA_PARALLEL.value
-    return ParameterSharding(
-        option.sharding_type,
-        compute_kernel,
-        ranks=list(ranks),
-        sharding_spec=None if is_replicated else EnumerableShardingSpec(shards),
-    )
+    spec = None if is_replicated else EnumerableShardingSpec(shards)
+    return ParameterSharding(option.sharding_type, compute_kernel, ranks, spec)
+
+
+def _rows(placement: Placement, num_shards: int) -> list[int]:
+    """Of all partitions on each rank."""
+    rows = [0] * num_shards
+    for sharding in placement.sharded.values():
+        for rank, shard in zip(sharding.ranks or [], sharding.sharding_spec.shards, strict=True):
+            rows[rank] += shard.shard_sizes[0]
+    return rows
+
+
+def bytes_of_a_row(optimizer: str) -> int:
+    """Of the numbers that an optimizer keeps of a row as a whole."""
+    return sum(IS_ROW_WISE[optimizer].values()) * _STATE_BYTES
 
 
 def storage_on(device: str, num_bytes: int) -> Storage:

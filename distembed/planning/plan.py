@@ -5,31 +5,23 @@ Left to itself TorchRec's ``Topology`` takes 32 GB of device and 128 GB of host 
 
 import os
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
-from distembed.embedding.config import CompositionalEmbeddingConfig
-from distembed.embedding.tables import CompositionalTables
 from distembed.errors import RunError, UserError
-from distembed.names import one_of
-from distembed.planning.config import PlanConfig, TablePlanConfig
-from distembed.sharding.placement import can_be_placed, width
+from distembed.planning.config import PlanConfig
+from distembed.planning.estimator import TableOptimizers
+from distembed.planning.search import Search
 
 RESERVED_SHARE = 0.15
 """Share of the memory left to the networks, activations and buffers."""
-_MIN_PARTITION = 128
-"""TorchRec's."""
-_FIRST = ("table_wise", "column_wise")
-_WHERE_IT_DOES_NOT_FIT = (*_FIRST, "row_wise")
 
 
 def make_plan(
@@ -42,6 +34,8 @@ def make_plan(
     batch_size: int,
     config: PlanConfig | None = None,
     fused: bool = True,
+    sparse_optimizer: str = "row_wise_adagrad",
+    dense_optimizer: str = "adagrad",
 ) -> ShardingPlan:
     """Plans on rank 0 and gives every rank the same plan; all ranks call it.
 
@@ -54,6 +48,8 @@ def make_plan(
         batch_size: rows of a step on one rank.
         config: how tables may be placed.
         fused: whether the tables' optimizer is fused; else they have dense kernels.
+        sparse_optimizer: name of the one that trains vectors, whose state takes memory too.
+        dense_optimizer: name of the one that trains functions of path-based tables.
 
     Raises:
         RunError: where the tables do not fit.
@@ -65,7 +61,18 @@ def make_plan(
     answer: list[ShardingPlan | Exception | None] = [None]
     if dist.get_rank() == 0:
         try:
-            answer = [find_plan(model, sharders, topology, batch_size, config, fused)]
+            answer = [
+                find_plan(
+                    model,
+                    sharders,
+                    topology,
+                    batch_size,
+                    config,
+                    fused,
+                    sparse_optimizer=sparse_optimizer,
+                    dense_optimizer=dense_optimizer,
+                )
+            ]
         except (RunError, UserError) as error:
             answer = [error]
     if world_size > 1:
@@ -102,6 +109,9 @@ def find_plan(
     batch_size: int,
     config: PlanConfig | None = None,
     fused: bool = True,
+    *,
+    sparse_optimizer: str = "row_wise_adagrad",
+    dense_optimizer: str = "adagrad",
 ) -> ShardingPlan:
     """Plans for any devices, without them and without other ranks; arguments as those of :func:`make_plan`.
 
@@ -110,14 +120,8 @@ def find_plan(
         UserError: for a table that does not exist, or that cannot be placed in any way that is allowed.
     """
     config = config if config is not None else PlanConfig()
-    tables = [
-        table for module in model.modules() if isinstance(module, CompositionalTables) for table in module.tables()
-    ]
-    attempts = [
-        _constraints(tables, config, default)
-        for default in ((_FIRST,) if topology.world_size == 1 else (_FIRST, _WHERE_IT_DOES_NOT_FIT))
-    ]
-    plan = _first_that_fits(model, sharders, topology, max(1, batch_size), attempts)
+    optimizers = TableOptimizers(sparse_optimizer, dense_optimizer, fused)
+    plan = Search(model, sharders, topology, max(1, batch_size), config, optimizers, RESERVED_SHARE).best()
     if isinstance(plan, Exception):
         raise _explained(plan, topology.world_size) from plan
     if not fused:
@@ -125,29 +129,6 @@ def find_plan(
             for sharding in module_plan.values():
                 sharding.compute_kernel = "dense"
     return plan
-
-
-def _first_that_fits(
-    model: nn.Module,
-    sharders: list[ModuleSharder[Any]],
-    topology: Topology,
-    batch_size: int,
-    attempts: Sequence[dict[str, ParameterConstraints]],
-) -> ShardingPlan | Exception:
-    """A plan, or why there is none."""
-    failure: Exception = RunError("there is nothing to plan")
-    for constraints in attempts:
-        planner = EmbeddingShardingPlanner(
-            topology=topology,
-            batch_size=batch_size,
-            constraints=constraints,
-            storage_reservation=FixedPercentageStorageReservation(RESERVED_SHARE),
-        )
-        try:
-            return planner.plan(model, sharders)
-        except Exception as error:
-            failure = error
-    return failure
 
 
 def _explained(failure: Exception, world_size: int) -> RunError:
@@ -161,33 +142,6 @@ def _explained(failure: Exception, world_size: int) -> RunError:
         f"TorchRec's planner finds no plan: {type(failure).__name__}: {failure}\n"
         "Allow more sharding types or a smaller min_partition under plan, or leave it out."
     )
-
-
-def _constraints(
-    tables: Sequence[CompositionalEmbeddingConfig], config: PlanConfig, default: Sequence[str]
-) -> dict[str, ParameterConstraints]:
-    """What the planner may do with each table."""
-    names = [table.name for table in tables]
-    for name in config.tables:
-        one_of("plan.tables", name, names)
-    constraints = {}
-    for table in tables:
-        own = config.tables.get(table.name, TablePlanConfig())
-        min_partition = own.min_partition or config.min_partition
-        allowed: Sequence[str] | None = own.sharding_types or config.sharding_types
-        if allowed is None:
-            # where all columns are one range, column-wise is table-wise by another name
-            is_one_range = width(table) <= (min_partition or _MIN_PARTITION)
-            allowed = [kind for kind in default if not (is_one_range and kind == "column_wise")]
-        possible = [kind for kind in allowed if can_be_placed(table, kind)]
-        if not possible:
-            raise UserError(
-                f"plan: table {table.name!r} may only be placed {', '.join(allowed)}, but it cannot be: a "
-                "path needs all columns on one rank, a maximum all ids of a bag, and FBGEMM vectors of a multiple of 4 "
-                f"numbers. Allow table_wise or data_parallel in plan.tables.{table.name}.sharding_types."
-            )
-        constraints[table.name] = ParameterConstraints(sharding_types=possible, min_partition=min_partition)
-    return constraints
 
 
 def host_memory_bytes() -> int:

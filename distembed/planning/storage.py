@@ -50,6 +50,13 @@ class TableStorage:
             self.gradients + other.gradients,
         )
 
+    def __sub__(self, other: "TableStorage") -> "TableStorage":
+        return TableStorage(
+            self.weights - other.weights,
+            self.optimizer_state - other.optimizer_state,
+            self.gradients - other.gradients,
+        )
+
 
 def table_storage(
     placements: Sequence[Placement], world_size: int, sparse_optimizer: str, dense_optimizer: str
@@ -85,11 +92,16 @@ def whole_table_storage(
     vectors = [
         _parameter([(part.num_rows, part.dim)], itemsize, sparse_optimizer, is_fused) for part in table.lookup_tables()
     ]
+    return sum(vectors, function_storage(table, dense_optimizer))
+
+
+def function_storage(table: CompositionalEmbeddingConfig, dense_optimizer: str) -> TableStorage:
+    """Bytes of a path-based table's functions, which every rank has."""
     functions = [
         _parameter([(part.num_rows, part.dim)], _STATE_BYTES, dense_optimizer, is_fused=False)
         for part in table.function_tables()
     ]
-    return sum([*vectors, *functions], TableStorage())
+    return sum(functions, TableStorage())
 
 
 def _storage_of(

@@ -100,6 +100,8 @@ def build_trainee(
             batch_size=math.ceil(train.batch_size / processes.world_size),
             config=plan_config,
             fused=not needs_dense_kernel(train.sparse_optimizer),
+            sparse_optimizer=train.sparse_optimizer.name,
+            dense_optimizer=train.dense_optimizer.name,
         )
     model = DistributedModelParallel(
         task,

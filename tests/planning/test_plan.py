@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +14,10 @@ from distembed.partitions import QuotientRemainder
 from distembed.planning import PlanConfig, describe_plan, make_plan, plan_as_json
 from distembed.planning import plan as plan_module
 from distembed.planning.config import TablePlanConfig
+from distembed.planning.plan import find_plan, topology_of
+from distembed.planning.storage import table_storage, total
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
+from distembed.sharding.placement import place
 from tests.ranks import run_on_ranks
 
 GIB = 2**30
@@ -29,10 +33,10 @@ def tables() -> list[CompositionalEmbeddingBagConfig]:
     ]
 
 
-def one_table(num_bytes: int) -> list[CompositionalEmbeddingBagConfig]:
+def one_table(num_bytes: int, composition: str = "product") -> list[CompositionalEmbeddingBagConfig]:
     num_ids = num_bytes // (16 * 4) * 4
     scheme = QuotientRemainder(num_ids, collisions=4)
-    return [CompositionalEmbeddingBagConfig("a", num_ids, 16, ["a"], scheme)]
+    return [CompositionalEmbeddingBagConfig("a", num_ids, 16, ["a"], scheme, composition)]
 
 
 def plan(
@@ -70,12 +74,55 @@ def check_plans(rank: int, world_size: int) -> None:
         plan(PlanConfig(["row_wise"]))
     with pytest.raises(UserError, match="plan.tables"):
         plan(PlanConfig(tables={"x": TablePlanConfig()}))
-    # on two ranks of 3 GiB, 2 GiB fit as they are, 4 GiB by rows only and 400 GiB not at all
+    # on two ranks of 3 GiB, 1 GiB is left whole, 4 GiB are divided, by rows only where columns need each other, and
+    # 400 GiB do not fit at all
     plan_module.host_memory_bytes = lambda: 2 * 3 * GIB
-    assert types(plan(PlanConfig(), one_table(2 * GIB))) == ["table_wise"]
-    assert types(plan(PlanConfig(), one_table(4 * GIB))) == ["row_wise"]
+    assert types(plan(PlanConfig(), one_table(1 * GIB))) == ["table_wise"]
+    assert types(plan(PlanConfig(), one_table(4 * GIB))) == ["column_wise"]
+    assert types(plan(PlanConfig(), one_table(4 * GIB, "path_linear"))) == ["row_wise"]
+    assert types(plan(PlanConfig(["row_wise"]), one_table(4 * GIB))) == ["row_wise"]
+    # 3 GiB of weights fit on two ranks, with as much state of Adagrad they do not, nor with AMSGrad's and gradients
+    assert types(plan(PlanConfig(), one_table(3 * GIB))) == ["column_wise"]
+    for optimizer, fused in (("adagrad", True), ("amsgrad", False)):
+        with pytest.raises(RunError, match="do not fit"):
+            plan(PlanConfig(), one_table(3 * GIB), sparse_optimizer=optimizer, fused=fused)
     with pytest.raises(RunError, match="do not fit in the memory of 2 rank"):  # on every rank, and none waits
         plan(PlanConfig(), one_table(400 * GIB))
+
+
+def large_tables(num_tables: int) -> list[CompositionalEmbeddingBagConfig]:
+    """Up to 10^10 ids, as many tables of each order of magnitude; every tenth has a row an id, up to 10^8."""
+    rng = np.random.default_rng(0)
+    made = []
+    for i in range(num_tables):
+        num_ids, dim = int(10 ** rng.uniform(6, 8 if i % 10 == 0 else 10)), int(rng.choice([64, 128]))
+        scheme = "naive" if i % 10 == 0 else QuotientRemainder(num_ids, collisions=1000)
+        made.append(CompositionalEmbeddingBagConfig(f"t{i}", num_ids, dim, [f"f{i}"], scheme))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("num_tables", "nodes", "optimizer"),
+    [(50, 8, "row_wise_adagrad"), pytest.param(1000, 128, "adagrad", marks=pytest.mark.slow)],
+)
+def test_many_ranks_have_loads_alike(num_tables: int, nodes: int, optimizer: str) -> None:
+    of_tables, world_size = large_tables(num_tables), 8 * nodes
+    made = find_plan(
+        nn.ModuleDict({"e": CompositionalEmbeddingBagCollection(of_tables, device="meta")}),
+        [CompositionalEmbeddingBagCollectionSharder()],
+        topology_of("cuda", 80 * GIB, world_size, 8),
+        batch_size=512,
+        sparse_optimizer=optimizer,
+    )
+    planned = made.plan["e"]
+    assert list(planned) == [table.name for table in of_tables]  # type: ignore[call-overload]
+    # refuses what is not placed once and whole
+    placements = [place(table, planned[table.name], world_size) for table in of_tables]  # type: ignore[index]
+    held = [total(rank).total for rank in table_storage(placements, world_size, optimizer, "adagrad")]
+    assert max(held) <= 1.1 * np.mean(held) and min(held) >= 0.9 * np.mean(held)
+    for placement in placements:
+        ranks = placement.unit.ranks or []
+        assert len(set(ranks)) == len(ranks) > 0
 
 
 @pytest.mark.distributed
