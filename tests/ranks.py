@@ -1,6 +1,7 @@
 """Runs a function on several gloo ranks, each a process of its own on this machine."""
 
 import os
+import random
 import socket
 import sys
 from collections.abc import Callable
@@ -13,9 +14,14 @@ from tests.processes import run_processes
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port below those that the system gives to connections, which might take it before it is listened on."""
+    while True:
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", random.SystemRandom().randrange(15_000, 32_000)))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
 
 
 def run_on_ranks(world_size: int, function: Callable[..., None], *arguments: Any) -> None:

@@ -31,10 +31,11 @@ class PlanConfig:
 
     Attributes:
         sharding_types: that the planner chooses from. Null for table_wise and column_wise, which communicate what plain
-            tables do and nothing else; where the tables do not fit so, also row_wise, which divides the largest
-            partition of a table between all ranks and replicates the others.
-        min_partition: the fewest columns that a rank gets of a table that is placed column-wise; null for TorchRec's
-            choice, 128.
+            tables do and nothing else; for a table of which the narrowest range of columns is more than a rank's share,
+            where ranks are many or tables do not fit otherwise, also row_wise, which divides the largest partition
+            between all ranks and replicates the others.
+        min_partition: the fewest columns that a rank gets of a table that is placed column-wise; null for 128, as
+            TorchRec has it, or as few as it takes to balance 32 ranks and more, or ranks that would be over half full.
         host_memory: whether tables may lie in host memory and be cached on a CUDA device.
         tables: exceptions, by feature name.
     """
