@@ -116,7 +116,7 @@ class BalancedPartitioner(Partitioner):
     """Places the shards of a proposal, largest first; ranges of one table on different ranks, where they are enough.
 
     Attributes:
-        imbalance: of the last proposal: tables' bytes on the rank with most, over their mean.
+        imbalance: of the last proposal: by what share of their mean some rank's tables' bytes differ from it, at most.
 
     Args:
         table_bytes: of each shard of an option, without buffers.
@@ -176,8 +176,8 @@ class _Ranks:
 
     @property
     def imbalance(self) -> float:
-        """Tables' bytes on the rank with most, over their mean."""
-        return float(self._load[:, 0].max())
+        """By what share of their mean some rank's tables' bytes differ from it, at most."""
+        return float(np.abs(self._load[:, 0] - 1).max())
 
     def all(self) -> npt.NDArray[np.bool_]:
         return np.ones(len(self._load), bool)

@@ -40,8 +40,8 @@ MANY_RANKS = 32
 """Ranks of which all get about as many bytes, whatever their memory."""
 _ROOMY = 0.5
 """Share of its memory for tables up to which one of few ranks may have more than others."""
-_BALANCED = 1.05
-"""Bytes of the rank with most, over their mean, from where on tables are divided no further."""
+_BALANCED = 0.05
+"""Share of their mean by which bytes of ranks may differ from it before tables are divided further."""
 _DIVISORS = (1, 2, 4, 8, 16, 32)
 """Of a rank's share, to the widest ranges of columns."""
 _TORCHREC_MIN_PARTITION = 128
@@ -57,7 +57,7 @@ class Found:
     Attributes:
         answer: a plan, or why there is none.
         fullness: of the fullest rank, as a share of its memory for tables.
-        imbalance: tables' bytes on the rank that has most, over their mean.
+        imbalance: by what share of their mean some rank's tables' bytes differ from it, at most.
     """
 
     answer: ShardingPlan | Exception
