@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +48,7 @@ class FoundIds:
 
 
 @dataclass(frozen=True)
-class ValueMap:
+class ValueMap(ABC):
     """From a column's values to a table's ids, which lie in ``[0, num_nodes)``."""
 
     num_nodes: int
@@ -60,9 +61,9 @@ class ValueMap:
         """What is said of a value without an id."""
         return "is not in the table's vocabulary"
 
+    @abstractmethod
     def find(self, values: pa.Array) -> FoundIds:
         """The id of each value."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
