@@ -30,7 +30,7 @@ _CHUNK_SIZES = (8, 16, 32, 64, 128, 256)
 _CHUNK_COST = 16
 """Copying a chunk's function and adding up its gradient take as long as so many inputs (one CPU core, 16-64-16)."""
 
-_BLOCK_BYTES = {"cpu": 2**21, "cuda": 2**27}
+BLOCK_BYTES = {"cpu": 2**21, "cuda": 2**27}
 """Size of a block's widest hidden values: a core's share of the cache, and enough work to fill a GPU."""
 
 
@@ -56,7 +56,7 @@ def group(rows: Int64[Tensor, " ids"], num_buckets: int) -> Groups:
     device, num_ids = rows.device, len(rows)
     order = _order(rows, num_buckets)
     counts = torch.bincount(rows, minlength=num_buckets)
-    size, num_chunks = _chunk_size(counts)
+    size, num_chunks = chunk_size(counts)
     chunks = (counts + (size - 1)) // size
     ends = counts.cumsum(0)
     # how much further an id stands among the places than among the sorted ids
@@ -80,7 +80,7 @@ def _order(rows: Int64[Tensor, " ids"], num_buckets: int) -> Int64[Tensor, " ids
     return torch.sort(rows.to(torch.int16) if num_buckets <= 2**15 else rows, stable=True).indices
 
 
-def _chunk_size(counts: Int64[Tensor, " buckets"]) -> tuple[int, int]:
+def chunk_size(counts: Int64[Tensor, " buckets"]) -> tuple[int, int]:
     """The size of chunks that costs least, and how many chunks there are then."""
     sizes = torch.tensor(_CHUNK_SIZES, device=counts.device)
     num_chunks: list[int] = ((counts.unsqueeze(1) + sizes - 1) // sizes).sum(0).tolist()
@@ -159,7 +159,7 @@ class _Block(NamedTuple):
 def _blocks(groups: Groups, layers: PackedLayers, inputs: Float[Tensor, "ids dim"]) -> Iterator[_Block]:
     num_chunks, size = groups.ids.shape
     bytes_of_input = max(inputs.shape[1], *layers.hidden, 1) * inputs.element_size()
-    limit = _BLOCK_BYTES.get(inputs.device.type, _BLOCK_BYTES["cpu"])
+    limit = BLOCK_BYTES.get(inputs.device.type, BLOCK_BYTES["cpu"])
     step = max(1, limit // (size * bytes_of_input))
     for start in range(0, num_chunks, step):
         part = slice(start, min(start + step, num_chunks))

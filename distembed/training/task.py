@@ -9,6 +9,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipeline
 from torchrec.optim.keyed import KeyedOptimizer
 
 from distembed.data.batch import Batch
+from distembed.planning.workload import overlaps
 from distembed.training.processes import Processes
 
 StepOutput = tuple[Float[Tensor, ""], Float[Tensor, " batch"], Float[Tensor, " batch"]]
@@ -43,10 +44,10 @@ class StepPipeline:
     """TorchRec's pipeline: overlaps the ids' all-to-all with the step, where there is anything to overlap."""
 
     def __init__(self, task: nn.Module, optimizer: KeyedOptimizer, processes: Processes) -> None:
-        overlaps = processes.world_size > 1 or processes.device.type == "cuda"
-        pipeline = TrainPipelineSparseDist if overlaps else TrainPipelineBase
+        works_ahead = overlaps(processes.device.type, processes.world_size)
+        pipeline = TrainPipelineSparseDist if works_ahead else TrainPipelineBase
         self._pipeline = pipeline(task, optimizer, processes.device)
-        self._restarts = not overlaps
+        self._restarts = not works_ahead
 
     def outputs(self, batches: Iterator[Batch]) -> Iterator[StepOutput]:
         """Steps through all batches; in training mode it updates the weights. All ranks call it."""

@@ -112,7 +112,7 @@ def test_hidden_values_kept_or_taken_anew_give_the_same_gradients(
     rows = torch.randint(7, (1, 200))
     results = []
     for block_bytes in (2**20, 1):  # one block, and as many as chunks
-        monkeypatch.setitem(grouped._BLOCK_BYTES, "cpu", block_bytes)
+        monkeypatch.setitem(grouped.BLOCK_BYTES, "cpu", block_bytes)
         outputs = path.apply(inputs, [functions], rows)
         for _ in range(2):  # nothing that is kept may change
             gradients = torch.autograd.grad(outputs.square().sum(), [inputs, functions], retain_graph=True)

@@ -27,8 +27,10 @@ from distembed.data.batch import Batch
 from distembed.data.schema import CategoricalFeature, Schema
 from distembed.embedding import EmbeddingConfig, TableConfig
 from distembed.models.config import DCNConfig, DLRMConfig, build_model
-from distembed.planning.buffers import NetworkStorage, StepBuffers, network_storage, step_buffers
+from distembed.planning.buffers import Step, StepBuffers
+from distembed.planning.networks import NetworkEstimate, estimate_network
 from distembed.planning.optimizer_states import IS_ROW_WISE
+from distembed.planning.workload import Workload
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from distembed.sharding.bag_collection import ShardedCompositionalEmbeddingBagCollection
 from distembed.training.build import build_unsharded
@@ -169,23 +171,19 @@ def measured(case: Case, rank: int, world_size: int) -> tuple[int, DistributedMo
 def estimated(case: Case, rank: int, world_size: int, model: nn.Module) -> StepBuffers:
     (module,) = [m for m in model.modules() if isinstance(m, ShardedCompositionalEmbeddingBagCollection)]
     network = network_of(case, case.batch_size // world_size, world_size > 1)
-    return step_buffers(
-        list(module._placements.values()),
-        rank,
-        world_size,
-        case.batch_size,
-        {feature.name: feature.mean_ids_per_row for feature in case.schema.categorical},
-        network,
-        NUM_DENSE,
-        pipeline_depth=3 if world_size > 1 else 2,
-    )
+    return Step(list(module._placements.values()), world_size, workload_of(case, network), "cpu").buffers(rank)
 
 
-def network_of(case: Case, num_rows: int, averages: bool) -> NetworkStorage:
+def workload_of(case: Case, network: NetworkEstimate) -> Workload:
+    ids_per_row = {feature.name: feature.mean_ids_per_row for feature in case.schema.categorical}
+    return Workload(case.batch_size, ids_per_row, NUM_DENSE, network)
+
+
+def network_of(case: Case, num_rows: int, averages: bool) -> NetworkEstimate:
     names = list(case.schema.categorical_names)
     if case.composition == "feature":
         names = [f"{name}.{j}" for name in names for j in range(2)]
-    return network_storage(
+    return estimate_network(
         MODELS[case.model],  # type: ignore[arg-type]
         names,
         case.dim,
@@ -292,8 +290,8 @@ def test_states_of_networks_follow_the_optimizer(optimizer: str) -> None:
 
 @pytest.mark.parametrize("num_dense", [0, 1])
 def test_a_rank_without_tables_and_features_takes_what_the_networks_take(num_dense: int) -> None:
-    network = network_storage(MODELS["dcn"], ["a"], 4, num_dense, 8, "sgd", False, averages=True)  # type: ignore[arg-type]
-    buffers = step_buffers([], 0, 2, 16, {}, network, num_dense, pipeline_depth=3)
+    network = estimate_network(MODELS["dcn"], ["a"], 4, num_dense, 8, "sgd", False, averages=True)  # type: ignore[arg-type]
+    buffers = Step([], 2, Workload(16, {}, num_dense, network), "cpu").buffers(0)
     assert buffers.lookups == buffers.outputs == 0
     assert buffers.gradients == network.gradients
     assert buffers.activations == network.peak
