@@ -25,7 +25,8 @@ from distembed.data.manifest import Manifest
 from distembed.data.vocabulary import FIRST_ID
 from distembed.embedding.settings import TableConfig
 from distembed.errors import RunError, UserError
-from distembed.fit import Cluster, find_fit
+from distembed.fit import find_fit
+from distembed.planning.cluster import Cluster
 
 _PRECISION = 0.002
 """Share of the rows in all to which their number is found."""

@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 
 from distembed.errors import RunError, UserError
+from distembed.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from distembed.config import Config
@@ -213,10 +214,22 @@ def plan(
     overrides: OverridesArgument = None,
     nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
     gpus: Annotated[int, typer.Option(min=1, help="GPUs, and ranks, on each machine.")] = 8,
-    gpu: Annotated[str, typer.Option(help="Device of each rank; an unknown name lists the known ones.")] = "h100-80gb",
+    gpu: Annotated[
+        str,
+        typer.Option(
+            help="Device of each rank; an unknown name lists the known ones. Other numbers may follow: "
+            "`h100-80gb,memory=96GiB,node_bandwidth=25GB`."
+        ),
+    ] = "h100-80gb",
     memory: Annotated[str | None, typer.Option(help="Memory of a device in place of the catalogue's: 80GiB.")] = None,
+    host_memory: Annotated[
+        str | None, typer.Option(help="Memory of each machine, where `plan.host_memory` lets tables lie in it: 1TiB.")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="JSON file to write, for `distembed train --plan`.")
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option("--report", help="Page or chart of the plan to write: .html, .png or .svg.")
     ] = None,
     fit: Annotated[
         Path | None, typer.Option("--fit", help="YAML file to write: the config, compressed as little as fits.")
@@ -231,7 +244,9 @@ def plan(
 
     from distembed.budget import fit_config
     from distembed.config import load_config
-    from distembed.fit import Cluster, find_fit, print_fit
+    from distembed.fit import find_fit
+    from distembed.plan_tables import print_plan
+    from distembed.planning.cluster import Cluster
     from distembed.planning.devices import find_device
     from distembed.remedies import find_remedies
     from distembed.whole_file import whole_file
@@ -239,7 +254,12 @@ def plan(
     device = find_device(gpu)
     if memory is not None:
         device = dataclasses.replace(device, memory_bytes=parse_bytes("--memory", memory))
-    loaded, cluster = load_config(config, overrides or []), Cluster(device, nodes, gpus)
+    of_host = 0 if host_memory is None else parse_bytes("--host-memory", host_memory)
+    loaded, cluster = load_config(config, overrides or []), Cluster(device, nodes, gpus, of_host)
+    if report is not None:
+        from distembed.plan_report import require_suffix, write_report
+
+        require_suffix(report)
     if fit is not None:
         if fit.exists():
             raise UserError(f"--fit {fit} exists already; name a new file.")
@@ -252,12 +272,12 @@ def plan(
     if output is not None and found.fits:
         with whole_file(output) as temporary:
             Path(temporary).write_text(json.dumps(values, indent=2) + "\n")
+    if report is not None:
+        write_report(values, report)
     if as_json:
         print(json.dumps(values, indent=2))
     else:
-        print_fit(found, console)
-        for remedy in remedies:
-            say(f"  fits with {remedy}")
+        print_plan(values, console)
     if not found.fits:
         raise typer.Exit(3)
 
@@ -396,21 +416,6 @@ def doctor() -> None:
 def say(text: str) -> None:
     """Prints a line as it is, however long."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def parse_bytes(field: str, text: str) -> int:
-    """``2GB`` -> 2,000,000,000; ``2GiB`` -> 2^31; a plain number is bytes."""
-    units = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-    units |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-    number = text.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
-    unit = text.strip()[len(number) :].lower()
-    try:
-        count = int(float(number) * units[unit])
-    except (ValueError, KeyError, OverflowError):
-        raise UserError(f"{field} is {text!r}; give a size such as 500MB, 2GB or 2GiB.") from None
-    if count <= 0:
-        raise UserError(f"{field} is {text!r}; it must be above 0.")
-    return count
 
 
 def _settings(config: "Config", plan: Path | None) -> Any:

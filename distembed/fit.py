@@ -10,61 +10,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.bar import Bar
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-from torch import nn
-from torchrec.distributed.types import ShardingPlan
+from torchrec.distributed.types import ShardingType
 
 from distembed.config import Config
-from distembed.describe import format_bytes
+from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.tables import CompositionalTables
 from distembed.errors import RunError, UserError
-from distembed.planning import plan_as_json
-from distembed.planning.devices import Device
-from distembed.planning.optimizer_states import IS_ROW_WISE
-from distembed.planning.plan import RESERVED_SHARE, find_plan, topology_of
-from distembed.planning.storage import TableStorage, table_storage, whole_table_storage
+from distembed.planning import Workload, plan_as_json
+from distembed.planning.cluster import Cluster
+from distembed.planning.optimizer_states import IS_ROW_WISE, TableOptimizers
+from distembed.planning.plan import Planned, find_plan, placements_of, reserved_share
+from distembed.planning.storage import TableStorage, whole_table_storage
+from distembed.planning.workload import pipeline_depth
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
-from distembed.sharding.placement import place
-from distembed.training.build import build_plannable
-from distembed.training.config import DenseOptimizerConfig
-from distembed.training.optimizers import needs_dense_kernel
+from distembed.sharding.placement import Placement, width
+from distembed.training.build import build_plannable, table_optimizers, use_bf16, workload_of
 
-_FLOAT_BYTES = 4
-_MOST_RANKS_SHOWN = 16
 _MODULE = "model.embeddings"
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """What there is to plan for.
-
-    Attributes:
-        device: of each rank.
-        nodes: machines.
-        gpus: ranks on each machine.
-    """
-
-    device: Device
-    nodes: int
-    gpus: int
-
-    def __post_init__(self) -> None:
-        for field in ("nodes", "gpus"):
-            if getattr(self, field) < 1:
-                raise UserError(f"--{field} is {getattr(self, field)}; it must be 1 or more.")
-
-    @property
-    def world_size(self) -> int:
-        """Ranks."""
-        return self.nodes * self.gpus
-
-    @property
-    def rank_bytes(self) -> int:
-        """Memory of a rank; ranks on a CPU share their machine's."""
-        return self.device.memory_bytes // (self.gpus if self.device.kind == "cpu" else 1)
 
 
 @dataclass(frozen=True)
@@ -73,68 +35,120 @@ class Fit:
 
     Attributes:
         cluster: that was planned for.
-        plan: None where the planner finds none that fits.
+        workload: of a step.
+        optimizers: of the tables.
+        reserve: share of a device's memory that is kept free.
+        tables: of the model.
+        whole: bytes of each table if one rank held it alone.
+        planned: None where the planner finds no plan that fits.
         planner_says: why there is none.
-        needed: bytes of all tables together, each of them once.
-        tables: bytes by table, for each rank.
-        dense: bytes by item of the networks, the same on each rank.
-        reserved: bytes for activations, buffers and the allocator, the same on each rank.
-        description: of each table.
+        placements: of the tables, where there is a plan.
     """
 
     cluster: Cluster
-    plan: ShardingPlan | None
+    workload: Workload
+    optimizers: TableOptimizers
+    reserve: float
+    tables: list[CompositionalEmbeddingConfig]
+    whole: Mapping[str, TableStorage]
+    planned: Planned | None
     planner_says: str
-    needed: TableStorage
-    tables: list[dict[str, TableStorage]]
-    dense: dict[str, int]
-    reserved: int
-    description: list[dict[str, Any]]
+    placements: list[Placement]
 
-    def rank_total(self, rank: int) -> int:
-        """Bytes of a rank, with what is reserved."""
-        return sum(table.total for table in self.tables[rank].values()) + sum(self.dense.values()) + self.reserved
+    @property
+    def needed(self) -> TableStorage:
+        """Of all tables together, each of them once."""
+        return sum(self.whole.values(), TableStorage())
+
+    @property
+    def allocator_bytes(self) -> int:
+        """Of each rank's memory, kept free."""
+        return round(self.reserve * self.cluster.rank_bytes)
 
     @property
     def left_for_tables(self) -> int:
-        """Bytes of all ranks together beside networks and what is reserved."""
-        of_rank = self.cluster.rank_bytes - sum(self.dense.values()) - self.reserved
-        return max(0, of_rank) * self.cluster.world_size
+        """Bytes of all ranks together beside networks, graphs and what is kept free."""
+        network = self.workload.network
+        assert network is not None
+        kept = network.parameters + network.buffers + network.optimizer_state + network.gradients + network.peak
+        beside = kept + sum(self.workload.graph_bytes.values()) + self.allocator_bytes
+        return max(0, self.cluster.rank_bytes - beside) * self.cluster.world_size
+
+    def rank_total(self, rank: int) -> int:
+        """Bytes of a rank, with what is kept free."""
+        assert self.planned is not None
+        return self.planned.memory[rank].total + self.allocator_bytes
 
     @property
     def fits(self) -> bool:
         """Whether every rank has room."""
-        if self.plan is None:
+        if self.planned is None:
             return False
-        return all(self.rank_total(rank) <= self.cluster.rank_bytes for rank in range(self.cluster.world_size))
+        has_host_memory = all(memory.host <= self.cluster.host_bytes for memory in self.planned.memory)
+        return has_host_memory and self.planned.excess(self.cluster.rank_bytes - self.allocator_bytes) <= 0
 
     def as_json(self) -> dict[str, Any]:
-        """``{fits, device, nodes, gpus, needed_by_tables, left_for_tables, planner_says, ranks, tables, plan}``."""
-        cluster = self.cluster
+        """All of it in plain values, in bytes; README.md of :mod:`distembed.planning` says what is what."""
+        cluster, planned = self.cluster, self.planned
         return {
             "fits": self.fits,
             "device": dataclasses.asdict(cluster.device),
             "nodes": cluster.nodes,
             "gpus": cluster.gpus,
-            "needed_by_tables": dataclasses.asdict(self.needed),
+            "batch_size": self.workload.batch_size,
+            "pipeline_depth": pipeline_depth(cluster.device.kind, cluster.world_size),
+            "reserve": self.reserve,
+            "needed_by_tables": _of_table(self.needed),
             "left_for_tables": self.left_for_tables,
             "planner_says": self.planner_says,
-            "ranks": [self._rank_as_json(rank) for rank in range(len(self.tables))],
-            "tables": self.description,
-            "plan": None if self.plan is None else plan_as_json(self.plan),
+            "ranks": [] if planned is None else [self._rank(planned, rank) for rank in range(cluster.world_size)],
+            "tables": self._tables(),
+            "notes": [] if planned is None else _notes(self.optimizers, self.placements),
+            "plan": None if planned is None else plan_as_json(planned.plan),
         }
 
-    def _rank_as_json(self, rank: int) -> dict[str, Any]:
-        of_tables = sum(self.tables[rank].values(), TableStorage())
+    def _rank(self, planned: Planned, rank: int) -> dict[str, Any]:
+        memory = planned.memory[rank]
+        of_host = sum(memory.tables.values(), TableStorage())
         return {
             "rank": rank,
-            **{f"table_{name}": value for name, value in dataclasses.asdict(of_tables).items()},
-            **self.dense,
-            "reserved": self.reserved,
+            "memory": {**memory.items(), "allocator": self.allocator_bytes},
+            "fullest_moment": memory.step.moment,
             "total": self.rank_total(rank),
             "capacity": self.cluster.rank_bytes,
-            "tables": {name: dataclasses.asdict(own) for name, own in self.tables[rank].items()},
+            "host_memory": {
+                "table_weights": of_host.host_weights,
+                "table_optimizer_state": of_host.host_optimizer_state,
+            },
+            "host_capacity": self.cluster.host_bytes,
+            "milliseconds": planned.times[rank].as_json(),
+            "sent_bytes": dataclasses.asdict(memory.sent),
+            "tables": {name: _of_table(storage) for name, storage in memory.tables.items()},
         }
+
+    def _tables(self) -> list[dict[str, Any]]:
+        placed = {placement.table.name: placement for placement in self.placements}
+        of_ranks = [] if self.planned is None else [memory.tables for memory in self.planned.memory]
+        described = []
+        for table in self.tables:
+            own = sum((of_rank[table.name] for of_rank in of_ranks if table.name in of_rank), TableStorage())
+            described.append(
+                {
+                    "name": table.name,
+                    "scheme": table.scheme.name,
+                    "composition": table.combine.name,
+                    "num_embeddings": table.num_embeddings,
+                    "rows": list(table.scheme.num_rows),
+                    "ids_per_row": sum(self.workload.ids_per_row.get(name, 1.0) for name in table.feature_names),
+                    "bytes_of_one_copy": self.whole[table.name].total,
+                    "bytes_on_all_ranks": own.total,
+                    "host_bytes": own.host,
+                    "cache_bytes": own.cache,
+                    **_where(placed.get(table.name)),
+                    "why": "" if self.planned is None else self.planned.why[table.name],
+                }
+            )
+        return described
 
 
 def find_fit(config: Config, cluster: Cluster) -> Fit:
@@ -143,130 +157,78 @@ def find_fit(config: Config, cluster: Cluster) -> Fit:
     Raises:
         UserError: for settings that cannot be planned at all.
     """
-    schema, device = config.data.load_schema(), torch.device(cluster.device.kind)
-    model = build_plannable(config.model, config.embedding, config.train, schema, cluster.world_size, device)
-    collection = model.get_submodule(_MODULE)
+    is_cuda = cluster.device.kind == "cuda"
+    if config.plan.host_memory and is_cuda and not cluster.host_memory_bytes:
+        raise UserError(
+            "plan.host_memory lets tables lie in the machines' memory, and how much each machine has of it is not "
+            "known: say so with --host-memory, such as --host-memory 1TiB, or set plan.host_memory=false."
+        )
+    schema, device, world_size = config.data.load_schema(), torch.device(cluster.device.kind), cluster.world_size
+    # all CUDA devices of the catalogue have bf16
+    bf16 = config.train.precision != "fp32" if is_cuda else use_bf16(config.train.precision, device)
+    task = build_plannable(config.model, config.embedding, config.train, schema, world_size, device, bf16)
+    workload = workload_of(task, config.model, config.embedding, config.train, schema, world_size, bf16)
+    collection, optimizers = task.get_submodule(_MODULE), table_optimizers(config.train)
     assert isinstance(collection, CompositionalTables)
-    plan, planner_says = _plan(config, cluster, model)
-    names = config.train.sparse_optimizer.name, config.train.dense_optimizer.name
-    is_fused = not needs_dense_kernel(config.train.sparse_optimizer)
-    whole = {table.name: whole_table_storage(table, *names, is_fused) for table in collection.tables()}
-    tables: list[dict[str, TableStorage]] = []
-    if plan is not None:
-        units: Mapping[str, Any] = plan.plan[_MODULE]
-        placements = [place(table, units[table.name], cluster.world_size) for table in collection.tables()]
-        tables = table_storage(placements, cluster.world_size, *names)
-    dense = _dense_bytes(model, config.train.dense_optimizer)
-    reserved = round(RESERVED_SHARE * cluster.rank_bytes)
-    needed = sum(whole.values(), TableStorage())
-    description = _describe(collection, whole, tables, plan)
-    return Fit(cluster, plan, planner_says, needed, tables, dense, reserved, description)
-
-
-def _plan(config: Config, cluster: Cluster, model: nn.Module) -> tuple[ShardingPlan | None, str]:
+    tables = list(collection.tables())
     sharders: list[Any] = [CompositionalEmbeddingBagCollectionSharder(host_memory=config.plan.host_memory)]
-    topology = topology_of(cluster.device.kind, cluster.device.memory_bytes, cluster.world_size, cluster.gpus)
-    batch_size = -(-config.train.batch_size // cluster.world_size)
-    is_fused = not needs_dense_kernel(config.train.sparse_optimizer)
+    planned, planner_says, placements = None, "", list[Placement]()
     try:
-        plan = find_plan(
-            model,
-            sharders,
-            topology,
-            batch_size,
-            config.plan,
-            is_fused,
-            sparse_optimizer=config.train.sparse_optimizer.name,
-            dense_optimizer=config.train.dense_optimizer.name,
-        )
-        return plan, ""
+        planned = find_plan(task, sharders, cluster, workload, config.plan, optimizers)
+        placements = placements_of(task, planned.plan, world_size)
     except RunError as error:
-        return None, str(error)
+        planner_says = str(error)
+    whole = {
+        table.name: whole_table_storage(table, optimizers.sparse, optimizers.dense, optimizers.is_fused)
+        for table in tables
+    }
+    reserve = reserved_share(config.plan, workload)
+    return Fit(cluster, workload, optimizers, reserve, tables, whole, planned, planner_says, placements)
 
 
-def _dense_bytes(model: nn.Module, optimizer: DenseOptimizerConfig) -> dict[str, int]:
-    """The networks' weights, gradients and optimizer state; functions of path-based tables count as tables."""
-    sizes = [weight.numel() for name, weight in model.named_parameters() if not name.startswith(f"{_MODULE}.")]
-    weights = _FLOAT_BYTES * sum(sizes)
-    num_states = len(IS_ROW_WISE[optimizer.name])
-    state = num_states * weights + (_FLOAT_BYTES * len(sizes) if num_states else 0)
-    return {"dense_weights": weights, "dense_gradients": weights, "dense_optimizer_state": state}
+def _of_table(storage: TableStorage) -> dict[str, int]:
+    return {
+        "weights": storage.weights,
+        "optimizer_state": storage.optimizer_state,
+        "gradients": storage.gradients,
+        "cache": storage.cache,
+        "host": storage.host,
+    }
 
 
-def _describe(
-    collection: CompositionalTables[Any],
-    whole: Mapping[str, TableStorage],
-    storage: list[dict[str, TableStorage]],
-    plan: ShardingPlan | None,
-) -> list[dict[str, Any]]:
-    placed = {} if plan is None else plan_as_json(plan)[_MODULE]
-    described = []
-    for table in collection.tables():
-        own = sum((of_rank[table.name] for of_rank in storage if table.name in of_rank), TableStorage())
-        where = placed.get(table.name, {})
-        described.append(
-            {
-                "name": table.name,
-                "scheme": table.scheme.name,
-                "rows": list(table.scheme.num_rows),
-                "bytes_of_one_copy": whole[table.name].total,
-                "bytes_on_all_ranks": own.total,
-                "sharding_type": where.get("sharding_type"),
-                "compute_kernel": where.get("compute_kernel"),
-                "ranks": where.get("ranks", []),
-            }
-        )
-    return described
+def _where(placement: Placement | None) -> dict[str, Any]:
+    """Ranks of a table, and the range of columns of each; none where every rank has all of it."""
+    if placement is None:
+        return {"sharding_type": None, "compute_kernel": None, "ranks": [], "columns": []}
+    unit = placement.unit
+    ranks, columns = [], []
+    if unit.sharding_type != ShardingType.DATA_PARALLEL.value:
+        for shard in unit.sharding_spec.shards:
+            start = shard.shard_offsets[1]
+            ranks.append(shard.placement.rank())
+            columns.append([start, start + shard.shard_sizes[1]])
+    return {
+        "sharding_type": unit.sharding_type,
+        "compute_kernel": unit.compute_kernel,
+        "ranks": ranks,
+        "columns": columns,
+    }
 
 
-def print_fit(fit: Fit, console: Console) -> None:
-    """Tables, ranks and a bar for each, and whether it fits."""
-    if fit.plan is not None:
-        console.print(_tables_table(fit))
-        console.print(_ranks_table(fit))
-    cluster = fit.cluster
-    where = f"{cluster.nodes} x {cluster.gpus} {cluster.device.name} ({format_bytes(cluster.rank_bytes)} a rank)"
-    console.print(f"{'fits' if fit.fits else 'does not fit'}: {where}", highlight=False, soft_wrap=True)
-    if not fit.fits:
-        largest = max(fit.description, key=lambda row: row["bytes_of_one_copy"])
-        console.print(
-            f"  tables with their optimizer take {format_bytes(fit.needed.total)}, the largest ({largest['name']}) "
-            f"{format_bytes(largest['bytes_of_one_copy'])}; {format_bytes(fit.left_for_tables)} are left for them on "
-            f"{cluster.world_size} rank(s), beside {format_bytes(sum(fit.dense.values()))} for the networks and "
-            f"{format_bytes(fit.reserved)} reserved on each",
-            highlight=False,
-            soft_wrap=True,
-        )
+def _notes(optimizers: TableOptimizers, placements: list[Placement]) -> list[str]:
+    by_columns = [
+        placement.table.name
+        for placement in placements
+        if placement.divided is None and 0 < _widest(placement) < width(placement.table)
+    ]
+    if by_columns and any(IS_ROW_WISE[optimizers.sparse].values()):
+        return [
+            f"{optimizers.sparse} keeps a number for each row of a range of columns, so that tables in several ranges "
+            f"train a little otherwise than whole ones: {', '.join(by_columns)}"
+        ]
+    return []
 
 
-def _tables_table(fit: Fit) -> Table:
-    table = Table("table", "scheme", "placed", "ranks", title="tables", title_justify="left", box=SIMPLE_HEAD)
-    table.add_column("memory, all ranks", justify="right")
-    for row in fit.description:
-        ranks = sorted(set(row["ranks"]))
-        shown = ", ".join(map(str, ranks)) if len(ranks) <= 4 else f"{len(ranks)} of {fit.cluster.world_size}"
-        kernel = "" if row["compute_kernel"] == "fused" else f" ({row['compute_kernel']})"
-        placed = f"{row['sharding_type']}{kernel}"
-        table.add_row(row["name"], row["scheme"], placed, shown or "all", format_bytes(row["bytes_on_all_ranks"]))
-    return table
-
-
-def _ranks_table(fit: Fit) -> Table:
-    table = Table("rank", title="memory by rank", title_justify="left", box=SIMPLE_HEAD)
-    for column in ("tables", "optimizer", "networks", "reserved", "total"):
-        table.add_column(column, justify="right")
-    table.add_column(f"of {format_bytes(fit.cluster.rank_bytes)}")
-    shown = sorted(range(len(fit.tables)), key=fit.rank_total, reverse=True)
-    if len(shown) > _MOST_RANKS_SHOWN:
-        left_out = len(shown) - _MOST_RANKS_SHOWN
-        table.caption = f"the fullest and the emptiest; {left_out} ranks between them are left out"
-        shown = shown[: _MOST_RANKS_SHOWN // 2] + shown[-_MOST_RANKS_SHOWN // 2 :]
-    else:
-        shown.sort()
-    for rank in shown:
-        own = sum(fit.tables[rank].values(), TableStorage())
-        sizes = (own.weights + own.gradients, own.optimizer_state, sum(fit.dense.values()), fit.reserved)
-        total = fit.rank_total(rank)
-        bar = Bar(size=fit.cluster.rank_bytes, begin=0, end=min(total, fit.cluster.rank_bytes), width=24)
-        table.add_row(str(rank), *map(format_bytes, sizes), format_bytes(total), bar)
-    return table
+def _widest(placement: Placement) -> int:
+    """Columns of a table's widest range."""
+    return max((stop - start for start, stop in _where(placement)["columns"]), default=0)

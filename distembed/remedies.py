@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 from distembed.config import Config
-from distembed.fit import Cluster, find_fit
+from distembed.fit import find_fit
+from distembed.planning.cluster import Cluster
 from distembed.planning.devices import DEVICES
 from distembed.planning.optimizer_states import IS_ROW_WISE
 

@@ -1,5 +1,6 @@
 """The least compression that fits: rows where they are looked up most, and a config that then fits."""
 
+import dataclasses
 import itertools
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from distembed.budget import fit_config, rows_alike, rows_by_count
 from distembed.config import Config, load_config
 from distembed.data.schema import CRITEO_KAGGLE_CARDINALITIES
 from distembed.errors import RunError
-from distembed.fit import Cluster, find_fit
-from distembed.planning.devices import Device, find_device
+from distembed.fit import find_fit
+from distembed.planning.cluster import Cluster
+from distembed.planning.devices import find_device
 
 KAGGLE = Path(__file__).parents[1] / "configs" / "criteo_kaggle.yaml"
 TERABYTE = ["data.schema=criteo_terabyte", "embedding.default={partition: naive, embedding_dim: 1024}"]
@@ -46,7 +48,7 @@ def test_alike_all_have_as_many_rows_or_all_that_they_need(sizes: list[int], tot
 
 
 def cluster(memory_bytes: int, gpus: int = 1) -> Cluster:
-    return Cluster(Device("custom", "cuda", memory_bytes, 1e12, 1e11, 1e10), 1, gpus)
+    return Cluster(dataclasses.replace(find_device("a100-80gb"), memory_bytes=memory_bytes), 1, gpus)
 
 
 def buckets(config: Config) -> dict[str, int | None]:

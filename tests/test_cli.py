@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from distembed.cli import parse_bytes
 from distembed.errors import UserError
+from distembed.sizes import parse_bytes
 
 COMMANDS = [
     "prepare criteo",

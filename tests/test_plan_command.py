@@ -14,11 +14,14 @@ from distembed import cli
 from distembed.config import load_config
 from distembed.data.schema import CRITEO_TERABYTE_CARDINALITIES
 from distembed.errors import UserError
-from distembed.fit import Cluster, find_fit
+from distembed.fit import find_fit
+from distembed.planning.cluster import Cluster
 from distembed.planning.devices import DEVICES, find_device
 
 KAGGLE = Path(__file__).parents[1] / "configs" / "criteo_kaggle.yaml"
 GIB = 2**30
+LAYERS = [(13, 512), (512, 256), (256, 64), (64, 16), (367, 512), (512, 256), (256, 1)]
+DENSE_PARAMETERS = sum(inputs * outputs + outputs for inputs, outputs in LAYERS)
 
 
 def plan(*arguments: object) -> tuple[int, dict[str, Any]]:
@@ -35,14 +38,17 @@ def test_what_is_planned_adds_up() -> None:
     assert len(fit["ranks"]) == 4 and len(fit["tables"]) == 26
     (placed,) = fit["plan"].values()
     for rank in fit["ranks"]:
+        memory = rank["memory"]
+        assert rank["total"] == sum(memory.values()) <= rank["capacity"] == DEVICES["l4-24gb"].memory_bytes
         by_table = {item: sum(own[item] for own in rank["tables"].values()) for item in ("weights", "optimizer_state")}
-        assert by_table == {"weights": rank["table_weights"], "optimizer_state": rank["table_optimizer_state"]}
+        assert by_table == {"weights": memory["table_weights"], "optimizer_state": memory["table_optimizer_state"]}
         # elementwise Adagrad keeps a number for each weight; Adam of the networks keeps two, and counts steps
-        assert rank["table_optimizer_state"] == rank["table_weights"]
-        assert 0 < rank["dense_optimizer_state"] - 2 * rank["dense_weights"] < 100
-        assert rank["capacity"] == DEVICES["l4-24gb"].memory_bytes
+        assert memory["table_optimizer_state"] == memory["table_weights"]
+        assert memory["gradients"] == 4 * DENSE_PARAMETERS <= memory["network_weights"] < 1.01 * memory["gradients"]
+        assert memory["network_optimizer_state"] == 2 * memory["gradients"] + 4 * 14
+        assert memory["allocator"] == round(0.05 * rank["capacity"])
     sizes = {table["name"]: table["bytes_on_all_ranks"] for table in fit["tables"]}
-    assert sum(sizes.values()) == sum(rank["table_weights"] * 2 for rank in fit["ranks"])
+    assert sum(sizes.values()) == sum(rank["memory"]["table_weights"] * 2 for rank in fit["ranks"])
     assert {name: own["ranks"] for name, own in placed.items()} == {t["name"]: t["ranks"] for t in fit["tables"]}
 
 

@@ -51,7 +51,7 @@ from distembed.data.schema import CategoricalFeature, Schema
 from distembed.embedding import EmbeddingConfig, TableConfig
 from distembed.models import DLRM
 from distembed.models.config import DLRMConfig
-from distembed.planning import PlanConfig, make_plan
+from distembed.planning import PlanConfig, Workload, make_plan
 from distembed.training.build import build_trainee
 from distembed.training.config import TrainConfig
 from distembed.training.processes import Processes, process_group
@@ -106,7 +106,9 @@ def torchrec(batch_size: int, processes: Processes, fused: bool) -> Step:
     apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": LEARNING_RATE})
     task = _TorchRecTask(TorchRecDLRM(collection, 13, [512, 256, 64, DIM], [512, 256, 1]))
     sharders = [EmbeddingBagCollectionSharder()]
-    plan = make_plan(task, sharders, device=processes.device, world_size=1, local_world_size=1, batch_size=batch_size)
+    plan = make_plan(
+        task, sharders, device=processes.device, world_size=1, local_world_size=1, workload=Workload(batch_size)
+    )
     model = DistributedModelParallel(
         task,
         env=ShardingEnv.from_process_group(dist.group.WORLD),

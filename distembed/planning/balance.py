@@ -92,6 +92,24 @@ def choose(tables: Mapping[str, Divisible], world_size: int, divisor: float) -> 
     return choices
 
 
+def why_divided(tables: Mapping[str, Divisible], choices: Mapping[str, Choice], world_size: int) -> dict[str, str]:
+    """Why each table is placed so; arguments as those of :func:`choose`."""
+    share = sum(table.num_bytes(table.columns) for table in tables.values()) / world_size
+    return {name: _why(tables[name], choice, share) for name, choice in choices.items()}
+
+
+def _why(table: Divisible, choice: Choice, share: float) -> str:
+    if len(table.possible) == 1:
+        return ""
+    times = table.num_bytes(table.columns) / share
+    shares = f"{times:.1f} times a rank's share" if times >= 0.1 else "less than a tenth of a rank's share"
+    if choice.sharding_type == _BY_ROWS:
+        return f"by rows: {shares}, and more than that in the narrowest range of columns"
+    if choice.columns is None or choice.columns == table.columns:
+        return f"whole: {shares}"
+    return f"in ranges of {choice.columns} columns: whole {shares}"
+
+
 def _choose(table: Divisible, world_size: int, limit: float, room: float) -> Choice:
     by_columns = next((kind for kind in _BY_COLUMNS if kind in table.possible), None)
     whole = [table.columns] if ShardingType.TABLE_WISE.value in table.possible else []

@@ -77,6 +77,14 @@ class SentBytes:
     gradients: int = 0
     all_reduce: int = 0
 
+    def __add__(self, other: "SentBytes") -> "SentBytes":
+        return SentBytes(
+            self.ids + other.ids,
+            self.vectors + other.vectors,
+            self.gradients + other.gradients,
+            self.all_reduce + other.all_reduce,
+        )
+
 
 class Step:
     """One step of training, on any rank of a plan.
@@ -105,6 +113,10 @@ class Step:
             for placement in placements
             for part in placement.replicated
         )
+        self._sent_by_all, self._sent_to_shards = self._sent_for_all(), SentBytes()
+        for rank in range(world_size):
+            for placement, start, stop in self._lookups.columns_on(rank):
+                self._sent_to_shards += self._sent_for_shard(placement, stop - start)
         self._unfused = _unfused_gradients(placements, world_size)
         self._largest_replicated = max(
             (part.num_parameters for p in placements for part in p.replicated if not part.is_function), default=0
@@ -116,28 +128,37 @@ class Step:
 
     def sent_bytes(self, rank: int) -> SentBytes:
         """What a rank sends in a step."""
+        everywhere, own = self._sent_by_all, SentBytes()
+        for placement, start, stop in self._lookups.columns_on(rank):
+            own += self._sent_for_shard(placement, stop - start)
+        return SentBytes(
+            # what goes to the shards' owners, but for those that this rank owns, whose vectors it sends in turn
+            everywhere.ids + self._sent_to_shards.ids - own.ids,
+            everywhere.vectors + own.gradients * (self._world_size - 1),
+            everywhere.gradients + self._sent_to_shards.gradients - own.gradients,
+            everywhere.all_reduce,
+        )
+
+    def _sent_for_all(self) -> SentBytes:
+        """By every rank: for tables that are looked up on all of them, and for what is replicated."""
         others, share = self._world_size - 1, 1 - 1 / self._world_size
-        ids = vectors = gradients = 0.0
+        sent = SentBytes(all_reduce=round(2 * share * self._replicated))
         for placement in self._placements:
             sharding_type = placement.unit.sharding_type
-            if not _is_sent(sharding_type, self._world_size):
-                continue
-            bags = self._num_rows * len(placement.table.feature_names)
-            id_bytes = self._ids_of(placement) * _LONG
-            if is_everywhere(sharding_type):
-                # each rank gets the ids of its rows, and gives a partial sum for every row
-                ids += id_bytes * share + bags * _INT * others
-                vectors += bags * width(placement.table) * _FLOAT * others
-                gradients += bags * width(placement.table) * _FLOAT * others
-                continue
-            for start, stop, owner in shards_of(placement):
-                if owner == rank:
-                    vectors += bags * (stop - start) * _FLOAT * others
-                else:
-                    ids += id_bytes + bags * _INT
-                    gradients += bags * (stop - start) * _FLOAT
-        all_reduce = 2 * share * self._replicated
-        return SentBytes(round(ids), round(vectors), round(gradients), round(all_reduce))
+            if is_everywhere(sharding_type) and _is_sent(sharding_type, self._world_size):
+                bags = self._num_rows * len(placement.table.feature_names)
+                # each rank gets the ids of its rows, and gives a partial sum of every bag
+                ids = round(self._ids_of(placement) * share) * _LONG + bags * _INT * others
+                vectors = bags * width(placement.table) * _FLOAT * others
+                sent += SentBytes(ids, vectors, vectors)
+        return sent
+
+    def _sent_for_shard(self, placement: Placement, columns: int) -> SentBytes:
+        """By a rank to the owner of some columns: the ids of its rows, and the gradients of their vectors."""
+        bags = self._num_rows * len(placement.table.feature_names)
+        return SentBytes(
+            ids=math.ceil(self._ids_of(placement)) * _LONG + bags * _INT, gradients=bags * columns * _FLOAT
+        )
 
     def _exchange(self, sharding_type: str, lookups: Sequence[Lookup]) -> "_Exchange":
         tables = [p.table for p in self._placements if p.unit.sharding_type == sharding_type]

@@ -37,10 +37,13 @@ class PlanConfig:
         min_partition: the fewest columns that a rank gets of a table that is placed column-wise; null for 128, as
             TorchRec has it, or as few as it takes to balance 32 ranks and more, or ranks that would be over half full.
         host_memory: whether tables may lie in host memory and be cached on a CUDA device.
+        reserve: share of a device's memory that is kept free, for what no plan counts: the allocator's rounding and
+            gaps, CUDA's context and NCCL's buffers.
         tables: exceptions, by feature name.
     """
 
     sharding_types: ShardingTypes | None = None
     min_partition: PositiveInt | None = None
     host_memory: bool = False
+    reserve: Annotated[float, Field(ge=0, lt=1)] = 0.05
     tables: dict[str, TablePlanConfig] = field(default_factory=dict)

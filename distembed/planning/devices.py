@@ -1,14 +1,21 @@
-"""Devices to plan for: memory as the driver reports it, and bandwidths as the vendors state them.
+"""Devices to plan for: memory as the driver reports it, bandwidths and operations a second as the vendors state them.
 
 Bandwidths count one direction; that between nodes is one 400 Gbit/s port a GPU (200 for A100 and L4), as cloud
-machines of this kind have.
+machines of this kind have. Operations are those of dense matrices.
 """
 
+import dataclasses
+import re
 from dataclasses import dataclass
+from typing import Any
 
+import torch
+
+from distembed.errors import UserError
 from distembed.names import one_of
+from distembed.sizes import parse_bytes
 
-_MIB, _GB = 2**20, 10**9
+_MIB, _GB, _TFLOPS = 2**20, 10**9, 10**12
 
 
 @dataclass(frozen=True)
@@ -16,12 +23,15 @@ class Device:
     """One device of a rank.
 
     Attributes:
-        name: in the catalogue, or ``custom``.
+        name: in the catalogue.
         kind: ``cuda`` or ``cpu``.
         memory_bytes: that a process can allocate.
         memory_bandwidth: bytes a second between the device and its memory.
         local_bandwidth: bytes a second to another device of the node.
         node_bandwidth: bytes a second to another node.
+        host_bandwidth: bytes a second to the machine's memory.
+        fp32_flops: operations a second on float32.
+        bf16_flops: operations a second on bfloat16.
     """
 
     name: str
@@ -30,27 +40,70 @@ class Device:
     memory_bandwidth: float
     local_bandwidth: float
     node_bandwidth: float
+    host_bandwidth: float
+    fp32_flops: float
+    bf16_flops: float
+
+
+def _device(
+    name: str, memory_mib: int, gb_a_second: tuple[float, float, float, float], tflops: tuple[float, float]
+) -> Device:
+    bandwidths = [bandwidth * _GB for bandwidth in gb_a_second]
+    return Device(name, "cuda", memory_mib * _MIB, *bandwidths, *[operations * _TFLOPS for operations in tflops])
 
 
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
-        Device("a100-40gb", "cuda", 40_960 * _MIB, 1_555 * _GB, 300 * _GB, 25 * _GB),
-        Device("a100-80gb", "cuda", 81_920 * _MIB, 2_039 * _GB, 300 * _GB, 25 * _GB),
-        Device("h100-80gb", "cuda", 81_559 * _MIB, 3_350 * _GB, 450 * _GB, 50 * _GB),
-        Device("h200-141gb", "cuda", 143_771 * _MIB, 4_800 * _GB, 450 * _GB, 50 * _GB),
-        Device("b200-180gb", "cuda", 183_359 * _MIB, 7_700 * _GB, 900 * _GB, 50 * _GB),
-        Device("l4-24gb", "cuda", 23_034 * _MIB, 300 * _GB, 32 * _GB, 12.5 * _GB),
-        Device("cpu-256gb", "cpu", 256 * _GB, 200 * _GB, 25 * _GB, 12.5 * _GB),
+        _device("a100-40gb", 40_960, (1_555, 300, 25, 32), (19.5, 312)),
+        _device("a100-80gb", 81_920, (2_039, 300, 25, 32), (19.5, 312)),
+        _device("h100-80gb", 81_559, (3_350, 450, 50, 64), (67, 989)),
+        _device("h200-141gb", 143_771, (4_800, 450, 50, 64), (67, 989)),
+        _device("b200-180gb", 183_359, (7_700, 900, 50, 64), (80, 2_250)),
+        _device("l4-24gb", 23_034, (300, 32, 12.5, 32), (30.3, 121)),
+        # two sockets of 32 cores
+        Device("cpu-256gb", "cpu", 256 * _GB, 200 * _GB, 25 * _GB, 12.5 * _GB, 200 * _GB, 4 * _TFLOPS, 8 * _TFLOPS),
     )
 }
 """By name."""
 
+_SETTINGS = {
+    "memory": "memory_bytes",
+    "memory_bandwidth": "memory_bandwidth",
+    "local_bandwidth": "local_bandwidth",
+    "node_bandwidth": "node_bandwidth",
+    "host_bandwidth": "host_bandwidth",
+}
 
-def find_device(name: str) -> Device:
-    """The device of this name.
+
+def find_device(text: str) -> Device:
+    """The device of a name, with other numbers if they follow it: ``h100-80gb,memory=96GiB,node_bandwidth=25GB``.
 
     Raises:
-        UserError: for an unknown one, with the known ones.
+        UserError: for an unknown name or setting, with the known ones.
     """
-    return DEVICES[one_of("--gpu", name, DEVICES)]
+    name, *settings = text.split(",")
+    numbers: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, size = setting.partition("=")
+        if not equals:
+            raise UserError(f"--gpu has {setting!r} behind the device; give NUMBER=SIZE such as memory=80GiB.")
+        numbers[_SETTINGS[one_of("--gpu", key, _SETTINGS)]] = parse_bytes(f"--gpu {key}", size)
+    return dataclasses.replace(DEVICES[one_of("--gpu", name, DEVICES)], **numbers)
+
+
+def device_here(device: torch.device, memory_bytes: int) -> Device:
+    """The device that this process has, by the name that its driver gives; an unknown one computes as an A100.
+
+    Args:
+        device: of this rank.
+        memory_bytes: of it; on a CPU, of the machine.
+    """
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return dataclasses.replace(_like(name, memory_bytes), memory_bytes=memory_bytes)
+
+
+def _like(name: str, memory_bytes: int) -> Device:
+    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    of_name = [device for device in DEVICES.values() if device.name.partition("-")[0] in words]
+    return min(of_name or [DEVICES["a100-80gb"]], key=lambda device: abs(device.memory_bytes - memory_bytes))

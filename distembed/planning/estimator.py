@@ -16,14 +16,13 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from torch import nn
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.constants import BIGINT_DTYPE
 from torchrec.distributed.planner.shard_estimators import (
-    UVM_CACHING_RATIO,
+    EmbeddingStorageEstimator,
     _calculate_shard_io_sizes,
     calculate_pipeline_io_cost,
 )
@@ -40,32 +39,15 @@ from torchrec.distributed.types import ModuleSharder, ParameterSharding, Pipelin
 
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.tables import CompositionalTables
-from distembed.planning.optimizer_states import IS_ROW_WISE
-from distembed.planning.storage import TableStorage, function_storage, table_storage
+from distembed.planning.optimizer_states import TableOptimizers
+from distembed.planning.storage import DEFAULT_CACHE_RATIO, TableStorage, function_storage, table_storage
 from distembed.sharding.placement import Placement, place
-
-_STATE_BYTES = 4
-_CACHED = (EmbeddingComputeKernel.FUSED_UVM_CACHING.value,)
-_IN_HOST_MEMORY = (*_CACHED, EmbeddingComputeKernel.FUSED_UVM.value)
-
-
-@dataclass(frozen=True)
-class TableOptimizers:
-    """What trains tables.
-
-    Attributes:
-        sparse: optimizer of vectors, a key of ``IS_ROW_WISE``.
-        dense: optimizer of the functions of path-based tables, another key.
-        is_fused: whether FBGEMM updates sharded vectors within the backward pass; else torch does, from gradients.
-    """
-
-    sparse: str = "row_wise_adagrad"
-    dense: str = "adagrad"
-    is_fused: bool = True
 
 
 class StorageEstimator(ShardEstimator):
     """Sets the storage of every shard; in bytes, exact for parameters, optimizer state and gradients.
+
+    Plain tables, which a model may have beside compositional ones, are counted by TorchRec's own estimator.
 
     Args:
         topology: of the ranks.
@@ -79,40 +61,31 @@ class StorageEstimator(ShardEstimator):
         self._topology = topology
         self._tables = {table.name: table for table in tables}
         self._optimizers = optimizers
+        self._of_plain = EmbeddingStorageEstimator(topology)
 
     def estimate(self, sharding_options: list[ShardingOption], sharder_data_map: SharderDataMap) -> None:
-        for option in sharding_options:
+        plain = [option for option in sharding_options if option.name not in self._tables]
+        self._of_plain.estimate(plain, sharder_data_map)
+        for option in (option for option in sharding_options if option.name in self._tables):
             ratio = sharder_data_map[option.module_type_key].fused_params.get("cache_load_factor")
-            ratio = option.cache_load_factor or ratio or UVM_CACHING_RATIO
+            ratio = option.cache_load_factor or ratio or DEFAULT_CACHE_RATIO
             kept = self._kept(option, ratio)
             for shard, of_tables, of_buffers in zip(option.shards, kept, self._buffers(option), strict=True):
                 shard.storage = of_tables + of_buffers
 
     def table_bytes(self, option: ShardingOption) -> list[int]:
-        """Of each shard: weights, optimizer state and gradients."""
+        """Of each shard: weights, optimizer state and gradients; of plain tables buffers as well."""
+        if option.name not in self._tables:
+            return [storage.hbm + storage.ddr for storage in (shard.storage for shard in option.shards) if storage]
         stored = shard_storage(self._placed_in_thought(option), option.num_shards, self._optimizers)
         return [storage.total for storage in stored]
 
     def _kept(self, option: ShardingOption, cache_ratio: float) -> list[Storage]:
         """What stays from step to step, of each shard."""
-        placement = self._placed_in_thought(option)
-        stored = shard_storage(placement, option.num_shards, self._optimizers)
+        stored = shard_storage(self._placed_in_thought(option), option.num_shards, self._optimizers, cache_ratio)
         if self._topology.compute_device == "cpu":
             return [Storage(hbm=0, ddr=storage.total) for storage in stored]
-        if option.compute_kernel not in _IN_HOST_MEMORY:
-            return [Storage(hbm=storage.total, ddr=0) for storage in stored]
-        ratio = cache_ratio if option.compute_kernel in _CACHED else None
-        return [
-            self._in_host_memory(storage, rows, ratio)
-            for storage, rows in zip(stored, _rows(placement, option.num_shards), strict=True)
-        ]
-
-    def _in_host_memory(self, storage: TableStorage, num_rows: int, cache_ratio: float | None) -> Storage:
-        """FBGEMM keeps numbers of a row on the device even then, beside the cache and what it notes of its slots."""
-        row_states = num_rows * bytes_of_a_row(self._optimizers.sparse)
-        # an int32 a row, and two int64 a slot
-        cache = 0 if cache_ratio is None else cache_ratio * storage.weights + num_rows * (4 + 16 * cache_ratio)
-        return Storage(hbm=row_states + round(cache), ddr=storage.total - row_states)
+        return [Storage(hbm=storage.total, ddr=storage.host) for storage in stored]
 
     def _placed_in_thought(self, option: ShardingOption) -> Placement:
         table = self._tables[option.name]
@@ -166,20 +139,25 @@ class OncePerSize(ShardEstimator):
 
 
 class Reservation(StorageReservation):
-    """Takes off every rank's memory what no shard counts: a share for the networks, and the tables' functions.
+    """Takes off every rank's memory what no shard counts: a share, the networks, and the tables' functions.
 
     Args:
         share: of the memory of a rank's device.
         tables: all tables of the model.
         optimizers: what trains them.
+        num_bytes: for the networks and whatever else.
     """
 
     def __init__(
-        self, share: float, tables: Sequence[CompositionalEmbeddingConfig], optimizers: TableOptimizers
+        self,
+        share: float,
+        tables: Sequence[CompositionalEmbeddingConfig],
+        optimizers: TableOptimizers,
+        num_bytes: int = 0,
     ) -> None:
         self._percentage = share  # TorchRec prints it, by this name, where nothing fits
         self._left: Topology | None = None
-        self._functions = sum(function_storage(table, optimizers.dense).total for table in tables)
+        self._num_bytes = num_bytes + sum(function_storage(table, optimizers.dense).total for table in tables)
 
     def reserve(
         self,
@@ -191,7 +169,7 @@ class Reservation(StorageReservation):
     ) -> Topology:
         left = copy.deepcopy(topology)
         for device in left.devices:
-            free = storage_on(topology.compute_device, self._functions)
+            free = storage_on(topology.compute_device, self._num_bytes)
             device.storage.hbm = max(0, int((1 - self._percentage) * device.storage.hbm) - free.hbm)
             device.storage.ddr = max(0, device.storage.ddr - free.ddr)
         self._left = left
@@ -213,17 +191,20 @@ class Reservation(StorageReservation):
         return self._left
 
 
-def shard_storage(placement: Placement, num_shards: int, optimizers: TableOptimizers) -> list[TableStorage]:
+def shard_storage(
+    placement: Placement, num_shards: int, optimizers: TableOptimizers, cache_ratio: float = DEFAULT_CACHE_RATIO
+) -> list[TableStorage]:
     """Of each shard of a table whose shards lie on ranks of their own; functions are left out.
 
     Args:
         placement: of shard i on rank i.
         num_shards: of them.
         optimizers: what trains the table.
+        cache_ratio: slots of a cache to rows of a table that lies in host memory.
     """
     table = placement.table
     functions = function_storage(table, optimizers.dense)
-    of_ranks = table_storage([placement], num_shards, optimizers.sparse, optimizers.dense)
+    of_ranks = table_storage([placement], num_shards, optimizers.sparse, optimizers.dense, cache_ratio)
     return [of_rank.get(table.name, functions) - functions for of_rank in of_ranks]
 
 
@@ -237,20 +218,6 @@ def _on_ranks_of_their_own(option: ShardingOption, compute_kernel: str) -> Param
     ]
     spec = None if is_replicated else EnumerableShardingSpec(shards)
     return ParameterSharding(option.sharding_type, compute_kernel, ranks, spec)
-
-
-def _rows(placement: Placement, num_shards: int) -> list[int]:
-    """Of all partitions on each rank."""
-    rows = [0] * num_shards
-    for sharding in placement.sharded.values():
-        for rank, shard in zip(sharding.ranks or [], sharding.sharding_spec.shards, strict=True):
-            rows[rank] += shard.shard_sizes[0]
-    return rows
-
-
-def bytes_of_a_row(optimizer: str) -> int:
-    """Of the numbers that an optimizer keeps of a row as a whole."""
-    return sum(IS_ROW_WISE[optimizer].values()) * _STATE_BYTES
 
 
 def storage_on(device: str, num_bytes: int) -> Storage:

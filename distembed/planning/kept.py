@@ -1,12 +1,22 @@
-"""A plan that was kept as JSON, taken up again: what was reported is what runs."""
+"""A plan that was kept as JSON, taken up again: what was reported is what runs.
+
+A file is refused for two reasons, each with everything that is wrong at once. Its form is no plan's
+(:func:`read_plan`), or it was made for another model, another number of ranks or another kind of device
+(:func:`take_up_plan`). A run's ``plan.json`` alone does not say how many ranks it was made for: then what it says of
+tables has to agree with those that there are.
+"""
 
 import json
-from collections.abc import Mapping, Sequence
+import reprlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import pydantic.dataclasses
+from pydantic import Field, TypeAdapter, ValidationError
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.utils import placement
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
@@ -16,9 +26,55 @@ from torchrec.distributed.types import (
     ShardMetadata,
 )
 
-from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.embedding.config import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig
 from distembed.errors import UserError
-from distembed.sharding.placement import SHARDING_TYPES, unit_size
+from distembed.sharding.placement import COMPUTE_KERNELS, SHARDING_TYPES, place, unit_size
+from distembed.sharding.shardings import SEQUENCE_SHARDING_TYPES
+
+_DENSE = EmbeddingComputeKernel.DENSE.value
+_ON_CPU = (EmbeddingComputeKernel.FUSED.value, _DENSE)
+_AXES = ("rows", "columns")
+_REMEDY = "give a file of `distembed plan --output` for a config that fits, or a run's plan.json"
+_OF_PLAN_COMMAND = {"plan", "nodes", "gpus"}
+_Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
+_Pair = Annotated[list[_Count], Field(min_length=2, max_length=2)]
+_NumRanks = Annotated[int, Field(strict=True, ge=1)]
+
+
+@pydantic.dataclasses.dataclass(frozen=True)
+class KeptShard:
+    """What a rank has of a table as one unit.
+
+    Attributes:
+        rank: that has it.
+        offset: of the first row and column.
+        size: rows and columns.
+    """
+
+    rank: _Count
+    offset: _Pair
+    size: _Pair
+
+    def span(self, axis: int) -> tuple[int, int]:
+        """First row (axis 0) or column (1), and the one behind the last."""
+        return self.offset[axis], self.offset[axis] + self.size[axis]
+
+
+@pydantic.dataclasses.dataclass(frozen=True)
+class KeptTable:
+    """Where a table goes.
+
+    Attributes:
+        sharding_type: as TorchRec names it.
+        compute_kernel: likewise.
+        ranks: of the shards, in their order; of all copies of a table that is replicated.
+        shards: empty for a table that is replicated.
+    """
+
+    sharding_type: str
+    compute_kernel: str
+    ranks: list[_Count]
+    shards: list[KeptShard]
 
 
 @dataclass(frozen=True)
@@ -26,11 +82,11 @@ class KeptPlan:
     """A plan as it was read.
 
     Attributes:
-        modules: ``{module: {table: {sharding_type, compute_kernel, ranks, shards}}}``, as ``plan_as_json`` gives it.
+        modules: where tables go, by module and table.
         world_size: number of ranks that it was made for; None where nothing says so.
     """
 
-    modules: Mapping[str, Mapping[str, Any]]
+    modules: Mapping[str, Mapping[str, KeptTable]]
     world_size: int | None
 
 
@@ -41,22 +97,48 @@ def read_plan(path: Path) -> KeptPlan:
         UserError: where it cannot be read, or is no plan.
     """
     values = _read_json(path)
-    if isinstance(values, dict) and "plan" in values:  # of distembed plan
-        world_size, values = values["nodes"] * values["gpus"], values["plan"]
-    else:
-        run = path.with_name("run.json")
-        world_size = _read_json(run).get("world_size") if run.is_file() else None
-    modules = values.values() if isinstance(values, dict) else [None]
-    if not all(isinstance(of_module, dict) and all(map(_is_placed, of_module.values())) for of_module in modules):
-        raise UserError(f"{path} holds no plan; give a file of `distembed plan --output`, or a run's plan.json.")
-    return KeptPlan(values, world_size)
+    run = path.with_name("run.json")
+    world_size = None
+    if isinstance(values, dict) and values.keys() >= _OF_PLAN_COMMAND:
+        nodes, gpus = (_checked(path, _NumRanks, values[key], key) for key in ("nodes", "gpus"))
+        world_size, values = nodes * gpus, values["plan"]
+    elif run.is_file():
+        of_run = _checked(run, dict[str, Any], _read_json(run))
+        world_size = _checked(run, _NumRanks | None, of_run.get("world_size"), "world_size")
+    if not values:
+        raise UserError(
+            f"{path} holds no plan, but {reprlib.repr(values)}, as `distembed plan` writes where tables do not fit; "
+            f"{_REMEDY}."
+        )
+    return KeptPlan(_checked(path, dict[str, dict[str, KeptTable]], values), world_size)
 
 
 def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"the plan {path} cannot be read: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"the plan {path} cannot be read: {error}; {_REMEDY}.") from error
+
+
+def _checked(path: Path, kind: Any, value: Any, *where: str) -> Any:
+    """The value if it is of this kind.
+
+    Raises:
+        UserError: with all parts of it that are not.
+    """
+    try:
+        return TypeAdapter(kind).validate_python(value)
+    except ValidationError as error:
+        wrong = "\n  ".join(_explained(where, part) for part in error.errors(include_url=False))
+        raise UserError(f"{path} holds no plan that tables could be placed by; {_REMEDY}:\n  {wrong}") from error
+
+
+def _explained(where: Sequence[str], error: Any) -> str:
+    place_of_it = " / ".join(repr(part) if isinstance(part, str) else str(part) for part in (*where, *error["loc"]))
+    if error["type"] == "missing":
+        return f"{place_of_it} is missing"
+    wanted = error["msg"].removeprefix("Input should be ").removeprefix("an instance of ")
+    return f"{place_of_it or 'the file'} is {reprlib.repr(error['input'])} and should be {wanted}"
 
 
 def take_up_plan(
@@ -66,6 +148,7 @@ def take_up_plan(
     world_size: int,
     local_world_size: int,
     device_kind: str,
+    fused: bool = True,
 ) -> ShardingPlan:
     """The plan for TorchRec, if it was made for these tables and ranks.
 
@@ -76,56 +159,143 @@ def take_up_plan(
         world_size: number of ranks.
         local_world_size: number of ranks on a machine.
         device_kind: ``cuda`` or ``cpu``.
+        fused: whether FBGEMM has the tables' optimizer; else they need dense kernels.
 
     Raises:
         UserError: with every difference, where it was made for others.
     """
-    planned = kept.modules.get(module, {})
-    differences = _differences(planned, {table.name: table for table in tables})
-    if kept.world_size is not None and kept.world_size != world_size:
-        differences.insert(0, f"it was made for {kept.world_size} ranks, and there are {world_size}")
+    ranks = _Ranks(world_size, local_world_size, device_kind, fused)
+    differences = list(_differences(kept, module, {table.name: table for table in tables}, ranks))
     if differences:
         listed = "\n  ".join(differences)
-        raise UserError(f"the plan was made for another model or another number of ranks; plan anew:\n  {listed}")
-
-    def shard(value: Mapping[str, Any]) -> ShardMetadata:
-        return ShardMetadata(value["offset"], value["size"], placement(device_kind, value["rank"], local_world_size))
-
+        raise UserError(
+            "the plan was made for another model, another number of ranks or other devices; plan anew, or give the "
+            f"plan of this model:\n  {listed}"
+        )
+    planned = kept.modules[module]
     sharded = EmbeddingModuleShardingPlan()
     for table in tables:
-        own = planned[table.name]
-        is_replicated = own["sharding_type"] == ShardingType.DATA_PARALLEL.value
-        spec = None if is_replicated else EnumerableShardingSpec([shard(value) for value in own["shards"]])
-        sharded[table.name] = ParameterSharding(own["sharding_type"], own["compute_kernel"], list(own["ranks"]), spec)
+        sharded[table.name] = ranks.sharding(planned[table.name])
     return ShardingPlan({module: sharded})
 
 
-def _is_placed(value: Any) -> bool:
-    keys = {"sharding_type", "compute_kernel", "ranks", "shards"}
-    if not isinstance(value, dict) or not keys <= value.keys() or value["sharding_type"] not in SHARDING_TYPES:
-        return False
-    return all(isinstance(shard, dict) and {"rank", "offset", "size"} <= shard.keys() for shard in value["shards"])
+@dataclass(frozen=True)
+class _Ranks:
+    """The ranks that there are; attributes as the arguments of :func:`take_up_plan`."""
+
+    world_size: int
+    local_world_size: int
+    device_kind: str
+    fused: bool
+
+    def sharding(self, own: KeptTable) -> ParameterSharding:
+        """TorchRec's form of where a table goes."""
+        shards = [
+            ShardMetadata(
+                list(shard.offset), list(shard.size), placement(self.device_kind, shard.rank, self.local_world_size)
+            )
+            for shard in own.shards
+        ]
+        spec = EnumerableShardingSpec(shards) if shards else None
+        return ParameterSharding(own.sharding_type, own.compute_kernel, list(own.ranks), spec)
+
+    def kernels(self, sharding_type: str) -> Sequence[str]:
+        """Compute kernels that tables can have."""
+        if sharding_type == ShardingType.DATA_PARALLEL.value or not self.fused:
+            return (_DENSE,)
+        return COMPUTE_KERNELS if self.device_kind == "cuda" else _ON_CPU
 
 
-def _differences(planned: Mapping[str, Any], tables: Mapping[str, CompositionalEmbeddingConfig]) -> list[str]:
-    found = [f"table {name!r} is in the plan and not in the model" for name in planned if name not in tables]
+def _differences(
+    kept: KeptPlan, module: str, tables: Mapping[str, CompositionalEmbeddingConfig], ranks: _Ranks
+) -> Iterator[str]:
+    if kept.world_size is not None and kept.world_size != ranks.world_size:
+        yield f"it was made for {kept.world_size} ranks, and there are {ranks.world_size}"
+    if module not in kept.modules:
+        yield f"module {module!r} is in the model and not in the plan, which has {', '.join(map(repr, kept.modules))}"
+        return
+    planned = kept.modules[module]
+    yield from (f"table {name!r} is in the plan and not in the model" for name in planned if name not in tables)
     for name, table in tables.items():
-        if name not in planned:
-            found.append(f"table {name!r} is in the model and not in the plan")
+        if name in planned:
+            yield from _differences_of_table(table, planned[name], ranks)
+        else:
+            yield f"table {name!r} is in the model and not in the plan"
+
+
+def _differences_of_table(table: CompositionalEmbeddingConfig, own: KeptTable, ranks: _Ranks) -> Iterator[str]:
+    where, kind = f"table {table.name!r}", own.sharding_type
+    possible = SHARDING_TYPES if isinstance(table, CompositionalEmbeddingBagConfig) else SEQUENCE_SHARDING_TYPES
+    if kind not in possible:
+        yield f"{where} is planned {reprlib.repr(kind)}, and can be placed {', '.join(possible)}"
+        return
+    if own.compute_kernel not in ranks.kernels(kind):
+        unfused = "" if ranks.fused else " with an optimizer that FBGEMM lacks"
+        yield (
+            f"{where} is planned with compute kernel {reprlib.repr(own.compute_kernel)}, and those of {kind} tables on "
+            f"{ranks.device_kind}{unfused} are {', '.join(ranks.kernels(kind))}"
+        )
+    found = [*_wrong_ranks(own, ranks.world_size), *_wrong_shards(own, unit_size(table))]
+    yield from (f"{where} {difference}" for difference in found)
+    if not found and own.compute_kernel in COMPUTE_KERNELS:
+        try:
+            place(table, ranks.sharding(own), ranks.world_size)
+        except UserError as error:
+            yield str(error)
+
+
+def _wrong_ranks(own: KeptTable, world_size: int) -> Iterator[str]:
+    kind, of_shards = own.sharding_type, [shard.rank for shard in own.shards]
+    beyond = sorted({rank for rank in (*own.ranks, *of_shards) if rank >= world_size})
+    there_are = f"and there are {world_size} ranks" if world_size > 1 else "and there is 1 rank"
+    if kind == ShardingType.ROW_WISE.value and len(own.shards) != world_size:
+        yield f"is planned row_wise in {len(own.shards)} shards, {there_are}"
+    elif beyond:
+        yield f"is planned on rank {', '.join(map(str, beyond))}, {there_are}, the last {world_size - 1}"
+    elif kind == ShardingType.DATA_PARALLEL.value and sorted(own.ranks) != list(range(world_size)):
+        yield f"is planned data_parallel on ranks {reprlib.repr(own.ranks)}, {there_are}: each has a copy"
+    if kind != ShardingType.DATA_PARALLEL.value and own.ranks != of_shards:
+        yield f"is planned on ranks {reprlib.repr(own.ranks)}, and its shards on {reprlib.repr(of_shards)}"
+
+
+def _wrong_shards(own: KeptTable, size: tuple[int, int]) -> Iterator[str]:
+    """What keeps the shards from being the table, each number of it once."""
+    kind, shards = own.sharding_type, own.shards
+    if kind == ShardingType.DATA_PARALLEL.value:
+        if shards:
+            yield f"is planned data_parallel in {len(shards)} shards, and a table that is replicated has none"
+        return
+    if not shards:
+        yield f"is planned {kind} without a shard"
+        return
+    reach = [max(shard.span(axis)[1] for shard in shards) for axis in (0, 1)]
+    if tuple(reach) != size:
+        yield f"is planned as {reach[0]:,} x {reach[1]:,} numbers, and is {size[0]:,} x {size[1]:,}"
+    divided = 0 if kind == ShardingType.ROW_WISE.value else 1
+    if kind == ShardingType.TABLE_WISE.value and len(shards) > 1:
+        yield f"is planned table_wise in {len(shards)} shards, and has one"
+    yield from _untiled(shards, divided)
+    whole = 1 - divided
+    for shard in shards:
+        if shard.span(whole) != (0, reach[whole]):
+            start, stop = shard.span(whole)
+            yield (
+                f"is planned {kind} with {_AXES[whole]} [{start:,}, {stop:,}) on rank {shard.rank}, and each of its "
+                f"shards has all {reach[whole]:,}"
+            )
+
+
+def _untiled(shards: Sequence[KeptShard], axis: int) -> Iterator[str]:
+    """Rows or columns that no shard has, or several."""
+    end = 0
+    for start, stop in sorted(shard.span(axis) for shard in shards):
+        if start == stop:
+            # row-wise, where rows are fewer than ranks, the last ranks have none
+            if axis == 1 or start != end:
+                yield f"is planned with a shard of no {_AXES[axis]} at {start:,}"
             continue
-        own = planned[name]
-        rows, columns = unit_size(table)
-        size = _size_of_shards(own)
-        if own["shards"] and size != (rows, columns):
-            planned_size, own_size = f"{size[0]:,} x {size[1]:,}", f"{rows:,} x {columns:,}"
-            found.append(f"table {name!r} is planned as {planned_size} numbers, and is {own_size}")
-    return found
-
-
-def _size_of_shards(own: Mapping[str, Any]) -> tuple[int, int]:
-    """Rows and columns that the shards reach together."""
-    ends = [
-        tuple(start + length for start, length in zip(shard["offset"], shard["size"], strict=True))
-        for shard in own["shards"]
-    ]
-    return max((end[0] for end in ends), default=0), max((end[1] for end in ends), default=0)
+        if start > end:
+            yield f"is planned with {_AXES[axis]} [{end:,}, {start:,}) on no rank"
+        if start < end:
+            yield f"is planned with {_AXES[axis]} [{start:,}, {min(end, stop):,}) in two shards"
+        end = max(end, stop)

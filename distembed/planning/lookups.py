@@ -281,6 +281,10 @@ class Lookups:
             for start, stop, rank in shards_of(placement):
                 self._on_rank[rank].append((placement, start, stop))
 
+    def columns_on(self, rank: int) -> list[tuple[Placement, int, int]]:
+        """Tables of which a rank has a range ``[start, stop)`` of the output's columns, or all of them."""
+        return self._on_rank[rank]
+
     def of_all_ranks(self) -> dict[str, list[Lookup]]:
         """By sharding type, lookups that are the same on every rank."""
         return self._grouped(self._everywhere)

@@ -1,27 +1,63 @@
-"""Where each table goes: TorchRec's planner, told the memory that this machine really has.
+"""Where each table goes: TorchRec's planner, told the memory that a cluster really has, and what a step takes of it.
 
 Left to itself TorchRec's ``Topology`` takes 32 GB of device and 128 GB of host memory for granted.
 """
 
 import os
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
+from distembed.embedding.tables import CompositionalTables
 from distembed.errors import RunError, UserError
+from distembed.planning.cluster import Cluster
 from distembed.planning.config import PlanConfig
-from distembed.planning.estimator import TableOptimizers
-from distembed.planning.search import Search
+from distembed.planning.devices import device_here
+from distembed.planning.memory import RankMemory, rank_memories
+from distembed.planning.networks import NetworkEstimate
+from distembed.planning.optimizer_states import IS_ROW_WISE, TableOptimizers, declared_optimizers
+from distembed.planning.search import Found, Search
+from distembed.planning.times import StepTime, step_times
+from distembed.planning.workload import Workload
+from distembed.sharding.placement import Placement, place
 
-RESERVED_SHARE = 0.15
-"""Share of the memory left to the networks, activations and buffers."""
+_UNKNOWN_NETWORKS = 0.1
+"""Share of the memory left to networks and activations of which nothing is known."""
+_TRIES = 3
+_SMALLEST_STEP = 2**20
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan and what it takes.
+
+    Attributes:
+        plan: for TorchRec.
+        why: each table is placed so.
+        memory: of each rank.
+        times: of each rank.
+    """
+
+    plan: ShardingPlan
+    why: Mapping[str, str]
+    memory: list[RankMemory]
+    times: list[StepTime]
+
+    def excess(self, capacity: int) -> int:
+        """Bytes that the fullest rank lacks; negative where it has room.
+
+        Args:
+            capacity: of a rank, in bytes, without what is kept free.
+        """
+        return max(memory.total for memory in self.memory) - capacity
 
 
 def make_plan(
@@ -31,11 +67,9 @@ def make_plan(
     device: torch.device,
     world_size: int,
     local_world_size: int,
-    batch_size: int,
+    workload: Workload,
     config: PlanConfig | None = None,
-    fused: bool = True,
-    sparse_optimizer: str = "row_wise_adagrad",
-    dense_optimizer: str = "adagrad",
+    optimizers: TableOptimizers | None = None,
 ) -> ShardingPlan:
     """Plans on rank 0 and gives every rank the same plan; all ranks call it.
 
@@ -45,34 +79,20 @@ def make_plan(
         device: of this rank.
         world_size: number of ranks.
         local_world_size: number of ranks on this machine.
-        batch_size: rows of a step on one rank.
+        workload: what a step brings along.
         config: how tables may be placed.
-        fused: whether the tables' optimizer is fused; else they have dense kernels.
-        sparse_optimizer: name of the one that trains vectors, whose state takes memory too.
-        dense_optimizer: name of the one that trains functions of path-based tables.
+        optimizers: what trains the tables; None for what they declare.
 
     Raises:
         RunError: where the tables do not fit.
         UserError: for a table that does not exist, or that cannot be placed in any way that is allowed.
     """
-    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host_memory_bytes()
-    topology = topology_of(device.type, memory, world_size, local_world_size)
     # rank 0 plans, and tells the others of a failure too, which would else wait for a plan for ever
     answer: list[ShardingPlan | Exception | None] = [None]
     if dist.get_rank() == 0:
+        cluster = cluster_here(device, world_size, local_world_size)
         try:
-            answer = [
-                find_plan(
-                    model,
-                    sharders,
-                    topology,
-                    batch_size,
-                    config,
-                    fused,
-                    sparse_optimizer=sparse_optimizer,
-                    dense_optimizer=dense_optimizer,
-                )
-            ]
+            answer = [find_plan(model, sharders, cluster, workload, config, optimizers).plan]
         except (RunError, UserError) as error:
             answer = [error]
     if world_size > 1:
@@ -84,51 +104,105 @@ def make_plan(
     return plan
 
 
-def topology_of(kind: str, memory_bytes: int, world_size: int, local_world_size: int) -> Topology:
-    """The devices to plan for.
-
-    Args:
-        kind: ``cuda`` or ``cpu``.
-        memory_bytes: of a CUDA device; on the CPU of a machine, which its ranks share.
-        world_size: number of ranks.
-        local_world_size: number of ranks on a machine.
-    """
-    return Topology(
-        world_size=world_size,
-        compute_device=kind,
-        local_world_size=local_world_size,
-        hbm_cap=memory_bytes if kind == "cuda" else 0,
-        ddr_cap=(host_memory_bytes() if kind == "cuda" else memory_bytes) // local_world_size,
-    )
+def cluster_here(device: torch.device, world_size: int, local_world_size: int) -> Cluster:
+    """The cluster that this process is part of, as if all machines were like this one."""
+    host = host_memory_bytes()
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host
+    # machines of unequally many ranks are none to TorchRec
+    gpus = local_world_size if world_size % local_world_size == 0 else 1
+    own = device_here(device, memory // (1 if device.type == "cuda" else local_world_size // gpus))
+    return Cluster(own, world_size // gpus, gpus, host)
 
 
 def find_plan(
     model: nn.Module,
     sharders: list[ModuleSharder[Any]],
-    topology: Topology,
-    batch_size: int,
+    cluster: Cluster,
+    workload: Workload,
     config: PlanConfig | None = None,
-    fused: bool = True,
-    *,
-    sparse_optimizer: str = "row_wise_adagrad",
-    dense_optimizer: str = "adagrad",
-) -> ShardingPlan:
+    optimizers: TableOptimizers | None = None,
+) -> Planned:
     """Plans for any devices, without them and without other ranks; arguments as those of :func:`make_plan`.
+
+    The planner counts buffers of each shard by itself. Where all of a rank's take more than that leaves, it is asked
+    again with less memory; where that does not help, its first plan is given, which does not fit.
+
+    Args:
+        model: as there.
+        sharders: as there.
+        cluster: to plan for.
+        workload: as there.
+        config: as there.
+        optimizers: as there.
 
     Raises:
         RunError: where the tables do not fit.
         UserError: for a table that does not exist, or that cannot be placed in any way that is allowed.
     """
     config = config if config is not None else PlanConfig()
-    optimizers = TableOptimizers(sparse_optimizer, dense_optimizer, fused)
-    plan = Search(model, sharders, topology, max(1, batch_size), config, optimizers, RESERVED_SHARE).best()
-    if isinstance(plan, Exception):
-        raise _explained(plan, topology.world_size) from plan
-    if not fused:
+    optimizers = optimizers if optimizers is not None else _declared(model, sharders)
+    share = reserved_share(config, workload)
+    capacity = cluster.rank_bytes - round(share * cluster.rank_bytes)
+    reserved, first = _known_bytes(workload, cluster.world_size), None
+    for _ in range(_TRIES):
+        found = Search(model, sharders, cluster, workload, config, optimizers, share, reserved).best()
+        if isinstance(found.answer, Exception):
+            if first is None:
+                raise _explained(found.answer, cluster.world_size) from found.answer
+            break
+        planned = _measured(model, found, cluster, workload, optimizers)
+        excess = planned.excess(capacity)
+        if excess <= 0:
+            return planned
+        first = first or planned
+        reserved += max(excess, _SMALLEST_STEP)
+    assert first is not None
+    return first
+
+
+def reserved_share(config: PlanConfig, workload: Workload) -> float:
+    """Share of a device's memory that nothing is planned into."""
+    return min(config.reserve + (_UNKNOWN_NETWORKS if workload.network is None else 0.0), 1.0)
+
+
+def placements_of(model: nn.Module, plan: ShardingPlan, world_size: int) -> list[Placement]:
+    """Where the parameters of all compositional tables of a model go."""
+    modules = {path: module for path, module in model.named_modules() if isinstance(module, CompositionalTables)}
+    units: Mapping[str, Any] = plan.plan
+    return [
+        place(table, units[path][table.name], world_size)
+        for path, module in modules.items()
+        for table in module.tables()
+    ]
+
+
+def _measured(
+    model: nn.Module, found: Found, cluster: Cluster, workload: Workload, optimizers: TableOptimizers
+) -> Planned:
+    plan = found.answer
+    assert isinstance(plan, ShardingPlan)
+    if not optimizers.is_fused:
         for module_plan in plan.plan.values():
             for sharding in module_plan.values():
                 sharding.compute_kernel = "dense"
-    return plan
+    placements = placements_of(model, plan, cluster.world_size)
+    memory = rank_memories(placements, cluster.world_size, workload, optimizers, cluster.device.kind)
+    times = step_times(found.options, [rank.sent for rank in memory], workload, cluster.device, cluster.gpus)
+    return Planned(plan, found.why, memory, times)
+
+
+def _declared(model: nn.Module, sharders: list[ModuleSharder[Any]]) -> TableOptimizers:
+    """What the tables say themselves; of several the one that keeps most, so that nothing is forgotten."""
+    names = {"sgd", *(name or "sgd" for name in declared_optimizers(model, sharders).values())}
+    return TableOptimizers(max(names, key=lambda name: sum(0.01 if row else 1 for row in IS_ROW_WISE[name].values())))
+
+
+def _known_bytes(workload: Workload, world_size: int) -> int:
+    """What every rank has beside tables and their exchange."""
+    network = workload.network or NetworkEstimate()
+    gradients = network.gradients if world_size > 1 else 0  # on one rank they are in the peak
+    kept = network.parameters + network.buffers + network.optimizer_state
+    return kept + gradients + network.peak + sum(workload.graph_bytes.values())
 
 
 def _explained(failure: Exception, world_size: int) -> RunError:

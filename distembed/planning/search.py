@@ -7,33 +7,35 @@ than half, or ranks are many, tables are divided so that all ranks have about as
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
 from torchrec.distributed.planner.constants import DEFAULT_PERF_ESTIMATOR
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.estimator import EmbeddingPerfEstimatorFactory
 from torchrec.distributed.planner.proposers import GreedyProposer
-from torchrec.distributed.planner.types import Partitioner, PlannerError, PlannerErrorType, Proposer
+from torchrec.distributed.planner.types import Partitioner, PlannerError, PlannerErrorType, Proposer, ShardingOption
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.errors import UserError
 from distembed.names import one_of
-from distembed.planning.balance import BalancedPartitioner, Choice, Divisible, choose
+from distembed.planning.balance import BalancedPartitioner, Choice, Divisible, choose, why_divided
+from distembed.planning.cluster import Cluster
 from distembed.planning.config import PlanConfig, TablePlanConfig
 from distembed.planning.estimator import (
     OncePerSize,
     Reservation,
     StorageEstimator,
-    TableOptimizers,
-    bytes_of_a_row,
     tables_of,
 )
-from distembed.planning.storage import function_storage, whole_table_storage
+from distembed.planning.optimizer_states import TableOptimizers
+from distembed.planning.storage import bytes_of_a_row, function_storage, whole_table_storage
+from distembed.planning.times import ComposedPerfEstimator
+from distembed.planning.workload import Workload
 from distembed.sharding.placement import can_be_placed, width
 
 MANY_RANKS = 32
@@ -58,11 +60,15 @@ class Found:
         answer: a plan, or why there is none.
         fullness: of the fullest rank, as a share of its memory for tables.
         imbalance: by what share of their mean some rank's tables' bytes differ from it, at most.
+        options: what the planner chose, with ranks, memory and times.
+        why: each table is placed so.
     """
 
     answer: ShardingPlan | Exception
     fullness: float = math.inf
     imbalance: float = math.inf
+    options: Sequence[ShardingOption] = ()
+    why: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_plan(self) -> bool:
@@ -82,11 +88,12 @@ class Search:
     Args:
         model: holds the tables, on the meta device.
         sharders: of the modules to place.
-        topology: of the ranks.
-        batch_size: rows of a step on one rank.
+        cluster: to plan for.
+        workload: what a step brings along.
         config: how tables may be placed.
         optimizers: what trains them.
-        reserved_share: of each device's memory, for all but tables.
+        reserved_share: of each device's memory, that is kept free.
+        reserved_bytes: of each device's memory beside that, for all but tables.
 
     Raises:
         UserError: for a table that does not exist, or that cannot be placed in any way that is allowed.
@@ -96,40 +103,48 @@ class Search:
         self,
         model: nn.Module,
         sharders: list[ModuleSharder[Any]],
-        topology: Topology,
-        batch_size: int,
+        cluster: Cluster,
+        workload: Workload,
         config: PlanConfig,
         optimizers: TableOptimizers,
         reserved_share: float,
+        reserved_bytes: int,
     ) -> None:
-        self._model, self._sharders, self._topology, self._batch_size = model, sharders, topology, batch_size
-        self._config, self._optimizers, self._reserved_share = config, optimizers, reserved_share
+        self._model, self._sharders, self._cluster, self._workload = model, sharders, cluster, workload
+        self._config, self._optimizers = config, optimizers
+        self._reserved_share, self._reserved_bytes = reserved_share, reserved_bytes
+        self._topology, self._batch_size = cluster.topology(), max(1, workload.rows_of_rank(cluster.world_size))
         self._tables = tables_of(model)
-        one_rank = topology.world_size == 1
+        one_rank = cluster.world_size == 1
         self._by_columns = possible_types(self._tables, config, _BY_COLUMNS)
         self._by_rows_too = self._by_columns if one_rank else possible_types(self._tables, config, _BY_ROWS_TOO)
 
-    def best(self) -> ShardingPlan | Exception:
+    def best(self) -> Found:
         """A plan, or why there is none."""
         if self._topology.world_size >= MANY_RANKS:
             found = self.by_bytes(self._by_rows_too)
-            return found.answer if found.is_plan or not self._config.host_memory else self.by_time().answer
+            return found if found.is_plan or not self._config.host_memory else self.by_time()
         by_time = self.by_time()
         if self._topology.world_size == 1 or by_time.fullness <= _ROOMY:
-            return by_time.answer
+            return by_time
         # where ranks are few, that one has more than others is no reason to divide a table by rows
         by_bytes = self.by_bytes(self._by_columns)
         if not by_bytes.is_plan:
             by_bytes = self.by_bytes(self._by_rows_too)
-        return by_time.answer if by_time.is_plan and not by_bytes.is_plan else by_bytes.answer
+        return by_time if by_time.is_plan and not by_bytes.is_plan else by_bytes
 
     def by_time(self) -> Found:
         """By TorchRec's search of what is fastest."""
+        worth_trying = {table.name: self._worth_trying(table) for table in self._tables}
         constraints = {
-            table.name: _constraints(table, self._worth_trying(table), self._min_partition(table))
+            table.name: self._constraints(table, worth_trying[table.name], self._min_partition(table))
             for table in self._tables
         }
-        return self._plan(constraints, None, None)
+        found = self._plan(constraints, None, None)
+        why = {
+            name: "" if len(kinds) == 1 else f"fastest of {', '.join(kinds)}" for name, kinds in worth_trying.items()
+        }
+        return replace(found, why=self._why(why))
 
     def by_bytes(self, possible: Mapping[str, list[str]]) -> Found:
         """With tables divided until all ranks have about as many bytes.
@@ -140,14 +155,37 @@ class Search:
         world_size = self._topology.world_size
         divisible = {table.name: self._divisible(table, possible[table.name]) for table in self._tables}
         choices = choose(divisible, world_size, _DIVISORS[0])
-        best = self._divided(choices)
+        best, placed = self._divided(choices), choices
         for divisor in _DIVISORS[1:]:
             if best.imbalance <= _BALANCED or best.is_hopeless:
                 break
             last, choices = choices, choose(divisible, world_size, divisor)
             found = self._divided(choices) if choices != last else best
-            best = found if found.imbalance <= best.imbalance else best
-        return best
+            if found.imbalance <= best.imbalance:
+                best, placed = found, choices
+        why = why_divided(divisible, placed, world_size)
+        return replace(best, why=self._why(why))
+
+    def _why(self, found: Mapping[str, str]) -> dict[str, str]:
+        """With the reason of those tables for which there was nothing to choose, and of torch's kernel."""
+        why = {table.name: found[table.name] or self._only_choice(table) for table in self._tables}
+        if self._optimizers.is_fused:
+            return why
+        trained = f"dense kernel: FBGEMM has no {self._optimizers.sparse}"
+        return {name: f"{reason}; {trained}" for name, reason in why.items()}
+
+    def _only_choice(self, table: CompositionalEmbeddingConfig) -> str:
+        own = self._config.tables.get(table.name, TablePlanConfig()).sharding_types
+        for name, allowed in ((f"plan.tables.{table.name}", own), ("plan", self._config.sharding_types)):
+            if allowed:
+                return f"of {', '.join(allowed)}, as {name}.sharding_types has it"
+        if self._topology.world_size == 1:
+            return "there is one rank"
+        if not can_be_placed(table, "column_wise"):
+            return f"{table.combine.name} needs all columns together"
+        return (
+            f"{width(table)} columns, and plan.min_partition is {self._min_partition(table) or _TORCHREC_MIN_PARTITION}"
+        )
 
     def _divisible(self, table: CompositionalEmbeddingConfig, possible: list[str]) -> Divisible:
         optimizers = self._optimizers
@@ -158,14 +196,14 @@ class Search:
 
     def _divided(self, choices: Mapping[str, Choice]) -> Found:
         constraints = {
-            table.name: _constraints(
+            table.name: self._constraints(
                 table, [choices[table.name].sharding_type], choices[table.name].columns, _OWN_MEMORY
             )
             for table in self._tables
         }
         partitioner = BalancedPartitioner(self._estimator().table_bytes)
         found = self._plan(constraints, GreedyProposer(), partitioner)
-        return Found(found.answer, found.fullness, partitioner.imbalance) if found.is_plan else found
+        return replace(found, imbalance=partitioner.imbalance) if found.is_plan else found
 
     def _plan(
         self,
@@ -173,10 +211,12 @@ class Search:
         proposer: Proposer | None,
         partitioner: Partitioner | None,
     ) -> Found:
-        reservation = Reservation(self._reserved_share, self._tables, self._optimizers)
-        time = EmbeddingPerfEstimatorFactory.create(
+        reservation = Reservation(self._reserved_share, self._tables, self._optimizers, self._reserved_bytes)
+        plain = EmbeddingPerfEstimatorFactory.create(
             DEFAULT_PERF_ESTIMATOR, topology=self._topology, constraints=constraints
         )
+        world_size, device = self._cluster.world_size, self._cluster.device
+        time = ComposedPerfEstimator(plain, self._tables, world_size, device, self._workload.bf16)
         planner = EmbeddingShardingPlanner(
             topology=self._topology,
             batch_size=self._batch_size,
@@ -193,10 +233,25 @@ class Search:
             plan = planner.plan(self._model, self._sharders)
         except (PlannerError, RuntimeError) as error:
             return Found(error)
-        return Found(plan, reservation.fullness(planner._best_plan or []))
+        options = planner._best_plan or []
+        return Found(plan, reservation.fullness(options), options=options)
 
     def _estimator(self) -> StorageEstimator:
         return StorageEstimator(self._topology, self._tables, self._optimizers)
+
+    def _constraints(
+        self,
+        table: CompositionalEmbeddingConfig,
+        sharding_types: list[str],
+        min_partition: int | None,
+        compute_kernels: list[str] | None = None,
+    ) -> ParameterConstraints:
+        return ParameterConstraints(
+            sharding_types=sharding_types,
+            compute_kernels=compute_kernels,
+            min_partition=min_partition,
+            pooling_factors=[self._workload.ids_per_row.get(name, 1.0) for name in table.feature_names],
+        )
 
     def _worth_trying(self, table: CompositionalEmbeddingConfig) -> list[str]:
         possible = self._by_columns[table.name]
@@ -236,17 +291,3 @@ def _possible_types_of(table: CompositionalEmbeddingConfig, config: PlanConfig, 
             f"numbers. Allow table_wise or data_parallel in plan.tables.{table.name}.sharding_types."
         )
     return possible
-
-
-def _constraints(
-    table: CompositionalEmbeddingConfig,
-    sharding_types: list[str],
-    min_partition: int | None,
-    compute_kernels: list[str] | None = None,
-) -> ParameterConstraints:
-    return ParameterConstraints(
-        sharding_types=sharding_types,
-        compute_kernels=compute_kernels,
-        min_partition=min_partition,
-        pooling_factors=[1.0] * len(table.feature_names),  # ids of a bag
-    )

@@ -8,18 +8,26 @@ sharded partitions               the sparse optimizer, fused by FBGEMM; torch's 
 replicated partitions            torch's form of the sparse optimizer
 functions of path-based tables   the dense optimizer
 ================================ ==========================================================
+
+Tables of the kernels ``fused_uvm`` and ``fused_uvm_caching`` lie in host memory; the device keeps what an optimizer has
+of each row as a whole, and the cache with what FBGEMM notes of it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.planner.constants import UVM_CACHING_RATIO
 from torchrec.modules.embedding_configs import DATA_TYPE_NUM_BITS
 
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.planning.optimizer_states import IS_ROW_WISE
 from distembed.sharding.placement import Placement
 
+DEFAULT_CACHE_RATIO = UVM_CACHING_RATIO
+"""Slots of a cache to rows of its table, where nothing else is set: TorchRec's, as well as FBGEMM's."""
+CACHED = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
+IN_HOST_MEMORY = (CACHED, EmbeddingComputeKernel.FUSED_UVM.value)
 _STATE_BYTES = 4  # states are float32, and so are functions
 _STEP_BYTES = 4  # torch counts the steps of each parameter, but for SGD
 
@@ -32,34 +40,51 @@ class TableStorage:
         weights: vectors and functions.
         optimizer_state: what the optimizers keep of them.
         gradients: of all that is not updated within the backward pass.
+        cache: of vectors that lie in host memory.
+        host_weights: vectors that lie in host memory.
+        host_optimizer_state: what is kept of them there.
     """
 
     weights: int = 0
     optimizer_state: int = 0
     gradients: int = 0
+    cache: int = 0
+    host_weights: int = 0
+    host_optimizer_state: int = 0
 
     @property
     def total(self) -> int:
-        """All of it."""
-        return self.weights + self.optimizer_state + self.gradients
+        """All that is on the device; on a CPU that is host memory too."""
+        return self.weights + self.optimizer_state + self.gradients + self.cache
+
+    @property
+    def host(self) -> int:
+        """All that is in host memory beside a device."""
+        return self.host_weights + self.host_optimizer_state
 
     def __add__(self, other: "TableStorage") -> "TableStorage":
-        return TableStorage(
-            self.weights + other.weights,
-            self.optimizer_state + other.optimizer_state,
-            self.gradients + other.gradients,
-        )
+        return self._plus(other, 1)
 
     def __sub__(self, other: "TableStorage") -> "TableStorage":
+        return self._plus(other, -1)
+
+    def _plus(self, other: "TableStorage", sign: int) -> "TableStorage":
         return TableStorage(
-            self.weights - other.weights,
-            self.optimizer_state - other.optimizer_state,
-            self.gradients - other.gradients,
+            self.weights + sign * other.weights,
+            self.optimizer_state + sign * other.optimizer_state,
+            self.gradients + sign * other.gradients,
+            self.cache + sign * other.cache,
+            self.host_weights + sign * other.host_weights,
+            self.host_optimizer_state + sign * other.host_optimizer_state,
         )
 
 
 def table_storage(
-    placements: Sequence[Placement], world_size: int, sparse_optimizer: str, dense_optimizer: str
+    placements: Sequence[Placement],
+    world_size: int,
+    sparse_optimizer: str,
+    dense_optimizer: str,
+    cache_ratio: float = DEFAULT_CACHE_RATIO,
 ) -> list[dict[str, TableStorage]]:
     """For each rank, bytes of every table.
 
@@ -68,10 +93,11 @@ def table_storage(
         world_size: number of ranks.
         sparse_optimizer: name of the tables' optimizer, a key of ``IS_ROW_WISE``.
         dense_optimizer: name of the one that trains functions.
+        cache_ratio: slots of a cache to rows of a table that lies in host memory.
     """
     by_rank: list[dict[str, TableStorage]] = [{} for _ in range(world_size)]
     for placement in placements:
-        for rank, storage in _storage_of(placement, world_size, sparse_optimizer, dense_optimizer):
+        for rank, storage in _storage_of(placement, world_size, sparse_optimizer, dense_optimizer, cache_ratio):
             of_rank = by_rank[rank]
             of_rank[placement.table.name] = of_rank.get(placement.table.name, TableStorage()) + storage
     return by_rank
@@ -105,10 +131,10 @@ def function_storage(table: CompositionalEmbeddingConfig, dense_optimizer: str) 
 
 
 def _storage_of(
-    placement: Placement, world_size: int, sparse_optimizer: str, dense_optimizer: str
+    placement: Placement, world_size: int, sparse_optimizer: str, dense_optimizer: str, cache_ratio: float
 ) -> Iterator[tuple[int, TableStorage]]:
-    itemsize = DATA_TYPE_NUM_BITS[placement.table.data_type] // 8
-    is_fused = placement.unit.compute_kernel != EmbeddingComputeKernel.DENSE.value
+    itemsize, kernel = DATA_TYPE_NUM_BITS[placement.table.data_type] // 8, placement.unit.compute_kernel
+    is_fused = kernel != EmbeddingComputeKernel.DENSE.value
     for sharding in placement.sharded.values():
         shards: dict[int, list[tuple[int, int]]] = {}
         for shard in sharding.sharding_spec.shards:
@@ -116,7 +142,11 @@ def _storage_of(
             if rows and columns:
                 shards.setdefault(shard.placement.rank(), []).append((rows, columns))
         for rank, of_rank in shards.items():
-            yield rank, _parameter(of_rank, itemsize, sparse_optimizer, is_fused)
+            storage = _parameter(of_rank, itemsize, sparse_optimizer, is_fused)
+            if kernel in IN_HOST_MEMORY:
+                num_rows, slots = sum(rows for rows, _ in of_rank), cache_ratio if kernel == CACHED else None
+                storage = _in_host_memory(storage, num_rows, sparse_optimizer, slots)
+            yield rank, storage
     for part in placement.replicated:
         name, size = (dense_optimizer, _STATE_BYTES) if part.is_function else (sparse_optimizer, itemsize)
         storage = _parameter([(part.num_rows, part.dim)], size, name, is_fused=False)
@@ -132,6 +162,23 @@ def _parameter(shards: Sequence[tuple[int, int]], itemsize: int, optimizer: str,
     if is_fused:
         return TableStorage(numbers * itemsize, kept)
     return TableStorage(numbers * itemsize, kept + (_STEP_BYTES if states else 0), numbers * itemsize)
+
+
+def _in_host_memory(storage: TableStorage, num_rows: int, optimizer: str, cache_ratio: float | None) -> TableStorage:
+    row_states = num_rows * bytes_of_a_row(optimizer)
+    # an int32 a row, and two int64 a slot
+    cache = 0 if cache_ratio is None else cache_ratio * storage.weights + num_rows * (4 + 16 * cache_ratio)
+    return TableStorage(
+        optimizer_state=row_states,
+        cache=round(cache),
+        host_weights=storage.weights,
+        host_optimizer_state=storage.optimizer_state - row_states,
+    )
+
+
+def bytes_of_a_row(optimizer: str) -> int:
+    """Of the numbers that an optimizer keeps of a row as a whole."""
+    return sum(IS_ROW_WISE[optimizer].values()) * _STATE_BYTES
 
 
 def total(storage: Mapping[str, TableStorage]) -> TableStorage:

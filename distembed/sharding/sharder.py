@@ -8,6 +8,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torch import nn
 from torchrec.distributed.embedding_types import BaseEmbeddingSharder, EmbeddingComputeKernel
 from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv, ShardingType
+from torchrec.distributed.utils import emb_opt_type_to_optimizer_class
 
 from distembed.embedding.bag_collection import CompositionalEmbeddingBagCollection
 from distembed.embedding.collection import CompositionalEmbeddingCollection
@@ -46,9 +47,17 @@ class _CompositionalSharder(BaseEmbeddingSharder[Module]):
     def shardable_parameters(self, module: Module) -> dict[str, nn.Parameter]:
         """One meta parameter a table, of as many numbers as are looked up and as wide as the output.
 
+        Each declares the class of its table's fused optimizer, from which planners count its state. Where the module
+        declares none, it is the one that ``fused_params`` names, which TorchRec's planner would else count as nothing.
         Functions of path-based tables are replicated: there is nothing to place.
         """
-        return unit_parameters(module)
+        units = unit_parameters(module)
+        named = emb_opt_type_to_optimizer_class((self.fused_params or {}).get("optimizer"))
+        for unit in units.values() if named is not None else ():
+            # the planner's copy alone: a sharded module makes its own units, and still reads fused_params
+            if not hasattr(unit, "_optimizer_classes"):
+                unit._optimizer_classes = [named]  # type: ignore[attr-defined]
+        return units
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """All that compositional tables have, on every device."""

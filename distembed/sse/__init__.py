@@ -25,6 +25,7 @@ from distembed.sse.perturbation import (
     set_step,
     take_counts,
 )
+from distembed.sse.replacement import graph_bytes
 from distembed.sse.rule import SSE, Walk
 from distembed.sse.stream import IdStream
 
@@ -35,6 +36,7 @@ __all__ = [
     "IdPerturbation",
     "IdStream",
     "Walk",
+    "graph_bytes",
     "perturb_inputs",
     "require_forward_pass",
     "set_step",

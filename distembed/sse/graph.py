@@ -156,6 +156,11 @@ class Graph:
         return self.keep is not None
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays, which are not looked at."""
+        return sum(array.nbytes for array in self._arrays().values())
+
+    @property
     def details(self) -> Mapping[str, Any]:
         """What ``graph.json`` says of the graph's making; nothing of a graph that was built in memory."""
         return {} if self.description is None else self.description.details

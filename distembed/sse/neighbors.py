@@ -5,6 +5,7 @@ others (equation 3). That is a mixture: with probability ``(rho - 1) d / ((rho -
 the n other ids, neighbours among them, all alike. So nobody has to ask whether an id is a neighbour.
 """
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -32,6 +33,15 @@ class NeighborDraw:
             if graph.keep is None or graph.alias is None
             else (on_device(graph.keep, device), on_device(graph.alias, device))
         )
+        self._set_walk(walk)
+
+    def with_walk(self, walk: Walk | None) -> "NeighborDraw":
+        """Draws by another walk in the same arrays."""
+        other = copy.copy(self)
+        other._set_walk(walk)
+        return other
+
+    def _set_walk(self, walk: Walk | None) -> None:
         self._restart, self._max_steps = (1.0, 1) if walk is None else (walk.restart, walk.max_steps)
 
     @property

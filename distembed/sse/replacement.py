@@ -4,7 +4,7 @@ Which ids are replaced, and all random integers, come from the CPU (:mod:`distem
 themselves happens where they are, without a copy back.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,7 @@ from distembed.sse.arrays import Array, array_of, as_int64, assign, count_each, 
 from distembed.sse.draws import FIRST_NEIGHBOR_WORD, Drawer, Draws
 from distembed.sse.neighbors import NeighborDraw
 from distembed.sse.random_words import word
+from distembed.sse.rule import SSE
 from distembed.sse.stream import IdStream
 
 _NO_ID = np.iinfo(np.int64).max
@@ -172,12 +173,43 @@ class _GraphDraw:
 
 
 def _graphs(streams: Sequence[IdStream], device: torch.device) -> Iterator[_GraphDraw]:
-    """One for each distinct graph and walk, so that a graph is on a GPU once."""
-    kinds = {(id(s.sse.graph), s.sse.walk): s.sse for s in streams if s.sse.graph is not None and s.sse.rho > 1}
-    for (_, walk), sse in kinds.items():
+    """One for each distinct graph and walk; a graph is on a GPU once."""
+    kinds = {(id(s.sse.graph), s.sse.walk): s.sse for s in streams if _draws_neighbors(s.sse)}
+    placed: dict[int, NeighborDraw] = {}
+    for (graph, walk), sse in kinds.items():
         assert sse.graph is not None
+        placed[graph] = placed[graph].with_walk(walk) if graph in placed else NeighborDraw(sse.graph, walk, device)
         excess = [s.sse.rho - 1.0 if s.sse.graph is sse.graph and s.sse.walk == walk else 0.0 for s in streams]
-        yield _GraphDraw(NeighborDraw(sse.graph, walk, device), np.array(excess), device)
+        yield _GraphDraw(placed[graph], np.array(excess), device)
+
+
+def _draws_neighbors(sse: SSE) -> bool:
+    return sse.graph is not None and sse.rho > 1 and sse.p0 > 0
+
+
+def graph_bytes(sse: Mapping[str, SSE], device_kind: str = "cuda") -> dict[str, int]:
+    """What the graphs take of the memory of every rank's device: on CUDA, all of their arrays, on each rank.
+
+    On a CPU a graph that is mapped from its folder counts nothing: ranks of a machine share the file's pages, which the
+    system drops and reads again as it needs to. One that was built in memory counts as it is, in each process. Sizes
+    are those of arrays and files; nothing of them is read.
+
+    Args:
+        sse: rules by table, as :func:`distembed.sse.config.build_sse` gives them.
+        device_kind: ``cuda`` or ``cpu``.
+
+    Returns:
+        Bytes by table; those of a graph of several tables under the first of them, and 0 where there is none.
+    """
+    found = dict.fromkeys(sse, 0)
+    counted: set[int] = set()
+    for table, rule in sse.items():
+        if rule.graph is None or not _draws_neighbors(rule) or id(rule.graph) in counted:
+            continue
+        counted.add(id(rule.graph))
+        is_shared_file = device_kind == "cpu" and rule.graph.folder is not None
+        found[table] = 0 if is_shared_file else rule.graph.nbytes
+    return found
 
 
 def _other_reserved(streams: Sequence[IdStream]) -> Iterator[list[int]]:

@@ -14,6 +14,9 @@ from distembed.embedding import CompositionalEmbeddingBagCollection, EmbeddingCo
 from distembed.models.config import DCNConfig, DLRMConfig, build_model
 from distembed.planning import PlanConfig, make_plan
 from distembed.planning.kept import KeptPlan, take_up_plan
+from distembed.planning.networks import estimate_network
+from distembed.planning.optimizer_states import TableOptimizers
+from distembed.planning.workload import Workload
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from distembed.sse import SSE
 from distembed.sse.perturbation import Perturbation
@@ -66,6 +69,44 @@ def build_plannable(
     return ClickTask(unsharded, world_size, device, bf16)
 
 
+def workload_of(
+    task: ClickTask,
+    model: DLRMConfig | DCNConfig,
+    embedding: EmbeddingConfig,
+    train: TrainConfig,
+    schema: Schema,
+    world_size: int,
+    bf16: bool,
+) -> Workload:
+    """What a step of a plannable model brings along, as a plan reckons with it."""
+    collection = task.model.get_submodule("embeddings")
+    assert isinstance(collection, CompositionalEmbeddingBagCollection)
+    network = estimate_network(
+        model,
+        vector_names(collection.tables()),
+        embedding.default.embedding_dim,
+        len(schema.dense),
+        math.ceil(train.batch_size / world_size),
+        train.dense_optimizer.name,
+        bf16,
+        averages=world_size > 1,
+    )
+    return Workload(
+        batch_size=train.batch_size,
+        ids_per_row={feature.name: feature.mean_ids_per_row for feature in schema.categorical},
+        num_dense=len(schema.dense),
+        network=network,
+        bf16=bf16,
+        logged_steps=train.log_every,
+    )
+
+
+def table_optimizers(train: TrainConfig) -> TableOptimizers:
+    """What trains the tables, as a plan reckons with it."""
+    is_fused = not needs_dense_kernel(train.sparse_optimizer)
+    return TableOptimizers(train.sparse_optimizer.name, train.dense_optimizer.name, is_fused)
+
+
 def build_trainee(
     model_config: DLRMConfig | DCNConfig,
     embedding_config: EmbeddingConfig,
@@ -97,11 +138,9 @@ def build_trainee(
             device=processes.device,
             world_size=processes.world_size,
             local_world_size=processes.local_world_size,
-            batch_size=math.ceil(train.batch_size / processes.world_size),
+            workload=workload_of(task, model_config, embedding_config, train, schema, processes.world_size, bf16),
             config=plan_config,
-            fused=not needs_dense_kernel(train.sparse_optimizer),
-            sparse_optimizer=train.sparse_optimizer.name,
-            dense_optimizer=train.dense_optimizer.name,
+            optimizers=table_optimizers(train),
         )
     model = DistributedModelParallel(
         task,

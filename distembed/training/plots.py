@@ -1,54 +1,18 @@
-"""The figures of a report, as SVG text that sits in a page of any colour scheme.
+"""The figures of a report of runs, as SVG text."""
 
-Text and axes take the page's own colour (``currentColor``) and font, the background is left out. Nothing here touches
-matplotlib's global state: no pyplot, settings within a context.
-"""
-
-import io
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 
+from distembed.pages import PAGE_COLOUR, colour, svg_of
 from distembed.training.run_record import RunRecord, RunSummary, number
-
-COLOURS = ("#3f7fd9", "#e07b39", "#2a9d78", "#b565c4", "#c9a227", "#d1495b", "#4fa3ab", "#8d6e63")
-"""One a run, of middling lightness, so that they can be read on white as well as on black."""
 
 MOST_POINTS = 600
 """Points of a curve that are drawn: a long run would make a page of many megabytes."""
-
-_PAGE_COLOUR = "#010203"  # stands for currentColor, which matplotlib does not know
-_SETTINGS: Any = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "distembed",
-    "font.family": "sans-serif",
-    "font.size": 10,
-    "figure.facecolor": "none",
-    "axes.facecolor": "none",
-    "text.color": _PAGE_COLOUR,
-    "axes.edgecolor": _PAGE_COLOUR,
-    "axes.labelcolor": _PAGE_COLOUR,
-    "xtick.color": _PAGE_COLOUR,
-    "ytick.color": _PAGE_COLOUR,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": _PAGE_COLOUR,
-    "grid.alpha": 0.12,
-    "legend.frameon": False,
-    "lines.linewidth": 1.6,
-}
-
-
-def colour(index: int) -> str:
-    """The colour of run number ``index``."""
-    return COLOURS[index % len(COLOURS)]
 
 
 def loss_curve(runs: Mapping[str, RunRecord]) -> str:
@@ -98,7 +62,7 @@ def calibration_diagram(runs: Mapping[str, RunRecord]) -> str:
             axes.plot(predicted, observed, marker="o", markersize=4, color=colour(index))
             highest = max([highest, *(value for point in points for value in point if not math.isnan(value))])
         end = min(1.0, highest * 1.05) or 1.0
-        axes.plot([0, end], [0, end], color=_PAGE_COLOUR, alpha=0.4, linewidth=1, linestyle=(0, (4, 4)), zorder=1)
+        axes.plot([0, end], [0, end], color=PAGE_COLOUR, alpha=0.4, linewidth=1, linestyle=(0, (4, 4)), zorder=1)
         axes.set_xlabel("predicted rate")
         axes.set_ylabel("observed rate")
 
@@ -158,15 +122,13 @@ def _label_rows(axes: Axes, label: str) -> None:
 
 
 def _render(draw: Callable[[Axes], None]) -> str:
-    with matplotlib.rc_context(_SETTINGS):
-        figure = Figure(figsize=(5.6, 3.5), layout="constrained")
+    def draw_axes(figure: Figure) -> None:
         axes = figure.add_subplot()
         draw(axes)
         if not _has_points(axes):
             axes.text(0.5, 0.5, "nothing recorded yet", transform=axes.transAxes, ha="center", va="center", alpha=0.6)
-        text = io.StringIO()
-        FigureCanvasSVG(figure).print_svg(text, metadata={"Date": None, "Creator": None})
-    return _for_page(text.getvalue())
+
+    return svg_of(draw_axes, (5.6, 3.5))
 
 
 def _has_points(axes: Axes) -> bool:
@@ -179,8 +141,3 @@ def _finite(values: Any) -> bool:
 
 def _floats(values: Iterable[Any]) -> list[float]:
     return [float(value) for value in values]
-
-
-def _for_page(svg: str) -> str:
-    svg = svg[svg.index("<svg") :]  # without the XML declaration, which cannot stand inside of HTML
-    return svg.replace(_PAGE_COLOUR, "currentColor").replace("<svg ", '<svg role="img" ', 1)

@@ -11,8 +11,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distembed import __version__
 from distembed.errors import UserError
+from distembed.pages import colour, figure, page, section, swatch
 from distembed.training import plots
 from distembed.training.files import write_text
 from distembed.training.run_record import RunRecord, RunSummary, unique_names
@@ -104,17 +104,11 @@ def print_comparison(summaries: Sequence[RunSummary], console: "Console") -> Non
 def render_page(named: dict[str, RunRecord], summaries: Sequence[RunSummary]) -> str:
     """The page's HTML."""
     sections = [
-        _section("Comparison" if len(named) > 1 else "Result", _comparison(summaries)),
-        _section("Curves", _legend(summaries) + _figures(named, summaries)),
-        _section("Runs", "".join(_run_details(run, name) for name, run in named.items())),
+        section("Comparison" if len(named) > 1 else "Result", _comparison(summaries)),
+        section("Curves", _legend(summaries) + _figures(named, summaries)),
+        section("Runs", "".join(_run_details(run, name) for name, run in named.items())),
     ]
-    title = f"distembed: {', '.join(named)}"
-    return (
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<style>{_STYLE}</style>\n</head>\n'
-        f"<body>\n<main>\n<h1>{escape(title)}</h1>\n{''.join(sections)}"
-        f"<footer>made by distembed {escape(__version__)}</footer>\n</main>\n</body>\n</html>\n"
-    )
+    return page(f"distembed: {', '.join(named)}", "".join(sections), _STYLE)
 
 
 def describe_schemes(run: RunSummary) -> str:
@@ -133,7 +127,7 @@ def _comparison(summaries: Sequence[RunSummary]) -> str:
     rows = []
     for index, run in enumerate(summaries):
         cells = "".join(_cell(column, run, summaries) for column in COLUMNS)
-        rows.append(f'<tr><th scope="row">{_swatch(index)}{escape(run.name)}</th>{cells}</tr>')
+        rows.append(f'<tr><th scope="row">{swatch(colour(index))}{escape(run.name)}</th>{cells}</tr>')
     return f'<div class="wide"><table><tr><th>run</th>{headings}</tr>{"".join(rows)}</table></div>\n'
 
 
@@ -150,12 +144,8 @@ def _lowest(value: Callable[[RunSummary], float], summaries: Sequence[RunSummary
 
 
 def _legend(summaries: Sequence[RunSummary]) -> str:
-    runs = "".join(f"<span>{_swatch(index)}{escape(run.name)}</span>" for index, run in enumerate(summaries))
+    runs = "".join(f"<span>{swatch(colour(index))}{escape(run.name)}</span>" for index, run in enumerate(summaries))
     return f'<p class="legend">{runs}</p>\n'
-
-
-def _swatch(index: int) -> str:
-    return f'<i style="background:{plots.colour(index)}"></i>'
 
 
 def _figures(named: dict[str, RunRecord], summaries: Sequence[RunSummary]) -> str:
@@ -172,11 +162,7 @@ def _figures(named: dict[str, RunRecord], summaries: Sequence[RunSummary]) -> st
     if len(summaries) > 1:
         caption = "Lower and further left is better."
         figures.append(("Parameters against logloss", caption, plots.parameters_against_logloss(summaries)))
-    return f'<div class="figures">{"".join(_figure(*figure) for figure in figures)}</div>\n'
-
-
-def _figure(heading: str, caption: str, svg: str) -> str:
-    return f"<figure><figcaption><b>{escape(heading)}</b> {escape(caption)}</figcaption>{svg}</figure>\n"
+    return f'<div class="figures">{"".join(figure(*each) for each in figures)}</div>\n'
 
 
 def _run_details(run: RunRecord, name: str) -> str:
@@ -200,41 +186,11 @@ def _run_details(run: RunRecord, name: str) -> str:
     return f"<details><summary>{escape(name)}</summary><dl>{rows}</dl><pre>{escape(run.config_yaml)}</pre></details>\n"
 
 
-def _section(heading: str, content: str) -> str:
-    return f"<section>\n<h2>{escape(heading)}</h2>\n{content}</section>\n"
-
-
 def _format(value: float, spec: str) -> str:
     return UNKNOWN if math.isnan(value) else format(value, spec)
 
 
 _STYLE = """
-:root { color-scheme: light dark; --line: #8883; --dim: #888; }
-body { margin: 0; font: 15px/1.5 system-ui, sans-serif; background: Canvas; color: CanvasText; }
-main { max-width: 1240px; margin: 0 auto; padding: 2rem 1.25rem; }
-h1 { font-size: 1.35rem; font-weight: 600; margin: 0 0 1.5rem; overflow-wrap: anywhere; }
-h2 { font-size: 1.05rem; font-weight: 600; margin: 2.25rem 0 .75rem; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: .9rem; }
-th, td { text-align: right; padding: .4rem .6rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th { font-weight: 500; }
-tr:first-child th { color: var(--dim); font-weight: 400; vertical-align: bottom; white-space: normal; }
-th:first-child, td:first-child { padding-left: 0; }
-th:first-child, td:last-child, th:last-child { text-align: left; }
+td:last-child, th:last-child { text-align: left; }
 td:nth-child(2), tr:first-child th:nth-child(2) { text-align: left; white-space: normal; min-width: 10rem; }
-strong { font-weight: 650; }
-i { display: inline-block; width: .7em; height: .7em; border-radius: 2px; margin-right: .5em; }
-.legend span { margin-right: 1.5em; white-space: nowrap; }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); gap: 1.5rem 2rem; }
-figure { margin: 0; }
-figure svg { width: 100%; height: auto; font-family: inherit; }
-figcaption { color: var(--dim); font-size: .85rem; }
-figcaption b { color: CanvasText; font-weight: 600; margin-right: .4em; }
-details { border-top: 1px solid var(--line); padding: .6rem 0; }
-summary { cursor: pointer; font-weight: 500; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1.25rem; font-size: .9rem; }
-dt { color: var(--dim); }
-dd { margin: 0; overflow-wrap: anywhere; }
-pre { font: .8rem/1.45 ui-monospace, monospace; background: #8881; padding: .8rem 1rem; overflow-x: auto; }
-footer { margin-top: 3rem; color: var(--dim); font-size: .8rem; }
 """

@@ -11,10 +11,13 @@ from torch import nn
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.errors import RunError, UserError
 from distembed.partitions import QuotientRemainder
-from distembed.planning import PlanConfig, describe_plan, make_plan, plan_as_json
+from distembed.planning import PlanConfig, Workload, describe_plan, make_plan, plan_as_json
 from distembed.planning import plan as plan_module
+from distembed.planning.cluster import Cluster
 from distembed.planning.config import TablePlanConfig
-from distembed.planning.plan import find_plan, topology_of
+from distembed.planning.devices import find_device
+from distembed.planning.optimizer_states import TableOptimizers
+from distembed.planning.plan import find_plan
 from distembed.planning.storage import table_storage, total
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from distembed.sharding.placement import place
@@ -50,7 +53,7 @@ def plan(
         device=torch.device("cpu"),
         world_size=world,
         local_world_size=world,
-        batch_size=8,
+        workload=Workload(8 * world),
         config=config,
         **settings,
     )
@@ -69,7 +72,10 @@ def check_plans(rank: int, world_size: int) -> None:
     chosen = plan(PlanConfig(["data_parallel"], tables=own))
     assert types(chosen) == ["column_wise", "row_wise", "data_parallel"]
     assert [shard["size"][1] for shard in chosen["a"]["shards"]] == [4] * 4
-    assert all(placed["compute_kernel"] == "dense" for placed in plan(PlanConfig(), fused=False).values())
+    assert all(
+        placed["compute_kernel"] == "dense"
+        for placed in plan(PlanConfig(), optimizers=TableOptimizers(is_fused=False)).values()
+    )
     with pytest.raises(UserError, match="'c' may only be placed row_wise, but it cannot be"):
         plan(PlanConfig(["row_wise"]))
     with pytest.raises(UserError, match="plan.tables"):
@@ -83,9 +89,9 @@ def check_plans(rank: int, world_size: int) -> None:
     assert types(plan(PlanConfig(["row_wise"]), one_table(4 * GIB))) == ["row_wise"]
     # 3 GiB of weights fit on two ranks, with as much state of Adagrad they do not, nor with AMSGrad's and gradients
     assert types(plan(PlanConfig(), one_table(3 * GIB))) == ["column_wise"]
-    for optimizer, fused in (("adagrad", True), ("amsgrad", False)):
+    for optimizer, is_fused in (("adagrad", True), ("amsgrad", False)):
         with pytest.raises(RunError, match="do not fit"):
-            plan(PlanConfig(), one_table(3 * GIB), sparse_optimizer=optimizer, fused=fused)
+            plan(PlanConfig(), one_table(3 * GIB), optimizers=TableOptimizers(optimizer, is_fused=is_fused))
     with pytest.raises(RunError, match="do not fit in the memory of 2 rank"):  # on every rank, and none waits
         plan(PlanConfig(), one_table(400 * GIB))
 
@@ -110,11 +116,11 @@ def test_many_ranks_have_loads_alike(num_tables: int, nodes: int, optimizer: str
     made = find_plan(
         nn.ModuleDict({"e": CompositionalEmbeddingBagCollection(of_tables, device="meta")}),
         [CompositionalEmbeddingBagCollectionSharder()],
-        topology_of("cuda", 80 * GIB, world_size, 8),
-        batch_size=512,
-        sparse_optimizer=optimizer,
+        Cluster(find_device("a100-80gb"), nodes, 8),
+        Workload(512 * world_size),
+        optimizers=TableOptimizers(optimizer),
     )
-    planned = made.plan["e"]
+    planned = made.plan.plan["e"]
     assert list(planned) == [table.name for table in of_tables]  # type: ignore[call-overload]
     # refuses what is not placed once and whole
     placements = [place(table, planned[table.name], world_size) for table in of_tables]  # type: ignore[index]

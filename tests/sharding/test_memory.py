@@ -20,7 +20,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.partitions import QuotientRemainder
-from distembed.planning import PlanConfig, make_plan
+from distembed.planning import PlanConfig, Workload, make_plan
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from tests.ranks import run_on_ranks
 
@@ -76,7 +76,7 @@ def build(kind: str, composition: str, optimizer: type[torch.optim.Optimizer], n
         device=cpu,
         world_size=world_size,
         local_world_size=world_size,
-        batch_size=8,
+        workload=Workload(8 * world_size),
         # of two vectors an id has 32 columns
         config=PlanConfig([kind], min_partition=DIM if composition == "feature" else DIM // 2),
     )

@@ -24,7 +24,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from distembed.data.batch import Batch
 from distembed.embedding import CompositionalEmbeddingBagCollection
 from distembed.models.mlp import MLP
-from distembed.planning import PlanConfig, make_plan
+from distembed.planning import PlanConfig, Workload, make_plan
 from distembed.planning.config import TablePlanConfig
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, lookup
 from distembed.sharding.placement import width
@@ -94,7 +94,7 @@ def shard(
         device=device,
         world_size=world_size,
         local_world_size=world_size,
-        batch_size=ROWS,
+        workload=Workload(ROWS * world_size),
         config=PlanConfig(tables=own),
     )
     if kernel is not None:

@@ -1,0 +1,61 @@
+"""What there is to plan for: machines that are alike, with ranks on them."""
+
+from dataclasses import dataclass
+
+from torchrec.distributed.planner import Topology
+
+from distembed.errors import UserError
+from distembed.planning.devices import Device
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Machines and their devices.
+
+    Attributes:
+        device: of each rank; ranks on a CPU share their machine's memory.
+        nodes: machines.
+        gpus: ranks on each machine.
+        host_memory_bytes: of a machine with CUDA devices, that tables may lie in.
+    """
+
+    device: Device
+    nodes: int
+    gpus: int
+    host_memory_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for field in ("nodes", "gpus"):
+            if getattr(self, field) < 1:
+                raise UserError(f"--{field} is {getattr(self, field)}; it must be 1 or more.")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return self.nodes * self.gpus
+
+    @property
+    def rank_bytes(self) -> int:
+        """Memory of a rank's device, or a rank's share of the machine's where that is a CPU."""
+        return self.device.memory_bytes // (self.gpus if self.device.kind == "cpu" else 1)
+
+    @property
+    def host_bytes(self) -> int:
+        """A rank's share of the machine's memory, beside a CUDA device."""
+        return 0 if self.device.kind == "cpu" else self.host_memory_bytes // self.gpus
+
+    def topology(self) -> Topology:
+        """As TorchRec's planner takes them; bandwidths in bytes a millisecond."""
+        device, is_cpu = self.device, self.device.kind == "cpu"
+        return Topology(
+            world_size=self.world_size,
+            compute_device=device.kind,
+            local_world_size=self.gpus,
+            hbm_cap=0 if is_cpu else self.rank_bytes,
+            ddr_cap=self.rank_bytes if is_cpu else self.host_bytes,
+            hbm_mem_bw=device.memory_bandwidth / 1e3,
+            ddr_mem_bw=(device.memory_bandwidth if is_cpu else device.host_bandwidth) / 1e3,
+            hbm_to_ddr_mem_bw=device.host_bandwidth / 1e3,
+            intra_host_bw=device.local_bandwidth / 1e3,
+            inter_host_bw=device.node_bandwidth / 1e3,
+        )

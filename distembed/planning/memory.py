@@ -1,0 +1,82 @@
+"""What a plan takes of each rank's memory at the fullest moment of a step, item by item, in bytes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from distembed.planning.buffers import SentBytes, Step, StepBuffers
+from distembed.planning.networks import NetworkEstimate
+from distembed.planning.optimizer_states import TableOptimizers
+from distembed.planning.storage import TableStorage, table_storage, total
+from distembed.planning.workload import Workload
+from distembed.sharding.placement import Placement
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """One rank's.
+
+    Attributes:
+        tables: what stays from step to step, by table.
+        network: the networks, as on every rank.
+        graph_bytes: of all knowledge graphs.
+        step: what comes beside at the fullest moment, with all gradients.
+        sent: to other ranks in a step.
+    """
+
+    tables: Mapping[str, TableStorage]
+    network: NetworkEstimate
+    graph_bytes: int
+    step: StepBuffers
+    sent: SentBytes
+
+    def items(self) -> dict[str, int]:
+        """All that is on the device, by name; on a CPU that is host memory."""
+        tables = total(self.tables)
+        return {
+            "table_weights": tables.weights,
+            "table_optimizer_state": tables.optimizer_state,
+            "table_cache": tables.cache,
+            "sse_graphs": self.graph_bytes,
+            "network_weights": self.network.parameters + self.network.buffers,
+            "network_optimizer_state": self.network.optimizer_state,
+            "gradients": self.step.gradients,
+            "inputs": self.step.inputs,
+            "outputs": self.step.outputs,
+            "lookups": self.step.lookups,
+            "activations": self.step.activations,
+        }
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self.items().values())
+
+    @property
+    def host(self) -> int:
+        """What lies in the machine's memory beside the device's."""
+        return total(self.tables).host
+
+
+def rank_memories(
+    placements: Sequence[Placement],
+    world_size: int,
+    workload: Workload,
+    optimizers: TableOptimizers,
+    device_kind: str,
+) -> list[RankMemory]:
+    """Of every rank.
+
+    Args:
+        placements: of all tables.
+        world_size: number of ranks.
+        workload: what a step brings along.
+        optimizers: what trains the tables.
+        device_kind: ``cuda`` or ``cpu``.
+    """
+    tables = table_storage(placements, world_size, optimizers.sparse, optimizers.dense)
+    step, graphs = Step(placements, world_size, workload, device_kind), sum(workload.graph_bytes.values())
+    network = workload.network or NetworkEstimate()
+    return [
+        RankMemory(tables[rank], network, graphs, step.buffers(rank), step.sent_bytes(rank))
+        for rank in range(world_size)
+    ]

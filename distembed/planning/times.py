@@ -1,0 +1,148 @@
+"""How long a step takes on each rank: an estimate, from bandwidths and operations a second that vendors state.
+
+TorchRec's estimator knows a lookup of one vector an id. A composed table has rows of several partitions to read, which
+takes so much longer, and composing them reads all again and writes one; the functions of a path compute. So::
+
+    lookups      TorchRec's times of compute, x numbers read an id / columns of the output, + composing, + functions
+    exchange     TorchRec's times of the exchanges of ids and vectors
+    networks     operations at 40% of the device's best, or activations read and written twice, which is longer
+    all-reduce   of gradients, around a ring
+
+What starting kernels takes is not counted: it is most of the time of small batches.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from torchrec.distributed.planner.types import Perf, SharderDataMap, ShardEstimator, ShardingOption
+from torchrec.distributed.types import ShardingType
+
+from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.planning.buffers import SentBytes
+from distembed.planning.devices import Device
+from distembed.planning.workload import Workload
+from distembed.sharding.placement import width
+
+UTILISATION = 0.4
+"""Share of a device's operations a second that networks of this kind reach."""
+_FLOAT = 4
+_MS = 1e3
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Of one rank, in milliseconds; an estimate.
+
+    Attributes:
+        lookup: of tables, their gradients and their update.
+        exchange: of ids, vectors and their gradients.
+        networks: forward and backward.
+        all_reduce: of gradients of what every rank has.
+    """
+
+    lookup: float
+    exchange: float
+    networks: float
+    all_reduce: float
+
+    @property
+    def total(self) -> float:
+        """One after the other, as if nothing overlapped."""
+        return self.lookup + self.exchange + self.networks + self.all_reduce
+
+    def as_json(self) -> dict[str, float]:
+        """By name, in milliseconds."""
+        return {**asdict(self), "total": self.total}
+
+
+class ComposedPerfEstimator(ShardEstimator):
+    """TorchRec's estimate of each shard, extended for tables of several partitions.
+
+    Args:
+        estimator: TorchRec's.
+        tables: all tables of the model.
+        world_size: number of ranks.
+        device: of each.
+        bf16: whether functions of path-based tables compute in bf16.
+    """
+
+    def __init__(
+        self,
+        estimator: ShardEstimator,
+        tables: Sequence[CompositionalEmbeddingConfig],
+        world_size: int,
+        device: Device,
+        bf16: bool,
+    ) -> None:
+        self._estimator, self._world_size, self._device = estimator, world_size, device
+        self._tables = {table.name: table for table in tables}
+        self._flops = _flops(device, bf16)
+
+    def estimate(self, sharding_options: list[ShardingOption], sharder_data_map: SharderDataMap) -> None:
+        self._estimator.estimate(sharding_options, sharder_data_map)
+        for option in (option for option in sharding_options if option.name in self._tables):
+            for shard in option.shards:
+                if shard.perf is not None:
+                    shard.perf = self._extended(option, shard.size[1], shard.perf)
+
+    def _extended(self, option: ShardingOption, columns: int, perf: Perf) -> Perf:
+        table = self._tables[option.name]
+        read = sum(part.dim for part in table.lookup_tables()) / width(table)
+        is_local = option.sharding_type == ShardingType.DATA_PARALLEL.value
+        rows = option.batch_size * (1 if is_local else self._world_size)
+        ids = rows * sum(option.input_lengths)
+        if option.sharding_type == ShardingType.ROW_WISE.value:
+            ids /= self._world_size
+        composed = rows * option.num_inputs if table.combine.commutes_with_sum else ids
+        is_composed = len(table.scheme.num_rows) > 1
+        num_bytes = composed * columns * (read + 1) * _FLOAT if is_composed else 0.0
+        operations = 2 * ids * sum(part.dim for part in table.function_tables())
+        # gradients of both the inputs and the weights: twice as much of either
+        forward = _MS * (num_bytes / self._device.memory_bandwidth + operations / self._flops)
+        return replace(
+            perf,
+            fwd_compute=perf.fwd_compute * read + forward,
+            bwd_compute=perf.bwd_compute * read + 2 * forward,
+        )
+
+
+def step_times(
+    options: Iterable[ShardingOption],
+    sent: Sequence[SentBytes],
+    workload: Workload,
+    device: Device,
+    local_world_size: int,
+) -> list[StepTime]:
+    """Of every rank.
+
+    Args:
+        options: what the planner chose, with ranks and times.
+        sent: by each rank, in a step.
+        workload: what the step brings along.
+        device: of each rank.
+        local_world_size: ranks on a machine.
+    """
+    world_size = len(sent)
+    lookup, exchange = [0.0] * world_size, [0.0] * world_size
+    for shard in (shard for option in options for shard in option.shards):
+        assert shard.perf is not None and shard.rank is not None
+        lookup[shard.rank] += shard.perf.fwd_compute + shard.perf.bwd_compute + shard.perf.prefetch_compute
+        exchange[shard.rank] += shard.perf.fwd_comms + shard.perf.bwd_comms + shard.perf.input_dist_comms
+    networks = _network_time(workload, device)
+    bandwidth = device.node_bandwidth if world_size > local_world_size else device.local_bandwidth
+    return [
+        StepTime(lookup[rank], exchange[rank], networks, _MS * sent[rank].all_reduce / bandwidth)
+        for rank in range(world_size)
+    ]
+
+
+def _network_time(workload: Workload, device: Device) -> float:
+    if workload.network is None:
+        return 0.0
+    computing = workload.network.flops / _flops(device, workload.bf16)
+    moving = 4 * workload.network.peak / device.memory_bandwidth
+    return _MS * max(computing, moving)
+
+
+def _flops(device: Device, bf16: bool) -> float:
+    return UTILISATION * (device.bf16_flops if bf16 else device.fp32_flops)
