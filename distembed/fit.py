@@ -24,6 +24,7 @@ from distembed.planning.storage import TableStorage, whole_table_storage
 from distembed.planning.workload import pipeline_depth
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from distembed.sharding.placement import Placement, width
+from distembed.sse.config import build_sse
 from distembed.training.build import build_plannable, table_optimizers, use_bf16, workload_of
 
 _MODULE = "model.embeddings"
@@ -166,8 +167,10 @@ def find_fit(config: Config, cluster: Cluster) -> Fit:
     schema, device, world_size = config.data.load_schema(), torch.device(cluster.device.kind), cluster.world_size
     # all CUDA devices of the catalogue have bf16
     bf16 = config.train.precision != "fp32" if is_cuda else use_bf16(config.train.precision, device)
-    task = build_plannable(config.model, config.embedding, config.train, schema, world_size, device, bf16)
-    workload = workload_of(task, config.model, config.embedding, config.train, schema, world_size, bf16)
+    sse = build_sse(config.sse, {feature.name: feature.num_embeddings for feature in schema.categorical}, ())
+    settings = config.model, config.embedding, config.train, schema, world_size
+    task = build_plannable(*settings, device, bf16)
+    workload = workload_of(task, *settings, bf16, device.type, sse)
     collection, optimizers = task.get_submodule(_MODULE), table_optimizers(config.train)
     assert isinstance(collection, CompositionalTables)
     tables = list(collection.tables())

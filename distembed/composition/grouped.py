@@ -56,7 +56,7 @@ def group(rows: Int64[Tensor, " ids"], num_buckets: int) -> Groups:
     device, num_ids = rows.device, len(rows)
     order = _order(rows, num_buckets)
     counts = torch.bincount(rows, minlength=num_buckets)
-    size, num_chunks = chunk_size(counts)
+    _, size, num_chunks = chunk_sizes(counts)[0]
     chunks = (counts + (size - 1)) // size
     ends = counts.cumsum(0)
     # how much further an id stands among the places than among the sorted ids
@@ -80,12 +80,14 @@ def _order(rows: Int64[Tensor, " ids"], num_buckets: int) -> Int64[Tensor, " ids
     return torch.sort(rows.to(torch.int16) if num_buckets <= 2**15 else rows, stable=True).indices
 
 
-def chunk_size(counts: Int64[Tensor, " buckets"]) -> tuple[int, int]:
-    """The size of chunks that costs least, and how many chunks there are then."""
+def chunk_sizes(counts: Int64[Tensor, " buckets"]) -> list[tuple[int, int, int]]:
+    """What each size of chunks costs, the size, and how many chunks there are then; the one that costs least first."""
     sizes = torch.tensor(_CHUNK_SIZES, device=counts.device)
     num_chunks: list[int] = ((counts.unsqueeze(1) + sizes - 1) // sizes).sum(0).tolist()
-    total, size = min(zip(num_chunks, _CHUNK_SIZES, strict=True), key=lambda it: it[0] * (it[1] + _CHUNK_COST))
-    return size, total
+    costs = [
+        (number * (size + _CHUNK_COST), size, number) for number, size in zip(num_chunks, _CHUNK_SIZES, strict=True)
+    ]
+    return sorted(costs)
 
 
 def evaluate_grouped(

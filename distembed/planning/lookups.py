@@ -6,9 +6,10 @@ most that any distribution has on average.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -16,13 +17,19 @@ from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import DataType
 
 from distembed.composition import Product
-from distembed.composition.grouped import BLOCK_BYTES, chunk_size
+from distembed.composition.grouped import BLOCK_BYTES, chunk_sizes
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.sharding.bucket_pool import buckets_are_faster, count_codes
 from distembed.sharding.groups import kind
 from distembed.sharding.placement import Placement, width
 
 _FLOAT, _LONG = 4, 8
+_TIE = 0.06
+"""Share by which one size of chunks may cost more than another and yet be the better one for the ids that are drawn."""
+_SPREAD = 0.1
+"""Share by which the number of chunks differs from its mean, at most."""
+_DEVIATIONS = [NormalDist().inv_cdf((i + 0.5) / 16) for i in (0, 15, 7, 8, 3, 12, 5, 10, 1, 14, 6, 9, 2, 13, 4, 11)]
+"""The middles of a normal distribution's sixteenths, in an order of which each beginning is balanced."""
 _SORT_BYTES = 64
 """Of each id in FBGEMM's backward on CUDA, which sorts them: places in the table and in the batch, both of them sorted,
 the rows that are left, how often each comes and where it begins, and the sorting itself."""
@@ -213,48 +220,60 @@ def _distinct_cost(lookup: Lookup) -> LookupCost:
 
 def _functions_cost(lookup: Lookup, device_kind: str) -> LookupCost:
     """The functions of a path, in chunks of ids of one function (``grouped``)."""
-    table, dim = lookup.tables[0], lookup.dims[0]
-    hidden_sizes: tuple[int, ...] = getattr(table.combine, "hidden", ())
-    counts = lookup.distinct()
-    total = sum(counts)
+    table, counts = lookup.tables[0], lookup.distinct()
     held = forward = backward = 0
     for function in table.function_tables():
         partition = [part.name for part in table.partition_tables()].index(function.name)
         buckets = [t.scheme.num_rows[partition] for t in lookup.tables]
-        size, num_chunks = chunk_size(torch.tensor(_spread(counts, buckets)))
-        places = size * num_chunks
-        widest = max(dim, *hidden_sizes, 1)
-        step = max(1, BLOCK_BYTES.get(device_kind, BLOCK_BYTES["cpu"]) // (size * widest * _FLOAT))
-        hidden = sum(hidden_sizes)
-        in_block = min(step, num_chunks)
-        is_one_block = step >= num_chunks
-        of_block, of_chunks = in_block * size * _FLOAT, in_block * function.dim * _FLOAT
-        # the inputs and functions of a block, and its hidden values
-        block = of_block * (dim + hidden) + of_chunks
-        held += places * _LONG + places + total * _LONG + (block if is_one_block else 0)
+        choices = chunk_sizes(torch.tensor(_spread(counts, buckets)))
+        # where sizes cost about the same, the ids that are drawn decide
+        likely = [it for it in choices if it[0] <= (1 + _TIE) * choices[0][0]]
+        costs = [_chunks_cost(lookup, function.dim, sum(counts), *it[1:], device_kind) for it in likely]
         # the first function's inputs are the vectors, which are counted there
-        held += total * dim * _FLOAT if partition > 1 else 0
-        forward = max(forward, (places + total) * dim * _FLOAT + block)
-        # gradients of a block's outputs, of its values and of its functions, these apart and put together
-        of_values = of_block * (dim + widest) + 2 * of_chunks
-        if not is_one_block:
-            # what a block starts from, and from the second on what the one before has given
-            second = min(1.0, num_chunks / step - 1)
-            before = of_block * dim + of_chunks
-            of_values = max(of_values + block, math.ceil((of_values + block) * second) + before)
+        held += _mean(cost.held for cost in costs) + (sum(counts) * lookup.dims[0] * _FLOAT if partition > 1 else 0)
+        forward = max(forward, _mean(cost.forward for cost in costs))
         of_functions = sum(buckets) * function.dim * _FLOAT
-        backward = max(backward, total * dim * _FLOAT + places * dim * _FLOAT + of_functions + of_values)
+        backward = max(backward, _mean(cost.backward for cost in costs) + of_functions)
     stacked = lookup.stacked_bytes(functions=True) if lookup.stacks else 0
     return LookupCost(held + stacked, forward, backward, 0)
+
+
+def _chunks_cost(
+    lookup: Lookup, function_size: int, total: int, size: int, num_chunks: int, device_kind: str
+) -> LookupCost:
+    """One function of a path, if ``total`` ids are in ``num_chunks`` chunks of ``size``."""
+    dim, hidden_sizes = lookup.dims[0], getattr(lookup.tables[0].combine, "hidden", ())
+    places, widest, hidden = size * num_chunks, max(dim, *hidden_sizes, 1), sum(hidden_sizes)
+    step = max(1, BLOCK_BYTES.get(device_kind, BLOCK_BYTES["cpu"]) // (size * widest * _FLOAT))
+    in_block, is_one_block = min(step, num_chunks), step >= num_chunks
+    # hidden values are kept where all chunks are one block; near that, the ids that are drawn decide
+    kept = min(1.0, max(0.0, 0.5 + (step - num_chunks) / (2 * _SPREAD * step)))
+    of_block, of_chunks = in_block * size * _FLOAT, in_block * function_size * _FLOAT
+    # the inputs and functions of a block, and its hidden values
+    block = of_block * (dim + hidden) + of_chunks
+    held = places * _LONG + places + total * _LONG + math.ceil(kept * block)
+    forward = (places + total) * dim * _FLOAT + block
+    # gradients of a block's outputs, of its values and of its functions, these apart and put together
+    of_values = of_block * (dim + widest) + 2 * of_chunks
+    if not is_one_block:
+        # what a block starts from, and from the second on what the one before has given
+        second = min(1.0, num_chunks / step - 1)
+        before = of_block * dim + of_chunks
+        of_values = max(of_values + block, math.ceil((of_values + block) * second) + before)
+    return LookupCost(held, forward, (total + places) * dim * _FLOAT + of_values, 0)
+
+
+def _mean(values: Iterable[int]) -> int:
+    listed = list(values)
+    return math.ceil(sum(listed) / len(listed))
 
 
 def _spread(counts: Sequence[int], buckets: Sequence[int]) -> list[int]:
     """Ids of each feature's buckets, that vary as the numbers of independent draws do, which are binomial."""
     cases = [(count / rows, 1 - 1 / rows) for count, rows in zip(counts, buckets, strict=True) for _ in range(rows)]
-    deviations = cycle((-1.15, 0.32, -0.32, 1.15))  # the middles of a normal distribution's quarters
     return [
         max(0, round(mean + deviation * math.sqrt(mean * others)))
-        for (mean, others), deviation in zip(cases, deviations, strict=False)
+        for (mean, others), deviation in zip(cases, cycle(_DEVIATIONS), strict=False)
     ]
 
 

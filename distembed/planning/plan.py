@@ -25,6 +25,7 @@ from distembed.planning.memory import RankMemory, rank_memories
 from distembed.planning.networks import NetworkEstimate
 from distembed.planning.optimizer_states import IS_ROW_WISE, TableOptimizers, declared_optimizers
 from distembed.planning.search import Found, Search
+from distembed.planning.storage import IN_HOST_MEMORY
 from distembed.planning.times import StepTime, step_times
 from distembed.planning.workload import Workload
 from distembed.sharding.placement import Placement, place
@@ -188,7 +189,15 @@ def _measured(
     placements = placements_of(model, plan, cluster.world_size)
     memory = rank_memories(placements, cluster.world_size, workload, optimizers, cluster.device.kind)
     times = step_times(found.options, [rank.sent for rank in memory], workload, cluster.device, cluster.gpus)
-    return Planned(plan, found.why, memory, times)
+    why = {
+        placement.table.name: found.why[placement.table.name] + _in_host_memory(placement) for placement in placements
+    }
+    return Planned(plan, why, memory, times)
+
+
+def _in_host_memory(placement: Placement) -> str:
+    """What to say of a table that plan.host_memory lets lie there, after why it is placed so."""
+    return "; host memory: no device has room" if placement.unit.compute_kernel in IN_HOST_MEMORY else ""
 
 
 def _declared(model: nn.Module, sharders: list[ModuleSharder[Any]]) -> TableOptimizers:

@@ -123,11 +123,12 @@ def step_times(
         local_world_size: ranks on a machine.
     """
     world_size = len(sent)
-    lookup, exchange = [0.0] * world_size, [0.0] * world_size
+    lookup, exchange, has_others = [0.0] * world_size, [0.0] * world_size, world_size > 1
     for shard in (shard for option in options for shard in option.shards):
         assert shard.perf is not None and shard.rank is not None
         lookup[shard.rank] += shard.perf.fwd_compute + shard.perf.bwd_compute + shard.perf.prefetch_compute
-        exchange[shard.rank] += shard.perf.fwd_comms + shard.perf.bwd_comms + shard.perf.input_dist_comms
+        of_exchange = shard.perf.fwd_comms + shard.perf.bwd_comms + shard.perf.input_dist_comms
+        exchange[shard.rank] += of_exchange if has_others else 0.0
     networks = _network_time(workload, device)
     bandwidth = device.node_bandwidth if world_size > local_world_size else device.local_bandwidth
     return [

@@ -18,7 +18,7 @@ from distembed.planning.networks import estimate_network
 from distembed.planning.optimizer_states import TableOptimizers
 from distembed.planning.workload import Workload
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
-from distembed.sse import SSE
+from distembed.sse import SSE, graph_bytes
 from distembed.sse.perturbation import Perturbation
 from distembed.training.config import TrainConfig
 from distembed.training.optimizers import Optimizers, fuse_sparse_optimizer, needs_dense_kernel
@@ -77,6 +77,8 @@ def workload_of(
     schema: Schema,
     world_size: int,
     bf16: bool,
+    device_kind: str,
+    sse: Mapping[str, SSE] | None = None,
 ) -> Workload:
     """What a step of a plannable model brings along, as a plan reckons with it."""
     collection = task.model.get_submodule("embeddings")
@@ -98,6 +100,7 @@ def workload_of(
         network=network,
         bf16=bf16,
         logged_steps=train.log_every,
+        graph_bytes=graph_bytes(sse or {}, device_kind),
     )
 
 
@@ -130,7 +133,7 @@ def build_trainee(
     _move_dense(task.model, processes.device)
     sharders = [CompositionalEmbeddingBagCollectionSharder(host_memory=plan_config.host_memory)]
     if kept_plan is not None:
-        plan = _take_up(kept_plan, task, processes)
+        plan = _take_up(kept_plan, task, processes, table_optimizers(train).is_fused)
     else:
         plan = make_plan(
             task,
@@ -138,7 +141,17 @@ def build_trainee(
             device=processes.device,
             world_size=processes.world_size,
             local_world_size=processes.local_world_size,
-            workload=workload_of(task, model_config, embedding_config, train, schema, processes.world_size, bf16),
+            workload=workload_of(
+                task,
+                model_config,
+                embedding_config,
+                train,
+                schema,
+                processes.world_size,
+                bf16,
+                processes.device.type,
+                sse,
+            ),
             config=plan_config,
             optimizers=table_optimizers(train),
         )
@@ -158,14 +171,14 @@ def build_trainee(
     return Trainee(model, optimizers, StepPipeline(model, optimizers.combined, processes), plan, bf16)
 
 
-def _take_up(kept: KeptPlan, task: ClickTask, processes: Processes) -> ShardingPlan:
+def _take_up(kept: KeptPlan, task: ClickTask, processes: Processes, fused: bool) -> ShardingPlan:
     ((path, collection),) = [
         (name, module)
         for name, module in task.named_modules()
         if isinstance(module, CompositionalEmbeddingBagCollection)
     ]
     sizes = processes.world_size, processes.local_world_size
-    return take_up_plan(kept, path, collection.tables(), *sizes, processes.device.type)
+    return take_up_plan(kept, path, collection.tables(), *sizes, processes.device.type, fused)
 
 
 def use_bf16(precision: str, device: torch.device) -> bool:

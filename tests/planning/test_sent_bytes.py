@@ -1,0 +1,115 @@
+"""Bytes that a step is said to send against those that the ranks hand to gloo."""
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distembed.planning.buffers import SentBytes, Step
+from distembed.planning.networks import NetworkEstimate
+from distembed.sharding.bag_collection import ShardedCompositionalEmbeddingBagCollection
+from distembed.training.processes import Processes
+from distembed.training.task import StepPipeline
+from tests.planning.test_buffers import Case, batches, sharded, workload_of
+from tests.ranks import run_on_ranks
+
+NUM_STEPS = 4
+
+
+class Sent:
+    """Counts what this rank gives to others, by the type of what is sent."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.ids = self.floats = 0
+
+    def count(self, tensor: Tensor, numbers: float) -> None:
+        if tensor.is_floating_point():
+            self.floats += round(numbers * tensor.itemsize)
+        else:
+            self.ids += round(numbers * tensor.itemsize)
+
+    def all_to_all_single(self, output: Tensor, input: Tensor, *splits: Any, **named: Any) -> None:
+        sizes = named.get("input_split_sizes") or (splits[1] if len(splits) > 1 else None)
+        of_row = input.numel() // max(1, len(input))
+        own = sizes[self.rank] if sizes else len(input) // self.world_size
+        self.count(input, (len(input) - own) * of_row)
+
+    def reduce_scatter_tensor(self, output: Tensor, input: Tensor, *_: Any, **__: Any) -> None:
+        self.count(input, input.numel() - output.numel())
+
+    def reduce_scatter(self, output: Tensor, inputs: list[Tensor], *_: Any, **__: Any) -> None:
+        self.count(output, sum(part.numel() for i, part in enumerate(inputs) if i != self.rank))
+
+    def all_gather_into_tensor(self, output: Tensor, input: Tensor, *_: Any, **__: Any) -> None:
+        self.count(input, (self.world_size - 1) * input.numel())
+
+    def all_gather(self, outputs: list[Tensor], input: Tensor, *_: Any, **__: Any) -> None:
+        self.count(input, (self.world_size - 1) * input.numel())
+
+
+COLLECTIVES = ("all_to_all_single", "reduce_scatter_tensor", "reduce_scatter", "all_gather_into_tensor", "all_gather")
+
+
+@contextmanager
+def counted(sent: Sent) -> Iterator[None]:
+    originals = {name: getattr(dist, name) for name in COLLECTIVES}
+
+    def wrap(name: str) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            given = {key: named[key] for key in ("output", "input", "output_tensor", "input_tensor") if key in named}
+            positional = [*given.values(), *arguments]
+            getattr(sent, name)(*positional, **{k: v for k, v in named.items() if k not in given})
+            return originals[name](*arguments, **named)
+
+        return call
+
+    for name in COLLECTIVES:
+        setattr(dist, name, wrap(name))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def check(rank: int, world_size: int, cases: list[Case]) -> None:
+    torch.manual_seed(0)
+    for case in cases:
+        model, optimizers = sharded(case, world_size)
+        pipeline = StepPipeline(
+            model, optimizers.combined, Processes(rank, world_size, world_size, torch.device("cpu"))
+        )
+        sent, num_rows = Sent(rank, world_size), case.batch_size // world_size
+        with counted(sent):
+            assert len(list(pipeline.outputs(batches(case, rank, num_rows, NUM_STEPS)))) == NUM_STEPS
+        (module,) = [m for m in model.modules() if isinstance(m, ShardedCompositionalEmbeddingBagCollection)]
+        workload = workload_of(case, NetworkEstimate())
+        expected = Step(list(module._placements.values()), world_size, workload, "cpu").sent_bytes(rank)
+        assert sent.floats == NUM_STEPS * (expected.vectors + expected.gradients), (case, expected)
+        # how many ids go where depends on their rows, and so does what is told of it beforehand
+        slack = 0.02 if case.layouts == ("table_wise",) and not case.is_multi_hot else 0.12
+        assert sent.ids == pytest.approx(NUM_STEPS * expected.ids, rel=slack), (case, expected)
+
+
+CASES = [
+    Case((layout,), "product", is_multi_hot, dim=dim)
+    for layout, is_multi_hot, dim in itertools.product(("table_wise", "column_wise", "row_wise"), (False, True), (32,))
+]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_send_what_is_estimated(world_size: int) -> None:
+    run_on_ranks(world_size, check, [*CASES, Case(("table_wise", "row_wise"), is_multi_hot=True)])
+
+
+def test_data_parallel_tables_and_single_ranks_send_nothing_but_gradients_in_a_ring() -> None:
+    network = NetworkEstimate(gradients=1000)
+    assert Step([], 1, workload_of(CASES[0], network), "cpu").sent_bytes(0) == SentBytes()
+    assert Step([], 4, workload_of(CASES[0], network), "cpu").sent_bytes(3) == SentBytes(all_reduce=1500)
