@@ -38,10 +38,10 @@ CONFIG = {
 }
 CASES = {
     "fits": ["--nodes", "2", "--gpus", "1", "--gpu", "l4-24gb"],
-    "does_not_fit": ["--gpus", "1", "--memory", "500kB", "train.batch_size=64"],
+    "does_not_fit": ["--gpus", "1", "--memory", "80kB", "train.batch_size=64"],
     "host_memory": [
         *("embedding.tables.C3={}", "plan={host_memory: true}", "train.batch_size=64"),
-        *("--gpus", "1", "--memory", "140kB", "--host-memory", "1MB"),
+        *("--gpus", "1", "--memory", "94kB", "--host-memory", "1MB"),
     ],
 }
 

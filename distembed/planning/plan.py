@@ -21,11 +21,12 @@ from distembed.errors import RunError, UserError
 from distembed.planning.cluster import Cluster
 from distembed.planning.config import PlanConfig
 from distembed.planning.devices import device_here
+from distembed.planning.estimator import tables_of
 from distembed.planning.memory import RankMemory, rank_memories
 from distembed.planning.networks import NetworkEstimate
 from distembed.planning.optimizer_states import IS_ROW_WISE, TableOptimizers, declared_optimizers
 from distembed.planning.search import Found, Search
-from distembed.planning.storage import IN_HOST_MEMORY
+from distembed.planning.storage import IN_HOST_MEMORY, function_storage
 from distembed.planning.times import StepTime, step_times
 from distembed.planning.workload import Workload
 from distembed.sharding.placement import Placement, place
@@ -33,7 +34,6 @@ from distembed.sharding.placement import Placement, place
 _UNKNOWN_NETWORKS = 0.1
 """Share of the memory left to networks and activations of which nothing is known."""
 _TRIES = 3
-_SMALLEST_STEP = 2**20
 
 
 @dataclass(frozen=True)
@@ -152,11 +152,10 @@ def find_plan(
                 raise _explained(found.answer, cluster.world_size) from found.answer
             break
         planned = _measured(model, found, cluster, workload, optimizers)
-        excess = planned.excess(capacity)
-        if excess <= 0:
+        if planned.excess(capacity) <= 0:
             return planned
         first = first or planned
-        reserved += max(excess, _SMALLEST_STEP)
+        reserved = _beside_shards(planned, found, model, optimizers, capacity)
     assert first is not None
     return first
 
@@ -198,6 +197,17 @@ def _measured(
 def _in_host_memory(placement: Placement) -> str:
     """What to say of a table that plan.host_memory lets lie there, after why it is placed so."""
     return "; host memory: no device has room" if placement.unit.compute_kernel in IN_HOST_MEMORY else ""
+
+
+def _beside_shards(planned: Planned, found: Found, model: nn.Module, optimizers: TableOptimizers, capacity: int) -> int:
+    """What the ranks that lack room have beside what the planner counts of shards and of functions, at most."""
+    counted = Counter[int]()
+    for shard in (shard for option in found.options for shard in option.shards):
+        assert shard.storage is not None and shard.rank is not None
+        counted[shard.rank] += shard.storage.hbm or shard.storage.ddr
+    functions = sum(function_storage(table, optimizers.dense).total for table in tables_of(model))
+    totals = enumerate(memory.total for memory in planned.memory)
+    return max(total - counted[rank] for rank, total in totals if total > capacity) - functions
 
 
 def _declared(model: nn.Module, sharders: list[ModuleSharder[Any]]) -> TableOptimizers:
