@@ -565,6 +565,8 @@ def _hush_libraries() -> None:
 
     for name in ("torchrec", "torch.fx._symbolic_trace"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    # a table that every rank has needs none, and TorchRec says so to the root logger
+    logging.getLogger().addFilter(lambda record: not str(record.msg).startswith("Sharding spec not found"))
     warnings.filterwarnings("ignore", module=r"torchrec\.|torch\.distributed")
     warnings.filterwarnings("ignore", message="Please use DTensor", category=FutureWarning)
 

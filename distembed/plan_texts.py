@@ -205,7 +205,8 @@ def _needed(values: Mapping[str, Any]) -> str:
     return (
         f"tables with their optimizer take {format_bytes(needed)}, the largest ({largest['name']}) "
         f"{format_bytes(largest['bytes_of_one_copy'])}; {format_bytes(left)} are left for them on {ranks} rank(s), "
-        f"beside {format_bytes(beside)} on each for networks, buffers, activations and the allocator"
+        f"beside {format_bytes(beside)} on each for networks, activations and the allocator; what a step looks up and "
+        "exchanges comes on top"
     )
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from distembed.config import Config
 from distembed.fit import find_fit
@@ -15,7 +16,7 @@ _MOST_COLLISIONS = 2**20
 
 def find_remedies(config: Config, cluster: Cluster) -> list[str]:
     """One of each kind that makes the config fit, the smallest change of its kind, as it would be typed."""
-    found = [remedy(config, cluster) for remedy in (_nodes, _device, _optimizer, _collisions)]
+    found = [remedy(config, cluster) for remedy in (_nodes, _device, _sharding, _optimizer, _collisions)]
     return [remedy for remedy in found if remedy is not None]
 
 
@@ -37,6 +38,17 @@ def _device(config: Config, cluster: Cluster) -> str | None:
         if is_larger and _fits(config, dataclasses.replace(cluster, device=device)):
             return f"--gpu {device.name}"
     return None
+
+
+def _sharding(config: Config, cluster: Cluster) -> str | None:
+    """Without what the config says of how tables may be placed."""
+    free: dict[str, Any] = {"sharding_types": None, "min_partition": None, "tables": {}}
+    changed = {name: value for name, value in free.items() if getattr(config.plan, name) != value}
+    if not changed:
+        return None
+    plan = dataclasses.replace(config.plan, **changed)
+    settings = " ".join(f"plan.{name}={'null' if value is None else '{}'}" for name, value in changed.items())
+    return settings if _fits(dataclasses.replace(config, plan=plan), cluster) else None
 
 
 def _optimizer(config: Config, cluster: Cluster) -> str | None:

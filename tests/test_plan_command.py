@@ -88,6 +88,46 @@ def test_what_does_not_fit_is_refused_with_remedies_that_hold() -> None:
     assert nodes > 1 and plan(*settings, "--memory", "2GB", "--nodes", nodes - 1)[0] == 3
 
 
+def test_constraints_that_leave_no_room_are_a_remedy_to_drop() -> None:
+    constraints = ["plan.sharding_types=[table_wise]", "plan.tables={C3: {sharding_types: [data_parallel]}}"]
+    settings = ["embedding.default.partition=naive", "--gpus", 4, "--memory", "1.8GB", *constraints]
+    code, fit = plan(*settings)
+    assert code == 3
+    (freed,) = [remedy for remedy in fit["remedies"] if remedy.startswith("plan.")]
+    assert shlex.split(freed) == ["plan.sharding_types=null", "plan.tables={}"]
+    assert plan(*settings, *shlex.split(freed))[0] == 0
+
+
+def test_tables_in_host_memory_are_shown_and_never_unasked() -> None:
+    settings = ["embedding.default.partition=naive", "--gpus", 1, "--memory", "4GB"]
+    assert plan(*settings)[0] == 3
+    with pytest.raises(UserError, match="--host-memory"):
+        plan(*settings, "plan.host_memory=true")
+    code, fit = plan(*settings, "plan.host_memory=true", "--host-memory", "64GB")
+    assert code == 0
+    hosted = [table for table in fit["tables"] if table["host_bytes"]]
+    (rank,) = fit["ranks"]
+    assert hosted and all("host memory" in table["why"] for table in hosted)
+    assert sum(table["host_bytes"] for table in hosted) == sum(rank["host_memory"].values()) <= rank["host_capacity"]
+    assert sum(table["cache_bytes"] for table in fit["tables"]) == rank["memory"]["table_cache"] > 0
+    for table in fit["tables"]:
+        is_hosted = table["compute_kernel"] in ("fused_uvm", "fused_uvm_caching")
+        assert is_hosted == bool(table["host_bytes"])
+        # Adagrad keeps a number for each weight
+        own = 2 * 4 * 16 * table["rows"][0]
+        assert table["host_bytes"] + table["bytes_on_all_ranks"] - table["cache_bytes"] == own
+    # and there is no more of it than there is
+    assert plan(*settings, "plan.host_memory=true", "--host-memory", "10MB")[0] == 3
+
+
+def test_a_report_is_written_beside_what_is_printed(tmp_path: Path) -> None:
+    for name in ("plan.html", "plan.png", "plan.svg"):
+        assert plan("--gpus", 2, "--report", tmp_path / name)[0] == 0
+        assert (tmp_path / name).stat().st_size > 1000
+    with pytest.raises(UserError, match="pdf"):
+        plan("--gpus", 2, "--report", tmp_path / "plan.pdf")
+
+
 def test_wrong_requests_are_named() -> None:
     with pytest.raises(UserError, match=r"--gpu is 'h100'.*h100-80gb"):
         plan("--gpu", "h100")

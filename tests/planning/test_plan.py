@@ -7,6 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.errors import RunError, UserError
@@ -129,6 +132,23 @@ def test_many_ranks_have_loads_alike(num_tables: int, nodes: int, optimizer: str
     for placement in placements:
         ranks = placement.unit.ranks or []
         assert len(set(ranks)) == len(ranks) > 0
+
+
+def test_plain_tables_beside_compositional_ones_are_planned_too() -> None:
+    plain = EmbeddingBagConfig(name="plain", embedding_dim=64, num_embeddings=10**6, feature_names=["p"])
+    made = find_plan(
+        nn.ModuleDict(
+            {
+                "ours": CompositionalEmbeddingBagCollection(tables(), device="meta"),
+                "theirs": EmbeddingBagCollection([plain], device="meta"),  # type: ignore[arg-type]
+            }
+        ),
+        [CompositionalEmbeddingBagCollectionSharder(), EmbeddingBagCollectionSharder()],  # type: ignore[list-item]
+        Cluster(find_device("a100-80gb"), 1, 8),
+        Workload(4096),
+    )
+    assert list(plan_as_json(made.plan)["theirs"]) == ["plain"]
+    assert list(made.why) == list(plan_as_json(made.plan)["ours"]) == ["a", "b", "c"]
 
 
 @pytest.mark.distributed
