@@ -107,7 +107,7 @@ def _why(table: Divisible, choice: Choice, share: float) -> str:
         return f"by rows: {shares}, and more than that in the narrowest range of columns"
     if choice.columns is None or choice.columns == table.columns:
         return f"whole: {shares}"
-    return f"in ranges of {choice.columns} columns: whole {shares}"
+    return f"in ranges of {choice.columns} columns{', for balance' if times <= 1 else ''}: whole {shares}"
 
 
 def _choose(table: Divisible, world_size: int, limit: float, room: float) -> Choice:

@@ -27,7 +27,11 @@ from distembed.embedding import (
     CompositionalEmbeddingConfig,
 )
 from distembed.errors import UserError
+from distembed.planning import Workload
+from distembed.planning.cluster import Cluster
+from distembed.planning.devices import find_device
 from distembed.planning.optimizer_states import declared_optimizer, declared_optimizers
+from distembed.planning.plan import find_plan
 from distembed.planning.storage import table_storage, total
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, CompositionalEmbeddingCollectionSharder
 from distembed.sharding.placement import place
@@ -201,3 +205,22 @@ def check_training(rank: int, world_size: int) -> None:
 @pytest.mark.distributed
 def test_training_is_the_same_either_way() -> None:
     run_on_ranks(1, check_training)
+
+
+@pytest.mark.parametrize(("name", "factor"), [("adagrad", 1.0), ("adam", 2.0), ("row_wise_adagrad", 1 / DIM)])
+def test_plans_count_what_tables_declare(name: str, factor: float) -> None:
+    tables = [CompositionalEmbeddingBagConfig(f"t{i}", 10**6, DIM, [f"f{i}"]) for i in range(4)]
+    cluster, (by_class, by_name) = Cluster(find_device("a100-80gb"), 1, 4), WAYS[name]
+
+    def memory(fused_params: dict[str, Any] | None) -> list[dict[str, int]]:
+        collection = CompositionalEmbeddingBagCollection(tables, device="meta")
+        if fused_params is None:
+            apply_optimizer_in_backward(by_class, collection.embedding_bags.parameters(), {"lr": 0.1})
+        sharders: list[Any] = [CompositionalEmbeddingBagCollectionSharder(fused_params)]
+        planned = find_plan(nn.ModuleDict({"e": collection}), sharders, cluster, Workload(1024))
+        return [rank.items() for rank in planned.memory]
+
+    declared = memory(None)
+    assert declared == memory({"optimizer": by_name})
+    weights, kept = (sum(rank[item] for rank in declared) for item in ("table_weights", "table_optimizer_state"))
+    assert weights == 4 * 10**6 * DIM * 4 and kept == round(weights * factor)
