@@ -20,7 +20,10 @@ from distembed.errors import RunError, UserError
 from distembed.sizes import parse_bytes
 
 if TYPE_CHECKING:
+    from logging import LogRecord
+
     from distembed.config import Config
+    from distembed.planning.kept import KeptPlan
     from distembed.training.processes import Processes
 
 app = typer.Typer(
@@ -59,6 +62,11 @@ RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a ru
 DataOption = Annotated[
     str | None, typer.Option("--data", help="Where the dataset is now, or another one whose ids mean the same.")
 ]
+
+
+@app.callback()
+def _before_any_command() -> None:
+    _hush_libraries()
 
 
 @prepare_app.command(
@@ -226,13 +234,13 @@ def plan(
         str | None, typer.Option(help="Memory of each machine, where `plan.host_memory` lets tables lie in it: 1TiB.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="JSON file to write, for `distembed train --plan`.")
+        Path | None, typer.Option("--output", "-o", help="New JSON file to write, for `distembed train --plan`.")
     ] = None,
     report: Annotated[
         Path | None, typer.Option("--report", help="Page or chart of the plan to write: .html, .png or .svg.")
     ] = None,
     fit: Annotated[
-        Path | None, typer.Option("--fit", help="YAML file to write: the config, compressed as little as fits.")
+        Path | None, typer.Option("--fit", help="New YAML file to write: the config, compressed as little as fits.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
@@ -242,43 +250,20 @@ def plan(
     """
     import dataclasses
 
-    from distembed.budget import fit_config
     from distembed.config import load_config
-    from distembed.fit import find_fit
-    from distembed.plan_tables import print_plan
+    from distembed.plan_command import PlanFiles, run_plan
     from distembed.planning.cluster import Cluster
     from distembed.planning.devices import find_device
-    from distembed.remedies import find_remedies
-    from distembed.whole_file import whole_file
 
     device = find_device(gpu)
     if memory is not None:
         device = dataclasses.replace(device, memory_bytes=parse_bytes("--memory", memory))
     of_host = 0 if host_memory is None else parse_bytes("--host-memory", host_memory)
-    loaded, cluster = load_config(config, overrides or []), Cluster(device, nodes, gpus, of_host)
-    if report is not None:
-        from distembed.plan_report import require_suffix, write_report
-
-        require_suffix(report)
-    if fit is not None:
-        if fit.exists():
-            raise UserError(f"--fit {fit} exists already; name a new file.")
-        loaded = fit_config(loaded, cluster)
-        with whole_file(fit) as temporary:
-            Path(temporary).write_text(loaded.to_yaml(), encoding="utf-8")
-    found = find_fit(loaded, cluster)
-    remedies = [] if found.fits else find_remedies(loaded, cluster)
-    values = {**found.as_json(), "remedies": remedies}
-    if output is not None and found.fits:
-        with whole_file(output) as temporary:
-            Path(temporary).write_text(json.dumps(values, indent=2) + "\n")
-    if report is not None:
-        write_report(values, report)
-    if as_json:
-        print(json.dumps(values, indent=2))
-    else:
-        print_plan(values, console)
-    if not found.fits:
+    cluster = Cluster(device, nodes, gpus, of_host)
+    files = PlanFiles(output, fit, report)
+    loaded = load_config(config, overrides or [])
+    given = memory is not None
+    if not run_plan(loaded, cluster, files, memory_is_given=given, as_json=as_json, console=console, errors=errors):
         raise typer.Exit(3)
 
 
@@ -301,6 +286,7 @@ def train(
     """Train a model, evaluate it on the test split, and keep all that is needed to repeat it."""
     from distembed.config import load_config
     from distembed.training.processes import process_group
+    from distembed.training.together import Together
     from distembed.training.tracking import require_new_or_resume
     from distembed.training.trainer import describe_metrics, run_training
 
@@ -312,7 +298,8 @@ def train(
         if processes.is_first:
             require_new_or_resume(folder, resume)
             _require_same_config(folder, loaded, resume)
-        settings = _settings(loaded, plan)
+        previous = Together().on_first(lambda: _plan_of_run(folder, loaded)) if resume and plan is None else None
+        settings = _settings(loaded, plan, previous)
         if processes.is_first:
             _require_same_graphs(folder, settings.info["graphs"], resume)
             for line in settings.info["kept_full"]:
@@ -418,7 +405,7 @@ def say(text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _settings(config: "Config", plan: Path | None) -> Any:
+def _settings(config: "Config", plan: Path | None, previous_plan: "KeptPlan | None") -> Any:
     from distembed.data.graph_ids import require_same_ids
     from distembed.data.manifest import Manifest, id_fingerprint
     from distembed.data.vocabulary import reserved_ids
@@ -458,6 +445,7 @@ def _settings(config: "Config", plan: Path | None) -> Any:
             **{key: description[key] for key in ("parameters", "embedding_parameters", "embedding_bytes")},
         },
         kept_plan=None if plan is None else read_plan(plan),
+        previous_plan=previous_plan,
     )
 
 
@@ -520,6 +508,22 @@ def _require_same_graphs(folder: Path, graphs: dict[str, str], resume: bool) -> 
             )
 
 
+def _plan_of_run(folder: Path, config: "Config") -> "KeptPlan | None":
+    """The plan of a run that is resumed; None where it has none yet, or the ``plan`` section asks for another now."""
+    from distembed.planning.kept import read_plan
+
+    file = folder / "plan.json"
+    if not file.exists():
+        return None
+    if _config_of_run(folder).plan != config.plan:
+        say("planned anew, since the config's plan section has changed")
+        return None
+    try:
+        return read_plan(file)
+    except UserError as error:
+        raise UserError(f"--resume: {error} Or remove it, and where tables go is planned anew.") from error
+
+
 def _may_change_on_resume(key: str) -> bool:
     # a graph is known by its contents, wherever it is
     is_graph = key.startswith("sse.") and key.endswith(".graph")
@@ -565,10 +569,14 @@ def _hush_libraries() -> None:
 
     for name in ("torchrec", "torch.fx._symbolic_trace"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    # a table that every rank has needs none, and TorchRec says so to the root logger
-    logging.getLogger().addFilter(lambda record: not str(record.msg).startswith("Sharding spec not found"))
+    logging.getLogger().addFilter(_is_worth_saying)
     warnings.filterwarnings("ignore", module=r"torchrec\.|torch\.distributed")
     warnings.filterwarnings("ignore", message="Please use DTensor", category=FutureWarning)
+
+
+def _is_worth_saying(record: "LogRecord") -> bool:
+    # a table that every rank has needs none, and TorchRec says so to the root logger
+    return not str(record.msg).startswith("Sharding spec not found")
 
 
 def _share_the_processor() -> None:
@@ -584,7 +592,6 @@ def _share_the_processor() -> None:
 def main() -> NoReturn:
     """Runs the command and ends the process with its exit code."""
     _share_the_processor()
-    _hush_libraries()
     try:
         app(standalone_mode=True)
     except UserError as error:

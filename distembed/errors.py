@@ -16,3 +16,7 @@ class RunError(RuntimeError):
 
 class Interrupted(RunError):
     """Ctrl-C or SIGTERM, after everything was saved that the user needs to go on."""
+
+
+class DoesNotFit(RunError):
+    """What was asked for takes more memory than there is, in any way that was allowed (exit code 3)."""

@@ -28,11 +28,12 @@ from distembed.sse.config import build_sse
 from distembed.training.build import build_plannable, table_optimizers, use_bf16, workload_of
 
 _MODULE = "model.embeddings"
+_MOST_NAMES = 8
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A plan and what it takes.
+    """Whether and how a config fits a cluster.
 
     Attributes:
         cluster: that was planned for.
@@ -66,27 +67,25 @@ class Fit:
         """Of each rank's memory, kept free."""
         return round(self.reserve * self.cluster.rank_bytes)
 
-    @property
-    def left_for_tables(self) -> int:
-        """Bytes of all ranks together beside networks, graphs and what is kept free."""
-        network = self.workload.network
-        assert network is not None
-        kept = network.parameters + network.buffers + network.optimizer_state + network.gradients + network.peak
-        beside = kept + sum(self.workload.graph_bytes.values()) + self.allocator_bytes
-        return max(0, self.cluster.rank_bytes - beside) * self.cluster.world_size
-
     def rank_total(self, rank: int) -> int:
         """Bytes of a rank, with what is kept free."""
         assert self.planned is not None
         return self.planned.memory[rank].total + self.allocator_bytes
 
     @property
+    def beside_tables(self) -> dict[str, int]:
+        """Bytes of each rank beside tables and what a step looks up and exchanges, by item."""
+        return {**self.workload.kept_bytes(self.cluster.world_size), "allocator": self.allocator_bytes}
+
+    @property
+    def left_for_tables(self) -> int:
+        """Bytes that this leaves of all ranks together."""
+        return max(0, self.cluster.rank_bytes - sum(self.beside_tables.values())) * self.cluster.world_size
+
+    @property
     def fits(self) -> bool:
         """Whether every rank has room."""
-        if self.planned is None:
-            return False
-        has_host_memory = all(memory.host <= self.cluster.host_bytes for memory in self.planned.memory)
-        return has_host_memory and self.planned.excess(self.cluster.rank_bytes - self.allocator_bytes) <= 0
+        return self.planned is not None and self.planned.fits
 
     def as_json(self) -> dict[str, Any]:
         """All of it in plain values, in bytes; README.md of :mod:`distembed.planning` says what is what."""
@@ -100,6 +99,8 @@ class Fit:
             "pipeline_depth": pipeline_depth(cluster.device.kind, cluster.world_size),
             "reserve": self.reserve,
             "needed_by_tables": _of_table(self.needed),
+            "host_capacity": cluster.host_bytes,
+            "beside_tables": self.beside_tables,
             "left_for_tables": self.left_for_tables,
             "planner_says": self.planner_says,
             "ranks": [] if planned is None else [self._rank(planned, rank) for rank in range(cluster.world_size)],
@@ -227,9 +228,14 @@ def _notes(optimizers: TableOptimizers, placements: list[Placement]) -> list[str
     if by_columns and any(IS_ROW_WISE[optimizers.sparse].values()):
         return [
             f"{optimizers.sparse} keeps a number for each row of a range of columns, so that tables in several ranges "
-            f"train a little otherwise than whole ones: {', '.join(by_columns)}"
+            f"train a little otherwise than whole ones: {_enumerated(by_columns)}"
         ]
     return []
+
+
+def _enumerated(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
 
 
 def _widest(placement: Placement) -> int:

@@ -190,6 +190,9 @@ def shortage_lines(values: Mapping[str, Any]) -> list[str]:
     """What is short, in bytes, and what the planner says; [] where the tables fit."""
     if values["fits"]:
         return []
+    if sum(values["beside_tables"].values()) > rank_bytes(values):
+        # then tables have no part in it, whatever the planner says
+        return [_beside(values)]
     reason = str(values["planner_says"]).strip()
     if len(reason) > _LONG_REASON:
         reason = reason.splitlines()[0]
@@ -197,16 +200,29 @@ def shortage_lines(values: Mapping[str, Any]) -> list[str]:
     return [_needed(values), *_over(values), *planner]
 
 
+def _beside(values: Mapping[str, Any]) -> str:
+    beside = sum(values["beside_tables"].values())
+    return (
+        f"without any tables each rank needs {format_bytes(beside)}, {format_bytes(beside - rank_bytes(values))} more "
+        f"than it has: {_beside_items(values)}"
+    )
+
+
+def _beside_items(values: Mapping[str, Any]) -> str:
+    items = sorted(values["beside_tables"].items(), key=lambda item: -item[1])
+    return ", ".join(f"{name.replace('_', ' ')} {format_bytes(int(count))}" for name, count in items if count)
+
+
 def _needed(values: Mapping[str, Any]) -> str:
     needed = sum(map(int, values["needed_by_tables"].values()))
     left, ranks = int(values["left_for_tables"]), world_size(values)
     largest = max(values["tables"], key=lambda table: table["bytes_of_one_copy"])
-    beside = rank_bytes(values) - left // ranks
+    host = values["host_capacity"] * ranks
+    of_host = f", and {format_bytes(host)} of host memory" if host else ""
     return (
         f"tables with their optimizer take {format_bytes(needed)}, the largest ({largest['name']}) "
-        f"{format_bytes(largest['bytes_of_one_copy'])}; {format_bytes(left)} are left for them on {ranks} rank(s), "
-        f"beside {format_bytes(beside)} on each for networks, activations and the allocator; what a step looks up and "
-        "exchanges comes on top"
+        f"{format_bytes(largest['bytes_of_one_copy'])}; {format_bytes(left)} are left for them on {ranks} rank(s)"
+        f"{of_host}, beside on each: {_beside_items(values)}; what a step looks up and exchanges comes on top"
     )
 
 
@@ -219,7 +235,7 @@ def _over(values: Mapping[str, Any]) -> list[str]:
         items = sorted(items_of(values), key=lambda item: -item.bytes_on(fullest))[:3]
         largest = ", ".join(f"{item.name} {format_bytes(item.bytes_on(fullest))}" for item in items)
         lines.append(_over_line(over, fullest, fullest["total"], fullest["capacity"], "memory") + f"; most: {largest}")
-    over = [rank for rank in ranks if rank["host_capacity"] is not None and host_bytes_on(rank) > rank["host_capacity"]]
+    over = [rank for rank in ranks if host_bytes_on(rank) > rank["host_capacity"]]
     if over:
         fullest = max(over, key=lambda rank: host_bytes_on(rank) - rank["host_capacity"])
         lines.append(_over_line(over, fullest, host_bytes_on(fullest), fullest["host_capacity"], "host memory"))

@@ -1,9 +1,12 @@
 """``distembed plan``: what fits, what does not and why, and that remedies are ones."""
 
 import contextlib
+import errno
 import io
 import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import yaml
 from distembed import cli
 from distembed.config import load_config
 from distembed.data.schema import CRITEO_TERABYTE_CARDINALITIES
-from distembed.errors import UserError
+from distembed.errors import RunError, UserError
 from distembed.fit import find_fit
 from distembed.planning.cluster import Cluster
 from distembed.planning.devices import DEVICES, find_device
@@ -128,6 +131,69 @@ def test_a_report_is_written_beside_what_is_printed(tmp_path: Path) -> None:
         plan("--gpus", 2, "--report", tmp_path / "plan.pdf")
 
 
+def test_files_that_cannot_be_written_are_refused_before_anything_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unwanted(*_: object) -> None:
+        raise AssertionError("it was planned")
+
+    for planner in ("find_fit", "fit_config"):
+        monkeypatch.setattr(f"distembed.plan_command.{planner}", unwanted)
+    there = tmp_path / "there.svg"
+    there.write_text("old")
+    for option in ("--output", "--fit"):
+        with pytest.raises(UserError, match=f"{option} .*there.svg exists already; name a new file"):
+            plan(option, there)
+    for option, name in (("--output", "folder"), ("--fit", "folder"), ("--report", "folder.svg")):
+        (tmp_path / name).mkdir(exist_ok=True)
+        with pytest.raises(UserError, match=f"{name} is a folder; name"):
+            plan(option, tmp_path / name)
+        with pytest.raises(UserError, match=f"{option} .*there.svg is a file and no folder"):
+            plan(option, there / "below.svg")
+        with pytest.raises(RunError, match=f"{option} /proc/new/plan.svg cannot be written"):
+            plan(option, "/proc/new/plan.svg")
+    with pytest.raises(UserError, match="--output and --fit both name"):
+        plan("--output", tmp_path / "one", "--fit", tmp_path / "one")
+    assert there.read_text() == "old" and not (tmp_path / "one").exists()
+
+
+def test_what_was_planned_is_printed_though_no_file_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(RunError, match=r"kept\.json could not be written .*No space left"):
+        plan("--output", tmp_path / "kept.json")
+    arguments = ["plan", str(KAGGLE), "--json", "--output", str(tmp_path / "kept.json")]
+    with pytest.raises(RunError):
+        cli.app(arguments, standalone_mode=False)
+    assert json.loads(capsys.readouterr().out)["fits"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_plan_that_does_not_fit_is_not_written_and_that_is_said(tmp_path: Path) -> None:
+    with cli.errors.capture() as said:
+        assert plan("--gpus", 1, "--memory", "20MB", "--output", tmp_path / "kept.json")[0] == 3
+    assert f"not written: --output {tmp_path}/kept.json, since the config does not fit" in said.get()
+    # not even compressed: what is printed is the config as it is, and what would do
+    files = ["--output", tmp_path / "kept.json", "--fit", tmp_path / "fitted.yaml"]
+    with cli.errors.capture() as said:
+        code, values = plan("--gpus", 1, "--memory", "20MB", *files)
+    assert code == 3 and not values["fits"] and values["remedies"]
+    assert all(f"{option} {file}" in said.get() for option, file in zip(files[::2], files[1::2], strict=True))
+    assert "no compression of the tables" in said.get()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("start", [["-m", "distembed"], ["-c", "from distembed.cli import app; app()"]])
+def test_libraries_are_silent_however_the_command_is_started(start: list[str]) -> None:
+    arguments = ["plan", str(KAGGLE), "--gpus", "2", "--json"]
+    done = subprocess.run([sys.executable, *start, *arguments], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["fits"] and not done.stderr
+
+
 def test_wrong_requests_are_named() -> None:
     with pytest.raises(UserError, match=r"--gpu is 'h100'.*h100-80gb"):
         plan("--gpu", "h100")
@@ -155,15 +221,15 @@ def test_training_takes_the_plan_that_is_reported(tmp_path: Path) -> None:
     cli.app(["train", str(config), "--run-dir", str(run)], standalone_mode=False)
     made = json.loads((run / "plan.json").read_text())
     kept = json.loads((tmp_path / "kept.json").read_text())
-    assert made == kept["plan"]
+    assert made == {key: kept[key] for key in ("made_for", "plan")}
     # and another one only if it is given: of a run, or of the command
     (placed,) = kept["plan"].values()
     placed["C1"] = {**placed["C1"], "sharding_type": "data_parallel", "compute_kernel": "dense", "shards": []}
-    for file, values in (("changed.json", kept), ("plan.json", kept["plan"])):
+    for file, values in (("changed.json", kept), ("plan.json", {key: kept[key] for key in made})):
         (tmp_path / file).write_text(json.dumps(values))
         again = tmp_path / f"run-{file}"
         cli.app(["train", str(config), "--plan", str(tmp_path / file), "--run-dir", str(again)], standalone_mode=False)
-        assert json.loads((again / "plan.json").read_text()) == kept["plan"]
+        assert json.loads((again / "plan.json").read_text()) == {key: kept[key] for key in made}
     check_refused(config, tmp_path, kept)
 
 
@@ -178,15 +244,27 @@ def check_refused(config: Path, tmp_path: Path, kept: dict[str, Any]) -> None:
         arguments = [str(config), *overrides, "--plan", str(file), "--run-dir", str(tmp_path / "none")]
         cli.app(["train", *arguments], standalone_mode=False)
 
-    with pytest.raises(UserError, match="made for 2 ranks, and there are 1"):
-        train({**kept, "gpus": 2})
-    with pytest.raises(UserError, match=r"table 'C2' is planned as .* numbers, and is"):
+    with pytest.raises(UserError, match="world_size: 2 in the plan, 1 now"):
+        train({**kept, "made_for": {**kept["made_for"], "world_size": 2}})
+    with pytest.raises(UserError, match=r"rows of table 'C2': \[100, 4\] in the plan, \[50, 8\] now"):
         train(kept, "embedding.tables.C2.collisions=8")
+    others = ["model={name: dcn, deep: [16]}", "train.batch_size=100", "embedding.default.composition=sum"]
+    others += ["train.sparse_optimizer.name=adagrad", "train.dense_optimizer.name=adam"]
+    with pytest.raises(UserError) as refused:
+        train(kept, *others)
+    for line in (
+        "model.name: 'dlrm' in the plan, 'dcn' now",
+        "batch_size: 64 in the plan, 100 now",
+        "sparse_optimizer: 'row_wise_adagrad' in the plan, 'adagrad' now",
+        "dense_optimizer: 'adagrad' in the plan, 'adam' now",
+        "composition of tables 'C2', 'C3', 'M': 'product' in the plan, 'sum' now",
+    ):
+        assert line in str(refused.value)
     (module,) = kept["plan"]
     without = {name: own for name, own in kept["plan"][module].items() if name != "C3"}
     with pytest.raises(UserError, match="table 'C3' is in the model and not in the plan"):
-        train({module: without})
-    for broken in ("{", "[1]", {"a": 1}, {"plan": {"a": {"b": {}}}, "nodes": 1, "gpus": 1}):
+        train({**kept, "plan": {module: without}})
+    for broken in ("{", "[1]", {"a": 1}, {"plan": kept["plan"]}, {**kept, "plan": {"a": {"b": {}}}}):
         with pytest.raises(UserError, match="plan"):
             train(broken)
     assert not (tmp_path / "none").exists()

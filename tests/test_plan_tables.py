@@ -137,14 +137,23 @@ def test_without_a_plan_it_is_said_what_is_short() -> None:
     values["tables"][1]["bytes_of_one_copy"] = 7 * GIB
     lines = printed(values, 80).splitlines()
     assert lines[0] == "does not fit: 1 x 2 h100-80gb (79.65 GiB a rank)"
-    # 5 + 3 + 1 GiB of all tables; 79.65 GiB - 6 GiB / 2 ranks
+    # 5 + 3 + 1 GiB of all tables
     assert "take 9.00 GiB, the largest (C2) 7.00 GiB; 6.00 GiB are left for them on 2 rank(s)" in lines[1]
-    assert "beside 76.65 GiB on each" in lines[1]
+    beside = "activations 14.00 GiB, allocator 4.00 GiB, network weights 1.00 GiB; what a step looks up"
+    assert f"beside on each: {beside}" in lines[1]
     assert lines[2:] == [
         "  the planner: no room for a shard proposal 1",
         "  fits with --nodes 2",
         "  fits with --gpu b200-180gb",
     ]
+
+
+def test_where_networks_alone_are_too_much_tables_are_not_blamed() -> None:
+    values = without_plan(plan_values(1, 2))
+    values["beside_tables"]["activations"] = 90 * GIB
+    text = printed(values)
+    assert "without any tables each rank needs 95.00 GiB, 15.35 GiB more than it has: activations 90.00 GiB" in text
+    assert "tables with their optimizer" not in text and "the planner" not in text
 
 
 def test_of_a_long_reason_the_first_line_is_told() -> None:

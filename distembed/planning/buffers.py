@@ -100,7 +100,7 @@ class Step:
         self._placements, self._world_size, self._device_kind = placements, world_size, device_kind
         self._workload, self._network = workload, workload.network or NetworkEstimate()
         self._num_rows = workload.rows_of_rank(world_size)
-        self._lookups = Lookups(placements, world_size, workload.batch_size, workload.ids_per_row)
+        self._lookups = Lookups(placements, world_size, workload)
         self._sharding_types = list(dict.fromkeys(placement.unit.sharding_type for placement in placements))
         self._on_all_ranks = {
             sharding_type: self._exchange(sharding_type, lookups)
@@ -202,13 +202,15 @@ class Step:
         copies = 1 + any(exchange.is_sent for exchange in exchanges)
         own = sum(cost.own for cost in costs)
         yield StepBuffers("output gradients", inputs, copies * received + back, held, 0, gradients - own - unfused)
-        # gradients of the tables that are looked up come after those of all that their vectors go through
-        most = max((cost.backward - cost.own for cost in costs), default=0)
-        to_come = unfused // max(1, len(costs))
-        yield StepBuffers("lookup gradients", inputs, back, held + most, 0, gradients - to_come)
-        most = max((cost.at_end - cost.held for cost in costs), default=0)
-        # gradients of pooled vectors, in one piece, are needed until the last lookup's turn
-        yield StepBuffers("table gradients", inputs, back if len(costs) > 1 else 0, held + most, 0, gradients)
+        # lookups have their gradients one by one, the last first; tables after all that their vectors go through
+        kept, done, to_come = held, gradients - own, unfused // max(1, len(costs))
+        for cost in reversed(costs):
+            yield StepBuffers("lookup gradients", inputs, back, kept + cost.backward, 0, done - to_come)
+            kept -= cost.held
+            done += cost.own
+            # gradients of pooled vectors, in one piece, are needed until the last lookup's turn
+            waiting = back if len(costs) > 1 else 0
+            yield StepBuffers("table gradients", inputs, waiting, kept + cost.at_end, 0, done)
         yield StepBuffers("optimizer", inputs, 0, self._largest_replicated * _FLOAT, 0, gradients)
 
     def _ids_of(self, placement: Placement) -> float:

@@ -6,6 +6,7 @@ machines of this kind have. Operations are those of dense matrices.
 
 import dataclasses
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ class Device:
     Attributes:
         name: in the catalogue.
         kind: ``cuda`` or ``cpu``.
-        memory_bytes: that a process can allocate.
+        memory_bytes: as the driver reports it.
         memory_bandwidth: bytes a second between the device and its memory.
         local_bandwidth: bytes a second to another device of the node.
         node_bandwidth: bytes a second to another node.
@@ -73,23 +74,40 @@ _SETTINGS = {
     "local_bandwidth": "local_bandwidth",
     "node_bandwidth": "node_bandwidth",
     "host_bandwidth": "host_bandwidth",
+    "fp32_flops": "fp32_flops",
+    "bf16_flops": "bf16_flops",
 }
 
 
 def find_device(text: str) -> Device:
     """The device of a name, with other numbers if they follow it: ``h100-80gb,memory=96GiB,node_bandwidth=25GB``.
 
+    Numbers alone, memory among them, are of another device; those that are not given are of the known one whose memory
+    is nearest.
+
     Raises:
         UserError: for an unknown name or setting, with the known ones.
     """
-    name, *settings = text.split(",")
-    numbers: dict[str, Any] = {}
+    first, *settings = text.split(",")
+    if "=" not in first:
+        device = DEVICES[one_of("--gpu", first, DEVICES)]
+        return dataclasses.replace(device, **_numbers(settings))
+    numbers = _numbers([first, *settings])
+    if "memory_bytes" not in numbers:
+        raise UserError(f"--gpu is {text!r}, which has no memory; add memory=SIZE, such as memory=80GiB.")
+    cuda = [device for device in DEVICES.values() if device.kind == "cuda"]
+    nearest = min(cuda, key=lambda device: abs(device.memory_bytes - numbers["memory_bytes"]))
+    return dataclasses.replace(nearest, name=f"custom (else {nearest.name})", **numbers)
+
+
+def _numbers(settings: Iterable[str]) -> dict[str, Any]:
+    numbers = {}
     for setting in settings:
         key, equals, size = setting.partition("=")
         if not equals:
             raise UserError(f"--gpu has {setting!r} behind the device; give NUMBER=SIZE such as memory=80GiB.")
-        numbers[_SETTINGS[one_of("--gpu", key, _SETTINGS)]] = parse_bytes(f"--gpu {key}", size)
-    return dataclasses.replace(DEVICES[one_of("--gpu", name, DEVICES)], **numbers)
+        numbers[_SETTINGS[one_of("number behind --gpu", key, _SETTINGS)]] = parse_bytes(f"--gpu {key}", size)
+    return numbers
 
 
 def device_here(device: torch.device, memory_bytes: int) -> Device:

@@ -27,6 +27,7 @@ from torchrec.distributed.planner.shard_estimators import (
     calculate_pipeline_io_cost,
 )
 from torchrec.distributed.planner.types import (
+    DeviceHardware,
     ParameterConstraints,
     SharderDataMap,
     ShardEstimator,
@@ -170,8 +171,9 @@ class Reservation(StorageReservation):
         left = copy.deepcopy(topology)
         for device in left.devices:
             free = storage_on(topology.compute_device, self._num_bytes)
-            device.storage.hbm = max(0, int((1 - self._percentage) * device.storage.hbm) - free.hbm)
-            device.storage.ddr = max(0, device.storage.ddr - free.ddr)
+            share = storage_on(topology.compute_device, math.ceil(self._percentage * _own_memory(topology, device)))
+            device.storage.hbm = max(0, device.storage.hbm - share.hbm - free.hbm)
+            device.storage.ddr = max(0, device.storage.ddr - share.ddr - free.ddr)
         self._left = left
         return left
 
@@ -223,6 +225,10 @@ def _on_ranks_of_their_own(option: ShardingOption, compute_kernel: str) -> Param
 def storage_on(device: str, num_bytes: int) -> Storage:
     """So many bytes of a rank's own memory: the device's, or the machine's where that is a CPU."""
     return Storage(hbm=0, ddr=num_bytes) if device == "cpu" else Storage(hbm=num_bytes, ddr=0)
+
+
+def _own_memory(topology: Topology, device: DeviceHardware) -> int:
+    return int(device.storage.ddr if topology.compute_device == "cpu" else device.storage.hbm)
 
 
 def tables_of(model: nn.Module) -> list[CompositionalEmbeddingConfig]:

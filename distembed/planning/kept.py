@@ -1,9 +1,9 @@
 """A plan that was kept as JSON, taken up again: what was reported is what runs.
 
-A file is refused for two reasons, each with everything that is wrong at once. Its form is no plan's
-(:func:`read_plan`), or it was made for another model, another number of ranks or another kind of device
-(:func:`take_up_plan`). A run's ``plan.json`` alone does not say how many ranks it was made for: then what it says of
-tables has to agree with those that there are.
+A file holds ``plan`` and beside it ``made_for``, what the plan was made for. It is refused for three reasons, each with
+everything that is wrong at once. Its form is no plan's (:func:`read_plan`); it was made for something else than what is
+to run, be it ranks, batch, model, optimizers or tables; or it does not place the tables that it says it was made for
+(:func:`take_up_plan`).
 """
 
 import json
@@ -28,6 +28,7 @@ from torchrec.distributed.types import (
 
 from distembed.embedding.config import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig
 from distembed.errors import UserError
+from distembed.planning.made_for import MadeFor
 from distembed.sharding.placement import COMPUTE_KERNELS, SHARDING_TYPES, place, unit_size
 from distembed.sharding.shardings import SEQUENCE_SHARDING_TYPES
 
@@ -35,10 +36,8 @@ _DENSE = EmbeddingComputeKernel.DENSE.value
 _ON_CPU = (EmbeddingComputeKernel.FUSED.value, _DENSE)
 _AXES = ("rows", "columns")
 _REMEDY = "give a file of `distembed plan --output` for a config that fits, or a run's plan.json"
-_OF_PLAN_COMMAND = {"plan", "nodes", "gpus"}
 _Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 _Pair = Annotated[list[_Count], Field(min_length=2, max_length=2)]
-_NumRanks = Annotated[int, Field(strict=True, ge=1)]
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
@@ -83,11 +82,19 @@ class KeptPlan:
 
     Attributes:
         modules: where tables go, by module and table.
-        world_size: number of ranks that it was made for; None where nothing says so.
+        made_for: what it was made for.
     """
 
     modules: Mapping[str, Mapping[str, KeptTable]]
-    world_size: int | None
+    made_for: MadeFor
+
+
+@pydantic.dataclasses.dataclass(frozen=True)
+class _KeptFile:
+    """What is read of a file."""
+
+    made_for: MadeFor
+    plan: dict[str, dict[str, KeptTable]]
 
 
 def read_plan(path: Path) -> KeptPlan:
@@ -97,20 +104,16 @@ def read_plan(path: Path) -> KeptPlan:
         UserError: where it cannot be read, or is no plan.
     """
     values = _read_json(path)
-    run = path.with_name("run.json")
-    world_size = None
-    if isinstance(values, dict) and values.keys() >= _OF_PLAN_COMMAND:
-        nodes, gpus = (_checked(path, _NumRanks, values[key], key) for key in ("nodes", "gpus"))
-        world_size, values = nodes * gpus, values["plan"]
-    elif run.is_file():
-        of_run = _checked(run, dict[str, Any], _read_json(run))
-        world_size = _checked(run, _NumRanks | None, of_run.get("world_size"), "world_size")
-    if not values:
+    if not isinstance(values, dict) or not values:
+        raise UserError(f"{path} holds no plan, but {reprlib.repr(values)}; {_REMEDY}.")
+    if "made_for" not in values:
         raise UserError(
-            f"{path} holds no plan, but {reprlib.repr(values)}, as `distembed plan` writes where tables do not fit; "
-            f"{_REMEDY}."
+            f"{path} does not say what its plan was made for: it has no 'made_for'; plan anew, and {_REMEDY}."
         )
-    return KeptPlan(_checked(path, dict[str, dict[str, KeptTable]], values), world_size)
+    if values.get("plan", True) is None:
+        raise UserError(f"{path} holds no plan, as `distembed plan` writes where tables do not fit; {_REMEDY}.")
+    file = _checked(path, _KeptFile, {key: values[key] for key in ("made_for", "plan") if key in values})
+    return KeptPlan(file.plan, file.made_for)
 
 
 def _read_json(path: Path) -> Any:
@@ -120,7 +123,7 @@ def _read_json(path: Path) -> Any:
         raise UserError(f"the plan {path} cannot be read: {error}; {_REMEDY}.") from error
 
 
-def _checked(path: Path, kind: Any, value: Any, *where: str) -> Any:
+def _checked(path: Path, kind: Any, value: Any) -> Any:
     """The value if it is of this kind.
 
     Raises:
@@ -129,12 +132,12 @@ def _checked(path: Path, kind: Any, value: Any, *where: str) -> Any:
     try:
         return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
-        wrong = "\n  ".join(_explained(where, part) for part in error.errors(include_url=False))
+        wrong = "\n  ".join(_explained(part) for part in error.errors(include_url=False))
         raise UserError(f"{path} holds no plan that tables could be placed by; {_REMEDY}:\n  {wrong}") from error
 
 
-def _explained(where: Sequence[str], error: Any) -> str:
-    place_of_it = " / ".join(repr(part) if isinstance(part, str) else str(part) for part in (*where, *error["loc"]))
+def _explained(error: Any) -> str:
+    place_of_it = " / ".join(repr(part) if isinstance(part, str) else str(part) for part in error["loc"])
     if error["type"] == "missing":
         return f"{place_of_it} is missing"
     wanted = error["msg"].removeprefix("Input should be ").removeprefix("an instance of ")
@@ -145,32 +148,35 @@ def take_up_plan(
     kept: KeptPlan,
     module: str,
     tables: Sequence[CompositionalEmbeddingConfig],
-    world_size: int,
-    local_world_size: int,
-    device_kind: str,
+    now: MadeFor,
     fused: bool = True,
 ) -> ShardingPlan:
-    """The plan for TorchRec, if it was made for these tables and ranks.
+    """The plan for TorchRec, if it was made for what runs now.
 
     Args:
         kept: as it was read.
         module: path of the collection within the model.
         tables: of the collection.
-        world_size: number of ranks.
-        local_world_size: number of ranks on a machine.
-        device_kind: ``cuda`` or ``cpu``.
+        now: what runs.
         fused: whether FBGEMM has the tables' optimizer; else they need dense kernels.
 
     Raises:
-        UserError: with every difference, where it was made for others.
+        UserError: with every difference, where it was made for something else, or places other tables than it says.
     """
-    ranks = _Ranks(world_size, local_world_size, device_kind, fused)
+    changed = kept.made_for.differences(now)
+    if changed:
+        nodes, listed = now.world_size // now.local_world_size, "\n  ".join(changed)
+        raise UserError(
+            "the plan was made for something else than what is to run; plan anew, with `distembed plan CONFIG --nodes "
+            f"{nodes} --gpus {now.local_world_size} --gpu DEVICE --output FILE`, or leave --plan out:\n  {listed}"
+        )
+    ranks = _Ranks(now.world_size, now.local_world_size, now.device_kind, fused)
     differences = list(_differences(kept, module, {table.name: table for table in tables}, ranks))
     if differences:
         listed = "\n  ".join(differences)
         raise UserError(
-            "the plan was made for another model, another number of ranks or other devices; plan anew, or give the "
-            f"plan of this model:\n  {listed}"
+            "the plan does not place what it was made for, and must have been changed; plan anew, with `distembed plan "
+            f"CONFIG --output FILE`:\n  {listed}"
         )
     planned = kept.modules[module]
     sharded = EmbeddingModuleShardingPlan()
@@ -181,7 +187,7 @@ def take_up_plan(
 
 @dataclass(frozen=True)
 class _Ranks:
-    """The ranks that there are; attributes as the arguments of :func:`take_up_plan`."""
+    """The ranks that there are; attributes as those of :class:`MadeFor`, and ``fused`` of :func:`take_up_plan`."""
 
     world_size: int
     local_world_size: int
@@ -209,8 +215,6 @@ class _Ranks:
 def _differences(
     kept: KeptPlan, module: str, tables: Mapping[str, CompositionalEmbeddingConfig], ranks: _Ranks
 ) -> Iterator[str]:
-    if kept.world_size is not None and kept.world_size != ranks.world_size:
-        yield f"it was made for {kept.world_size} ranks, and there are {ranks.world_size}"
     if module not in kept.modules:
         yield f"module {module!r} is in the model and not in the plan, which has {', '.join(map(repr, kept.modules))}"
         return

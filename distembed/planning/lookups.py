@@ -6,7 +6,7 @@ most that any distribution has on average.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from statistics import NormalDist
@@ -19,6 +19,7 @@ from torchrec.modules.embedding_configs import DataType
 from distembed.composition import Product
 from distembed.composition.grouped import BLOCK_BYTES, chunk_sizes
 from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.planning.workload import Workload
 from distembed.sharding.bucket_pool import buckets_are_faster, count_codes
 from distembed.sharding.groups import kind
 from distembed.sharding.placement import Placement, width
@@ -67,7 +68,7 @@ class Lookup:
         dims: how many of each one's columns do.
         replicated: which partitions' weights are the same on every rank, of those that hold vectors.
         columns: of a composed vector that are composed here.
-        has_bags: whether a row may have more than one id.
+        are_bags: of each feature, whether a row may have more than one id.
         copies_gradients: whether those of replicated weights go into buckets; else they become the weights' own.
     """
 
@@ -79,7 +80,7 @@ class Lookup:
     dims: tuple[int, ...]
     replicated: tuple[int, ...]
     columns: int
-    has_bags: bool
+    are_bags: list[bool]
     copies_gradients: bool
 
     @property
@@ -126,7 +127,7 @@ class Lookup:
         return _pooled_cost(self)
 
     def _per_id_cost(self, is_product: bool) -> LookupCost:
-        if is_product and not self.has_bags:
+        if is_product and not any(self.are_bags):
             return _pooled_cost(self)
         num_rows = [max(rows) for rows in zip(*[table.scheme.num_rows for table in self.tables], strict=True)]
         takes_max = getattr(self.tables[0], "pooling", None) == "max"
@@ -283,14 +284,11 @@ class Lookups:
     Args:
         placements: of all tables.
         world_size: number of ranks.
-        num_rows: B.
-        ids_per_row: by feature, ids of a row on average; 1 for those that are not named.
+        workload: what a step brings along.
     """
 
-    def __init__(
-        self, placements: Sequence[Placement], world_size: int, num_rows: int, ids_per_row: Mapping[str, float]
-    ) -> None:
-        self._world_size, self._num_rows, self._ids_per_row = world_size, num_rows, ids_per_row
+    def __init__(self, placements: Sequence[Placement], world_size: int, workload: Workload) -> None:
+        self._world_size, self._workload = world_size, workload
         self._everywhere: list[tuple[Placement, int, int]] = []
         self._on_rank: list[list[tuple[Placement, int, int]]] = [[] for _ in range(world_size)]
         for placement in placements:
@@ -323,7 +321,9 @@ class Lookups:
             for name in placement.table.feature_names:
                 lookup.tables.append(placement.table)
                 lookup.domains.append(math.ceil(placement.table.num_embeddings / share))
-                lookup.occurrences.append(lookup.bags_per_feature * self._ids_per_row.get(name, 1.0) / share)
+                ids_per_row = self._workload.ids_per_row.get(name, 1.0)
+                lookup.occurrences.append(lookup.bags_per_feature * ids_per_row / share)
+                lookup.are_bags.append(self._workload.has_bags(name))
         return {sharding_type: list(of_type.values()) for sharding_type, of_type in groups.items()}
 
     def _empty(self, placement: Placement, start: int, stop: int) -> Lookup:
@@ -333,12 +333,12 @@ class Lookups:
             tables=[],
             domains=[],
             occurrences=[],
-            bags_per_feature=math.ceil(self._num_rows / self._world_size) if is_local else self._num_rows,
+            bags_per_feature=self._workload.rows_of_rank(self._world_size) if is_local else self._workload.batch_size,
             partitions=tuple(piece.partition for piece in pieces),
             dims=tuple(piece.stop - piece.start for piece in pieces),
             replicated=tuple(piece.partition for piece in pieces if piece.part.name not in placement.sharded),
             columns=stop - start,
-            has_bags=any(self._ids_per_row.get(name, 1.0) > 1 for name in placement.table.feature_names),
+            are_bags=[],
             copies_gradients=self._world_size > 1,
         )
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from distembed.planning.buffers import SentBytes, Step, StepBuffers
 from distembed.planning.networks import NetworkEstimate
 from distembed.planning.optimizer_states import TableOptimizers
-from distembed.planning.storage import TableStorage, table_storage, total
+from distembed.planning.storage import DEFAULT_CACHE_RATIO, TableStorage, table_storage, total
 from distembed.planning.workload import Workload
 from distembed.sharding.placement import Placement
 
@@ -16,7 +16,8 @@ class RankMemory:
     """One rank's.
 
     Attributes:
-        tables: what stays from step to step, by table.
+        tables: what stays from step to step, by compositional table.
+        plain_tables: what TorchRec counts of others, with their buffers, in bytes.
         network: the networks, as on every rank.
         graph_bytes: of all knowledge graphs.
         step: what comes beside at the fullest moment, with all gradients.
@@ -24,6 +25,7 @@ class RankMemory:
     """
 
     tables: Mapping[str, TableStorage]
+    plain_tables: int
     network: NetworkEstimate
     graph_bytes: int
     step: StepBuffers
@@ -36,6 +38,7 @@ class RankMemory:
             "table_weights": tables.weights,
             "table_optimizer_state": tables.optimizer_state,
             "table_cache": tables.cache,
+            "plain_tables": self.plain_tables,
             "sse_graphs": self.graph_bytes,
             "network_weights": self.network.parameters + self.network.buffers,
             "network_optimizer_state": self.network.optimizer_state,
@@ -63,6 +66,8 @@ def rank_memories(
     workload: Workload,
     optimizers: TableOptimizers,
     device_kind: str,
+    plain_tables: Sequence[int] | None = None,
+    cache_ratio: float = DEFAULT_CACHE_RATIO,
 ) -> list[RankMemory]:
     """Of every rank.
 
@@ -72,11 +77,14 @@ def rank_memories(
         workload: what a step brings along.
         optimizers: what trains the tables.
         device_kind: ``cuda`` or ``cpu``.
+        plain_tables: bytes of each rank's tables that are not compositional; None where there are none.
+        cache_ratio: slots of a cache to rows of a table that lies in host memory.
     """
-    tables = table_storage(placements, world_size, optimizers.sparse, optimizers.dense)
+    tables = table_storage(placements, world_size, optimizers.sparse, optimizers.dense, cache_ratio)
+    plain = plain_tables if plain_tables is not None else [0] * world_size
     step, graphs = Step(placements, world_size, workload, device_kind), sum(workload.graph_bytes.values())
     network = workload.network or NetworkEstimate()
     return [
-        RankMemory(tables[rank], network, graphs, step.buffers(rank), step.sent_bytes(rank))
+        RankMemory(tables[rank], plain[rank], network, graphs, step.buffers(rank), step.sent_bytes(rank))
         for rank in range(world_size)
     ]

@@ -5,7 +5,7 @@ Left to itself TorchRec's ``Topology`` takes 32 GB of device and 128 GB of host 
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
+from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from distembed.embedding.tables import CompositionalTables
@@ -23,10 +23,9 @@ from distembed.planning.config import PlanConfig
 from distembed.planning.devices import device_here
 from distembed.planning.estimator import tables_of
 from distembed.planning.memory import RankMemory, rank_memories
-from distembed.planning.networks import NetworkEstimate
 from distembed.planning.optimizer_states import IS_ROW_WISE, TableOptimizers, declared_optimizers
 from distembed.planning.search import Found, Search
-from distembed.planning.storage import IN_HOST_MEMORY, function_storage
+from distembed.planning.storage import DEFAULT_CACHE_RATIO, IN_HOST_MEMORY, function_storage
 from distembed.planning.times import StepTime, step_times
 from distembed.planning.workload import Workload
 from distembed.sharding.placement import Placement, place
@@ -38,27 +37,28 @@ _TRIES = 3
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan and what it takes.
+    """A plan, what each rank holds under it, and how long it takes.
 
     Attributes:
         plan: for TorchRec.
         why: each table is placed so.
         memory: of each rank.
         times: of each rank.
+        excess: bytes that the fullest rank lacks beside what is kept free; negative where it has room.
+        host_excess: the same of its share of the machine's memory, beside a CUDA device.
     """
 
     plan: ShardingPlan
     why: Mapping[str, str]
     memory: list[RankMemory]
     times: list[StepTime]
+    excess: int
+    host_excess: int
 
-    def excess(self, capacity: int) -> int:
-        """Bytes that the fullest rank lacks; negative where it has room.
-
-        Args:
-            capacity: of a rank, in bytes, without what is kept free.
-        """
-        return max(memory.total for memory in self.memory) - capacity
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has room."""
+        return self.excess <= 0 and self.host_excess <= 0
 
 
 def make_plan(
@@ -93,7 +93,8 @@ def make_plan(
     if dist.get_rank() == 0:
         cluster = cluster_here(device, world_size, local_world_size)
         try:
-            answer = [find_plan(model, sharders, cluster, workload, config, optimizers).plan]
+            planned = find_plan(model, sharders, cluster, workload, config, optimizers)
+            answer = [planned.plan if planned.fits else _too_full(planned)]
         except (RunError, UserError) as error:
             answer = [error]
     if world_size > 1:
@@ -144,15 +145,15 @@ def find_plan(
     optimizers = optimizers if optimizers is not None else _declared(model, sharders)
     share = reserved_share(config, workload)
     capacity = cluster.rank_bytes - round(share * cluster.rank_bytes)
-    reserved, first = _known_bytes(workload, cluster.world_size), None
+    reserved, first = _beside_tables(workload, cluster.world_size, capacity), None
     for _ in range(_TRIES):
         found = Search(model, sharders, cluster, workload, config, optimizers, share, reserved).best()
         if isinstance(found.answer, Exception):
             if first is None:
                 raise _explained(found.answer, cluster.world_size) from found.answer
             break
-        planned = _measured(model, found, cluster, workload, optimizers)
-        if planned.excess(capacity) <= 0:
+        planned = _measured(model, sharders, found, cluster, workload, optimizers, capacity)
+        if planned.excess <= 0:
             return planned
         first = first or planned
         reserved = _beside_shards(planned, found, model, optimizers, capacity)
@@ -177,21 +178,52 @@ def placements_of(model: nn.Module, plan: ShardingPlan, world_size: int) -> list
 
 
 def _measured(
-    model: nn.Module, found: Found, cluster: Cluster, workload: Workload, optimizers: TableOptimizers
+    model: nn.Module,
+    sharders: list[ModuleSharder[Any]],
+    found: Found,
+    cluster: Cluster,
+    workload: Workload,
+    optimizers: TableOptimizers,
+    capacity: int,
 ) -> Planned:
-    plan = found.answer
+    plan, world_size = found.answer, cluster.world_size
     assert isinstance(plan, ShardingPlan)
+    own = {table.name for table in tables_of(model)}
     if not optimizers.is_fused:
         for module_plan in plan.plan.values():
-            for sharding in module_plan.values():
-                sharding.compute_kernel = "dense"
-    placements = placements_of(model, plan, cluster.world_size)
-    memory = rank_memories(placements, cluster.world_size, workload, optimizers, cluster.device.kind)
+            for name in module_plan.keys() & own:
+                module_plan[name].compute_kernel = "dense"
+    placements = placements_of(model, plan, world_size)
+    memory = rank_memories(
+        placements,
+        world_size,
+        workload,
+        optimizers,
+        cluster.device.kind,
+        plain_tables=_counted_bytes([option for option in found.options if option.name not in own], world_size),
+        cache_ratio=_cache_ratio(sharders),
+    )
     times = step_times(found.options, [rank.sent for rank in memory], workload, cluster.device, cluster.gpus)
     why = {
         placement.table.name: found.why[placement.table.name] + _in_host_memory(placement) for placement in placements
     }
-    return Planned(plan, why, memory, times)
+    excess = max(rank.total for rank in memory) - capacity
+    return Planned(plan, why, memory, times, excess, max(rank.host for rank in memory) - cluster.host_bytes)
+
+
+def _cache_ratio(sharders: list[ModuleSharder[Any]]) -> float:
+    """Slots of a cache to rows of its table, as the sharder says."""
+    of_sharders = [(getattr(sharder, "fused_params", None) or {}).get("cache_load_factor") for sharder in sharders]
+    return next((ratio for ratio in of_sharders if ratio is not None), DEFAULT_CACHE_RATIO)
+
+
+def _counted_bytes(options: Iterable[ShardingOption], world_size: int) -> list[int]:
+    """What the planner counts of each rank's shards."""
+    counted = [0] * world_size
+    for shard in (shard for option in options for shard in option.shards):
+        assert shard.storage is not None and shard.rank is not None
+        counted[shard.rank] += shard.storage.hbm or shard.storage.ddr
+    return counted
 
 
 def _in_host_memory(placement: Placement) -> str:
@@ -199,12 +231,21 @@ def _in_host_memory(placement: Placement) -> str:
     return "; host memory: no device has room" if placement.unit.compute_kernel in IN_HOST_MEMORY else ""
 
 
+def _beside_tables(workload: Workload, world_size: int, capacity: int) -> int:
+    """Bytes of each rank without any tables, where they are not more than it has."""
+    kept = workload.kept_bytes(world_size)
+    if sum(kept.values()) > capacity:
+        items = ", ".join(f"{name} {num_bytes:,}" for name, num_bytes in kept.items() if num_bytes)
+        raise RunError(
+            f"No plan fits: beside tables each rank needs {sum(kept.values()):,} bytes ({items}); it has {capacity:,}. "
+            "Lower train.batch_size, or use larger devices."
+        )
+    return sum(kept.values())
+
+
 def _beside_shards(planned: Planned, found: Found, model: nn.Module, optimizers: TableOptimizers, capacity: int) -> int:
     """What the ranks that lack room have beside what the planner counts of shards and of functions, at most."""
-    counted = Counter[int]()
-    for shard in (shard for option in found.options for shard in option.shards):
-        assert shard.storage is not None and shard.rank is not None
-        counted[shard.rank] += shard.storage.hbm or shard.storage.ddr
+    counted = _counted_bytes(found.options, len(planned.memory))
     functions = sum(function_storage(table, optimizers.dense).total for table in tables_of(model))
     totals = enumerate(memory.total for memory in planned.memory)
     return max(total - counted[rank] for rank, total in totals if total > capacity) - functions
@@ -216,12 +257,18 @@ def _declared(model: nn.Module, sharders: list[ModuleSharder[Any]]) -> TableOpti
     return TableOptimizers(max(names, key=lambda name: sum(0.01 if row else 1 for row in IS_ROW_WISE[name].values())))
 
 
-def _known_bytes(workload: Workload, world_size: int) -> int:
-    """What every rank has beside tables and their exchange."""
-    network = workload.network or NetworkEstimate()
-    gradients = network.gradients if world_size > 1 else 0  # on one rank they are in the peak
-    kept = network.parameters + network.buffers + network.optimizer_state
-    return kept + gradients + network.peak + sum(workload.graph_bytes.values())
+def _too_full(planned: Planned) -> RunError:
+    """What a plan lacks whose tables have room, with the remedy."""
+    rank, memory = max(enumerate(planned.memory), key=lambda it: it[1].total)
+    largest = sorted(memory.items().items(), key=lambda it: -it[1])[:3]
+    items = ", ".join(f"{name} {num_bytes:,}" for name, num_bytes in largest)
+    short = [f"{planned.excess:,} bytes of memory"] * (planned.excess > 0)
+    short += [f"{planned.host_excess:,} bytes of host memory"] * (planned.host_excess > 0)
+    return RunError(
+        f"A step does not fit: rank {rank} lacks {' and '.join(short)} (most: {items}; in bytes). Lower "
+        "train.batch_size, raise embedding.default.collisions, use more ranks, or keep less free with plan.reserve; "
+        "`distembed plan` shows each rank."
+    )
 
 
 def _explained(failure: Exception, world_size: int) -> RunError:

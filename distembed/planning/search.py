@@ -286,8 +286,19 @@ def _possible_types_of(table: CompositionalEmbeddingConfig, config: PlanConfig, 
     possible = [kind for kind in allowed if can_be_placed(table, kind)]
     if not possible:
         raise UserError(
-            f"plan: table {table.name!r} may only be placed {', '.join(allowed)}, but it cannot be: a "
-            "path needs all columns on one rank, a maximum all ids of a bag, and FBGEMM vectors of a multiple of 4 "
-            f"numbers. Allow table_wise or data_parallel in plan.tables.{table.name}.sharding_types."
+            f"plan: table {table.name!r} may only be placed {', '.join(allowed)}, but it cannot be: "
+            f"{_hindrance(table)}. Allow {_remedy(table)} in plan.tables.{table.name}.sharding_types."
         )
     return possible
+
+
+def _hindrance(table: CompositionalEmbeddingConfig) -> str:
+    if any(part.dim % 4 for part in table.lookup_tables()):
+        return "FBGEMM has vectors of a multiple of 4 numbers only"
+    if not can_be_placed(table, "column_wise"):
+        return f"{table.combine.name} needs all columns on one rank"
+    return "a maximum needs all ids of a bag on one rank"
+
+
+def _remedy(table: CompositionalEmbeddingConfig) -> str:
+    return " or ".join(kind for kind in ("table_wise", "data_parallel") if can_be_placed(table, kind))

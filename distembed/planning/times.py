@@ -124,11 +124,14 @@ def step_times(
     """
     world_size = len(sent)
     lookup, exchange, has_others = [0.0] * world_size, [0.0] * world_size, world_size > 1
-    for shard in (shard for option in options for shard in option.shards):
-        assert shard.perf is not None and shard.rank is not None
-        lookup[shard.rank] += shard.perf.fwd_compute + shard.perf.bwd_compute + shard.perf.prefetch_compute
-        of_exchange = shard.perf.fwd_comms + shard.perf.bwd_comms + shard.perf.input_dist_comms
-        exchange[shard.rank] += of_exchange if has_others else 0.0
+    for option in options:
+        # of data-parallel tables TorchRec counts their all-reduce, which is among the others here
+        is_exchanged = has_others and option.sharding_type != ShardingType.DATA_PARALLEL.value
+        for shard in option.shards:
+            assert shard.perf is not None and shard.rank is not None
+            lookup[shard.rank] += shard.perf.fwd_compute + shard.perf.bwd_compute + shard.perf.prefetch_compute
+            of_exchange = shard.perf.fwd_comms + shard.perf.bwd_comms + shard.perf.input_dist_comms
+            exchange[shard.rank] += of_exchange if is_exchanged else 0.0
     networks = _network_time(workload, device)
     bandwidth = device.node_bandwidth if world_size > local_world_size else device.local_bandwidth
     return [

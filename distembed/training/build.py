@@ -1,7 +1,8 @@
 """From a config to a model that is ready to step."""
 
+import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +12,11 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from distembed.data.schema import Schema
 from distembed.embedding import CompositionalEmbeddingBagCollection, EmbeddingConfig, build_tables, vector_names
+from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.models.config import DCNConfig, DLRMConfig, build_model
 from distembed.planning import PlanConfig, make_plan
 from distembed.planning.kept import KeptPlan, take_up_plan
+from distembed.planning.made_for import MadeFor, tables_made_for
 from distembed.planning.networks import estimate_network
 from distembed.planning.optimizer_states import TableOptimizers
 from distembed.planning.workload import Workload
@@ -28,12 +31,13 @@ from distembed.training.task import ClickTask, StepPipeline
 
 @dataclass
 class Trainee:
-    """A sharded model, its optimizers and the pipeline that steps them."""
+    """A sharded model, its optimizers and the pipeline that steps them; its plan, and what that was made for."""
 
     model: DistributedModelParallel
     optimizers: Optimizers
     pipeline: StepPipeline
     plan: ShardingPlan
+    made_for: MadeFor
     bf16: bool
 
 
@@ -96,6 +100,7 @@ def workload_of(
     return Workload(
         batch_size=train.batch_size,
         ids_per_row={feature.name: feature.mean_ids_per_row for feature in schema.categorical},
+        multi_hot={feature.name for feature in schema.categorical if feature.multi_hot},
         num_dense=len(schema.dense),
         network=network,
         bf16=bf16,
@@ -110,6 +115,27 @@ def table_optimizers(train: TrainConfig) -> TableOptimizers:
     return TableOptimizers(train.sparse_optimizer.name, train.dense_optimizer.name, is_fused)
 
 
+def made_for(
+    model: DLRMConfig | DCNConfig,
+    train: TrainConfig,
+    tables: Sequence[CompositionalEmbeddingConfig],
+    world_size: int,
+    local_world_size: int,
+    device_kind: str,
+) -> MadeFor:
+    """What a plan of these tables is made for, as it is kept beside the plan."""
+    return MadeFor(
+        world_size=world_size,
+        local_world_size=local_world_size,
+        device_kind=device_kind,
+        batch_size=train.batch_size,
+        model=dataclasses.asdict(model),
+        sparse_optimizer=train.sparse_optimizer.name,
+        dense_optimizer=train.dense_optimizer.name,
+        tables=tables_made_for(tables),
+    )
+
+
 def build_trainee(
     model_config: DLRMConfig | DCNConfig,
     embedding_config: EmbeddingConfig,
@@ -120,10 +146,15 @@ def build_trainee(
     num_steps: int,
     sse: Mapping[str, SSE] | None = None,
     kept_plan: KeptPlan | None = None,
+    previous_plan: KeptPlan | None = None,
 ) -> Trainee:
     """Builds, plans and shards; the weights depend on the seed alone. All ranks call it.
 
-    With ``sse`` ids of the named tables are replaced in training. With ``kept_plan`` nothing is planned anew.
+    With ``sse`` ids of the named tables are replaced in training. With ``kept_plan`` nothing is planned anew,
+    nor with ``previous_plan`` where that was made for what is built here.
+
+    Raises:
+        UserError: where ``kept_plan`` was made for something else.
     """
     torch.manual_seed(train.seed)
     bf16 = use_bf16(train.precision, processes.device)
@@ -132,8 +163,13 @@ def build_trainee(
     )
     _move_dense(task.model, processes.device)
     sharders = [CompositionalEmbeddingBagCollectionSharder(host_memory=plan_config.host_memory)]
+    path, collection = _collection_of(task)
+    sizes = processes.world_size, processes.local_world_size
+    now = made_for(model_config, train, collection.tables(), *sizes, processes.device.type)
+    if kept_plan is None and previous_plan is not None and not previous_plan.made_for.differences(now):
+        kept_plan = previous_plan
     if kept_plan is not None:
-        plan = _take_up(kept_plan, task, processes, table_optimizers(train).is_fused)
+        plan = take_up_plan(kept_plan, path, collection.tables(), now, table_optimizers(train).is_fused)
     else:
         plan = make_plan(
             task,
@@ -168,17 +204,17 @@ def build_trainee(
         if isinstance(module, Perturbation):
             module.in_place = True  # nobody looks at a batch of the reader's but the model, and once
     optimizers = Optimizers(model, train.dense_optimizer, train.sparse_optimizer, num_steps)
-    return Trainee(model, optimizers, StepPipeline(model, optimizers.combined, processes), plan, bf16)
+    return Trainee(model, optimizers, StepPipeline(model, optimizers.combined, processes), plan, now, bf16)
 
 
-def _take_up(kept: KeptPlan, task: ClickTask, processes: Processes, fused: bool) -> ShardingPlan:
-    ((path, collection),) = [
+def _collection_of(task: ClickTask) -> tuple[str, CompositionalEmbeddingBagCollection]:
+    """The model's one collection, and its path."""
+    (found,) = [
         (name, module)
         for name, module in task.named_modules()
         if isinstance(module, CompositionalEmbeddingBagCollection)
     ]
-    sizes = processes.world_size, processes.local_world_size
-    return take_up_plan(kept, path, collection.tables(), *sizes, processes.device.type, fused)
+    return found
 
 
 def use_bf16(precision: str, device: torch.device) -> bool:

@@ -25,8 +25,8 @@ class RunFolder:
     ::
 
         config.yaml       the resolved config
-        run.json          name, seed, versions, parameters, plan's ranks, status
-        plan.json         where each table is
+        run.json          name, seed, versions, parameters, number of ranks, status
+        plan.json         where each table is, and what that was planned for; `distembed train --plan` takes it
         metrics.jsonl     one object a line: kind "train" or "eval", step, values
         tensorboard/      the same metrics
         evaluation.json   the final evaluation

@@ -48,6 +48,7 @@ class RunSettings:
         splits: names of the training, validation and test split; the last two may be None.
         sse: by table, how ids are replaced in training.
         kept_plan: where tables go, if that was decided before; else they are planned.
+        previous_plan: of the run that is resumed, taken up where it was made for what runs now.
         config_yaml: the resolved config, kept in the run folder.
         info: what else the run folder's ``run.json`` records.
     """
@@ -62,6 +63,7 @@ class RunSettings:
     config_yaml: str
     info: Mapping[str, Any]
     kept_plan: KeptPlan | None = None
+    previous_plan: KeptPlan | None = None
 
 
 @dataclass
@@ -119,6 +121,7 @@ class Run:
             self.num_steps,
             settings.sse,
             settings.kept_plan,
+            settings.previous_plan,
         )
         self._step = 0
         self._samples = 0
@@ -159,7 +162,8 @@ class Run:
         """
         self._checkpoints.require_usable()
         if self._processes.is_first:
-            write_json(self._folder.path / "plan.json", plan_as_json(self._trainee.plan))
+            made_for, plan = self._trainee.made_for, self._trainee.plan
+            write_json(self._folder.path / "plan.json", {"made_for": made_for.as_json(), "plan": plan_as_json(plan)})
             if self._step == self.num_steps:
                 self._folder.drop_evaluations(self._settings.splits[2])
         with (
@@ -339,6 +343,10 @@ class Run:
             f"run folder {self._folder.path}"
         )
         self._progress.say(f"plan: {describe_plan(self._trainee.plan)}")
+        previous = self._settings.previous_plan
+        changed = [] if previous is None else previous.made_for.differences(self._trainee.made_for)
+        if changed:
+            self._progress.say(f"planned anew, since the run's plan was made for something else: {'; '.join(changed)}")
         if self._settings.sse:
             rates = sorted({rule.p0 for rule in self._settings.sse.values()})
             self._progress.say(f"ids replaced: {len(self._settings.sse)} tables, p0 {', '.join(map(str, rates))}")

@@ -23,11 +23,16 @@ def test_numbers_behind_the_name_replace_the_catalogues() -> None:
     own = find_device("h100-80gb,memory=96GiB,node_bandwidth=25GB")
     expected = dataclasses.replace(DEVICES["h100-80gb"], memory_bytes=96 * 2**30, node_bandwidth=25 * 10**9)
     assert own == expected
+    other = find_device("memory=48GB,bf16_flops=90e12")
+    nearest = dataclasses.replace(DEVICES["a100-40gb"], memory_bytes=48 * 10**9, bf16_flops=90 * 10**12)
+    assert dataclasses.replace(other, name="a100-40gb") == nearest and "a100-40gb" in other.name
     for text, message in (
         ("h100-80gb,memory", "give NUMBER=SIZE"),
         ("h100-80gb,memory=much", "--gpu memory is 'much'"),
         ("h100-80gb,memory=0", "above 0"),
         ("h100-80gb,memroy=1GB", "Did you mean 'memory'"),
+        ("h100-80gb,flops=1", "number behind --gpu is 'flops'"),
+        ("memory_bandwidth=1TB", "has no memory"),
         ("", "--gpu is ''"),
         ("h100", "Did you mean 'h100-80gb'"),
     ):

@@ -100,5 +100,5 @@ def test_functions_are_taken_off_every_rank() -> None:
     left = Reservation(0.5, tables(), TableOptimizers(dense="adam")).reserve(topology, 1, nn.Module(), [])
     # 16-5-16 with biases; weights, gradients, two states, and one number of steps
     functions = 7 * (5 * 16 + 5 + 16 * 5 + 16)
-    assert [device.storage.ddr for device in left.devices] == [10_000_000 - 4 * (4 * functions + 1)] * 2
+    assert [device.storage.ddr for device in left.devices] == [5_000_000 - 4 * (4 * functions + 1)] * 2
     assert topology.devices[0].storage.ddr == 10_000_000

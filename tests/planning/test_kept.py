@@ -1,5 +1,6 @@
-"""Kept plans: taken up where they were made for these tables and ranks, else refused with every difference."""
+"""Kept plans: taken up where they were made for what runs, else refused with every difference."""
 
+import dataclasses
 import json
 import re
 import tempfile
@@ -20,6 +21,7 @@ from distembed.embedding import CompositionalEmbeddingBagCollection, Composition
 from distembed.errors import UserError
 from distembed.planning import plan_as_json
 from distembed.planning.kept import read_plan, take_up_plan
+from distembed.planning.made_for import MadeFor, tables_made_for
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from distembed.sharding.placement import SHARDING_TYPES, unit_size
 from tests.training.layouts import tables
@@ -56,20 +58,45 @@ def made(layout: str = "mixed", world_size: int = 4, device: str = "cpu") -> Jso
     return json.loads(_made(layout, world_size, device))
 
 
-def take_up(values: Json, world_size: int = 4, device: str = "cpu", run: Json = None, **arguments: Any) -> Json:
-    """The plan that is read from a file with these values, as JSON again."""
+def runs(world_size: int = 4, device: str = "cpu", **changes: Any) -> MadeFor:
+    """What the plans below are taken up for."""
+    values = {
+        "batch_size": 64,
+        "model": {"name": "dlrm", "bottom": [16], "top": [16, 8]},
+        "sparse_optimizer": "sgd",
+        "dense_optimizer": "adam",
+        "tables": tables_made_for(tables()),
+    }
+    return MadeFor(world_size, min(2, world_size), device, **{**values, **changes})
+
+
+def file_of(plan: Json, made_for: MadeFor) -> Json:
+    return {"made_for": json.loads(json.dumps(made_for.as_json())), "plan": plan}
+
+
+def take_up_file(content: Json, now: MadeFor, **arguments: Any) -> Json:
+    """The plan that is read from a file with this content, as JSON again."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "plan.json"
-        path.write_bytes(values if isinstance(values, bytes) else json.dumps(values).encode())
-        if run is not None:
-            (Path(folder) / "run.json").write_text(json.dumps(run))
-        kept = read_plan(path)
-        return plan_as_json(take_up_plan(kept, MODULE, tables(), world_size, min(2, world_size), device, **arguments))
+        path = Path(folder) / "kept.json"
+        path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+        return plan_as_json(take_up_plan(read_plan(path), MODULE, tables(), now, **arguments))
 
 
-def refusal(values: Json, **arguments: Any) -> str:
+def take_up(plan: Json, world_size: int = 4, device: str = "cpu", **arguments: Any) -> Json:
+    """The same of a file that says that it was made for what runs."""
+    now = runs(world_size, device)
+    return take_up_file(file_of(plan, now), now, **arguments)
+
+
+def refusal_of_file(content: Json, now: MadeFor | None = None) -> str:
     with pytest.raises(UserError) as caught:
-        take_up(values, **arguments)
+        take_up_file(content, now or runs())
+    return str(caught.value)
+
+
+def refusal(plan: Json, **arguments: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        take_up(plan, **arguments)
     return str(caught.value)
 
 
@@ -96,16 +123,15 @@ def shards(*spans: tuple[int, int, int], rows: int, axis: int = 1, whole: int = 
 def test_what_was_planned_is_taken_up_whole(layout: str, world_size: int, device: str) -> None:
     plan = made(layout, world_size, device)
     assert take_up(plan, world_size, device) == plan
-    assert take_up(plan, world_size, device, run={"world_size": world_size}) == plan
-    gpus = min(2, world_size)
-    if world_size % gpus == 0:
-        assert take_up({"plan": plan, "nodes": world_size // gpus, "gpus": gpus}, world_size, device) == plan
+    # as the command writes it, among much else
+    now = runs(world_size, device)
+    assert take_up_file({"fits": True, **file_of(plan, now), "remedies": []}, now) == plan
 
 
-def test_a_bare_plan_is_refused_by_the_ranks_that_it_names() -> None:
+def test_ranks_that_a_plan_names_have_to_be_there() -> None:
     for layout in ("column_wise", "row_wise", "data_parallel", "mixed"):
         fewer = refusal(made(layout, 4), world_size=3)
-        assert "number of ranks" in fewer and "there are 3 ranks" in fewer, fewer
+        assert "there are 3 ranks" in fewer, fewer
     for layout in ("row_wise", "data_parallel", "mixed"):
         assert "there are 5 ranks" in refusal(made(layout, 4), world_size=5)
     named = refusal(of_table("c", ranks=[9], shards=shards((9, 0, 16), rows=unit_size(tables()[2])[0])))
@@ -114,16 +140,74 @@ def test_a_bare_plan_is_refused_by_the_ranks_that_it_names() -> None:
     assert all(f"table '{name}' is planned row_wise in 4 shards, and there is 1 rank" in one for name in "abcde")
 
 
-def test_a_number_of_ranks_that_is_said_has_to_be_theirs() -> None:
-    plan = made("table_wise", 2)
-    assert take_up(plan, 4) == plan  # ranks 0 and 1 are there
-    assert "made for 2 ranks, and there are 4" in refusal(plan, run={"world_size": 2})
-    assert "made for 6 ranks, and there are 4" in refusal({"plan": plan, "nodes": 3, "gpus": 2})
-    for wrong in (0, -4, 2.5, "4", True, [4]):
-        assert "'world_size' is" in refusal(plan, run={"world_size": wrong})
-        assert "'gpus' is" in refusal({"plan": plan, "nodes": 1, "gpus": wrong})
-    assert take_up(plan, run={"world_size": None}) == plan
-    assert "run.json" in refusal(plan, run=[1])
+def changed_table(name: str, **changes: Any) -> dict[str, Any]:
+    made = tables_made_for(tables())
+    return {"tables": {**made, name: dataclasses.replace(made[name], **changes)}}
+
+
+def without_table(name: str) -> dict[str, Any]:
+    return {"tables": {table: made for table, made in tables_made_for(tables()).items() if table != name}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"world_size": 2}, "world_size: 4 in the plan, 2 now"),
+        ({"device": "cuda"}, "device_kind: 'cpu' in the plan, 'cuda' now"),
+        ({"batch_size": 1000}, "batch_size: 64 in the plan, 1000 now"),
+        ({"sparse_optimizer": "adagrad"}, "sparse_optimizer: 'sgd' in the plan, 'adagrad' now"),
+        ({"dense_optimizer": "sgd"}, "dense_optimizer: 'adam' in the plan, 'sgd' now"),
+        ({"model": {"name": "dlrm", "bottom": [16], "top": [8]}}, "model.top: [16, 8] in the plan, [8] now"),
+        ({"model": {"name": "dcn", "bottom": [16]}}, "model.name: 'dlrm' in the plan, 'dcn' now"),
+        ({"model": {"name": "dlrm", "bottom": [16]}}, "model.top: [16, 8] in the plan, nothing now"),
+        (changed_table("a", scheme="naive"), "scheme of table 'a': 'quotient_remainder' in the plan, 'naive' now"),
+        (changed_table("a", rows=[26, 5]), "rows of table 'a': [26, 4] in the plan, [26, 5] now"),
+        (changed_table("c", dims=[16, 7]), "dims of table 'c': [16, 181] in the plan, [16, 7] now"),
+        (changed_table("a", composition="sum"), "composition of table 'a': 'product' in the plan, 'sum' now"),
+        (changed_table("a", embedding_dim=8), "embedding_dim of table 'a': 16 in the plan, 8 now"),
+        (changed_table("a", data_type="FP16"), "data_type of table 'a': 'FP32' in the plan, 'FP16' now"),
+        (changed_table("e", pooling="sum"), "pooling of table 'e': 'mean' in the plan, 'sum' now"),
+        (changed_table("a", feature_names=["a", "z"]), "feature_names of table 'a': ['a'] in the plan, ['a', 'z'] now"),
+        (without_table("d"), "table 'd' is in the plan and not in the model"),
+    ],
+)
+def test_a_plan_for_something_else_is_refused_with_both_values(changes: dict[str, Any], line: str) -> None:
+    now, plan = runs(**changes), made()
+    found = refusal_of_file(file_of(plan, runs()), now)
+    assert f"\n  {line}" in found and "made for something else" in found, found
+    # and what does not differ is not named
+    assert found.count("\n") == (2 if "model.name" in found else 1)
+    assert runs().differences(runs()) == now.differences(now) == []
+
+
+def test_all_that_differs_is_told_at_once_and_tables_that_differ_alike_together() -> None:
+    summed = {name: dataclasses.replace(own, composition="sum") for name, own in tables_made_for(tables()).items()}
+    now = runs(1, batch_size=1000, sparse_optimizer="adagrad", tables={**summed, "new": summed["a"]})
+    found = refusal_of_file(file_of(made(), runs()), now)
+    assert "--nodes 1 --gpus 1" in found
+    assert found.splitlines()[1:] == [
+        "  world_size: 4 in the plan, 1 now",
+        "  local_world_size: 2 in the plan, 1 now",
+        "  batch_size: 64 in the plan, 1000 now",
+        "  sparse_optimizer: 'sgd' in the plan, 'adagrad' now",
+        "  table 'new' is in the model and not in the plan",
+        "  composition of tables 'a', 'd': 'product' in the plan, 'sum' now",
+        "  composition of table 'b': 'concat' in the plan, 'sum' now",
+        "  composition of table 'c': 'path_mlp' in the plan, 'sum' now",
+    ]
+
+
+def test_a_plan_that_does_not_say_what_it_was_made_for_is_refused() -> None:
+    for content in (made(), {"plan": made()}, {"plan": made(), "nodes": 2, "gpus": 2}):
+        assert "does not say what its plan was made for" in refusal_of_file(content)
+    file = file_of(made(), runs())
+    for wrong in (0, -4, 2.5, "4", True, [4], None):
+        damaged = {**file, "made_for": {**file["made_for"], "world_size": wrong}}
+        assert "'made_for' / 'world_size' is" in refusal_of_file(damaged)
+    del file["made_for"]["tables"]["a"]["rows"], file["made_for"]["device_kind"], file["plan"][MODULE]["b"]["ranks"]
+    found = refusal_of_file(file)
+    for missing in ("'device_kind'", "'tables' / 'a' / 'rows'", "'plan' / 'model.embeddings' / 'b' / 'ranks'"):
+        assert f"{missing} is missing" in found
 
 
 ROWS_A, ROWS_B, ROWS_D = (unit_size(table)[0] for table in tables() if table.name in "abd")
@@ -245,19 +329,20 @@ def test_kernels_follow_the_device_and_the_optimizer() -> None:
 def test_sequences_are_not_placed_as_bags_only_are() -> None:
     sequence = CompositionalEmbeddingConfig("s", 40, 16, ["s"])
     own = {"compute_kernel": "fused", "ranks": [0], "shards": shards((0, 0, 16), rows=40)}
+    now = MadeFor(1, 1, "cpu", 64, {}, "sgd", "sgd", tables_made_for([sequence]))
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "plan.json"
+        path = Path(folder) / "kept.json"
         for kind, is_possible in (("table_wise", True), ("table_column_wise", False)):
-            path.write_text(json.dumps({MODULE: {"s": {"sharding_type": kind, **own}}}))
+            path.write_text(json.dumps(file_of({MODULE: {"s": {"sharding_type": kind, **own}}}, now)))
             kept = read_plan(path)
             if is_possible:
-                take_up_plan(kept, MODULE, [sequence], 1, 1, "cpu")
+                take_up_plan(kept, MODULE, [sequence], now)
             else:
                 with pytest.raises(UserError, match="'s' is planned 'table_column_wise', and can be placed table_wise"):
-                    take_up_plan(kept, MODULE, [sequence], 1, 1, "cpu")
+                    take_up_plan(kept, MODULE, [sequence], now)
 
 
-def test_all_differences_are_told_at_once() -> None:
+def test_all_that_is_wrong_with_a_plan_is_told_at_once() -> None:
     plan = made()
     (of_module,) = plan.values()
     of_module["a"]["compute_kernel"] = "fused_uvm"
@@ -265,9 +350,8 @@ def test_all_differences_are_told_at_once() -> None:
     of_module["x"] = of_module.pop("c")
     of_module["d"]["ranks"] = [0, 5]
     of_module["e"]["sharding_type"] = "table_row_wise"
-    found = refusal(plan, run={"world_size": 2})
+    found = refusal(plan)
     for difference in (
-        "it was made for 2 ranks, and there are 4",
         "table 'x' is in the plan and not in the model",
         "table 'a' is planned with compute kernel 'fused_uvm'",
         "table 'b' is planned row_wise in 3 shards, and there are 4 ranks",
@@ -303,11 +387,11 @@ def test_all_differences_are_told_at_once() -> None:
     ],
 )
 def test_files_that_are_no_plan_are_refused(content: bytes) -> None:
-    assert "plan" in refusal(content)
+    assert "plan" in refusal_of_file(content)
 
 
 def test_the_file_of_a_config_that_does_not_fit_holds_no_plan() -> None:
-    assert "tables do not fit" in refusal({"plan": None, "nodes": 1, "gpus": 2})
+    assert "tables do not fit" in refusal_of_file(file_of(None, runs()))
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
@@ -332,6 +416,7 @@ json_values = st.recursive(
         | st.dictionaries(
             st.sampled_from(
                 [MODULE, *"abcde", "sharding_type", "compute_kernel", "ranks", "shards", "rank", "offset", "size"]
+                + ["plan", "made_for", "world_size", "model", "tables"]
             )
             | st.text(max_size=3),
             inner,
@@ -352,10 +437,8 @@ def places(value: Json) -> Iterator[tuple[Any, Any]]:
 
 @st.composite
 def damaged(draw: Any) -> Json:
-    """A plan, some values of which are others or missing."""
-    plan = made(draw(st.sampled_from(LAYOUTS)), draw(st.sampled_from([4, 4, 4, 2])))
-    if draw(st.booleans()):
-        plan = {"plan": plan, "nodes": draw(st.sampled_from([4, 4, 2])), "gpus": 1}
+    """A file, some values of which are others or missing."""
+    plan = file_of(made(draw(st.sampled_from(LAYOUTS)), draw(st.sampled_from([4, 4, 4, 2]))), runs())
     for _ in range(draw(st.integers(1, 3))):
         found = list(places(plan))
         if not found:
@@ -373,7 +456,7 @@ def damaged(draw: Any) -> Json:
 
 @st.composite
 def moved(draw: Any) -> Json:
-    """A plan with a table's shards on other ranks, of other widths, or under another sharding type or kernel."""
+    """A file with a table's shards on other ranks, of other widths, or under another sharding type or kernel."""
     plan = made(draw(st.sampled_from(LAYOUTS)))
     own = plan[MODULE][draw(st.sampled_from("abcde"))]
     own["sharding_type"] = draw(st.sampled_from([own["sharding_type"], *SHARDING_TYPES]))
@@ -385,7 +468,7 @@ def moved(draw: Any) -> Json:
     for shard in own["shards"]:
         shard["rank"] = draw(st.integers(0, 4))
     own["ranks"] = [shard["rank"] for shard in own["shards"]] or own["ranks"]
-    return plan
+    return file_of(plan, runs())
 
 
 def covered(plan: Json) -> None:
@@ -402,10 +485,10 @@ def covered(plan: Json) -> None:
 
 
 @settings(max_examples=400)
-@given(moved() | damaged() | json_values, st.sampled_from([None, {"world_size": 4}, {}]) | json_values)
-def test_a_damaged_plan_is_refused_or_still_places_every_number_once(values: Json, run: Json) -> None:
+@given(moved() | damaged() | json_values)
+def test_a_damaged_plan_is_refused_or_still_places_every_number_once(content: Json) -> None:
     try:
-        plan = take_up(values, run=run)
+        plan = take_up_file(content, runs())
     except UserError:
         return
     covered(plan)
@@ -414,9 +497,9 @@ def test_a_damaged_plan_is_refused_or_still_places_every_number_once(values: Jso
 @settings(max_examples=200)
 @given(st.binary(max_size=40), st.integers(0, 3000))
 def test_a_plan_that_was_cut_or_overwritten_is_refused_or_whole(noise: bytes, where: int) -> None:
-    content = json.dumps(made()).encode()
+    content = json.dumps(file_of(made(), runs())).encode()
     try:
-        plan = take_up(content[:where] + noise + content[where + len(noise) :])
+        plan = take_up_file(content[:where] + noise + content[where + len(noise) :], runs())
     except UserError:
         return
     covered(plan)

@@ -19,6 +19,7 @@ from distembed.planning import plan as plan_module
 from distembed.planning.cluster import Cluster
 from distembed.planning.config import TablePlanConfig
 from distembed.planning.devices import find_device
+from distembed.planning.networks import NetworkEstimate
 from distembed.planning.optimizer_states import TableOptimizers
 from distembed.planning.plan import find_plan
 from distembed.planning.storage import table_storage, total
@@ -46,7 +47,10 @@ def one_table(num_bytes: int, composition: str = "product") -> list[Compositiona
 
 
 def plan(
-    config: PlanConfig, of_tables: list[CompositionalEmbeddingBagConfig] | None = None, **settings: Any
+    config: PlanConfig,
+    of_tables: list[CompositionalEmbeddingBagConfig] | None = None,
+    workload: Workload | None = None,
+    **settings: Any,
 ) -> dict[str, dict[str, Any]]:
     model = nn.ModuleDict({"e": CompositionalEmbeddingBagCollection(of_tables or tables(), device="meta")})
     world = dist.get_world_size()
@@ -56,7 +60,7 @@ def plan(
         device=torch.device("cpu"),
         world_size=world,
         local_world_size=world,
-        workload=Workload(8 * world),
+        workload=workload or Workload(8 * world),
         config=config,
         **settings,
     )
@@ -97,6 +101,11 @@ def check_plans(rank: int, world_size: int) -> None:
             plan(PlanConfig(), one_table(3 * GIB), optimizers=TableOptimizers(optimizer, is_fused=is_fused))
     with pytest.raises(RunError, match="do not fit in the memory of 2 rank"):  # on every rank, and none waits
         plan(PlanConfig(), one_table(400 * GIB))
+    # tables that have room, and a step that has none; or its networks
+    with pytest.raises(RunError, match=r"A step does not fit: rank \d lacks [\d,]+ bytes.*train.batch_size"):
+        plan(PlanConfig(), one_table(1 * GIB), Workload(20_000_000))
+    with pytest.raises(RunError, match=r"beside tables each rank needs 3,221,225,472 bytes.*activations"):
+        plan(PlanConfig(), workload=Workload(8, network=NetworkEstimate(peak=3 * GIB)))
 
 
 def large_tables(num_tables: int) -> list[CompositionalEmbeddingBagConfig]:
@@ -129,6 +138,9 @@ def test_many_ranks_have_loads_alike(num_tables: int, nodes: int, optimizer: str
     placements = [place(table, planned[table.name], world_size) for table in of_tables]  # type: ignore[index]
     held = [total(rank).total for rank in table_storage(placements, world_size, optimizer, "adagrad")]
     assert max(held) <= 1.1 * np.mean(held) and min(held) >= 0.9 * np.mean(held)
+    # buffers are not balanced, and are most of what such small tables need
+    in_all, share = [memory.total for memory in made.memory], 0.1 if num_tables == 1000 else 0.2
+    assert max(in_all) <= (1 + share) * np.mean(in_all) and min(in_all) >= (1 - share) * np.mean(in_all)
     for placement in placements:
         ranks = placement.unit.ranks or []
         assert len(set(ranks)) == len(ranks) > 0
@@ -149,6 +161,10 @@ def test_plain_tables_beside_compositional_ones_are_planned_too() -> None:
     )
     assert list(plan_as_json(made.plan)["theirs"]) == ["plain"]
     assert list(made.why) == list(plan_as_json(made.plan)["ours"]) == ["a", "b", "c"]
+    # and are counted where they lie
+    (rank,) = plan_as_json(made.plan)["theirs"]["plain"]["ranks"]
+    of_ranks = [memory.items()["plain_tables"] for memory in made.memory]
+    assert of_ranks[rank] >= 10**6 * 64 * 4 and sum(of_ranks) == of_ranks[rank]
 
 
 @pytest.mark.distributed

@@ -114,3 +114,20 @@ def test_networks_take_their_operations_or_their_activations() -> None:
     moves = times(network=NetworkEstimate(flops=1, peak=10**9))[0]
     assert moves.networks == pytest.approx(1e3 * 4 * 10**9 / device.memory_bandwidth)
     assert times()[0].networks == 0.0
+
+
+def test_gradients_of_data_parallel_tables_are_counted_once() -> None:
+    table = CompositionalEmbeddingBagConfig("t", NUM_IDS, DIM, ["f"])
+    model = nn.ModuleDict({"e": CompositionalEmbeddingBagCollection([table], device="meta")})
+    planned = find_plan(
+        model,
+        [CompositionalEmbeddingBagCollectionSharder()],
+        Cluster(find_device("a100-80gb"), 1, 8),
+        Workload(ROWS),
+        PlanConfig(["data_parallel"]),
+    )
+    for own in planned.times:
+        # in a ring of n ranks each sends 2 (n - 1) / n of them
+        sent = 2 * 7 / 8 * NUM_IDS * DIM * 4
+        assert own.exchange == 0.0
+        assert own.all_reduce == pytest.approx(1e3 * sent / find_device("a100-80gb").local_bandwidth, rel=1e-6)

@@ -81,7 +81,7 @@ def expected_type(plan: dict[str, Any], table: str) -> str:
 
 def check_plan(folder: Path, name: str, world_size: int) -> None:
     """What is saved is what was asked for, and what is printed says the same."""
-    (placed,) = json.loads((folder / name / "plan.json").read_text()).values()
+    (placed,) = json.loads((folder / name / "plan.json").read_text())["plan"].values()
     assert placed.keys() == SIZES.keys()
     for table, placement in placed.items():
         sharding_type = expected_type(PLANS[name], table)
