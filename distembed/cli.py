@@ -1,8 +1,8 @@
 """The ``distembed`` command.
 
-Exit codes: 0 done, 1 failed or interrupted, 2 wrong input, 3 a plan that does not fit. What a user can mend is said in
-a sentence, without a traceback. Heavy imports happen within the commands: ``--help`` is fast and ``doctor`` works on a
-broken install.
+Exit codes: 0 done, 1 failed, 2 wrong input, 3 a plan that does not fit, 75 interrupted: go on with --resume. What a
+user can mend is said in a sentence, without a traceback. Heavy imports happen within the commands: ``--help`` is fast and
+``doctor`` works on a broken install.
 """
 
 import errno
@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
-from distembed.errors import RunError, UserError
+from distembed.error_file import record_error
+from distembed.errors import Interrupted, RunError, UserError
 from distembed.sizes import parse_bytes
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ MAY_CHANGE_ON_RESUME = {
     "train.checkpoint_every",
     "train.keep_checkpoints",
 }
+
+INTERRUPTED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run that `distembed train` made.")]
 DataOption = Annotated[
@@ -279,27 +282,42 @@ def train(
         typer.Option("--run-dir", help="Folder for config, metrics and checkpoints; runs/NAME-TIME unless given."),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of --run-dir.")] = False,
+    resume_or_start: Annotated[
+        bool,
+        typer.Option("--resume-or-start", help="Go on where --run-dir holds a run, else start it: for schedulers."),
+    ] = False,
     plan: Annotated[
-        Path | None, typer.Option("--plan", help="Place tables as this file of `distembed plan --output` says.")
+        Path | None,
+        typer.Option(
+            "--plan",
+            help="Place tables as this file of `distembed plan --output` says; with --resume-or-start, if it is for as "
+            "many ranks as there are.",
+        ),
     ] = None,
 ) -> None:
     """Train a model, evaluate it on the test split, and keep all that is needed to repeat it."""
     from distembed.config import load_config
+    from distembed.planning.kept import read_plan
     from distembed.training.processes import process_group
     from distembed.training.together import Together
-    from distembed.training.tracking import require_new_or_resume
+    from distembed.training.tracking import holds_run, require_new_or_resume
     from distembed.training.trainer import describe_metrics, run_training
 
     loaded = load_config(config, overrides or [])
-    if resume and run_dir is None:
+    if (resume or resume_or_start) and run_dir is None:
         raise UserError("--resume needs --run-dir, the folder of the run to go on with.")
     with process_group(loaded.train.device) as processes:
         folder = _agree_on_run_dir(run_dir or _default_run_dir(config), processes)
+        if resume_or_start:
+            resume = Together().on_first(lambda: holds_run(folder))
         if processes.is_first:
             require_new_or_resume(folder, resume)
             _require_same_config(folder, loaded, resume)
-        previous = Together().on_first(lambda: _plan_of_run(folder, loaded)) if resume and plan is None else None
-        settings = _settings(loaded, plan, previous)
+        strict = None if resume_or_start else plan
+        previous = Together().on_first(lambda: _plan_of_run(folder, loaded)) if resume and strict is None else None
+        if previous is None and resume_or_start and plan is not None:
+            previous = read_plan(plan)
+        settings = _settings(loaded, strict, previous)
         if processes.is_first:
             _require_same_graphs(folder, settings.info["graphs"], resume)
             for line in settings.info["kept_full"]:
@@ -595,17 +613,27 @@ def main() -> NoReturn:
     try:
         app(standalone_mode=True)
     except UserError as error:
+        record_error(error)
         _end(2, f"[bold red]error:[/] {_escape(error)}")
+    except Interrupted as error:
+        # a launcher would start again what ends with another code than it expects of a run that may stop
+        code = int(os.environ.get("DISTEMBED_INTERRUPTED_EXIT_CODE", INTERRUPTED_EXIT_CODE))
+        _end(code, f"[bold yellow]interrupted:[/] {_escape(error)}")
     except RunError as error:
+        record_error(error)
         _end(1, f"[bold red]failed:[/] {_escape(error)}")
     except SystemExit as ended:
         if ended.code == 130:  # typer's answer to Ctrl-C
-            _end(1, "[bold yellow]interrupted[/]")
+            _end(INTERRUPTED_EXIT_CODE, "[bold yellow]interrupted[/]")
         _leave(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG):
             _end(2, f"[bold red]error:[/] {_escape(error)}")
+        record_error(error)
         _end(1, f"[bold red]failed:[/] {_escape(error)}")
+    except Exception as error:
+        record_error(error)
+        raise
     _leave(0)
 
 

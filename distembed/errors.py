@@ -15,7 +15,7 @@ class RunError(RuntimeError):
 
 
 class Interrupted(RunError):
-    """Ctrl-C or SIGTERM, after everything was saved that the user needs to go on."""
+    """Ctrl-C, SIGTERM or SIGUSR1, after everything was saved that the user needs to go on (exit code 75)."""
 
 
 class DoesNotFit(RunError):

@@ -82,10 +82,9 @@ def test_what_does_not_fit_is_refused_with_remedies_that_hold() -> None:
     needed, left = fit["needed_by_tables"], fit["left_for_tables"]
     assert needed["weights"] + needed["optimizer_state"] > left > 0
     kinds = {remedy.split("=")[0].split()[0] for remedy in fit["remedies"]}
-    assert kinds == {"--nodes", "--gpu", "embedding.default.partition"}
+    assert {"--nodes", "--gpus", "--memory", "embedding.default.partition"} <= kinds
     for remedy in fit["remedies"]:
-        memory = [] if "--gpu" in remedy else ["--memory", "2GB"]
-        assert plan(*settings, *memory, *shlex.split(remedy))[0] == 0, remedy
+        assert plan(*settings, "--memory", "2GB", *shlex.split(remedy))[0] == 0, remedy
     # and each is the least of its kind
     nodes = next(int(remedy.split()[1]) for remedy in fit["remedies"] if remedy.startswith("--nodes"))
     assert nodes > 1 and plan(*settings, "--memory", "2GB", "--nodes", nodes - 1)[0] == 3

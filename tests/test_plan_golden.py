@@ -41,7 +41,7 @@ CASES = {
     "does_not_fit": ["--gpus", "1", "--memory", "80kB", "train.batch_size=64"],
     "host_memory": [
         *("embedding.tables.C3={}", "plan={host_memory: true}", "train.batch_size=64"),
-        *("--gpus", "1", "--memory", "94kB", "--host-memory", "1MB"),
+        *("--gpus", "1", "--memory", "106kB", "--host-memory", "1MB"),
     ],
 }
 

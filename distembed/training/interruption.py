@@ -1,5 +1,6 @@
-"""Ctrl-C and SIGTERM as a request to stop after a step, agreed on by all ranks."""
+"""Ctrl-C, SIGTERM and SIGUSR1 as a request to stop after a step, agreed on by all ranks."""
 
+import os
 import signal
 from types import FrameType
 
@@ -12,7 +13,12 @@ _STEPS_BETWEEN_AGREEMENTS = 10
 
 
 class Interruption:
-    """Catches the first SIGINT or SIGTERM within its block; a second one ends the process at once."""
+    """Catches the first signal within its block; a second one ends the process at once.
+
+    Schedulers send SIGUSR1 before a time limit, as far as they are asked to. Under ``torch.distributed.run`` a request
+    arrives several times, from the terminal or the scheduler and from the launcher, so there others are ignored; the
+    launcher kills what does not end.
+    """
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
@@ -20,7 +26,7 @@ class Interruption:
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> "Interruption":
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             self._previous[number] = signal.signal(number, self._receive)
         return self
 
@@ -29,7 +35,7 @@ class Interruption:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
-        if self._received is not None:
+        if self._received is not None and "TORCHELASTIC_RUN_ID" not in os.environ:
             raise KeyboardInterrupt
         self._received = number
 

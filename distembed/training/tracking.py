@@ -16,6 +16,8 @@ from torch.utils.tensorboard import SummaryWriter
 from distembed.errors import Interrupted, RunError, UserError
 from distembed.training.files import finite, write_json, write_text
 
+LAUNCH_FOLDER = "launch"
+"""Of a run folder: what launching it on a cluster leaves there, before it starts."""
 _PACKAGES = ("distembed", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy", "pyarrow")
 
 
@@ -158,6 +160,11 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
+def holds_run(path: Path) -> bool:
+    """Whether a run was started in a folder."""
+    return (path / "config.yaml").exists()
+
+
 def require_new_or_resume(path: Path, resume: bool) -> None:
     """Refuses to write over a run unasked.
 
@@ -166,11 +173,11 @@ def require_new_or_resume(path: Path, resume: bool) -> None:
     """
     if path.exists() and not path.is_dir():
         raise UserError(f"--run-dir {path} is a file; give a folder.")
-    if resume and not (path / "config.yaml").exists():
+    if resume and not holds_run(path):
         raise UserError(f"--resume: {path} holds no run; give the folder of the run to go on with.")
-    if not path.exists() or not os.listdir(path):
+    if not path.exists() or not set(os.listdir(path)) - {LAUNCH_FOLDER}:
         return
-    if not (path / "config.yaml").exists():
+    if not holds_run(path):
         raise UserError(f"--run-dir {path} is a folder with other files and no run; give a new or empty folder.")
     if not resume:
         raise UserError(f"--run-dir {path} holds a run already; add --resume to go on with it, or give another folder.")
