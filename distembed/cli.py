@@ -1,8 +1,8 @@
 """The ``distembed`` command.
 
 Exit codes: 0 done, 1 failed, 2 wrong input, 3 a plan that does not fit, 75 interrupted: go on with --resume. What a
-user can mend is said in a sentence, without a traceback. Heavy imports happen within the commands: ``--help`` is fast and
-``doctor`` works on a broken install.
+user can mend is said in a sentence, without a traceback. Heavy imports happen within the commands: ``--help`` is fast
+and ``doctor`` works on a broken install.
 """
 
 import errno
