@@ -19,6 +19,7 @@ from rich.console import Console
 from distembed.error_file import record_error
 from distembed.errors import Interrupted, RunError, UserError
 from distembed.sizes import parse_bytes
+from launch.commands import add_commands
 
 if TYPE_CHECKING:
     from logging import LogRecord
@@ -423,6 +424,9 @@ def say(text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
+add_commands(app, say)
+
+
 def _settings(config: "Config", plan: Path | None, previous_plan: "KeptPlan | None") -> Any:
     from distembed.data.graph_ids import require_same_ids
     from distembed.data.manifest import Manifest, id_fingerprint
@@ -616,9 +620,7 @@ def main() -> NoReturn:
         record_error(error)
         _end(2, f"[bold red]error:[/] {_escape(error)}")
     except Interrupted as error:
-        # a launcher would start again what ends with another code than it expects of a run that may stop
-        code = int(os.environ.get("DISTEMBED_INTERRUPTED_EXIT_CODE", INTERRUPTED_EXIT_CODE))
-        _end(code, f"[bold yellow]interrupted:[/] {_escape(error)}")
+        _end(INTERRUPTED_EXIT_CODE, f"[bold yellow]interrupted:[/] {_escape(error)}")
     except RunError as error:
         record_error(error)
         _end(1, f"[bold red]failed:[/] {_escape(error)}")

@@ -2,7 +2,8 @@
 # Makes .venv ready to run distembed, and ends at once when nothing has changed since the last time.
 #
 #   tools/setup.sh          what the product needs
-#   tools/setup.sh test     and what the tests need
+#   tools/setup.sh launch   and what jobs are started on clusters with
+#   tools/setup.sh test     and what the tests need, `launch` included
 #
 # DISTEMBED_PYTHON=/path/to/python3   the interpreter to build on (default: the first suitable one on PATH)
 # DISTEMBED_DEVICE=cpu|cuda           which members of the trio to take (default: cuda where nvidia-smi works)
@@ -15,6 +16,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 readonly VENV=.venv
 readonly MARK=$VENV/.made-by-setup # ours, so that a .venv which someone else made is never deleted
 readonly STAMP=$VENV/.ready        # three lines: what it stands on, what was installed, which extras
+# The last release with all schedulers. Its metadata demands urllib3<1.27: what it needs is in the extra `launch`.
+readonly TORCHX=torchx==0.7.0
 
 say() { printf '==> %s\n' "$*"; }
 fail() {
@@ -115,13 +118,20 @@ install() {
     say "Installing ${requirements[*]:1} ($device)"
     # --no-deps: torchrec demands fbgemm-gpu, the CUDA build, on every machine.
     pip_install --no-deps "${requirements[@]:1}"
+    if [[ " $stamp_extras " == *" launch "* ]]; then
+        say "Installing $TORCHX"
+        pip_install --no-deps "$TORCHX"
+    fi
     say "Loading torch, FBGEMM and TorchRec once"
     "$VENV/bin/python" -W ignore -c 'import torch, fbgemm_gpu, torchrec' ||
         fail "the trio is installed and does not load; see:  $VENV/bin/python -m distembed.doctor"
 }
 
 extras=("$@")
-for extra in "${extras[@]}"; do [[ $extra == test ]] || fail "unknown extra '$extra'; allowed is: test"; done
+for extra in "${extras[@]}"; do
+    [[ $extra == launch || $extra == test ]] || fail "unknown extra '$extra'; allowed are: launch, test"
+    [[ $extra != test ]] || extras+=(launch)
+done
 device=$(choose_device)
 end_if_ready
 

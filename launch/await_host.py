@@ -1,0 +1,69 @@
+"""Waits, not for ever, until a job's first node can be reached: ``python -m launch.await_host HOST PORT``.
+
+On Kubernetes the name of the first node's pod resolves only some time after the others have started, and what it runs
+listens later still, when its image has been pulled. ``torch.distributed.run`` gives up after a minute, or at once.
+"""
+
+import argparse
+import socket
+import sys
+import time
+
+LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
+POLL_SECONDS = 1.0
+
+
+def await_host(host: str, port: int, seconds: float) -> str:
+    """Returns once ``port`` of ``host`` takes connections, or at once where the host is this one.
+
+    Args:
+        host: Name or address.
+        port: TCP port.
+        seconds: How long to wait.
+
+    Returns:
+        "" when it does, else what was wrong last.
+    """
+    if host in LOCAL:
+        return ""
+    deadline = time.monotonic() + seconds
+    said = ""
+    while True:
+        reason = _unreachable(host, port)
+        if not reason or time.monotonic() >= deadline:
+            return reason
+        if reason != said:
+            print(f"waiting up to {seconds:g} s for {host}:{port}: {reason}", file=sys.stderr, flush=True)
+            said = reason
+        time.sleep(min(POLL_SECONDS, max(deadline - time.monotonic(), 0)))
+
+
+def _unreachable(host: str, port: int) -> str:
+    try:
+        socket.create_connection((host, port), timeout=5).close()
+    except socket.gaierror as error:
+        return f"the name does not resolve ({error.strerror})"
+    except OSError as error:
+        return f"it takes no connections ({error.strerror or error})"
+    return ""
+
+
+def main() -> int:
+    """The command; exit code 0 once the host can be reached, else 1."""
+    parser = argparse.ArgumentParser(prog="python -m launch.await_host", description=__doc__)
+    parser.add_argument("host")
+    parser.add_argument("port", type=int)
+    parser.add_argument("--seconds", type=float, default=600)
+    given = parser.parse_args()
+    reason = await_host(given.host, given.port, given.seconds)
+    if reason:
+        print(
+            f"node 0 of the job ({given.host}:{given.port}) could not be reached within {given.seconds:g} s: {reason}. "
+            "See whether it has started and what it says, and that nodes may talk to each other on this port.",
+            file=sys.stderr,
+        )
+    return int(bool(reason))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

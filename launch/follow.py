@@ -1,0 +1,114 @@
+"""What a job says while it runs, and why it failed: the traceback of the rank that failed first."""
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchx.runner import Runner
+from torchx.specs import AppState, AppStatus
+
+_POLL_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How the rank that failed first did.
+
+    Attributes:
+        where: file that says so; its folder is that of the node's logs.
+        message: the error.
+        traceback: of Python; "" where there is none.
+        time: seconds since 1970.
+    """
+
+    where: Path
+    message: str
+    traceback: str
+    time: float
+
+
+def follow(runner: Runner, handle: str, role: str, num_nodes: int, say: Callable[[str], None]) -> AppStatus | None:
+    """Prints what the nodes print until the job has ended; its state then, None where nothing is known of it.
+
+    Args:
+        runner: of TorchX.
+        handle: of the job.
+        role: whose replicas are followed.
+        num_nodes: how many there are. Rank 0 may be on any of them: nodes are numbered anew as they meet.
+        say: takes a line.
+    """
+    status = runner.status(handle)
+    said = None
+    while status is not None and status.state in (AppState.PENDING, AppState.SUBMITTED, AppState.UNSUBMITTED):
+        if status.msg != said:
+            say(f"waiting: {status.msg or status.state.name.lower()}")
+            said = status.msg
+        time.sleep(_POLL_SECONDS)
+        status = runner.status(handle)
+    if status is None:
+        return None
+    for line in node_lines(runner, handle, role, range(num_nodes), should_tail=True):
+        say(line)
+    return runner.wait(handle, wait_interval=_POLL_SECONDS)
+
+
+def node_lines(runner: Runner, handle: str, role: str, nodes: Sequence[int], should_tail: bool) -> Iterator[str]:
+    """Lines of several nodes' logs as they come, each with its node's number where there are several.
+
+    Args:
+        runner: of TorchX.
+        handle: of the job.
+        role: whose replicas they are.
+        nodes: their numbers.
+        should_tail: whether to go on until the job has ended.
+    """
+    lines = queue.Queue[str | None]()
+
+    def read(node: int) -> None:
+        prefix = f"node {node}: " if len(nodes) > 1 else ""
+        try:
+            for line in runner.log_lines(handle, role, node, should_tail=should_tail):
+                lines.put(prefix + line.rstrip("\n"))
+        except Exception as error:  # a node without a log is no reason to lose sight of the others
+            lines.put(f"{prefix}{error}")
+        finally:
+            lines.put(None)
+
+    for node in nodes:
+        threading.Thread(target=read, args=(node,), daemon=True).start()
+    num_open = len(nodes)
+    while num_open:
+        line = lines.get()
+        if line is None:
+            num_open -= 1
+        else:
+            yield line
+
+
+def first_failure(logs: Path, since: float = 0.0) -> Failure | None:
+    """The earliest error that ranks have noted in a run's logs; None where none has.
+
+    Args:
+        logs: folder of all nodes' logs.
+        since: seconds since 1970; errors of earlier starts are left out.
+    """
+    found = [failure for file in logs.rglob("error.json") if (failure := _read(file)) and failure.time >= since]
+    return min(found, key=lambda failure: failure.time, default=None)
+
+
+def _read(file: Path) -> Failure | None:
+    try:
+        noted: Any = json.loads(file.read_text())["message"]
+        if isinstance(noted, str):
+            return Failure(file, noted, "", file.stat().st_mtime)
+        extra = noted.get("extraInfo", {})
+        return Failure(
+            file, str(noted["message"]), str(extra.get("py_callstack", "")), float(extra.get("timestamp", 0))
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None

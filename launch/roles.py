@@ -1,0 +1,120 @@
+"""The role of an application: what each node runs and needs, and what some schedulers have to be told of it."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from torchx import specs
+
+from distembed.errors import UserError
+from launch.shape import Shape
+
+ELASTIC = ("docker", "kubernetes", "local", "ray", "slurm")
+"""Schedulers, by TorchX's names of their back ends, on which a job goes on with fewer nodes."""
+NEED_IMAGE = ("aws_batch", "docker", "kubernetes")
+"""Schedulers that run containers."""
+MOUNT_NOTHING = ("local", "ray", "slurm")
+"""Schedulers whose processes see the files of the machine that they run on."""
+GRACE_SECONDS = "distembed.grace_seconds"
+"""Key of a role's metadata: seconds that its processes have to save their state when they are told to end."""
+
+# With TorchX's suffix (15), that of a pod ("-evaluate-999-0") and a rest, within the 63 of a DNS label.
+_LONGEST_NAME = 32
+
+
+@dataclass
+class Nodes(specs.Role):
+    """A role whose request is looked at once more when the scheduler is known."""
+
+    def pre_proc(self, scheduler: str, dryrun_info: Any) -> Any:
+        elastic = self.min_replicas is not None and self.min_replicas < self.num_replicas
+        if elastic and scheduler not in ELASTIC:
+            raise UserError(
+                f"j asks for {self.min_replicas} to {self.num_replicas} nodes, and {scheduler} starts a job on all of "
+                f"its nodes or on none; ask for {self.num_replicas} nodes, or take one of {', '.join(ELASTIC)}"
+            )
+        if not self.image and scheduler in NEED_IMAGE:
+            raise UserError(f"image is empty, and {scheduler} runs containers; name one that holds distembed")
+        if self.mounts and scheduler in MOUNT_NOTHING:
+            raise UserError(
+                f"mounts are for containers; on {scheduler} the job sees the files of its nodes: leave them out"
+            )
+        if scheduler == "docker":
+            _mend_docker_names(dryrun_info.request)
+        return dryrun_info
+
+
+def job_name(text: str) -> str:
+    """A name made of ``text`` that every scheduler takes: a DNS-1035 label of at most 32 characters.
+
+    TorchX drops what Kubernetes does not allow and may leave a name that starts with a digit: its Service, and with
+    it the names of the nodes, would be refused when the job has been accepted.
+
+    Raises:
+        UserError: Nothing is left of it.
+    """
+    name = re.sub(r"[^a-z0-9]+", "-", text.lower())
+    name = re.sub(r"^[^a-z]+", "", name)[:_LONGEST_NAME].rstrip("-")
+    if not name:
+        raise UserError(f"name is {text!r}; it needs a letter from a to z, such as dlrm-1")
+    return name
+
+
+def find_resource(h: str | None, cpu: int | None, gpu: int | None, memory_mb: int | None) -> specs.Resource:
+    """What a node needs: a named resource, or its numbers; 2 CPUs and 4096 MB where nothing is said.
+
+    Raises:
+        UserError: A name that is not registered, numbers beside a name, or a number below its least.
+    """
+    numbers = {"cpu": cpu, "gpu": gpu, "memMB": memory_mb}
+    given = {field: value for field, value in numbers.items() if value is not None}
+    if h is not None:
+        if given:
+            said = ", ".join(f"{field}={value}" for field, value in given.items())
+            raise UserError(f"h is {h!r}, which says all that a node has, beside {said}; give one or the other")
+        try:
+            return specs.named_resources[h]
+        except KeyError as error:
+            raise UserError(f"h is {h!r}: {error.args[0]} Or give cpu, gpu and memMB instead.") from error
+    for field, value in given.items():
+        least = 0 if field == "gpu" else 1
+        if value < least:
+            raise UserError(f"{field} is {value}; it starts at {least}")
+    return specs.Resource(cpu=cpu or 2, gpu=gpu or 0, memMB=memory_mb or 4096)
+
+
+def require_gpus(shape: Shape, resource: specs.Resource) -> None:
+    """Refuses more processes on a node than it has GPUs, where it has any: NCCL does not share a GPU."""
+    if 0 < resource.gpu < shape.processes:
+        raise UserError(
+            f"j is '{shape}', {shape.processes} processes on a node of {resource.gpu} GPUs; "
+            f"each process takes one: give {shape.nodes}x{resource.gpu}, or nodes of more GPUs"
+        )
+
+
+def threads_per_process(resource: specs.Resource, processes: int) -> str:
+    """A process's share of the CPUs: else each would take all of them, or, under torch.distributed.run, one."""
+    return str(max(1, int(resource.cpu) // processes))
+
+
+def parse_mounts(mounts: list[str] | None) -> list[Any]:
+    """Mounts of TorchX from ``type=bind,src=/host,dst=/container[,readonly]``, split at the commas.
+
+    Raises:
+        UserError: One that TorchX cannot read.
+    """
+    try:
+        return specs.parse_mounts(mounts) if mounts else []
+    except (KeyError, ValueError) as error:
+        raise UserError(
+            f"mounts are {','.join(mounts or [])!r}: {error.args[0]}; a mount is "
+            "type=bind|volume|device,src=...,dst=...[,readonly], its type first"
+        ) from error
+
+
+def _mend_docker_names(request: Any) -> None:
+    """TorchX cuts long names to their last 30 characters; Docker refuses one that now starts with a dash."""
+    for container in request.containers:
+        options = container.kwargs
+        options["name"] = options["hostname"] = options["name"].lstrip("-")
+        options["environment"]["TORCHX_RANK0_HOST"] = options["environment"]["TORCHX_RANK0_HOST"].lstrip("-")

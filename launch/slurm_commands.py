@@ -1,0 +1,195 @@
+"""Slurm's commands as functions: what they are asked, what they answer, and their own reason where they fail.
+
+The controller (``scontrol``, ``squeue``) knows the jobs of now, those that were requeued included, and forgets a job
+minutes after its end. Accounting (``sacct``) remembers, but calls a job failed that was requeued after its node
+had died, and not every cluster has it. So the controller is asked first, and accounting about what it has forgotten.
+"""
+
+import getpass
+import os
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from distembed.errors import RunError, UserError
+
+_JOB_ID = re.compile(r"\d+(?:[_+]\d+)?")
+_MEMORY_DAYS = 14
+"""How far back jobs are listed; so far TorchX looks on other schedulers."""
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """What Slurm knows of a job.
+
+    Args:
+        job_id: Its number.
+        name: Its name.
+        state: In Slurm's words, which may carry more than one, as in "CANCELLED by 0".
+        reason: Why it waits, or has ended; "" where there is nothing to say.
+        num_nodes: Nodes that it has, or asks for.
+        nodes: The nodes in Slurm's short form, such as "gpu[1-4]"; "" before it starts.
+        restarts: How often it was requeued; -1 where that is not known.
+        output: File of the batch script's output; None where that is not known.
+    """
+
+    job_id: str
+    name: str
+    state: str
+    reason: str = ""
+    num_nodes: int = 1
+    nodes: str = ""
+    restarts: int = -1
+    output: Path | None = None
+
+
+def submit(command: Sequence[str], script: str) -> str:
+    """Submits a script and returns the number of its job.
+
+    Raises:
+        UserError: Slurm does not accept the job; the message holds its reason.
+        RunError: Slurm cannot be reached.
+    """
+    answer = _run(command, stdin=script, environment=_environment_outside_jobs())
+    if answer.returncode:
+        reason = _reason(answer)
+        if "ontact slurm controller" in reason or "Connection refused" in reason:
+            raise RunError(f"the job was not submitted, because Slurm cannot be reached: {reason}")
+        raise UserError(f"Slurm does not accept the job: {reason}")
+    # "123;cluster" where there are several clusters
+    return answer.stdout.strip().partition(";")[0]
+
+
+def cancel(job_id: str) -> None:
+    """Cancels a job; one that has ended already is left as it is."""
+    answer = _run(["scancel", job_id])
+    if answer.returncode and "already completing or completed" not in answer.stderr:
+        raise RunError(f"job {job_id} was not cancelled: {_reason(answer)}")
+
+
+def find_job(job_id: str) -> JobRecord | None:
+    """What is known of a job; None where there is no such job.
+
+    Raises:
+        RunError: The controller cannot be reached, and accounting does not know the job either.
+    """
+    if not _JOB_ID.fullmatch(job_id):
+        return None
+    answer = _run(["scontrol", "show", "job", job_id])
+    if not answer.returncode and "JobState=" in answer.stdout:
+        return _record(answer.stdout)
+    record = _accounted_job(job_id)
+    if record is None and answer.returncode and "Invalid job id" not in answer.stderr:
+        raise RunError(f"nothing can be said of job {job_id}: {_reason(answer)}")
+    return record
+
+
+def list_jobs() -> list[JobRecord]:
+    """This user's jobs of two weeks, or those that the controller remembers where there is no accounting."""
+    queue = _run(["squeue", "--noheader", "--states=all", f"--user={getpass.getuser()}", "--format=%i|%T|%j"])
+    past = _accounting([f"--user={getpass.getuser()}", f"--starttime=now-{_MEMORY_DAYS}days"], "JobID,State,JobName")
+    if queue.returncode and not past:
+        raise RunError(f"jobs cannot be listed: {_reason(queue)}")
+    rows = [*past, *(line.split("|", 2) for line in queue.stdout.splitlines() if not queue.returncode)]
+    # the controller's word comes last, and counts
+    records = {job_id: JobRecord(job_id, name, state) for job_id, state, name in rows}
+    return list(records.values())
+
+
+def host_names(nodes: str) -> list[str]:
+    """Names of nodes, in the order of a job's replicas, from Slurm's short form; [] where Slurm cannot tell."""
+    if not nodes:
+        return []
+    answer = _run(["scontrol", "show", "hostnames", nodes])
+    return [] if answer.returncode else answer.stdout.split()
+
+
+def _accounted_job(job_id: str) -> JobRecord | None:
+    # the last field may hold the separator; SubmitLine is the only place where accounting has the path of the output
+    rows = _accounting([f"--jobs={job_id}"], "JobID,State,NNodes,NodeList,JobName,SubmitLine")
+    for row_id, state, num_nodes, nodes, name, line in rows:
+        if row_id == job_id:
+            output = re.search(r"--output=(.*slurm-%j\.out)", line)
+            path = Path(output[1].replace("%j", job_id).replace("%%", "%")) if output else None
+            return JobRecord(
+                job_id,
+                name,
+                state,
+                num_nodes=int(num_nodes) if num_nodes.isdecimal() else 1,
+                nodes="" if nodes == "None assigned" else nodes,
+                output=path,
+            )
+    return None
+
+
+def _accounting(selection: Sequence[str], fields: str) -> list[list[str]]:
+    """Rows of accounting; none where there is no accounting or it cannot be reached."""
+    try:
+        answer = _run(["sacct", "--allocations", "--noheader", "--parsable2", f"--format={fields}", *selection])
+    except UserError:
+        return []
+    if answer.returncode:
+        return []
+    last = fields.count(",")
+    rows = [line.split("|", last) for line in answer.stdout.splitlines()]
+    return [row for row in rows if len(row) == last + 1]
+
+
+def _record(text: str) -> JobRecord:
+    """Reads what ``scontrol show job`` prints; of a job of several parts it takes the first."""
+
+    def field(name: str, pattern: str = r"\S*") -> str:
+        found = re.search(rf"(?:^|\s){name}=({pattern})", text, re.MULTILINE)
+        return "" if found is None or found[1] in ("(null)", "None") else found[1]
+
+    num_nodes = re.match(r"\d+", field("NumNodes"))  # "1-2" while an elastic job waits
+    output = field("StdOut", ".*")
+    return JobRecord(
+        job_id=field("JobId"),
+        name=field("JobName", ".*"),
+        state=field("JobState"),
+        reason=field("Reason"),
+        num_nodes=int(num_nodes[0]) if num_nodes else 1,
+        nodes=field("NodeList"),
+        restarts=int(field("Restarts") or -1),
+        output=Path(output.replace("%%", "%")) if output else None,
+    )
+
+
+def _reason(answer: subprocess.CompletedProcess[str]) -> str:
+    """What a command has to say about its failure, without its name before each line."""
+    lines = [re.sub(r"^\w+: (?:error: |fatal: )?", "", line) for line in answer.stderr.strip().splitlines()]
+    return "; ".join(lines) or f"{answer.args[0]} ended with code {answer.returncode}"
+
+
+def _environment_outside_jobs() -> dict[str, str] | None:
+    """The environment without what describes the job that this process runs in; None where it runs in no job.
+
+    Its limits, as SLURM_MEM_PER_CPU, would contradict those of the new job.
+    """
+    if "SLURM_JOB_ID" not in os.environ:
+        return None
+    kept = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT"}
+    return {name: value for name, value in os.environ.items() if name in kept or not name.startswith("SLURM_")}
+
+
+def _run(
+    command: Sequence[str], stdin: str | None = None, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command,
+            input=stdin,
+            stdin=subprocess.DEVNULL if stdin is None else None,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            env=environment,
+        )
+    except FileNotFoundError:
+        raise UserError(
+            f"there is no {command[0]} on PATH; run this where Slurm's commands are, such as a cluster's login node, "
+            "or try it on a Slurm on this machine: tools/mini_slurm.sh up"
+        ) from None

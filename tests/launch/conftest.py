@@ -1,0 +1,102 @@
+"""A Slurm of two nodes on this machine, one for each process that runs tests."""
+
+import os
+import random
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "tools" / "mini_slurm.sh"
+CANNOT_RUN = 3
+NUM_PORTS = 13
+
+
+@dataclass(frozen=True)
+class MiniSlurm:
+    """What ``tools/mini_slurm.sh`` has started, and the variables that say which of them is meant."""
+
+    settings: dict[str, str]
+
+    def __call__(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [SCRIPT, *arguments], env={**os.environ, **self.settings}, capture_output=True, text=True, timeout=280
+        )
+
+    @property
+    def configuration(self) -> str:
+        return f"{self.settings['MINI_SLURM_DIR']}/etc/slurm.conf"
+
+    def kill_node(self, node: str) -> None:
+        self("kill-node", node).check_returncode()
+
+    def start_node(self, node: str) -> None:
+        self("start-node", node).check_returncode()
+
+    def wait_until_idle(self) -> None:
+        """No job is left, and each node waits for one."""
+        subprocess.run(["scancel", "--user=root"], check=True, timeout=30)
+        for _ in range(600):
+            rows = subprocess.run(
+                ["sinfo", "-hN", "-p", "debug", "-o", "%T"], capture_output=True, text=True, timeout=30
+            )
+            jobs = subprocess.run(["squeue", "-h"], capture_output=True, text=True, timeout=30)
+            if rows.stdout.split() == ["idle", "idle"] and not jobs.stdout:
+                return
+            time.sleep(0.1)
+        raise AssertionError(f"jobs do not end:\n{rows.stdout}\n{jobs.stdout}")
+
+
+@pytest.fixture(scope="session")
+def mini_slurm() -> Iterator[MiniSlurm]:
+    # not pytest's folder: the path of a socket may not be long
+    folder = tempfile.mkdtemp(prefix="mini-slurm-")
+    slurm = MiniSlurm(
+        {
+            "MINI_SLURM_DIR": folder,
+            "MINI_SLURM_PORT": str(free_ports()),
+            "MINI_SLURM_REQUEUE_SECONDS": "5",
+            "MINI_SLURM_DEAD_SECONDS": "5",
+            # however this process ends
+            "MINI_SLURM_WHILE_PID": str(os.getpid()),
+        }
+    )
+    try:
+        started = slurm("up")
+        if started.returncode == CANNOT_RUN:
+            pytest.skip(started.stderr)
+        assert started.returncode == 0, started.stderr
+        yield slurm
+    finally:
+        if Path(folder, "run").is_dir():
+            slurm("down", "--purge").check_returncode()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def slurm(mini_slurm: MiniSlurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[MiniSlurm]:
+    """The Slurm of this process, found by the commands that a test runs, with no job in it."""
+    monkeypatch.setenv("SLURM_CONF", mini_slurm.configuration)
+    yield mini_slurm
+    mini_slurm.wait_until_idle()
+
+
+def free_ports() -> int:
+    """The first of some ports in a row that nothing listens on, below those that connections are given."""
+    for _ in range(100):
+        first = random.SystemRandom().randrange(15000, 30000)
+        try:
+            with ExitStack() as stack:
+                for port in range(first, first + NUM_PORTS):
+                    stack.enter_context(socket.create_server(("127.0.0.1", port)))
+        except OSError:
+            continue
+        return first
+    raise AssertionError(f"there are no {NUM_PORTS} free ports in a row")

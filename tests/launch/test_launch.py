@@ -1,0 +1,202 @@
+"""``distembed launch`` on a real Slurm: what is refused, what is kept, what a killed process and a dead node do."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.launch.conftest import MiniSlurm
+from tests.training.conftest import write_dataset
+
+pytestmark = pytest.mark.timeout(280)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A compositional DLRM whose steps take some milliseconds."""
+    folder = tmp_path_factory.mktemp("launch")
+    values = {
+        "data": {"path": str(write_dataset(folder / "dataset"))},
+        "model": {"bottom": [16], "top": [16]},
+        "embedding": {"default": {"partition": "quotient_remainder", "embedding_dim": 8, "threshold": 10}},
+        "train": {"batch_size": 32, "epochs": 8, "precision": "fp32", "log_every": 10, "checkpoint_every": 50},
+    }
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(values))
+    return file
+
+
+@pytest.fixture
+def here(slurm: MiniSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MiniSlurm]:
+    monkeypatch.chdir(tmp_path)
+    yield slurm
+
+
+def distembed(*arguments: object, code: int = 0) -> str:
+    """What the command prints, errors too."""
+    done = subprocess.run(
+        [sys.executable, "-m", "distembed", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=250,
+    )
+    assert done.returncode == code, done.stdout
+    return done.stdout
+
+
+def launch(config: Path, run: str, *arguments: object, code: int = 0) -> str:
+    node = ["--cpus", 1, "--memory-mb", 2000, "--python", sys.executable]
+    return distembed("launch", config, "-s", "slurm", "--run-dir", run, *node, *arguments, code=code)
+
+
+def metrics_of(run: str) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(Path(run, "evaluation.json").read_text())
+    return {name: value for name, value in values.items() if name != "seconds"}
+
+
+def steps(run: str) -> int:
+    try:
+        return int(json.loads(Path(run, "metrics.jsonl").read_text().splitlines()[-1])["step"])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def wait_until(holds: Callable[[], bool], what: str, seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, what
+        time.sleep(0.02)
+
+
+def workers(run: str) -> list[int]:
+    """Processes that train into a run folder."""
+    folder, found = str(Path(run).absolute()), []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().decode().split("\0")
+        except OSError:
+            continue
+        if folder in words and "torch.distributed.run" not in words and "bash" not in words[0]:
+            found.append(int(process.name))
+    return found
+
+
+def status(run: str) -> str:
+    return distembed("status", run).splitlines()[0]
+
+
+def test_what_cannot_run_is_refused_before_anything_is_submitted(here: MiniSlurm, config: Path) -> None:
+    queued = ["squeue", "--noheader", "--states=all", "--format=%i"]
+    before = subprocess.run(queued, capture_output=True, text=True).stdout
+    for arguments, said in (
+        (["-j", "5x1"], "has 2 node(s) of 1 CPUs, 2000 MB and 0 GPUs or more that are up, and the job needs 5"),
+        (
+            ["-j", "2x1", "-o", "partition=gpu"],
+            "the partition 'gpu' is not there, or has no nodes (choose one of debug",
+        ),
+        (["-j", "2x1", "embedding.tables.C2={embedding_dim: 8}", "train.batch_size=90000000"], "does not fit 2 x 1"),
+        (["-j", "2x1", "train.checkpoint_dir=/proc/none"], "nothing can be written to /proc/none"),
+    ):
+        output = launch(config, "run", *arguments, code=3)
+        assert said in output and "nothing was submitted" in output and "Traceback" not in output, output
+    output = launch(config, "run", "data.path=none", code=2)
+    assert "none" in output
+    for arguments, said in ((["-j", "0x1"], "start at 1"), (["-o", "colour=red"], "no option 'colour'")):
+        assert said in launch(config, "run", *arguments, code=2)
+    assert not Path("run").exists()
+    assert subprocess.run(queued, capture_output=True, text=True).stdout == before
+
+
+def test_a_dry_run_prints_the_script_and_the_plan(here: MiniSlurm, config: Path) -> None:
+    output = launch(config, "run", "-j", "2x1", "--dry-run")
+    assert "#SBATCH --nodes=2" in output and "torch.distributed.run" in output and "plan: 4 " in output
+    assert not Path("run").exists()
+
+
+def test_a_killed_worker_goes_on_and_ends_as_if_nothing_had_happened(here: MiniSlurm, config: Path) -> None:
+    output = launch(config, "whole", "-j", "2x1")
+    assert "training 488 steps of 32 rows on 2 x cpu" in output and "run whole" in output
+    kept = {path.name for path in Path("whole", "launch").iterdir()}
+    assert kept == {"config.yaml", "plan.json", "job.json", "git.txt", "git.diff", "packages.txt", "logs"}
+    assert (
+        json.loads(Path("whole/plan.json").read_text())["plan"]
+        == json.loads(Path("whole/launch/plan.json").read_text())["plan"]
+    )
+    assert "torch==" in Path("whole/launch/packages.txt").read_text()
+    launch(config, "killed", "-j", "2x1", "--detach")
+    at = random.SystemRandom().randrange(60, 400)
+    wait_until(lambda: steps("killed") >= at, f"step {at} does not come")
+    victim = random.SystemRandom().choice(workers("killed"))
+    os.kill(victim, signal.SIGKILL)
+    output = distembed("logs", "killed", "--follow")
+    assert "resuming at step" in output, f"killed {victim} at step {at}\n{output}"
+    wait_until(lambda: "succeeded" in status("killed"), "the job does not end")
+    assert metrics_of("killed") == metrics_of("whole")
+
+
+def test_a_cancelled_run_has_saved_and_goes_on(here: MiniSlurm, config: Path) -> None:
+    launch(config, "run", "-j", "2x1", "train.epochs=2000", "--detach")
+    wait_until(lambda: steps("run") >= 50, "it does not train")
+    assert "running" in status("run")
+    assert "cancel it first" in distembed("resume", "run", code=2)
+    distembed("cancel", "run")
+    wait_until(lambda: "cancelled" in status("run"), "it is not cancelled")
+    wait_until(lambda: not workers("run"), "processes are left")
+    assert json.loads(Path("run/run.json").read_text())["status"] == "interrupted"
+    stopped = max(int(path.name.removeprefix("step-")) for path in Path("run/checkpoints").glob("step-*"))
+    assert "holds a run already" in launch(config, "run", code=2)
+    distembed("resume", "run", "--detach")
+    wait_until(lambda: steps("run") > stopped, "it does not go on")
+    assert f"resuming at step {stopped} " in distembed("logs", "run")
+    distembed("cancel", "run")
+    wait_until(lambda: "cancelled" in status("run"), "it is not cancelled")
+
+
+def test_the_first_rank_to_fail_is_shown_with_its_traceback(here: MiniSlurm, config: Path) -> None:
+    output = launch(
+        config, "run", "-j", "2x1", "--max-restarts", 0, "train.sparse_optimizer.learning_rate=1e38", code=1
+    )
+    assert (
+        "first to fail: RunError" in output and "not finite" in output and "Traceback (most recent call last)" in output
+    )
+    assert "go on with `distembed resume run`" in output
+
+
+@pytest.mark.slurm
+def test_a_job_whose_node_dies_is_queued_again_and_ends_as_if_nothing_had_happened(
+    here: MiniSlurm, config: Path
+) -> None:
+    launch(config, "whole", "-j", "2x1")
+    launch(config, "killed", "-j", "2x1", "--detach")
+    wait_until(lambda: steps("killed") >= 100, "it does not train")
+    here.kill_node("mini2")
+    wait_until(lambda: "pending" in status("killed"), "it is not queued again")
+    here.start_node("mini2")
+    wait_until(lambda: "succeeded" in status("killed"), "it does not go on", seconds=200)
+    assert "resuming at step" in distembed("logs", "killed")
+    assert metrics_of("killed") == metrics_of("whole")
+
+
+@pytest.mark.slurm
+def test_an_elastic_job_goes_on_with_the_node_that_is_left(here: MiniSlurm, config: Path) -> None:
+    launch(config, "run", "-j", "1:2x1", "train.epochs=40", "--detach")
+    wait_until(lambda: steps("run") >= 100, "it does not train")
+    here.kill_node("mini2")
+    try:
+        wait_until(lambda: "succeeded" in status("run"), "it does not go on", seconds=240)
+    finally:
+        here.start_node("mini2")
+    output = distembed("logs", "run")
+    assert "on 2 x cpu" in output and "on 1 x cpu" in output
+    assert metrics_of("run")["samples"] == 40 * 1951 // 32 * 32

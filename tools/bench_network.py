@@ -1,0 +1,310 @@
+"""Counts what a training step of DLRM sends from host to host, and times it, with plain and with composed tables.
+
+As root, which makes the two hosts on this machine with ``tools/two_hosts.sh`` and takes them down again::
+
+    sudo .venv/bin/python tools/bench_network.py --output bench_network.json
+
+Two hosts of one rank each train DLRM (13 dense, 26 categorical features, D=16, fp32) through gloo. Tables have the sizes
+of the Criteo Kaggle data, cut off at 400,000 ids, and are placed by the planner. The contenders are full tables, hashed
+ones and quotient-remainder tables; they take turns, at every batch size and limit of the network, in every round.
+
+What is sent is what the kernel has counted on both hosts' eth0. On the wire means with the headers of Ethernet, IP and
+TCP, of which segments that the kernel hands over in one piece have one; data is the same without them. Beside it stands
+what ``distembed plan`` estimates. Each rank computes with one thread; what is computed is the same at every limit.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from itertools import cycle, product
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from bench_common import COLLISIONS, DIM, NUM_BATCHES, NUM_IDS, Step, draw_ids, features_of, surroundings
+
+from distembed.data.batch import Batch
+from distembed.data.schema import CRITEO_KAGGLE_CARDINALITIES, Schema, criteo_schema
+from distembed.embedding import EmbeddingConfig, TableConfig
+from distembed.models.config import DLRMConfig
+from distembed.planning import PlanConfig
+from distembed.planning.buffers import SentBytes
+from distembed.planning.buffers import Step as StepEstimate
+from distembed.planning.plan import describe_plan, placements_of
+from distembed.training.build import Trainee, build_plannable, build_trainee, workload_of
+from distembed.training.config import TrainConfig
+from distembed.training.processes import Processes, process_group
+
+HOSTS = Path(__file__).with_name("two_hosts.sh")
+NUM_HOSTS = 2
+INTERFACE = "eth0"
+HEADER_BYTES = 14 + 20 + 32
+"""Of Ethernet, IPv4, and TCP with its timestamps."""
+SETTLED_SECONDS = 0.05
+
+BASELINE = "full"
+TABLES = {
+    BASELINE: TableConfig(partition="naive", embedding_dim=DIM),
+    "hashed": TableConfig(partition="remainder", collisions=COLLISIONS, embedding_dim=DIM),
+    "quotient-remainder, product": TableConfig(
+        partition="quotient_remainder", collisions=COLLISIONS, composition="product", embedding_dim=DIM
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """A trainer at one batch size.
+
+    Attributes:
+        tables: a name of ``TABLES``.
+        batch_size: rows of a step on all ranks.
+        step: takes one step; all ranks call it.
+        plan: where the tables are, in one line.
+        estimate: bytes that all ranks together are said to send in a step.
+    """
+
+    tables: str
+    batch_size: int
+    step: Step
+    plan: str
+    estimate: SentBytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """What a rank took for a step, and sent in it: bytes with all headers, and packets."""
+
+    seconds: float
+    wire_bytes: float
+    packets: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Medians over rounds; bytes are those of both hosts together, a step."""
+
+    limit: str
+    batch_size: int
+    tables: str
+    wire_bytes: float
+    data_bytes: float
+    estimated_bytes: int
+    milliseconds: float
+    ratio: float
+    """To full tables: median of the ratios of each round."""
+
+
+def draw_batches(schema: Schema, batch_size: int, processes: Processes) -> list[Batch]:
+    """The same for every contender, others on every rank."""
+    generator = torch.Generator().manual_seed(processes.rank)
+    num_local = batch_size // processes.world_size
+    sizes = torch.tensor([feature.num_embeddings for feature in schema.categorical])
+    batches = []
+    for _ in range(NUM_BATCHES):
+        ids = draw_ids(len(sizes) * num_local, generator).view(len(sizes), num_local) % sizes[:, None]
+        dense = torch.rand(num_local, len(schema.dense), generator=generator)
+        labels = (torch.rand(num_local, generator=generator) < 0.25).float()
+        batches.append(Batch(dense, features_of(ids.flatten(), num_local), labels, batch_size))
+    return batches
+
+
+def make_contender(tables: str, batch_size: int, processes: Processes) -> Contender:
+    """This project's trainer; all ranks call it."""
+    schema = criteo_schema([min(size, NUM_IDS) for size in CRITEO_KAGGLE_CARDINALITIES])
+    embedding = EmbeddingConfig(default=TABLES[tables])
+    train = TrainConfig(batch_size=batch_size, precision="fp32")
+    trainee = build_trainee(DLRMConfig(), embedding, train, PlanConfig(), schema, processes, num_steps=1000)
+    outputs = trainee.pipeline.outputs(cycle(draw_batches(schema, batch_size, processes)))
+
+    def step() -> None:
+        trainee.optimizers.set_learning_rates(0)
+        loss, _, _ = next(outputs)
+        loss.item()
+
+    estimate = estimated_bytes(trainee, embedding, train, schema, processes)
+    return Contender(tables, batch_size, step, describe_plan(trainee.plan), estimate)
+
+
+def estimated_bytes(
+    trainee: Trainee, embedding: EmbeddingConfig, train: TrainConfig, schema: Schema, processes: Processes
+) -> SentBytes:
+    """Sent by all ranks together in a step, as a plan reckons with it."""
+    world_size, device = processes.world_size, processes.device
+    settings = DLRMConfig(), embedding, train, schema, world_size
+    task = build_plannable(*settings, device, trainee.bf16)
+    workload = workload_of(task, *settings, trainee.bf16, device.type)
+    step = StepEstimate(placements_of(task, trainee.plan, world_size), world_size, workload, device.type)
+    return sum((step.sent_bytes(rank) for rank in range(world_size)), SentBytes())
+
+
+def sent_so_far() -> tuple[int, int]:
+    """Bytes and packets that this host has sent, once nothing more is on its way; all ranks call it."""
+    counters = [Path(f"/sys/class/net/{INTERFACE}/statistics/tx_{name}") for name in ("bytes", "packets")]
+    dist.barrier()
+    before, now = [-1], [int(counter.read_text()) for counter in counters]
+    while now != before:
+        time.sleep(SETTLED_SECONDS)
+        before, now = now, [int(counter.read_text()) for counter in counters]
+    dist.barrier()
+    return now[0], now[1]
+
+
+def take_turn(step: Step, num_steps: int) -> Turn:
+    """One step that is only counted, for the ids of its successor are sent in it; then steps that are timed too."""
+    bytes_before, packets_before = sent_so_far()
+    step()
+    dist.barrier()
+    started = time.perf_counter()
+    for _ in range(num_steps):
+        step()
+    dist.barrier()
+    seconds = time.perf_counter() - started
+    bytes_after, packets_after = sent_so_far()
+    counted = num_steps + 1
+    return Turn(seconds / num_steps, (bytes_after - bytes_before) / counted, (packets_after - packets_before) / counted)
+
+
+def set_limit(limit: str, processes: Processes) -> None:
+    """Of what each host sends; all ranks call it."""
+    if processes.is_first:
+        subprocess.run([HOSTS, "limit", limit], check=True)
+    dist.barrier()
+
+
+def take_turns(
+    contenders: Sequence[Contender], options: argparse.Namespace, processes: Processes
+) -> dict[tuple[str, int, str], list[list[Turn]]]:
+    """Every contender's turns by limit, batch size and tables, each with one turn a rank; all ranks call it."""
+    for contender in contenders:
+        take_turn(contender.step, 3)
+    turns: dict[tuple[str, int, str], list[list[Turn]]] = {}
+    for _, limit in product(range(options.rounds), options.limits):
+        set_limit(limit, processes)
+        for contender in contenders:
+            own = take_turn(contender.step, options.steps)
+            of_ranks: list[Turn] = [own] * processes.world_size
+            dist.all_gather_object(of_ranks, own)
+            turns.setdefault((limit, contender.batch_size, contender.tables), []).append(of_ranks)
+    return turns
+
+
+def summarise(
+    contenders: Sequence[Contender], turns: dict[tuple[str, int, str], list[list[Turn]]], limits: Sequence[str]
+) -> Iterator[Row]:
+    """Medians over rounds."""
+    for limit, contender in product(limits, contenders):
+        own, baseline = (turns[limit, contender.batch_size, name] for name in (contender.tables, BASELINE))
+        seconds, others = (
+            [max(turn.seconds for turn in of_ranks) for of_ranks in rounds] for rounds in (own, baseline)
+        )
+        wire = [sum(turn.wire_bytes for turn in of_ranks) for of_ranks in own]
+        data = [sum(turn.wire_bytes - HEADER_BYTES * turn.packets for turn in of_ranks) for of_ranks in own]
+        yield Row(
+            limit,
+            contender.batch_size,
+            contender.tables,
+            statistics.median(wire),
+            statistics.median(data),
+            sum(dataclasses.astuple(contender.estimate)),
+            1000 * statistics.median(seconds),
+            statistics.median(a / b for a, b in zip(seconds, others, strict=True)),
+        )
+
+
+def markdown(rows: Sequence[Row], contenders: Sequence[Contender]) -> str:
+    """Two tables: what was measured, and of what the estimates consist."""
+    lines = [
+        "| limit | rows a step | tables | bytes on the wire | data bytes | estimated | data / estimated | ms a step | to full |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row.limit} | {row.batch_size} | {row.tables} | {row.wire_bytes:,.0f} | {row.data_bytes:,.0f} | "
+            f"{row.estimated_bytes:,} | {row.data_bytes / row.estimated_bytes:.4f} | {row.milliseconds:.1f} | "
+            f"{row.ratio:.2f}x |"
+        )
+    lines += [
+        "",
+        "| rows a step | tables | ids | vectors | gradients | all-reduce | plan |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for contender in contenders:
+        parts = " | ".join(f"{value:,}" for value in dataclasses.astuple(contender.estimate))
+        lines.append(f"| {contender.batch_size} | {contender.tables} | {parts} | {contender.plan} |")
+    return "\n".join(lines)
+
+
+def run_rank(options: argparse.Namespace) -> None:
+    """On one host; the first rank prints and writes."""
+    torch.set_num_threads(1)
+    with process_group("cpu") as processes:
+        contenders = [
+            make_contender(name, batch_size, processes) for batch_size in options.batch_sizes for name in TABLES
+        ]
+        turns = take_turns(contenders, options, processes)
+        if processes.is_first:
+            rows = list(summarise(contenders, turns, options.limits))
+            print(markdown(rows, contenders))
+            result = {**surroundings(processes.device), "rows": [dataclasses.asdict(row) for row in rows]}
+            if options.output is not None:
+                options.output.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def run_hosts(options: argparse.Namespace) -> int:
+    """Makes the hosts, starts this script on each of them and takes them down; the exit code of the first that fails."""
+    environment = {
+        **os.environ,
+        "TWO_HOSTS_NAME": options.name,
+        "TWO_HOSTS_SUBNET": options.subnet,
+        "GLOO_SOCKET_IFNAME": INTERFACE,
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": f"{options.name}1",
+        "MASTER_PORT": "29500",
+        "WORLD_SIZE": str(NUM_HOSTS),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+    }
+    made = subprocess.run([HOSTS, "up"], env=environment).returncode
+    if made != 0:
+        return made
+    try:
+        ranks = [
+            subprocess.Popen(
+                [HOSTS, "exec", str(rank + 1), sys.executable, *sys.argv], env={**environment, "RANK": str(rank)}
+            )
+            for rank in range(NUM_HOSTS)
+        ]
+        while all(rank.poll() is None for rank in ranks):
+            time.sleep(0.2)
+        # a rank that fails leaves the other waiting for it, which ends with its host
+        return next(rank.returncode for rank in ranks if rank.poll() is not None) or ranks[0].wait() or ranks[1].wait()
+    finally:
+        subprocess.run([HOSTS, "down"], env=environment)
+
+
+def main() -> int:
+    """Measures and prints; on its hosts, one rank of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[2048, 8192], help="rows of all ranks together")
+    parser.add_argument("--limits", nargs="+", default=["1gbit", "none"], help="of what a host sends, in tc's units")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=5, help="that are timed in one contender's turn")
+    parser.add_argument("--name", default="benchhost", help="of the hosts")
+    parser.add_argument("--subnet", default="10.79.0", help="of their addresses")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    options = parser.parse_args()
+    if "RANK" not in os.environ:
+        return run_hosts(options)
+    run_rank(options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
