@@ -56,6 +56,9 @@ def elastic_script(
     lines = ["set -u", f"logs={log_dir(run_dir)}", 'mkdir -p "$$logs" || exit', 'rm -f "$$logs/error.json"']
     # the launcher writes here what its ranks died of
     lines += ['export TORCHELASTIC_ERROR_FILE="$$logs/error.json"']
+    # Else ranks meet in the agents' store under a number of restarts that nodes count differently: one whose own
+    # process did not fail looks where ranks of the start before have left their addresses, and finds nobody there.
+    lines += ["export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"]
     # A single node takes any free port, so that several jobs fit on one machine.
     endpoint = "localhost:0"
     if shape.max_nodes > 1:

@@ -4,19 +4,21 @@ As root, which makes the two hosts on this machine with ``tools/two_hosts.sh`` a
 
     sudo .venv/bin/python tools/bench_network.py --output bench_network.json
 
-Two hosts of one rank each train DLRM (13 dense, 26 categorical features, D=16, fp32) through gloo. Tables have the sizes
-of the Criteo Kaggle data, cut off at 400,000 ids, and are placed by the planner. The contenders are full tables, hashed
-ones and quotient-remainder tables; they take turns, at every batch size and limit of the network, in every round.
+Two hosts of one rank each train DLRM (13 dense, 26 categorical features, D=16, fp32) through gloo. Tables have the
+sizes of the Criteo Kaggle data, cut off at 400,000 ids, and are placed by the planner. The contenders are full tables,
+hashed ones and quotient-remainder tables; they take turns at every limit of the network in every round.
 
-What is sent is what the kernel has counted on both hosts' eth0. On the wire means with the headers of Ethernet, IP and
-TCP, of which segments that the kernel hands over in one piece have one; data is the same without them. Beside it stands
-what ``distembed plan`` estimates. Each rank computes with one thread; what is computed is the same at every limit.
+What is sent is what the kernel counts on both hosts' eth0. It hands data to a veth in pieces of up to 64 KiB, each of
+which it counts with one header of Ethernet, IP and TCP; the packets of a real wire hold 1448 bytes of data and have 66
+of headers each. ``data`` is what is counted without headers; where processors are busy TCP sends a piece twice now
+and then, which is counted too. Beside it stands what ``distembed plan`` estimates. Each rank computes with one thread.
 """
 
 import argparse
 import dataclasses
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -79,26 +81,29 @@ class Contender:
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """What a rank took for a step, and sent in it: bytes with all headers, and packets."""
+    """What a rank took for a step, and what its host sent in it: bytes with headers, and packets."""
 
     seconds: float
-    wire_bytes: float
+    counted_bytes: float
     packets: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Medians over rounds; bytes are those of both hosts together, a step."""
+    """One contender at one limit: medians over rounds, beside the fastest; bytes of both hosts together a step.
+
+    ``ratio`` is the median of the ratios of each round's time to that with full tables.
+    """
 
     limit: str
     batch_size: int
     tables: str
-    wire_bytes: float
+    counted_bytes: float
     data_bytes: float
     estimated_bytes: int
     milliseconds: float
+    fastest_milliseconds: float
     ratio: float
-    """To full tables: median of the ratios of each round."""
 
 
 def draw_batches(schema: Schema, batch_size: int, processes: Processes) -> list[Batch]:
@@ -157,7 +162,7 @@ def sent_so_far() -> tuple[int, int]:
 
 
 def take_turn(step: Step, num_steps: int) -> Turn:
-    """One step that is only counted, for the ids of its successor are sent in it; then steps that are timed too."""
+    """Takes that many steps and one before them, which is not timed: its ids have been sent ahead, by the last turn."""
     bytes_before, packets_before = sent_so_far()
     step()
     dist.barrier()
@@ -204,37 +209,43 @@ def summarise(
         seconds, others = (
             [max(turn.seconds for turn in of_ranks) for of_ranks in rounds] for rounds in (own, baseline)
         )
-        wire = [sum(turn.wire_bytes for turn in of_ranks) for of_ranks in own]
-        data = [sum(turn.wire_bytes - HEADER_BYTES * turn.packets for turn in of_ranks) for of_ranks in own]
+        counted = [sum(turn.counted_bytes for turn in of_ranks) for of_ranks in own]
+        data = [sum(turn.counted_bytes - HEADER_BYTES * turn.packets for turn in of_ranks) for of_ranks in own]
         yield Row(
             limit,
             contender.batch_size,
             contender.tables,
-            statistics.median(wire),
+            statistics.median(counted),
             statistics.median(data),
             sum(dataclasses.astuple(contender.estimate)),
             1000 * statistics.median(seconds),
+            1000 * min(seconds),
             statistics.median(a / b for a, b in zip(seconds, others, strict=True)),
         )
 
 
+MEASURED = (
+    *("limit", "rows a step", "tables", "counted", "data", "estimated", "data / estimated"),
+    *("ms a step", "fastest", "to full"),
+)
+ESTIMATED = ("rows a step", "tables", "ids", "vectors", "gradients", "all-reduce", "plan")
+
+
+def heading_of(names: Sequence[str]) -> str:
+    """The first two lines of a table."""
+    return f"| {' | '.join(names)} |\n|{'---|' * len(names)}"
+
+
 def markdown(rows: Sequence[Row], contenders: Sequence[Contender]) -> str:
-    """Two tables: what was measured, and of what the estimates consist."""
-    lines = [
-        "| limit | rows a step | tables | bytes on the wire | data bytes | estimated | data / estimated | ms a step | to full |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    """Two tables: what was measured, and what the estimates consist of; in bytes of both hosts a step."""
+    lines = [heading_of(MEASURED)]
     for row in rows:
         lines.append(
-            f"| {row.limit} | {row.batch_size} | {row.tables} | {row.wire_bytes:,.0f} | {row.data_bytes:,.0f} | "
+            f"| {row.limit} | {row.batch_size} | {row.tables} | {row.counted_bytes:,.0f} | {row.data_bytes:,.0f} | "
             f"{row.estimated_bytes:,} | {row.data_bytes / row.estimated_bytes:.4f} | {row.milliseconds:.1f} | "
-            f"{row.ratio:.2f}x |"
+            f"{row.fastest_milliseconds:.1f} | {row.ratio:.2f}x |"
         )
-    lines += [
-        "",
-        "| rows a step | tables | ids | vectors | gradients | all-reduce | plan |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines += ["", heading_of(ESTIMATED)]
     for contender in contenders:
         parts = " | ".join(f"{value:,}" for value in dataclasses.astuple(contender.estimate))
         lines.append(f"| {contender.batch_size} | {contender.tables} | {parts} | {contender.plan} |")
@@ -252,13 +263,14 @@ def run_rank(options: argparse.Namespace) -> None:
         if processes.is_first:
             rows = list(summarise(contenders, turns, options.limits))
             print(markdown(rows, contenders))
-            result = {**surroundings(processes.device), "rows": [dataclasses.asdict(row) for row in rows]}
+            setting = {"rounds": options.rounds, "steps": options.steps}
+            result = {**surroundings(processes.device), **setting, "rows": [dataclasses.asdict(row) for row in rows]}
             if options.output is not None:
                 options.output.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def run_hosts(options: argparse.Namespace) -> int:
-    """Makes the hosts, starts this script on each of them and takes them down; the exit code of the first that fails."""
+    """Makes the hosts, runs this script on each of them and takes them down; the exit code of the first that fails."""
     environment = {
         **os.environ,
         "TWO_HOSTS_NAME": options.name,
@@ -271,9 +283,13 @@ def run_hosts(options: argparse.Namespace) -> int:
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
     }
+    if subprocess.run([HOSTS, "exec", "1", "true"], env=environment, capture_output=True).returncode == 0:
+        print(f"The hosts {options.name}* are up already: give others by --name and --subnet.", file=sys.stderr)
+        return 1
     made = subprocess.run([HOSTS, "up"], env=environment).returncode
     if made != 0:
         return made
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         ranks = [
             subprocess.Popen(
@@ -294,8 +310,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[2048, 8192], help="rows of all ranks together")
     parser.add_argument("--limits", nargs="+", default=["1gbit", "none"], help="of what a host sends, in tc's units")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=5, help="that are timed in one contender's turn")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=3, help="that are timed in one contender's turn")
     parser.add_argument("--name", default="benchhost", help="of the hosts")
     parser.add_argument("--subnet", default="10.79.0", help="of their addresses")
     parser.add_argument("--output", type=Path, help="JSON file to write")

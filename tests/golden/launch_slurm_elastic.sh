@@ -32,6 +32,7 @@ logs=/shared/runs/first/launch/logs/"'"$SLURM_JOB_ID"'"/node-"'"$SLURM_PROCID"'"
 mkdir -p "$logs" || exit
 rm -f "$logs/error.json"
 export TORCHELASTIC_ERROR_FILE="$logs/error.json"
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 host="${TORCHX_RANK0_HOST:-localhost}"
 test "'"$SLURM_PROCID"'" = 0 || python -m launch.await_host "$host" 29500 --seconds 600 || exit
 exec python -m torch.distributed.run \
