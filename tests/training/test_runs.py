@@ -189,6 +189,43 @@ def test_ctrl_c_leaves_a_checkpoint_to_go_on_from(config: Path, tmp_path: Path) 
     assert "logloss" in done.stdout
 
 
+def test_a_warning_stops_a_run_that_then_goes_on_where_it_was(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "launch").mkdir(parents=True)  # what launching leaves before the run starts
+    arguments = ("train", config, "train.epochs=400", "--run-dir", run, "--resume-or-start")
+    (process,) = start_processes(1, run_command, arguments, tmp_path).processes
+    wait_for_steps(run, process, 20)
+    os.kill(process.pid, signal.SIGUSR1)  # type: ignore[arg-type]
+    process.join()
+    assert process.exitcode == 75
+    stopped = metrics(run, "train")[-1]["step"]
+    assert json.loads((run / "run.json").read_text())["status"] == "interrupted"
+    assert (run / "checkpoints" / f"step-{stopped:08d}" / "progress.json").exists()
+    # the same command starts another run, and goes on with that when it is given again
+    once = ("train", config, "--run-dir", tmp_path / "other", "--resume-or-start")
+    first, again = distembed(*once), distembed(*once)
+    assert "training 31 steps" in first.stdout and "resuming at step 31 of 31" in again.stdout
+
+
+def test_under_a_launcher_further_signals_change_nothing_and_errors_are_noted(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    run = tmp_path / "run"
+    process = launch_long(config, run)
+    wait_for_steps(run, process, 20)
+    for _ in range(5):
+        process.send_signal(signal.SIGTERM)
+    assert process.wait() == 75
+    assert json.loads((run / "run.json").read_text())["status"] == "interrupted"
+    assert not (tmp_path / "error.json").exists()
+    launch_long(config, run).wait()  # which holds a run already
+    noted = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert "UserError" in noted["message"] and "holds a run already" in noted["message"]
+    assert "Traceback" in noted["extraInfo"]["py_callstack"]
+
+
 @pytest.mark.distributed
 def test_ctrl_c_stops_all_ranks_at_the_same_step(config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
