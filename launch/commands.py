@@ -72,6 +72,9 @@ def add_commands(app: typer.Typer, say: Say) -> None:
         ] = None,
         max_restarts: Annotated[int, typer.Option(help="How often dead processes are started again in place.")] = 3,
         max_retries: Annotated[int, typer.Option(help="How often the whole job is started again.")] = 0,
+        rdzv_port: Annotated[
+            int, typer.Option(help="Port of the first node where nodes meet; another for each job that shares a node.")
+        ] = 29500,
         python: Annotated[str, typer.Option(help="Interpreter on the nodes.")] = "python",
         dry_run: Annotated[
             bool, typer.Option("--dry-run", help="Print what would be submitted, and the plan.")
@@ -98,6 +101,7 @@ def add_commands(app: typer.Typer, say: Say) -> None:
             "mounts": [part for one in mount or [] for part in one.split(",")] or None,
             "max_restarts": max_restarts,
             "max_retries": max_retries,
+            "rdzv_port": rdzv_port,
             "python": python,
         }
         job = Job(str(folder), scheduler, j, _pairs("--option", options or []), component)

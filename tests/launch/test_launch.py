@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from tests.launch.conftest import MiniSlurm
+from tests.ranks import free_port
 from tests.training.conftest import distembed as run_directly
 from tests.training.conftest import write_dataset
 
@@ -57,7 +58,8 @@ def distembed(*arguments: object, code: int = 0) -> str:
 
 
 def launch(config: Path, run: str, *arguments: object, code: int = 0) -> str:
-    node = ["--cpus", 1, "--memory-mb", 2000, "--python", sys.executable]
+    # all nodes are this machine, and so are those of other tests
+    node = ["--cpus", 1, "--memory-mb", 2000, "--python", sys.executable, "--rdzv-port", free_port()]
     return distembed("launch", config, "-s", "slurm", "--run-dir", run, *node, *arguments, code=code)
 
 
