@@ -107,14 +107,17 @@ make_venv() {
 }
 
 install() {
-    local requirements
+    local requirements aws=()
     # torch first and pinned: several packages below would take the newest one.
     read -ra requirements < <("$VENV/bin/python" distembed/_trio.py "$device")
     say "Installing ${requirements[0]} (the largest download)"
     pip_install "${requirements[0]}"
     say "Installing distembed${stamp_extras:+ [$stamp_extras]} and what it needs"
     # --no-build-isolation: the build backend is setuptools, which torch has brought.
-    pip_install --no-build-isolation "${requirements[0]}" --editable ".${stamp_extras:+[${stamp_extras// /,}]}"
+    # Named here they are resolved first: left to itself, pip tries out releases of botocore until it gives up.
+    [[ " $stamp_extras " != *" launch "* ]] || aws+=("boto3==1.44.5")
+    [[ " $stamp_extras " != *" test "* ]] || aws+=("moto==5.2.5")
+    pip_install --no-build-isolation "${requirements[0]}" "${aws[@]}" --editable ".${stamp_extras:+[${stamp_extras// /,}]}"
     say "Installing ${requirements[*]:1} ($device)"
     # --no-deps: torchrec demands fbgemm-gpu, the CUDA build, on every machine.
     pip_install --no-deps "${requirements[@]:1}"
