@@ -42,8 +42,8 @@ from tests.ranks import run_on_ranks
 
 NUM_DENSE, NUM_FEATURES, NUM_IDS = 13, 8, 20_000
 MODELS = {"dlrm": DLRMConfig(bottom=[128, 64], top=[128, 64]), "dcn": DCNConfig(deep=[128, 64], num_cross_layers=3)}
-LEAST, MOST = 0.8, 1.2
-"""Of the measured bytes."""
+LEAST, MOST, MOST_OF_KNOWN_MISS = 0.9, 1.2, 1.25
+"""Of the measured bytes. One case is estimated 1.22 times too large: a path beside long bags, of 64 columns."""
 
 
 class Alive(TorchDispatchMode):
@@ -211,7 +211,8 @@ def check(rank: int, world_size: int, cases: list[Case]) -> None:
     for case in cases:
         found, model = measured(case, rank, world_size)
         expected = estimated(case, rank, world_size, model)
-        if not LEAST <= expected.total / found <= MOST:
+        most = MOST_OF_KNOWN_MISS if case == KNOWN_MISS else MOST
+        if not LEAST <= expected.total / found <= most:
             wrong.append(f"{expected.total / found:.3f}: estimated {expected}, measured {found}, {case}")
     assert not wrong, "\n".join([f"rank {rank} of {world_size}", *wrong])
 
@@ -235,6 +236,7 @@ MIXED_CASES = [
     Case(("table_wise", "data_parallel"), is_multi_hot=True, mean=1.0),
     Case(("table_wise",), "path_mlp", is_multi_hot=True, multi_hot=(7,), mean=20.0),
 ]
+KNOWN_MISS = replace(MIXED_CASES[-1], batch_size=2048, dim=64)
 OTHER_CASES = [
     Case(("table_wise", "row_wise", "data_parallel"), is_multi_hot=True),
     Case(("table_wise", "column_wise"), "concat", True, "dcn", bf16=True),
@@ -261,8 +263,7 @@ def test_steps_are_estimated_closely(world_size: int) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_steps_of_other_kinds_and_sizes_are_estimated_closely(world_size: int) -> None:
-    # the path among the mixed cases is estimated 1.22 times too large at that size
-    larger = [replace(case, batch_size=2048, dim=64) for case in CASES + MIXED_CASES[:-1]]
+    larger = [replace(case, batch_size=2048, dim=64) for case in CASES + MIXED_CASES]
     run_on_ranks(world_size, check, OTHER_CASES + larger)
 
 
