@@ -46,6 +46,8 @@ class Config:
 
 
 _ADAPTER = TypeAdapter(Config)
+_PATHS = frozenset({"path", "checkpoint_dir", "assignments", "graph"})
+"""Keys of files and folders; a relative one starts at the working directory."""
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -58,6 +60,18 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         _apply(values, override)
     return validate(values, str(path) if path is not None else "the overrides")
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """The same config for a process that works in another folder."""
+
+    def absolute(key: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {inner: absolute(inner, own) for inner, own in value.items()}
+        is_path = key in _PATHS and isinstance(value, str) and "://" not in value
+        return str(Path(value).absolute()) if is_path else value
+
+    return validate(absolute("", dataclasses.asdict(config)), "the config with absolute paths")
 
 
 def validate(values: Mapping[str, Any], source: str) -> Config:

@@ -18,6 +18,7 @@ from distembed.embedding.tables import CompositionalTables
 from distembed.errors import RunError, UserError
 from distembed.planning import Workload, plan_as_json
 from distembed.planning.cluster import Cluster
+from distembed.planning.made_for import MadeFor
 from distembed.planning.optimizer_states import IS_ROW_WISE, TableOptimizers
 from distembed.planning.plan import Planned, find_plan, placements_of, reserved_share
 from distembed.planning.storage import TableStorage, whole_table_storage
@@ -25,7 +26,7 @@ from distembed.planning.workload import pipeline_depth
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from distembed.sharding.placement import Placement, width
 from distembed.sse.config import build_sse
-from distembed.training.build import build_plannable, table_optimizers, use_bf16, workload_of
+from distembed.training.build import build_plannable, made_for, table_optimizers, use_bf16, workload_of
 
 _MODULE = "model.embeddings"
 _MOST_NAMES = 8
@@ -45,6 +46,7 @@ class Fit:
         planned: None where the planner finds no plan that fits.
         planner_says: why there is none.
         placements: of the tables, where there is a plan.
+        made_for: what the plan is for, which whoever takes it up compares.
     """
 
     cluster: Cluster
@@ -56,6 +58,7 @@ class Fit:
     planned: Planned | None
     planner_says: str
     placements: list[Placement]
+    made_for: MadeFor
 
     @property
     def needed(self) -> TableStorage:
@@ -107,6 +110,7 @@ class Fit:
             "tables": self._tables(),
             "notes": [] if planned is None else _notes(self.optimizers, self.placements),
             "plan": None if planned is None else plan_as_json(planned.plan),
+            "made_for": self.made_for.as_json(),
         }
 
     def _rank(self, planned: Planned, rank: int) -> dict[str, Any]:
@@ -187,7 +191,9 @@ def find_fit(config: Config, cluster: Cluster) -> Fit:
         for table in tables
     }
     reserve = reserved_share(config.plan, workload)
-    return Fit(cluster, workload, optimizers, reserve, tables, whole, planned, planner_says, placements)
+    of_ranks = world_size, cluster.gpus, device.type
+    made = made_for(config.model, config.train, tables, *of_ranks)
+    return Fit(cluster, workload, optimizers, reserve, tables, whole, planned, planner_says, placements, made)
 
 
 def _of_table(storage: TableStorage) -> dict[str, int]:

@@ -20,7 +20,6 @@ from distembed.fit import Fit, find_fit
 from distembed.plan_tables import print_plan
 from distembed.planning.cluster import Cluster
 from distembed.remedies import UNFINISHED, find_remedies
-from distembed.training.build import made_for
 from distembed.whole_file import whole_file
 
 
@@ -111,13 +110,8 @@ def run_plan(
 
 
 def _values(config: Config, cluster: Cluster, found: Fit, memory_is_given: bool) -> dict[str, Any]:
-    """The values of ``distembed plan --json``: what :meth:`Fit.as_json` says, what it is for, and remedies."""
-    of_ranks = cluster.world_size, cluster.gpus, cluster.device.kind
-    values = {
-        **found.as_json(),
-        "made_for": made_for(config.model, config.train, found.tables, *of_ranks).as_json(),
-        "remedies": list[str](),
-    }
+    """The values of ``distembed plan --json``: what :meth:`Fit.as_json` says, and remedies."""
+    values = {**found.as_json(), "remedies": list[str]()}
     if not found.fits:
         values["remedies"] = remedies = find_remedies(config, cluster, memory_is_given, found)
         values["notes"] += [] if remedies.is_complete else [UNFINISHED]

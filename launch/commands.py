@@ -1,6 +1,5 @@
 """The commands ``distembed launch``, ``status``, ``logs``, ``cancel`` and ``resume``."""
 
-import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,16 +11,10 @@ from distembed.errors import RunError, UserError
 from launch.shape import parse_shape
 
 if TYPE_CHECKING:
-    from torchx.runner import Runner
-    from torchx.specs import AppStatus
-
-    from distembed.config import Config
-    from distembed.doctor import Finding
     from launch.job import Job
 
 Say = Callable[[str], None]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or its name under `runs`.")]
-_ROLE = "train"
 
 
 def add_commands(app: typer.Typer, say: Say) -> None:
@@ -85,8 +78,10 @@ def add_commands(app: typer.Typer, say: Say) -> None:
 
         Exit code 3 where the model does not fit or a check fails; nothing is submitted then.
         """
+        _require_torchx()
         from distembed.config import load_config
         from launch.job import LOCAL, Job
+        from launch.start import start
 
         loaded = load_config(config, overrides or [])
         folder = run_dir or Path("runs") / f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -107,19 +102,21 @@ def add_commands(app: typer.Typer, say: Say) -> None:
         job = Job(str(folder), scheduler, j, _pairs("--option", options or []), component)
         if detach and scheduler in LOCAL:
             raise UserError(f"--detach: jobs of {scheduler} end with the command that started them; leave it out.")
-        _launch(job, loaded, gpu, dry_run=dry_run, detach=detach, say=say)
+        start(job, loaded, gpu, dry_run=dry_run, detach=detach, say=say)
 
     @app.command(epilog="Example: `distembed status runs/big`")
     def status(run: RunArgument) -> None:
         """Say how a launched run does."""
-        from launch.job import find_job
+        job = _find(run)
+        from torchx.runner import get_runner
 
-        job = find_job(run)
-        with _runner() as runner:
+        from launch.follow import state_text
+
+        with get_runner() as runner:
             found = runner.status(job.handle)
         if found is None:
             raise RunError(f"{job.scheduler} knows nothing of {job.app_id}, which was submitted for {job.run_dir}.")
-        say(f"{job.run_dir}: {_state(found)} ({job.scheduler} {job.app_id}, submission {len(job.submissions)})")
+        say(f"{job.run_dir}: {state_text(found)} ({job.scheduler} {job.app_id}, submission {len(job.submissions)})")
         for line in _progress(Path(job.run_dir)):
             say(line)
 
@@ -130,24 +127,25 @@ def add_commands(app: typer.Typer, say: Say) -> None:
         follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
     ) -> None:
         """Print what the nodes of a launched run have printed."""
-        from launch.follow import node_lines
-        from launch.job import find_job
+        job = _find(run)
+        from torchx.runner import get_runner
 
-        job = find_job(run)
+        from launch.follow import ROLE, node_lines
+
         nodes = range(parse_shape(job.j).max_nodes)
         if node is not None and node not in nodes:
             raise UserError(f"--node is {node}; the nodes of {run} are 0 to {len(nodes) - 1}.")
-        with _runner() as runner:
-            for line in node_lines(runner, job.handle, _ROLE, nodes if node is None else [node], should_tail=follow):
+        with get_runner() as runner:
+            for line in node_lines(runner, job.handle, ROLE, nodes if node is None else [node], should_tail=follow):
                 say(line)
 
     @app.command(epilog="Example: `distembed cancel runs/big`")
     def cancel(run: RunArgument) -> None:
         """End a launched run; `distembed resume` goes on with it."""
-        from launch.job import find_job
+        job = _find(run)
+        from torchx.runner import get_runner
 
-        job = find_job(run)
-        with _runner() as runner:
+        with get_runner() as runner:
             runner.cancel(job.handle)
         say(f"cancelled: {job.scheduler} {job.app_id}")
 
@@ -157,122 +155,37 @@ def add_commands(app: typer.Typer, say: Say) -> None:
         detach: Annotated[bool, typer.Option("--detach", help="Do not follow the job.")] = False,
     ) -> None:
         """Submit a launched run again as it was; it goes on from its newest checkpoint."""
-        from launch.job import find_job
+        job = _find(run)
+        from torchx.runner import get_runner
 
-        job = find_job(run)
-        with _runner() as runner:
+        from launch.follow import state_text, submit_and_follow
+
+        with get_runner() as runner:
             found = runner.status(job.handle) if job.submissions else None
             if found is not None and not found.is_terminal():
-                raise UserError(f"{job.run_dir} is {_state(found)} ({job.app_id}); cancel it first, or let it be.")
-            _submit(job, runner, detach=detach, say=say)
+                raise UserError(f"{job.run_dir} is {state_text(found)} ({job.app_id}); cancel it first, or let it be.")
+            submit_and_follow(job, runner, detach=detach, say=say)
 
 
-def _launch(job: "Job", config: "Config", gpu: str | None, *, dry_run: bool, detach: bool, say: Say) -> None:
-    from distembed.fit import find_fit
-    from launch import preflight
-    from launch.job import snapshot
+def _find(run: str) -> "Job":
+    _require_torchx()
+    from launch.job import find_job
 
-    shape, folder = parse_shape(job.j), Path(job.run_dir)
-    if (folder / "config.yaml").exists() or (job.folder / "job.json").exists():
-        raise UserError(
-            f"--run-dir {folder} holds a run already; give another, or go on with `distembed resume {folder}`."
-        )
-    role = job.app().roles[0]
-    fit = find_fit(config, _cluster(shape.max_nodes, shape.processes, gpu, role.resource.memMB))
-    least = fit
-    if shape.elastic:
-        least = find_fit(config, dataclasses.replace(fit.cluster, nodes=shape.min_nodes))
-    findings = [
-        *preflight.check_trio(),
-        preflight.check_fit(least, shape),
-        preflight.check_dataset(config),
-        preflight.check_writable("run folder", folder),
-        preflight.check_checkpoints(config, folder),
-    ]
-    if job.scheduler == "slurm":
-        findings.append(preflight.check_partition(shape, role, job.options))
-    _report(findings, say)
-    plan = {**fit.as_json(), "made_for": _made_for(config, fit)}
-    with _runner() as runner:
-        if dry_run:
-            from distembed.planning import describe_plan
-
-            say(str(job.dry_run(runner)))
-            assert fit.planned is not None
-            say(f"plan: {describe_plan(fit.planned.plan)}")
-            return
-        job.dry_run(runner)  # refused before anything is written
-        snapshot(job.folder, _with_absolute_paths(config).to_yaml(), plan)
-        job.save()
-        _submit(job, runner, detach=detach, say=say)
+    return find_job(run)
 
 
-def _with_absolute_paths(config: "Config") -> "Config":
-    """As the nodes read it, whose working folder may be another one."""
-    place = config.train.checkpoint_dir
-    if place is not None and "://" not in place:
-        place = str(Path(place).absolute())
-    data = dataclasses.replace(config.data, path=str(Path(config.data.require_path()).absolute()))
-    return dataclasses.replace(config, data=data, train=dataclasses.replace(config.train, checkpoint_dir=place))
-
-
-def _made_for(config: "Config", fit: Any) -> dict[str, Any]:
-    from distembed.training.build import made_for
-
-    cluster = fit.cluster
-    return made_for(
-        config.model, config.train, fit.tables, cluster.world_size, cluster.gpus, cluster.device.kind
-    ).as_json()
-
-
-def _cluster(nodes: int, processes: int, gpu: str | None, memory_mb: int) -> Any:
-    """What is planned for: the named device, or, without one, nodes of CPUs with so much memory."""
-    from distembed.planning.cluster import Cluster
-    from distembed.planning.devices import DEVICES, find_device
-
-    if gpu is not None:
-        return Cluster(find_device(gpu), nodes, processes)
-    cpu = next(device for device in DEVICES.values() if device.kind == "cpu")
-    return Cluster(dataclasses.replace(cpu, name="cpu", memory_bytes=memory_mb * 2**20), nodes, processes)
-
-
-def _report(findings: Sequence["Finding"], say: Say) -> None:
-    """Says what was found.
+def _require_torchx() -> None:
+    """Says what to do where TorchX is not installed.
 
     Raises:
-        typer.Exit: something is wrong.
+        UserError: It is not.
     """
-    for finding in findings:
-        remedy = f" ({finding.remedy})" if finding.status == "wrong" and finding.remedy else ""
-        say(f"{finding.status:5}  {finding.subject}: {finding.detail}{remedy}")
-    if any(finding.status == "wrong" for finding in findings):
-        say("nothing was submitted")
-        raise typer.Exit(3)
-
-
-def _submit(job: "Job", runner: "Runner", *, detach: bool, say: Say) -> None:
-    from torchx.specs import AppState
-
-    from launch.follow import first_failure, follow
-
-    started = time.time()
-    job = job.submit(runner)
-    say(f"submitted: {job.scheduler} {job.app_id}, run folder {job.run_dir}")
-    if detach:
-        say(f"follow it with `distembed logs {job.run_dir} --follow`")
-        return
-    ended = follow(runner, job.handle, _ROLE, parse_shape(job.j).max_nodes, say)
-    if ended is not None and ended.state == AppState.SUCCEEDED:
-        say(f"run {job.run_dir}")
-        return
-    failure = first_failure(job.folder / "logs", since=started - 1)
-    if failure is not None:
-        say(f"first to fail: {failure.message} ({failure.where})")
-        say(failure.traceback.rstrip())
-    raise RunError(
-        f"the job {job.app_id} has ended: {'its state is not known' if ended is None else _state(ended)}. Logs are in "
-        f"{job.folder / 'logs'}; go on with `distembed resume {job.run_dir}`."
-    )
+    try:
+        import torchx.runner  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            f"launching needs TorchX, and it cannot be imported ({error}): run tools/setup.sh launch."
+        ) from None
 
 
 def _progress(run: Path) -> list[str]:
@@ -289,11 +202,6 @@ def _progress(run: Path) -> list[str]:
     return lines
 
 
-def _state(status: "AppStatus") -> str:
-    msg = f": {status.msg}" if status.msg else ""
-    return f"{status.state.name.lower()}{msg}"
-
-
 def _pairs(option: str, texts: Sequence[str]) -> Mapping[str, str]:
     pairs = {}
     for text in texts:
@@ -302,18 +210,3 @@ def _pairs(option: str, texts: Sequence[str]) -> Mapping[str, str]:
             raise UserError(f"{option} is {text!r}; give NAME=VALUE.")
         pairs[name] = value
     return pairs
-
-
-def _runner() -> "Runner":
-    """TorchX's, with our schedulers.
-
-    Raises:
-        UserError: TorchX is not installed.
-    """
-    try:
-        from torchx.runner import get_runner
-    except ImportError as error:
-        raise UserError(
-            f"launching needs TorchX, and it cannot be imported ({error}): run tools/setup.sh launch."
-        ) from None
-    return get_runner()

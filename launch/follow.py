@@ -12,6 +12,14 @@ from typing import Any
 from torchx.runner import Runner
 from torchx.specs import AppState, AppStatus
 
+from distembed.errors import RunError
+from launch.job import Job
+from launch.shape import parse_shape
+
+Say = Callable[[str], None]
+"""Prints a line."""
+ROLE = "train"
+"""Of the component that trains."""
 _POLL_SECONDS = 1.0
 
 
@@ -32,7 +40,38 @@ class Failure:
     time: float
 
 
-def follow(runner: Runner, handle: str, role: str, num_nodes: int, say: Callable[[str], None]) -> AppStatus | None:
+def submit_and_follow(job: Job, runner: Runner, *, detach: bool, say: Say) -> None:
+    """Hands a job to its scheduler, and follows it unless that is not wanted.
+
+    Raises:
+        RunError: It has failed.
+    """
+    started = time.time()
+    job = job.submit(runner)
+    say(f"submitted: {job.scheduler} {job.app_id}, run folder {job.run_dir}")
+    if detach:
+        say(f"follow it with `distembed logs {job.run_dir} --follow`")
+        return
+    ended = follow(runner, job.handle, ROLE, parse_shape(job.j).max_nodes, say)
+    if ended is not None and ended.state == AppState.SUCCEEDED:
+        say(f"run {job.run_dir}")
+        return
+    failure = first_failure(job.folder / "logs", since=started - 1)
+    if failure is not None:
+        say(f"first to fail: {failure.message} ({failure.where})")
+        say(failure.traceback.rstrip())
+    raise RunError(
+        f"the job {job.app_id} has ended: {'its state is not known' if ended is None else state_text(ended)}. Logs are "
+        f"in {job.folder / 'logs'}; go on with `distembed resume {job.run_dir}`."
+    )
+
+
+def state_text(status: AppStatus) -> str:
+    """A job's state, with what its scheduler says of it."""
+    return f"{status.state.name.lower()}{f': {status.msg}' if status.msg else ''}"
+
+
+def follow(runner: Runner, handle: str, role: str, num_nodes: int, say: Say) -> AppStatus | None:
     """Prints what the nodes print until the job has ended; its state then, None where nothing is known of it.
 
     Args:

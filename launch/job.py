@@ -12,9 +12,12 @@ A run folder holds, beside what the run itself leaves (:class:`distembed.trainin
       logs/           of every rank; error.json in a node's is the traceback of the rank that failed first
 """
 
+import fcntl
 import json
+import logging
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import distributions
@@ -28,6 +31,8 @@ from distembed.errors import UserError
 from distembed.whole_file import whole_file
 from launch.components import train
 from launch.shape import parse_shape
+
+log = logging.getLogger(__name__)
 
 FOLDER = "launch"
 LOCAL = ("local_cwd", "local_docker")
@@ -111,18 +116,63 @@ class Job:
         except (specs.InvalidRunConfigException, KeyError, AssertionError) as error:
             raise UserError(f"the scheduler {self.scheduler} does not take this job: {error}") from error
 
+    def create(self, config_yaml: str, plan: Mapping[str, Any]) -> None:
+        """Keeps in the run folder what is asked for, and what it is made of.
+
+        Args:
+            config_yaml: the resolved config.
+            plan: as ``distembed plan --json`` gives it.
+
+        Raises:
+            UserError: Another job was made there meanwhile.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with self._alone():
+            if self._file.exists():
+                raise UserError(f"--run-dir {self.run_dir} was taken by another launch just now; give another.")
+            (self.folder / "config.yaml").write_text(config_yaml)
+            (self.folder / "plan.json").write_text(json.dumps(plan, indent=2) + "\n")
+            (self.folder / "git.txt").write_text(_git("rev-parse", "HEAD") or "not in a git repository\n")
+            (self.folder / "git.diff").write_text(_git("diff", "HEAD"))
+            packages = sorted(f"{found.name}=={found.version}" for found in distributions())
+            (self.folder / "packages.txt").write_text("\n".join(dict.fromkeys(packages)) + "\n")
+            self._save()  # last: a job that is there is whole
+
     def submit(self, runner: Runner) -> "Job":
-        """Hands it to the scheduler, and notes so in the run folder."""
-        handle = runner.schedule(self.dry_run(runner))
-        submission = Submission(str(handle), datetime.now(UTC).isoformat(timespec="seconds"))
-        submitted = replace(self, submissions=(*self.submissions, submission))
-        submitted.save()
+        """Hands it to the scheduler, and notes so in the run folder.
+
+        Raises:
+            UserError: It was submitted by another process since it was read.
+        """
+        request = self.dry_run(runner)
+        with self._alone():
+            there = _read(self._file).submissions
+            if len(there) != len(self.submissions):
+                raise UserError(f"{self.run_dir} was submitted by another process just now, as {there[-1].handle}.")
+            submission = Submission(str(runner.schedule(request)), datetime.now(UTC).isoformat(timespec="seconds"))
+            submitted = replace(self, submissions=(*self.submissions, submission))
+            submitted._save()
         return submitted
 
-    def save(self) -> None:
-        """Writes ``job.json``."""
-        with whole_file(self.folder / "job.json") as temporary:
+    @property
+    def _file(self) -> Path:
+        return self.folder / "job.json"
+
+    def _save(self) -> None:
+        with whole_file(self._file) as temporary:
             Path(temporary).write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One process at a time makes or submits the job."""
+        with (self.folder / ".lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"{self.run_dir} is being launched by another process; wait for it.") from None
+            except OSError as error:
+                log.warning("%s cannot be locked (%s): launch it only once at a time", self.folder, error)
+            yield
 
     def _options(self, runner: Runner) -> dict[str, Any]:
         """Options as the scheduler has them; its logs go into the run folder where it asks for a place."""
@@ -162,23 +212,6 @@ def _read(file: Path) -> Job:
     parse_shape(job.j)
     # the folder may have been moved since
     return replace(job, run_dir=str(file.parent.parent))
-
-
-def snapshot(folder: Path, config_yaml: str, plan: Mapping[str, Any]) -> None:
-    """Keeps what a run is made of.
-
-    Args:
-        folder: ``launch`` of the run folder.
-        config_yaml: the resolved config.
-        plan: as ``distembed plan --json`` gives it.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(config_yaml)
-    (folder / "plan.json").write_text(json.dumps(plan, indent=2) + "\n")
-    (folder / "git.txt").write_text(_git("rev-parse", "HEAD") or "not in a git repository\n")
-    (folder / "git.diff").write_text(_git("diff", "HEAD"))
-    packages = sorted(f"{found.name}=={found.version}" for found in distributions())
-    (folder / "packages.txt").write_text("\n".join(dict.fromkeys(packages)) + "\n")
 
 
 def _git(*arguments: str) -> str:

@@ -1,18 +1,16 @@
 """What is checked before a job is submitted: each check gives a finding, and none of them submits anything."""
 
-import re
-import subprocess
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchx import specs
 
 from distembed.doctor import Finding, check_trio_versions, chosen_device, installed_versions, nvidia_smi_works
 from distembed.errors import RunError, UserError
 from launch.shape import Shape
+from launch.slurm_commands import NodeRecord, expected_start, list_nodes
+from launch.slurm_script import SlurmJob
 
 if TYPE_CHECKING:
     from distembed.config import Config
@@ -87,69 +85,52 @@ def check_checkpoints(config: "Config", run_dir: Path) -> Finding:
     return Finding("checkpoints", "ok", place)
 
 
-def check_partition(shape: Shape, role: specs.Role, options: Mapping[str, Any]) -> Finding:
-    """Whether Slurm's partition has so many nodes of such a size, busy ones too."""
-    partition = options.get("partition")
-    command = ["sinfo", "--noheader", "--Node", "--format=%P|%N|%c|%m|%G|%T"]
+def check_partition(shape: Shape, resource: specs.Resource, partition: str | None) -> Finding:
+    """Whether Slurm's partition has so many nodes of such a size, busy ones too.
+
+    Args:
+        shape: of the job.
+        resource: that each of its nodes needs.
+        partition: its name, several with commas between them, or None for the cluster's default.
+    """
     try:
-        answer = subprocess.run(command, capture_output=True, text=True)
-    except FileNotFoundError:
-        return _wrong(
-            "partition", "there is no sinfo on PATH", "run this where Slurm's commands are, or choose another -s"
-        )
-    if answer.returncode:
-        return _wrong("partition", f"Slurm does not answer: {answer.stderr.strip()}")
-    nodes = [_Node.read(line) for line in answer.stdout.splitlines()]
-    name = partition or next((node.partition for node in nodes if node.is_default), "")
-    own = {node.name: node for node in nodes if node.partition == name}
-    if not own:
+        nodes = list_nodes()
+    except (UserError, RunError) as error:
+        return _wrong("partition", str(error))
+    names = partition.split(",") if partition else sorted({node.partition for node in nodes if node.is_default})
+    own = {name: [node for node in nodes if node.partition == name] for name in names}
+    if not any(own.values()):
         known = ", ".join(sorted({node.partition for node in nodes})) or "none"
-        return _wrong(
-            "partition", f"the partition {partition!r} is not there, or has no nodes", f"choose one of {known}"
-        )
-    need = role.resource
-    fit = [node for node in own.values() if node.has(need.cpu, need.memMB, need.gpu)]
-    if len(fit) < shape.min_nodes:
-        size = f"{need.cpu} CPUs, {need.memMB} MB and {need.gpu} GPUs"
-        best = max(own.values(), key=lambda node: (node.gpus, node.cpus))
+        which = f"{partition!r} is not there" if partition else "that is the default is not there"
+        return _wrong("partition", f"the partition {which}, or has no nodes", f"-o partition=NAME; there are {known}")
+    # a job takes all of its nodes from one partition
+    numbers = {name: sum(_suffices(node, resource) for node in own[name]) for name in names}
+    name = max(names, key=lambda name: numbers[name])
+    if numbers[name] < shape.min_nodes:
+        size = f"{resource.cpu} CPUs, {resource.memMB} MB and {resource.gpu} GPUs"
+        best = max(own[name], key=lambda node: (node.is_up, node.gpus, node.cpus, node.memory_mb))
         return _wrong(
             "partition",
-            f"{name} has {len(fit)} node(s) of {size} or more that are up, and the job needs {shape.min_nodes}; of its "
-            f"{len(own)} the largest has {best.cpus} CPUs, {best.memory_mb} MB and {best.gpus} GPUs",
+            f"{name} has {numbers[name]} node(s) of {size} or more that are up, and the job needs {shape.min_nodes}; "
+            f"of its {len(own[name])} the largest has {best.cpus} CPUs, {best.memory_mb} MB and {best.gpus} GPUs",
+            "ask for fewer nodes or less of each, or choose another partition",
         )
-    return Finding("partition", "ok", f"{name}: {len(fit)} node(s) such as the {shape.nodes} asked for")
+    return Finding("partition", "ok", f"{name}: {numbers[name]} node(s) such as the {shape.nodes} asked for")
+
+
+def check_acceptance(request: SlurmJob) -> Finding:
+    """Whether Slurm would take the job: its account, limits, features and all else that only the controller knows."""
+    try:
+        return Finding("submission", "ok", expected_start(request.command, request.script()))
+    except (UserError, RunError) as error:
+        return _wrong("submission", str(error))
+
+
+def _suffices(node: NodeRecord, need: specs.Resource) -> bool:
+    # a cluster that does not say how much memory its nodes have says 1 MB
+    has_memory = node.memory_mb <= 1000 or node.memory_mb >= need.memMB
+    return node.is_up and has_memory and node.cpus >= need.cpu and node.gpus >= need.gpu
 
 
 def _wrong(what: str, detail: str, remedy: str = "") -> Finding:
     return Finding(what, "wrong", detail, remedy)
-
-
-@dataclass(frozen=True)
-class _Node:
-    """A node as sinfo tells of it."""
-
-    partition: str
-    is_default: bool
-    name: str
-    cpus: int
-    memory_mb: int
-    gpus: int
-    is_up: bool
-
-    @classmethod
-    def read(cls, line: str) -> "_Node":
-        partition, name, cpus, memory, resources, state = line.split("|")
-        gpus = sum(int(count) for count in re.findall(r"gpu(?::[^:,(]+)*:(\d+)", resources))
-        is_up = not re.match(r"down|drain|fail|unknown|maint", state)
-        is_default = partition.endswith("*")
-        return cls(partition.rstrip("*"), is_default, name, _number(cpus), _number(memory), gpus, is_up)
-
-    def has(self, cpus: float, memory_mb: int, gpus: int) -> bool:
-        # a cluster that does not say how much memory its nodes have says 1 MB
-        has_memory = self.memory_mb <= 1000 or self.memory_mb >= memory_mb
-        return self.is_up and self.cpus >= cpus and has_memory and self.gpus >= gpus
-
-
-def _number(text: str) -> int:
-    """Sinfo writes "8+" for 8 or more."""
-    return int(text.rstrip("+"))

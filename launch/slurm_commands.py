@@ -45,6 +45,29 @@ class JobRecord:
     output: Path | None = None
 
 
+@dataclass(frozen=True)
+class NodeRecord:
+    """A node, in one of its partitions.
+
+    Args:
+        partition: Name of the partition.
+        is_default: Whether jobs that name no partition go there.
+        name: Of the node.
+        cpus: CPUs that it has, as Slurm counts them.
+        memory_mb: Memory in MB; 1 where the cluster does not say.
+        gpus: GPUs of all types.
+        is_up: Whether it takes jobs, now or when those that it has have ended.
+    """
+
+    partition: str
+    is_default: bool
+    name: str
+    cpus: int
+    memory_mb: int
+    gpus: int
+    is_up: bool
+
+
 def submit(command: Sequence[str], script: str) -> str:
     """Submits a script and returns the number of its job.
 
@@ -52,14 +75,32 @@ def submit(command: Sequence[str], script: str) -> str:
         UserError: Slurm does not accept the job; the message holds its reason.
         RunError: Slurm cannot be reached.
     """
-    answer = _run(command, stdin=script, environment=_environment_outside_jobs())
-    if answer.returncode:
-        reason = _reason(answer)
-        if "ontact slurm controller" in reason or "Connection refused" in reason:
-            raise RunError(f"the job was not submitted, because Slurm cannot be reached: {reason}")
-        raise UserError(f"Slurm does not accept the job: {reason}")
     # "123;cluster" where there are several clusters
-    return answer.stdout.strip().partition(";")[0]
+    return _sbatch(command, script).stdout.strip().partition(";")[0]
+
+
+def expected_start(command: Sequence[str], script: str) -> str:
+    """What Slurm says of when and where it would start a job, which it does not submit.
+
+    Raises:
+        UserError: Slurm would not accept the job; the message holds its reason.
+        RunError: Slurm cannot be reached.
+    """
+    said = _without_names(_sbatch([*command, "--test-only"], script).stderr)
+    return re.sub(r"^Job \d+ ", "", said)
+
+
+def list_nodes() -> list[NodeRecord]:
+    """All nodes, each once for every partition that it is in.
+
+    Raises:
+        UserError: There is no Slurm on this machine.
+        RunError: It does not answer.
+    """
+    answer = _run(["sinfo", "--noheader", "--Node", "--format=%P|%N|%c|%m|%G|%T"])
+    if answer.returncode:
+        raise RunError(f"Slurm does not answer: {_reason(answer)}")
+    return [_node(line) for line in answer.stdout.splitlines()]
 
 
 def cancel(job_id: str) -> None:
@@ -158,10 +199,42 @@ def _record(text: str) -> JobRecord:
     )
 
 
+def _node(line: str) -> NodeRecord:
+    """Reads a line of ``sinfo``, such as ``gpu*|node7|96|2063886|gpu:h100:8(S:0-1)|idle``."""
+    partition, name, cpus, memory, resources, state = line.split("|")
+    gpus = sum(int(count) for count in re.findall(r"gpu(?::[^:,(]+)*:(\d+)", resources))
+    # "*": it does not respond. One that is powered down is started when it is needed.
+    is_up = not re.match(r"(down|drain|fail|unknown|maint|inval|future)|.*\*$", state)
+    # "8+" is 8 or more
+    return NodeRecord(
+        partition.rstrip("*"),
+        partition.endswith("*"),
+        name,
+        int(cpus.rstrip("+")),
+        int(memory.rstrip("+")),
+        gpus,
+        is_up,
+    )
+
+
+def _sbatch(command: Sequence[str], script: str) -> subprocess.CompletedProcess[str]:
+    answer = _run(command, stdin=script, environment=_environment_outside_jobs())
+    if answer.returncode:
+        reason = _reason(answer)
+        if "ontact slurm controller" in reason or "Connection refused" in reason:
+            raise RunError(f"the job was not submitted, because Slurm cannot be reached: {reason}")
+        raise UserError(f"Slurm does not accept the job: {reason}")
+    return answer
+
+
 def _reason(answer: subprocess.CompletedProcess[str]) -> str:
-    """What a command has to say about its failure, without its name before each line."""
-    lines = [re.sub(r"^\w+: (?:error: |fatal: )?", "", line) for line in answer.stderr.strip().splitlines()]
-    return "; ".join(lines) or f"{answer.args[0]} ended with code {answer.returncode}"
+    """What a command has to say about its failure."""
+    return _without_names(answer.stderr) or f"{answer.args[0]} ended with code {answer.returncode}"
+
+
+def _without_names(stderr: str) -> str:
+    """Lines of a command in one, without its name before each."""
+    return "; ".join(re.sub(r"^\w+: (?:error: |fatal: )?", "", line) for line in stderr.strip().splitlines())
 
 
 def _environment_outside_jobs() -> dict[str, str] | None:

@@ -1,0 +1,105 @@
+"""Starts a job: checks it, keeps what is needed to repeat it, hands it to the scheduler, and follows it to its end.
+
+Nothing is written or submitted before every check is passed.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+from torchx.runner import get_runner
+
+from distembed.config import Config, with_absolute_paths
+from distembed.doctor import Finding
+from distembed.errors import UserError
+from distembed.fit import Fit, find_fit
+from distembed.planning import describe_plan
+from distembed.planning.cluster import Cluster
+from distembed.planning.devices import DEVICES, find_device
+from launch import preflight
+from launch.follow import Say, submit_and_follow
+from launch.job import Job
+from launch.resources import gpu_name
+from launch.shape import parse_shape
+
+
+def start(job: Job, config: Config, gpu: str | None, *, dry_run: bool, detach: bool, say: Say) -> None:
+    """Checks a job and submits it.
+
+    Args:
+        job: what is asked for.
+        config: of the training.
+        gpu: device of each process, as ``distembed plan --gpu`` takes it; None for that of the named resource, or CPUs.
+        dry_run: say what would be submitted, with the plan, and submit nothing.
+        detach: do not follow it.
+        say: prints a line.
+
+    Raises:
+        UserError: What cannot be asked for at all.
+        typer.Exit: with code 3, a check that fails.
+        RunError: The job has failed.
+    """
+    if (Path(job.run_dir) / "config.yaml").exists() or (job.folder / "job.json").exists():
+        raise UserError(
+            f"--run-dir {job.run_dir} holds a run already; give another, or go on with "
+            f"`distembed resume {job.run_dir}`."
+        )
+    with get_runner() as runner:
+        request = job.dry_run(runner)
+        cluster = _cluster(job, gpu)
+        fit = find_fit(config, cluster)
+        findings = _checks(job, request.request, config, fit)
+        for finding in findings:
+            remedy = f" ({finding.remedy})" if finding.status == "wrong" and finding.remedy else ""
+            say(f"{finding.status:5}  {finding.subject}: {finding.detail}{remedy}")
+        if dry_run:
+            say(str(request))
+            say(f"plan: {describe_plan(fit.planned.plan) if fit.planned else 'none'}")
+        if any(finding.status == "wrong" for finding in findings):
+            say("nothing was submitted")
+            raise typer.Exit(3)
+        if not dry_run:
+            job.create(with_absolute_paths(config).to_yaml(), fit.as_json())
+            submit_and_follow(job, runner, detach=detach, say=say)
+
+
+def _cluster(job: Job, gpu: str | None) -> Cluster:
+    """What is planned for: as many nodes as the job takes at most.
+
+    Raises:
+        UserError: The nodes have GPUs, and nobody says which.
+    """
+    shape, resource = parse_shape(job.j), job.app().roles[0].resource
+    name = gpu or gpu_name(resource)
+    if name is None and resource.gpu:
+        raise UserError(
+            f"the nodes have {resource.gpu} GPUs, and of which kind is not known: say so with --gpu, such as "
+            f"--gpu h100-80gb, or choose a --resource that says it; there are {', '.join(DEVICES)}."
+        )
+    device = find_device(name) if name else next(device for device in DEVICES.values() if device.kind == "cpu")
+    memory_bytes = resource.memMB * 2**20
+    if device.kind == "cpu":
+        device = dataclasses.replace(device, name="cpu", memory_bytes=memory_bytes)
+    elif not resource.gpu:
+        raise UserError(f"--gpu is {gpu}, and the nodes have no GPUs: give --gpus or another --resource.")
+    return Cluster(device, shape.max_nodes, shape.processes, host_memory_bytes=memory_bytes)
+
+
+def _checks(job: Job, request: Any, config: Config, fit: Fit) -> Sequence[Finding]:
+    shape, folder, resource = parse_shape(job.j), Path(job.run_dir), job.app().roles[0].resource
+    fewest = find_fit(config, dataclasses.replace(fit.cluster, nodes=shape.min_nodes)) if shape.elastic else fit
+    findings = [
+        *preflight.check_trio(),
+        preflight.check_fit(fewest, shape),
+        preflight.check_dataset(config),
+        preflight.check_writable("run folder", folder),
+        preflight.check_checkpoints(config, folder),
+    ]
+    if job.scheduler == "slurm":
+        partition = preflight.check_partition(shape, resource, job.options.get("partition"))
+        findings.append(partition)
+        if partition.status == "ok":
+            findings.append(preflight.check_acceptance(request))
+    return findings
