@@ -1,0 +1,165 @@
+"""What is looked at before a job is submitted, each with what makes it go wrong."""
+
+import json
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torchx import specs
+
+from distembed.config import Config, validate
+from distembed.fit import find_fit
+from distembed.planning.cluster import Cluster
+from distembed.planning.devices import find_device
+from launch.preflight import (
+    check_acceptance,
+    check_checkpoints,
+    check_dataset,
+    check_fit,
+    check_partition,
+    check_writable,
+)
+from launch.shape import parse_shape
+from launch.slurm_script import SlurmJob
+from tests.training.conftest import write_dataset
+
+NODES = """\
+gpu|node1|96|2000000|gpu:h100:8(S:0-1)|idle
+gpu|node2|96|2000000|gpu:h100:8(S:0-1)|allocated
+gpu|node3|96|2000000|gpu:h100:8(S:0-1)|drained
+gpu|node4|96|2000000|gpu:h100:8(S:0-1)|idle*
+gpu|node5|96|2000000|gpu:h100:8(S:0-1)|idle~
+cpu*|node6|64|1|(null)|mixed
+cpu*|node7|64|1|(null)|down*
+small|node8|8|16000|gpu:t4:1,gpu:a2:2|planned
+"""
+"""Of the five in "gpu" one is being emptied, and one does not respond; one that is switched off is started again."""
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Puts a shell script in the place of one of Slurm's commands."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    def make(name: str, text: str) -> None:
+        file = tmp_path / name
+        file.write_text(f"#!/bin/sh\nPATH=/usr/bin:/bin\n{text}\n")
+        file.chmod(file.stat().st_mode | stat.S_IXUSR)
+
+    return make
+
+
+@pytest.fixture
+def sinfo(command: Callable[[str, str], None]) -> None:
+    command("sinfo", f"cat <<'END'\n{NODES}END")
+
+
+@pytest.mark.usefixtures("sinfo")
+@pytest.mark.parametrize(
+    ("j", "need", "partition", "said"),
+    [
+        ("3x8", (96, 8, 1_000_000), "gpu", "gpu: 3 node(s)"),
+        ("2:9x8", (96, 8, 1_000_000), "gpu", "such as the 2:9 asked for"),
+        ("1x1", (64, 0, 500_000), None, "cpu: 1 node(s)"),
+        ("1x3", (8, 3, 1000), "small", "small: 1 node(s)"),
+        ("1x3", (8, 1, 1000), "small,gpu", "gpu: 3 node(s)"),
+    ],
+)
+def test_nodes_that_are_there_suffice(j: str, need: tuple[int, int, int], partition: str | None, said: str) -> None:
+    cpus, gpus, memory = need
+    finding = check_partition(parse_shape(j), specs.Resource(cpu=cpus, gpu=gpus, memMB=memory), partition)
+    assert finding.status == "ok" and said in finding.detail
+
+
+@pytest.mark.usefixtures("sinfo")
+@pytest.mark.parametrize(
+    ("j", "need", "partition", "said"),
+    [
+        (
+            "4x8",
+            (96, 8, 1_000_000),
+            "gpu",
+            "gpu has 3 node(s) of 96 CPUs, 1000000 MB and 8 GPUs or more that are up, and",
+        ),
+        ("1x1", (97, 8, 1_000_000), "gpu", "of its 5 the largest has 96 CPUs, 2000000 MB and 8 GPUs"),
+        ("1x1", (1, 9, 1), "gpu", "gpu has 0 node(s)"),
+        ("1x1", (1, 0, 16_001), "small", "small has 0 node(s)"),
+        ("2x1", (1, 0, 1), None, "cpu has 1 node(s)"),
+        ("1x1", (1, 0, 1), "gold", "the partition 'gold' is not there, or has no nodes"),
+    ],
+)
+def test_nodes_that_are_not_there_are_missed(
+    j: str, need: tuple[int, int, int], partition: str | None, said: str
+) -> None:
+    cpus, gpus, memory = need
+    finding = check_partition(parse_shape(j), specs.Resource(cpu=cpus, gpu=gpus, memMB=memory), partition)
+    assert finding.status == "wrong" and said in finding.detail and finding.remedy
+
+
+def test_a_slurm_that_is_not_there_or_does_not_answer_is_said(command: Callable[[str, str], None]) -> None:
+    arguments: Any = parse_shape("1x1"), specs.Resource(1, 0, 1), None
+    missing = check_partition(*arguments)
+    assert missing.status == "wrong" and "there is no sinfo on PATH" in missing.detail
+    command("sinfo", "echo 'slurm_load_partitions: Unable to contact slurm controller' >&2; exit 1")
+    silent = check_partition(*arguments)
+    assert silent.status == "wrong" and "Unable to contact slurm controller" in silent.detail
+
+
+def test_slurm_itself_is_asked_and_nothing_is_submitted(command: Callable[[str, str], None], tmp_path: Path) -> None:
+    job = SlurmJob("job", "train", ["true"], tmp_path, {}, 1, 1, {})
+    command("sbatch", f'echo "$@" >>{tmp_path}/asked; echo "sbatch: Job 7 to start at noon on node1" >&2')
+    accepted = check_acceptance(job)
+    assert accepted.status == "ok" and accepted.detail == "to start at noon on node1"
+    assert "--test-only" in (tmp_path / "asked").read_text().split()
+    command("sbatch", "echo 'allocation failure: Invalid account' >&2; exit 1")
+    refused = check_acceptance(job)
+    assert refused.status == "wrong" and "Invalid account" in refused.detail
+
+
+def config_of(folder: Path, **train: Any) -> Config:
+    return validate({"data": {"path": str(folder)}, "train": {"batch_size": 32, **train}}, "the test")
+
+
+def test_a_plan_that_does_not_fit_is_refused_with_its_numbers(tmp_path: Path) -> None:
+    config = config_of(write_dataset(tmp_path / "dataset"))
+    for memory, status, said in (
+        ("64GiB", "ok", "of 64.00 GiB a rank"),
+        ("64KiB", "wrong", "does not fit 2 x 4 custom (else l4-24gb): without any tables each rank needs"),
+    ):
+        fit = find_fit(config, Cluster(find_device(f"memory={memory}"), 2, 4))
+        finding = check_fit(fit, parse_shape("2x4"))
+        assert finding.status == status and "2 x 4" in finding.detail and said in finding.detail
+
+
+def test_a_dataset_without_a_file_of_its_manifest_is_refused(tmp_path: Path) -> None:
+    folder = write_dataset(tmp_path / "dataset")
+    assert check_dataset(config_of(folder)).status == "ok"
+    (folder / "test" / "part-0.parquet").unlink()
+    lacking = check_dataset(config_of(folder))
+    assert lacking.status == "wrong" and "lacks 1 of its 3 files, test/part-0.parquet first" in lacking.detail
+    (manifest,) = folder.glob("*.json")
+    manifest.write_text(json.dumps({}))
+    assert check_dataset(config_of(folder)).status == "wrong"
+    assert check_dataset(config_of(tmp_path / "none")).status == "wrong"
+
+
+def test_folders_must_take_files(tmp_path: Path) -> None:
+    assert check_writable("run folder", tmp_path / "a" / "b").status == "ok"
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/none")):
+        assert check_writable("run folder", folder).status == "wrong", folder
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+
+
+def test_folders_for_checkpoints_behind_a_url_are_asked_for(tmp_path: Path) -> None:
+    for place, status in (
+        (None, "ok"),
+        (str(tmp_path / "elsewhere"), "ok"),
+        ("memory://checkpoints", "ok"),
+        ("/proc/none", "wrong"),
+        ("nowhere://checkpoints", "wrong"),
+    ):
+        finding = check_checkpoints(config_of(tmp_path, checkpoint_dir=place), tmp_path / "run")
+        assert finding.status == status, finding
