@@ -46,8 +46,8 @@ class Config:
 
 
 _ADAPTER = TypeAdapter(Config)
-_PATHS = frozenset({"path", "checkpoint_dir", "assignments", "graph"})
-"""Keys of files and folders; a relative one starts at the working directory."""
+_PATHS = frozenset({"path", "assignments", "graph"})
+"""Keys of files and folders that a relative path names from the working directory."""
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -68,10 +68,20 @@ def with_absolute_paths(config: Config) -> Config:
     def absolute(key: str, value: Any) -> Any:
         if isinstance(value, dict):
             return {inner: absolute(inner, own) for inner, own in value.items()}
-        is_path = key in _PATHS and isinstance(value, str) and "://" not in value
-        return str(Path(value).absolute()) if is_path else value
+        return str(Path(value).absolute()) if key in _PATHS and isinstance(value, str) else value
 
     return validate(absolute("", dataclasses.asdict(config)), "the config with absolute paths")
+
+
+def input_paths(config: Config) -> list[str]:
+    """Files and folders that training reads, each once."""
+
+    def paths(key: str, value: Any) -> list[str]:
+        if isinstance(value, dict):
+            return [path for inner, own in value.items() for path in paths(inner, own)]
+        return [value] if key in _PATHS and isinstance(value, str) else []
+
+    return list(dict.fromkeys(paths("", dataclasses.asdict(config))))
 
 
 def validate(values: Mapping[str, Any], source: str) -> Config:

@@ -12,7 +12,12 @@ def record_error(error: BaseException) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return
-    extra = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))}
+    now = time.time_ns()
+    extra = {
+        "py_callstack": "".join(traceback.format_exception(error)),
+        "timestamp": str(now // 10**9),  # the launcher reads whole seconds
+        "time_ns": str(now),
+    }
     message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
     with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
         json.dump({"message": message}, file)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +14,15 @@ if TYPE_CHECKING:
     from launch.job import Job
 
 Say = Callable[[str], None]
+_SHAPE = typer.Option("-j", help="[MIN:]NODESxPROCESSES: 4x8, or 2:4x8 to go on with 2 nodes.")
+_OPTIONS = typer.Option("--option", "-o", help="Of the scheduler: `-o partition=gpu -o time=12:00:00`.")
+_RESOURCE = typer.Option("--resource", help="Named resource of a node, such as gpu_8_h100, in place of its numbers.")
+_CPUS = typer.Option("--cpus", help="CPUs of a node.")
+_MEMORY = typer.Option("--memory-mb", help="Memory of a node in MB.")
+_IMAGE = typer.Option("--image", help="Container image that holds distembed.")
+_ENV = typer.Option("--env", help="Environment variable, NAME=VALUE; may be repeated.")
+_DRY_RUN = typer.Option("--dry-run", help="Print what would be submitted, and the plan.")
+_DETACH = typer.Option("--detach", help="Do not follow the job.")
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or its name under `runs`.")]
 
 
@@ -26,8 +35,8 @@ def add_commands(app: typer.Typer, say: Say) -> None:
     """
 
     @app.command(
-        epilog="Example: `distembed launch configs/criteo_kaggle.yaml data.path=criteo -s slurm -j 4x8 --gpu h100-80gb "
-        "--run-dir runs/big -o partition=gpu -o time=24:00:00`"
+        epilog="Example: `distembed launch configs/criteo_kaggle.yaml data.path=/shared/criteo -s slurm -j 4x8 "
+        "--resource gpu_8_h100 --run-dir /shared/runs/big -o partition=gpu -o time=24:00:00`"
     )
     def launch(
         config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file.")],
@@ -37,42 +46,38 @@ def add_commands(app: typer.Typer, say: Say) -> None:
         scheduler: Annotated[
             str, typer.Option("--scheduler", "-s", help="local_cwd, local_docker, slurm, kubernetes, aws_batch or ray.")
         ] = "local_cwd",
-        j: Annotated[
-            str, typer.Option("-j", help="[MIN:]NODESxPROCESSES: 4x8, or 2:4x8 to go on with 2 nodes.")
-        ] = "1x1",
+        j: Annotated[str, _SHAPE] = "1x1",
         run_dir: Annotated[
             Path | None, typer.Option("--run-dir", help="Run folder, which every node must see; runs/NAME-TIME.")
         ] = None,
-        options: Annotated[
-            list[str] | None,
-            typer.Option("--option", "-o", help="Of the scheduler: `-o partition=gpu -o time=12:00:00`."),
-        ] = None,
+        options: Annotated[list[str] | None, _OPTIONS] = None,
         gpu: Annotated[
-            str | None, typer.Option(help="Device of each process, for the plan: `h100-80gb`; see `distembed plan`.")
+            str | None,
+            typer.Option(help="Device of each process, where --resource does not say: `h100-80gb`, as for the plan."),
         ] = None,
-        resource: Annotated[
-            str | None, typer.Option("--resource", help="Named resource of a node, in place of the next three.")
-        ] = None,
-        cpus: Annotated[int | None, typer.Option(help="CPUs of a node.")] = None,
+        resource: Annotated[str | None, _RESOURCE] = None,
+        cpus: Annotated[int | None, _CPUS] = None,
         gpus: Annotated[int | None, typer.Option(help="GPUs of a node; one a process where --gpu is given.")] = None,
-        memory_mb: Annotated[int | None, typer.Option(help="Memory of a node in MB.")] = None,
-        image: Annotated[str, typer.Option(help="Container image that holds distembed.")] = "",
-        env: Annotated[
-            list[str] | None, typer.Option(help="Environment variable, NAME=VALUE; may be repeated.")
-        ] = None,
+        memory_mb: Annotated[int | None, _MEMORY] = None,
+        image: Annotated[str | None, _IMAGE] = None,
+        env: Annotated[list[str] | None, _ENV] = None,
         mount: Annotated[
             list[str] | None, typer.Option(help="Mount of a container: type=bind,src=/host,dst=/container.")
         ] = None,
         max_restarts: Annotated[int, typer.Option(help="How often dead processes are started again in place.")] = 3,
         max_retries: Annotated[int, typer.Option(help="How often the whole job is started again.")] = 0,
+        grace_seconds: Annotated[
+            int, typer.Option(help="How long processes may take to save their state when the job is told to end.")
+        ] = 120,
         rdzv_port: Annotated[
-            int, typer.Option(help="Port of the first node where nodes meet; another for each job that shares a node.")
-        ] = 29500,
-        python: Annotated[str, typer.Option(help="Interpreter on the nodes.")] = "python",
-        dry_run: Annotated[
-            bool, typer.Option("--dry-run", help="Print what would be submitted, and the plan.")
-        ] = False,
-        detach: Annotated[bool, typer.Option("--detach", help="Do not follow the job.")] = False,
+            int | None,
+            typer.Option(help="Port of the first node where nodes meet; one from 20000 to 29999 by the run folder."),
+        ] = None,
+        python: Annotated[
+            str | None, typer.Option(help="Interpreter on the nodes; this one, or `python` in a container.")
+        ] = None,
+        dry_run: Annotated[bool, _DRY_RUN] = False,
+        detach: Annotated[bool, _DETACH] = False,
     ) -> None:
         """Train on a cluster: check, keep what is needed to repeat it, submit, and follow the logs.
 
@@ -80,29 +85,29 @@ def add_commands(app: typer.Typer, say: Say) -> None:
         """
         _require_torchx()
         from distembed.config import load_config
-        from launch.job import LOCAL, Job
+        from launch.job import LOCAL, Job, default_arguments
         from launch.start import start
 
         loaded = load_config(config, overrides or [])
-        folder = run_dir or Path("runs") / f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-        processes = parse_shape(j).processes
-        component: dict[str, Any] = {
-            "h": resource,
-            "cpu": cpus,
-            "gpu": gpus if gpus is not None or gpu is None or resource is not None else processes,
-            "memMB": memory_mb,
-            "image": image,
-            "env": _pairs("--env", env or []),
-            "mounts": [part for one in mount or [] for part in one.split(",")] or None,
-            "max_restarts": max_restarts,
-            "max_retries": max_retries,
-            "rdzv_port": rdzv_port,
-            "python": python,
-        }
-        job = Job(str(folder), scheduler, j, _pairs("--option", options or []), component)
+        folder = str(run_dir or Path("runs") / f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}")
         if detach and scheduler in LOCAL:
             raise UserError(f"--detach: jobs of {scheduler} end with the command that started them; leave it out.")
-        start(job, loaded, gpu, dry_run=dry_run, detach=detach, say=say)
+        job = Job(folder, scheduler, j, _pairs("--option", options), default_arguments(scheduler, folder), gpu).changed(
+            h=resource,
+            cpu=cpus,
+            gpu=gpus,
+            memMB=memory_mb,
+            image=image,
+            env=_pairs("--env", env),
+            mounts=[part for one in mount or [] for part in one.split(",")],
+            max_restarts=max_restarts,
+            max_retries=max_retries,
+            grace_seconds=grace_seconds,
+            rdzv_port=rdzv_port,
+            python=python,
+        )
+        job.require_new()
+        start(job, loaded, dry_run=dry_run, detach=detach, say=say)
 
     @app.command(epilog="Example: `distembed status runs/big`")
     def status(run: RunArgument) -> None:
@@ -111,12 +116,14 @@ def add_commands(app: typer.Typer, say: Say) -> None:
         from torchx.runner import get_runner
 
         from launch.follow import state_text
+        from launch.job import LOCAL
 
         with get_runner() as runner:
             found = runner.status(job.handle)
-        if found is None:
+        if found is None and job.scheduler not in LOCAL:
             raise RunError(f"{job.scheduler} knows nothing of {job.app_id}, which was submitted for {job.run_dir}.")
-        say(f"{job.run_dir}: {state_text(found)} ({job.scheduler} {job.app_id}, submission {len(job.submissions)})")
+        state = state_text(found) if found else "launched on this machine"
+        say(f"{job.run_dir}: {state} ({job.scheduler} {job.app_id}, submission {len(job.submissions)})")
         for line in _progress(Path(job.run_dir)):
             say(line)
 
@@ -131,7 +138,10 @@ def add_commands(app: typer.Typer, say: Say) -> None:
         from torchx.runner import get_runner
 
         from launch.follow import ROLE, node_lines
+        from launch.job import LOCAL
 
+        if job.scheduler in LOCAL:
+            raise UserError(f"logs of {job.scheduler} are files, in {job.folder / 'logs'}.")
         nodes = range(parse_shape(job.j).max_nodes)
         if node is not None and node not in nodes:
             raise UserError(f"--node is {node}; the nodes of {run} are 0 to {len(nodes) - 1}.")
@@ -145,26 +155,48 @@ def add_commands(app: typer.Typer, say: Say) -> None:
         job = _find(run)
         from torchx.runner import get_runner
 
+        from launch.follow import state_text
+        from launch.job import LOCAL
+
+        if job.scheduler in LOCAL:
+            raise UserError(f"{job.run_dir} runs under the command that launched it: press Ctrl-C there.")
         with get_runner() as runner:
+            found = runner.status(job.handle)
+            if found is None or found.is_terminal():
+                raise UserError(f"{job.run_dir} runs no longer: {'unknown' if found is None else state_text(found)}.")
             runner.cancel(job.handle)
         say(f"cancelled: {job.scheduler} {job.app_id}")
 
-    @app.command(epilog="Example: `distembed resume runs/big`")
+    @app.command(epilog="Example: `distembed resume runs/big -o time=48:00:00`")
     def resume(
         run: RunArgument,
-        detach: Annotated[bool, typer.Option("--detach", help="Do not follow the job.")] = False,
+        j: Annotated[str | None, _SHAPE] = None,
+        options: Annotated[list[str] | None, _OPTIONS] = None,
+        resource: Annotated[str | None, _RESOURCE] = None,
+        cpus: Annotated[int | None, _CPUS] = None,
+        memory_mb: Annotated[int | None, _MEMORY] = None,
+        image: Annotated[str | None, _IMAGE] = None,
+        env: Annotated[list[str] | None, _ENV] = None,
+        dry_run: Annotated[bool, _DRY_RUN] = False,
+        detach: Annotated[bool, _DETACH] = False,
     ) -> None:
-        """Submit a launched run again as it was; it goes on from its newest checkpoint."""
+        """Check and submit a launched run again, changed as said here; it goes on from its newest checkpoint."""
         job = _find(run)
         from torchx.runner import get_runner
 
-        from launch.follow import state_text, submit_and_follow
+        from distembed.config import load_config
+        from launch.follow import state_text
+        from launch.job import LOCAL
+        from launch.start import start
 
-        with get_runner() as runner:
-            found = runner.status(job.handle) if job.submissions else None
+        if job.submissions and job.scheduler not in LOCAL:
+            with get_runner() as runner:
+                found = runner.status(job.handle)
             if found is not None and not found.is_terminal():
                 raise UserError(f"{job.run_dir} is {state_text(found)} ({job.app_id}); cancel it first, or let it be.")
-            submit_and_follow(job, runner, detach=detach, say=say)
+        changes = {"h": resource, "cpu": cpus, "memMB": memory_mb, "image": image, "env": _pairs("--env", env)}
+        job = job.changed(j, _pairs("--option", options), **changes)
+        start(job, load_config(job.folder / "config.yaml"), dry_run=dry_run, detach=detach, say=say)
 
 
 def _find(run: str) -> "Job":
@@ -202,9 +234,9 @@ def _progress(run: Path) -> list[str]:
     return lines
 
 
-def _pairs(option: str, texts: Sequence[str]) -> Mapping[str, str]:
+def _pairs(option: str, texts: Sequence[str] | None) -> Mapping[str, str]:
     pairs = {}
-    for text in texts:
+    for text in texts or []:
         name, equals, value = text.partition("=")
         if not equals or not name:
             raise UserError(f"{option} is {text!r}; give NAME=VALUE.")

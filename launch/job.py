@@ -3,40 +3,46 @@
 A run folder holds, beside what the run itself leaves (:class:`distembed.training.tracking.RunFolder`)::
 
     launch/
-      config.yaml     the resolved config that every node reads
-      plan.json       where each table goes on all of the nodes asked for
-      job.json        what was asked for, and a line for each time that it was submitted
-      git.txt         revision of the working tree that it was submitted from
-      git.diff        what was changed since
-      packages.txt    installed packages and their versions
-      logs/           of every rank; error.json in a node's is the traceback of the rank that failed first
+      config.yaml       the resolved config that every node reads
+      plan.json         where each table goes on all of the nodes asked for
+      job.json          what was asked for, and a line for each time that it was submitted
+      submission-1/     what was installed when it was submitted first
+        git.txt         revision of distembed's working tree, and files in it that git does not know
+        git.diff        what was changed since
+        packages.txt    installed packages and their versions
+      logs/             of every rank; error.json in a node's is the traceback of the rank that failed first
 """
 
-import fcntl
+import inspect
 import json
-import logging
+import os
 import subprocess
+import sys
+import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
 from torchx import specs
 from torchx.runner import Runner
 
-from distembed.errors import UserError
+from distembed import __version__
+from distembed.errors import RunError, UserError
+from distembed.ownership import owned
 from distembed.whole_file import whole_file
 from launch.components import train
 from launch.shape import parse_shape
 
-log = logging.getLogger(__name__)
-
 FOLDER = "launch"
 LOCAL = ("local_cwd", "local_docker")
 """Schedulers whose jobs end with the command that submitted them."""
+CONTAINERS = ("local_docker", "kubernetes", "aws_batch")
+"""Schedulers whose jobs see nothing of a node but what is mounted."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,7 @@ class Job:
         j: ``[MIN:]NODESxPROCESSES``.
         options: of the scheduler, such as Slurm's partition.
         component: other arguments of ``launch.components.train``, such as ``image`` or ``max_restarts``.
+        gpu: device of each process, as ``distembed plan --gpu`` takes it; None for that of the named resource, or CPUs.
         submissions: the newest last.
     """
 
@@ -70,6 +77,7 @@ class Job:
     j: str
     options: Mapping[str, str] = field(default_factory=dict)
     component: Mapping[str, Any] = field(default_factory=dict)
+    gpu: str | None = None
     submissions: tuple[Submission, ...] = ()
 
     @property
@@ -93,15 +101,42 @@ class Job:
         """The scheduler's own name of the newest submission."""
         return self.handle.rpartition("/")[2]
 
+    def changed(self, j: str | None = None, options: Mapping[str, str] | None = None, **arguments: Any) -> "Job":
+        """The same job with what is given in the place of what it has; None and what is empty change nothing."""
+        given = {name: value for name, value in arguments.items() if value not in (None, "", {}, [])}
+        # a named resource and numbers exclude one another
+        replaced = (
+            {"cpu", "gpu", "memMB"} if "h" in given else {"h"} if {"cpu", "gpu", "memMB"} & given.keys() else set()
+        )
+        kept = {name: value for name, value in self.component.items() if name not in replaced}
+        if "env" in given:
+            given["env"] = {**kept.get("env", {}), **given["env"]}
+        options = {**self.options, **(options or {})}
+        return replace(self, j=j or self.j, options=options, component={**kept, **given})
+
+    def require_new(self) -> None:
+        """Makes sure that its run folder is free for a new run.
+
+        Raises:
+            UserError: A run was started there, or a job was submitted.
+        """
+        if (Path(self.run_dir) / "config.yaml").exists() or (self._file.exists() and _read(self._file).submissions):
+            raise UserError(
+                f"--run-dir {self.run_dir} holds a run already; give another, or go on with "
+                f"`distembed resume {self.run_dir}`."
+            )
+
     def app(self) -> specs.AppDef:
         """The application that TorchX submits."""
-        folder = self.folder.absolute()
+        folder, arguments = self.folder.absolute(), dict(self.component)
+        if self.gpu is not None and not self.gpu.startswith("cpu") and "h" not in arguments:
+            arguments.setdefault("gpu", parse_shape(self.j).processes)
         return train(
             config=str(folder / "config.yaml"),
             run_dir=str(Path(self.run_dir).absolute()),
             j=self.j,
             plan=str(folder / "plan.json"),
-            **self.component,
+            **arguments,
         )
 
     def dry_run(self, runner: Runner) -> Any:
@@ -109,33 +144,29 @@ class Job:
 
         Raises:
             UserError: for options that the scheduler does not have, or does not take.
+            RunError: The scheduler cannot be asked.
         """
         app = self.app()
-        try:
+        with _asking(self.scheduler):
             return runner.dryrun(app, self.scheduler, cfg=self._options(runner))
-        except (specs.InvalidRunConfigException, KeyError, AssertionError) as error:
-            raise UserError(f"the scheduler {self.scheduler} does not take this job: {error}") from error
 
-    def create(self, config_yaml: str, plan: Mapping[str, Any]) -> None:
-        """Keeps in the run folder what is asked for, and what it is made of.
+    def prepare(self, config_yaml: str, plan: Mapping[str, Any]) -> None:
+        """Keeps in the run folder what is asked for, and what the nodes read.
 
         Args:
             config_yaml: the resolved config.
             plan: as ``distembed plan --json`` gives it.
 
         Raises:
-            UserError: Another job was made there meanwhile.
+            UserError: The job was submitted by another process since it was read.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         with self._alone():
             if self._file.exists():
-                raise UserError(f"--run-dir {self.run_dir} was taken by another launch just now; give another.")
-            (self.folder / "config.yaml").write_text(config_yaml)
-            (self.folder / "plan.json").write_text(json.dumps(plan, indent=2) + "\n")
-            (self.folder / "git.txt").write_text(_git("rev-parse", "HEAD") or "not in a git repository\n")
-            (self.folder / "git.diff").write_text(_git("diff", "HEAD"))
-            packages = sorted(f"{found.name}=={found.version}" for found in distributions())
-            (self.folder / "packages.txt").write_text("\n".join(dict.fromkeys(packages)) + "\n")
+                self._require_unchanged()
+            for name, text in (("config.yaml", config_yaml), ("plan.json", json.dumps(plan, indent=2) + "\n")):
+                with whole_file(self.folder / name) as temporary:
+                    Path(temporary).write_text(text)
             self._save()  # last: a job that is there is whole
 
     def submit(self, runner: Runner) -> "Job":
@@ -146,13 +177,19 @@ class Job:
         """
         request = self.dry_run(runner)
         with self._alone():
-            there = _read(self._file).submissions
-            if len(there) != len(self.submissions):
-                raise UserError(f"{self.run_dir} was submitted by another process just now, as {there[-1].handle}.")
-            submission = Submission(str(runner.schedule(request)), datetime.now(UTC).isoformat(timespec="seconds"))
+            self._require_unchanged()
+            _keep_versions(self.folder / f"submission-{len(self.submissions) + 1}")
+            with _asking(self.scheduler):
+                handle = runner.schedule(request)
+            submission = Submission(str(handle), datetime.now(UTC).isoformat(timespec="seconds"))
             submitted = replace(self, submissions=(*self.submissions, submission))
             submitted._save()
         return submitted
+
+    def _require_unchanged(self) -> None:
+        there = _read(self._file).submissions
+        if len(there) != len(self.submissions):
+            raise UserError(f"{self.run_dir} was submitted by another process meanwhile, as {there[-1].handle}.")
 
     @property
     def _file(self) -> Path:
@@ -162,17 +199,9 @@ class Job:
         with whole_file(self._file) as temporary:
             Path(temporary).write_text(json.dumps(asdict(self), indent=2) + "\n")
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _alone(self) -> AbstractContextManager[None]:
         """One process at a time makes or submits the job."""
-        with (self.folder / ".lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(f"{self.run_dir} is being launched by another process; wait for it.") from None
-            except OSError as error:
-                log.warning("%s cannot be locked (%s): launch it only once at a time", self.folder, error)
-            yield
+        return owned(self.folder, refusal="{folder.parent} is being launched by {owner}; wait for it.")
 
     def _options(self, runner: Runner) -> dict[str, Any]:
         """Options as the scheduler has them; its logs go into the run folder where it asks for a place."""
@@ -187,6 +216,24 @@ class Job:
             # a comma in a text is part of it
             options[name] = text if types[name] is str else known.cfg_from_str(f"{name}={text}")[name]
         return options
+
+
+_ADAPTER = TypeAdapter(Job)
+
+
+def default_arguments(scheduler: str, run_dir: str) -> dict[str, Any]:
+    """Arguments of the component where nothing else is asked for.
+
+    A job on this machine gets all of it, one that runs outside of containers this interpreter, and a run folder a port
+    of its own, so that jobs which share a node do not meet.
+    """
+    arguments: dict[str, Any] = {"rdzv_port": 20000 + zlib.crc32(str(Path(run_dir).absolute()).encode()) % 10000}
+    if scheduler in ("local_cwd", "slurm"):
+        arguments["python"] = sys.executable
+    if scheduler in LOCAL:
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        arguments |= {"cpu": os.cpu_count(), "memMB": memory_bytes >> 20}
+    return arguments
 
 
 def find_job(run: str) -> Job:
@@ -204,14 +251,44 @@ def find_job(run: str) -> Job:
 
 def _read(file: Path) -> Job:
     try:
-        values = json.loads(file.read_text())
-        submissions = tuple(Submission(**submission) for submission in values.pop("submissions"))
-        job = Job(**values, submissions=submissions)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        job = _ADAPTER.validate_json(file.read_bytes())
+        unknown = set(job.component) - set(inspect.signature(train).parameters)
+        if unknown:
+            raise ValueError(f"unknown arguments of the component: {', '.join(sorted(unknown))}")
+        parse_shape(job.j)
+    except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read: {error}; start the run anew in another folder.") from error
-    parse_shape(job.j)
     # the folder may have been moved since
     return replace(job, run_dir=str(file.parent.parent))
+
+
+@contextmanager
+def _asking(scheduler: str) -> Iterator[None]:
+    """Names the scheduler in whatever its client raises: each has errors of its own, and no common one."""
+    try:
+        yield
+    except (UserError, RunError):
+        raise
+    except specs.InvalidRunConfigException as error:
+        raise UserError(f"the scheduler {scheduler} does not take this job: {error}") from error
+    except Exception as error:
+        raise RunError(f"{scheduler} cannot be used: {type(error).__name__}: {error}") from error
+
+
+def _keep_versions(folder: Path) -> None:
+    """Keeps which code is installed: that of distembed, and the packages."""
+    folder.mkdir(exist_ok=True)
+    root = Path(__file__).parent
+    is_tracked = bool(_git("-C", str(root), "ls-files", "--", "job.py"))
+    revision, unknown, diff = f"distembed {__version__}, not in a git repository\n", "", ""
+    if is_tracked:
+        revision = _git("-C", str(root), "rev-parse", "HEAD")
+        unknown = _git("-C", str(root.parent), "ls-files", "--others", "--exclude-standard")
+        diff = _git("-C", str(root), "diff", "HEAD")
+    (folder / "git.txt").write_text(revision + (f"\nnot known to git:\n{unknown}" if unknown else ""))
+    (folder / "git.diff").write_text(diff)
+    packages = sorted({f"{found.name}=={found.version}" for found in distributions()})
+    (folder / "packages.txt").write_text("\n".join(packages) + "\n")
 
 
 def _git(*arguments: str) -> str:

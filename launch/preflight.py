@@ -1,8 +1,9 @@
 """What is checked before a job is submitted: each check gives a finding, and none of them submits anything."""
 
 import tempfile
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
 
 from torchx import specs
 
@@ -70,9 +71,9 @@ def check_writable(what: str, folder: Path) -> Finding:
 
 def check_checkpoints(config: "Config", run_dir: Path) -> Finding:
     """The same of the folder for checkpoints; what lies behind a URL is asked for its name alone."""
-    place = config.train.checkpoint_dir
-    if place is None:
-        return Finding("checkpoints", "ok", f"in {run_dir}")
+    from distembed.training.run_checkpoints import checkpoint_place
+
+    place = checkpoint_place(run_dir, config.train.checkpoint_dir)
     if "://" not in place:
         return check_writable("checkpoints", Path(place))
     import fsspec
@@ -83,6 +84,34 @@ def check_checkpoints(config: "Config", run_dir: Path) -> Finding:
     except Exception as error:  # whatever the storage's package raises
         return _wrong("checkpoints", f"train.checkpoint_dir {place} cannot be reached: {error}")
     return Finding("checkpoints", "ok", place)
+
+
+def check_mounts(config: "Config", run_dir: Path, mounts: Sequence[Any]) -> Finding:
+    """Whether containers see what the nodes read and write, under the same paths.
+
+    Args:
+        config: of the training, with absolute paths.
+        run_dir: run folder.
+        mounts: of TorchX.
+    """
+    from distembed.config import input_paths
+    from distembed.training.run_checkpoints import checkpoint_place
+
+    run_dir = run_dir.absolute()
+    needed = [str(run_dir), *input_paths(config), checkpoint_place(run_dir, config.train.checkpoint_dir)]
+    folders = [PurePosixPath(mount.dst_path) for mount in mounts if hasattr(mount, "dst_path")]
+    unseen = [
+        path
+        for path in needed
+        if "://" not in path and not any(PurePosixPath(path).is_relative_to(folder) for folder in folders)
+    ]
+    if unseen:
+        return _wrong(
+            "mounts",
+            f"containers will not see {', '.join(unseen)}",
+            f"mount a folder that holds it under the same path: --mount type=bind,src={unseen[0]},dst={unseen[0]}",
+        )
+    return Finding("mounts", "ok", ", ".join(map(str, folders)))
 
 
 def check_partition(shape: Shape, resource: specs.Resource, partition: str | None) -> Finding:

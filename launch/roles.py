@@ -35,6 +35,10 @@ class Nodes(specs.Role):
             )
         if not self.image and scheduler in NEED_IMAGE:
             raise UserError(f"image is empty, and {scheduler} runs containers; name one that holds distembed")
+        if self.image and scheduler in ("local", "slurm"):
+            raise UserError(
+                f"image is {self.image!r}, and {scheduler} runs jobs on the nodes as they are: leave it out"
+            )
         if self.mounts and scheduler in MOUNT_NOTHING:
             raise UserError(
                 f"mounts are for containers; on {scheduler} the job sees the files of its nodes: leave them out"
@@ -76,6 +80,11 @@ def find_resource(h: str | None, cpu: int | None, gpu: int | None, memory_mb: in
             return specs.named_resources[h]
         except KeyError as error:
             raise UserError(f"h is {h!r}: {error.args[0]} Or give cpu, gpu and memMB instead.") from error
+    if gpu and (cpu is None or memory_mb is None):
+        raise UserError(
+            f"gpu is {gpu} without cpu and memMB, of which {gpu} processes would need more than the 2 and 4096 that a "
+            "node gets unless told; say what a node has, or choose a named resource such as gpu_8_h100"
+        )
     for field, value in given.items():
         least = 0 if field == "gpu" else 1
         if value < least:

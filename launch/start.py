@@ -20,18 +20,17 @@ from distembed.planning.cluster import Cluster
 from distembed.planning.devices import DEVICES, find_device
 from launch import preflight
 from launch.follow import Say, submit_and_follow
-from launch.job import Job
+from launch.job import CONTAINERS, Job
 from launch.resources import gpu_name
 from launch.shape import parse_shape
 
 
-def start(job: Job, config: Config, gpu: str | None, *, dry_run: bool, detach: bool, say: Say) -> None:
-    """Checks a job and submits it.
+def start(job: Job, config: Config, *, dry_run: bool, detach: bool, say: Say) -> None:
+    """Checks a job and submits it, for the first time or again.
 
     Args:
         job: what is asked for.
         config: of the training.
-        gpu: device of each process, as ``distembed plan --gpu`` takes it; None for that of the named resource, or CPUs.
         dry_run: say what would be submitted, with the plan, and submit nothing.
         detach: do not follow it.
         say: prints a line.
@@ -41,15 +40,10 @@ def start(job: Job, config: Config, gpu: str | None, *, dry_run: bool, detach: b
         typer.Exit: with code 3, a check that fails.
         RunError: The job has failed.
     """
-    if (Path(job.run_dir) / "config.yaml").exists() or (job.folder / "job.json").exists():
-        raise UserError(
-            f"--run-dir {job.run_dir} holds a run already; give another, or go on with "
-            f"`distembed resume {job.run_dir}`."
-        )
+    config = with_absolute_paths(config)
     with get_runner() as runner:
         request = job.dry_run(runner)
-        cluster = _cluster(job, gpu)
-        fit = find_fit(config, cluster)
+        fit = find_fit(config, _cluster(job))
         findings = _checks(job, request.request, config, fit)
         for finding in findings:
             remedy = f" ({finding.remedy})" if finding.status == "wrong" and finding.remedy else ""
@@ -61,18 +55,18 @@ def start(job: Job, config: Config, gpu: str | None, *, dry_run: bool, detach: b
             say("nothing was submitted")
             raise typer.Exit(3)
         if not dry_run:
-            job.create(with_absolute_paths(config).to_yaml(), fit.as_json())
+            job.prepare(config.to_yaml(), fit.as_json())
             submit_and_follow(job, runner, detach=detach, say=say)
 
 
-def _cluster(job: Job, gpu: str | None) -> Cluster:
+def _cluster(job: Job) -> Cluster:
     """What is planned for: as many nodes as the job takes at most.
 
     Raises:
         UserError: The nodes have GPUs, and nobody says which.
     """
     shape, resource = parse_shape(job.j), job.app().roles[0].resource
-    name = gpu or gpu_name(resource)
+    name = job.gpu or gpu_name(resource)
     if name is None and resource.gpu:
         raise UserError(
             f"the nodes have {resource.gpu} GPUs, and of which kind is not known: say so with --gpu, such as "
@@ -83,7 +77,7 @@ def _cluster(job: Job, gpu: str | None) -> Cluster:
     if device.kind == "cpu":
         device = dataclasses.replace(device, name="cpu", memory_bytes=memory_bytes)
     elif not resource.gpu:
-        raise UserError(f"--gpu is {gpu}, and the nodes have no GPUs: give --gpus or another --resource.")
+        raise UserError(f"--gpu is {job.gpu}, and the nodes have no GPUs: give --gpus or another --resource.")
     return Cluster(device, shape.max_nodes, shape.processes, host_memory_bytes=memory_bytes)
 
 
@@ -97,6 +91,8 @@ def _checks(job: Job, request: Any, config: Config, fit: Fit) -> Sequence[Findin
         preflight.check_writable("run folder", folder),
         preflight.check_checkpoints(config, folder),
     ]
+    if job.scheduler in CONTAINERS:
+        findings.append(preflight.check_mounts(config, folder, job.app().roles[0].mounts))
     if job.scheduler == "slurm":
         partition = preflight.check_partition(shape, resource, job.options.get("partition"))
         findings.append(partition)

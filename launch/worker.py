@@ -59,8 +59,11 @@ def elastic_script(
     # Else ranks meet in the agents' store under a number of restarts that nodes count differently: one whose own
     # process did not fail looks where ranks of the start before have left their addresses, and finds nobody there.
     lines += ["export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"]
+    # so that the lines of rank 0 can be told from others, whichever node it is on
+    lines += ["export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank $${rank}]:'"]
     # A single node takes any free port, so that several jobs fit on one machine.
     endpoint = "localhost:0"
+    conf = f"join_timeout={join_timeout},last_call_timeout={last_call_timeout}"
     if shape.max_nodes > 1:
         # Empty on node 0 itself on AWS Batch.
         lines += [f'host="$${{{macros.rank0_env}:-localhost}}"']
@@ -68,10 +71,14 @@ def elastic_script(
         awaits = f'{quoted(python)} -m launch.await_host "$$host" {rdzv_port} --seconds {join_timeout}'
         lines += [f'test "{macros.replica_id}" = 0 || {awaits} || exit']
         endpoint = f'"$$host":{rdzv_port}'
+        # Told, not guessed from names: a node may have several. And where the port is taken this node fails, in place
+        # of joining whoever has it.
+        lines += [f'if test "{macros.replica_id}" = 0; then is_host=1; else is_host=0; fi']
+        conf += ',is_host="$$is_host"'
     launcher = [
         f"--nnodes {shape.nodes} --nproc-per-node {shape.processes}",
         f'--rdzv-backend c10d --rdzv-endpoint {endpoint} --rdzv-id "{macros.app_id}"',
-        f"--rdzv-conf join_timeout={join_timeout},last_call_timeout={last_call_timeout}",
+        f"--rdzv-conf {conf}",
         f"--max-restarts {max_restarts} --signals-to-handle {_SIGNALS} --shutdown-timeout {grace_seconds}",
         '--tee 3 --log-dir "$$logs"',
         f"-m {' '.join(map(quoted, module))}",

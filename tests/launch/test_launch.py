@@ -15,7 +15,6 @@ import pytest
 import yaml
 
 from tests.launch.conftest import MiniSlurm
-from tests.ranks import free_port
 from tests.training.conftest import ROWS, write_dataset
 from tests.training.conftest import distembed as run_directly
 
@@ -59,7 +58,7 @@ def distembed(*arguments: object, code: int = 0) -> str:
 
 def launch(config: Path, run: str, *arguments: object, code: int = 0) -> str:
     # all nodes are this machine, and so are those of other tests
-    node = ["--cpus", 1, "--memory-mb", 2000, "--python", sys.executable, "--rdzv-port", free_port()]
+    node = ["--cpus", 1, "--memory-mb", 2000]
     return distembed("launch", config, "-s", "slurm", "--run-dir", run, *node, *arguments, code=code)
 
 
@@ -145,10 +144,10 @@ def test_a_killed_worker_goes_on_and_ends_as_if_nothing_had_happened(here: MiniS
     wait_until(lambda: "succeeded" in status("run"), "the job does not end")
     assert metrics_of("run") == undisturbed(config)
     kept = {path.name for path in Path("run", "launch").iterdir()}
-    assert kept == {"config.yaml", "plan.json", "job.json", "git.txt", "git.diff", "packages.txt", "logs", ".lock"}
+    assert kept == {"config.yaml", "plan.json", "job.json", "submission-1", "logs", ".lock"}
     ran, planned = (json.loads(Path("run", file).read_text())["plan"] for file in ("plan.json", "launch/plan.json"))
     assert ran == planned
-    assert "torch==" in Path("run/launch/packages.txt").read_text()
+    assert "torch==" in Path("run/launch/submission-1/packages.txt").read_text()
 
 
 def test_a_cancelled_run_has_saved_and_goes_on(here: MiniSlurm, config: Path) -> None:

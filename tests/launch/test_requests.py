@@ -341,8 +341,9 @@ def test_docker_takes_the_names_of_containers() -> None:
         ("kubernetes", {}, "image is empty"),
         ("aws_batch", {}, "image is empty"),
         ("local_docker", {}, "image is empty"),
-        ("slurm", BOX, "leave them out"),
-        ("local_cwd", BOX, "leave them out"),
+        ("slurm", BOX, "leave it out"),
+        ("slurm", {"mounts": BOX["mounts"]}, "leave them out"),
+        ("local_cwd", BOX, "leave it out"),
     ],
 )
 def test_what_a_scheduler_cannot_do_is_refused(scheduler: str, arguments: dict[str, Any], reason: str) -> None:
