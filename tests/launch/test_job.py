@@ -1,0 +1,200 @@
+"""What a run folder keeps of a job, what may change when it is submitted again, and how a damaged one is refused."""
+
+import json
+import multiprocessing
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torchx.runner import Runner, get_runner
+
+from distembed.errors import RunError, UserError
+from launch.job import Job, default_arguments, find_job
+
+NUMBERS = {"cpu": 8, "memMB": 1000}
+
+
+@pytest.fixture
+def runner() -> Iterator[Runner]:
+    with get_runner() as found:
+        yield found
+
+
+class FakeRunner:
+    """Takes whatever it is handed."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def scheduler_run_opts(self, name: str) -> Any:
+        with get_runner() as found:
+            return found.scheduler_run_opts(name)
+
+    def dryrun(self, *_: Any, **__: Any) -> None:
+        return None
+
+    def schedule(self, _: Any) -> str:
+        self.taken += 1
+        return f"slurm://session/{self.taken}"
+
+
+def job_at(folder: Path, **values: Any) -> Job:
+    return Job(str(folder), "slurm", **{"j": "2x4", "component": NUMBERS, **values})
+
+
+def test_a_job_is_read_as_it_was_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake: Any = FakeRunner()
+    job = job_at(tmp_path / "runs" / "big", options={"partition": "gpu", "comment": "a, b"}, gpu="h100-80gb")
+    job.prepare("model: {}\n", {"plan": None})
+    assert find_job(job.run_dir) == job
+    with pytest.raises(UserError, match="was prepared, but not submitted"):
+        _ = job.handle
+    twice = job.submit(fake).submit(fake)
+    assert find_job(job.run_dir) == twice and twice.app_id == "2"
+    assert twice.gpu == "h100-80gb"
+    monkeypatch.chdir(tmp_path)
+    assert find_job("big").handle == "slurm://session/2"
+    for number in (1, 2):
+        kept = job.folder / f"submission-{number}"
+        assert {file.name for file in kept.iterdir()} == {"git.txt", "git.diff", "packages.txt"}
+        assert (kept / "git.txt").read_text().strip()
+    assert (job.folder / "config.yaml").read_text() == "model: {}\n"
+    (tmp_path / "runs").rename(tmp_path / "moved")
+    assert find_job(str(tmp_path / "moved" / "big")).run_dir == str(tmp_path / "moved" / "big")
+
+
+def test_what_was_not_submitted_may_be_launched_anew_and_what_was_may_not(tmp_path: Path) -> None:
+    fake: Any = FakeRunner()
+    first, second = job_at(tmp_path), job_at(tmp_path, options={"partition": "other"})
+    first.prepare("a: 1\n", {})
+    second.require_new()
+    second.prepare("a: 2\n", {})
+    assert find_job(str(tmp_path)).options == {"partition": "other"}
+    second.submit(fake)
+    for refused in (second.require_new, lambda: first.prepare("a: 3\n", {}), lambda: first.submit(fake)):
+        with pytest.raises(UserError, match=r"holds a run already|was submitted by another process"):
+            refused()
+    assert fake.taken == 1 and (first.folder / "config.yaml").read_text() == "a: 2\n"
+
+
+def submit_at_once(folder: Path, start: Any, results: Any) -> None:
+    fake: Any = FakeRunner()
+    job = find_job(str(folder))
+    start.wait()
+    try:
+        job.submit(fake)
+        results.put("submitted")
+    except UserError as error:
+        results.put(str(error))
+
+
+def test_of_several_that_submit_at_once_one_does(tmp_path: Path) -> None:
+    job_at(tmp_path).prepare("", {})
+    context = multiprocessing.get_context("spawn")
+    start, results = context.Barrier(4), context.Queue()
+    processes = [context.Process(target=submit_at_once, args=(tmp_path, start, results)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    said = [results.get(timeout=120) for _ in processes]
+    for process in processes:
+        process.join()
+    assert said.count("submitted") == 1, said
+    assert len(find_job(str(tmp_path)).submissions) == 1
+
+
+def test_a_change_replaces_what_it_names_and_nothing_else(tmp_path: Path) -> None:
+    job = job_at(tmp_path, options={"time": "1:00:00", "partition": "gpu"}, component={**NUMBERS, "env": {"A": "1"}})
+    assert job.changed() == job
+    assert job.changed(memMB=None, image="", env={}) == job
+    changed = job.changed("1x4", {"time": "2:00:00"}, memMB=2000, env={"B": "2"})
+    assert changed.j == "1x4" and changed.options == {"time": "2:00:00", "partition": "gpu"}
+    assert changed.component == {"cpu": 8, "memMB": 2000, "env": {"A": "1", "B": "2"}}
+    named = changed.changed(h="gpu_8_h100")
+    assert named.component == {"h": "gpu_8_h100", "env": {"A": "1", "B": "2"}}
+    assert named.changed(cpu=4).component == {"cpu": 4, "env": {"A": "1", "B": "2"}}
+
+
+def test_a_process_has_a_gpu_where_one_is_named(tmp_path: Path) -> None:
+    def gpus(**values: Any) -> int:
+        return int(job_at(tmp_path, **values).app().roles[0].resource.gpu)
+
+    assert gpus(gpu="h100-80gb") == 4
+    assert gpus(gpu="h100-80gb", j="8") == 8
+    assert gpus(gpu="h100-80gb", component={**NUMBERS, "gpu": 6}) == 6
+    assert gpus(gpu="cpu-256gb") == 0 == gpus()
+    assert gpus(component={"h": "gpu_8_h100"}) == 8
+
+
+def test_jobs_meet_at_ports_by_their_run_folder_and_run_by_this_interpreter(tmp_path: Path) -> None:
+    ports = [default_arguments("slurm", str(tmp_path / str(number)))["rdzv_port"] for number in range(50)]
+    assert len(set(ports)) > 45 and all(20000 <= port < 30000 for port in ports)
+    assert default_arguments("slurm", str(tmp_path / "0"))["rdzv_port"] == ports[0]
+    assert (
+        default_arguments("slurm", "run")["python"] == sys.executable == default_arguments("local_cwd", "x")["python"]
+    )
+    assert "python" not in default_arguments("kubernetes", "run")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "cannot be read"),
+        ('{"run_dir": "r"', "cannot be read"),
+        ("[]", "cannot be read"),
+        ('{"run_dir": "r", "scheduler": "slurm"}', "j\n"),
+        ('{"run_dir": "r", "scheduler": "slurm", "j": 3}', "valid string"),
+        ('{"run_dir": "r", "scheduler": "slurm", "j": "0x1"}', "start at 1"),
+        ('{"run_dir": "r", "scheduler": "slurm", "j": "1x1", "options": [1]}', "options"),
+        ('{"run_dir": "r", "scheduler": "slurm", "j": "1x1", "component": {"colour": 1}}', "colour"),
+        ('{"run_dir": "r", "scheduler": "slurm", "j": "1x1", "submissions": [{"handle": 1, "time": ""}]}', "handle"),
+    ],
+)
+def test_a_damaged_job_is_refused_with_its_file(tmp_path: Path, content: str, said: str) -> None:
+    file = tmp_path / "launch" / "job.json"
+    file.parent.mkdir()
+    file.write_text(content)
+    with pytest.raises(UserError, match=r"job\.json cannot be read") as refused:
+        find_job(str(tmp_path))
+    assert said in str(refused.value)
+
+
+def test_a_run_that_is_not_there_is_named() -> None:
+    with pytest.raises(UserError, match=r"'none' is no run"):
+        find_job("none")
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "options", "said"),
+    [
+        ("slurm", {"colour": "red"}, "no option 'colour'; it has account"),
+        ("slurm", {"signal_seconds": "abc"}, "abc"),
+        ("nowhere", {}, "nowhere"),
+        ("ray", {}, "ray"),
+    ],
+)
+def test_a_request_that_cannot_be_made_is_an_error_of_one_sentence(
+    runner: Runner, tmp_path: Path, scheduler: str, options: dict[str, str], said: str
+) -> None:
+    job = replace(job_at(tmp_path, options=options), scheduler=scheduler)
+    with pytest.raises((UserError, RunError)) as refused:
+        job.dry_run(runner)
+    assert said in str(refused.value)
+    assert not job.folder.exists()
+
+
+def test_a_submission_that_fails_leaves_a_job_to_submit(tmp_path: Path) -> None:
+    class Away(FakeRunner):
+        def schedule(self, _: Any) -> str:
+            raise ConnectionError("no route to host")
+
+    away: Any = Away()
+    job = job_at(tmp_path)
+    job.prepare("", {})
+    with pytest.raises(RunError, match="slurm cannot be used: ConnectionError: no route to host"):
+        job.submit(away)
+    assert json.loads((job.folder / "job.json").read_text())["submissions"] == []
+    taker: Any = FakeRunner()
+    assert find_job(str(tmp_path)).submit(taker).app_id == "1"

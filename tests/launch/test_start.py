@@ -1,0 +1,115 @@
+"""What a launch finds out before it submits anything: for which devices it plans, and what containers would not see."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from distembed.config import Config, validate
+from distembed.errors import UserError
+from launch.job import Job, default_arguments
+from launch.start import start
+from tests.training.conftest import write_dataset
+
+IMAGE = {"image": "registry/distembed:1", "cpu": 4, "memMB": 4000}
+Dry = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    folder = write_dataset(tmp_path_factory.mktemp("start") / "dataset")
+    return validate({"data": {"path": str(folder)}, "train": {"batch_size": 64}}, "the test")
+
+
+@pytest.fixture
+def dry(config: Config, tmp_path: Path) -> Dry:
+    """What a dry run says; ``code`` is its exit code."""
+
+    def run(scheduler: str, code: int = 0, **values: Any) -> str:
+        said: list[str] = []
+        job = Job(str(tmp_path / "run"), scheduler, **{"j": "1x4", **values})
+        try:
+            start(job, config, dry_run=True, detach=False, say=said.append)
+            assert code == 0
+        except typer.Exit as ended:
+            assert ended.exit_code == code
+        assert not (tmp_path / "run").exists()
+        return "\n".join(said)
+
+    return run
+
+
+def test_the_gpu_of_a_named_resource_is_planned_for(dry: Dry) -> None:
+    output = dry("local_cwd", component={"h": "gpu_8_h100"})
+    assert "ok     plan: fits 1 x 4 h100-80gb" in output and "of 79.65 GiB a rank" in output
+    assert "torch.distributed.run" in output and "plan: 4 table_wise" in output
+
+
+def test_nodes_without_gpus_are_planned_with_their_memory(dry: Dry) -> None:
+    # four ranks share a node of 8,000 MB
+    assert "of 1.95 GiB a rank" in dry("local_cwd", component={"cpu": 4, "memMB": 8000})
+    assert "of 1.95 GiB a rank" in dry("local_cwd", component={"cpu": 4, "memMB": 8000}, gpu="cpu-256gb")
+
+
+def test_an_elastic_job_must_fit_its_fewest_nodes(dry: Dry) -> None:
+    everything = ["type=bind", "src=/", "dst=/"]
+    component = {"h": "gpu_8_h100", "image": "registry/distembed:1", "mounts": everything}
+    output = dry("kubernetes", j="2:3x4", component=component, options={"queue": "default"})
+    assert "fits 2 x 4 h100-80gb, the fewest nodes" in output
+
+
+def test_gpus_of_which_nothing_is_known_are_refused(dry: Dry) -> None:
+    with pytest.raises(UserError, match="of which kind is not known: say so with --gpu"):
+        dry("local_cwd", component={"cpu": 4, "memMB": 4000, "gpu": 4})
+    with pytest.raises(UserError, match="gpu is 4 without cpu and memMB"):
+        dry("local_cwd", gpu="h100-80gb")
+    with pytest.raises(UserError, match="the nodes have no GPUs"):
+        dry("local_cwd", gpu="h100-80gb", component={"h": "cpu_16"})
+
+
+def test_containers_must_see_the_run_folder_and_the_data_under_the_same_paths(
+    dry: Dry, config: Config, tmp_path: Path
+) -> None:
+    data = str(config.data.path)
+    lacking = dry("kubernetes", 3, component=IMAGE, options={"queue": "default"})
+    assert f"wrong  mounts: containers will not see {tmp_path}/run, {data}" in lacking
+    assert "nothing was submitted" in lacking
+    mounts = ["type=bind", f"src={tmp_path}", f"dst={tmp_path}"]
+    half = dry("kubernetes", 3, component={**IMAGE, "mounts": mounts}, options={"queue": "default"})
+    assert f"containers will not see {data} (mount a folder" in half
+    mounts += ["type=volume", "src=claim", f"dst={Path(data).parent}"]
+    output = dry("kubernetes", component={**IMAGE, "mounts": mounts}, options={"queue": "default"})
+    assert "ok     mounts: " in output
+
+
+def test_a_dry_run_of_what_does_not_fit_prints_the_request_as_well(dry: Dry) -> None:
+    output = dry("local_cwd", 3, component={"cpu": 4, "memMB": 4})
+    assert "wrong  plan: the model does not fit" in output and "plan: none" in output
+    assert "torch.distributed.run" in output and output.endswith("nothing was submitted")
+
+
+def test_paths_are_those_of_the_folder_that_it_was_launched_from(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(str(config.data.path)).parent)
+    relative = validate(
+        {"data": {"path": "dataset"}, "train": {"batch_size": 64, "checkpoint_dir": "elsewhere"}}, "the test"
+    )
+
+    class Stop(Exception):
+        """Instead of submitting."""
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise Stop
+
+    monkeypatch.setattr("launch.start.submit_and_follow", stop)
+    run = str(tmp_path / "run")
+    with pytest.raises(Stop):
+        job = Job(run, "local_cwd", "1x2", component=default_arguments("local_cwd", run))
+        start(job, relative, dry_run=False, detach=False, say=lambda _: None)
+    kept = (tmp_path / "run" / "launch" / "config.yaml").read_text()
+    assert f"path: {config.data.path}\n" in kept
+    # that of checkpoints is within the run folder
+    assert "checkpoint_dir: elsewhere\n" in kept
