@@ -298,6 +298,7 @@ def train(
 ) -> None:
     """Train a model, evaluate it on the test split, and keep all that is needed to repeat it."""
     from distembed.config import load_config
+    from distembed.ownership import DEAD_MACHINE_SECONDS
     from distembed.planning.kept import read_plan
     from distembed.training.processes import process_group
     from distembed.training.together import Together
@@ -323,7 +324,8 @@ def train(
             _require_same_graphs(folder, settings.info["graphs"], resume)
             for line in settings.info["kept_full"]:
                 say(line)
-        evaluation = run_training(settings, folder, processes, resume, console)
+        wait_seconds = DEAD_MACHINE_SECONDS if resume_or_start else 0.0
+        evaluation = run_training(settings, folder, processes, resume, console, wait_seconds)
         if processes.is_first and evaluation is not None:
             say(describe_metrics(evaluation))
         if processes.is_first:

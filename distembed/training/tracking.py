@@ -1,6 +1,5 @@
 """The run folder: config, versions, metrics and state of one run, written by rank 0 alone."""
 
-import fcntl
 import json
 import os
 import platform
@@ -13,7 +12,8 @@ from typing import IO, Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from distembed.errors import Interrupted, RunError, UserError
+from distembed.errors import Interrupted, UserError
+from distembed.ownership import LOCK_NAME, owned
 from distembed.training.files import finite, write_json, write_text
 
 LAUNCH_FOLDER = "launch"
@@ -40,16 +40,20 @@ class RunFolder:
         self._info: dict[str, Any] = {}
         self._metrics: IO[str] | None = None
         self._board: SummaryWriter | None = None
+        self._found: str | None = None
 
-    def require_free(self) -> None:
-        """Makes sure that no other process trains into this folder.
+    def require_free(self, wait_seconds: float = 0.0) -> None:
+        """Makes sure that no other process trains into this folder, before anything is read from it.
+
+        Args:
+            wait_seconds: for which one that does is waited for.
 
         Raises:
             UserError: where one does.
         """
         if self.path.is_dir():
-            with _exclusive(self.path):
-                pass
+            with owned(self.path, wait_seconds):
+                self._found = self._last_record()
 
     @contextmanager
     def open(self, config_yaml: str, info: Mapping[str, Any], resumed_step: int) -> Iterator["RunFolder"]:
@@ -61,10 +65,12 @@ class RunFolder:
             resumed_step: where the run goes on; metrics of later steps are dropped. 0 for a new run.
 
         Raises:
-            UserError: where another process is at work in it.
+            UserError: where another process is at work in it, or has been since :meth:`require_free`.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        with _exclusive(self.path):
+        with owned(self.path):
+            if self._last_record() != self._found:
+                raise UserError(f"another process has trained into {self.path} just now; start this one again.")
             write_text(self.path / "config.yaml", config_yaml)
             metrics = self.path / "metrics.jsonl"
             kept = _metrics_until(metrics, resumed_step)
@@ -109,6 +115,11 @@ class RunFolder:
         self._metrics.write("".join(f"{line}\n" for line in lines))
         self._metrics.flush()
 
+    def _last_record(self) -> str | None:
+        """What the last process to train into the folder wrote of itself; None where none did."""
+        file = self.path / "run.json"
+        return file.read_text(encoding="utf-8") if file.exists() else None
+
     def end(self, status: str, error: BaseException | None = None) -> None:
         """Writes how the run ended into ``run.json``."""
         self._info |= {"status": status, "finished": _now()}
@@ -126,20 +137,6 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-@contextmanager
-def _exclusive(folder: Path) -> Iterator[None]:
-    with (folder / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f"{folder} is in use by another process; wait for it to end, or give another --run-dir."
-            ) from error
-        except OSError as error:
-            raise RunError(f"{folder / '.lock'} cannot be locked: {error}") from error
-        yield
 
 
 def _metrics_until(path: Path, step: int) -> list[str]:
@@ -175,7 +172,7 @@ def require_new_or_resume(path: Path, resume: bool) -> None:
         raise UserError(f"--run-dir {path} is a file; give a folder.")
     if resume and not holds_run(path):
         raise UserError(f"--resume: {path} holds no run; give the folder of the run to go on with.")
-    if not path.exists() or not set(os.listdir(path)) - {LAUNCH_FOLDER}:
+    if not path.exists() or all(name == LAUNCH_FOLDER or name.startswith(LOCK_NAME) for name in os.listdir(path)):
         return
     if not holds_run(path):
         raise UserError(f"--run-dir {path} is a folder with other files and no run; give a new or empty folder.")

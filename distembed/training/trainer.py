@@ -87,7 +87,13 @@ class Run:
     """One training run on this rank; all ranks construct it and call :meth:`train` together."""
 
     def __init__(
-        self, settings: RunSettings, folder: RunFolder, processes: Processes, resume: bool, console: Console | None
+        self,
+        settings: RunSettings,
+        folder: RunFolder,
+        processes: Processes,
+        resume: bool,
+        console: Console | None,
+        wait_seconds: float,
     ) -> None:
         train = settings.train
         self._settings = settings
@@ -101,7 +107,7 @@ class Run:
         owner = None if train.checkpoint_dir is None else str(folder.path.absolute())
         self._checkpoints = Checkpoints(place, train.keep_checkpoints, processes, owner)
         if processes.is_first:
-            folder.require_free()
+            folder.require_free(wait_seconds)
         checkpoint = self._checkpoints.newest()
         if checkpoint is not None and not resume:
             raise UserError(
@@ -362,12 +368,26 @@ def describe_metrics(values: Mapping[str, Any]) -> str:
 
 
 def run_training(
-    settings: RunSettings, run_dir: Path, processes: Processes, resume: bool, console: Console | None
+    settings: RunSettings,
+    run_dir: Path,
+    processes: Processes,
+    resume: bool,
+    console: Console | None,
+    wait_seconds: float = 0.0,
 ) -> dict[str, Any] | None:
-    """Trains, evaluates on the test split and returns that evaluation; all ranks call it."""
+    """Trains, evaluates on the test split and returns that evaluation; all ranks call it.
+
+    Args:
+        settings: what is trained.
+        run_dir: the run's folder.
+        processes: the ranks.
+        resume: whether to go on from the newest checkpoint, if there is one.
+        console: where rank 0 shows how it goes.
+        wait_seconds: for which another process that trains into the folder is waited for.
+    """
     folder = RunFolder(run_dir)
     # what the settings cannot do is found here, before anything is written
-    run = Run(settings, folder, processes, resume, console)
+    run = Run(settings, folder, processes, resume, console, wait_seconds)
     if not processes.is_first:
         return _train_and_evaluate(run, settings.splits[2])
     info = {
