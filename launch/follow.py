@@ -25,6 +25,7 @@ ROLE = "train"
 _POLL_SECONDS = 1.0
 _PATIENCE_SECONDS = 300.0
 _NOT_STARTED = (AppState.PENDING, AppState.SUBMITTED, AppState.UNSUBMITTED)
+_OF_RANK_0 = re.compile(r"^(node \d+: )?\[rank 0\]:")
 _OF_OTHER_RANKS = re.compile(r"\[rank [1-9]\d*\]:")
 # What a rank says when another one has gone.
 _IS_CONSEQUENCE = re.compile(
@@ -118,7 +119,7 @@ def follow(runner: Runner, handle: str, role: str, num_nodes: int, say: Say) -> 
     while status is not None and not status.is_terminal():
         for line in node_lines(runner, handle, role, range(num_nodes), should_tail=True):
             if not _OF_OTHER_RANKS.search(line):
-                say(line)
+                say(_OF_RANK_0.sub("", line))
         time.sleep(_POLL_SECONDS)
         status = _status(runner, handle, say)
     return status

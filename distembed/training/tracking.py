@@ -13,11 +13,13 @@ from typing import IO, Any
 from torch.utils.tensorboard import SummaryWriter
 
 from distembed.errors import Interrupted, UserError
-from distembed.ownership import LOCK_NAME, owned
+from distembed.ownership import owned
 from distembed.training.files import finite, write_json, write_text
 
 LAUNCH_FOLDER = "launch"
 """Of a run folder: what launching it on a cluster leaves there, before it starts."""
+_BEFORE_A_RUN = (LAUNCH_FOLDER, "config.yaml", "metrics.jsonl")
+"""What a folder may hold beside hidden files when a run starts there: a killed start leaves the last two."""
 _PACKAGES = ("distembed", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy", "pyarrow")
 
 
@@ -158,8 +160,8 @@ def _now() -> str:
 
 
 def holds_run(path: Path) -> bool:
-    """Whether a run was started in a folder."""
-    return (path / "config.yaml").exists()
+    """Whether a run was started in a folder; one that was killed before it had recorded itself was not."""
+    return (path / "config.yaml").exists() and (path / "run.json").exists()
 
 
 def require_new_or_resume(path: Path, resume: bool) -> None:
@@ -172,7 +174,7 @@ def require_new_or_resume(path: Path, resume: bool) -> None:
         raise UserError(f"--run-dir {path} is a file; give a folder.")
     if resume and not holds_run(path):
         raise UserError(f"--resume: {path} holds no run; give the folder of the run to go on with.")
-    if not path.exists() or all(name == LAUNCH_FOLDER or name.startswith(LOCK_NAME) for name in os.listdir(path)):
+    if not path.exists() or all(name in _BEFORE_A_RUN or name.startswith(".") for name in os.listdir(path)):
         return
     if not holds_run(path):
         raise UserError(f"--run-dir {path} is a folder with other files and no run; give a new or empty folder.")

@@ -13,7 +13,10 @@ from typing import Any
 
 import pytest
 import yaml
+from torchx.runner import get_runner
+from torchx.specs import AppState
 
+from launch.job import find_job
 from tests.launch.conftest import MiniSlurm
 from tests.training.conftest import ROWS, write_dataset
 from tests.training.conftest import distembed as run_directly
@@ -180,6 +183,19 @@ def test_the_first_rank_to_fail_is_shown_with_its_traceback(here: MiniSlurm, con
         and "Traceback (most recent call last)" in output
     )
     assert "go on with `distembed resume run`" in output
+
+
+@pytest.mark.slurm
+def test_a_job_that_is_run_twice_does_no_harm(here: MiniSlurm, config: Path) -> None:
+    launch(config, "run", "-j", "1x2", "--detach")
+    with get_runner() as runner:
+        find_job("run").submit(runner)
+        first, second = (submission.handle for submission in find_job("run").submissions)
+        wait_until(lambda: all(runner.status(job).is_terminal() for job in (first, second)), "they do not end")
+        assert {runner.status(job).state for job in (first, second)} == {AppState.SUCCEEDED}
+    assert metrics_of("run") == undisturbed(config)
+    trained = [line["step"] for line in map(json.loads, Path("run/metrics.jsonl").open()) if line["kind"] == "train"]
+    assert trained == sorted(set(trained)) and trained[-1] == 488
 
 
 @pytest.mark.slurm

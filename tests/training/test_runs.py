@@ -207,6 +207,25 @@ def test_a_warning_stops_a_run_that_then_goes_on_where_it_was(config: Path, tmp_
     assert "training 31 steps" in first.stdout and "resuming at step 31 of 31" in again.stdout
 
 
+def test_a_run_that_was_killed_before_it_had_recorded_itself_starts_again(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "launch").mkdir(parents=True)
+    process = start(config, run)
+    while not (run / ".lock").exists():
+        assert process.is_alive()
+        time.sleep(0.005)
+    process.kill()
+    process.join()
+    # and one that was killed within the moment of recording it
+    (run / "config.yaml").write_text("half")
+    (run / ".run.json-abc").write_text("")
+    assert "training 31 steps" in distembed("train", config, "--run-dir", run, "--resume-or-start").stdout
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes").write_text("mine")
+    refused = distembed("train", config, "--run-dir", tmp_path / "full", "--resume-or-start", code=2)
+    assert "other files and no run" in refused.stderr
+
+
 def test_under_a_launcher_further_signals_change_nothing_and_errors_are_noted(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
