@@ -24,6 +24,18 @@ def check_trio() -> list[Finding]:
     return check_trio_versions(installed, chosen_device(installed, nvidia_smi_works()))
 
 
+def check_build(device_kind: str) -> Finding:
+    """Whether the trio that is installed here, and that the nodes use as well, is for their devices."""
+    build = chosen_device(installed_versions(), nvidia_smi_works())
+    if device_kind == "cuda" and build == "cpu":
+        return _wrong(
+            "build",
+            "the nodes have GPUs, and this environment, which they share, has the builds of torch and FBGEMM for CPUs",
+            "DISTEMBED_DEVICE=cuda tools/setup.sh launch; or name another interpreter by --python",
+        )
+    return Finding("build", "ok", f"for {build}")
+
+
 def check_fit(fit: "Fit", shape: Shape) -> Finding:
     """Whether the plan fits; an elastic job is checked on the fewest nodes, where each rank holds most."""
     from distembed.describe import format_bytes

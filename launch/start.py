@@ -4,6 +4,7 @@ Nothing is written or submitted before every check is passed.
 """
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,8 @@ def _checks(job: Job, request: Any, config: Config, fit: Fit) -> Sequence[Findin
         preflight.check_writable("run folder", folder),
         preflight.check_checkpoints(config, folder),
     ]
+    if job.component.get("python") == sys.executable:
+        findings.append(preflight.check_build(fit.cluster.device.kind))
     if job.scheduler in CONTAINERS:
         findings.append(preflight.check_mounts(config, folder, job.app().roles[0].mounts))
     if job.scheduler == "slurm":

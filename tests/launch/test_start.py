@@ -1,5 +1,6 @@
 """What a launch finds out before it submits anything: for which devices it plans, and what containers would not see."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,17 @@ def test_the_gpu_of_a_named_resource_is_planned_for(dry: Dry) -> None:
     output = dry("local_cwd", component={"h": "gpu_8_h100"})
     assert "ok     plan: fits 1 x 4 h100-80gb" in output and "of 79.65 GiB a rank" in output
     assert "torch.distributed.run" in output and "plan: 4 table_wise" in output
+
+
+def test_nodes_with_gpus_need_the_builds_for_them(dry: Dry, monkeypatch: pytest.MonkeyPatch) -> None:
+    for fbgemm, code in (("fbgemm-gpu-cpu", 3), ("fbgemm-gpu", 0)):
+        installed = {"torch": "2.13.0", "torchrec": "1.8.0", fbgemm: "1.8.0"}
+        monkeypatch.setattr("launch.preflight.installed_versions", installed.copy)
+        output = dry("local_cwd", code, component={"h": "gpu_8_h100", "python": sys.executable})
+        assert ("wrong  build: the nodes have GPUs" in output) == (code == 3)
+        assert "ok     torch" in output
+        # somebody else's, of which nothing is known here
+        assert "build:" not in dry("local_cwd", component={"h": "gpu_8_h100", "python": "/opt/python"})
 
 
 def test_nodes_without_gpus_are_planned_with_their_memory(dry: Dry) -> None:
