@@ -12,7 +12,7 @@ from typing import Any
 
 from torchx.runner import Runner
 from torchx.schedulers.local_scheduler import SignalException
-from torchx.specs import AppState, AppStatus
+from torchx.specs import NONE, AppState, AppStatus
 
 from distembed.errors import Interrupted, RunError
 from launch.job import LOCAL, Job
@@ -97,7 +97,8 @@ def _say_failure(job: Job, started: float, say: Say) -> None:
 
 def state_text(status: AppStatus) -> str:
     """A job's state, with what its scheduler says of it."""
-    return f"{status.state.name.lower()}{f': {status.msg}' if status.msg else ''}"
+    msg = "" if status.msg in ("", NONE) else f": {status.msg}"
+    return f"{status.state.name.lower()}{msg}"
 
 
 def follow(runner: Runner, handle: str, role: str, num_nodes: int, say: Say) -> AppStatus | None:
@@ -126,8 +127,9 @@ def follow(runner: Runner, handle: str, role: str, num_nodes: int, say: Say) -> 
 
 
 def _status(runner: Runner, handle: str, say: Say) -> AppStatus | None:
-    """The job's state; a scheduler that does not answer is asked again for some minutes."""
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+    """The job's state; a scheduler elsewhere that does not answer is asked again for some minutes."""
+    is_here = handle.partition("://")[0] in LOCAL
+    deadline = time.monotonic() + (0 if is_here else _PATIENCE_SECONDS)
     while True:
         try:
             return runner.status(handle)

@@ -111,6 +111,12 @@ def test_a_scheduler_that_never_answers_again_is_given_up(monkeypatch: pytest.Mo
         follow.follow(runner, "slurm://s/1", "train", 1, lambda _: None)
 
 
+def test_what_is_wrong_on_this_machine_is_said_at_once() -> None:
+    runner: Any = FakeRunner([OSError(28, "No space left on device")], {})
+    with pytest.raises(RunError, match="No space left"):
+        follow.follow(runner, "local_cwd://s/1", "train", 1, lambda _: None)
+
+
 def test_a_job_that_nobody_knows_has_no_state() -> None:
     runner: Any = FakeRunner([None], {})
     assert follow.follow(runner, "slurm://s/1", "train", 1, lambda _: None) is None
