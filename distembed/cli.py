@@ -50,15 +50,6 @@ OverridesArgument = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace the file's: `train.epochs=2`."),
 ]
-# what leaves the numbers as they are; the reader tells by itself whether the dataset is the same
-MAY_CHANGE_ON_RESUME = {
-    "data.path",
-    "train.device",
-    "train.log_every",
-    "train.evaluate_every",
-    "train.checkpoint_every",
-    "train.keep_checkpoints",
-}
 
 INTERRUPTED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again
 
@@ -298,6 +289,7 @@ def train(
 ) -> None:
     """Train a model, evaluate it on the test split, and keep all that is needed to repeat it."""
     from distembed.config import load_config
+    from distembed.earlier_run import plan_of_run, require_same_config, require_same_graphs
     from distembed.ownership import DEAD_MACHINE_SECONDS
     from distembed.planning.kept import read_plan
     from distembed.training.processes import process_group
@@ -314,14 +306,18 @@ def train(
             resume = Together().on_first(lambda: holds_run(folder))
         if processes.is_first:
             require_new_or_resume(folder, resume)
-            _require_same_config(folder, loaded, resume)
+            if resume:
+                require_same_config(folder, loaded)
         strict = None if resume_or_start else plan
-        previous = Together().on_first(lambda: _plan_of_run(folder, loaded)) if resume and strict is None else None
+        previous = None
+        if resume and strict is None:
+            previous = Together().on_first(lambda: plan_of_run(folder, loaded, say))
         if previous is None and resume_or_start and plan is not None:
             previous = read_plan(plan)
         settings = _settings(loaded, strict, previous)
         if processes.is_first:
-            _require_same_graphs(folder, settings.info["graphs"], resume)
+            if resume:
+                require_same_graphs(folder, settings.info["graphs"])
             for line in settings.info["kept_full"]:
                 say(line)
         wait_seconds = DEAD_MACHINE_SECONDS if resume_or_start else 0.0
@@ -342,14 +338,15 @@ def evaluate(
     """Evaluate a run's newest checkpoint: logloss, AUC, normalised entropy, calibration, accuracy."""
     import dataclasses
 
+    from distembed.earlier_run import config_of_run, dataset_for
     from distembed.training.evaluation import score_split
     from distembed.training.files import finite
     from distembed.training.inference import load_trainee
     from distembed.training.processes import process_group
     from distembed.training.trainer import describe_metrics
 
-    loaded = _config_of_run(run)
-    dataset = _dataset_for(run, loaded, data)
+    loaded = config_of_run(run)
+    dataset = dataset_for(run, loaded, data)
     with process_group("auto") as processes:
         trainee = load_trainee(run, dataset, loaded.model, loaded.embedding, loaded.train, loaded.plan, processes)
         metrics = {"split": split, **dataclasses.asdict(score_split(trainee, dataset, split, processes).metrics())}
@@ -365,11 +362,12 @@ def predict(
     data: DataOption = None,
 ) -> None:
     """Write the click probability of every row of a split, in its order."""
+    from distembed.earlier_run import config_of_run, dataset_for
     from distembed.training.inference import load_trainee, predict_split
     from distembed.training.processes import process_group
 
-    loaded = _config_of_run(run)
-    dataset = _dataset_for(run, loaded, data)
+    loaded = config_of_run(run)
+    dataset = dataset_for(run, loaded, data)
     with process_group("auto") as processes:
         trainee = load_trainee(run, dataset, loaded.model, loaded.embedding, loaded.train, loaded.plan, processes)
         num_rows = predict_split(trainee, dataset, split, output, processes)
@@ -390,11 +388,12 @@ def materialise(
 ) -> None:
     """Write the composed vectors of a run's tables, one a row, for serving."""
     from distembed.data.manifest import Manifest
+    from distembed.earlier_run import config_of_run, dataset_for
     from distembed.embedding import build_tables
     from distembed.training.materialise import materialise_run
 
-    loaded = _config_of_run(run)
-    schema = Manifest.load(_dataset_for(run, loaded, data)).schema
+    loaded = config_of_run(run)
+    schema = Manifest.load(dataset_for(run, loaded, data)).schema
     tables = build_tables(schema.categorical, loaded.embedding, loaded.train.seed)
     for written in materialise_run(run, tables, output, table or [], ids, overwrite, loaded.train.checkpoint_dir):
         rows_per_second = written.num_rows / written.seconds
@@ -473,24 +472,6 @@ def _settings(config: "Config", plan: Path | None, previous_plan: "KeptPlan | No
     )
 
 
-def _dataset_for(run: Path, config: "Config", data: str | None) -> str:
-    """The dataset to use a run's model on: where it is another one, its ids must mean the same."""
-    from distembed.data.manifest import Manifest, id_fingerprint
-    from distembed.training.run_record import read_json_object
-
-    dataset = data or config.data.require_path()
-    if not Path(dataset).exists():
-        raise UserError(f"the dataset {dataset} of {run} is not here; say where it is with --data.")
-    trained_on = read_json_object(run / "run.json").get("id_fingerprint")
-    if trained_on is not None and id_fingerprint(dataset, Manifest.load(dataset)) != trained_on:
-        raise UserError(
-            f"the ids of {dataset} stand for other values than those of the dataset that {run} was trained on, so its "
-            "predictions would mean nothing. Use the dataset it was trained on, or one with the same tables, "
-            "vocabularies and hash."
-        )
-    return dataset
-
-
 def _default_run_dir(config: Path) -> Path:
     return Path("runs") / f"{config.stem}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
 
@@ -502,88 +483,6 @@ def _agree_on_run_dir(path: Path, processes: "Processes") -> Path:
     agreed = [str(path.absolute())]
     dist.broadcast_object_list(agreed, src=0, device=processes.device)
     return Path(agreed[0])
-
-
-def _require_same_config(folder: Path, config: "Config", resume: bool) -> None:
-    if not resume or not (folder / "config.yaml").exists():
-        return
-    before, now = _flat(_config_of_run(folder)), _flat(config)
-    differences = [
-        f"{key}: {before.get(key)!r} before, {now.get(key)!r} now"
-        for key in before | now
-        if before.get(key) != now.get(key) and not _may_change_on_resume(key)
-    ]
-    if differences:
-        listed = "\n  ".join(differences)
-        raise UserError(f"--resume: the config differs from the one that {folder} was started with:\n  {listed}")
-
-
-def _require_same_graphs(folder: Path, graphs: dict[str, str], resume: bool) -> None:
-    from distembed.training.run_record import read_json_object
-
-    if not resume or not (folder / "run.json").exists():
-        return
-    before = read_json_object(folder / "run.json").get("graphs", {})
-    for table in before | graphs:
-        if before.get(table) != graphs.get(table):
-            raise UserError(
-                f"--resume: the graph of table {table!r} is not the one that {folder} was started with; put that one "
-                "back."
-            )
-
-
-def _plan_of_run(folder: Path, config: "Config") -> "KeptPlan | None":
-    """The plan of a run that is resumed; None where it has none yet, or the ``plan`` section asks for another now."""
-    from distembed.planning.kept import read_plan
-
-    file = folder / "plan.json"
-    if not file.exists():
-        return None
-    if _config_of_run(folder).plan != config.plan:
-        say("planned anew, since the config's plan section has changed")
-        return None
-    try:
-        return read_plan(file)
-    except UserError as error:
-        raise UserError(f"--resume: {error} Or remove it, and where tables go is planned anew.") from error
-
-
-def _may_change_on_resume(key: str) -> bool:
-    # a graph is known by its contents, wherever it is
-    is_graph = key.startswith("sse.") and key.endswith(".graph")
-    return key in MAY_CHANGE_ON_RESUME or key.startswith("plan.") or is_graph
-
-
-def _flat(config: "Config") -> dict[str, Any]:
-    """Every setting by its dotted path."""
-    import dataclasses
-
-    def walk(prefix: str, value: Any) -> dict[str, Any]:
-        if not isinstance(value, dict) or not value:
-            return {prefix: value}
-        return {path: leaf for key, inner in value.items() for path, leaf in walk(f"{prefix}.{key}", inner).items()}
-
-    flat = walk("", dataclasses.asdict(config))
-    return {path.removeprefix("."): value for path, value in flat.items()}
-
-
-def _config_of_run(run: Path) -> "Config":
-    from distembed.config import load_config
-    from distembed.embedding import assignment_checksums
-    from distembed.training.run_record import read_json_object
-
-    for name in ("config.yaml", "run.json"):
-        if not (run / name).is_file():
-            raise UserError(f"{run} is no run: it has no {name}. Give a folder that `distembed train` made.")
-    config = load_config(run / "config.yaml")
-    trained_on = read_json_object(run / "run.json").get("assignments", {})
-    for path, checksum in assignment_checksums(config.embedding).items():
-        if trained_on.get(path) != checksum:
-            raise UserError(
-                f"{path}, which says which rows the ids of an explicit table have, is not the file that {run} was "
-                "trained with; put that one back."
-            )
-    return config
 
 
 def _hush_libraries() -> None:
