@@ -165,7 +165,7 @@ def add_commands(app: typer.Typer, say: Say) -> None:
             if found is None or found.is_terminal():
                 raise UserError(f"{job.run_dir} runs no longer: {'unknown' if found is None else state_text(found)}.")
             runner.cancel(job.handle)
-        say(f"cancelled: {job.scheduler} {job.app_id}")
+        say(f"told to end: {job.scheduler} {job.app_id}")
 
     @app.command(epilog="Example: `distembed resume runs/big -o time=48:00:00`")
     def resume(

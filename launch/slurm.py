@@ -12,14 +12,15 @@ without accounting there is no status            the controller is asked first (
 values of variables end at a comma               they arrive as they are
 sbatch's reason is lost                          it is the message of the error
 logs are found only where the job was submitted  they are found by the job's number alone
-following a log asks Slurm ten times a second    every few seconds
+following a log asks Slurm ten times a second    every few seconds, however many nodes are followed
+following ends when the controller is busy       it is asked again for some minutes
 a retry counts preemptions and dead nodes        it counts failures
+``cancel`` kills after half a minute at most     a job that has something to save is told, and given its time
 ===============================================  ====================================================================
 """
 
 import logging
 import os
-import re
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -31,20 +32,20 @@ from torchx.specs import (
     MISSING,
     AppDef,
     AppDryRunInfo,
-    AppState,
     ReplicaStatus,
     Role,
     RoleStatus,
-    is_terminal,
     macros,
     runopts,
 )
 
-from distembed.errors import UserError
+from distembed.errors import RunError, UserError
 from launch import slurm_commands
 from launch.log_lines import log_lines
+from launch.roles import GRACE_SECONDS
 from launch.slurm_commands import JobRecord
-from launch.slurm_script import RANK0_VARIABLE, SlurmJob, log_pattern, time_limit_seconds
+from launch.slurm_script import RANK0_VARIABLE, SlurmJob, further_options, log_pattern, time_limit_seconds
+from launch.slurm_states import app_state, followed_jobs
 
 SBATCH_OPTIONS = {
     "partition": "partition to run in; the cluster's default where it is not given",
@@ -60,21 +61,6 @@ SBATCH_OPTIONS = {
     "mail-type": "about what, such as END,FAIL",
 }
 """Run options that become options of sbatch, with their help."""
-
-STATES = {
-    **slurm_scheduler.SLURM_STATES,
-    # Those that TorchX does not know. A completing job's processes are still being ended.
-    "COMPLETING": AppState.RUNNING,
-    "SIGNALING": AppState.RUNNING,
-    "STAGE_OUT": AppState.RUNNING,
-    "CONFIGURING": AppState.PENDING,
-    "REQUEUE_FED": AppState.PENDING,
-    "REQUEUE_HOLD": AppState.PENDING,
-    "RESV_DEL_HOLD": AppState.PENDING,
-    "SPECIAL_EXIT": AppState.PENDING,
-    "STOPPED": AppState.PENDING,
-}
-"""TorchX's state of each of Slurm's."""
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +86,12 @@ class SlurmScheduler(slurm_scheduler.SlurmScheduler):  # type: ignore[misc,unuse
         for name, text in SBATCH_OPTIONS.items():
             options.add(name, type_=str, default=None, help=text)
         options.add(
+            "sbatch",
+            type_=str,
+            default=None,
+            help="further options of sbatch, such as '--exclusive --nodelist=n[1-4] --dependency=afterok:12'",
+        )
+        options.add(
             "job_dir", type_=str, default=None, help="folder that the workspace is copied to and the job runs in"
         )
         options.add(
@@ -111,8 +103,9 @@ class SlurmScheduler(slurm_scheduler.SlurmScheduler):  # type: ignore[misc,unuse
         options.add(
             "signal_seconds",
             type_=int,
-            default=120,
-            help="how long before its time limit the job is sent SIGUSR1, to save what it has; 0 for never",
+            default=None,
+            help="how long before its time limit the job is sent SIGUSR1, to save what it has; 0 for never; a minute "
+            "longer than its processes have for that, or 120 where the role does not say",
         )
         return options
 
@@ -134,6 +127,7 @@ class SlurmScheduler(slurm_scheduler.SlurmScheduler):  # type: ignore[misc,unuse
         filled = values.apply(role)
         job_dir = str(Path(cfg["job_dir"]).absolute()) if cfg.get("job_dir") else ""
         min_nodes = role.num_replicas if role.min_replicas is None else role.min_replicas
+        grace_seconds = int(role.metadata.get(GRACE_SECONDS, 0))
         return SlurmJob(
             name=name,
             role=role.name,
@@ -145,8 +139,19 @@ class SlurmScheduler(slurm_scheduler.SlurmScheduler):  # type: ignore[misc,unuse
             options={**self._resources(role, cfg), **_chosen(cfg)},
             directory=job_dir,
             max_retries=role.max_retries,
-            warning_seconds=_warning_seconds(cfg),
+            warning_seconds=_warning_seconds(cfg, grace_seconds),
+            grace_seconds=grace_seconds,
+            further=further_options(cfg.get("sbatch") or "", known=SBATCH_OPTIONS),
         )
+
+    def _partition_memmb(self, partition: str | None) -> int | None:
+        """The largest memory of a partition's nodes; None where Slurm does not tell."""
+        try:
+            nodes = slurm_commands.list_nodes()
+        except (UserError, RunError):
+            return None
+        names = partition.split(",") if partition else [node.partition for node in nodes if node.is_default]
+        return max((node.memory_mb for node in nodes if node.partition in names), default=None)
 
     def _resources(self, role: Role, cfg: Mapping[str, Any]) -> dict[str, str]:
         """Options for what the role needs of a node; what is not known or zero is not asked for."""
@@ -167,7 +172,10 @@ class SlurmScheduler(slurm_scheduler.SlurmScheduler):  # type: ignore[misc,unuse
         # Slurm ends a job without a word whose output it cannot write
         for folder in {job.log_dir, Path(job.directory or job.log_dir)}:
             folder.mkdir(parents=True, exist_ok=True)
-        return slurm_commands.submit(job.command, job.script())
+        job_id = slurm_commands.submit(job.command, job.script())
+        # of a job that had this number long ago
+        (job.log_dir / f"slurm-{job_id}.cancelled").unlink(missing_ok=True)
+        return job_id
 
     def describe(self, app_id: str) -> DescribeAppResponse | None:
         record = slurm_commands.find_job(app_id)
@@ -196,11 +204,17 @@ class SlurmScheduler(slurm_scheduler.SlurmScheduler):  # type: ignore[misc,unuse
         ]
 
     def _cancel_existing(self, app_id: str) -> None:
-        slurm_commands.cancel(app_id)
+        seconds = slurm_commands.cancel(app_id)
+        if seconds:
+            log.warning(
+                "job %s was told to save what it has, and ends within %d seconds; who cannot wait cancels it once more",
+                app_id,
+                seconds,
+            )
 
     def log_file(self, app_id: str, role_name: str = "", k: int = 0) -> Path:
         """File that holds what replica ``k`` of the role has printed, or Slurm's own messages without a role."""
-        record = slurm_commands.find_job(app_id)
+        record = followed_jobs.record(app_id)
         folder = Path(self._log_dir or os.getcwd())
         if record is not None and record.output is not None:
             folder = record.output.parent
@@ -231,18 +245,8 @@ class SlurmScheduler(slurm_scheduler.SlurmScheduler):  # type: ignore[misc,unuse
             f"What Slurm says of job {app_id} is in {path.parent / log_pattern(Path()).name.replace('%j', app_id)}, "
             "if it has started; a log in another folder is found with log_dir"
         )
-        lines = log_lines(path, (lambda: self._has_ended(app_id)) if should_tail else None, remedy)
+        lines = log_lines(path, (lambda: followed_jobs.has_ended(app_id)) if should_tail else None, remedy)
         return filter_regex(regex, lines) if regex else lines
-
-    def _has_ended(self, app_id: str) -> bool:
-        record = slurm_commands.find_job(app_id)
-        return record is None or is_terminal(app_state(record.state))
-
-
-def app_state(state: str) -> AppState:
-    """TorchX's state for one of Slurm's, such as "CANCELLED by 0" or "COMPLETING+"; UNKNOWN for any other word."""
-    word = re.match(r"[A-Z_]+", state.strip())
-    return STATES.get(word[0], AppState.UNKNOWN) if word else AppState.UNKNOWN
 
 
 def create_scheduler(session_name: str, log_dir: str | None = None, **kwargs: Any) -> SlurmScheduler:
@@ -259,9 +263,12 @@ def _chosen(cfg: Mapping[str, Any]) -> dict[str, str]:
     return {name: str(cfg[name]) for name in SBATCH_OPTIONS if cfg.get(name) not in (None, "")}
 
 
-def _warning_seconds(cfg: Mapping[str, Any]) -> int:
+def _warning_seconds(cfg: Mapping[str, Any], grace_seconds: int) -> int:
     seconds = cfg.get("signal_seconds")
-    seconds = 120 if seconds is None else int(seconds)
+    if seconds is None:
+        # one that is killed at the end of its grace is seen to be, which counts, before Slurm ends the job for good
+        seconds = grace_seconds + 60 if grace_seconds else 120
+    seconds = int(seconds)
     if not 0 <= seconds <= 65535:
         raise UserError(f"signal_seconds is {seconds}; Slurm takes 0 to 65535")
     limit = time_limit_seconds(str(cfg["time"])) if cfg.get("time") else None

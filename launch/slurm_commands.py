@@ -3,21 +3,28 @@
 The controller (``scontrol``, ``squeue``) knows the jobs of now, those that were requeued included, and forgets a job
 minutes after its end. Accounting (``sacct``) remembers, but calls a job failed that was requeued after its node
 had died, and not every cluster has it. So the controller is asked first, and accounting about what it has forgotten.
+A busy controller, or one that starts again, does not answer for a while: that says nothing of a job.
 """
 
 import getpass
 import os
 import re
 import subprocess
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distembed.errors import RunError, UserError
+from launch.slurm_script import CANCEL_SECONDS
 
 _JOB_ID = re.compile(r"\d+(?:[_+]\d+)?")
 _MEMORY_DAYS = 14
 """How far back jobs are listed; so far TorchX looks on other schedulers."""
+PATIENCE_SECONDS = 30.0
+"""How long a question is put to a controller that does not answer."""
+RETRY_SECONDS = 3.0
+"""How often."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,8 @@ class JobRecord:
         nodes: The nodes in Slurm's short form, such as "gpu[1-4]"; "" before it starts.
         restarts: How often it was requeued; -1 where that is not known.
         output: File of the batch script's output; None where that is not known.
+        is_certain: False for what accounting says while the controller does not answer: it calls a job failed that was
+            requeued.
     """
 
     job_id: str
@@ -43,6 +52,7 @@ class JobRecord:
     nodes: str = ""
     restarts: int = -1
     output: Path | None = None
+    is_certain: bool = True
 
 
 @dataclass(frozen=True)
@@ -103,28 +113,53 @@ def list_nodes() -> list[NodeRecord]:
     return [_node(line) for line in answer.stdout.splitlines()]
 
 
-def cancel(job_id: str) -> None:
-    """Cancels a job; one that has ended already is left as it is."""
+def cancel(job_id: str) -> int:
+    """Cancels a job; one that has ended already is left as it is.
+
+    A job of :mod:`launch.slurm_script` that runs, and may need some time to save what it has, is only told: Slurm would
+    kill it after the cluster's KillWait, half a minute as a rule. Its batch script cancels it when it has saved, or
+    :data:`CANCEL_SECONDS` after its time is over. Who cannot wait cancels it once more.
+
+    Returns:
+        Seconds within which it ends; 0 where Slurm ends it at once.
+
+    Raises:
+        RunError: Slurm does not do it.
+    """
+    grace_seconds = _grace_seconds(job_id)
+    if grace_seconds and _is_told(job_id):
+        return grace_seconds + CANCEL_SECONDS
     answer = _run(["scancel", job_id])
     if answer.returncode and "already completing or completed" not in answer.stderr:
         raise RunError(f"job {job_id} was not cancelled: {_reason(answer)}")
+    return 0
 
 
-def find_job(job_id: str) -> JobRecord | None:
+def find_job(job_id: str, patience_seconds: float | None = None) -> JobRecord | None:
     """What is known of a job; None where there is no such job.
+
+    Args:
+        job_id: Its number.
+        patience_seconds: How long a controller that does not answer is asked, :data:`PATIENCE_SECONDS` as a rule. Then
+            accounting has the word, and what it says need not be the end of a job.
 
     Raises:
         RunError: The controller cannot be reached, and accounting does not know the job either.
     """
     if not _JOB_ID.fullmatch(job_id):
         return None
-    answer = _run(["scontrol", "show", "job", job_id])
-    if not answer.returncode and "JobState=" in answer.stdout:
-        return _record(answer.stdout)
-    record = _accounted_job(job_id)
-    if record is None and answer.returncode and "Invalid job id" not in answer.stderr:
-        raise RunError(f"nothing can be said of job {job_id}: {_reason(answer)}")
-    return record
+    end = time.monotonic() + (PATIENCE_SECONDS if patience_seconds is None else patience_seconds)
+    while True:
+        try:
+            return _ask_controller(job_id) or _accounted_job(job_id)
+        except RunError:
+            if time.monotonic() < end:
+                time.sleep(RETRY_SECONDS)
+                continue
+            record = _accounted_job(job_id)
+            if record is None:
+                raise
+            return replace(record, reason="says accounting; the controller does not answer", is_certain=False)
 
 
 def list_jobs() -> list[JobRecord]:
@@ -145,6 +180,40 @@ def host_names(nodes: str) -> list[str]:
         return []
     answer = _run(["scontrol", "show", "hostnames", nodes])
     return [] if answer.returncode else answer.stdout.split()
+
+
+def _ask_controller(job_id: str) -> JobRecord | None:
+    """What the controller knows of a job; None where it does not know it, or not any more.
+
+    Raises:
+        RunError: It does not answer.
+    """
+    answer = _run(["scontrol", "show", "job", job_id])
+    if not answer.returncode and "JobState=" in answer.stdout:
+        return _record(answer.stdout)
+    if "Invalid job id" in answer.stderr:
+        return None
+    raise RunError(f"nothing can be said of job {job_id}: {_reason(answer)}")
+
+
+def _grace_seconds(job_id: str) -> int:
+    """How long a job may take to save what it has, from its batch script; 0 for one that cannot be told to."""
+    script = _run(["scontrol", "write", "batch_script", job_id, "-"])
+    found = re.search(r"^grace=(\d+)$", script.stdout, re.MULTILINE)
+    return int(found[1]) if found and not script.returncode else 0
+
+
+def _is_told(job_id: str) -> bool:
+    """Tells a running job to save what it has and to end; False where that cannot be, or was done before."""
+    try:
+        record = _ask_controller(job_id)
+        if record is None or record.state != "RUNNING" or record.output is None:
+            return False
+        # For the script that has not begun yet, as while Slurm prepares the node: that does not hear the signal.
+        record.output.with_suffix(".cancelled").touch(exist_ok=False)
+    except (RunError, OSError):
+        return False
+    return not _run(["scancel", "--batch", "--signal=USR2", job_id]).returncode
 
 
 def _accounted_job(job_id: str) -> JobRecord | None:

@@ -7,22 +7,29 @@ and can be elastic: it takes as many nodes as are free from a range, and goes on
 What the script does about the end of a step::
 
     exit code 0                      the job has succeeded
+    cancelled                        the script cancels its own job once the step has saved what it has
     75, or not 0 after a warning     interrupted, can go on: back into the queue, however often that happens
+    fewer nodes left than needed     back into the queue, however often that happens (elastic jobs)
     any other                        back into the queue, at most `max_retries` times; then the job has failed
     a node died                      Slurm itself requeues the job (elastic ones go on with the nodes left)
+    the first node of an elastic     the tasks of the other nodes see that Slurm has taken it from the job, and requeue
+    job died                         the job: script, step and meeting point were lost with it
 
-A warning is SIGUSR1 some seconds before the time limit, or SIGTERM when another job takes the nodes. A job that was
-cancelled is never requeued.
+A warning is SIGUSR1 some seconds before the time limit, or SIGTERM when another job takes the nodes. A step that was
+still there `grace_seconds` after SIGUSR1 was killed, with nothing saved as far as is known: that counts as any other
+end, or a job that saves too slowly would start over for ever. Preemption never counts.
+
+A job is cancelled with SIGUSR2 to its batch script; see :func:`launch.slurm_commands.cancel`.
 """
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from string import Template
 
 from distembed.errors import UserError
+from launch.slurm_shell import BATCH_SCRIPT, ELASTIC_TASK, FIXED_TASK, RECORD
 
 JOB_ID = "${app_id}"
 """Stands for the number of the job, in the words of TorchX's macros."""
@@ -30,6 +37,14 @@ REPLICA_ID = "${replica_id}"
 """Stands for the number of the node within the job."""
 RANK0_VARIABLE = "TORCHX_RANK0_HOST"
 """Environment variable that holds the name of the job's first node."""
+OWN_OPTIONS = tuple(
+    "array chdir cpus-per-task error export export-file gpus-per-node help job-name mem mem-per-cpu mem-per-gpu "
+    "no-kill no-requeue nodes ntasks ntasks-per-node open-mode output parsable quiet requeue signal test-only usage "
+    "version wait wrap".split()
+)
+"""Options of sbatch that the script has from elsewhere, or that it would not work with."""
+CANCEL_SECONDS = 30
+"""How long after its grace a job that was told to end is cancelled by Slurm."""
 INTERRUPTED = 75
 """Exit code of a command that was interrupted and can go on later, ``EX_TEMPFAIL``."""
 
@@ -39,65 +54,6 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _FIXED_STEP = ["--kill-on-bad-exit=0", "--wait=60"]
 # Those left decide for themselves whether they go on.
 _ELASTIC_STEP = ["--kill-on-bad-exit=0", "--wait=0", "--no-kill"]
-
-
-class _Template(Template):
-    delimiter = "@"  # the script is full of dollars
-
-
-# The number of failures is kept in a file: SLURM_RESTART_COUNT also counts preemptions and dead nodes.
-# Requeued is only a job that runs: one that is being cancelled would come back from the dead.
-# A preempted job's shell may hear nothing of it, hence PreemptTime.
-_SCRIPT = _Template("""\
-#!/bin/bash
-# Batch script of @job, written by distembed.
-@options
-
-export PYTHONUNBUFFERED=1 SLURM_UNBUFFEREDIO=1
-export @rank0_variable="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
-failures=@log_dir/slurm-"$SLURM_JOB_ID".failures
-max_retries=@max_retries
-[[ ${SLURM_RESTART_COUNT:-0} != 0 ]] || rm -f "$failures"
-echo "$(date '+%F %T') job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)) on $SLURM_JOB_NODELIST"
-
-# Runs once on every node.
-IFS= read -r -d '' task <<'@mark'
-@task
-@mark
-
-step='' interrupted=''
-# The time limit is near. srun hands the signal to every process of the step.
-trap 'interrupted=yes caught=yes; kill -USR1 "$step"' USR1
-# Preempted or cancelled. Slurm has told the step itself.
-trap 'interrupted=yes caught=yes' TERM
-srun @step_options bash -c "$task" &
-step=$!
-while caught=''; wait "$step"; code=$?; [[ $caught ]]; do :; done
-
-say() { echo "$(date '+%F %T') the step ended with code $code: $*"; }
-field() { scontrol show job "$SLURM_JOB_ID" | grep -oE "$1=[^ ]+" | head -n 1 | cut -d= -f2; }
-if [[ $code == 0 ]]; then
-    say "done"
-    exit 0
-fi
-if [[ $(field JobState) != RUNNING ]]; then
-    say "Slurm has ended the job"
-    exit "$code"
-fi
-if [[ $code == @interrupted || $interrupted || $(field PreemptTime) == [0-9]* ]]; then
-    say "interrupted; it goes on after it was queued again"
-else
-    echo "$(date '+%F %T') $code" >>"$failures"
-    count=$(wc -l <"$failures")
-    if ((count > max_retries)); then
-        say "failed; retries: $max_retries, all used"
-        exit "$code"
-    fi
-    say "failed; retry $count of $max_retries"
-fi
-scontrol requeue "$SLURM_JOB_ID" || say "Slurm did not requeue the job"
-exit "$code"
-""")
 
 
 @dataclass(frozen=True)
@@ -116,6 +72,9 @@ class SlurmJob:
         directory: Where the command runs; "" for where sbatch is called.
         max_retries: How often the job is started again after it has failed.
         warning_seconds: How long before its time limit the job is sent SIGUSR1; 0 for never.
+        grace_seconds: How long the command may take to save what it has when it is told to end; 0 where that is not
+            known, or there is nothing to save.
+        further: More options of sbatch, as :func:`further_options` returns them.
 
     Raises:
         UserError: A name or a variable that cannot be written into a script.
@@ -132,6 +91,8 @@ class SlurmJob:
     directory: str = ""
     max_retries: int = 0
     warning_seconds: int = 0
+    grace_seconds: int = 0
+    further: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         for field, name in (("application", self.name), ("role", self.role)):
@@ -165,12 +126,16 @@ class SlurmJob:
         mark = "END_OF_TASK"
         while mark in task:
             mark += "_"
-        return _SCRIPT.substitute(
+        return BATCH_SCRIPT.substitute(
             job=f"{self.name}/{self.role}",
             options="\n".join(f"#SBATCH {option}" for option in self._options()),
             rank0_variable=RANK0_VARIABLE,
             log_dir=shlex.quote(str(self.log_dir)),
             max_retries=self.max_retries,
+            min_nodes=self.min_nodes,
+            grace=self.grace_seconds,
+            cancel_seconds=CANCEL_SECONDS,
+            record=RECORD.strip(),
             task=task,
             mark=mark,
             step_options=" ".join(self._step_options()),
@@ -189,7 +154,8 @@ class SlurmJob:
         # B: only the script's shell, which hands it on
         signal = [f"--signal=B:USR1@{self.warning_seconds}"] if self.warning_seconds else []
         # append: the log of a job that is started again goes on
-        return [f"--job-name={self.name}/{self.role}", *nodes, *chosen, *signal, "--requeue", "--open-mode=append"]
+        own = [f"--job-name={self.name}/{self.role}", *nodes, *chosen, *signal, "--requeue", "--open-mode=append"]
+        return [*own, *self.further]
 
     def _step_options(self) -> list[str]:
         nodes = '"$SLURM_JOB_NUM_NODES"'
@@ -203,16 +169,50 @@ class SlurmJob:
         return [*options, "--export=ALL", "--open-mode=append", f"--output={output}", *fate]
 
     def _task(self) -> str:
-        exports = [f"export {name}={_shell_text(value)}" for name, value in self.environment.items()]
-        # A launcher that does not know SIGUSR1 would die of it. That a signal is ignored is handed on to its children,
-        # until one of them says what it does about it.
-        return "\n".join(["trap '' USR1", *exports, "exec " + " ".join(_shell_text(word) for word in self.program)])
+        return (
+            (ELASTIC_TASK if self.elastic else FIXED_TASK)
+            .substitute(
+                exports="\n".join(f"export {name}={_shell_text(value)}" for name, value in self.environment.items()),
+                program=" ".join(_shell_text(word) for word in self.program),
+                log_dir=shlex.quote(str(self.log_dir)),
+                rank0_variable=RANK0_VARIABLE,
+                record=RECORD.strip(),
+            )
+            .rstrip("\n")
+        )
 
 
 def log_pattern(log_dir: Path, role: str = "", replica: str = "") -> Path:
     """Name of a log, of the whole job or of one replica, as Slurm's options take it: ``%j`` is the job's number."""
     end = f"-{role}-{replica}" if role else ""
     return Path(str(log_dir).replace("%", "%%")) / f"slurm-%j{end}.out"
+
+
+def further_options(text: str, known: Collection[str] = ()) -> list[str]:
+    """More options of sbatch, given as one text such as ``--exclusive --nodelist=n[1-4]``, one by one.
+
+    Args:
+        text: The options, with quotes as the shell takes them. A value is joined to its option by ``=``.
+        known: Options that there is another way to give, ``-o NAME=VALUE``.
+
+    Raises:
+        UserError: One that is none, or that is decided elsewhere.
+    """
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"sbatch is {text!r}: {error}") from None
+    for word in words:
+        name = word.partition("=")[0].removeprefix("--")
+        if not word.startswith("--") or not re.fullmatch(r"[a-z][a-z0-9-]*", name):
+            raise UserError(f"sbatch has {word!r}; each option is --NAME or --NAME=VALUE, such as --nodelist=n[1-4]")
+        # sbatch takes the beginning of a name for the whole
+        if named := [option for option in known if option.startswith(name)]:
+            raise UserError(f"sbatch has {word!r}; give -o {named[0]}=VALUE instead")
+        if own := [option for option in OWN_OPTIONS if option.startswith(name)]:
+            raise UserError(f"sbatch has {word!r}; --{own[0]} is decided by what the job asks for: leave it out")
+    parts = (word.partition("=") for word in words)
+    return [f"{option}={_quoted(value)}" if equals else option for option, equals, value in parts]
 
 
 def time_limit_seconds(text: str) -> int | None:

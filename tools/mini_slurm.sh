@@ -9,7 +9,7 @@
 #   tools/mini_slurm.sh start-node mini2   the node boots again
 #   tools/mini_slurm.sh down [--purge]     cancels the jobs and ends what `up` has started; --purge forgets its state
 #
-# MINI_SLURM_DIR=/tmp/mini-slurm   state, logs and sockets (the default lies in $TMPDIR where that is set)
+# MINI_SLURM_DIR=/tmp/mini-slurm   state, logs and sockets; refused where somebody else owns it
 # MINI_SLURM_PORT=17000            first of 11 + MINI_SLURM_NODES ports; with another folder and port a second one can run
 # MINI_SLURM_NODES=2               how many nodes, mini1 to miniN; all of them are this machine
 # MINI_SLURM_CPUS=4                processors of a node, which the machine need not have
@@ -24,12 +24,13 @@
 # Exit code 3: it cannot run on this machine, and it says why.
 set -euo pipefail
 
-readonly DIR=${MINI_SLURM_DIR:-${TMPDIR:-/tmp}/mini-slurm} PORT=${MINI_SLURM_PORT:-17000}
+# Not below $TMPDIR: sudo drops it, and `sudo mini_slurm.sh up` and `mini_slurm.sh env` are to mean the same.
+readonly DIR=${MINI_SLURM_DIR:-/tmp/mini-slurm} PORT=${MINI_SLURM_PORT:-17000}
 readonly NODES=${MINI_SLURM_NODES:-2} CPUS=${MINI_SLURM_CPUS:-4} MEMORY=${MINI_SLURM_MEMORY:-8192}
 readonly ACCOUNTING=${MINI_SLURM_ACCOUNTING:-1} REQUEUE_SECONDS=${MINI_SLURM_REQUEUE_SECONDS:-10}
 readonly DEAD_SECONDS=${MINI_SLURM_DEAD_SECONDS:-10} WHILE_PID=${MINI_SLURM_WHILE_PID:-}
 readonly MUNGE_SOCKET=$DIR/run/munge.sock SQL_SOCKET=$DIR/run/mysql.sock
-readonly LOCK=${TMPDIR:-/tmp}/mini-slurm.lock # apt and /etc/hosts belong to all that run here
+readonly LOCK=/run/mini-slurm.lock # apt and /etc/hosts belong to all that run here, and only root writes to them
 readonly HOSTS_TAG="# mini-slurm $DIR"
 export SLURM_CONF=$DIR/etc/slurm.conf
 export PATH=$PATH:/usr/sbin:/sbin
@@ -55,7 +56,18 @@ check_settings() {
     ((${#MUNGE_SOCKET} <= 100)) || fail "MINI_SLURM_DIR is '$DIR', too long for the sockets in it; choose a shorter path."
 }
 
+# What lies in the folder is trusted: numbers of processes to kill, keys, configuration. /tmp is open to everyone.
+check_owner() {
+    [[ ! -L $DIR ]] || fail "MINI_SLURM_DIR, $DIR, is a symbolic link; name the folder itself, or remove the link."
+    [[ -e $DIR ]] || return 0
+    local owner
+    owner=$(stat -c %u "$DIR")
+    ((owner == EUID)) || { ((owner == 0)) && [[ $1 == env || $1 == status ]]; } ||
+        fail "MINI_SLURM_DIR, $DIR, belongs to $(stat -c %U "$DIR") and not to $(id -un); choose another folder."
+}
+
 check_settings
+check_owner "${1:-}"
 readonly DBD_PORT=$((PORT + 1)) SQL_PORT=$((PORT + 2)) FIRST_NODE_PORT=$((PORT + 11))
 
 node_names() { seq -f 'mini%.0f' "$NODES"; }
@@ -199,6 +211,8 @@ END
 }
 
 configure() {
+    mkdir -p "$DIR"
+    check_owner up # somebody may have been faster
     mkdir -p "$DIR"/{etc,run,log,state,spool,mysql,munge}
     # munged refuses folders that others may write; jobs of other users must reach its socket
     chmod 755 "$DIR" "$DIR/run"

@@ -213,14 +213,16 @@ def test_a_job_whose_node_dies_is_queued_again_and_ends_as_if_nothing_had_happen
 
 
 @pytest.mark.slurm
-def test_an_elastic_job_goes_on_with_the_node_that_is_left(here: MiniSlurm, config: Path) -> None:
+@pytest.mark.parametrize("node", ["mini1", "mini2"])
+def test_an_elastic_job_goes_on_with_the_node_that_is_left(here: MiniSlurm, config: Path, node: str) -> None:
+    """The first node takes the batch script with it: the job is queued again, and starts on the other."""
     launch(config, "run", "-j", "1:2x1", "train.epochs=16", "--detach")
     wait_until(lambda: steps("run") >= 100, "it does not train")
-    here.kill_node("mini2")
+    here.kill_node(node)
     try:
         wait_until(lambda: "succeeded" in status("run"), "it does not go on", seconds=240)
     finally:
-        here.start_node("mini2")
+        here.start_node(node)
     output = distembed("logs", "run")
     assert "on 2 x cpu" in output and "on 1 x cpu" in output
     found, expected = metrics_of("run"), undisturbed(config, "train.epochs=16")

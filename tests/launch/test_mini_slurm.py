@@ -89,3 +89,23 @@ def test_what_it_does_not_know_it_explains(arguments: tuple[str, ...], code: int
     done = MiniSlurm({})(*arguments)
     assert done.returncode == code
     assert ("tools/mini_slurm.sh up" in done.stdout) if code == 2 else ("mini1 mini2" in done.stderr)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_a_folder_of_somebody_else_is_not_trusted(tmp_path: Path) -> None:
+    folder, link = tmp_path / "folder", tmp_path / "link"
+    folder.mkdir()
+    link.symlink_to(folder)
+    for command in ("up", "down", "env", "status", "kill-node", "start-node"):
+        refused = MiniSlurm({"MINI_SLURM_DIR": str(link)})(command)
+        assert refused.returncode == 1 and "is a symbolic link" in refused.stderr
+    os.chown(folder, 65534, 65534)
+    for command in ("up", "down", "env", "status", "kill-node", "start-node"):
+        refused = MiniSlurm({"MINI_SLURM_DIR": str(folder)})(command)
+        assert refused.returncode == 1 and "and not to root" in refused.stderr
+    assert not list(folder.iterdir())
+
+
+def test_where_it_lies_does_not_depend_on_a_variable_that_sudo_drops(tmp_path: Path) -> None:
+    said = MiniSlurm({"MINI_SLURM_DIR": "", "TMPDIR": str(tmp_path)})("env")
+    assert said.stdout == "export SLURM_CONF=/tmp/mini-slurm/etc/slurm.conf\n"

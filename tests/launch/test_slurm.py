@@ -11,6 +11,7 @@ from torchx.schedulers.api import DescribeAppResponse
 from torchx.specs import AppDef, AppState, Resource, Role, is_terminal, macros
 
 from distembed.errors import RunError, UserError
+from launch.roles import GRACE_SECONDS
 from launch.slurm import SlurmScheduler, create_scheduler
 from tests.launch.conftest import MiniSlurm
 
@@ -113,6 +114,45 @@ def test_a_job_that_is_cancelled(scheduler: SlurmScheduler, tmp_path: Path) -> N
     assert described(scheduler, job_id).state == AppState.CANCELLED
 
 
+def test_a_job_that_is_cancelled_saves_what_it_has_however_long_that_takes(
+    scheduler: SlurmScheduler, tmp_path: Path
+) -> None:
+    # longer than this cluster's KillWait
+    program = (
+        "import signal, sys, time\n"
+        "def save(*_): open('told', 'w'); time.sleep(8); open('saved', 'w').write('x'); sys.exit(1)\n"
+        "signal.signal(signal.SIGUSR1, save)\n"
+        "open('started', 'w').write('x'); time.sleep(60)\n"
+    )
+    job = app("", entrypoint="python3", args=["-c", program], max_retries=3, metadata={GRACE_SECONDS: 20})
+    job_id = submit(scheduler, job, log_dir="logs")
+    wait_for_text(tmp_path / "started", "x")
+    scheduler.cancel(job_id)
+    response = wait_for(scheduler, job_id)
+    assert response.state == AppState.CANCELLED, messages(scheduler, job_id)
+    assert (tmp_path / "saved").exists() and not list((tmp_path / "logs").glob("*.cancelled"))
+    time.sleep(1)
+    assert described(scheduler, job_id).state == AppState.CANCELLED
+
+
+@pytest.mark.parametrize("reason", ["pending", "no folder", "again"])
+def test_what_cannot_be_told_is_cancelled_at_once(scheduler: SlurmScheduler, tmp_path: Path, reason: str) -> None:
+    command = "trap '' TERM; touch started; sleep 60"
+    nodes = {"num_replicas": 2} if reason == "pending" else {}
+    if reason == "pending":
+        submit(scheduler, app("sleep 60", resource=Resource(cpu=4, gpu=0, memMB=100)))
+    job_id = submit(scheduler, app(command, metadata={GRACE_SECONDS: 600}, **nodes), log_dir="logs")
+    if reason != "pending":
+        wait_for_text(tmp_path / "started", "")
+    if reason == "no folder":
+        (tmp_path / "logs").rename(tmp_path / "moved")
+    scheduler.cancel(job_id)
+    if reason == "again":
+        assert described(scheduler, job_id).state == AppState.RUNNING
+        scheduler.cancel(job_id)
+    assert wait_for(scheduler, job_id, seconds=30).state == AppState.CANCELLED
+
+
 def test_jobs_that_there_are_not(scheduler: SlurmScheduler) -> None:
     assert scheduler.describe("987654") is None
     assert not scheduler.exists("987654")
@@ -196,6 +236,7 @@ def test_without_the_controller(scheduler: SlurmScheduler, tmp_path: Path, monke
     while not subprocess.run(["sacct", "-Xnj", job_id, "--name=dlrm/train"], capture_output=True).stdout:
         time.sleep(0.2)
     # as long after its end, when only accounting remembers it
+    monkeypatch.setattr("launch.slurm_commands.PATIENCE_SECONDS", 0.0)
     for command in ("scontrol", "squeue"):
         shadow(tmp_path / "bin", command, monkeypatch)
     response = described(scheduler, job_id)
@@ -245,6 +286,54 @@ def test_an_elastic_job_outlives_a_node(scheduler: SlurmScheduler, slurm: MiniSl
     assert lines(scheduler, job_id) == ["end\n"]
 
 
+@pytest.mark.slurm
+@pytest.mark.parametrize("then", ["exit 1", "sleep 600"])
+def test_an_elastic_job_that_loses_its_first_node_goes_on_with_the_others(
+    scheduler: SlurmScheduler, slurm: MiniSlurm, tmp_path: Path, then: str
+) -> None:
+    # the launcher that is left fails, or hangs
+    command = "if [[ -e again ]]; then echo went on; exit; fi; touch started-$SLURM_PROCID; "
+    command += f"while [[ ! -e again ]]; do sleep 0.1; done; {then}"
+    job_id = submit(scheduler, app(command, num_replicas=2, min_replicas=1))
+    for k in range(2):
+        wait_for_text(tmp_path / f"started-{k}", "")
+    slurm.kill_node("mini1")
+    try:
+        (tmp_path / "again").touch()
+        response = wait_for(scheduler, job_id, AppState.PENDING)
+        assert response.state == AppState.PENDING, response.msg
+        response = wait_for(scheduler, job_id)
+    finally:
+        slurm.start_node("mini1")
+    assert response.state == AppState.SUCCEEDED, messages(scheduler, job_id)
+    assert response.num_restarts == 1
+    assert "start 2 on mini2" in messages(scheduler, job_id)
+    assert lines(scheduler, job_id)[-1] == "went on\n"
+    assert "has lost its first node, mini1" in "".join(lines(scheduler, job_id, k=1))
+
+
+@pytest.mark.slurm
+def test_an_elastic_job_with_too_few_nodes_waits_for_more(
+    scheduler: SlurmScheduler, slurm: MiniSlurm, tmp_path: Path
+) -> None:
+    # MIN of two among the three that it asks for: as many as there are
+    command = "if [[ -e again ]]; then exit; fi; touch started-$SLURM_PROCID; "
+    command += "while [[ $(scontrol show job $SLURM_JOB_ID) != *NumNodes=1\\ * ]]; do sleep 0.5; done; exit 1"
+    made = scheduler.submit_dryrun(app(command, num_replicas=3, min_replicas=2), {})
+    job_id = scheduler.schedule(made)
+    for k in range(2):
+        wait_for_text(tmp_path / f"started-{k}", "")
+    slurm.kill_node("mini2")
+    try:
+        response = wait_for(scheduler, job_id, AppState.PENDING)
+        assert response.state == AppState.PENDING, messages(scheduler, job_id)
+    finally:
+        (tmp_path / "again").touch()
+        slurm.start_node("mini2")
+    assert "1 of the 2 nodes that it needs are left" in messages(scheduler, job_id)
+    assert wait_for(scheduler, job_id).state == AppState.SUCCEEDED, messages(scheduler, job_id)
+
+
 def test_an_elastic_job_starts_on_what_is_free(scheduler: SlurmScheduler, tmp_path: Path) -> None:
     whole = Resource(cpu=4, gpu=0, memMB=100)
     other = submit(scheduler, app("touch other; sleep 60", resource=whole))
@@ -256,13 +345,14 @@ def test_an_elastic_job_starts_on_what_is_free(scheduler: SlurmScheduler, tmp_pa
 
 
 @pytest.mark.slurm
-@pytest.mark.parametrize("code", [1, 75])
-def test_a_preempted_job_goes_on_later(scheduler: SlurmScheduler, tmp_path: Path, code: int) -> None:
+@pytest.mark.parametrize(("code", "nodes"), [(1, 1), (75, 1), (1, 2)])
+def test_a_preempted_job_goes_on_later(scheduler: SlurmScheduler, tmp_path: Path, code: int, nodes: int) -> None:
     whole = Resource(cpu=4, gpu=0, memMB=100)
     # 1: a launcher's own code when it is told to end
     command = f"if [[ -e saved ]]; then echo went on; exit; fi; trap 'touch saved; exit {code}' TERM; touch started; "
     command += "while :; do sleep 0.1; done"
-    job_id = submit(scheduler, app(command, num_replicas=1, resource=whole))
+    # of two nodes it is elastic
+    job_id = submit(scheduler, app(command, num_replicas=nodes, min_replicas=1, resource=whole))
     wait_for_text(tmp_path / "started", "")
     urgent = submit(scheduler, app("sleep 3", num_replicas=2, resource=whole), partition="urgent")
     wait_for_text(tmp_path / "saved", "")

@@ -1,6 +1,7 @@
 """The batch script and what TorchX's application becomes, with commands of Slurm that only pretend."""
 
 import os
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -8,23 +9,37 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torchx.specs import AppDef, AppState, Resource, Role
+from torchx.specs import AppDef, Resource, Role
 
-from distembed.errors import RunError, UserError
-from launch.log_lines import log_lines
-from launch.slurm import STATES, app_state, create_scheduler
-from launch.slurm_commands import cancel, find_job, list_jobs
+from distembed.errors import UserError
+from launch.roles import GRACE_SECONDS
+from launch.slurm import create_scheduler
 from launch.slurm_script import SlurmJob, time_limit_seconds
 
-# Runs the step as node 0 would; the command is srun's last argument.
-SRUN = 'printf "%s\\n" "$@" >"$FAKE/asked"; exec env SLURM_PROCID=0 bash -c "${@: -1}"'
+# Runs the step as one node would; the command is srun's last argument.
+SRUN = 'printf "%s\\n" "$@" >"$FAKE/asked"; exec env SLURM_PROCID="${FAKE_PROCID:-0}" bash -c "${@: -1}"'
+# Of the controller's first answers some are none. What is asked is noted before.
 SCONTROL = """
-case $2 in
-hostnames) printf 'a1\\na2\\n' ;;
-job) echo "JobState=${FAKE_STATE:-RUNNING} PreemptTime=None" ;;
-*) echo "$2" >>"$FAKE/requeued" ;;
+[[ $1 == show ]] && what=$2 || what=$1
+echo "$what" >>"$FAKE/questions"
+[[ $what == hostnames || $(grep -c "^$what$" "$FAKE/questions") -gt ${FAKE_AWAY:-0} ]] || exit ${FAKE_AWAY_CODE:-1}
+case $what in
+hostnames) if [[ $3 == "a[1-2]" ]]; then printf 'a1\\na2\\n'; else echo "$3"; fi ;;
+job)
+    state=${FAKE_STATE:-RUNNING}
+    [[ ! -e $FAKE/requeued ]] || state=PENDING
+    printf 'JobId=7\\n   JobState=%s PreemptTime=%s\\n   ReqNodeList=(null)\\n' "$state" "${FAKE_PREEMPTED:-None}"
+    printf '   NodeList=%s\\n   NumNodes=%s\\n' "${FAKE_NODES:-a[1-2]}" "${FAKE_NUM_NODES:-2}"
+    ;;
+*)
+    echo "$what" >>"$FAKE/requeued"
+    [[ ! $FAKE_END ]] || : >"$FAKE_END"
+    ;;
 esac
 """
+SCANCEL = 'echo "$@" >>"$FAKE/cancelled"; [[ ! $FAKE_END ]] || : >"$FAKE_END"'
+# Between two questions, and what a job that was told has in one of the tests.
+SLEEP = 'case $1 in 2|10|40) s=0.02 ;; *) s=$1 ;; esac; exec /bin/sleep "$s"'
 
 texts = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30).map(
     lambda text: text.replace("$$", "$")  # means $ on every scheduler of TorchX
@@ -49,7 +64,7 @@ def job(folder: Path, *program: str, **changes: object) -> SlurmJob:
 def pretend(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with commands of Slurm."""
     folder = tmp_path_factory.mktemp("pretend")
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("scancel", SCANCEL), ("sleep", SLEEP)):
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")
         (folder / name).chmod(0o755)
     return folder
@@ -58,7 +73,8 @@ def pretend(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(pretend: Path, script: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
     variables = {"PATH": f"{pretend}:{os.environ['PATH']}", "FAKE": str(pretend), "SLURM_JOB_ID": "7"}
     variables |= {"SLURM_JOB_NODELIST": "a[1-2]", "SLURM_JOB_NUM_NODES": "2"}
-    (pretend / "requeued").unlink(missing_ok=True)
+    for noted in ("asked", "questions", "requeued", "cancelled"):
+        (pretend / noted).unlink(missing_ok=True)
     return subprocess.run(
         ["bash"], input=script.encode(), env={**variables, **environment}, capture_output=True, timeout=60
     )
@@ -66,6 +82,10 @@ def run(pretend: Path, script: str, **environment: str) -> subprocess.CompletedP
 
 def requeued(pretend: Path) -> bool:
     return (pretend / "requeued").exists()
+
+
+def told_to_cancel(pretend: Path) -> list[str]:
+    return (pretend / "cancelled").read_text().splitlines() if (pretend / "cancelled").exists() else []
 
 
 def options(script: str) -> list[str]:
@@ -134,7 +154,7 @@ def test_failures_are_counted_and_interruptions_are_not(pretend: Path, tmp_path:
 
 @pytest.mark.parametrize(("code", "is_requeued"), [(0, False), (1, True)])
 def test_a_warned_step_is_told_and_waited_for(pretend: Path, tmp_path: Path, code: int, is_requeued: bool) -> None:
-    step = f"exec python3 -c {shlex.quote(_TELLING)} {code}"
+    step = f"exec python3 -c {shlex.quote(_TELLING)} {code} USR1 0.5"
     done = run(pretend, job(tmp_path, "bash", "-c", step, max_retries=0).script())
     assert b"told" in done.stdout, done.stderr
     assert done.returncode == code
@@ -145,12 +165,133 @@ def test_a_warned_step_is_told_and_waited_for(pretend: Path, tmp_path: Path, cod
 # script: srun, env and bash have replaced one another.
 _TELLING = """
 import os, signal, sys, time
+code, name, seconds = sys.argv[1:]
 def tell(*_):
-    print("told", flush=True); time.sleep(0.5); os._exit(int(sys.argv[1]))
+    print("told", flush=True); time.sleep(float(seconds)); os._exit(int(code))
 signal.signal(signal.SIGUSR1, tell)
-os.kill(os.getppid(), signal.SIGUSR1)
+os.kill(os.getppid(), getattr(signal, "SIG" + name))
 time.sleep(30)
 """
+
+
+@pytest.mark.parametrize("how", ["full", "gone"])
+def test_failures_that_cannot_be_counted_are_no_reason_to_go_on_for_ever(
+    pretend: Path, tmp_path: Path, how: str
+) -> None:
+    log_dir = tmp_path / "logs"
+    if how == "full":
+        log_dir.mkdir()
+        (log_dir / "slurm-7.failures").symlink_to("/dev/full")
+    script = job(log_dir, "bash", "-c", "exit 3", max_retries=5).script()
+    done = run(pretend, script, SLURM_RESTART_COUNT="1")
+    assert done.returncode == 3 and not requeued(pretend)
+    assert b"failures cannot be counted in" in done.stdout
+
+
+@pytest.mark.parametrize("answer_code", [0, 1])
+@pytest.mark.parametrize("silent", [0, 1, 5])
+def test_a_controller_that_does_not_answer_is_asked_again(
+    pretend: Path, tmp_path: Path, silent: int, answer_code: int
+) -> None:
+    script = job(tmp_path, "bash", "-c", "exit 75").script()
+    done = run(pretend, script, FAKE_AWAY=str(silent), FAKE_AWAY_CODE=str(answer_code))
+    questions = (pretend / "questions").read_text().split()
+    assert questions.count("job") >= silent + 1 and done.returncode == 75
+    # what it is told has an exit code, and need not be heard
+    assert questions.count("requeue") == (silent + 1 if answer_code else 1)
+    assert requeued(pretend) == (answer_code == 1 or not silent)
+
+
+def test_a_controller_that_stays_away_is_given_up(pretend: Path, tmp_path: Path) -> None:
+    done = run(pretend, job(tmp_path, "bash", "-c", "exit 75").script(), FAKE_AWAY="1000")
+    assert done.returncode == 75 and not requeued(pretend)
+    assert b"Slurm did not take: scontrol requeue 7" in done.stdout
+    assert (pretend / "questions").read_text().split().count("requeue") == 30
+
+
+@pytest.mark.parametrize(("left", "is_requeued"), [("1", True), ("2", False), ("", False)])
+def test_too_few_nodes_are_no_failure(pretend: Path, tmp_path: Path, left: str, is_requeued: bool) -> None:
+    elastic = job(tmp_path, "bash", "-c", "exit 1", min_nodes=2, max_nodes=4).script()
+    run(pretend, elastic, FAKE_NUM_NODES=left or "?")
+    assert requeued(pretend) == is_requeued
+    assert (tmp_path / "slurm-7.failures").exists() != is_requeued
+
+
+@pytest.mark.parametrize(
+    ("seconds", "grace_seconds", "preempted", "is_requeued"),
+    [
+        (0, 1, "None", True),
+        (2.5, 1, "None", False),
+        (2.5, 0, "None", True),
+        (2.5, 1, "2026-01-01T00:00:00", True),
+    ],
+)
+def test_a_warned_step_that_was_killed_has_failed_unless_it_was_preempted(
+    pretend: Path, tmp_path: Path, seconds: float, grace_seconds: int, preempted: str, is_requeued: bool
+) -> None:
+    step = f"exec python3 -c {shlex.quote(_TELLING)} 1 USR1 {seconds}"
+    script = job(tmp_path, "bash", "-c", step, grace_seconds=grace_seconds).script()
+    done = run(pretend, script, FAKE_PREEMPTED=preempted)
+    assert b"told" in done.stdout and requeued(pretend) == is_requeued
+    assert (b"within grace_seconds, 1" in done.stdout) != is_requeued
+
+
+@pytest.mark.parametrize("code", [0, 1, 75])
+def test_a_cancelled_job_cancels_itself_when_it_has_saved(pretend: Path, tmp_path: Path, code: int) -> None:
+    step = f"exec python3 -c {shlex.quote(_TELLING)} {code} USR2 0.5"
+    program = f"touch {tmp_path}/slurm-7.cancelled; {step}"
+    done = run(pretend, job(tmp_path, "bash", "-c", program, max_retries=3, grace_seconds=60).script())
+    assert b"told" in done.stdout and done.returncode == code
+    assert told_to_cancel(pretend) == (["7"] if code else []), "one that has finished has succeeded"
+    assert not requeued(pretend) and not (tmp_path / "slurm-7.cancelled").exists()
+
+
+def test_a_cancelled_job_that_does_not_end_is_cancelled_by_slurm(pretend: Path, tmp_path: Path) -> None:
+    step = "kill -USR2 $PPID; while [[ ! -e $FAKE/cancelled ]]; do sleep 0.1; done; exit 9"
+    done = run(pretend, job(tmp_path, "bash", "-c", step, grace_seconds=10).script())
+    assert done.returncode == 9 and told_to_cancel(pretend)[0] == "7" and not requeued(pretend)
+
+
+def test_a_job_that_was_cancelled_before_its_script_ran_does_not_start(pretend: Path, tmp_path: Path) -> None:
+    (tmp_path / "slurm-7.cancelled").touch()
+    run(pretend, job(tmp_path).script())
+    assert told_to_cancel(pretend) == ["7"] and not (pretend / "asked").exists()
+    assert not (tmp_path / "slurm-7.cancelled").exists()
+
+
+@pytest.mark.parametrize("program", ["exit 1", "while [[ ! -e $FAKE/requeued ]]; do sleep 0.1; done; exit 1"])
+def test_nodes_see_that_the_first_is_lost(pretend: Path, tmp_path: Path, program: str) -> None:
+    # launchers fail or hang; a fake cannot kill them as Slurm does, and ends the first node's instead
+    script = job(tmp_path, "bash", "-c", program, min_nodes=1, max_nodes=2, max_retries=0).script()
+    end = str(tmp_path / "slurm-7.first-ended-0")
+    done = run(pretend, script, FAKE_PROCID="1", FAKE_NODES="a2", FAKE_NUM_NODES="1", FAKE_END=end)
+    assert (pretend / "requeued").read_text() == "requeue\n", done.stderr
+    assert b"has lost its first node, a1" in done.stdout
+
+
+def test_a_cancelled_job_whose_first_node_is_lost_is_not_queued_again(pretend: Path, tmp_path: Path) -> None:
+    program = f"touch {tmp_path}/slurm-7.cancelled; exit 1"
+    script = job(tmp_path, "bash", "-c", program, min_nodes=1, max_nodes=2, grace_seconds=60).script()
+    run(pretend, script, FAKE_PROCID="1", FAKE_NODES="a2", FAKE_END=str(tmp_path / "slurm-7.first-ended-0"))
+    assert told_to_cancel(pretend) == ["7"] and not requeued(pretend)
+
+
+@pytest.mark.parametrize(("code", "first_has_ended"), [(0, False), (1, True)])
+def test_nodes_that_end_with_the_first_have_nothing_to_say(
+    pretend: Path, tmp_path: Path, code: int, first_has_ended: bool
+) -> None:
+    ended = f"touch {tmp_path}/slurm-7.first-ended-0;" if first_has_ended else ""
+    script = job(tmp_path, "bash", "-c", f"{ended} exit {code}", min_nodes=1, max_nodes=2).script()
+    done = run(pretend, script, FAKE_PROCID="1")
+    assert done.returncode == code and not requeued(pretend) and b"lost" not in done.stdout
+    assert not list(tmp_path.glob("*first-ended*"))
+
+
+def test_a_first_node_that_fails_is_noted_for_the_others(pretend: Path, tmp_path: Path) -> None:
+    script = job(tmp_path, "bash", "-c", "exit 5", min_nodes=1, max_nodes=2).script()
+    cleaning = '\nrm -f "$first_ended"-*\n'
+    assert cleaning in script and run(pretend, script.replace(cleaning, "\n")).returncode == 5
+    assert (tmp_path / "slurm-7.first-ended-0").exists()
 
 
 def test_a_launcher_that_does_not_know_the_warning_lives_on(pretend: Path, tmp_path: Path) -> None:
@@ -283,64 +424,53 @@ def test_a_time_limit_that_leaves_no_time_is_refused() -> None:
         dryrun(app(), time="3")
 
 
+def test_the_warning_comes_before_the_grace_that_the_role_asks_for(tmp_path: Path) -> None:
+    role = app(metadata={GRACE_SECONDS: 300})
+    assert (dryrun(role).warning_seconds, dryrun(role).grace_seconds) == (360, 300)
+    assert dryrun(role, signal_seconds=30).warning_seconds == 30
+    assert (dryrun(app()).warning_seconds, dryrun(app()).grace_seconds) == (120, 0)
+    with pytest.raises(UserError, match="Ask for 8 minutes"):
+        dryrun(role, time="7")
+
+
+def test_further_options_arrive_as_they_are(tmp_path: Path) -> None:
+    text = "--exclusive --nodelist=n[1-4] --dependency=afterok:12 --begin=now+1hour --container-image='a \"b\"'"
+    script = dryrun(app(), sbatch=text).script()
+    assert options(script)[-5:] == [
+        "--exclusive",
+        '--nodelist="n[1-4]"',
+        "--dependency=afterok:12",
+        "--begin=now+1hour",
+        r'--container-image="a \"b\""',
+    ]
+    assert dryrun(app(), sbatch="").further == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("--nodelist n1", "'n1'; each option is --NAME or --NAME=VALUE"),
+        ("-w n1", "'-w'; each"),
+        ("--", "'--'; each"),
+        ("--x;y", "each option"),
+        ("--comment='a", "No closing quotation"),
+        ("--nodes=3", "--nodes is decided by what the job asks for"),
+        ("--no-requeue", "--no-requeue is decided"),
+        ("--ntas=3", "--ntasks is decided"),
+        ("--mem-per-cpu=1G", "--mem-per-cpu is decided"),
+        ("--partition=gpu", "give -o partition=VALUE instead"),
+        ("--mem=3G", "give -o mem=VALUE instead"),
+        ("--exclusive --wrap=x", "--wrap is decided"),
+        ("--comment='a\nb'", "give -o comment"),
+        ("--licenses='a\nb'", "more than one line"),
+    ],
+)
+def test_further_options_that_contradict_the_job_are_refused(text: str, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        dryrun(app(), sbatch=text)
+
+
 def test_an_application_of_two_roles_is_refused() -> None:
     two = AppDef("dlrm", [*app().roles, *app(name="reader").roles])
     with pytest.raises(UserError, match="2 roles .train, reader."):
         dryrun(two)
-
-
-@pytest.mark.parametrize(
-    ("state", "expected"),
-    [
-        ("CANCELLED by 0", AppState.CANCELLED),
-        ("CANCELLED+", AppState.CANCELLED),
-        ("COMPLETING", AppState.RUNNING),
-        ("CONFIGURING", AppState.PENDING),
-        ("REQUEUE_HOLD", AppState.PENDING),
-        ("OUT_OF_MEMORY", AppState.FAILED),
-        ("OUT_OF_ME+", AppState.UNKNOWN),
-        ("BORED", AppState.UNKNOWN),
-        ("", AppState.UNKNOWN),
-    ],
-)
-def test_every_state_has_an_answer(state: str, expected: AppState) -> None:
-    assert app_state(state) == expected
-
-
-@given(st.text(max_size=20), st.sampled_from(sorted(STATES)))
-def test_no_state_raises(noise: str, state: str) -> None:
-    assert isinstance(app_state(noise), AppState)
-    assert app_state(f"{state} {noise}") == STATES[state]
-
-
-@pytest.mark.parametrize("call", [list_jobs, lambda: find_job("1"), lambda: cancel("1")])
-def test_without_slurm_the_remedy_is_named(call: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert callable(call)
-    with pytest.raises(UserError, match=r"tools/mini_slurm\.sh up"):
-        call()
-
-
-@pytest.mark.parametrize("job_id", ["", "x", "--help", "1 2", "1;2", "12\n"])
-def test_what_is_no_job_number_is_no_job(job_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert find_job(job_id) is None
-
-
-def test_a_log_is_followed_to_its_end(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    asked = []
-
-    def has_ended() -> bool:
-        # what is written just before the end is read as well
-        asked.append(path.write_text("one\ntwo\r\nthree") if asked else None)
-        return len(asked) > 1
-
-    assert list(log_lines(path, has_ended, "")) == ["one\n", "two\r\n", "three"]
-    assert list(log_lines(path, None, "")) == ["one\n", "two\r\n", "three"]
-
-
-def test_a_log_that_never_comes_is_an_error(tmp_path: Path) -> None:
-    for has_ended in (None, lambda: True):
-        with pytest.raises(RunError, match="ask the cluster's staff"):
-            list(log_lines(tmp_path / "log", has_ended, "ask the cluster's staff"))
