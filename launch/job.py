@@ -41,6 +41,8 @@ from launch.shape import parse_shape
 FOLDER = "launch"
 LOCAL = ("local_cwd", "local_docker")
 """Schedulers whose jobs end with the command that submitted them."""
+_NUMBERS = frozenset({"cpu", "gpu", "memMB"})
+"""Arguments of the component that say what a node has."""
 CONTAINERS = ("local_docker", "kubernetes", "aws_batch")
 """Schedulers whose jobs see nothing of a node but what is mounted."""
 
@@ -104,11 +106,11 @@ class Job:
     def changed(self, j: str | None = None, options: Mapping[str, str] | None = None, **arguments: Any) -> "Job":
         """The same job with what is given in the place of what it has; None and what is empty change nothing."""
         given = {name: value for name, value in arguments.items() if value not in (None, "", {}, [])}
+        kept = dict(self.component)
         # a named resource and numbers exclude one another
-        replaced = (
-            {"cpu", "gpu", "memMB"} if "h" in given else {"h"} if {"cpu", "gpu", "memMB"} & given.keys() else set()
-        )
-        kept = {name: value for name, value in self.component.items() if name not in replaced}
+        if "h" in given or not _NUMBERS.isdisjoint(given):
+            for name in _NUMBERS if "h" in given else ("h",):
+                kept.pop(name, None)
         if "env" in given:
             given["env"] = {**kept.get("env", {}), **given["env"]}
         options = {**self.options, **(options or {})}
