@@ -33,6 +33,7 @@ from torchx.runner import Runner
 
 from distembed import __version__
 from distembed.errors import RunError, UserError
+from distembed.names import one_of
 from distembed.ownership import owned
 from distembed.whole_file import whole_file
 from launch.components import train
@@ -148,6 +149,7 @@ class Job:
             UserError: for options that the scheduler does not have, or does not take.
             RunError: The scheduler cannot be asked.
         """
+        one_of("--scheduler", self.scheduler, runner.scheduler_backends())
         app = self.app()
         with _asking(self.scheduler):
             return runner.dryrun(app, self.scheduler, cfg=self._options(runner))

@@ -71,7 +71,7 @@ def find_resource(h: str | None, cpu: int | None, gpu: int | None, memory_mb: in
         UserError: A name that is not registered, numbers beside a name, or a number below its least.
     """
     numbers = {"cpu": cpu, "gpu": gpu, "memMB": memory_mb}
-    given = {field: value for field, value in numbers.items() if value is not None}
+    given = {field: _whole(field, value) for field, value in numbers.items() if value is not None}
     if h is not None:
         if given:
             said = ", ".join(f"{field}={value}" for field, value in given.items())
@@ -80,7 +80,7 @@ def find_resource(h: str | None, cpu: int | None, gpu: int | None, memory_mb: in
             return specs.named_resources[h]
         except KeyError as error:
             raise UserError(f"h is {h!r}: {error.args[0]} Or give cpu, gpu and memMB instead.") from error
-    if gpu and (cpu is None or memory_mb is None):
+    if given.get("gpu", 0) > 0 and len(given) < len(numbers):
         raise UserError(
             f"gpu is {gpu} without cpu and memMB, of which {gpu} processes would need more than the 2 and 4096 that a "
             "node gets unless told; say what a node has, or choose a named resource such as gpu_8_h100"
@@ -89,7 +89,15 @@ def find_resource(h: str | None, cpu: int | None, gpu: int | None, memory_mb: in
         least = 0 if field == "gpu" else 1
         if value < least:
             raise UserError(f"{field} is {value}; it starts at {least}")
-    return specs.Resource(cpu=cpu or 2, gpu=gpu or 0, memMB=memory_mb or 4096)
+    return specs.Resource(**{"cpu": 2, "gpu": 0, "memMB": 4096, **given})
+
+
+def _whole(field: str, value: int) -> int:
+    # TorchX hands over what was typed where an argument may be None
+    try:
+        return int(value)
+    except ValueError:
+        raise UserError(f"{field} is {value!r}; give a whole number") from None
 
 
 def require_gpus(shape: Shape, resource: specs.Resource) -> None:

@@ -146,6 +146,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"gpu": 1, "cpu": 8, "memMB": 9000, "j": "1:4x2"}, "give 1:4x1"),
     ({"gpu": 1, "cpu": 8}, "gpu is 1 without cpu and memMB"),
     ({"cpu": 0}, "cpu is 0"),
+    ({"cpu": "many"}, "cpu is 'many'; give a whole number"),
     ({"gpu": -1}, "gpu is -1"),
     ({"memMB": 0}, "memMB is 0"),
     ({"max_restarts": -1}, "max_restarts is -1"),
@@ -359,6 +360,7 @@ def last_test_metrics(run: Path) -> dict[str, Any]:
 def test_two_nodes_on_this_machine_train_as_two_ranks_do(tmp_path: Path, config: Path) -> None:
     run = tmp_path / "launched"
     arguments = ["--config", str(config), "--run_dir", str(run), "-j", "2x1", "--python", sys.executable]
+    arguments += ["--cpu", "1", "--memMB", "2000"]
     arguments += ["--rdzv_port", str(free_port()), "--env", "GLOO_SOCKET_IFNAME=lo,OMP_NUM_THREADS=1"]
     with get_runner() as runner:
         handle = runner.run_component(f"{FILE}:train", arguments, "local_cwd", {"log_dir": str(tmp_path / "logs")})

@@ -29,6 +29,9 @@ class FakeRunner:
     def __init__(self) -> None:
         self.taken = 0
 
+    def scheduler_backends(self) -> list[str]:
+        return ["slurm"]
+
     def scheduler_run_opts(self, name: str) -> Any:
         with get_runner() as found:
             return found.scheduler_run_opts(name)
@@ -171,7 +174,7 @@ def test_a_run_that_is_not_there_is_named() -> None:
     [
         ("slurm", {"colour": "red"}, "no option 'colour'; it has account"),
         ("slurm", {"signal_seconds": "abc"}, "abc"),
-        ("nowhere", {}, "nowhere"),
+        ("slurms", {}, "Did you mean 'slurm'"),
         ("ray", {}, "ray"),
     ],
 )
