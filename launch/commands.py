@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from distembed.errors import RunError, UserError
-from launch.shape import parse_shape
 
 if TYPE_CHECKING:
     from launch.job import Job
@@ -18,6 +17,10 @@ _SHAPE = typer.Option("-j", help="[MIN:]NODESxPROCESSES: 4x8, or 2:4x8 to go on 
 _OPTIONS = typer.Option("--option", "-o", help="Of the scheduler: `-o partition=gpu -o time=12:00:00`.")
 _RESOURCE = typer.Option("--resource", help="Named resource of a node, such as gpu_8_h100, in place of its numbers.")
 _CPUS = typer.Option("--cpus", help="CPUs of a node.")
+_GPUS = typer.Option("--gpus", help="GPUs of a node; one a process where --gpu is given.")
+_GPU = typer.Option(
+    "--gpu", help="Device of each process, where --resource does not say, as for the plan: `h100-80gb`."
+)
 _MEMORY = typer.Option("--memory-mb", help="Memory of a node in MB.")
 _IMAGE = typer.Option("--image", help="Container image that holds distembed.")
 _ENV = typer.Option("--env", help="Environment variable, NAME=VALUE; may be repeated.")
@@ -51,13 +54,10 @@ def add_commands(app: typer.Typer, say: Say) -> None:
             Path | None, typer.Option("--run-dir", help="Run folder, which every node must see; runs/NAME-TIME.")
         ] = None,
         options: Annotated[list[str] | None, _OPTIONS] = None,
-        gpu: Annotated[
-            str | None,
-            typer.Option(help="Device of each process, where --resource does not say: `h100-80gb`, as for the plan."),
-        ] = None,
         resource: Annotated[str | None, _RESOURCE] = None,
         cpus: Annotated[int | None, _CPUS] = None,
-        gpus: Annotated[int | None, typer.Option(help="GPUs of a node; one a process where --gpu is given.")] = None,
+        gpus: Annotated[int | None, _GPUS] = None,
+        gpu: Annotated[str | None, _GPU] = None,
         memory_mb: Annotated[int | None, _MEMORY] = None,
         image: Annotated[str | None, _IMAGE] = None,
         env: Annotated[list[str] | None, _ENV] = None,
@@ -92,7 +92,9 @@ def add_commands(app: typer.Typer, say: Say) -> None:
         folder = str(run_dir or Path("runs") / f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}")
         if detach and scheduler in LOCAL:
             raise UserError(f"--detach: jobs of {scheduler} end with the command that started them; leave it out.")
-        job = Job(folder, scheduler, j, _pairs("--option", options), default_arguments(scheduler, folder), gpu).changed(
+        job = Job(folder, scheduler, j, component=default_arguments(scheduler, folder, j)).changed(
+            options=_pairs("--option", options),
+            device=gpu,
             h=resource,
             cpu=cpus,
             gpu=gpus,
@@ -120,12 +122,12 @@ def add_commands(app: typer.Typer, say: Say) -> None:
 
         with get_runner() as runner:
             found = runner.status(job.handle)
-        if found is None and job.scheduler not in LOCAL:
-            raise RunError(f"{job.scheduler} knows nothing of {job.app_id}, which was submitted for {job.run_dir}.")
-        state = state_text(found) if found else "launched on this machine"
+        state = state_text(found) if found else "launched on this machine" if job.scheduler in LOCAL else "unknown"
         say(f"{job.run_dir}: {state} ({job.scheduler} {job.app_id}, submission {len(job.submissions)})")
         for line in _progress(Path(job.run_dir)):
             say(line)
+        if state == "unknown":
+            raise RunError(f"{job.scheduler} knows nothing of {job.app_id}, or nothing any longer.")
 
     @app.command(epilog="Example: `distembed logs runs/big --node 1 --follow`")
     def logs(
@@ -137,16 +139,17 @@ def add_commands(app: typer.Typer, say: Say) -> None:
         job = _find(run)
         from torchx.runner import get_runner
 
-        from launch.follow import ROLE, node_lines
+        from launch.follow import Watch, node_lines
         from launch.job import LOCAL
 
         if job.scheduler in LOCAL:
             raise UserError(f"logs of {job.scheduler} are files, in {job.folder / 'logs'}.")
-        nodes = range(parse_shape(job.j).max_nodes)
+        handle, nodes = job.handle, job.nodes
         if node is not None and node not in nodes:
             raise UserError(f"--node is {node}; the nodes of {run} are 0 to {len(nodes) - 1}.")
         with get_runner() as runner:
-            for line in node_lines(runner, job.handle, ROLE, nodes if node is None else [node], should_tail=follow):
+            has_ended = Watch(runner, handle, say).has_ended if follow else None
+            for line in node_lines(job, runner, nodes if node is None else [node], has_ended):
                 say(line)
 
     @app.command(epilog="Example: `distembed cancel runs/big`")
@@ -174,6 +177,8 @@ def add_commands(app: typer.Typer, say: Say) -> None:
         options: Annotated[list[str] | None, _OPTIONS] = None,
         resource: Annotated[str | None, _RESOURCE] = None,
         cpus: Annotated[int | None, _CPUS] = None,
+        gpus: Annotated[int | None, _GPUS] = None,
+        gpu: Annotated[str | None, _GPU] = None,
         memory_mb: Annotated[int | None, _MEMORY] = None,
         image: Annotated[str | None, _IMAGE] = None,
         env: Annotated[list[str] | None, _ENV] = None,
@@ -194,8 +199,8 @@ def add_commands(app: typer.Typer, say: Say) -> None:
                 found = runner.status(job.handle)
             if found is not None and not found.is_terminal():
                 raise UserError(f"{job.run_dir} is {state_text(found)} ({job.app_id}); cancel it first, or let it be.")
-        changes = {"h": resource, "cpu": cpus, "memMB": memory_mb, "image": image, "env": _pairs("--env", env)}
-        job = job.changed(j, _pairs("--option", options), **changes)
+        changes = {"h": resource, "cpu": cpus, "gpu": gpus, "memMB": memory_mb, "image": image}
+        job = job.changed(j, _pairs("--option", options), gpu, env=_pairs("--env", env), **changes)
         start(job, load_config(job.folder / "config.yaml"), dry_run=dry_run, detach=detach, say=say)
 
 

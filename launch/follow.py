@@ -1,22 +1,19 @@
-"""What a job says while it runs, and why it failed: the traceback of the rank that failed first."""
+"""What a job says while it runs, to its end."""
 
-import json
 import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torchx.runner import Runner
 from torchx.schedulers.local_scheduler import SignalException
 from torchx.specs import NONE, AppState, AppStatus
 
 from distembed.errors import Interrupted, RunError
+from launch.failures import first_failure
 from launch.job import LOCAL, Job
-from launch.shape import parse_shape
+from launch.slurm import create_scheduler
 
 Say = Callable[[str], None]
 """Prints a line."""
@@ -25,30 +22,10 @@ ROLE = "train"
 _POLL_SECONDS = 1.0
 _PATIENCE_SECONDS = 300.0
 _NOT_STARTED = (AppState.PENDING, AppState.SUBMITTED, AppState.UNSUBMITTED)
-_OF_RANK_0 = re.compile(r"^(node \d+: )?\[rank 0\]:")
-_OF_OTHER_RANKS = re.compile(r"\[rank [1-9]\d*\]:")
-# What a rank says when another one has gone.
-_IS_CONSEQUENCE = re.compile(
-    r"^(DistBackendError|DistNetworkError|DistStoreError|Rendezvous\w*|SignalException)\b"
-    r"|Connection (closed|reset) by peer|Broken pipe|\bnccl\w*Error\b"
-)
-
-
-@dataclass(frozen=True)
-class Failure:
-    """How the rank that failed first did.
-
-    Attributes:
-        where: file that says so; its folder is that of the node's logs.
-        message: the error.
-        traceback: of Python; "" where there is none.
-        time: seconds since 1970.
-    """
-
-    where: Path
-    message: str
-    traceback: str
-    time: float
+_AGAIN_SECONDS = 5.0
+"""After which a log whose stream has broken off is read again."""
+# Kubernetes puts a time before each line.
+_OF_RANK = re.compile(r"^(?:node \d+: )?(?:\d{4}-\S+Z )?\[rank (\d+)\]:")
 
 
 def submit_and_follow(job: Job, runner: Runner, *, detach: bool, say: Say) -> None:
@@ -65,7 +42,7 @@ def submit_and_follow(job: Job, runner: Runner, *, detach: bool, say: Say) -> No
         say(f"follow it with `distembed logs {job.run_dir} --follow`")
         return
     try:
-        ended = follow(runner, job.handle, ROLE, parse_shape(job.j).max_nodes, say)
+        ended = follow(job, runner, say)
     except (KeyboardInterrupt, SignalException) as error:
         if job.scheduler not in LOCAL:
             raise Interrupted(
@@ -101,98 +78,148 @@ def state_text(status: AppStatus) -> str:
     return f"{status.state.name.lower()}{msg}"
 
 
-def follow(runner: Runner, handle: str, role: str, num_nodes: int, say: Say) -> AppStatus | None:
+def follow(job: Job, runner: Runner, say: Say) -> AppStatus | None:
     """Prints what rank 0 and the launchers print until the job has ended; its state then, None where none is known.
 
-    Args:
-        runner: of TorchX.
-        handle: of the job.
-        role: whose replicas are followed.
-        num_nodes: how many there are. Rank 0 may be on any of them: nodes are numbered anew as they meet.
-        say: takes a line.
+    Raises:
+        RunError: The scheduler has not answered for minutes.
     """
+    watch = Watch(runner, job.handle, say)
     said = None
-    while (status := _status(runner, handle, say)) is not None and status.state in _NOT_STARTED:
+    while (status := watch.status()) is not None and status.state in _NOT_STARTED:
         if status.msg != said:
             say(f"waiting: {status.msg or status.state.name.lower()}")
             said = status.msg
         time.sleep(_POLL_SECONDS)
-    while status is not None and not status.is_terminal():
-        for line in node_lines(runner, handle, role, range(num_nodes), should_tail=True):
-            if not _OF_OTHER_RANKS.search(line):
-                say(_OF_RANK_0.sub("", line))
-        time.sleep(_POLL_SECONDS)
-        status = _status(runner, handle, say)
-    return status
+    if status is not None:  # a short job may have ended by now
+        # rank 0 may be on any node: nodes are numbered anew as they meet
+        for line in node_lines(job, runner, job.nodes, watch.has_ended):
+            of_rank = _OF_RANK.match(line)
+            if of_rank is None:
+                say(line)
+            elif of_rank[1] == "0":
+                say(line[of_rank.end() :])
+    return watch.status()
 
 
-def _status(runner: Runner, handle: str, say: Say) -> AppStatus | None:
-    """The job's state; a scheduler elsewhere that does not answer is asked again for some minutes."""
-    is_here = handle.partition("://")[0] in LOCAL
-    deadline = time.monotonic() + (0 if is_here else _PATIENCE_SECONDS)
-    while True:
-        try:
-            return runner.status(handle)
-        except Exception as error:  # each scheduler's client has its own
-            if time.monotonic() > deadline:
-                raise RunError(f"nothing is known of {handle} any longer: {error}") from error
-            say(f"waiting for the scheduler: {error}")
-            time.sleep(10 * _POLL_SECONDS)
-
-
-def node_lines(runner: Runner, handle: str, role: str, nodes: Sequence[int], should_tail: bool) -> Iterator[str]:
-    """Lines of several nodes' logs as they come, each with its node's number where there are several.
+class Watch:
+    """The state of a job, for many threads that ask; it is patient with a scheduler that does not answer.
 
     Args:
         runner: of TorchX.
         handle: of the job.
-        role: whose replicas they are.
-        nodes: their numbers.
-        should_tail: whether to go on until the job has ended.
+        say: is told what the scheduler says instead of an answer.
     """
-    lines = queue.Queue[str | None]()
+
+    def __init__(self, runner: Runner, handle: str, say: Say) -> None:
+        self._runner = runner
+        self._handle = handle
+        self._say = say
+        self._lock = threading.Lock()
+        self._last: AppStatus | None = None
+        self._asked: float | None = None
+
+    def has_ended(self) -> bool:
+        """Whether the job has, or nothing is known of it.
+
+        Raises:
+            RunError: as :meth:`status` does.
+        """
+        status = self.status()
+        return status is None or status.is_terminal()
+
+    def status(self) -> AppStatus | None:
+        """The job's state, which may be a second old; None where there is no such job.
+
+        Raises:
+            RunError: The scheduler has not answered for minutes.
+        """
+        with self._lock:
+            if self._asked is None or time.monotonic() - self._asked >= _POLL_SECONDS:
+                self._last = self._ask()
+                self._asked = time.monotonic()
+            return self._last
+
+    def _ask(self) -> AppStatus | None:
+        is_here = self._handle.partition("://")[0] in LOCAL
+        deadline = time.monotonic() + (0 if is_here else _PATIENCE_SECONDS)
+        while True:
+            try:
+                return self._runner.status(self._handle)
+            except SignalException:
+                raise
+            except Exception as error:  # each scheduler's client has its own
+                if time.monotonic() > deadline:
+                    raise RunError(f"nothing is known of {self._handle} any longer: {error}") from error
+                self._say(f"waiting for the scheduler: {error}")
+                time.sleep(10 * _POLL_SECONDS)
+
+
+def node_lines(
+    job: Job, runner: Runner, nodes: Sequence[int], has_ended: Callable[[], bool] | None = None
+) -> Iterator[str]:
+    """Lines of several nodes' logs as they come, each with its node's number where there are several.
+
+    Args:
+        job: whose logs they are.
+        runner: of TorchX.
+        nodes: their numbers.
+        has_ended: whether the job has, until which logs are read on; None to read what is there.
+
+    Raises:
+        RunError: None of the nodes has a log.
+    """
+    lines = queue.Queue[tuple[str, str] | None]()
 
     def read(node: int) -> None:
-        prefix = f"node {node}: " if len(nodes) > 1 else ""
         try:
-            for line in runner.log_lines(handle, role, node, should_tail=should_tail):
-                lines.put(prefix + line.rstrip("\n"))
+            for line in _lines_of(job, runner, node, has_ended):
+                lines.put(("line", f"node {node}: {line}" if len(nodes) > 1 else line))
         except Exception as error:  # a node without a log is no reason to lose sight of the others
-            lines.put(f"{prefix}{error}")
+            lines.put(("error", f"node {node}: {error}" if len(nodes) > 1 else str(error)))
         finally:
             lines.put(None)
 
     for node in nodes:
         threading.Thread(target=read, args=(node,), daemon=True).start()
-    num_open = len(nodes)
+    num_open, num_failed = len(nodes), 0
     while num_open:
-        line = lines.get()
-        if line is None:
+        taken = lines.get()
+        if taken is None:
             num_open -= 1
-        else:
-            yield line
+            continue
+        kind, line = taken
+        num_failed += kind == "error"
+        if num_failed == len(nodes) and has_ended is None:
+            raise RunError(line)
+        yield line
 
 
-def first_failure(logs: Path, since: float = 0.0) -> Failure | None:
-    """The error that ranks have noted in a run's logs first; None where none has.
+def _lines_of(job: Job, runner: Runner, node: int, has_ended: Callable[[], bool] | None) -> Iterator[str]:
+    """Lines of one node's log, each once, though its stream may break off and be read again from its beginning."""
+    first, seen, said = "", 0, ""
+    while True:
+        try:
+            for number, line in enumerate(_log(job, runner, node, should_tail=has_ended is not None)):
+                if number == 0 and line != first:
+                    first, seen = line, 0  # of another start
+                if number >= seen:
+                    seen = number + 1
+                    yield line.rstrip("\n")
+        except Exception as error:
+            if has_ended is None or has_ended():
+                raise
+            if str(error) != said:
+                said = str(error)
+                yield said
+        if has_ended is None or has_ended():
+            return
+        time.sleep(_AGAIN_SECONDS)
 
-    One that only says that another rank has gone comes after all others: clocks of machines differ.
 
-    Args:
-        logs: folder of all nodes' logs.
-        since: seconds since 1970; errors of earlier starts are left out.
-    """
-    found = [failure for file in logs.rglob("error.json") if (failure := _read(file)) and failure.time >= since]
-    return min(found, key=lambda one: (bool(_IS_CONSEQUENCE.search(one.message)), one.time), default=None)
-
-
-def _read(file: Path) -> Failure | None:
-    try:
-        noted: Any = json.loads(file.read_text())["message"]
-        if isinstance(noted, str):
-            return Failure(file, noted, "", file.stat().st_mtime)
-        extra = noted.get("extraInfo", {})
-        seconds = float(extra["time_ns"]) / 1e9 if "time_ns" in extra else float(extra.get("timestamp", 0))
-        return Failure(file, str(noted["message"]), str(extra.get("py_callstack", "")), seconds)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+def _log(job: Job, runner: Runner, node: int, should_tail: bool) -> Iterable[str]:
+    if job.scheduler == "slurm":
+        # not by the runner, which has no logs of a job that Slurm has forgotten
+        scheduler = create_scheduler("", log_dir=job.options.get("log_dir") or str(job.folder / "logs"))
+        return scheduler.log_iter(job.app_id, ROLE, node, should_tail=should_tail)
+    return runner.log_lines(job.handle, ROLE, node, should_tail=should_tail)

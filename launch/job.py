@@ -16,14 +16,12 @@ A run folder holds, beside what the run itself leaves (:class:`distembed.trainin
 import inspect
 import json
 import os
-import subprocess
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +29,17 @@ from pydantic import TypeAdapter
 from torchx import specs
 from torchx.runner import Runner
 
-from distembed import __version__
 from distembed.errors import RunError, UserError
 from distembed.names import one_of
 from distembed.ownership import owned
 from distembed.whole_file import whole_file
 from launch.components import train
 from launch.shape import parse_shape
+from launch.versions import keep_versions
 
 FOLDER = "launch"
 LOCAL = ("local_cwd", "local_docker")
 """Schedulers whose jobs end with the command that submitted them."""
-_NUMBERS = frozenset({"cpu", "gpu", "memMB"})
-"""Arguments of the component that say what a node has."""
 CONTAINERS = ("local_docker", "kubernetes", "aws_batch")
 """Schedulers whose jobs see nothing of a node but what is mounted."""
 
@@ -55,10 +51,12 @@ class Submission:
     Attributes:
         handle: by which TorchX knows it, ``slurm://session/123``.
         time: when, in UTC.
+        j: ``[MIN:]NODESxPROCESSES``.
     """
 
     handle: str
     time: str
+    j: str
 
 
 @dataclass(frozen=True)
@@ -104,18 +102,35 @@ class Job:
         """The scheduler's own name of the newest submission."""
         return self.handle.rpartition("/")[2]
 
-    def changed(self, j: str | None = None, options: Mapping[str, str] | None = None, **arguments: Any) -> "Job":
-        """The same job with what is given in the place of what it has; None and what is empty change nothing."""
+    @property
+    def nodes(self) -> range:
+        """Numbers of the nodes of the newest submission."""
+        return range(parse_shape(self.submissions[-1].j).max_nodes)
+
+    def changed(
+        self,
+        j: str | None = None,
+        options: Mapping[str, str] | None = None,
+        device: str | None = None,
+        **arguments: Any,
+    ) -> "Job":
+        """The same job with what is given in the place of what it has; None and what is empty change nothing.
+
+        A named resource, ``h``, says all that a node has, and takes the place of its numbers and its GPU.
+        """
         given = {name: value for name, value in arguments.items() if value not in (None, "", {}, [])}
         kept = dict(self.component)
-        # a named resource and numbers exclude one another
-        if "h" in given or not _NUMBERS.isdisjoint(given):
-            for name in _NUMBERS if "h" in given else ("h",):
-                kept.pop(name, None)
+        if "h" in given:
+            kept = {name: value for name, value in kept.items() if name not in ("cpu", "gpu", "memMB")}
         if "env" in given:
             given["env"] = {**kept.get("env", {}), **given["env"]}
-        options = {**self.options, **(options or {})}
-        return replace(self, j=j or self.j, options=options, component={**kept, **given})
+        return replace(
+            self,
+            j=j or self.j,
+            options={**self.options, **(options or {})},
+            component={**kept, **given},
+            gpu=device or (None if "h" in given else self.gpu),
+        )
 
     def require_new(self) -> None:
         """Makes sure that its run folder is free for a new run.
@@ -123,11 +138,19 @@ class Job:
         Raises:
             UserError: A run was started there, or a job was submitted.
         """
-        if (Path(self.run_dir) / "config.yaml").exists() or (self._file.exists() and _read(self._file).submissions):
+        if self._file.exists() and _read(self._file).submissions:
             raise UserError(
                 f"--run-dir {self.run_dir} holds a run already; give another, or go on with "
                 f"`distembed resume {self.run_dir}`."
             )
+        from distembed.training.tracking import holds_run, require_new_or_resume  # loads torch
+
+        if holds_run(Path(self.run_dir)):
+            raise UserError(
+                f"--run-dir {self.run_dir} holds a run that `distembed train` has started; give another, or go on with "
+                f"`distembed train ... --run-dir {self.run_dir} --resume`."
+            )
+        require_new_or_resume(Path(self.run_dir), resume=False)
 
     def app(self) -> specs.AppDef:
         """The application that TorchX submits."""
@@ -182,12 +205,16 @@ class Job:
         request = self.dry_run(runner)
         with self._alone():
             self._require_unchanged()
-            _keep_versions(self.folder / f"submission-{len(self.submissions) + 1}")
+            keep_versions(self.folder / f"submission-{len(self.submissions) + 1}")
             with _asking(self.scheduler):
                 handle = runner.schedule(request)
-            submission = Submission(str(handle), datetime.now(UTC).isoformat(timespec="seconds"))
+            submission = Submission(str(handle), datetime.now(UTC).isoformat(timespec="seconds"), self.j)
             submitted = replace(self, submissions=(*self.submissions, submission))
-            submitted._save()
+            try:
+                submitted._save()
+            except BaseException as error:
+                error.add_note(f"The job was submitted all the same: {handle}. `torchx cancel {handle}` ends it.")
+                raise
         return submitted
 
     def _require_unchanged(self) -> None:
@@ -225,18 +252,19 @@ class Job:
 _ADAPTER = TypeAdapter(Job)
 
 
-def default_arguments(scheduler: str, run_dir: str) -> dict[str, Any]:
+def default_arguments(scheduler: str, run_dir: str, j: str) -> dict[str, Any]:
     """Arguments of the component where nothing else is asked for.
 
-    A job on this machine gets all of it, one that runs outside of containers this interpreter, and a run folder a port
-    of its own, so that jobs which share a node do not meet.
+    Nodes of a job on this machine share all of it, those outside of containers run this interpreter, and a run folder
+    has a port of its own, so that jobs which share a node do not meet.
     """
     arguments: dict[str, Any] = {"rdzv_port": 20000 + zlib.crc32(str(Path(run_dir).absolute()).encode()) % 10000}
     if scheduler in ("local_cwd", "slurm"):
         arguments["python"] = sys.executable
     if scheduler in LOCAL:
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        arguments |= {"cpu": os.cpu_count(), "memMB": memory_bytes >> 20}
+        nodes = parse_shape(j).max_nodes
+        arguments |= {"cpu": max(1, (os.cpu_count() or 1) // nodes), "memMB": (memory_bytes >> 20) // nodes}
     return arguments
 
 
@@ -248,7 +276,11 @@ def find_job(run: str) -> Job:
     """
     for folder in (Path(run), Path("runs") / run):
         file = folder / FOLDER / "job.json"
-        if file.is_file():
+        try:
+            is_there = file.is_file()
+        except OSError as error:
+            raise UserError(f"{file} cannot be read: {error.strerror}.") from error
+        if is_there:
             return _read(file)
     raise UserError(f"{run!r} is no run that `distembed launch` has started; give its folder, or its name under runs.")
 
@@ -277,27 +309,3 @@ def _asking(scheduler: str) -> Iterator[None]:
         raise UserError(f"the scheduler {scheduler} does not take this job: {error}") from error
     except Exception as error:
         raise RunError(f"{scheduler} cannot be used: {type(error).__name__}: {error}") from error
-
-
-def _keep_versions(folder: Path) -> None:
-    """Keeps which code is installed: that of distembed, and the packages."""
-    folder.mkdir(exist_ok=True)
-    root = Path(__file__).parent
-    is_tracked = bool(_git("-C", str(root), "ls-files", "--", "job.py"))
-    revision, unknown, diff = f"distembed {__version__}, not in a git repository\n", "", ""
-    if is_tracked:
-        revision = _git("-C", str(root), "rev-parse", "HEAD")
-        unknown = _git("-C", str(root.parent), "ls-files", "--others", "--exclude-standard")
-        diff = _git("-C", str(root), "diff", "HEAD")
-    (folder / "git.txt").write_text(revision + (f"\nnot known to git:\n{unknown}" if unknown else ""))
-    (folder / "git.diff").write_text(diff)
-    packages = sorted({f"{found.name}=={found.version}" for found in distributions()})
-    (folder / "packages.txt").write_text("\n".join(packages) + "\n")
-
-
-def _git(*arguments: str) -> str:
-    try:
-        answer = subprocess.run(["git", *arguments], capture_output=True, text=True, errors="replace")
-    except FileNotFoundError:
-        return ""
-    return answer.stdout if answer.returncode == 0 else ""

@@ -1,5 +1,6 @@
 """What is checked before a job is submitted: each check gives a finding, and none of them submits anything."""
 
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
@@ -58,7 +59,7 @@ def check_dataset(config: "Config") -> Finding:
     try:
         path = Path(config.data.require_path())
         manifest = Manifest.load(path)
-    except (UserError, RunError) as error:
+    except (UserError, RunError, OSError) as error:
         return _wrong("dataset", str(error))
     files = [file for split in manifest.splits.values() for file in split.files]
     missing = [file.path for file in files if not (path / file.path).is_file()]
@@ -71,9 +72,9 @@ def check_dataset(config: "Config") -> Finding:
 def check_writable(what: str, folder: Path) -> Finding:
     """Whether files can be made in a folder, or in the one that it would be made in."""
     there = folder
-    while not there.exists():
-        there = there.parent
     try:
+        while not there.exists():
+            there = there.parent
         with tempfile.NamedTemporaryFile(dir=there, prefix=".distembed-"):
             pass
     except OSError as error:
@@ -81,20 +82,26 @@ def check_writable(what: str, folder: Path) -> Finding:
     return Finding(what, "ok", str(folder))
 
 
-def check_checkpoints(config: "Config", run_dir: Path) -> Finding:
-    """The same of the folder for checkpoints; what lies behind a URL is asked for its name alone."""
+def check_checkpoints(config: "Config", run_dir: Path, is_new: bool) -> Finding:
+    """Whether the place for checkpoints can be reached and written, and holds none of another run.
+
+    Args:
+        config: of the training.
+        run_dir: run folder.
+        is_new: whether the run has none yet.
+    """
+    from distembed.training.checkpoint_store import CheckpointStore
     from distembed.training.run_checkpoints import checkpoint_place
 
     place = checkpoint_place(run_dir, config.train.checkpoint_dir)
-    if "://" not in place:
-        return check_writable("checkpoints", Path(place))
-    import fsspec
-
+    if "://" not in place and (unwritable := check_writable("checkpoints", Path(place))).status == "wrong":
+        return unwritable
     try:
-        filesystem, root = fsspec.core.url_to_fs(place)
-        filesystem.exists(root)
+        names = CheckpointStore(place).names()
     except Exception as error:  # whatever the storage's package raises
         return _wrong("checkpoints", f"train.checkpoint_dir {place} cannot be reached: {error}")
+    if names and is_new:
+        return _wrong("checkpoints", f"{place} holds {names[-1]} of another run", "give another train.checkpoint_dir")
     return Finding("checkpoints", "ok", place)
 
 
@@ -110,20 +117,33 @@ def check_mounts(config: "Config", run_dir: Path, mounts: Sequence[Any]) -> Find
     from distembed.training.run_checkpoints import checkpoint_place
 
     run_dir = run_dir.absolute()
-    needed = [str(run_dir), *input_paths(config), checkpoint_place(run_dir, config.train.checkpoint_dir)]
-    folders = [PurePosixPath(mount.dst_path) for mount in mounts if hasattr(mount, "dst_path")]
-    unseen = [
-        path
-        for path in needed
-        if "://" not in path and not any(PurePosixPath(path).is_relative_to(folder) for folder in folders)
-    ]
+    written = [str(run_dir), checkpoint_place(run_dir, config.train.checkpoint_dir)]
+    for mount in mounts:
+        if isinstance(mount, specs.BindMount) and mount.src_path != mount.dst_path:
+            return _wrong(
+                "mounts",
+                f"{mount.src_path} of the nodes is {mount.dst_path} in the containers, and paths must be the same",
+                f"dst={mount.src_path}",
+            )
+    unseen = [path for path in input_paths(config) if not _is_mounted(path, mounts, to_write=False)]
+    unseen += [path for path in written if not _is_mounted(path, mounts, to_write=True)]
     if unseen:
         return _wrong(
             "mounts",
-            f"containers will not see {', '.join(unseen)}",
+            f"containers cannot reach {', '.join(dict.fromkeys(unseen))}, or not write there",
             f"mount a folder that holds it under the same path: --mount type=bind,src={unseen[0]},dst={unseen[0]}",
         )
-    return Finding("mounts", "ok", ", ".join(map(str, folders)))
+    return Finding("mounts", "ok", ", ".join(mount.dst_path for mount in mounts))
+
+
+def _is_mounted(path: str, mounts: Sequence[Any], to_write: bool) -> bool:
+    if "://" in path:
+        return True
+    own = PurePosixPath(os.path.normpath(path))
+    holding = [mount for mount in mounts if own.is_relative_to(mount.dst_path)]
+    # the innermost hides the others
+    innermost = max(holding, key=lambda mount: len(PurePosixPath(mount.dst_path).parts), default=None)
+    return innermost is not None and not (to_write and getattr(innermost, "read_only", False))
 
 
 def check_partition(shape: Shape, resource: specs.Resource, partition: str | None) -> Finding:

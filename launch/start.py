@@ -21,7 +21,7 @@ from distembed.planning.cluster import Cluster
 from distembed.planning.devices import DEVICES, find_device
 from launch import preflight
 from launch.follow import Say, submit_and_follow
-from launch.job import CONTAINERS, Job
+from launch.job import CONTAINERS, LOCAL, Job
 from launch.resources import gpu_name
 from launch.shape import parse_shape
 
@@ -42,6 +42,7 @@ def start(job: Job, config: Config, *, dry_run: bool, detach: bool, say: Say) ->
         RunError: The job has failed.
     """
     config = with_absolute_paths(config)
+    _require_resource(job)
     with get_runner() as runner:
         request = job.dry_run(runner)
         fit = find_fit(config, _cluster(job))
@@ -60,14 +61,26 @@ def start(job: Job, config: Config, *, dry_run: bool, detach: bool, say: Say) ->
             submit_and_follow(job, runner, detach=detach, say=say)
 
 
+def _require_resource(job: Job) -> None:
+    if job.scheduler not in LOCAL and "h" not in job.component and not {"cpu", "memMB"} <= job.component.keys():
+        raise UserError(
+            f"what a node of {job.scheduler} has is not said, and TorchX would ask for 2 CPUs and 4096 MB: give "
+            "--resource NAME, such as gpu_8_h100, or --cpus and --memory-mb."
+        )
+
+
 def _cluster(job: Job) -> Cluster:
     """What is planned for: as many nodes as the job takes at most.
 
     Raises:
-        UserError: The nodes have GPUs, and nobody says which.
+        UserError: The nodes have GPUs, and nobody says which, or it is said twice and differs.
     """
     shape, resource = parse_shape(job.j), job.app().roles[0].resource
-    name = job.gpu or gpu_name(resource)
+    named = gpu_name(resource)
+    given = job.gpu.partition(",")[0] if job.gpu else None
+    if named and given in DEVICES and given != named:
+        raise UserError(f"--gpu is {job.gpu}, and --resource {job.component.get('h')} has {named}: leave --gpu out.")
+    name = job.gpu or named
     if name is None and resource.gpu:
         raise UserError(
             f"the nodes have {resource.gpu} GPUs, and of which kind is not known: say so with --gpu, such as "
@@ -76,6 +89,8 @@ def _cluster(job: Job) -> Cluster:
     device = find_device(name) if name else next(device for device in DEVICES.values() if device.kind == "cpu")
     memory_bytes = resource.memMB * 2**20
     if device.kind == "cpu":
+        if "mem" in job.options:
+            raise UserError(f"-o mem is {job.options['mem']}, of which the plan would not know: give --memory-mb.")
         device = dataclasses.replace(device, name="cpu", memory_bytes=memory_bytes)
     elif not resource.gpu:
         raise UserError(f"--gpu is {job.gpu}, and the nodes have no GPUs: give --gpus or another --resource.")
@@ -90,13 +105,15 @@ def _checks(job: Job, request: Any, config: Config, fit: Fit) -> Sequence[Findin
         preflight.check_fit(fewest, shape),
         preflight.check_dataset(config),
         preflight.check_writable("run folder", folder),
-        preflight.check_checkpoints(config, folder),
+        preflight.check_checkpoints(config, folder, is_new=not job.submissions),
     ]
     if job.component.get("python") == sys.executable:
         findings.append(preflight.check_build(fit.cluster.device.kind))
     if job.scheduler in CONTAINERS:
         findings.append(preflight.check_mounts(config, folder, job.app().roles[0].mounts))
     if job.scheduler == "slurm":
+        if "mem" in job.options:
+            resource = dataclasses.replace(resource, memMB=0)  # Slurm is asked for that instead
         partition = preflight.check_partition(shape, resource, job.options.get("partition"))
         findings.append(partition)
         if partition.status == "ok":

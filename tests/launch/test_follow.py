@@ -1,122 +1,138 @@
-"""Which lines are shown while a job runs, and which of several failures is named."""
+"""Which lines are shown while a job runs, and how patiently."""
 
-import json
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torchx.schedulers.local_scheduler import SignalException
 from torchx.specs import AppState, AppStatus
 
-from distembed.error_file import record_error
 from distembed.errors import RunError
 from launch import follow
-from launch.follow import first_failure
-
-
-def fail(monkeypatch: pytest.MonkeyPatch, file: Path, error: BaseException) -> None:
-    """What a rank leaves that dies of an error."""
-    file.parent.mkdir(parents=True)
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-    try:
-        raise error
-    except BaseException as raised:
-        record_error(raised)
-
-
-def test_the_cause_comes_before_its_consequences_and_the_first_before_later_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert first_failure(tmp_path) is None
-    for node, error in (
-        ("node-3", RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer [10.0.0.1]:4")),
-        ("node-2", RunError("the loss is nan")),
-        ("node-1", RunError("of a rank that was late")),
-    ):
-        fail(monkeypatch, tmp_path / node / "error.json", error)
-    torn = tmp_path / "node-0" / "error.json"
-    torn.parent.mkdir()
-    torn.write_text('{"message": {"mess')
-    failure = first_failure(tmp_path)
-    assert failure is not None
-    assert failure.message == "RunError: the loss is nan" and failure.where.parent.name == "node-2"
-    assert "in fail" in failure.traceback and "raise error" in failure.traceback
-    assert first_failure(tmp_path, since=failure.time + 1e9) is None
-
-
-def test_where_there_are_only_consequences_the_first_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for node in ("b", "a"):
-        fail(monkeypatch, tmp_path / node / "error.json", ConnectionError(f"Connection reset by peer of {node}"))
-    failure = first_failure(tmp_path)
-    assert failure is not None and failure.message.endswith("of b")
-
-
-def test_the_time_of_errors_that_torch_itself_has_written_is_in_whole_seconds(tmp_path: Path) -> None:
-    for node, seconds in (("a", 20), ("b", 10)):
-        (tmp_path / node).mkdir()
-        extra = {"py_callstack": "Traceback", "timestamp": str(seconds)}
-        noted = {"message": {"message": f"of {node}", "extraInfo": extra}}
-        (tmp_path / node / "error.json").write_text(json.dumps(noted))
-    failure = first_failure(tmp_path)
-    assert failure is not None and (failure.message, failure.time) == ("of b", 10.0)
+from launch.follow import node_lines
+from launch.job import Job, Submission
 
 
 class FakeRunner:
-    """A scheduler's answers, one after the other; an exception is raised, the last one goes on."""
+    """A scheduler's answers, one after the other; an exception is raised, the last one goes on.
 
-    def __init__(self, answers: list[Any], lines: dict[int, list[str]]) -> None:
-        self.answers, self.lines = answers, lines
+    Args:
+        answers: to what state the job has.
+        logs: of each node, one for every time that it is read; the last one goes on.
+    """
+
+    def __init__(self, answers: list[Any], logs: dict[int, list[Any]]) -> None:
+        self.answers, self.logs = answers, logs
+        self.lock = threading.Lock()
 
     def status(self, handle: str) -> AppStatus | None:
-        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-        if isinstance(answer, Exception):
-            raise answer
+        with self.lock:
+            answer = self._next(self.answers)
         return None if answer is None else AppStatus(state=answer)
 
     def log_lines(self, handle: str, role: str, k: int, should_tail: bool) -> Iterator[str]:
-        yield from self.lines[k]
+        for line in self._next(self.logs[k]):
+            if isinstance(line, Exception):
+                raise line
+            yield line
+
+    @staticmethod
+    def _next(answers: list[Any]) -> Any:
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
 
 
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follow, "_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(follow, "_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(follow, "_AGAIN_SECONDS", 0.0)
+
+
+def job(nodes: int = 1, scheduler: str = "kubernetes") -> Job:
+    return Job("run", scheduler, "1x1", submissions=(Submission(f"{scheduler}://s/1", "", f"{nodes}x1"),))
+
+
+def followed(runner: Any, nodes: int = 1, scheduler: str = "kubernetes") -> tuple[AppState | None, list[str]]:
+    said: list[str] = []
+    ended = follow.follow(job(nodes, scheduler), runner, said.append)
+    return (None if ended is None else ended.state), said
 
 
 def test_lines_of_rank_0_and_of_launchers_are_shown_whichever_node_they_come_from() -> None:
-    lines = {
-        0: ["[rank 2]:step 10\n", "[rank 3]:step 10\n", "restarting\n"],
-        1: ["[rank 0]:step 10\n", "[rank 1]:step 10\n", "[rank 10]:step 10\n"],
+    logs = {
+        0: [["[rank 2]:step 10\n", "[rank 3]:step 10\n", "restarting\n"]],
+        1: [["[rank 0]:step 10 of [rank 1]:\n", "[rank 1]:step 10\n", "[rank 10]:step 10\n"]],
+        2: [["2026-01-01T00:00:00.1Z [rank 0]:on Kubernetes\n", "2026-01-01T00:00:00.1Z [rank 4]:step\n"]],
     }
-    runner: Any = FakeRunner([AppState.PENDING, AppState.RUNNING, AppState.SUCCEEDED], lines)
-    said: list[str] = []
-    ended = follow.follow(runner, "slurm://s/1", "train", 2, said.append)
-    assert ended is not None and ended.state == AppState.SUCCEEDED
+    runner = FakeRunner([AppState.PENDING, AppState.RUNNING, AppState.SUCCEEDED], logs)
+    state, said = followed(runner, nodes=3)
+    assert state == AppState.SUCCEEDED
     assert said[0] == "waiting: pending"
-    assert sorted(said[1:]) == ["node 0: restarting", "step 10"]
+    assert sorted(said[1:]) == ["node 0: restarting", "on Kubernetes", "step 10 of [rank 1]:"]
+
+
+def test_a_stream_that_breaks_off_is_read_again_and_shown_once() -> None:
+    broken = ConnectionError("stream ended")
+    logs = {0: [["a\n", "b\n", broken], [broken], ["a\n", "b\n", "c\n"], ["a\n", "b\n", "c\n", "d"]]}
+    runner = FakeRunner([*[AppState.RUNNING] * 8, AppState.SUCCEEDED], logs)
+    state, said = followed(runner)
+    assert state == AppState.SUCCEEDED
+    assert said == ["a", "b", "stream ended", "c", "d"]
+
+
+def test_the_log_of_another_start_is_shown_from_its_beginning() -> None:
+    runner = FakeRunner([*[AppState.RUNNING] * 4, AppState.SUCCEEDED], {0: [["1 a\n", "1 b\n"], ["2 a\n"]]})
+    assert followed(runner)[1] == ["1 a", "1 b", "2 a"]
 
 
 def test_a_scheduler_that_does_not_answer_for_a_while_is_no_end_of_the_job() -> None:
     away = ConnectionError("timed out")
-    runner: Any = FakeRunner([away, AppState.RUNNING, away, away, AppState.FAILED], {0: []})
-    said: list[str] = []
-    ended = follow.follow(runner, "slurm://s/1", "train", 1, said.append)
-    assert ended is not None and ended.state == AppState.FAILED
+    runner = FakeRunner([away, AppState.RUNNING, away, away, AppState.FAILED], {0: [[]]})
+    state, said = followed(runner)
+    assert state == AppState.FAILED
     assert said.count("waiting for the scheduler: timed out") == 3
 
 
 def test_a_scheduler_that_never_answers_again_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follow, "_PATIENCE_SECONDS", 0.05)
-    runner: Any = FakeRunner([ConnectionError("timed out")], {})
-    with pytest.raises(RunError, match="nothing is known of slurm://s/1 any longer: timed out"):
-        follow.follow(runner, "slurm://s/1", "train", 1, lambda _: None)
+    with pytest.raises(RunError, match="nothing is known of kubernetes://s/1 any longer: timed out"):
+        followed(FakeRunner([ConnectionError("timed out")], {}))
 
 
 def test_what_is_wrong_on_this_machine_is_said_at_once() -> None:
-    runner: Any = FakeRunner([OSError(28, "No space left on device")], {})
     with pytest.raises(RunError, match="No space left"):
-        follow.follow(runner, "local_cwd://s/1", "train", 1, lambda _: None)
+        followed(FakeRunner([OSError(28, "No space left on device")], {}), scheduler="local_cwd")
+
+
+def test_a_signal_is_no_answer_of_the_scheduler() -> None:
+    import signal
+
+    with pytest.raises(SignalException):
+        followed(FakeRunner([SignalException("SIGINT", signal.SIGINT)], {}), scheduler="local_cwd")
 
 
 def test_a_job_that_nobody_knows_has_no_state() -> None:
+    assert followed(FakeRunner([None], {})) == (None, [])
+
+
+def test_logs_of_a_job_that_slurm_has_forgotten_are_those_in_its_run_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, said in (("scontrol", "Invalid job id specified"), ("sacct", "Slurm accounting storage is disabled")):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho "{said}" >&2\nexit 1\n')
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    forgotten = replace(job(2, "slurm"), run_dir=str(tmp_path / "run"))
     runner: Any = FakeRunner([None], {})
-    assert follow.follow(runner, "slurm://s/1", "train", 1, lambda _: None) is None
+    with pytest.raises(RunError, match="there is no log"):
+        list(node_lines(forgotten, runner, forgotten.nodes))
+    logs = forgotten.folder / "logs"
+    logs.mkdir(parents=True)
+    (logs / "slurm-1-train-1.out").write_text("of node 1\n")
+    lines = sorted(node_lines(forgotten, runner, forgotten.nodes))
+    assert "node 1: of node 1" in lines and "node 0: there is no log" in lines[0]

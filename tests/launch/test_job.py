@@ -115,9 +115,11 @@ def test_a_change_replaces_what_it_names_and_nothing_else(tmp_path: Path) -> Non
     changed = job.changed("1x4", {"time": "2:00:00"}, memMB=2000, env={"B": "2"})
     assert changed.j == "1x4" and changed.options == {"time": "2:00:00", "partition": "gpu"}
     assert changed.component == {"cpu": 8, "memMB": 2000, "env": {"A": "1", "B": "2"}}
-    named = changed.changed(h="gpu_8_h100")
-    assert named.component == {"h": "gpu_8_h100", "env": {"A": "1", "B": "2"}}
-    assert named.changed(cpu=4).component == {"cpu": 4, "env": {"A": "1", "B": "2"}}
+    named = replace(changed, gpu="a100-40gb").changed(h="gpu_8_h100")
+    assert named.component == {"h": "gpu_8_h100", "env": {"A": "1", "B": "2"}} and named.gpu is None
+    # not taken for a job without GPUs
+    with pytest.raises(UserError, match="beside memMB=9000; give one or the other"):
+        named.changed(memMB=9000).app()
 
 
 def test_a_process_has_a_gpu_where_one_is_named(tmp_path: Path) -> None:
@@ -132,13 +134,14 @@ def test_a_process_has_a_gpu_where_one_is_named(tmp_path: Path) -> None:
 
 
 def test_jobs_meet_at_ports_by_their_run_folder_and_run_by_this_interpreter(tmp_path: Path) -> None:
-    ports = [default_arguments("slurm", str(tmp_path / str(number)))["rdzv_port"] for number in range(50)]
+    ports = [default_arguments("slurm", str(tmp_path / str(number)), "2x1")["rdzv_port"] for number in range(50)]
     assert len(set(ports)) > 45 and all(20000 <= port < 30000 for port in ports)
-    assert default_arguments("slurm", str(tmp_path / "0"))["rdzv_port"] == ports[0]
-    assert (
-        default_arguments("slurm", "run")["python"] == sys.executable == default_arguments("local_cwd", "x")["python"]
-    )
-    assert "python" not in default_arguments("kubernetes", "run")
+    assert default_arguments("slurm", str(tmp_path / "0"), "2x1")["rdzv_port"] == ports[0]
+    for scheduler in ("slurm", "local_cwd"):
+        assert default_arguments(scheduler, "run", "1x1")["python"] == sys.executable
+    whole, half = (default_arguments("local_cwd", "run", j)["memMB"] for j in ("1x4", "2x1"))
+    assert half == whole // 2
+    assert "python" not in default_arguments("kubernetes", "run", "1x1")
 
 
 @pytest.mark.parametrize(
@@ -152,7 +155,10 @@ def test_jobs_meet_at_ports_by_their_run_folder_and_run_by_this_interpreter(tmp_
         ('{"run_dir": "r", "scheduler": "slurm", "j": "0x1"}', "start at 1"),
         ('{"run_dir": "r", "scheduler": "slurm", "j": "1x1", "options": [1]}', "options"),
         ('{"run_dir": "r", "scheduler": "slurm", "j": "1x1", "component": {"colour": 1}}', "colour"),
-        ('{"run_dir": "r", "scheduler": "slurm", "j": "1x1", "submissions": [{"handle": 1, "time": ""}]}', "handle"),
+        (
+            '{"run_dir": "r", "scheduler": "slurm", "j": "1x1", "submissions": [{"handle": 1, "time": "", "j": "1"}]}',
+            "handle",
+        ),
     ],
 )
 def test_a_damaged_job_is_refused_with_its_file(tmp_path: Path, content: str, said: str) -> None:
@@ -162,6 +168,30 @@ def test_a_damaged_job_is_refused_with_its_file(tmp_path: Path, content: str, sa
     with pytest.raises(UserError, match=r"job\.json cannot be read") as refused:
         find_job(str(tmp_path))
     assert said in str(refused.value)
+
+
+def test_a_folder_of_something_else_is_no_place_for_a_job(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("mine")
+    with pytest.raises(UserError, match="other files and no run"):
+        job_at(tmp_path).require_new()
+    for name in ("config.yaml", "run.json"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(UserError, match=r"`distembed train \.\.\. --run-dir .* --resume`"):
+        job_at(tmp_path).require_new()
+
+
+def test_a_submission_that_cannot_be_noted_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake: Any = FakeRunner()
+    job = job_at(tmp_path)
+    job.prepare("", {})
+
+    def full(*_: Any) -> None:
+        raise RunError("no space left")
+
+    monkeypatch.setattr(Job, "_save", full)
+    with pytest.raises(RunError) as failed:
+        job.submit(fake)
+    assert "torchx cancel slurm://session/1" in failed.value.__notes__[0]
 
 
 def test_a_run_that_is_not_there_is_named() -> None:

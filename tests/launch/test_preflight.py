@@ -161,5 +161,15 @@ def test_folders_for_checkpoints_behind_a_url_are_asked_for(tmp_path: Path) -> N
         ("/proc/none", "wrong"),
         ("nowhere://checkpoints", "wrong"),
     ):
-        finding = check_checkpoints(config_of(tmp_path, checkpoint_dir=place), tmp_path / "run")
+        finding = check_checkpoints(config_of(tmp_path, checkpoint_dir=place), tmp_path / "run", is_new=True)
         assert finding.status == status, finding
+
+
+def test_checkpoints_of_another_run_are_no_place_for_a_new_one(tmp_path: Path) -> None:
+    config = config_of(tmp_path, checkpoint_dir=str(tmp_path / "elsewhere"))
+    checkpoint = tmp_path / "elsewhere" / "step-00000010"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "progress.json").write_text("{}")
+    found = check_checkpoints(config, tmp_path / "run", is_new=True)
+    assert found.status == "wrong" and "holds step-00000010 of another run" in found.detail
+    assert check_checkpoints(config, tmp_path / "run", is_new=False).status == "ok"

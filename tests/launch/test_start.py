@@ -81,19 +81,40 @@ def test_gpus_of_which_nothing_is_known_are_refused(dry: Dry) -> None:
         dry("local_cwd", gpu="h100-80gb", component={"h": "cpu_16"})
 
 
+def test_what_is_said_twice_must_agree(dry: Dry) -> None:
+    with pytest.raises(UserError, match="--resource gcp_a2-highgpu-8g has a100-40gb: leave --gpu out"):
+        dry("local_cwd", gpu="h100-80gb", component={"h": "gcp_a2-highgpu-8g"})
+    assert "fits 1 x 4 h100-80gb" in dry("local_cwd", gpu="h100-80gb,memory=64GiB", component={"h": "gpu_8_h100"})
+    with pytest.raises(UserError, match="-o mem is 1M, of which the plan would not know: give --memory-mb"):
+        dry("slurm", component={"cpu": 4, "memMB": 4000}, options={"mem": "1M"})
+
+
+@pytest.mark.parametrize("component", [{}, {"cpu": 4}, {"memMB": 4000}])
+def test_what_a_node_of_a_cluster_has_must_be_said(dry: Dry, component: dict[str, int]) -> None:
+    with pytest.raises(UserError, match="what a node of slurm has is not said"):
+        dry("slurm", component=component)
+
+
 def test_containers_must_see_the_run_folder_and_the_data_under_the_same_paths(
     dry: Dry, config: Config, tmp_path: Path
 ) -> None:
     data = str(config.data.path)
     lacking = dry("kubernetes", 3, component=IMAGE, options={"queue": "default"})
-    assert f"wrong  mounts: containers will not see {tmp_path}/run, {data}" in lacking
+    assert f"wrong  mounts: containers cannot reach {data}, {tmp_path}/run, {tmp_path}/run/checkpoints" in lacking
     assert "nothing was submitted" in lacking
     mounts = ["type=bind", f"src={tmp_path}", f"dst={tmp_path}"]
     half = dry("kubernetes", 3, component={**IMAGE, "mounts": mounts}, options={"queue": "default"})
-    assert f"containers will not see {data} (mount a folder" in half
+    assert f"containers cannot reach {data}, or not write there (mount a folder" in half
     mounts += ["type=volume", "src=claim", f"dst={Path(data).parent}"]
     output = dry("kubernetes", component={**IMAGE, "mounts": mounts}, options={"queue": "default"})
     assert "ok     mounts: " in output
+    everything = ["type=bind", "src=/", "dst=/"]
+    for more, said in (
+        (["type=bind", f"src={tmp_path}", f"dst={tmp_path}", "readonly"], f"cannot reach {tmp_path}/run"),
+        (["type=bind", "src=/elsewhere", "dst=/shared"], "/elsewhere of the nodes is /shared in the containers"),
+    ):
+        component = {**IMAGE, "mounts": [*everything, *more]}
+        assert said in dry("kubernetes", 3, component=component, options={"queue": "default"})
 
 
 def test_a_dry_run_of_what_does_not_fit_prints_the_request_as_well(dry: Dry) -> None:
@@ -119,7 +140,7 @@ def test_paths_are_those_of_the_folder_that_it_was_launched_from(
     monkeypatch.setattr("launch.start.submit_and_follow", stop)
     run = str(tmp_path / "run")
     with pytest.raises(Stop):
-        job = Job(run, "local_cwd", "1x2", component=default_arguments("local_cwd", run))
+        job = Job(run, "local_cwd", "1x2", component=default_arguments("local_cwd", run, "1x2"))
         start(job, relative, dry_run=False, detach=False, say=lambda _: None)
     kept = (tmp_path / "run" / "launch" / "config.yaml").read_text()
     assert f"path: {config.data.path}\n" in kept

@@ -1,0 +1,67 @@
+"""Why a job has failed: the traceback of the rank that failed first."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# What a rank says when another one has gone.
+_IS_CONSEQUENCE = re.compile(
+    r"^(DistBackendError|DistNetworkError|DistStoreError|Rendezvous\w*|SignalException)\b"
+    r"|Connection (closed|reset) by peer|Broken pipe|\bnccl\w*Error\b"
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How the rank that failed first did.
+
+    Attributes:
+        where: file that says so; its folder is that of the node's logs.
+        message: the error.
+        traceback: of Python; "" where there is none.
+        time: seconds since 1970.
+    """
+
+    where: Path
+    message: str
+    traceback: str
+    time: float
+
+
+def first_failure(logs: Path, since: float = 0.0) -> Failure | None:
+    """The error that ranks have noted first in the last start of a job; None where none has.
+
+    One that only says that another rank has gone comes after all others: clocks of machines differ.
+
+    Args:
+        logs: folder of all nodes' logs; see :func:`launch.worker.log_dir`.
+        since: seconds since 1970; errors of earlier starts are left out.
+    """
+    files = (file for node in sorted(logs.rglob("node-*")) for file in _error_files(node))
+    found = [failure for file in files if (failure := _read(file)) and failure.time >= since]
+    return min(found, key=lambda one: (bool(_IS_CONSEQUENCE.search(one.message)), one.time), default=None)
+
+
+def _error_files(node: Path) -> Iterator[Path]:
+    """Of the last time that a node's ranks were started; the launcher keeps all, as RUN/attempt_N/RANK/error.json."""
+    yield from node.glob("error.json")
+    starts = [folder for folder in node.iterdir() if folder.is_dir()]
+    if starts:
+        attempts = max(starts, key=lambda folder: folder.stat().st_mtime).glob("attempt_*")
+        last = max(attempts, key=lambda folder: int(folder.name.removeprefix("attempt_")), default=None)
+        yield from last.rglob("error.json") if last else ()
+
+
+def _read(file: Path) -> Failure | None:
+    try:
+        noted: Any = json.loads(file.read_text())["message"]
+        if isinstance(noted, str):
+            return Failure(file, noted, "", file.stat().st_mtime)
+        extra = noted.get("extraInfo", {})
+        seconds = float(extra["time_ns"]) / 1e9 if "time_ns" in extra else float(extra.get("timestamp", 0))
+        return Failure(file, str(noted["message"]), str(extra.get("py_callstack", "")), seconds)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
