@@ -118,9 +118,9 @@ def add_commands(app: typer.Typer, say: Say) -> None:
         from torchx.runner import get_runner
 
         from launch.follow import state_text
-        from launch.job import LOCAL
+        from launch.job import LOCAL, asking
 
-        with get_runner() as runner:
+        with get_runner() as runner, asking(job.scheduler):
             found = runner.status(job.handle)
         state = state_text(found) if found else "launched on this machine" if job.scheduler in LOCAL else "unknown"
         say(f"{job.run_dir}: {state} ({job.scheduler} {job.app_id}, submission {len(job.submissions)})")
@@ -159,11 +159,11 @@ def add_commands(app: typer.Typer, say: Say) -> None:
         from torchx.runner import get_runner
 
         from launch.follow import state_text
-        from launch.job import LOCAL
+        from launch.job import LOCAL, asking
 
         if job.scheduler in LOCAL:
             raise UserError(f"{job.run_dir} runs under the command that launched it: press Ctrl-C there.")
-        with get_runner() as runner:
+        with get_runner() as runner, asking(job.scheduler):
             found = runner.status(job.handle)
             if found is None or found.is_terminal():
                 raise UserError(f"{job.run_dir} runs no longer: {'unknown' if found is None else state_text(found)}.")
@@ -191,11 +191,11 @@ def add_commands(app: typer.Typer, say: Say) -> None:
 
         from distembed.config import load_config
         from launch.follow import state_text
-        from launch.job import LOCAL
+        from launch.job import LOCAL, asking
         from launch.start import start
 
         if job.submissions and job.scheduler not in LOCAL:
-            with get_runner() as runner:
+            with get_runner() as runner, asking(job.scheduler):
                 found = runner.status(job.handle)
             if found is not None and not found.is_terminal():
                 raise UserError(f"{job.run_dir} is {state_text(found)} ({job.app_id}); cancel it first, or let it be.")

@@ -174,7 +174,7 @@ class Job:
         """
         one_of("--scheduler", self.scheduler, runner.scheduler_backends())
         app = self.app()
-        with _asking(self.scheduler):
+        with asking(self.scheduler):
             return runner.dryrun(app, self.scheduler, cfg=self._options(runner))
 
     def prepare(self, config_yaml: str, plan: Mapping[str, Any]) -> None:
@@ -206,7 +206,7 @@ class Job:
         with self._alone():
             self._require_unchanged()
             keep_versions(self.folder / f"submission-{len(self.submissions) + 1}")
-            with _asking(self.scheduler):
+            with asking(self.scheduler):
                 handle = runner.schedule(request)
             submission = Submission(str(handle), datetime.now(UTC).isoformat(timespec="seconds"), self.j)
             submitted = replace(self, submissions=(*self.submissions, submission))
@@ -299,7 +299,7 @@ def _read(file: Path) -> Job:
 
 
 @contextmanager
-def _asking(scheduler: str) -> Iterator[None]:
+def asking(scheduler: str) -> Iterator[None]:
     """Names the scheduler in whatever its client raises: each has errors of its own, and no common one."""
     try:
         yield

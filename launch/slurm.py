@@ -172,18 +172,27 @@ class SlurmScheduler(slurm_scheduler.SlurmScheduler):  # type: ignore[misc,unuse
         # Slurm ends a job without a word whose output it cannot write
         for folder in {job.log_dir, Path(job.directory or job.log_dir)}:
             folder.mkdir(parents=True, exist_ok=True)
-        job_id = slurm_commands.submit(job.command, job.script())
+        job_id = slurm_commands.submit(job.command, job.script(), job.full_name)
         # of a job that had this number long ago
         (job.log_dir / f"slurm-{job_id}.cancelled").unlink(missing_ok=True)
         return job_id
 
     def describe(self, app_id: str) -> DescribeAppResponse | None:
-        record = slurm_commands.find_job(app_id)
+        """What is known of a job, which may be some seconds old.
+
+        Its state is UNKNOWN where accounting says that it has ended while the controller does not answer: it may have
+        been requeued.
+
+        Raises:
+            RunError: Slurm does not answer.
+        """
+        # TorchX asks in every thread that follows a replica
+        answer = followed_jobs.answer(app_id)
+        record, state = answer.record, answer.state
         if record is None:
             return None
-        state = app_state(record.state)
         role = _role_name(record)
-        hosts = slurm_commands.host_names(record.nodes)
+        hosts = followed_jobs.host_names(record.nodes)
         num_replicas = len(hosts) or record.num_nodes
         replicas = [
             ReplicaStatus(id=k, role=role, state=state, hostname=hosts[k] if hosts else "") for k in range(num_replicas)
@@ -192,7 +201,7 @@ class SlurmScheduler(slurm_scheduler.SlurmScheduler):  # type: ignore[misc,unuse
             app_id=app_id,
             state=state,
             num_restarts=record.restarts,
-            msg=f"{record.state} ({record.reason})" if record.reason else record.state,
+            msg=_message(record, answer.has_ended),
             roles=[Role(name=role, image="", num_replicas=num_replicas)],
             roles_statuses=[RoleStatus(role, replicas)],
         )
@@ -214,7 +223,7 @@ class SlurmScheduler(slurm_scheduler.SlurmScheduler):  # type: ignore[misc,unuse
 
     def log_file(self, app_id: str, role_name: str = "", k: int = 0) -> Path:
         """File that holds what replica ``k`` of the role has printed, or Slurm's own messages without a role."""
-        record = followed_jobs.record(app_id)
+        record = followed_jobs.answer(app_id).record
         folder = Path(self._log_dir or os.getcwd())
         if record is not None and record.output is not None:
             folder = record.output.parent
@@ -259,6 +268,14 @@ def _role_name(record: JobRecord) -> str:
     return record.name.rpartition("/")[2] or record.job_id
 
 
+def _message(record: JobRecord, has_ended: bool) -> str:
+    """A job's state in Slurm's words, with the reason, and whether it is still saving after it was cancelled."""
+    reasons = [record.reason] if record.reason else []
+    if not has_ended and slurm_commands.is_told_to_end(record):
+        reasons.append("told to end")
+    return f"{record.state} ({'; '.join(reasons)})" if reasons else record.state
+
+
 def _chosen(cfg: Mapping[str, Any]) -> dict[str, str]:
     return {name: str(cfg[name]) for name in SBATCH_OPTIONS if cfg.get(name) not in (None, "")}
 
@@ -271,6 +288,12 @@ def _warning_seconds(cfg: Mapping[str, Any], grace_seconds: int) -> int:
     seconds = int(seconds)
     if not 0 <= seconds <= 65535:
         raise UserError(f"signal_seconds is {seconds}; Slurm takes 0 to 65535")
+    if 0 < seconds <= grace_seconds:
+        raise UserError(
+            f"signal_seconds is {seconds} and grace_seconds {grace_seconds}: Slurm would end the job before its "
+            "processes have had that long to save their state. "
+            f"Set signal_seconds to {grace_seconds + 60} or leave it out, or set grace_seconds below {seconds}"
+        )
     limit = time_limit_seconds(str(cfg["time"])) if cfg.get("time") else None
     # Slurm may send it a minute early: a job would be interrupted as soon as it starts, for ever.
     shortest = seconds + 120

@@ -6,19 +6,26 @@ had died, and not every cluster has it. So the controller is asked first, and ac
 A busy controller, or one that starts again, does not answer for a while: that says nothing of a job.
 """
 
+import contextlib
 import getpass
 import os
 import re
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from distembed.errors import RunError, UserError
 from launch.slurm_script import CANCEL_SECONDS
 
+_Answer = TypeVar("_Answer")
 _JOB_ID = re.compile(r"\d+(?:[_+]\d+)?")
+_RUNNING = ("RUNNING", "SIGNALING", "RESIZING")
+"""States in which a batch script hears a signal; the last two pass within moments."""
+_OUTCOME_UNKNOWN = re.compile(r"timed out|Zero Bytes|reset by peer", re.IGNORECASE)
+"""What a command says that has put its question and got no answer."""
 _MEMORY_DAYS = 14
 """How far back jobs are listed; so far TorchX looks on other schedulers."""
 PATIENCE_SECONDS = 30.0
@@ -78,15 +85,21 @@ class NodeRecord:
     is_up: bool
 
 
-def submit(command: Sequence[str], script: str) -> str:
+def submit(command: Sequence[str], script: str, name: str) -> str:
     """Submits a script and returns the number of its job.
+
+    Args:
+        command: ``sbatch`` with its options.
+        script: What it reads from its standard input.
+        name: Of the job, to look for it where Slurm does not say whether it has taken it.
 
     Raises:
         UserError: Slurm does not accept the job; the message holds its reason.
-        RunError: Slurm cannot be reached.
+        RunError: Slurm cannot be reached, or has not answered.
     """
+    remedy = f"It may have taken the job: look with `squeue --name={name}` before you try again"
     # "123;cluster" where there are several clusters
-    return _sbatch(command, script).stdout.strip().partition(";")[0]
+    return _sbatch(command, script, remedy).stdout.strip().partition(";")[0]
 
 
 def expected_start(command: Sequence[str], script: str) -> str:
@@ -94,9 +107,9 @@ def expected_start(command: Sequence[str], script: str) -> str:
 
     Raises:
         UserError: Slurm would not accept the job; the message holds its reason.
-        RunError: Slurm cannot be reached.
+        RunError: Slurm cannot be reached, or has not answered.
     """
-    said = _without_names(_sbatch([*command, "--test-only"], script).stderr)
+    said = _without_names(_sbatch([*command, "--test-only"], script, "Try again later").stderr)
     return re.sub(r"^Job \d+ ", "", said)
 
 
@@ -124,15 +137,26 @@ def cancel(job_id: str) -> int:
         Seconds within which it ends; 0 where Slurm ends it at once.
 
     Raises:
-        RunError: Slurm does not do it.
+        RunError: Slurm does not do it, or has not answered for :data:`PATIENCE_SECONDS`: then the job goes on.
     """
-    grace_seconds = _grace_seconds(job_id)
-    if grace_seconds and _is_told(job_id):
-        return grace_seconds + CANCEL_SECONDS
+    try:
+        seconds = _patiently(lambda: _tell_to_end(job_id))
+    except RunError as error:
+        raise RunError(
+            f"job {job_id} was not cancelled, because Slurm does not answer: {error}. Try again, or "
+            f"`scancel {job_id}` ends it without saving"
+        ) from error
+    if seconds:
+        return seconds
     answer = _run(["scancel", job_id])
     if answer.returncode and "already completing or completed" not in answer.stderr:
         raise RunError(f"job {job_id} was not cancelled: {_reason(answer)}")
     return 0
+
+
+def is_told_to_end(record: JobRecord) -> bool:
+    """Whether a job was cancelled by :func:`cancel` and has not done with saving yet."""
+    return record.output is not None and os.path.exists(_cancelled_file(record.output))
 
 
 def find_job(job_id: str, patience_seconds: float | None = None) -> JobRecord | None:
@@ -148,18 +172,13 @@ def find_job(job_id: str, patience_seconds: float | None = None) -> JobRecord | 
     """
     if not _JOB_ID.fullmatch(job_id):
         return None
-    end = time.monotonic() + (PATIENCE_SECONDS if patience_seconds is None else patience_seconds)
-    while True:
-        try:
-            return _ask_controller(job_id) or _accounted_job(job_id)
-        except RunError:
-            if time.monotonic() < end:
-                time.sleep(RETRY_SECONDS)
-                continue
-            record = _accounted_job(job_id)
-            if record is None:
-                raise
-            return replace(record, reason="says accounting; the controller does not answer", is_certain=False)
+    try:
+        return _patiently(lambda: _ask_controller(job_id) or _accounted_job(job_id), patience_seconds)
+    except RunError:
+        record = _accounted_job(job_id)
+        if record is None:
+            raise
+        return replace(record, reason="says accounting; the controller does not answer", is_certain=False)
 
 
 def list_jobs() -> list[JobRecord]:
@@ -182,6 +201,26 @@ def host_names(nodes: str) -> list[str]:
     return [] if answer.returncode else answer.stdout.split()
 
 
+def _patiently(ask: Callable[[], _Answer], patience_seconds: float | None = None) -> _Answer:
+    """The answer to a question that is put again while there is none.
+
+    Args:
+        ask: Puts it, and raises RunError where there is no answer.
+        patience_seconds: How long it is put; :data:`PATIENCE_SECONDS` as a rule.
+
+    Raises:
+        RunError: There is none.
+    """
+    end = time.monotonic() + (PATIENCE_SECONDS if patience_seconds is None else patience_seconds)
+    while True:
+        try:
+            return ask()
+        except RunError:
+            if time.monotonic() >= end:
+                raise
+        time.sleep(RETRY_SECONDS)
+
+
 def _ask_controller(job_id: str) -> JobRecord | None:
     """What the controller knows of a job; None where it does not know it, or not any more.
 
@@ -196,24 +235,64 @@ def _ask_controller(job_id: str) -> JobRecord | None:
     raise RunError(f"nothing can be said of job {job_id}: {_reason(answer)}")
 
 
+def _tell_to_end(job_id: str) -> int:
+    """Tells a running job to save what it has and to end.
+
+    Returns:
+        Seconds within which it ends; 0 where it cannot be told, or was told before.
+
+    Raises:
+        RunError: Slurm does not answer. The job was not told, as far as is known; to tell it twice does no harm.
+    """
+    record = _ask_controller(job_id)
+    if record is None or record.state not in _RUNNING or record.output is None:
+        return 0
+    grace_seconds = _grace_seconds(job_id)
+    return grace_seconds + CANCEL_SECONDS if grace_seconds and _signal(job_id, record.output) else 0
+
+
 def _grace_seconds(job_id: str) -> int:
-    """How long a job may take to save what it has, from its batch script; 0 for one that cannot be told to."""
-    script = _run(["scontrol", "write", "batch_script", job_id, "-"])
-    found = re.search(r"^grace=(\d+)$", script.stdout, re.MULTILINE)
-    return int(found[1]) if found and not script.returncode else 0
+    """How long a job may take to save what it has, from its batch script; 0 for one that cannot be told to.
+
+    Raises:
+        RunError: Slurm does not answer.
+    """
+    answer = _run(["scontrol", "write", "batch_script", job_id, "-"])
+    # A failure has no script and may still end with code 0. Of these, asking again would change nothing.
+    if not answer.stdout and not re.search(r"Invalid|denied|not specified", answer.stderr):
+        raise RunError(_reason(answer))
+    found = re.search(r"^grace=(\d+)$", answer.stdout, re.MULTILINE)
+    return int(found[1]) if found else 0
 
 
-def _is_told(job_id: str) -> bool:
-    """Tells a running job to save what it has and to end; False where that cannot be, or was done before."""
+def _signal(job_id: str, output: Path) -> bool:
+    """Sends a batch script what tells it to end; False where it was told before, or where that cannot be noted.
+
+    Raises:
+        RunError: Slurm does not do it. Then it is not noted either, so that it can be tried again.
+    """
+    # For the script that has not begun yet, as while Slurm prepares the node: that does not hear the signal.
+    told = _cancelled_file(output)
     try:
-        record = _ask_controller(job_id)
-        if record is None or record.state != "RUNNING" or record.output is None:
-            return False
-        # For the script that has not begun yet, as while Slurm prepares the node: that does not hear the signal.
-        record.output.with_suffix(".cancelled").touch(exist_ok=False)
-    except (RunError, OSError):
+        told.touch(exist_ok=False)
+    except OSError:
         return False
-    return not _run(["scancel", "--batch", "--signal=USR2", job_id]).returncode
+    is_sent = False
+    try:
+        answer = _run(["scancel", "--batch", "--signal=USR2", job_id])
+        is_sent = not answer.returncode
+    finally:
+        if not is_sent:
+            with contextlib.suppress(OSError):
+                told.unlink(missing_ok=True)
+    if not is_sent:
+        raise RunError(_reason(answer))
+    return True
+
+
+def _cancelled_file(output: Path) -> Path:
+    """What lies beside a job's output while the job is told to end."""
+    return output.with_suffix(".cancelled")
 
 
 def _accounted_job(job_id: str) -> JobRecord | None:
@@ -286,12 +365,15 @@ def _node(line: str) -> NodeRecord:
     )
 
 
-def _sbatch(command: Sequence[str], script: str) -> subprocess.CompletedProcess[str]:
+def _sbatch(command: Sequence[str], script: str, remedy: str) -> subprocess.CompletedProcess[str]:
+    """Puts a script to Slurm; ``remedy`` is said where there is no answer."""
     answer = _run(command, stdin=script, environment=_environment_outside_jobs())
     if answer.returncode:
         reason = _reason(answer)
         if "ontact slurm controller" in reason or "Connection refused" in reason:
             raise RunError(f"the job was not submitted, because Slurm cannot be reached: {reason}")
+        if _OUTCOME_UNKNOWN.search(reason):
+            raise RunError(f"Slurm has not answered: {reason}. {remedy}")
         raise UserError(f"Slurm does not accept the job: {reason}")
     return answer
 

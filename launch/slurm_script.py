@@ -110,6 +110,11 @@ class SlurmJob:
             )
 
     @property
+    def full_name(self) -> str:
+        """What Slurm calls it."""
+        return f"{self.name}/{self.role}"
+
+    @property
     def elastic(self) -> bool:
         """Whether it can run on fewer nodes than it asks for."""
         return self.min_nodes < self.max_nodes
@@ -127,7 +132,7 @@ class SlurmJob:
         while mark in task:
             mark += "_"
         return BATCH_SCRIPT.substitute(
-            job=f"{self.name}/{self.role}",
+            job=self.full_name,
             options="\n".join(f"#SBATCH {option}" for option in self._options()),
             rank0_variable=RANK0_VARIABLE,
             log_dir=shlex.quote(str(self.log_dir)),
@@ -154,7 +159,7 @@ class SlurmJob:
         # B: only the script's shell, which hands it on
         signal = [f"--signal=B:USR1@{self.warning_seconds}"] if self.warning_seconds else []
         # append: the log of a job that is started again goes on
-        own = [f"--job-name={self.name}/{self.role}", *nodes, *chosen, *signal, "--requeue", "--open-mode=append"]
+        own = [f"--job-name={self.full_name}", *nodes, *chosen, *signal, "--requeue", "--open-mode=append"]
         return [*own, *self.further]
 
     def _step_options(self) -> list[str]:

@@ -42,9 +42,9 @@ def start(job: Job, config: Config, *, dry_run: bool, detach: bool, say: Say) ->
         RunError: The job has failed.
     """
     config = with_absolute_paths(config)
-    _require_resource(job)
     with get_runner() as runner:
         request = job.dry_run(runner)
+        _require_resource(job)
         fit = find_fit(config, _cluster(job))
         findings = _checks(job, request.request, config, fit)
         for finding in findings:

@@ -13,6 +13,7 @@ from torchx.specs import AppDef, AppState, Resource, Role, is_terminal, macros
 from distembed.errors import RunError, UserError
 from launch.roles import GRACE_SECONDS
 from launch.slurm import SlurmScheduler, create_scheduler
+from launch.slurm_states import FollowedJobs
 from tests.launch.conftest import MiniSlurm
 
 pytestmark = pytest.mark.timeout(300)
@@ -23,8 +24,9 @@ NOTED = "date '+%s %N' >>starts; n=$(wc -l <starts); "
 
 @pytest.fixture
 def scheduler(slurm: MiniSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmScheduler]:
-    """In a folder of its own, which jobs run in."""
+    """In a folder of its own, which jobs run in; what it says of them is of now."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("launch.slurm_states.ASK_SECONDS", 0.0)
     yield create_scheduler("session")
 
 
@@ -148,9 +150,11 @@ def test_what_cannot_be_told_is_cancelled_at_once(scheduler: SlurmScheduler, tmp
         (tmp_path / "logs").rename(tmp_path / "moved")
     scheduler.cancel(job_id)
     if reason == "again":
-        assert described(scheduler, job_id).state == AppState.RUNNING
+        response = described(scheduler, job_id)
+        assert (response.state, response.msg) == (AppState.RUNNING, "RUNNING (told to end)")
         scheduler.cancel(job_id)
-    assert wait_for(scheduler, job_id, seconds=30).state == AppState.CANCELLED
+    response = wait_for(scheduler, job_id, seconds=30)
+    assert response.state == AppState.CANCELLED and "told to end" not in response.msg
 
 
 def test_jobs_that_there_are_not(scheduler: SlurmScheduler) -> None:
@@ -235,12 +239,14 @@ def test_without_the_controller(scheduler: SlurmScheduler, tmp_path: Path, monke
     # accounting is told of a job's name a little later
     while not subprocess.run(["sacct", "-Xnj", job_id, "--name=dlrm/train"], capture_output=True).stdout:
         time.sleep(0.2)
-    # as long after its end, when only accounting remembers it
     monkeypatch.setattr("launch.slurm_commands.PATIENCE_SECONDS", 0.0)
     for command in ("scontrol", "squeue"):
         shadow(tmp_path / "bin", command, monkeypatch)
+    assert described(scheduler, job_id).state == AppState.SUCCEEDED, "the controller has said so"
+    # to another process only accounting speaks, and of a job that was requeued it would say the same
+    monkeypatch.setattr("launch.slurm.followed_jobs", FollowedJobs())
     response = described(scheduler, job_id)
-    assert response.state == AppState.SUCCEEDED
+    assert response.state == AppState.UNKNOWN and response.msg.startswith("COMPLETED (says accounting")
     assert [(role.name, role.num_replicas) for role in response.roles] == [("train", 2)]
     assert lines(scheduler, job_id, k=1) == ["here\n"]
     assert job_id in {listed.app_id for listed in scheduler.list()}

@@ -220,7 +220,7 @@ def test_too_few_nodes_are_no_failure(pretend: Path, tmp_path: Path, left: str, 
 @pytest.mark.parametrize(
     ("seconds", "grace_seconds", "preempted", "is_requeued"),
     [
-        (0, 1, "None", True),
+        (0, 60, "None", True),
         (2.5, 1, "None", False),
         (2.5, 0, "None", True),
         (2.5, 1, "2026-01-01T00:00:00", True),
@@ -233,7 +233,7 @@ def test_a_warned_step_that_was_killed_has_failed_unless_it_was_preempted(
     script = job(tmp_path, "bash", "-c", step, grace_seconds=grace_seconds).script()
     done = run(pretend, script, FAKE_PREEMPTED=preempted)
     assert b"told" in done.stdout and requeued(pretend) == is_requeued
-    assert (b"within grace_seconds, 1" in done.stdout) != is_requeued
+    assert (f"within grace_seconds, {grace_seconds}".encode() in done.stdout) != is_requeued
 
 
 @pytest.mark.parametrize("code", [0, 1, 75])
@@ -427,10 +427,21 @@ def test_a_time_limit_that_leaves_no_time_is_refused() -> None:
 def test_the_warning_comes_before_the_grace_that_the_role_asks_for(tmp_path: Path) -> None:
     role = app(metadata={GRACE_SECONDS: 300})
     assert (dryrun(role).warning_seconds, dryrun(role).grace_seconds) == (360, 300)
-    assert dryrun(role, signal_seconds=30).warning_seconds == 30
+    assert dryrun(role, signal_seconds=301).warning_seconds == 301
     assert (dryrun(app()).warning_seconds, dryrun(app()).grace_seconds) == (120, 0)
     with pytest.raises(UserError, match="Ask for 8 minutes"):
         dryrun(role, time="7")
+
+
+@pytest.mark.parametrize("seconds", [1, 30, 300])
+def test_a_warning_that_comes_too_late_to_save_is_refused(seconds: int) -> None:
+    role = app(metadata={GRACE_SECONDS: 300})
+    with pytest.raises(
+        UserError, match=f"signal_seconds is {seconds} and grace_seconds 300: .* Set signal_seconds to 360"
+    ):
+        dryrun(role, signal_seconds=seconds)
+    assert dryrun(role, signal_seconds=0).warning_seconds == 0, "without a warning none is late"
+    assert dryrun(app(), signal_seconds=seconds).warning_seconds == seconds
 
 
 def test_further_options_arrive_as_they_are(tmp_path: Path) -> None:

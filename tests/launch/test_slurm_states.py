@@ -1,18 +1,20 @@
 """What is known of a job, in TorchX's words, while the controller answers and while it does not."""
 
 import os
-import threading
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torchx.specs import AppState
+from torchx.specs import AppState, is_terminal
 
 from distembed.errors import RunError, UserError
 from launch.log_lines import log_lines
-from launch.slurm_commands import cancel, find_job, list_jobs
+from launch.slurm import create_scheduler
+from launch.slurm_commands import cancel, expected_start, find_job, list_jobs, submit
+from launch.slurm_script import CANCEL_SECONDS
 from launch.slurm_states import STATES, FollowedJobs, app_state
 
 
@@ -54,15 +56,36 @@ def test_what_is_no_job_number_is_no_job(job_id: str, monkeypatch: pytest.Monkey
     assert find_job(job_id) is None
 
 
+# Questions are counted by what they ask, and the first so many are not answered: `scontrol write` ends with 0 then too.
+HEARD = """
+heard() {
+    echo >>"asked-$1"
+    (($(wc -l <"asked-$1") > $(cat "away-$1" 2>/dev/null || echo 0))) || silent "$2"
+}
+silent() { echo "Socket timed out on send/recv operation" >&2; exit "$1"; }
+"""
+FAKES = {
+    "scontrol": """
+case $2 in
+job) heard job 1; cat controller || silent 1 ;;
+hostnames) heard hostnames 1; printf 'n1\\nn2\\n' ;;
+batch_script) heard batch_script 0; cat script || echo "job script retrieval failed: $(cat no-script)" >&2 ;;
+esac
+""",
+    "scancel": 'echo "$*" >>cancelled; heard scancel 1',
+    "sacct": "cat accounting",
+    "sbatch": 'cat >/dev/null; echo "sbatch: error: Batch job submission failed: $(cat refusal)" >&2; exit 1',
+}
+
+
 @pytest.fixture
 def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder whose files say what the controller and accounting answer, and how often the controller was asked.
 
     A controller without a file does not answer, and accounting without one knows nothing.
     """
-    scontrol = f'echo >>{tmp_path}/asked; cat {tmp_path}/controller || {{ echo "Socket timed out" >&2; exit 1; }}'
-    for name, text in (("scontrol", scontrol), ("sacct", f"cat {tmp_path}/accounting")):
-        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+    for name, text in FAKES.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\ncd {tmp_path}\n{HEARD}{text}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr("launch.slurm_commands.RETRY_SECONDS", 0.01)
@@ -70,8 +93,14 @@ def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def asked(folder: Path, what: str) -> int:
+    """How often the controller was asked something."""
+    return len((folder / f"asked-{what}").read_text())
+
+
 def says(folder: Path, state: str) -> None:
-    (folder / "controller").write_text(f"JobId=7 JobName=dlrm/train\n   JobState={state} Reason=None\n")
+    fields = ("JobId=7 JobName=dlrm/train", f"JobState={state} Reason=None", "NodeList=n[1-2]")
+    (folder / "controller").write_text("\n   ".join([*fields, f"StdOut={folder}/slurm-7.out\n"]))
 
 
 def accounts(folder: Path, state: str) -> None:
@@ -86,7 +115,7 @@ def test_one_question_a_while_does_for_all_nodes_that_are_followed(
     jobs = FollowedJobs()
     with ThreadPoolExecutor(64) as threads:
         assert not any(threads.map(lambda _: jobs.has_ended("7"), range(500)))
-    assert (controller / "asked").read_text() == "\n"
+    assert asked(controller, "job") == 1
     monkeypatch.setattr("launch.slurm_states.ASK_SECONDS", 0.0)
     says(controller, "COMPLETED")
     assert jobs.has_ended("7")
@@ -121,15 +150,176 @@ def test_a_job_is_followed_while_the_controller_does_not_answer(
 def test_a_controller_that_answers_late_is_waited_for(controller: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launch.slurm_commands.PATIENCE_SECONDS", 60.0)
     accounts(controller, "NODE_FAIL")
-    threading.Timer(0.5, says, (controller, "PENDING")).start()
+    (controller / "away-job").write_text("1")
+    says(controller, "PENDING")
     record = find_job("7")
     assert record is not None and record.state == "PENDING" and record.is_certain
-    assert len((controller / "asked").read_text()) > 1
+    assert asked(controller, "job") == 2
     (controller / "controller").unlink()
     record = find_job("7", patience_seconds=0)
     assert record is not None and record.state == "NODE_FAIL" and not record.is_certain
     monkeypatch.setattr("launch.slurm_commands.PATIENCE_SECONDS", 0.0)
     assert not FollowedJobs().has_ended("7")
+
+
+@pytest.mark.parametrize("state", sorted(STATES))
+def test_an_end_that_only_accounting_knows_of_is_none(controller: Path, state: str) -> None:
+    accounts(controller, state)
+    answer = FollowedJobs().answer("7")
+    assert not answer.has_ended and answer.record is not None
+    assert answer.state == (AppState.UNKNOWN if is_terminal(STATES[state]) else STATES[state])
+    # the controller has forgotten a job that ended long ago
+    (controller / "scontrol").write_text("#!/bin/sh\necho 'Invalid job id specified' >&2; exit 1\n")
+    assert FollowedJobs().answer("7").state == STATES[state]
+
+
+@pytest.mark.parametrize("accounted", [None, "NODE_FAIL"])
+def test_an_end_that_the_controller_has_told_stays_one(
+    controller: Path, accounted: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launch.slurm_states.ASK_SECONDS", 0.0)
+    monkeypatch.setattr("launch.slurm_states.FOLLOW_PATIENCE_SECONDS", 0.0)
+    jobs = FollowedJobs()
+    says(controller, "COMPLETED")
+    assert jobs.has_ended("7")
+    (controller / "controller").unlink()
+    if accounted:
+        accounts(controller, accounted)
+    for _ in range(2):
+        assert jobs.answer("7").state == AppState.SUCCEEDED
+    # someone has queued it again
+    says(controller, "PENDING")
+    assert jobs.answer("7").state == AppState.PENDING
+
+
+def test_a_controller_that_is_silent_keeps_all_who_ask_waiting_once(
+    controller: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launch.slurm_states.ASK_SECONDS", 600.0)
+    jobs = FollowedJobs()
+
+    def error(_: int) -> str:
+        with pytest.raises(RunError) as raised:
+            jobs.has_ended("7")
+        return str(raised.value)
+
+    with ThreadPoolExecutor(8) as threads:
+        errors = set(threads.map(error, range(64)))
+    assert len(errors) == 1 and "Socket timed out" in errors.pop()
+    assert asked(controller, "job") == 1
+    monkeypatch.setattr("launch.slurm_states.ASK_SECONDS", 0.0)
+    says(controller, "RUNNING")
+    assert not jobs.has_ended("7")
+
+
+def test_all_who_follow_a_job_describe_it_with_one_question(controller: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launch.slurm_states.ASK_SECONDS", 600.0)
+    monkeypatch.setattr("launch.slurm.followed_jobs", FollowedJobs())
+    says(controller, "RUNNING")
+    with ThreadPoolExecutor(64) as threads:
+        described = list(threads.map(lambda _: create_scheduler("session").describe("7"), range(64)))
+    for one in described:
+        assert one is not None and [replica.hostname for replica in one.roles_statuses[0].replicas] == ["n1", "n2"]
+    assert (asked(controller, "job"), asked(controller, "hostnames")) == (1, 1)
+
+
+def runs(folder: Path, grace_seconds: int = 40) -> None:
+    """A job of ours runs."""
+    says(folder, "RUNNING")
+    (folder / "script").write_text(f"#!/bin/bash\nmin_nodes=1\ngrace={grace_seconds}\n")
+
+
+def cancelled(folder: Path) -> list[str]:
+    """What scancel was called with."""
+    return (folder / "cancelled").read_text().splitlines() if (folder / "cancelled").exists() else []
+
+
+TOLD = "--batch --signal=USR2 7"
+
+
+@pytest.mark.parametrize("what", ["job", "batch_script", "scancel"])
+def test_a_busy_controller_ends_no_job_without_saving(
+    controller: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs(controller)
+    (controller / f"away-{what}").write_text("1000")
+    for _ in range(2):
+        with pytest.raises(
+            RunError, match="not cancelled, because Slurm does not answer.*Try again, or `scancel 7` ends"
+        ):
+            cancel("7")
+    assert set(cancelled(controller)) <= {TOLD} and not (controller / "slurm-7.cancelled").exists()
+    # it answers after a while
+    (controller / f"away-{what}").write_text(str(asked(controller, what) + 2))
+    monkeypatch.setattr("launch.slurm_commands.PATIENCE_SECONDS", 60.0)
+    assert cancel("7") == 40 + CANCEL_SECONDS
+    assert set(cancelled(controller)) == {TOLD} and (controller / "slurm-7.cancelled").exists()
+    assert cancel("7") == 0 and cancelled(controller)[-1] == "7", "the second time ends it at once"
+
+
+@pytest.mark.parametrize("state", ["RUNNING", "SIGNALING"])
+def test_a_running_job_is_told(controller: Path, state: str) -> None:
+    runs(controller)
+    says(controller, state)
+    assert cancel("7") == 40 + CANCEL_SECONDS and cancelled(controller) == [TOLD]
+
+
+@pytest.mark.parametrize(
+    "why", ["waits", "has ended", "other script", "no script", "not mine", "nothing to save", "no folder"]
+)
+def test_a_job_that_has_nothing_to_save_or_cannot_be_told_is_cancelled_at_once(controller: Path, why: str) -> None:
+    runs(controller, grace_seconds=0 if why == "nothing to save" else 40)
+    if why in ("waits", "has ended"):
+        says(controller, "PENDING" if why == "waits" else "COMPLETING")
+    if why == "other script":
+        (controller / "script").write_text("#!/bin/bash\nsleep 60\n")
+    if why in ("no script", "not mine"):
+        (controller / "script").unlink()
+        reason = "Job script not specified" if why == "no script" else "Invalid user id"
+        (controller / "no-script").write_text(reason)
+    if why == "no folder":
+        record = (controller / "controller").read_text()
+        (controller / "controller").write_text(record.replace("StdOut=", "StdOut=/nowhere"))
+    assert cancel("7") == 0 and cancelled(controller) == ["7"]
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [("RUNNING", "RUNNING (told to end)"), ("PENDING", "PENDING (told to end)"), ("FAILED", "FAILED")],
+)
+def test_a_job_that_was_told_to_end_says_so_until_it_has(
+    controller: Path, state: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launch.slurm_states.ASK_SECONDS", 0.0)
+    monkeypatch.setattr("launch.slurm.followed_jobs", FollowedJobs())
+    says(controller, state)
+    scheduler = create_scheduler("session")
+    for text, is_told in ((state, False), (message, True)):
+        if is_told:
+            (controller / "slurm-7.cancelled").touch()
+        response = scheduler.describe("7")
+        assert response is not None and response.msg == text
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind", "message"),
+    [
+        ("Socket timed out on send/recv operation", RunError, "look with `squeue --name=dlrm/train` before you try"),
+        ("Zero Bytes were transmitted or received", RunError, "look with `squeue --name=dlrm/train` before you try"),
+        ("Unable to contact slurm controller (connect failure)", RunError, "the job was not submitted"),
+        ("Invalid account or account/partition combination specified", UserError, "does not accept the job: .*account"),
+    ],
+)
+def test_a_job_that_slurm_may_have_taken_is_no_refusal(
+    controller: Path, reason: str, kind: type[Exception], message: str
+) -> None:
+    (controller / "refusal").write_text(reason)
+    with pytest.raises(kind, match=message) as raised:
+        submit(["sbatch"], "#!/bin/bash\n", "dlrm/train")
+    assert raised.type is kind and reason in str(raised.value)
+    with pytest.raises(kind, match=re.escape(reason)) as raised:
+        expected_start(["sbatch"], "#!/bin/bash\n")
+    assert "squeue" not in str(raised.value), "nothing was to be submitted"
 
 
 def test_a_log_is_followed_to_its_end(tmp_path: Path) -> None:
