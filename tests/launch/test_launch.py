@@ -5,7 +5,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -47,16 +46,8 @@ def here(slurm: MiniSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
 
 def distembed(*arguments: object, code: int = 0) -> str:
     """What the command prints, errors too."""
-    done = subprocess.run(
-        [sys.executable, "-m", "distembed", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=250,
-    )
-    assert done.returncode == code, done.stdout
-    return done.stdout
+    done = run_directly(*arguments, code=code)
+    return done.stdout + done.stderr
 
 
 def launch(config: Path, run: str, *arguments: object, code: int = 0) -> str:
