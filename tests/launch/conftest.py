@@ -89,9 +89,9 @@ def slurm(mini_slurm: MiniSlurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mi
 
 
 def free_ports() -> int:
-    """The first of some ports in a row that nothing listens on, below those that connections are given."""
+    """The first of some ports in a row that nothing listens on, below those that jobs and connections are given."""
     for _ in range(100):
-        first = random.SystemRandom().randrange(15000, 30000)
+        first = random.SystemRandom().randrange(15000, 20000 - NUM_PORTS)
         try:
             with ExitStack() as stack:
                 for port in range(first, first + NUM_PORTS):
