@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from torchx import specs
@@ -19,8 +20,24 @@ from launch.roles import (
 from launch.shape import Shape, parse_shape
 from launch.worker import elastic_script, single_script
 
-ResourceArguments = tuple[str | None, int | None, int | None, int | None]
-"""Named resource, CPUs, GPUs and MB, each None where it was not given."""
+
+@dataclass(frozen=True)
+class Request:
+    """What every component asks of its nodes.
+
+    Attributes:
+        resource: named resource, CPUs, GPUs and MB, each None where it was not given.
+        image: container image; "" for none.
+        env: environment variables.
+        mounts: of a container, as :func:`launch.roles.parse_mounts` takes them.
+        max_retries: how often the job is started again.
+    """
+
+    resource: tuple[str | None, int | None, int | None, int | None]
+    image: str
+    env: Mapping[str, str] | None
+    mounts: list[str] | None
+    max_retries: int
 
 
 def training_app(
@@ -31,12 +48,8 @@ def training_app(
     j: str,
     plan: str | None,
     name: str | None,
-    image: str,
-    resource: ResourceArguments,
-    env: Mapping[str, str] | None,
-    mounts: list[str] | None,
+    request: Request,
     max_restarts: int,
-    max_retries: int,
     rdzv_port: int,
     join_timeout: int,
     last_call_timeout: int,
@@ -49,7 +62,7 @@ def training_app(
         UserError: An argument that cannot be accepted.
     """
     shape = parse_shape(j)
-    _require_at_least(0, max_restarts=max_restarts, max_retries=max_retries, last_call_timeout=last_call_timeout)
+    _require_at_least(0, max_restarts=max_restarts, last_call_timeout=last_call_timeout)
     _require_at_least(1, join_timeout=join_timeout, grace_seconds=grace_seconds)
     if not 1024 <= rdzv_port <= 65535:
         raise UserError(f"rdzv_port is {rdzv_port}; give one from 1024 to 65535 that is free on the nodes")
@@ -70,7 +83,7 @@ def training_app(
         last_call_timeout=last_call_timeout,
         grace_seconds=grace_seconds,
     )
-    role = _role("train", script, shape, image, resource, env, mounts, max_retries)
+    role = _role("train", script, shape, request)
     if shape.max_nodes > 1:
         role.port_map = {"c10d": rdzv_port}
     role.metadata = {GRACE_SECONDS: grace_seconds}
@@ -82,11 +95,7 @@ def single_node_app(
     command: Sequence[str],
     *,
     name: str,
-    image: str,
-    resource: ResourceArguments,
-    env: Mapping[str, str] | None,
-    mounts: list[str] | None,
-    max_retries: int,
+    request: Request,
     python: str,
     j: str = "1x1",
 ) -> specs.AppDef:
@@ -102,7 +111,7 @@ def single_node_app(
         )
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(shape.processes), "-m"]
     module = [*(launcher if shape.processes > 1 else []), "distembed", *command]
-    return _single_node_app(role, [python, "-m", *module], shape, name, image, resource, env, mounts, max_retries)
+    return _single_node_app(role, [python, "-m", *module], shape, name, request)
 
 
 def benchmark_app(
@@ -110,11 +119,7 @@ def benchmark_app(
     arguments: Sequence[str],
     *,
     name: str | None,
-    image: str,
-    resource: ResourceArguments,
-    env: Mapping[str, str] | None,
-    mounts: list[str] | None,
-    max_retries: int,
+    request: Request,
     python: str,
 ) -> specs.AppDef:
     """Runs ``tools/bench_BENCHMARK.py`` on one node.
@@ -125,53 +130,32 @@ def benchmark_app(
     if not re.fullmatch(r"[a-z_]+", benchmark):
         raise UserError(f"benchmark is {benchmark!r}; give the NAME of a file tools/bench_NAME.py, such as train")
     command = [python, f"tools/bench_{benchmark}.py", *arguments]
-    return _single_node_app(
-        "bench", command, Shape(1, 1, 1), name or f"bench-{benchmark}", image, resource, env, mounts, max_retries
-    )
+    return _single_node_app("bench", command, Shape(1, 1, 1), name or f"bench-{benchmark}", request)
 
 
-def _single_node_app(
-    role: str,
-    command: Sequence[str],
-    shape: Shape,
-    name: str,
-    image: str,
-    resource: ResourceArguments,
-    env: Mapping[str, str] | None,
-    mounts: list[str] | None,
-    max_retries: int,
-) -> specs.AppDef:
-    _require_at_least(0, max_retries=max_retries)
-    node = _role(role, single_script(command), shape, image, resource, env, mounts, max_retries)
+def _single_node_app(role: str, command: Sequence[str], shape: Shape, name: str, request: Request) -> specs.AppDef:
+    node = _role(role, single_script(command), shape, request)
     return specs.AppDef(name=_name(name), roles=[node])
 
 
-def _role(
-    name: str,
-    script: str,
-    shape: Shape,
-    image: str,
-    resource: ResourceArguments,
-    env: Mapping[str, str] | None,
-    mounts: list[str] | None,
-    max_retries: int,
-) -> Nodes:
-    node = find_resource(*resource)
+def _role(name: str, script: str, shape: Shape, request: Request) -> Nodes:
+    _require_at_least(0, max_retries=request.max_retries)
+    node = find_resource(*request.resource)
     require_gpus(shape, node)
     # NCCL's and torch's own settings stay as they are: errors of NCCL have ended their process since torch 2.2.
     environment = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": threads_per_process(node, shape.processes)}
     return Nodes(
         name=name,
-        image=image,
+        image=request.image,
         entrypoint="bash",
         args=["-c", script],
-        env={**environment, **(env or {})},
+        env={**environment, **(request.env or {})},
         num_replicas=shape.max_nodes,
         min_replicas=shape.min_nodes,
-        max_retries=max_retries,
+        max_retries=request.max_retries,
         retry_policy=specs.RetryPolicy.APPLICATION,
         resource=node,
-        mounts=parse_mounts(mounts),
+        mounts=parse_mounts(request.mounts),
     )
 
 

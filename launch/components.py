@@ -10,7 +10,7 @@ from typing import Dict, List, Optional
 
 from torchx import specs
 
-from launch.apps import benchmark_app, single_node_app, training_app
+from launch.apps import Request, benchmark_app, single_node_app, training_app
 
 
 def train(
@@ -66,12 +66,8 @@ def train(
         j=j,
         plan=plan,
         name=name,
-        image=image,
-        resource=(h, cpu, gpu, memMB),
-        env=env,
-        mounts=mounts,
+        request=Request((h, cpu, gpu, memMB), image, env, mounts, max_retries),
         max_restarts=max_restarts,
-        max_retries=max_retries,
         rdzv_port=rdzv_port,
         join_timeout=join_timeout,
         last_call_timeout=last_call_timeout,
@@ -119,11 +115,7 @@ def evaluate(
         ["evaluate", run_dir, "--split", split, *arguments],
         j=j,
         name=name or run_dir,
-        image=image,
-        resource=(h, cpu, gpu, memMB),
-        env=env,
-        mounts=mounts,
-        max_retries=max_retries,
+        request=Request((h, cpu, gpu, memMB), image, env, mounts, max_retries),
         python=python,
     )
 
@@ -164,11 +156,7 @@ def prepare(
         "prepare",
         ["prepare", kind, *arguments, "--output", output],
         name=name or output,
-        image=image,
-        resource=(h, cpu, gpu, memMB),
-        env=env,
-        mounts=mounts,
-        max_retries=max_retries,
+        request=Request((h, cpu, gpu, memMB), image, env, mounts, max_retries),
         python=python,
     )
 
@@ -207,10 +195,6 @@ def bench(
         benchmark,
         arguments,
         name=name,
-        image=image,
-        resource=(h, cpu, gpu, memMB),
-        env=env,
-        mounts=mounts,
-        max_retries=max_retries,
+        request=Request((h, cpu, gpu, memMB), image, env, mounts, max_retries),
         python=python,
     )
