@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
-from distembed.error_file import record_error
+from distembed.commands.error_file import record_error
 from distembed.errors import Interrupted, RunError, UserError
-from distembed.sizes import parse_bytes
+from distembed.units import parse_bytes
 from launch.commands import add_commands
 
 if TYPE_CHECKING:
     from logging import LogRecord
 
     from distembed.config import Config
-    from distembed.planning.kept import KeptPlan
-    from distembed.training.processes import Processes
+    from distembed.planning.saved_plan import KeptPlan
+    from distembed.ranks import Ranks
 
 app = typer.Typer(
     name="distembed",
@@ -89,8 +89,8 @@ def prepare_criteo(
     overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT if it is there.")] = False,
 ) -> None:
     """Turn raw Criteo rows (label, 13 integers, 26 hex ids, tab-separated) into a Parquet dataset with a manifest."""
-    from distembed.data.criteo import prepare_criteo as prepare
-    from distembed.prepare_progress import prepare_progress
+    from distembed.commands.prepare_progress import prepare_progress
+    from distembed.data.prepare.criteo import prepare_criteo as prepare
 
     with prepare_progress(console) as progress:
         manifest = prepare(
@@ -148,9 +148,9 @@ def prepare_graph(
     overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT if it is there.")] = False,
 ) -> None:
     """Turn edges, or shared attributes, into a graph over a table's ids, for SSE-Graph."""
-    from distembed.data.graph import describe_graph
-    from distembed.data.graph import prepare_graph as prepare
-    from distembed.prepare_progress import prepare_progress
+    from distembed.commands.prepare_progress import prepare_progress
+    from distembed.graph.prepare.prepare import describe_graph
+    from distembed.graph.prepare.prepare import prepare_graph as prepare
 
     with prepare_progress(console) as progress:
         graph = prepare(
@@ -184,7 +184,7 @@ def synthesize(
     overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT if it is there.")] = False,
 ) -> None:
     """Make a file in Criteo's format: skewed ids, a planted signal of known Bayes logloss, a time order."""
-    from distembed.data.synthesize import synthesize_criteo
+    from distembed.data.prepare.synthesize import synthesize_criteo
 
     summary = synthesize_criteo(output, num_rows=rows, seed=seed, overwrite=overwrite)
     say(
@@ -245,8 +245,8 @@ def plan(
     """
     import dataclasses
 
+    from distembed.capacity.output import PlanFiles, run_plan
     from distembed.config import load_config
-    from distembed.plan_command import PlanFiles, run_plan
     from distembed.planning.cluster import Cluster
     from distembed.planning.devices import find_device
 
@@ -289,12 +289,11 @@ def train(
 ) -> None:
     """Train a model, evaluate it on the test split, and keep all that is needed to repeat it."""
     from distembed.config import load_config
-    from distembed.earlier_run import plan_of_run, require_same_config, require_same_graphs
-    from distembed.ownership import DEAD_MACHINE_SECONDS
-    from distembed.planning.kept import read_plan
-    from distembed.training.processes import process_group
-    from distembed.training.together import Together
-    from distembed.training.tracking import holds_run, require_new_or_resume
+    from distembed.planning.saved_plan import read_plan
+    from distembed.ranks import Collectives, process_group
+    from distembed.runs.folder import holds_run, require_new_or_resume
+    from distembed.runs.lock import DEAD_MACHINE_SECONDS
+    from distembed.training.resume import plan_of_run, require_same_config, require_same_graphs
     from distembed.training.trainer import describe_metrics, run_training
 
     loaded = load_config(config, overrides or [])
@@ -303,7 +302,7 @@ def train(
     with process_group(loaded.train.device) as processes:
         folder = _agree_on_run_dir(run_dir or _default_run_dir(config), processes)
         if resume_or_start:
-            resume = Together().on_first(lambda: holds_run(folder))
+            resume = Collectives().on_first(lambda: holds_run(folder))
         if processes.is_first:
             require_new_or_resume(folder, resume)
             if resume:
@@ -311,7 +310,7 @@ def train(
         strict = None if resume_or_start else plan
         previous = None
         if resume and strict is None:
-            previous = Together().on_first(lambda: plan_of_run(folder, loaded, say))
+            previous = Collectives().on_first(lambda: plan_of_run(folder, loaded, say))
         if previous is None and resume_or_start and plan is not None:
             previous = read_plan(plan)
         settings = _settings(loaded, strict, previous)
@@ -338,11 +337,11 @@ def evaluate(
     """Evaluate a run's newest checkpoint: logloss, AUC, normalised entropy, calibration, accuracy."""
     import dataclasses
 
-    from distembed.earlier_run import config_of_run, dataset_for
+    from distembed.files import finite
+    from distembed.ranks import process_group
     from distembed.training.evaluation import score_split
-    from distembed.training.files import finite
     from distembed.training.inference import load_trainee
-    from distembed.training.processes import process_group
+    from distembed.training.resume import config_of_run, dataset_for
     from distembed.training.trainer import describe_metrics
 
     loaded = config_of_run(run)
@@ -362,9 +361,9 @@ def predict(
     data: DataOption = None,
 ) -> None:
     """Write the click probability of every row of a split, in its order."""
-    from distembed.earlier_run import config_of_run, dataset_for
+    from distembed.ranks import process_group
     from distembed.training.inference import load_trainee, predict_split
-    from distembed.training.processes import process_group
+    from distembed.training.resume import config_of_run, dataset_for
 
     loaded = config_of_run(run)
     dataset = dataset_for(run, loaded, data)
@@ -387,10 +386,10 @@ def materialise(
     data: DataOption = None,
 ) -> None:
     """Write the composed vectors of a run's tables, one a row, for serving."""
-    from distembed.data.manifest import Manifest
-    from distembed.earlier_run import config_of_run, dataset_for
+    from distembed.data.dataset.manifest import Manifest
     from distembed.embedding import build_tables
     from distembed.training.materialise import materialise_run
+    from distembed.training.resume import config_of_run, dataset_for
 
     loaded = config_of_run(run)
     schema = Manifest.load(dataset_for(run, loaded, data)).schema
@@ -406,7 +405,7 @@ def report(
     output: Annotated[Path, typer.Option("--output", "-o", help="HTML file to write.")] = Path("report.html"),
 ) -> None:
     """Write one self-contained HTML file with plots and a comparison of runs."""
-    from distembed.training.report import print_comparison, write_report
+    from distembed.runs.report import print_comparison, write_report
 
     print_comparison(write_report(runs, output), console)
     say(f"report {output}")
@@ -415,7 +414,7 @@ def report(
 @app.command(epilog="Example: `distembed doctor`")
 def doctor() -> None:
     """Check versions, devices and the pinned trio, and show the command that mends what does not work."""
-    from distembed.doctor import run_doctor
+    from distembed.doctor.doctor import run_doctor
 
     raise typer.Exit(run_doctor(console))
 
@@ -429,13 +428,13 @@ add_commands(app, say)
 
 
 def _settings(config: "Config", plan: Path | None, previous_plan: "KeptPlan | None") -> Any:
-    from distembed.data.graph_ids import require_same_ids
-    from distembed.data.manifest import Manifest, id_fingerprint
-    from distembed.data.vocabulary import reserved_ids
+    from distembed.data.dataset.manifest import Manifest, id_fingerprint
+    from distembed.data.prepare.vocabulary import reserved_ids
     from distembed.describe import describe as describe_config
     from distembed.describe import kept_full
     from distembed.embedding import assignment_checksums
-    from distembed.planning.kept import read_plan
+    from distembed.graph.prepare.ids import require_same_ids
+    from distembed.planning.saved_plan import read_plan
     from distembed.sse.config import build_sse, graph_fingerprints
     from distembed.training.trainer import RunSettings
 
@@ -476,7 +475,7 @@ def _default_run_dir(config: Path) -> Path:
     return Path("runs") / f"{config.stem}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
 
 
-def _agree_on_run_dir(path: Path, processes: "Processes") -> Path:
+def _agree_on_run_dir(path: Path, processes: "Ranks") -> Path:
     """Rank 0's folder on every rank: the clock that names it may differ."""
     import torch.distributed as dist
 

@@ -12,6 +12,7 @@ from torch import nn
 from distembed.config import Config
 from distembed.embedding import CompositionalEmbeddingBagConfig, build_tables, reason_to_stay_full, vector_names
 from distembed.models.config import build_model
+from distembed.units import format_bytes
 
 
 def describe(config: Config) -> dict[str, Any]:
@@ -134,11 +135,3 @@ def _dense_table(description: dict[str, Any]) -> Table:
     for row in description["dense"]:
         table.add_row(row["name"], " x ".join(map(str, row["shape"])), f"{row['parameters']:,}")
     return table
-
-
-def format_bytes(count: int) -> str:
-    """``1.50 GiB``, with the largest unit that leaves at least 1."""
-    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size, units = size / 1024, units[1:]
-    return f"{size:.0f} B" if units[0] == "B" else f"{size:.2f} {units[0]}"

@@ -13,7 +13,7 @@ from torchx.specs import NONE, AppState, AppStatus
 from distembed.errors import Interrupted, RunError
 from launch.failures import first_failure
 from launch.job import LOCAL, Job
-from launch.slurm import create_scheduler
+from launch.slurm.scheduler import create_scheduler
 
 Say = Callable[[str], None]
 """Prints a line."""

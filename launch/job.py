@@ -1,6 +1,6 @@
 """A training job: what is asked for, what its run folder keeps of it, and handing it to a scheduler.
 
-A run folder holds, beside what the run itself leaves (:class:`distembed.training.tracking.RunFolder`)::
+A run folder holds, beside what the run itself leaves (:class:`distembed.runs.folder.RunFolder`)::
 
     launch/
       config.yaml       the resolved config that every node reads
@@ -30,9 +30,9 @@ from torchx import specs
 from torchx.runner import Runner
 
 from distembed.errors import RunError, UserError
+from distembed.files import whole_file
 from distembed.names import one_of
-from distembed.ownership import owned
-from distembed.whole_file import whole_file
+from distembed.runs.lock import owned
 from launch.components import train
 from launch.shape import parse_shape
 from launch.versions import keep_versions
@@ -143,7 +143,7 @@ class Job:
                 f"--run-dir {self.run_dir} holds a run already; give another, or go on with "
                 f"`distembed resume {self.run_dir}`."
             )
-        from distembed.training.tracking import holds_run, require_new_or_resume  # loads torch
+        from distembed.runs.folder import holds_run, require_new_or_resume
 
         if holds_run(Path(self.run_dir)):
             raise UserError(

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from torchx import specs
 
-from distembed.doctor import Finding, check_trio_versions, chosen_device, installed_versions, nvidia_smi_works
+from distembed.doctor.doctor import Finding, check_trio_versions, chosen_device, installed_versions, nvidia_smi_works
 from distembed.errors import RunError, UserError
 from launch.shape import Shape
-from launch.slurm_commands import NodeRecord, expected_start, list_nodes
-from launch.slurm_script import SlurmJob
+from launch.slurm.commands import NodeRecord, expected_start, list_nodes
+from launch.slurm.script import SlurmJob
 
 if TYPE_CHECKING:
+    from distembed.capacity.assessment import Fit
     from distembed.config import Config
-    from distembed.fit import Fit
 
 
 def check_trio() -> list[Finding]:
@@ -39,8 +39,8 @@ def check_build(device_kind: str) -> Finding:
 
 def check_fit(fit: "Fit", shape: Shape) -> Finding:
     """Whether the plan fits; an elastic job is checked on the fewest nodes, where each rank holds most."""
-    from distembed.describe import format_bytes
-    from distembed.plan_texts import shortage_lines
+    from distembed.capacity.texts import shortage_lines
+    from distembed.units import format_bytes
 
     where = f"{fit.cluster.nodes} x {fit.cluster.gpus} {fit.cluster.device.name}"
     if not fit.fits:
@@ -54,7 +54,7 @@ def check_fit(fit: "Fit", shape: Shape) -> Finding:
 
 def check_dataset(config: "Config") -> Finding:
     """Whether the dataset is there, whole as far as its manifest says."""
-    from distembed.data.manifest import Manifest
+    from distembed.data.dataset.manifest import Manifest
 
     try:
         path = Path(config.data.require_path())
@@ -90,8 +90,8 @@ def check_checkpoints(config: "Config", run_dir: Path, is_new: bool) -> Finding:
         run_dir: run folder.
         is_new: whether the run has none yet.
     """
-    from distembed.training.checkpoint_store import CheckpointStore
-    from distembed.training.run_checkpoints import checkpoint_place
+    from distembed.checkpoints.run_checkpoints import checkpoint_place
+    from distembed.checkpoints.store import CheckpointStore
 
     place = checkpoint_place(run_dir, config.train.checkpoint_dir)
     if "://" not in place and (unwritable := check_writable("checkpoints", Path(place))).status == "wrong":
@@ -113,8 +113,8 @@ def check_mounts(config: "Config", run_dir: Path, mounts: Sequence[Any]) -> Find
         run_dir: run folder.
         mounts: of TorchX.
     """
+    from distembed.checkpoints.run_checkpoints import checkpoint_place
     from distembed.config import input_paths
-    from distembed.training.run_checkpoints import checkpoint_place
 
     run_dir = run_dir.absolute()
     written = [str(run_dir), checkpoint_place(run_dir, config.train.checkpoint_dir)]

@@ -15,7 +15,7 @@ class Shape:
     Args:
         min_nodes: Fewest nodes that the job starts, and goes on, with.
         max_nodes: Most nodes that it takes.
-        processes: Processes, and ranks, on each node.
+        processes: Ranks, and ranks, on each node.
     """
 
     min_nodes: int

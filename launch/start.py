@@ -12,10 +12,10 @@ from typing import Any
 import typer
 from torchx.runner import get_runner
 
+from distembed.capacity.assessment import Fit, find_fit
 from distembed.config import Config, with_absolute_paths
-from distembed.doctor import Finding
+from distembed.doctor.doctor import Finding
 from distembed.errors import UserError
-from distembed.fit import Fit, find_fit
 from distembed.planning import describe_plan
 from distembed.planning.cluster import Cluster
 from distembed.planning.devices import DEVICES, find_device

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+import yaml
 
 # No deadline: an example may be the first to import or to compile something.
 hypothesis.settings.register_profile("distembed", deadline=None)
@@ -35,3 +36,21 @@ def criteo_sample() -> Path:
     if not Path(path).is_file():
         pytest.fail(f"DISTEMBED_CRITEO_SAMPLE is {path!r}, which is no file")
     return Path(path)
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small dataset of :mod:`tests.small_runs`, which loads torch."""
+    from tests.small_runs import write_dataset
+
+    return write_dataset(tmp_path_factory.mktemp("data") / "dataset")
+
+
+@pytest.fixture
+def config(tmp_path: Path, dataset: Path) -> Path:
+    """A YAML file of the small model of :mod:`tests.small_runs`."""
+    from tests.small_runs import config_values
+
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config_values(dataset)))
+    return path

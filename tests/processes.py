@@ -1,4 +1,4 @@
-"""Processes of their own for a test, forked from ones that have loaded torch, which takes each of them seconds.
+"""Ranks of their own for a test, forked from ones that have loaded torch, which takes each of them seconds.
 
 They are forked from two such servers in turn. Each has a seed of its own for the hash of strings, as the ranks of a
 real run have, so that what depends on the order of a set differs between neighbouring ranks.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from distembed.errors import UserError
-from distembed.sizes import parse_bytes
+from distembed.units import parse_bytes
 
 COMMANDS = [
     "prepare criteo",

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from distembed.composition import COMPOSITIONS
 from distembed.config import load_config
-from distembed.data.schema import CRITEO_KAGGLE_CARDINALITIES
-from distembed.describe import describe, describe_table, format_bytes, kept_full
+from distembed.data.dataset.schema import CRITEO_KAGGLE_CARDINALITIES
+from distembed.describe import describe, describe_table, kept_full
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.partitions import PARTITIONS
 from distembed.training.build import build_unsharded
+from distembed.units import format_bytes
 
 KAGGLE = Path(__file__).parents[1] / "configs" / "criteo_kaggle.yaml"
 SIZES = [16, 32, 64, 128]

@@ -12,8 +12,8 @@ import pytest
 from packaging.requirements import Requirement
 from rich.console import Console
 
-from distembed import _trio, doctor
-from distembed.doctor import Finding, LoadResult
+from distembed.doctor import doctor, trio
+from distembed.doctor.doctor import Finding, LoadResult
 
 ROOT = Path(__file__).parents[1]
 WELL = LoadResult({"cuda_build": None, "gloo": True, "nccl": False, "devices": []})
@@ -42,9 +42,9 @@ def test_importing_it_does_not_import_torch() -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_pins_are_what_setup_installs_and_pyproject_asks_for(device: str) -> None:
     printed = subprocess.run(
-        [sys.executable, "distembed/_trio.py", device], capture_output=True, text=True, check=True, cwd=ROOT
+        [sys.executable, "distembed/doctor/trio.py", device], capture_output=True, text=True, check=True, cwd=ROOT
     )
-    pins = _trio.pins(device)
+    pins = trio.pins(device)
     assert [Requirement(each).name for each in printed.stdout.split()] == list(pins)
     assert list(pins)[0] == "torch", "torch comes first: what follows would take the newest one"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -55,7 +55,7 @@ def test_pins_are_what_setup_installs_and_pyproject_asks_for(device: str) -> Non
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_pinned_versions_are_well(device: str) -> None:
-    installed = _trio.pins(device) | {"torch": f"{_trio.TORCH}+local"}
+    installed = trio.pins(device) | {"torch": f"{trio.TORCH}+local"}
     assert doctor.chosen_device(installed, has_gpu=device == "cpu") == device
     assert {finding.status for finding in doctor.check_trio_versions(installed, device)} == {"ok"}
 
@@ -67,7 +67,7 @@ def test_the_pinned_versions_are_well(device: str) -> None:
 def test_a_missing_or_other_version_is_blamed_by_name_with_the_command_that_installs_the_pinned_one(
     device: str, member: int, found: str | None
 ) -> None:
-    pins = _trio.pins(device)
+    pins = trio.pins(device)
     name = list(pins)[member]
     installed = {other: version for other, version in pins.items() if other != name} | ({name: found} if found else {})
     blamed = wrong(doctor.check_trio_versions(installed, device))
@@ -79,13 +79,13 @@ def test_a_missing_or_other_version_is_blamed_by_name_with_the_command_that_inst
 
 @pytest.mark.parametrize("has_gpu", [True, False])
 def test_both_builds_of_fbgemm_are_wrong_and_the_machines_own_is_kept(has_gpu: bool) -> None:
-    installed = _trio.pins("cpu") | _trio.pins("cuda")
+    installed = trio.pins("cpu") | trio.pins("cuda")
     device = doctor.chosen_device(installed, has_gpu)
     assert device == ("cuda" if has_gpu else "cpu")
     (blamed,) = wrong(doctor.check_trio_versions(installed, device)).values()
     removed, reinstalled = blamed.remedy.split(" && ")
     assert "uninstall" in removed and removed.endswith("fbgemm-gpu-cpu fbgemm-gpu")
-    assert reinstalled.endswith(f" {_trio.FBGEMM_DISTRIBUTIONS[device]}=={_trio.FBGEMM}")
+    assert reinstalled.endswith(f" {trio.FBGEMM_DISTRIBUTIONS[device]}=={trio.FBGEMM}")
 
 
 @pytest.mark.parametrize("broken", ["torch", "fbgemm", "torchrec"])
@@ -126,7 +126,7 @@ def test_dependencies_are_checked_against_the_metadata() -> None:
     blamed = wrong(doctor.check_dependencies({"numpy": "1.26", "typing-extensions": "4"}, required))
     assert blamed.keys() == {"numpy", "Torchmetrics"}
     for finding in blamed.values():
-        assert f" torch=={_trio.TORCH}" in finding.remedy, "a dependency must not bring another torch"
+        assert f" torch=={trio.TORCH}" in finding.remedy, "a dependency must not bring another torch"
 
 
 def test_without_its_own_metadata_nothing_is_known_about_dependencies() -> None:

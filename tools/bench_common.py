@@ -12,7 +12,7 @@ from jaxtyping import Int64
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.training.tracking import versions
+from distembed.runs.folder import versions
 
 NUM_IDS, COLLISIONS, DIM, LEARNING_RATE = 400_000, 4, 16, 0.01
 NUM_ROWS = NUM_IDS // COLLISIONS

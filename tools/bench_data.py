@@ -25,9 +25,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from distembed.data.criteo import ProgressUpdate, prepare_criteo
-from distembed.data.reader import BatchReader
-from distembed.data.synthesize import synthesize_criteo
+from distembed.data.prepare.criteo import ProgressUpdate, prepare_criteo
+from distembed.data.prepare.synthesize import synthesize_criteo
+from distembed.data.reader.reader import BatchReader
 
 BATCH_SIZES = (128, 2048, 8192)
 STAGES = ("read", "vocabulary", "write", "flush")

@@ -51,8 +51,8 @@ from distembed.embedding import CompositionalEmbeddingBagCollection, Composition
 from distembed.embedding.ids import IdMapper
 from distembed.partitions import ChineseRemainder, MixedRadix, Naive, Partition, QuotientRemainder, Remainder
 from distembed.planning import Workload, make_plan
+from distembed.ranks import process_group
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
-from distembed.training.processes import process_group
 
 BASELINE = "TorchRec, hashed"
 CPU = torch.device("cpu")

@@ -31,17 +31,17 @@ import torch
 import torch.distributed as dist
 from bench_common import COLLISIONS, DIM, NUM_BATCHES, NUM_IDS, Step, draw_ids, features_of, surroundings
 
-from distembed.data.batch import Batch
-from distembed.data.schema import CRITEO_KAGGLE_CARDINALITIES, Schema, criteo_schema
+from distembed.config.train import TrainConfig
+from distembed.data.dataset.schema import CRITEO_KAGGLE_CARDINALITIES, Schema, criteo_schema
+from distembed.data.reader.batch import Batch
 from distembed.embedding import EmbeddingConfig, TableConfig
 from distembed.models.config import DLRMConfig
 from distembed.planning import PlanConfig
 from distembed.planning.buffers import SentBytes
 from distembed.planning.buffers import Step as StepEstimate
 from distembed.planning.plan import describe_plan, placements_of
+from distembed.ranks import Ranks, process_group
 from distembed.training.build import Trainee, build_plannable, build_trainee, workload_of
-from distembed.training.config import TrainConfig
-from distembed.training.processes import Processes, process_group
 
 HOSTS = Path(__file__).with_name("two_hosts.sh")
 NUM_HOSTS = 2
@@ -106,7 +106,7 @@ class Row:
     ratio: float
 
 
-def draw_batches(schema: Schema, batch_size: int, processes: Processes) -> list[Batch]:
+def draw_batches(schema: Schema, batch_size: int, processes: Ranks) -> list[Batch]:
     """The same for every contender, others on every rank."""
     generator = torch.Generator().manual_seed(processes.rank)
     num_local = batch_size // processes.world_size
@@ -120,7 +120,7 @@ def draw_batches(schema: Schema, batch_size: int, processes: Processes) -> list[
     return batches
 
 
-def make_contender(tables: str, batch_size: int, processes: Processes) -> Contender:
+def make_contender(tables: str, batch_size: int, processes: Ranks) -> Contender:
     """This project's trainer; all ranks call it."""
     schema = criteo_schema([min(size, NUM_IDS) for size in CRITEO_KAGGLE_CARDINALITIES])
     embedding = EmbeddingConfig(default=TABLES[tables])
@@ -138,7 +138,7 @@ def make_contender(tables: str, batch_size: int, processes: Processes) -> Conten
 
 
 def estimated_bytes(
-    trainee: Trainee, embedding: EmbeddingConfig, train: TrainConfig, schema: Schema, processes: Processes
+    trainee: Trainee, embedding: EmbeddingConfig, train: TrainConfig, schema: Schema, processes: Ranks
 ) -> SentBytes:
     """Sent by all ranks together in a step, as a plan reckons with it."""
     world_size, device = processes.world_size, processes.device
@@ -176,7 +176,7 @@ def take_turn(step: Step, num_steps: int) -> Turn:
     return Turn(seconds / num_steps, (bytes_after - bytes_before) / counted, (packets_after - packets_before) / counted)
 
 
-def set_limit(limit: str, processes: Processes) -> None:
+def set_limit(limit: str, processes: Ranks) -> None:
     """Of what each host sends; all ranks call it."""
     if processes.is_first:
         subprocess.run([HOSTS, "limit", limit], check=True)
@@ -184,7 +184,7 @@ def set_limit(limit: str, processes: Processes) -> None:
 
 
 def take_turns(
-    contenders: Sequence[Contender], options: argparse.Namespace, processes: Processes
+    contenders: Sequence[Contender], options: argparse.Namespace, processes: Ranks
 ) -> dict[tuple[str, int, str], list[list[Turn]]]:
     """Every contender's turns by limit, batch size and tables, each with one turn a rank; all ranks call it."""
     for contender in contenders:

@@ -58,8 +58,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.models import DLRM
 from distembed.partitions import QuotientRemainder
+from distembed.ranks import Ranks, process_group
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
-from distembed.training.processes import Processes, process_group
 
 PARTITION = QuotientRemainder(NUM_IDS, collisions=COLLISIONS)
 NUM_DENSE = 13
@@ -126,7 +126,7 @@ class _Alone(nn.Module):
         return self.embeddings(sparse_features).values()
 
 
-def make_model(contender: Contender, part: str, sharding: str, processes: Processes) -> DistributedModelParallel:
+def make_model(contender: Contender, part: str, sharding: str, processes: Ranks) -> DistributedModelParallel:
     """The contender's collection, alone or within DLRM, sharded; all ranks call it."""
     torch.manual_seed(0)
     collection, sharder = contender.collection(), contender.sharder()
@@ -156,7 +156,7 @@ class Batch:
     labels: Tensor
 
 
-def draw_batches(num_local: int, bag: int, processes: Processes) -> list[Batch]:
+def draw_batches(num_local: int, bag: int, processes: Ranks) -> list[Batch]:
     """The same batches for every contender, others on every rank."""
     generator = torch.Generator().manual_seed(processes.rank)
     return [
@@ -205,7 +205,7 @@ class Row:
     ratio: float
 
 
-def measure(options: argparse.Namespace, processes: Processes) -> Iterator[Row]:
+def measure(options: argparse.Namespace, processes: Ranks) -> Iterator[Row]:
     """All contenders on this many ranks; all ranks call it."""
     chosen = {name: c for name, c in CONTENDERS.items() if name == BASELINE or options.only in name}
     models = {
@@ -225,7 +225,7 @@ def measure(options: argparse.Namespace, processes: Processes) -> Iterator[Row]:
                 _print_profile(f"{part}, {name}, bag {bag}", step, processes)
 
 
-def _print_profile(title: str, step: Step, processes: Processes) -> None:
+def _print_profile(title: str, step: Step, processes: Ranks) -> None:
     with profile() as profiler:
         for _ in range(20):
             step()

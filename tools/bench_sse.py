@@ -22,13 +22,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from distembed.config.train import TrainConfig
 from distembed.embedding import EmbeddingConfig, TableConfig
 from distembed.models.config import DLRMConfig
 from distembed.planning import PlanConfig
+from distembed.ranks import Ranks, process_group
 from distembed.sse import SSE, FeaturePerturbation, Graph
 from distembed.training.build import build_trainee
-from distembed.training.config import TrainConfig
-from distembed.training.processes import Processes, process_group
 
 _RESERVED = (0, 1)
 
@@ -77,7 +77,7 @@ def random_graph(num_edges: int) -> Graph:
     return Graph.from_edges(NUM_IDS, ends[0], ends[1])
 
 
-def measure(name: str, rule: SSE, batch_size: int, precision: str, steps: int, processes: Processes) -> Measured:
+def measure(name: str, rule: SSE, batch_size: int, precision: str, steps: int, processes: Ranks) -> Measured:
     """Steps a model of its own, and looks at the replacement within."""
     table = TableConfig(partition="quotient_remainder", collisions=COLLISIONS, embedding_dim=DIM)
     train = TrainConfig(batch_size=batch_size, precision=precision)  # type: ignore[arg-type]

@@ -46,15 +46,15 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.data.batch import Batch
-from distembed.data.schema import CategoricalFeature, Schema
+from distembed.config.train import TrainConfig
+from distembed.data.dataset.schema import CategoricalFeature, Schema
+from distembed.data.reader.batch import Batch
 from distembed.embedding import EmbeddingConfig, TableConfig
 from distembed.models import DLRM
 from distembed.models.config import DLRMConfig
 from distembed.planning import PlanConfig, Workload, make_plan
+from distembed.ranks import Ranks, process_group
 from distembed.training.build import build_trainee
-from distembed.training.config import TrainConfig
-from distembed.training.processes import Processes, process_group
 
 SCHEMA = Schema("label", tuple(f"I{i}" for i in range(1, 14)), tuple(CategoricalFeature(n, NUM_IDS) for n in NAMES))
 
@@ -71,7 +71,7 @@ def draw_batches(batch_size: int, num_ids: int) -> list[Batch]:
     return batches
 
 
-def ours(batch_size: int, processes: Processes, precision: str) -> Step:
+def ours(batch_size: int, processes: Ranks, precision: str) -> Step:
     """A step of this project's trainer with quotient-remainder tables."""
     table = TableConfig(partition="quotient_remainder", collisions=COLLISIONS, embedding_dim=DIM)
     train = TrainConfig(batch_size=batch_size, precision=precision)  # type: ignore[arg-type]
@@ -99,7 +99,7 @@ class _TorchRecTask(nn.Module):
         return loss, loss.detach()
 
 
-def torchrec(batch_size: int, processes: Processes, fused: bool) -> Step:
+def torchrec(batch_size: int, processes: Ranks, fused: bool) -> Step:
     """A step of TorchRec's own DLRM and pipeline with hashed tables."""
     tables = [EmbeddingBagConfig(name=n, num_embeddings=NUM_ROWS, embedding_dim=DIM, feature_names=[n]) for n in NAMES]
     collection = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
@@ -166,7 +166,7 @@ def plain(batch_size: int) -> Step:
     return step
 
 
-def contenders(batch_size: int, processes: Processes) -> dict[str, Step]:
+def contenders(batch_size: int, processes: Ranks) -> dict[str, Step]:
     """Every contender's step, by name."""
     return {
         "nn.EmbeddingBag, hashed, fp32": plain(batch_size),

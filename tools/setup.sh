@@ -62,7 +62,7 @@ find_python() {
 version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
 
 # What the environment stands on. When it changes the environment is made afresh; anything else is updated in place.
-foundation() { echo "$device $1 $(hash_of distembed/_trio.py) $PWD"; }
+foundation() { echo "$device $1 $(hash_of distembed/doctor/trio.py) $PWD"; }
 contents() { hash_of pyproject.toml tools/setup.sh; }
 
 read_stamp() {
@@ -109,7 +109,7 @@ make_venv() {
 install() {
     local requirements aws=()
     # torch first and pinned: several packages below would take the newest one.
-    read -ra requirements < <("$VENV/bin/python" distembed/_trio.py "$device")
+    read -ra requirements < <("$VENV/bin/python" distembed/doctor/trio.py "$device")
     say "Installing ${requirements[0]} (the largest download)"
     pip_install "${requirements[0]}"
     say "Installing distembed${stamp_extras:+ [$stamp_extras]} and what it needs"

@@ -20,7 +20,7 @@ Dataset to batches:
 What needs torch (``batch``, ``reader``) is imported from its module, so that preparing data starts at once.
 """
 
-from distembed.data.manifest import Manifest, create_manifest
-from distembed.data.schema import SCHEMAS, CategoricalFeature, Schema
+from distembed.data.dataset.manifest import Manifest, create_manifest
+from distembed.data.dataset.schema import SCHEMAS, CategoricalFeature, Schema
 
 __all__ = ["SCHEMAS", "CategoricalFeature", "Manifest", "Schema", "create_manifest"]

@@ -24,8 +24,8 @@ from torch import Tensor
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.ids import map_ids
 from distembed.errors import UserError
+from distembed.files import whole_file
 from distembed.partitions.base import require_positive
-from distembed.whole_file import whole_file
 
 _CHUNK_BYTES = 16 << 20
 

@@ -12,12 +12,11 @@ import pydantic.dataclasses
 from pydantic import ConfigDict, Field, PositiveInt, field_validator, model_validator
 
 from distembed.composition import ACTIVATIONS, COMPOSITIONS
-from distembed.data.schema import CategoricalFeature
+from distembed.data.dataset.schema import CategoricalFeature
 from distembed.embedding.config import CompositionalEmbeddingBagConfig, IdPolicy, Pooling
 from distembed.errors import UserError
-from distembed.names import one_of
+from distembed.names import complete_tables, one_of, over_default
 from distembed.partitions import PARTITIONS, Explicit, KeyedHash, Naive, Partition
-from distembed.sections import complete_tables, over_default
 from distembed.sse import SSE
 
 _STRICT = ConfigDict(extra="forbid", strict=True)

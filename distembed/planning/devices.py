@@ -14,7 +14,7 @@ import torch
 
 from distembed.errors import UserError
 from distembed.names import one_of
-from distembed.sizes import parse_bytes
+from distembed.units import parse_bytes
 
 _MIB, _GB, _TFLOPS = 2**20, 10**9, 10**12
 

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from distembed.optim.states import TableOptimizers
 from distembed.planning.buffers import SentBytes, Step, StepBuffers
 from distembed.planning.networks import NetworkEstimate
-from distembed.planning.optimizer_states import TableOptimizers
 from distembed.planning.storage import DEFAULT_CACHE_RATIO, TableStorage, table_storage, total
 from distembed.planning.workload import Workload
 from distembed.sharding.placement import Placement

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from distembed.models.config import DCNConfig, DLRMConfig, build_model
-from distembed.planning.optimizer_states import IS_ROW_WISE
+from distembed.optim.states import IS_ROW_WISE
 
 _STEP_BYTES = 4  # torch counts the steps of each parameter, but for SGD
 

@@ -3,11 +3,9 @@
 Left to itself TorchRec's ``Topology`` takes 32 GB of device and 128 GB of host memory for granted.
 """
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,12 +16,13 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from distembed.embedding.tables import CompositionalTables
 from distembed.errors import RunError, UserError
+from distembed.host_memory import host_memory_bytes
+from distembed.optim.states import IS_ROW_WISE, TableOptimizers, declared_optimizers
 from distembed.planning.cluster import Cluster
 from distembed.planning.config import PlanConfig
 from distembed.planning.devices import device_here
 from distembed.planning.estimator import tables_of
 from distembed.planning.memory import RankMemory, rank_memories
-from distembed.planning.optimizer_states import IS_ROW_WISE, TableOptimizers, declared_optimizers
 from distembed.planning.search import Found, Search
 from distembed.planning.storage import DEFAULT_CACHE_RATIO, IN_HOST_MEMORY, function_storage
 from distembed.planning.times import StepTime, step_times
@@ -282,14 +281,6 @@ def _explained(failure: Exception, world_size: int) -> RunError:
         f"TorchRec's planner finds no plan: {type(failure).__name__}: {failure}\n"
         "Allow more sharding types or a smaller min_partition under plan, or leave it out."
     )
-
-
-def host_memory_bytes() -> int:
-    """Memory that this process may use: the machine's, or the container's where that has less."""
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")]
-    texts = [path.read_text().strip() for path in limits if path.is_file()]
-    return min([physical, *[int(text) for text in texts if text.isdigit()]])
 
 
 def plan_as_json(plan: ShardingPlan) -> dict[str, dict[str, Any]]:

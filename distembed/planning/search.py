@@ -23,16 +23,11 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.errors import UserError
 from distembed.names import one_of
+from distembed.optim.states import TableOptimizers
 from distembed.planning.balance import BalancedPartitioner, Choice, Divisible, choose, why_divided
 from distembed.planning.cluster import Cluster
 from distembed.planning.config import PlanConfig, TablePlanConfig
-from distembed.planning.estimator import (
-    OncePerSize,
-    Reservation,
-    StorageEstimator,
-    tables_of,
-)
-from distembed.planning.optimizer_states import TableOptimizers
+from distembed.planning.estimator import OncePerSize, Reservation, StorageEstimator, tables_of
 from distembed.planning.storage import bytes_of_a_row, function_storage, whole_table_storage
 from distembed.planning.times import ComposedPerfEstimator
 from distembed.planning.workload import Workload

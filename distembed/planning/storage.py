@@ -21,7 +21,7 @@ from torchrec.distributed.planner.constants import UVM_CACHING_RATIO
 from torchrec.modules.embedding_configs import DATA_TYPE_NUM_BITS
 
 from distembed.embedding.config import CompositionalEmbeddingConfig
-from distembed.planning.optimizer_states import IS_ROW_WISE
+from distembed.optim.states import IS_ROW_WISE
 from distembed.sharding.placement import Placement
 
 DEFAULT_CACHE_RATIO = UVM_CACHING_RATIO

@@ -7,9 +7,8 @@ from typing import Annotated, Any
 import pydantic.dataclasses
 from pydantic import ConfigDict, Field, NonNegativeInt, Strict, field_validator, model_validator
 
-from distembed.names import one_of
-from distembed.sections import complete_tables
-from distembed.sse.graph import Graph
+from distembed.graph.graph import Graph
+from distembed.names import complete_tables, one_of
 from distembed.sse.rule import MAX_RESERVED, MAX_WALK_STEPS, SSE, Walk, checked_schedule
 
 _STRICT = ConfigDict(extra="forbid", strict=True)

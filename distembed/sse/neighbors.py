@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from distembed.graph.graph import Graph
 from distembed.sse.arrays import Array, as_float64, as_int64, on_device, where
-from distembed.sse.graph import Graph
 from distembed.sse.rule import Walk
 
 _WORD_BITS, _UNIT_BITS = 63, 53

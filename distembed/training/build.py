@@ -10,23 +10,24 @@ from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
-from distembed.data.schema import Schema
+from distembed.config.train import TrainConfig
+from distembed.data.dataset.schema import Schema
 from distembed.embedding import CompositionalEmbeddingBagCollection, EmbeddingConfig, build_tables, vector_names
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.models.config import DCNConfig, DLRMConfig, build_model
+from distembed.optim.optimizers import Optimizers, fuse_sparse_optimizer, needs_dense_kernel
+from distembed.optim.states import TableOptimizers
 from distembed.planning import PlanConfig, make_plan
-from distembed.planning.kept import KeptPlan, take_up_plan
-from distembed.planning.made_for import MadeFor, tables_made_for
 from distembed.planning.networks import estimate_network
-from distembed.planning.optimizer_states import TableOptimizers
+from distembed.planning.plan_inputs import MadeFor, tables_made_for
+from distembed.planning.saved_plan import KeptPlan, take_up_plan
 from distembed.planning.workload import Workload
+from distembed.ranks import Ranks
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from distembed.sse import SSE, graph_bytes
 from distembed.sse.perturbation import Perturbation
-from distembed.training.config import TrainConfig
-from distembed.training.optimizers import Optimizers, fuse_sparse_optimizer, needs_dense_kernel
-from distembed.training.processes import Processes
-from distembed.training.task import ClickTask, StepPipeline
+from distembed.tasks.click import ClickTask
+from distembed.training.pipeline import StepPipeline
 
 
 @dataclass
@@ -142,7 +143,7 @@ def build_trainee(
     train: TrainConfig,
     plan_config: PlanConfig,
     schema: Schema,
-    processes: Processes,
+    processes: Ranks,
     num_steps: int,
     sse: Mapping[str, SSE] | None = None,
     kept_plan: KeptPlan | None = None,

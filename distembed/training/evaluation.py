@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distembed.data.reader import BatchReader
+from distembed.data.reader.reader import BatchReader
+from distembed.ranks import Ranks
+from distembed.tasks.binary_metrics import BinaryMetrics, calibration_bins
 from distembed.training.build import Trainee
-from distembed.training.metrics import BinaryMetrics, calibration_bins
-from distembed.training.processes import Processes
 
 EVALUATION_BATCH_SIZE = 8192
 """Rows a rank; larger than a training batch, since nothing is kept for a backward pass."""
@@ -34,7 +34,7 @@ class Scores:
         return calibration_bins(self.logits, self.labels)
 
 
-def score_split(trainee: Trainee, dataset: str, split: str, processes: Processes) -> Scores:
+def score_split(trainee: Trainee, dataset: str, split: str, processes: Ranks) -> Scores:
     """Scores of all rows of a split, in no particular order; all ranks call it."""
     logits, labels = [torch.empty(0)], [torch.empty(0)]
     for batch_logits, batch_labels in score_batches(trainee, dataset, split, processes):
@@ -43,7 +43,7 @@ def score_split(trainee: Trainee, dataset: str, split: str, processes: Processes
     return Scores(gather_rows(torch.cat(logits), processes), gather_rows(torch.cat(labels), processes))
 
 
-def score_batches(trainee: Trainee, dataset: str, split: str, processes: Processes) -> Iterator[tuple[Tensor, Tensor]]:
+def score_batches(trainee: Trainee, dataset: str, split: str, processes: Ranks) -> Iterator[tuple[Tensor, Tensor]]:
     """This rank's logits and labels of each global batch, in file order; all ranks call it."""
     reader = BatchReader(
         dataset,
@@ -64,7 +64,7 @@ def score_batches(trainee: Trainee, dataset: str, split: str, processes: Process
         reader.close()
 
 
-def gather_rows(rows: Tensor, processes: Processes) -> npt.NDArray[np.float32]:
+def gather_rows(rows: Tensor, processes: Ranks) -> npt.NDArray[np.float32]:
     """Rows [n] of all ranks, rank after rank, on rank 0, which may be unequally many; all ranks call it."""
     if processes.world_size == 1:
         return rows.cpu().numpy()

@@ -11,19 +11,20 @@ import pyarrow.csv
 import pyarrow.parquet
 from torch import Tensor
 
-from distembed.data.manifest import Manifest
+from distembed.checkpoints.checkpoint import load_checkpoint
+from distembed.checkpoints.run_checkpoints import newest_checkpoint
+from distembed.config.train import TrainConfig
+from distembed.data.dataset.manifest import Manifest
 from distembed.embedding import EmbeddingConfig
 from distembed.errors import UserError
+from distembed.files import whole_file
 from distembed.models.config import DCNConfig, DLRMConfig
+from distembed.optim.config import SparseOptimizerConfig
 from distembed.planning import PlanConfig
+from distembed.ranks import Ranks
+from distembed.tasks.binary_metrics import sigmoid
 from distembed.training.build import Trainee, build_trainee
-from distembed.training.checkpoint import load_checkpoint
-from distembed.training.config import SparseOptimizerConfig, TrainConfig
 from distembed.training.evaluation import gather_rows, score_batches
-from distembed.training.metrics import sigmoid
-from distembed.training.processes import Processes
-from distembed.training.run_checkpoints import newest_checkpoint
-from distembed.whole_file import whole_file
 
 PREDICTION_FORMATS = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWriter}
 """Writer class by the output file's suffix."""
@@ -38,7 +39,7 @@ def load_trainee(
     embedding: EmbeddingConfig,
     train: TrainConfig,
     plan: PlanConfig,
-    processes: Processes,
+    processes: Ranks,
 ) -> Trainee:
     """The model of a run's newest checkpoint, shaped for the given dataset; all ranks call it.
 
@@ -53,7 +54,7 @@ def load_trainee(
     return trainee
 
 
-def predict_split(trainee: Trainee, dataset: str, split: str, output: Path, processes: Processes) -> int:
+def predict_split(trainee: Trainee, dataset: str, split: str, output: Path, processes: Ranks) -> int:
     """Writes a row a sample, in the split's order: probability of a click, and the label; all ranks call it.
 
     Returns:
@@ -78,7 +79,7 @@ def predict_split(trainee: Trainee, dataset: str, split: str, output: Path, proc
     return num_rows
 
 
-def _gather(logits: Tensor, labels: Tensor, processes: Processes) -> Mapping[str, Any]:
+def _gather(logits: Tensor, labels: Tensor, processes: Ranks) -> Mapping[str, Any]:
     # ranks hold neighbouring slices of a batch, so rank after rank is the file's order
     logits_of_all, labels_of_all = gather_rows(logits, processes), gather_rows(labels, processes)
     return {"prediction": sigmoid(logits_of_all).astype(np.float32), "label": labels_of_all}

@@ -7,7 +7,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from distembed.training.processes import Processes
+from distembed.ranks import Ranks
 
 _STEPS_BETWEEN_AGREEMENTS = 10
 
@@ -20,7 +20,7 @@ class Interruption:
     launcher kills what does not end.
     """
 
-    def __init__(self, processes: Processes) -> None:
+    def __init__(self, processes: Ranks) -> None:
         self._processes = processes
         self._received: int | None = None
         self._previous: dict[int, object] = {}

@@ -8,11 +8,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from distembed.checkpoints.checkpoint import load_weights
+from distembed.checkpoints.run_checkpoints import newest_checkpoint
 from distembed.embedding import CompositionalEmbeddingBagConfig, materialise
 from distembed.errors import UserError
 from distembed.names import one_of
-from distembed.training.checkpoint import load_weights
-from distembed.training.run_checkpoints import newest_checkpoint
 
 _FEW = 5
 

@@ -4,11 +4,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from distembed.ranks import Ranks
 from distembed.sse import take_counts
-from distembed.training.processes import Processes
 
 
-def replaced_shares(model: nn.Module, processes: Processes) -> dict[str, float]:
+def replaced_shares(model: nn.Module, processes: Ranks) -> dict[str, float]:
     """For each table the share of the ids of all ranks since the last call; all ranks call it.
 
     A pipeline that works ahead has counted its next batches already. Tables without ids are left out.

@@ -18,25 +18,25 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from distembed.data.batch import Batch
-from distembed.data.reader import BatchReader
+from distembed.checkpoints.run_checkpoints import Checkpoints, checkpoint_place
+from distembed.config.train import TrainConfig
+from distembed.data.reader.batch import Batch
+from distembed.data.reader.reader import BatchReader
 from distembed.embedding import EmbeddingConfig
 from distembed.errors import Interrupted, RunError, UserError
+from distembed.files import write_json
 from distembed.models.config import DCNConfig, DLRMConfig
 from distembed.planning import PlanConfig, describe_plan, plan_as_json
-from distembed.planning.kept import KeptPlan
+from distembed.planning.saved_plan import KeptPlan
+from distembed.ranks import Ranks
+from distembed.runs.folder import RunFolder
 from distembed.sse import SSE, set_step
+from distembed.tasks.binary_metrics import exact_auc
 from distembed.training.build import build_trainee
-from distembed.training.config import TrainConfig
 from distembed.training.evaluation import gather_rows, score_split
-from distembed.training.files import write_json
 from distembed.training.interruption import Interruption
-from distembed.training.metrics import exact_auc
-from distembed.training.processes import Processes
 from distembed.training.progress import TrainingProgress
 from distembed.training.replaced_shares import replaced_shares
-from distembed.training.run_checkpoints import Checkpoints, checkpoint_place
-from distembed.training.tracking import RunFolder
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Run:
         self,
         settings: RunSettings,
         folder: RunFolder,
-        processes: Processes,
+        processes: Ranks,
         resume: bool,
         console: Console | None,
         wait_seconds: float,
@@ -370,7 +370,7 @@ def describe_metrics(values: Mapping[str, Any]) -> str:
 def run_training(
     settings: RunSettings,
     run_dir: Path,
-    processes: Processes,
+    processes: Ranks,
     resume: bool,
     console: Console | None,
     wait_seconds: float = 0.0,

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from distembed.data import SCHEMAS, CategoricalFeature, Manifest, Schema, create_manifest
-from distembed.data.prefetch import Prefetcher
+from distembed.data.reader.prefetch import Prefetcher
 from distembed.errors import UserError
 
 

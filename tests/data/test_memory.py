@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from distembed.data import criteo
-from distembed.data.synthesize import synthesize_criteo
+from distembed.data.prepare import criteo
+from distembed.data.prepare.synthesize import synthesize_criteo
 
 PREPARE = """
 import resource, sys
@@ -20,7 +20,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
 def peak_kilobytes(source: Path, output: Path) -> int:
-    environment = {**os.environ, "PYTHONPATH": str(Path(criteo.__file__).parents[2]), "MALLOC_ARENA_MAX": "2"}
+    environment = {**os.environ, "PYTHONPATH": str(Path(criteo.__file__).parents[3]), "MALLOC_ARENA_MAX": "2"}
     command = [sys.executable, "-c", PREPARE, str(source), str(output)]
     return int(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
 

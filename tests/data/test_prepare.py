@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distembed.data import criteo, write
-from distembed.data.criteo import ProgressUpdate, prepare_criteo
-from distembed.data.manifest import Manifest
-from distembed.data.parse import parse_block
+from distembed.data.dataset.manifest import Manifest
+from distembed.data.prepare import criteo, write
+from distembed.data.prepare.criteo import ProgressUpdate, prepare_criteo
+from distembed.data.prepare.parse import parse_block
 from distembed.errors import UserError
 from tests.data import reference
 

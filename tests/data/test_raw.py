@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distembed.data.raw import SourceReader, list_sources, source_names
+from distembed.data.prepare.raw import SourceReader, list_sources, source_names
 from distembed.errors import UserError
 
 

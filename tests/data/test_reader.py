@@ -14,9 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from distembed.data import CategoricalFeature, Manifest, Schema, create_manifest, order, reader
-from distembed.data.batch import Batch
-from distembed.data.reader import BatchReader
+from distembed.data import CategoricalFeature, Manifest, Schema, create_manifest
+from distembed.data.reader import order, reader
+from distembed.data.reader.batch import Batch
+from distembed.data.reader.reader import BatchReader
 from distembed.errors import UserError
 
 SCHEMA = Schema(

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from distembed.data import criteo, ingest, write
-from distembed.data.criteo import prepare_criteo
-from distembed.data.manifest import Manifest
-from distembed.data.staging import staged_folder
+from distembed.data.dataset.manifest import Manifest
+from distembed.data.prepare import criteo, ingest, write
+from distembed.data.prepare.criteo import prepare_criteo
+from distembed.data.prepare.staging import staged_folder
 from distembed.errors import RunError, UserError
 from tests.data import reference
 from tests.data.test_prepare import bytes_of
@@ -45,7 +45,7 @@ prepare_criteo([source], output, progress=progress, overwrite=len(sys.argv) > 4)
 
 def hanging(source: Path, output: Path, *arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", PREPARE_AND_HANG, str(source), str(output), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(Path(criteo.__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(criteo.__file__).parents[3])}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "hanging\n"
     return process
@@ -159,13 +159,13 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
         "from pathlib import Path\n"
-        "from distembed.data.criteo import prepare_criteo\n"
+        "from distembed.data.prepare.criteo import prepare_criteo\n"
         "try:\n"
         "    prepare_criteo([Path(sys.argv[1])], Path(sys.argv[2]))\n"
         "except OSError as error:\n"
         "    print(error.errno)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(criteo.__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(criteo.__file__).parents[3])}
     command = [sys.executable, "-c", code, str(tmp_path / "rows.tsv"), str(tmp_path / "out")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == f"{errno.EFBIG}\n"

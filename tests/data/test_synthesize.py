@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from sklearn.metrics import log_loss, roc_auc_score
 
-from distembed.data import synthesize
-from distembed.data.criteo import prepare_criteo
-from distembed.data.synthesize import synthesize_criteo
+from distembed.data.prepare import synthesize
+from distembed.data.prepare.criteo import prepare_criteo
+from distembed.data.prepare.synthesize import synthesize_criteo
 from distembed.errors import UserError
 from tests.data import reference
 

@@ -9,7 +9,7 @@ import pytest
 
 from distembed.composition import Product
 from distembed.config import load_config
-from distembed.data.schema import CategoricalFeature
+from distembed.data.dataset.schema import CategoricalFeature
 from distembed.embedding import (
     CompositionalEmbeddingConfig,
     EmbeddingConfig,

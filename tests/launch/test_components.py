@@ -30,7 +30,7 @@ from launch.components import bench, evaluate, prepare, train
 from launch.roles import find_resource, job_name
 from launch.shape import Shape, parse_shape
 from tests.ranks import free_port
-from tests.training.conftest import distembed, write_dataset
+from tests.small_runs import distembed, write_dataset
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "launch" / "components.py"

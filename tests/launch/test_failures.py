@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from distembed.error_file import record_error
+from distembed.commands.error_file import record_error
 from distembed.errors import RunError
 from launch.failures import first_failure
 

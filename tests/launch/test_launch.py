@@ -17,8 +17,8 @@ from torchx.specs import AppState
 
 from launch.job import find_job
 from tests.launch.conftest import MiniSlurm
-from tests.training.conftest import ROWS, write_dataset
-from tests.training.conftest import distembed as run_directly
+from tests.small_runs import ROWS, write_dataset
+from tests.small_runs import distembed as run_directly
 
 pytestmark = pytest.mark.timeout(280)
 
@@ -76,7 +76,7 @@ def wait_until(holds: Callable[[], bool], what: str, seconds: float = 120) -> No
 
 
 def workers(run: str) -> list[int]:
-    """Processes that train into a run folder."""
+    """Ranks that train into a run folder."""
     folder, found = str(Path(run).absolute()), []
     for process in Path("/proc").glob("[0-9]*"):
         try:

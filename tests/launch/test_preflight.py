@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from torchx import specs
 
+from distembed.capacity.assessment import find_fit
 from distembed.config import Config, validate
-from distembed.fit import find_fit
 from distembed.planning.cluster import Cluster
 from distembed.planning.devices import find_device
 from launch.preflight import (
@@ -22,8 +22,8 @@ from launch.preflight import (
     check_writable,
 )
 from launch.shape import parse_shape
-from launch.slurm_script import SlurmJob
-from tests.training.conftest import write_dataset
+from launch.slurm.script import SlurmJob
+from tests.small_runs import write_dataset
 
 NODES = """\
 gpu|node1|96|2000000|gpu:h100:8(S:0-1)|idle

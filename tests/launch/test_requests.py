@@ -24,7 +24,7 @@ from torchx.specs import AppState
 
 from distembed.errors import UserError
 from launch.components import bench, evaluate, prepare, train
-from launch.slurm import SlurmScheduler
+from launch.slurm.scheduler import SlurmScheduler
 from tests.launch import volcano
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -12,7 +12,7 @@ from distembed.config import Config, validate
 from distembed.errors import UserError
 from launch.job import Job, default_arguments
 from launch.start import start
-from tests.training.conftest import write_dataset
+from tests.small_runs import write_dataset
 
 IMAGE = {"image": "registry/distembed:1", "cpu": 4, "memMB": 4000}
 Dry = Callable[..., str]

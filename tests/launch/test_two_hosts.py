@@ -14,7 +14,7 @@ import yaml
 from torchx.specs import macros
 
 from launch.components import train
-from tests.training.conftest import distembed, write_dataset
+from tests.small_runs import distembed, write_dataset
 
 SCRIPT = Path(__file__).parents[2] / "tools" / "two_hosts.sh"
 CANNOT_RUN = 3

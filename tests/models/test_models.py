@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from distembed.data.schema import SCHEMAS
+from distembed.data.dataset.schema import SCHEMAS
 from distembed.errors import UserError
 from distembed.models import DCN, DLRM, MODELS, build_model
 from distembed.models.dcn import CrossLayers

@@ -23,21 +23,22 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterCons
 from torchrec.distributed.types import ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from distembed.data.batch import Batch
-from distembed.data.schema import CategoricalFeature, Schema
+from distembed.data.dataset.schema import CategoricalFeature, Schema
+from distembed.data.reader.batch import Batch
 from distembed.embedding import EmbeddingConfig, TableConfig
 from distembed.models.config import DCNConfig, DLRMConfig, build_model
+from distembed.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
+from distembed.optim.optimizers import Optimizers, fuse_sparse_optimizer, needs_dense_kernel
+from distembed.optim.states import IS_ROW_WISE
 from distembed.planning.buffers import Step, StepBuffers
 from distembed.planning.networks import NetworkEstimate, estimate_network
-from distembed.planning.optimizer_states import IS_ROW_WISE
 from distembed.planning.workload import Workload
+from distembed.ranks import Ranks
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from distembed.sharding.bag_collection import ShardedCompositionalEmbeddingBagCollection
+from distembed.tasks.click import ClickTask
 from distembed.training.build import build_unsharded
-from distembed.training.config import DenseOptimizerConfig, SparseOptimizerConfig
-from distembed.training.optimizers import Optimizers, fuse_sparse_optimizer, needs_dense_kernel
-from distembed.training.processes import Processes
-from distembed.training.task import ClickTask, StepPipeline
+from distembed.training.pipeline import StepPipeline
 from tests.ranks import run_on_ranks
 
 NUM_DENSE, NUM_FEATURES, NUM_IDS = 13, 8, 20_000
@@ -163,7 +164,7 @@ def measured(case: Case, rank: int, world_size: int) -> tuple[int, DistributedMo
     num_rows = case.batch_size // world_size
     with Alive() as alive:
         model, optimizers = sharded(case, world_size)
-        processes = Processes(rank, world_size, world_size, torch.device("cpu"))
+        processes = Ranks(rank, world_size, world_size, torch.device("cpu"))
         pipeline = StepPipeline(model, optimizers.combined, processes)
         outputs = pipeline.outputs(batches(case, rank, num_rows, 9))
         peaks = []

@@ -19,7 +19,7 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from distembed.data.schema import SCHEMAS
+from distembed.data.dataset.schema import SCHEMAS
 from distembed.embedding import (
     CompositionalEmbeddingBagCollection,
     CompositionalEmbeddingBagConfig,
@@ -27,17 +27,17 @@ from distembed.embedding import (
     CompositionalEmbeddingConfig,
 )
 from distembed.errors import UserError
+from distembed.optim.optimizers import SPARSE_OPTIMIZERS
+from distembed.optim.states import declared_optimizer, declared_optimizers
 from distembed.planning import Workload
 from distembed.planning.cluster import Cluster
 from distembed.planning.devices import find_device
-from distembed.planning.optimizer_states import declared_optimizer, declared_optimizers
 from distembed.planning.plan import find_plan
 from distembed.planning.storage import table_storage, total
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, CompositionalEmbeddingCollectionSharder
 from distembed.sharding.placement import place
-from distembed.training.optimizers import SPARSE_OPTIMIZERS
+from tests.layouts import Head, batch, tables
 from tests.ranks import run_on_ranks
-from tests.training.layouts import Head, batch, tables
 
 GIB, DIM = 2**30, 128
 WAYS: dict[str, tuple[type[torch.optim.Optimizer], EmbOptimType]] = {

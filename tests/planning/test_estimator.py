@@ -13,9 +13,9 @@ from torchrec.distributed.planner.types import ShardingOption
 
 from distembed.composition import PathMLP
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
+from distembed.optim.states import IS_ROW_WISE, TableOptimizers
 from distembed.partitions import QuotientRemainder
 from distembed.planning.estimator import Reservation, StorageEstimator
-from distembed.planning.optimizer_states import IS_ROW_WISE, TableOptimizers
 from distembed.planning.storage import TableStorage, function_storage, table_storage
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from distembed.sharding.placement import SHARDING_TYPES, can_be_placed, place

@@ -13,6 +13,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.errors import RunError, UserError
+from distembed.optim.states import TableOptimizers
 from distembed.partitions import QuotientRemainder
 from distembed.planning import PlanConfig, Workload, describe_plan, make_plan, plan_as_json
 from distembed.planning import plan as plan_module
@@ -20,7 +21,6 @@ from distembed.planning.cluster import Cluster
 from distembed.planning.config import TablePlanConfig
 from distembed.planning.devices import find_device
 from distembed.planning.networks import NetworkEstimate
-from distembed.planning.optimizer_states import TableOptimizers
 from distembed.planning.plan import find_plan
 from distembed.planning.storage import table_storage, total
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder

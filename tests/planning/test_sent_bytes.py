@@ -12,9 +12,9 @@ from torch import Tensor
 
 from distembed.planning.buffers import SentBytes, Step
 from distembed.planning.networks import NetworkEstimate
+from distembed.ranks import Ranks
 from distembed.sharding.bag_collection import ShardedCompositionalEmbeddingBagCollection
-from distembed.training.processes import Processes
-from distembed.training.task import StepPipeline
+from distembed.training.pipeline import StepPipeline
 from tests.planning.test_buffers import Case, batches, sharded, workload_of
 from tests.ranks import run_on_ranks
 
@@ -82,9 +82,7 @@ def check(rank: int, world_size: int, cases: list[Case]) -> None:
     torch.manual_seed(0)
     for case in cases:
         model, optimizers = sharded(case, world_size)
-        pipeline = StepPipeline(
-            model, optimizers.combined, Processes(rank, world_size, world_size, torch.device("cpu"))
-        )
+        pipeline = StepPipeline(model, optimizers.combined, Ranks(rank, world_size, world_size, torch.device("cpu")))
         sent, num_rows = Sent(rank, world_size), case.batch_size // world_size
         with counted(sent):
             assert len(list(pipeline.outputs(batches(case, rank, num_rows, NUM_STEPS)))) == NUM_STEPS

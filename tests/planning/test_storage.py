@@ -11,8 +11,8 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from distembed.planning.storage import table_storage, total
 from distembed.sharding.bag_collection import ShardedCompositionalEmbeddingBagCollection
+from tests.layouts import LAYOUTS, OPTIMIZERS, Trained, build
 from tests.ranks import run_on_ranks
-from tests.training.layouts import LAYOUTS, OPTIMIZERS, Trained, build
 
 
 def local_bytes(value: object) -> int:

@@ -21,15 +21,15 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimiz
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.data.batch import Batch
+from distembed.data.reader.batch import Batch
 from distembed.embedding import CompositionalEmbeddingBagCollection
 from distembed.models.mlp import MLP
 from distembed.planning import PlanConfig, Workload, make_plan
 from distembed.planning.config import TablePlanConfig
+from distembed.ranks import process_group
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, lookup
 from distembed.sharding.placement import width
-from distembed.training.processes import process_group
-from distembed.training.task import ClickTask
+from distembed.tasks.click import ClickTask
 from tests.ranks import run_on_ranks
 from tests.sharding.test_sharded_equals_unsharded import (
     SHARDING_TYPES,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.data.batch import Batch
+from distembed.data.reader.batch import Batch
 from distembed.embedding import (
     CompositionalEmbeddingBagCollection,
     CompositionalEmbeddingCollection,

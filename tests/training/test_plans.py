@@ -13,7 +13,7 @@ import yaml
 from distembed import cli
 from tests.processes import run_processes
 from tests.ranks import free_port
-from tests.training.conftest import SIZES
+from tests.small_runs import SIZES
 from tests.training.test_schemes import losses
 
 # a path cannot be divided by columns

@@ -9,7 +9,7 @@ import pytest
 
 from distembed import cli
 from distembed.errors import UserError
-from tests.training.conftest import distembed
+from tests.small_runs import distembed
 from tests.training.test_schemes import losses
 
 OVERRIDES = ["train.max_steps=8", "train.checkpoint_every=4", "train.keep_checkpoints=9"]

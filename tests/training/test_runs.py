@@ -20,7 +20,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 from distembed import cli
 from distembed.errors import UserError
 from tests.processes import start_processes
-from tests.training.conftest import ROWS, command, distembed, launch, run_command, write_dataset
+from tests.small_runs import ROWS, command, distembed, launch, run_command, write_dataset
 
 
 def metrics(run: Path, kind: str) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from tests.training.conftest import SIZES, distembed
+from tests.small_runs import SIZES, distembed
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from distembed.errors import UserError
 from distembed.sse import Graph
 from tests.processes import run_processes
 from tests.ranks import free_port
-from tests.training.conftest import SIZES
+from tests.small_runs import SIZES
 from tests.training.test_runs import call, losses, metrics
 
 P0 = {"C1": 0.1, "C2": 0.3, "C3": 0.1, "M": 0.0}

@@ -1,0 +1,231 @@
+"""The checkpoints of a run: where they are, which is the newest, and writing one while training goes on."""
+
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torchrec.optim.keyed import KeyedOptimizer
+
+from distembed.checkpoints.checkpoint import CheckpointContent, damaged, load_checkpoint, not_written, write_checkpoint
+from distembed.checkpoints.store import CheckpointStore, naming
+from distembed.errors import UserError
+from distembed.host_memory import available_memory_bytes, give_back_freed_memory
+from distembed.ranks import Collectives, Ranks
+
+PROGRESS_KEYS = ("step", "samples", "seconds", "reader")
+"""What a run tells :meth:`Checkpoints.save` and gets back from :meth:`Checkpoints.load`."""
+
+_COPY_SHARE = 0.5
+"""Of the available memory, what a copy may take that is written in the background."""
+
+
+def checkpoint_place(run_dir: Path, checkpoint_dir: str | None) -> str:
+    """Where the checkpoints of a run are.
+
+    Args:
+        run_dir: the run's folder.
+        checkpoint_dir: ``train.checkpoint_dir``.
+    """
+    if checkpoint_dir is not None and "://" in checkpoint_dir:
+        return checkpoint_dir
+    return str(run_dir.absolute() / Path(checkpoint_dir or "checkpoints").expanduser())
+
+
+def newest_checkpoint(run_dir: Path, checkpoint_dir: str | None = None) -> str:
+    """The newest whole checkpoint of a run.
+
+    Raises:
+        UserError: where it has none, or they cannot be got at.
+    """
+    place = checkpoint_place(run_dir, checkpoint_dir)
+    store = CheckpointStore(place)
+    with naming(place):
+        names = store.names()
+    if not names:
+        raise UserError(
+            f"{run_dir} has no checkpoint in {place}; give the folder of a run that `distembed train` made."
+        )
+    return store.path_of(names[-1])
+
+
+class Checkpoints:
+    """The checkpoints of one run, newest last; all ranks construct and call it together.
+
+    A checkpoint is copied to host memory and written beside training, in a thread with a process group of its own,
+    where the copies of a machine's ranks fit into half of its available memory; else the step waits for it. At most one
+    is being written: the next one, the end of the block, and :meth:`wait` wait for it and raise what went wrong.
+
+    Args:
+        url: where they lie.
+        keep: how many of the newest are kept.
+        processes: the ranks.
+        owner: names the run, where other runs might be given the same place.
+    """
+
+    def __init__(self, url: str, keep: int, processes: Ranks, owner: str | None = None) -> None:
+        self._store = CheckpointStore(url)
+        self._keep = keep
+        self._processes = processes
+        self._owner = owner
+        self._together = Collectives.in_own_group()
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+        self._said_that_steps_wait = False
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.wait()
+        elif isinstance(error, Exception) and self._thread is not None:
+            self._thread.join()  # what is being written may be the last that there will be
+            if self._failure is not None:
+                error.add_note(f"Besides: {self._failure}")
+
+    def newest(self) -> str | None:
+        """The newest whole one, the same on all ranks.
+
+        Raises:
+            UserError: where they cannot be got at.
+        """
+        with naming(self._store.url):
+            names = self._together.on_first(self._store.names)
+        return self._store.path_of(names[-1]) if names else None
+
+    def require_usable(self) -> None:
+        """Makes sure that every rank can write, and that the first sees what the others wrote.
+
+        Raises:
+            UserError: where that is not so, with the reason.
+        """
+        store, together = self._store, self._together
+        problem = None
+        try:
+            with naming(store.url):
+                store.write_probe(together.rank)
+        except UserError as error:
+            problem = str(error)
+        problems = [found for found in together.gather(problem) if found is not None]
+        try:
+            with naming(store.url):
+                unseen = together.on_first(lambda: [r for r in range(together.world_size) if not store.sees_probe(r)])
+                if not problems and unseen:
+                    problems = [
+                        f"what rank(s) {', '.join(map(str, unseen))} wrote to {store.url} is not seen by rank 0; give "
+                        "a place that all ranks share as train.checkpoint_dir."
+                    ]
+        finally:
+            if problem is None:
+                with naming(store.url):
+                    store.remove_probe(together.rank)
+        if problems:
+            raise UserError(problems[0])
+        if self._owner is not None:
+            with naming(store.url):
+                together.on_first(partial(self._claim, self._owner))
+
+    def _claim(self, owner: str) -> None:
+        if self._store.owner() is None:
+            self._store.claim(owner)
+        found = self._store.owner()
+        if found != owner:
+            raise UserError(
+                f"{self._store.url} keeps the checkpoints of {found}, not of {owner}; give another "
+                "train.checkpoint_dir, or remove the file .run in it if that run is gone or has moved."
+            )
+
+    def load(self, checkpoint: str, model: nn.Module, optimizer: KeyedOptimizer) -> dict[str, Any]:
+        """Goes on from a checkpoint: weights, optimizer state, random state.
+
+        Returns:
+            What :meth:`save` was told as ``progress``.
+
+        Raises:
+            UserError: as :func:`load_checkpoint`.
+        """
+        progress = load_checkpoint(checkpoint, model, optimizer, restore_random=True, together=self._together)
+        missing = [key for key in PROGRESS_KEYS if key not in progress]
+        if missing:
+            raise damaged(checkpoint, KeyError(f"progress.json has no {', '.join(missing)}"))
+        return progress
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: KeyedOptimizer,
+        progress: Mapping[str, Any],
+        say: Callable[[str], None],
+    ) -> None:
+        """Writes a checkpoint, or has it written while training goes on; on failure the older ones stay.
+
+        Args:
+            step: number of steps done.
+            model: what was trained.
+            optimizer: of its parameters.
+            progress: what :meth:`load` returns.
+            say: prints a line, when the checkpoint is whole.
+
+        Raises:
+            RunError: where this one could not be written, with the reason. Where the one before could not be, this one
+                is written at once, to see whether that was a passing failure.
+        """
+        failed_before = self._join()
+        name = f"step-{step:08d}"
+        try:
+            is_there = self._together.on_first(partial(self._store.is_whole, name))
+        except Exception as error:  # file systems raise errors of their own kinds
+            raise not_written(self._store, name, error) from error
+        if is_there:
+            if failed_before is not None:
+                raise failed_before
+            return
+        content = CheckpointContent.of(name, model, optimizer, progress, self._together)
+        if failed_before is None and self._copies_fit(content.num_bytes):
+            self._thread = threading.Thread(
+                target=self._write, args=(content.copied_to_host(), say), name=name, daemon=True
+            )
+            self._thread.start()
+        else:
+            if failed_before is not None:
+                say(f"an earlier checkpoint could not be written: {failed_before}")
+            elif not self._said_that_steps_wait:
+                say("training waits while checkpoints are written: copies of the tables would not fit into memory")
+                self._said_that_steps_wait = True
+            self._write(content, say)
+            self.wait()
+
+    def wait(self) -> None:
+        """Returns when nothing is being written.
+
+        Raises:
+            RunError: where what was being written could not be.
+        """
+        failure = self._join()
+        if failure is not None:
+            raise failure
+
+    def _join(self) -> Exception | None:
+        """Returns when nothing is being written, with what went wrong."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            give_back_freed_memory()  # that of the copy
+        failure, self._failure = self._failure, None
+        return failure
+
+    def _write(self, content: CheckpointContent, say: Callable[[str], None]) -> None:
+        try:
+            write_checkpoint(self._store, content, self._keep, self._together)
+            say(f"saved {self._store.path_of(content.name)}")
+        except Exception as error:  # raised by wait, in the main thread
+            self._failure = error
+
+    def _copies_fit(self, num_bytes: int) -> bool:
+        most = max(self._together.gather(num_bytes))
+        fits = most * self._processes.local_world_size <= _COPY_SHARE * available_memory_bytes()
+        return all(self._together.gather(fits))

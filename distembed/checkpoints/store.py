@@ -1,0 +1,198 @@
+"""Where checkpoints lie: a local folder or any URL that fsspec knows, and how they come and go.
+
+Object stores cannot rename a folder at once, so that the same rule holds for all places: a checkpoint is whole once its
+last-written file, ``progress.json``, is there, and to remove a checkpoint is to remove that file first. What has no
+such file was being written, or removed, when its process died; it is passed over, and cleared away at the next save.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from distembed.errors import UserError
+from distembed.files import finite
+
+LAST_FILE = "progress.json"
+_OWNER_FILE = ".run"
+
+
+class CheckpointStore:
+    """Named checkpoints below one place.
+
+    Args:
+        url: a local path, or a URL such as ``s3://bucket/folder``.
+
+    Raises:
+        UserError: for a protocol that fsspec does not know, or whose package is not installed.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._files, self._root = open_file_system(url)
+
+    def path_of(self, name: str) -> str:
+        """Where a checkpoint is, to give to :func:`distembed.checkpoints.checkpoint.load_checkpoint`."""
+        return f"{self.url}/{name}"
+
+    def names(self) -> list[str]:
+        """Whole checkpoints, oldest first."""
+        return [name for name in self._names() if self._is_whole(name)]
+
+    def is_whole(self, name: str) -> bool:
+        """Whether this checkpoint is there, and whole."""
+        self._files.invalidate_cache()
+        return self._is_whole(name)
+
+    def start(self, name: str) -> None:
+        """Makes room for a checkpoint that is about to be written.
+
+        Raises:
+            UserError: where other files are in its way.
+        """
+        if self._files.exists(f"{self._root}/{name}") and not self._is_checkpoint(name):
+            raise UserError(
+                f"{self.path_of(name)} is there and holds files that are no checkpoint's; give another name, or move "
+                "them."
+            )
+        self._remove(name)
+        self._files.makedirs(f"{self._root}/{name}", exist_ok=True)
+
+    def finish(self, name: str, contents: Mapping[str, Any]) -> None:
+        """Declares a checkpoint whole, with what its last file says."""
+        path = f"{self._root}/{name}/{LAST_FILE}"
+        with self._files.open(f"{path}.partial", "wb") as file:
+            file.write(json.dumps(finite(contents), indent=2).encode())
+        self._files.mv(f"{path}.partial", path)
+
+    def discard(self, name: str) -> None:
+        """Clears away what could not be written to its end."""
+        if not self.is_whole(name):
+            self._remove(name)
+
+    def keep_newest(self, count: int) -> None:
+        """Removes all others, and what is not whole."""
+        kept = self.names()[-count:]
+        for name in self._names():
+            if name not in kept and self._is_checkpoint(name):
+                self._remove(name)
+
+    def write_probe(self, rank: int) -> None:
+        """Writes a small file to see whether that can be done."""
+        self._files.makedirs(self._root, exist_ok=True)
+        with self._files.open(self._probe(rank), "wb") as file:
+            file.write(b"written to see whether checkpoints can be")
+
+    def sees_probe(self, rank: int) -> bool:
+        """Whether the file that ``rank`` wrote is there."""
+        self._files.invalidate_cache()
+        return bool(self._files.exists(self._probe(rank)))
+
+    def remove_probe(self, rank: int) -> None:
+        """Removes this rank's file."""
+        if self._files.exists(self._probe(rank)):
+            self._files.rm(self._probe(rank))
+
+    def owner(self) -> str | None:
+        """Which run keeps its checkpoints here, if any has said so."""
+        self._files.invalidate_cache()
+        path = f"{self._root}/{_OWNER_FILE}"
+        return str(self._files.cat_file(path).decode()) if self._files.exists(path) else None
+
+    def claim(self, owner: str) -> None:
+        """Says that a run keeps its checkpoints here."""
+        self._files.pipe_file(f"{self._root}/{_OWNER_FILE}", owner.encode())
+
+    def room_left(self) -> str:
+        """Free space in words, where it is known."""
+        if not isinstance(self._files, LocalFileSystem):
+            return ""
+        existing = next(path for path in (Path(self._root), *Path(self._root).parents) if path.exists())
+        return f"; {shutil.disk_usage(existing).free >> 20:,} MiB were left"
+
+    def _probe(self, rank: int) -> str:
+        return f"{self._root}/.probe-of-rank-{rank}"
+
+    def _names(self) -> list[str]:
+        self._files.invalidate_cache()
+        if not self._files.exists(self._root):
+            return []
+        paths = self._files.ls(self._root, detail=False)
+        return sorted(name for path in paths if (name := path.rstrip("/").rsplit("/", 1)[-1]).startswith("step-"))
+
+    def _is_checkpoint(self, name: str) -> bool:
+        """Whether a folder holds nothing but what checkpoints are made of."""
+        if not self._files.isdir(f"{self._root}/{name}"):
+            return False
+        files = [path.rstrip("/").rsplit("/", 1)[-1] for path in self._files.ls(f"{self._root}/{name}", detail=False)]
+        return all(file.startswith((".metadata", LAST_FILE)) or file.endswith((".distcp", ".tmp")) for file in files)
+
+    def _is_whole(self, name: str) -> bool:
+        return bool(self._files.exists(f"{self._root}/{name}/{LAST_FILE}"))
+
+    def _remove(self, name: str) -> None:
+        folder = f"{self._root}/{name}"
+        if self._is_whole(name):
+            self._files.rm(f"{folder}/{LAST_FILE}")
+        if self._files.exists(folder):
+            self._files.rm(folder, recursive=True)
+
+
+def place_and_name(checkpoint: str) -> tuple[str, str]:
+    """Where a checkpoint lies, and its name there.
+
+    Raises:
+        UserError: for what is no path of a folder that could be made.
+    """
+    protocol, separator, path = checkpoint.rstrip("/").rpartition("://")
+    name = path.rpartition("/")[2]
+    parent = (path if separator else str(Path(path).absolute())).rpartition("/")[0]
+    if name in ("", ".", "..") or (separator and not parent):
+        raise UserError(
+            f"{checkpoint!r} names no checkpoint; give a folder within another, such as checkpoints/step-00001000 or "
+            "s3://bucket/step-00001000."
+        )
+    return f"{protocol}{separator}{parent or '/'}", name
+
+
+def open_file_system(url: str) -> tuple[Any, str]:
+    """The file system that a URL speaks of, and the path within it.
+
+    Raises:
+        UserError: as :class:`CheckpointStore`.
+    """
+    try:
+        files, path = fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        raise UserError(f"{url} needs a package that is not installed: {error}") from error
+    except (ValueError, OSError) as error:
+        raise UserError(
+            f"{url} is no place for checkpoints ({error}); give a folder or a URL that fsspec knows."
+        ) from error
+    return files, path.rstrip("/")
+
+
+def read_last_file(checkpoint: str) -> dict[str, Any]:
+    """What :meth:`CheckpointStore.finish` wrote."""
+    files, path = open_file_system(checkpoint)
+    contents: dict[str, Any] = json.loads(files.cat_file(f"{path}/{LAST_FILE}"))
+    return contents
+
+
+@contextmanager
+def naming(place: str) -> Iterator[None]:
+    """Turns whatever a file system raises into an error that names the place."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # file systems raise errors of their own kinds
+        raise UserError(
+            f"checkpoints cannot be kept in {place} ({type(error).__name__}: {error}). Check that it exists and can be "
+            "written to, or give another place as train.checkpoint_dir."
+        ) from error

@@ -1,0 +1,1 @@
+"""The commands of ``distembed``, a file a group: options and calls, no decisions."""

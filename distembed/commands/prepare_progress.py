@@ -1,0 +1,75 @@
+"""What ``distembed prepare`` prints: a live bar in a terminal, a line a stage elsewhere."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from distembed.data.prepare.criteo import ProgressUpdate
+
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+@contextmanager
+def prepare_progress(console: Console) -> Iterator[Callable[[ProgressUpdate], None]]:
+    """Gives the function that a preparation tells how far it is."""
+    if not console.is_terminal:
+        yield _Lines(console)
+        return
+    columns = (
+        TextColumn("[bold]{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[rows]:,} rows, {task.fields[rate]:,.0f} rows/s"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as bar:
+        yield _Bar(bar)
+
+
+class _Bar:
+    """A bar a stage."""
+
+    def __init__(self, bar: Progress) -> None:
+        self._bar = bar
+        self._tasks: dict[str, tuple[TaskID, float]] = {}
+
+    def __call__(self, update: ProgressUpdate) -> None:
+        if update.stage not in self._tasks:
+            self._tasks[update.stage] = (self._bar.add_task(update.stage, rows=0, rate=0.0), time.perf_counter())
+        task, started = self._tasks[update.stage]
+        self._bar.update(
+            task,
+            completed=update.bytes_done,
+            total=update.bytes_total,
+            rows=update.rows_done,
+            rate=update.rows_done / max(1e-9, time.perf_counter() - started),
+        )
+
+
+class _Lines:
+    """A line when a stage begins, and every few seconds within it."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._stage = ""
+        self._started = self._shown = 0.0
+
+    def __call__(self, update: ProgressUpdate) -> None:
+        now = time.perf_counter()
+        if update.stage != self._stage:
+            self._stage, self._started, self._shown = update.stage, now, now
+            self._say(f"prepare: {update.stage}")
+        elif now - self._shown > _SECONDS_BETWEEN_LINES:
+            self._shown = now
+            seconds = now - self._started
+            left = seconds * (update.bytes_total / max(1, update.bytes_done) - 1)
+            self._say(
+                f"prepare: {update.stage}  {update.bytes_done / max(1, update.bytes_total):.0%}  "
+                f"{update.rows_done:,} rows, {update.rows_done / seconds:,.0f} rows/s, {left:,.0f} s left"
+            )
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)

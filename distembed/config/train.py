@@ -1,0 +1,47 @@
+"""The ``train`` section of a config."""
+
+from dataclasses import field
+from typing import Annotated, Literal
+
+import pydantic.dataclasses
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt
+
+from distembed.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
+
+_STRICT = ConfigDict(extra="forbid", strict=True)
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
+class TrainConfig:
+    """How to train.
+
+    Attributes:
+        batch_size: rows of a step over all ranks together.
+        epochs: times that each training row is read.
+        max_steps: stop after so many steps, even within an epoch; null for no limit.
+        seed: of the weights, the order of rows and all else that is random.
+        dense_optimizer: of the networks.
+        sparse_optimizer: of the embedding tables.
+        precision: of the networks: ``bf16`` autocast, ``fp32``, or ``auto`` for bf16 where the processor does that.
+        device: ``cpu``, ``cuda``, or ``auto`` for CUDA where there is a device.
+        log_every: steps between two lines of metrics.
+        evaluate_every: steps between two evaluations on the validation split; 0 for the end of each epoch only.
+        checkpoint_every: steps between two checkpoints; 0 for the end of each epoch only.
+        keep_checkpoints: how many of the newest checkpoints are kept.
+        checkpoint_dir: where checkpoints go: a folder, relative to the run's if not absolute, or any URL that fsspec
+            knows, such as ``s3://bucket/folder``; null for ``checkpoints`` in the run's folder.
+    """
+
+    batch_size: PositiveInt = 128
+    epochs: PositiveInt = 1
+    max_steps: PositiveInt | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    dense_optimizer: DenseOptimizerConfig = field(default_factory=DenseOptimizerConfig)
+    sparse_optimizer: SparseOptimizerConfig = field(default_factory=SparseOptimizerConfig)
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    log_every: PositiveInt = 100
+    evaluate_every: NonNegativeInt = 0
+    checkpoint_every: NonNegativeInt = 0
+    keep_checkpoints: PositiveInt = 2
+    checkpoint_dir: Annotated[str, Field(min_length=1)] | None = None

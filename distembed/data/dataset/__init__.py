@@ -1,0 +1,1 @@
+"""A prepared dataset: its schema and its manifest."""

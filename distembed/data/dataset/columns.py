@@ -1,0 +1,36 @@
+"""Whether the columns of a Parquet file are what a schema says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+
+from distembed.data.dataset.schema import CategoricalFeature, Schema
+from distembed.errors import UserError
+
+
+def check_columns(path: Path, columns: pa.Schema, schema: Schema) -> None:
+    """Check names and types.
+
+    Raises:
+        UserError: a column is missing, or its type does not fit its role.
+    """
+    missing = [name for name in schema.columns if name not in columns.names]
+    if missing:
+        raise UserError(f"{path} lacks the columns {', '.join(missing)}: it has {', '.join(columns.names)}")
+    for name in (schema.label, *schema.dense):
+        kind = columns.field(name).type
+        if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
+            raise UserError(f"{path}, column {name!r}: its type is {kind}; a label or dense column is numeric")
+    for feature in schema.categorical:
+        _check_ids(path, feature, columns.field(feature.name).type)
+
+
+def _check_ids(path: Path, feature: CategoricalFeature, kind: pa.DataType) -> None:
+    is_list = any(check(kind) for check in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list))
+    wanted = "a list of integers" if feature.multi_hot else "integer"
+    if is_list != feature.multi_hot or not pa.types.is_integer(kind.value_type if is_list else kind):
+        raise UserError(
+            f"{path}, column {feature.name!r}: its type is {kind}, but multi_hot={feature.multi_hot} needs {wanted}"
+        )

@@ -1,0 +1,202 @@
+"""The first pass over raw files: blocks are read, parsed by a few threads and spooled, malformed rows are listed.
+
+One thread reads and takes the checksums; parsing, which is most of the work, runs beside it and leaves the
+interpreter's lock alone. What blocks say is handled in the order of the input, so nothing depends
+on which thread was faster.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from distembed.data.dataset.manifest import Rejected, SourceFile
+from distembed.data.prepare.parse import REASONS, RejectedRow, parse_block
+from distembed.data.prepare.raw import SourceReader, source_names
+from distembed.data.prepare.spool import SpooledBlock, write_block
+from distembed.errors import UserError
+
+REJECTED_NAME = "rejected.tsv"
+
+_EXAMPLES = 5
+_EXAMPLE_CHARACTERS = 120
+
+# More than half of this many rows malformed is another kind of file: no need to read a terabyte of it.
+_HOPELESS_ROWS = 1000
+
+
+@dataclass
+class Ingested:
+    """What the first pass found.
+
+    Attributes:
+        blocks: spooled blocks with at least one row, in order.
+        sources: the files, with checksums.
+        rejected: counts of malformed rows.
+        examples: the first malformed rows, as file:line and the text.
+    """
+
+    blocks: list[SpooledBlock] = field(default_factory=list)
+    sources: list[SourceFile] = field(default_factory=list)
+    rejected: Rejected = field(default_factory=Rejected)
+    examples: list[str] = field(default_factory=list)
+
+    @property
+    def num_rows(self) -> int:
+        """Well-formed rows."""
+        return self.blocks[-1].stop_row if self.blocks else 0
+
+    @property
+    def source_rows(self) -> list[int]:
+        """Well-formed rows of each file."""
+        return [source.num_rows - source.num_rejected for source in self.sources]
+
+
+@dataclass(frozen=True)
+class _Parsed:
+    """What is kept in memory of a parsed block."""
+
+    source: int
+    path: Path
+    num_lines: int
+    num_rows: int
+    num_keys: tuple[int, ...]
+    rejected: tuple[RejectedRow, ...]
+
+
+class Ingestion:
+    """Reads files into a spool folder."""
+
+    def __init__(
+        self,
+        sources: Sequence[Path],
+        folder: Path,
+        spool: Path,
+        *,
+        block_bytes: int,
+        threads: int,
+        max_rejected: float,
+        report: Callable[[int, int], None],
+    ) -> None:
+        """Prepare to read.
+
+        Args:
+            sources: files in time order.
+            folder: gets ``rejected.tsv`` if there are malformed rows.
+            spool: an existing folder for the blocks.
+            block_bytes: text of a block.
+            threads: that parse.
+            max_rejected: the largest share of malformed rows that is put up with.
+            report: called with the bytes and the rows read so far.
+        """
+        self._sources, self._names = sources, source_names(sources)
+        self._spool = spool
+        self._rejected_path = folder / REJECTED_NAME
+        self._rejected_file: BinaryIO | None = None
+        self._block_bytes, self._threads = block_bytes, threads
+        self._max_rejected, self._report = max_rejected, report
+        self._readers = [SourceReader(source, block_bytes) for source in sources]
+        self._lines = [0] * len(sources)
+        self._rejected = [0] * len(sources)
+        self._reasons: Counter[str] = Counter()
+        self._result = Ingested()
+
+    def run(self) -> Ingested:
+        """Read everything.
+
+        Raises:
+            UserError: a file cannot be read, no row is well-formed, or too many are malformed.
+        """
+        try:
+            for parsed in self._parse_in_order():
+                self._take(parsed)
+                self._report(sum(reader.bytes_read for reader in self._readers), self._result.num_rows)
+        finally:
+            if self._rejected_file is not None:
+                self._rejected_file.close()
+        self._result.sources = [self._source(index) for index in range(len(self._sources))]
+        self._result.rejected = Rejected(
+            sum(self._rejected),
+            {reason: self._reasons[reason] for reason in REASONS if self._reasons[reason]},
+            REJECTED_NAME if sum(self._rejected) else None,
+        )
+        self._check()
+        return self._result
+
+    def _parse_in_order(self) -> Iterator[_Parsed]:
+        waiting: deque[Future[_Parsed]] = deque()
+        pool = ThreadPoolExecutor(self._threads, "distembed-parse")
+        try:
+            for index, (source, data) in enumerate(self._raw_blocks()):
+                waiting.append(pool.submit(self._parse, index, source, data))
+                del data  # the thread has it: no second block is kept alive
+                if len(waiting) > self._threads:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _raw_blocks(self) -> Iterator[tuple[int, bytes]]:
+        for source, reader in enumerate(self._readers):
+            for data in reader.blocks():
+                yield source, data
+
+    def _parse(self, index: int, source: int, data: bytes) -> _Parsed:
+        block = parse_block(data)
+        path = self._spool / f"block-{index:06d}"
+        if block.num_rows:
+            write_block(path, block)
+        num_keys = tuple(len(ids.keys) for ids in block.ids)
+        return _Parsed(source, path, block.num_lines, block.num_rows, num_keys, block.rejected)
+
+    def _take(self, parsed: _Parsed) -> None:
+        for row in parsed.rejected:
+            self._reject(parsed.source, row)
+        self._lines[parsed.source] += parsed.num_lines
+        self._rejected[parsed.source] += len(parsed.rejected)
+        if parsed.num_rows:
+            blocks = self._result.blocks
+            first_row = self._result.num_rows
+            blocks.append(SpooledBlock(parsed.path, len(blocks), first_row, parsed.num_rows, parsed.num_keys))
+        if sum(self._lines) >= _HOPELESS_ROWS and sum(self._rejected) > max(0.5, self._max_rejected) * sum(self._lines):
+            raise UserError(f"{self._complaint()} so far, so nothing more is read")
+
+    def _reject(self, source: int, row: RejectedRow) -> None:
+        if self._rejected_file is None:
+            self._rejected_file = open(self._rejected_path, "wb")
+            self._rejected_file.write(b"file\tline\treason\trow\n")
+        line = self._lines[source] + row.line + 1
+        self._rejected_file.write(f"{self._names[source]}\t{line}\t{row.reason}\t".encode() + row.text + b"\n")
+        self._reasons[row.reason] += 1
+        if len(self._result.examples) < _EXAMPLES:
+            text = row.text.decode(errors="backslashreplace")[:_EXAMPLE_CHARACTERS]
+            self._result.examples.append(f"{self._sources[source]}:{line}: {row.reason}: {text!r}")
+
+    def _source(self, index: int) -> SourceFile:
+        reader = self._readers[index]
+        return SourceFile(
+            self._names[index], reader.bytes_read, reader.sha256, self._lines[index], self._rejected[index]
+        )
+
+    def _check(self) -> None:
+        if not sum(self._lines):
+            raise UserError(f"the input has no rows: {', '.join(map(str, self._sources[:_EXAMPLES]))}")
+        if sum(self._rejected) > self._max_rejected * sum(self._lines):
+            raise UserError(self._complaint())
+        if not self._result.num_rows:
+            raise UserError(f"no row of the input is well-formed: {self._complaint()}")
+
+    def _complaint(self) -> str:
+        rows, rejected = sum(self._lines), sum(self._rejected)
+        reasons = ", ".join(f"{reason} {self._reasons[reason]}" for reason in REASONS if self._reasons[reason])
+        return (
+            f"{rejected} of {rows} rows are malformed ({reasons}), which is more than max_rejected="
+            f"{self._max_rejected:g}; nothing was written. A row is a label (0 or 1), 13 integers and 26 hexadecimal "
+            "ids, separated by tabs. Mend the rows or allow more. The first ones:\n  "
+            + "\n  ".join(self._result.examples)
+        )

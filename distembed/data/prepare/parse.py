@@ -1,0 +1,258 @@
+r"""A block of Criteo lines as columns, with the malformed rows set aside.
+
+A row is ``label \t I1 .. I13 \t C1 .. C26``. It is malformed, for the first of these reasons that holds:
+
+- ``columns``: it does not have 40 fields;
+- ``label``: the label is neither ``0`` nor ``1``;
+- ``dense``: an integer is neither empty nor ``-?[0-9]+`` within 64 bits;
+- ``id``: an id is neither empty nor 1 to 8 hexadecimal digits, of either case.
+
+Almost every block is well-formed and has ids of 8 digits: a typed parse reads it, and any surprise makes it give the
+whole block over to a parse as text (three times slower) that finds the rows at fault. Each distinct id is decoded once
+a block: ids leave as codes into the block's list of keys (32 bits without a sign: int32 would overflow).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv as pcsv
+from numpy.typing import NDArray
+
+from distembed.data.dataset.schema import CRITEO_CATEGORICAL, CRITEO_DENSE
+
+REASONS: tuple[str, ...] = ("columns", "label", "dense", "id")
+
+_LABEL = "label"
+_COLUMNS: tuple[str, ...] = (_LABEL, *CRITEO_DENSE, *CRITEO_CATEGORICAL)
+_ID_TEXT = pa.binary(8)
+# What pyarrow parses at a time: at 4 MiB the columns that it builds stay in cache, and it is twice as fast as at 27.
+_CACHED_BYTES = 4 << 20
+
+_INT64 = np.iinfo(np.int64)
+
+# What the typed parse would let pass though the grammar above does not: blanks around numbers, and 0x1F.
+_SUSPICIOUS = (b" ", b"x", b"X", b"+", b"\r")
+
+# pyarrow takes a lone carriage return for a line's end, skips a byte order mark, and can only report UTF-8. None of
+# these bytes belongs in a field, so each may as well be another byte that does not.
+_HARMLESS = bytes(byte if byte < 128 and byte != ord("\r") else 1 for byte in range(256))
+
+_HEX_VALUE = np.full(256, 255, np.uint8)
+_HEX_VALUE[np.frombuffer(b"0123456789", np.uint8)] = range(10)
+_HEX_VALUE[np.frombuffer(b"abcdef", np.uint8)] = range(10, 16)
+_HEX_VALUE[np.frombuffer(b"ABCDEF", np.uint8)] = range(10, 16)
+
+
+@dataclass(frozen=True)
+class RejectedRow:
+    """A malformed row: its line in the block, counted from 0, why, and its bytes."""
+
+    line: int
+    reason: str
+    text: bytes
+
+
+@dataclass(frozen=True)
+class IdColumn:
+    """Ids of one feature: row i has ``keys[codes[i]]``, and code 0 is a missing value (keys[0] is unused)."""
+
+    codes: NDArray[Any]
+    keys: NDArray[np.uint32]
+
+
+@dataclass(frozen=True)
+class ParsedBlock:
+    """The well-formed rows of a block by column, and the others.
+
+    Attributes:
+        num_lines: lines of the block, malformed ones included.
+        labels: 0 or 1.
+        dense: log(1 + x) of each integer column; missing and negative values give 0 (Naumov et al. 2019, DLRM).
+        ids: one column for each categorical feature.
+        rejected: the malformed rows, in order.
+    """
+
+    num_lines: int
+    labels: NDArray[np.int8]
+    dense: tuple[NDArray[np.float32], ...]
+    ids: tuple[IdColumn, ...]
+    rejected: tuple[RejectedRow, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Well-formed rows."""
+        return len(self.labels)
+
+
+class _IrregularError(Exception):
+    """The typed parse met something that only the text parse can judge."""
+
+
+def parse_block(data: bytes) -> ParsedBlock:
+    """Parse whole lines; nothing in them is an error."""
+    text = data.replace(b"\r\n", b"\n") if b"\r" in data else data
+    try:
+        return _parse_typed(data, text)
+    except (pa.ArrowInvalid, _IrregularError):
+        return _parse_text(data, text)
+
+
+def _parse_typed(data: bytes, text: bytes) -> ParsedBlock:
+    if not text.isascii() or any(pattern in text for pattern in _SUSPICIOUS):
+        raise _IrregularError
+    types = [pa.binary(1), *[pa.int64()] * len(CRITEO_DENSE), *[_ID_TEXT] * len(CRITEO_CATEGORICAL)]
+    columns, bad_lines = _read_csv(text, types, _CACHED_BYTES)
+    labels = _fixed_bytes(columns[0], np.uint8)
+    if columns[0].null_count or not ((labels == ord("0")) | (labels == ord("1"))).all():
+        raise _IrregularError
+    first_id = 1 + len(CRITEO_DENSE)
+    return ParsedBlock(
+        num_lines=len(labels) + len(bad_lines),
+        labels=(labels - ord("0")).astype(np.int8),
+        dense=tuple(_log_transform(column) for column in columns[1:first_id]),
+        ids=tuple(_encode_ids(column) for column in columns[first_id:]),
+        rejected=_rejected_rows(data, dict.fromkeys(bad_lines, "columns")),
+    )
+
+
+def _parse_text(data: bytes, text: bytes) -> ParsedBlock:
+    """Every field is read as bytes, and judged."""
+    columns, bad_lines = _read_csv(
+        text.removesuffix(b"\r").translate(_HARMLESS), [pa.binary()] * len(_COLUMNS), len(text) + 1
+    )
+    num_rows = len(columns[0])
+    first_id = 1 + len(CRITEO_DENSE)
+    wrong_label = _not(pc.is_in(columns[0], value_set=pa.array([b"0", b"1"])))
+    dense = [_judge_dense(column) for column in columns[1:first_id]]
+    ids = [_judge_ids(column) for column in columns[first_id:]]
+    wrong_dense = np.logical_or.reduce([wrong for _, wrong in dense])
+    wrong_id = np.logical_or.reduce([wrong for _, wrong in ids])
+
+    lines = np.delete(np.arange(num_rows + len(bad_lines)), bad_lines)
+    reasons = dict.fromkeys(bad_lines, "columns")
+    for reason, wrong in (("id", wrong_id), ("dense", wrong_dense), ("label", wrong_label)):
+        reasons |= dict.fromkeys(lines[wrong].tolist(), reason)
+    good = pa.array(np.flatnonzero(~(wrong_label | wrong_dense | wrong_id)))
+    return ParsedBlock(
+        num_lines=num_rows + len(bad_lines),
+        labels=pc.equal(columns[0].take(good), b"1").to_numpy(zero_copy_only=False).astype(np.int8),
+        dense=tuple(_log_transform(column.take(good)) for column, _ in dense),
+        ids=tuple(_encode_ids(column.take(good)) for column, _ in ids),
+        rejected=_rejected_rows(data, reasons),
+    )
+
+
+def _read_csv(text: bytes, types: Sequence[pa.DataType], bytes_at_a_time: int) -> tuple[list[pa.Array], list[int]]:
+    """The columns of the rows that have 40 fields, and the lines (from 0) of those that have not.
+
+    A line longer than ``bytes_at_a_time`` is an error of pyarrow's.
+    """
+    bad_lines: list[int] = []
+
+    def set_aside(row: pcsv.InvalidRow) -> str:
+        bad_lines.append(row.number - 1)
+        return "skip"
+
+    table = pcsv.read_csv(
+        pa.BufferReader(text),
+        pcsv.ReadOptions(use_threads=False, block_size=bytes_at_a_time, column_names=list(_COLUMNS)),
+        pcsv.ParseOptions(
+            delimiter="\t",
+            quote_char=False,
+            double_quote=False,
+            escape_char=False,
+            newlines_in_values=False,
+            ignore_empty_lines=False,
+            invalid_row_handler=set_aside,
+        ),
+        pcsv.ConvertOptions(
+            column_types=dict(zip(_COLUMNS, types, strict=True)),
+            null_values=[""],
+            strings_can_be_null=True,
+            check_utf8=False,
+        ),
+    )
+    columns = table.combine_chunks().columns
+    return [column.chunk(0) if column.num_chunks else pa.array([], column.type) for column in columns], bad_lines
+
+
+def _judge_dense(column: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
+    """The column as int64, and which rows are malformed (null in the column)."""
+    wrong = _not(pc.match_substring_regex(column, "^-?[0-9]+$"), column)
+    long = np.flatnonzero(pc.fill_null(pc.greater(pc.binary_length(column), 18), False).to_numpy(zero_copy_only=False))
+    for row in long.tolist():
+        if not wrong[row]:
+            # Python refuses more than 4300 digits, and leading zeros are harmless.
+            digits = column[row].as_py().lstrip(b"-").lstrip(b"0") or b"0"
+            value = int(digits[:20]) * (-1 if column[row].as_py().startswith(b"-") else 1)
+            wrong[row] = not _INT64.min <= value <= _INT64.max
+    return pc.cast(pc.cast(_without(column, wrong), pa.string()), pa.int64()), wrong
+
+
+def _judge_ids(column: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
+    """The column as text of exactly 8 digits, and which rows are malformed (null in the column)."""
+    wrong = _not(pc.match_substring_regex(column, "^[0-9a-fA-F]{1,8}$"), column)
+    padded = pc.utf8_lpad(pc.cast(_without(column, wrong), pa.string()), width=8, padding="0")
+    return pc.cast(pc.cast(padded, pa.binary()), _ID_TEXT), wrong
+
+
+def _not(matches: pa.Array, column: pa.Array | None = None) -> NDArray[np.bool_]:
+    """Where ``matches`` is false; a missing value counts as a match where ``column`` is given."""
+    wrong: NDArray[np.bool_] = ~pc.fill_null(matches, column is not None).to_numpy(zero_copy_only=False)
+    return wrong
+
+
+def _without(column: pa.Array, wrong: NDArray[np.bool_]) -> pa.Array:
+    return pc.if_else(pa.array(~wrong), column, pa.scalar(None, column.type)) if wrong.any() else column
+
+
+def _log_transform(column: pa.Array) -> NDArray[np.float32]:
+    values = (column.fill_null(0) if column.null_count else column).to_numpy()
+    result: NDArray[np.float32] = np.maximum(values, 0).astype(np.float32)
+    return np.log1p(result, out=result)
+
+
+def _encode_ids(column: pa.Array) -> IdColumn:
+    """Codes and keys of a column of 8-digit texts; the texts are compared as 64-bit numbers."""
+    texts = pa.Array.from_buffers(pa.uint64(), len(column), column.buffers(), column.null_count, column.offset)
+    encoded = texts.dictionary_encode()
+    keys = np.concatenate([np.zeros(1, np.uint32), _decode_hex(encoded.dictionary.to_numpy())])
+    codes = np.empty(len(column), code_dtype(len(keys)))
+    indices = encoded.indices.fill_null(-1) if encoded.indices.null_count else encoded.indices
+    np.add(indices.to_numpy(), 1, out=codes, casting="unsafe")
+    return IdColumn(codes, keys)
+
+
+def code_dtype(num_keys: int) -> np.dtype[Any]:
+    """The smallest type for codes below ``num_keys``."""
+    return np.min_scalar_type(max(num_keys - 1, 0))
+
+
+def _decode_hex(texts: NDArray[np.uint64]) -> NDArray[np.uint32]:
+    """Numbers of 8 hexadecimal digits each, given as the 8 bytes of their text."""
+    digits = _HEX_VALUE[texts.view(np.uint8)].reshape(-1, 8)
+    if (digits > 15).any():
+        raise _IrregularError
+    pairs = digits[:, 0::2] << 4 | digits[:, 1::2]
+    return pairs.view(">u4").reshape(-1).astype(np.uint32)
+
+
+def _fixed_bytes(column: pa.Array, dtype: type[np.uint8]) -> NDArray[np.uint8]:
+    values = np.frombuffer(column.buffers()[1] or b"", dtype)
+    return values[column.offset : column.offset + len(column)]
+
+
+def _rejected_rows(data: bytes, reasons: dict[int, str]) -> tuple[RejectedRow, ...]:
+    if not reasons:
+        return ()
+    lines = [line.removesuffix(b"\r") for line in data.split(b"\n")]
+    # pyarrow gives an empty line as 40 missing values.
+    return tuple(
+        RejectedRow(line, reasons[line] if lines[line] else "columns", lines[line]) for line in sorted(reasons)
+    )

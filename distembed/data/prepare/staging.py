@@ -1,0 +1,112 @@
+"""A folder that appears whole or not at all.
+
+Everything is written in a hidden folder beside the target, flushed to disk, and renamed. A process that is killed
+leaves the hidden folder behind: the next run on the same target removes it, since the lock that its process held is
+free. A run that finds the lock taken gives way.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from distembed.data.dataset.manifest import MANIFEST_NAME
+from distembed.errors import UserError
+
+_LOCK_NAME = ".lock"
+
+
+@contextmanager
+def staged_folder(
+    output: Path, *, overwrite: bool, kind: str = "dataset", marker: str = MANIFEST_NAME
+) -> Iterator[Path]:
+    """Give a folder to write in; it becomes ``output`` when the block ends, and is removed when it fails.
+
+    Args:
+        output: the folder to make. Its parents are made as needed.
+        overwrite: replace what is there already, if it is of the same kind. It stays until the new one is complete.
+        kind: what the folder is, in words.
+        marker: the file that every folder of this kind has.
+
+    Raises:
+        UserError: ``output`` exists and may not be replaced, or another process is writing it.
+    """
+    output = Path(os.path.realpath(output))  # a link to a dataset stays a link
+    _check_target(output, overwrite, kind, marker)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    _clear_remains(output)
+    folder = output.with_name(f".{output.name}.preparing-{os.getpid()}")
+    folder.mkdir()
+    try:
+        with open(folder / _LOCK_NAME, "w") as lock:
+            _lock(lock, output)
+            yield folder
+            (folder / _LOCK_NAME).unlink()
+            _flush(folder)
+            _swap(folder, output, overwrite)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_target(output: Path, overwrite: bool, kind: str, marker: str) -> None:
+    if not os.path.lexists(output):
+        return
+    if not overwrite:
+        raise UserError(f"{output} exists already: name another output, remove it, or ask for it to be overwritten")
+    if not (output / marker).is_file():
+        raise UserError(f"{output} is no {kind} (no {marker}), so it is not overwritten: name another")
+
+
+def _clear_remains(output: Path) -> None:
+    """Remove what processes that are gone left behind; give way to one that is not."""
+    for remains in output.parent.glob(f".{_escaped(output.name)}.preparing-*"):
+        try:
+            with open(remains / _LOCK_NAME, "r+") as lock:
+                _lock(lock, output)
+        except FileNotFoundError:
+            pass
+        shutil.rmtree(remains, ignore_errors=True)
+    for replaced in output.parent.glob(f".{_escaped(output.name)}.replaced-*"):
+        if os.path.lexists(output):
+            shutil.rmtree(replaced, ignore_errors=True)
+        else:  # killed between the two renames: the old dataset is the one that is whole
+            replaced.rename(output)
+
+
+def _escaped(name: str) -> str:
+    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
+
+
+def _lock(lock: IO[str], output: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"another process is preparing {output}: wait for it, or name another output") from None
+    except OSError:
+        pass  # a file system without locks: the rename still lets only one of two runs win
+
+
+def _flush(folder: Path) -> None:
+    """Ask the system to put every file and folder on disk, so that a power cut after the rename loses nothing."""
+    for path in [*folder.rglob("*"), folder, folder.parent]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _swap(folder: Path, output: Path, overwrite: bool) -> None:
+    replaced = output.with_name(f".{output.name}.replaced-{os.getpid()}")
+    if overwrite and os.path.lexists(output):
+        output.rename(replaced)
+    try:
+        folder.rename(output)
+    except OSError as error:
+        raise UserError(f"{output} cannot be put in place, another process may have made it: {error}") from error
+    shutil.rmtree(replaced, ignore_errors=True)

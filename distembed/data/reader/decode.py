@@ -1,0 +1,265 @@
+"""Row groups of Parquet files as blocks of rows that batches are gathered from.
+
+Single-valued columns become one row-major array, so that gathering a random row touches two or three cache lines
+instead of one for each of forty columns::
+
+    records[row] = [ id of feature 0 | id of feature 1 | ... | dense 0 | dense 1 | ... | label ]   int32 (or int64)
+
+Dense values and the label are float32 bits in the same array. Multi-hot columns keep their values and offsets.
+
+Every value is checked here, a whole row group at a time: an id outside its table or a label that is not a number would
+otherwise end in a crash of a kernel or a silent NaN hours later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from distembed.data.dataset.columns import check_columns
+from distembed.data.dataset.manifest import Split
+from distembed.data.dataset.schema import CategoricalFeature, Schema
+from distembed.errors import UserError
+
+# Columns are copied into the row-major block this many rows at a time, so that the rows being filled stay in cache.
+_TILE_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """One row group: where it is and how many rows it has."""
+
+    path: Path
+    index: int
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class RecordLayout:
+    """Where each single-valued column stands in a record. ``dtype`` is int64 only if a table needs it."""
+
+    single: tuple[CategoricalFeature, ...]
+    multi_hot: tuple[CategoricalFeature, ...]
+    num_dense: int
+    dtype: np.dtype[Any]
+
+    @classmethod
+    def of(cls, schema: Schema) -> RecordLayout:
+        """The layout of this schema's rows."""
+        single = tuple(feature for feature in schema.categorical if not feature.multi_hot)
+        multi_hot = tuple(feature for feature in schema.categorical if feature.multi_hot)
+        wide = any(feature.num_embeddings > 2**31 for feature in single)
+        return cls(single, multi_hot, len(schema.dense), np.dtype(np.int64 if wide else np.int32))
+
+    @property
+    def first_float(self) -> int:
+        """Index of the first dense value when a record is viewed as float32."""
+        return len(self.single) * (self.dtype.itemsize // 4)
+
+    @property
+    def width(self) -> int:
+        """Elements of a record, in units of ``dtype``."""
+        floats_each = self.dtype.itemsize // 4
+        return len(self.single) + -(-(self.num_dense + 1) // floats_each)
+
+
+@dataclass(frozen=True)
+class Jagged:
+    """One multi-hot column: the ids of all rows, end to end, and where each row's begin; one offset more than rows."""
+
+    values: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, values: NDArray[np.int64], lengths: NDArray[np.int64]) -> Jagged:
+        """From the number of ids of each row."""
+        return cls(values, np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]))
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """The number of ids of each row."""
+        return np.diff(self.offsets)
+
+    def gather(self, rows: NDArray[np.int64]) -> Jagged:
+        """These rows, in this order."""
+        starts = self.offsets[rows]
+        lengths = self.offsets[rows + 1] - starts
+        shift = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
+        return Jagged.of(self.values[shift + np.arange(len(shift))], lengths)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Decoded rows: the records and, by feature, the multi-hot columns."""
+
+    records: NDArray[Any]
+    jagged: dict[str, Jagged]
+
+    def gather(self, rows: NDArray[np.int64]) -> Block:
+        """These rows, in this order."""
+        return Block(
+            np.take(self.records, rows, axis=0), {name: column.gather(rows) for name, column in self.jagged.items()}
+        )
+
+    @classmethod
+    def concatenate(cls, blocks: Sequence[Block]) -> Block:
+        """The rows of at least one block, end to end."""
+        records = np.concatenate([block.records for block in blocks])
+        return cls(records, {name: _concatenate([b.jagged[name] for b in blocks]) for name in blocks[0].jagged})
+
+
+def _concatenate(columns: Sequence[Jagged]) -> Jagged:
+    values = np.concatenate([column.values for column in columns])
+    return Jagged.of(values, np.concatenate([column.lengths for column in columns]))
+
+
+def list_row_groups(dataset_dir: Path, split: Split, schema: Schema) -> tuple[RowGroup, ...]:
+    """The row groups of a split's files, in order.
+
+    Raises:
+        UserError: a file is missing, has another size or number of rows than the manifest says, or lacks a column.
+    """
+    groups: list[RowGroup] = []
+    for file in split.files:
+        path = dataset_dir / file.path
+        if not path.is_file():
+            raise UserError(f"{path} is missing: the manifest lists it; prepare the data again")
+        if path.stat().st_size != file.bytes:
+            raise UserError(
+                f"{path} has {path.stat().st_size} bytes, the manifest says {file.bytes}: "
+                "it was cut short or changed; prepare the data again"
+            )
+        metadata = _footer(path, schema)
+        if metadata.num_rows != file.num_rows:
+            raise UserError(f"{path} has {metadata.num_rows} rows, the manifest says {file.num_rows}: prepare again")
+        rows = (metadata.row_group(index).num_rows for index in range(metadata.num_row_groups))
+        groups.extend(RowGroup(path, index, num_rows) for index, num_rows in enumerate(rows) if num_rows)
+    return tuple(groups)
+
+
+def _footer(path: Path, schema: Schema) -> pq.FileMetaData:
+    try:
+        with pq.ParquetFile(path) as file:
+            check_columns(path, file.schema_arrow, schema)
+            return file.metadata
+    except (pa.ArrowInvalid, OSError) as error:
+        raise UserError(f"{path} is not a readable Parquet file: {error}") from error
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Reads row groups of one split into blocks."""
+
+    schema: Schema
+    groups: tuple[RowGroup, ...]
+
+    def decode(self, segments: Sequence[tuple[int, int, int]]) -> Block:
+        """The rows of these (row group, start, stop), end to end.
+
+        Raises:
+            UserError: a value is missing, not finite, or an id outside its table; with file, row group and column.
+        """
+        layout = RecordLayout.of(self.schema)
+        records = np.empty((sum(stop - start for _, start, stop in segments), layout.width), layout.dtype)
+        parts: dict[str, list[Jagged]] = {feature.name: [] for feature in layout.multi_hot}
+        filled = 0
+        for index, start, stop in segments:
+            table = self._read(self.groups[index]).slice(start, stop - start)
+            target = records[filled : filled + stop - start]
+            self._fill_records(target, table, layout, self.groups[index])
+            for feature in layout.multi_hot:
+                parts[feature.name].append(_jagged_column(table, feature, self.groups[index]))
+            filled += stop - start
+        return Block(records, {name: _concatenate(columns) for name, columns in parts.items()})
+
+    def _read(self, group: RowGroup) -> pa.Table:
+        try:
+            with pq.ParquetFile(group.path, memory_map=True) as file:
+                return file.read_row_group(group.index, columns=list(self.schema.columns), use_threads=False)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise UserError(f"{group.path}, row group {group.index} cannot be read: {error}") from error
+
+    def _fill_records(self, out: NDArray[Any], table: pa.Table, layout: RecordLayout, group: RowGroup) -> None:
+        floats = out.view(np.float32)
+        ids = [_id_column(table, feature, group) for feature in layout.single]
+        numbers = [_float_column(table, name, group) for name in (*self.schema.dense, self.schema.label)]
+        _check_label(numbers[-1], self.schema.label, group)
+        first = layout.first_float
+        for low in range(0, len(out), _TILE_ROWS):
+            high = low + _TILE_ROWS
+            for column, values in enumerate(ids):
+                out[low:high, column] = values[low:high]
+            for column, values in enumerate(numbers, start=first):
+                floats[low:high, column] = values[low:high]
+
+
+def _id_column(table: pa.Table, feature: CategoricalFeature, group: RowGroup) -> NDArray[Any]:
+    column = _combined(table, feature.name)
+    if column.null_count:
+        raise UserError(
+            f"{_where(group, feature.name)}: {column.null_count} rows have no id; a single-valued feature needs one in "
+            "every row: give missing values an id of their own, or make it a list column with multi_hot=True"
+        )
+    values: NDArray[Any] = column.to_numpy()
+    _check_ids(values, feature, group)
+    return values
+
+
+def _jagged_column(table: pa.Table, feature: CategoricalFeature, group: RowGroup) -> Jagged:
+    column = _combined(table, feature.name)
+    flat = column.flatten()
+    if flat.null_count:
+        raise UserError(f"{_where(group, feature.name)}: a list holds a null; leave it out of the list")
+    values = flat.to_numpy()
+    _check_ids(values, feature, group)
+    lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy()
+    return Jagged.of(values.astype(np.int64), lengths.astype(np.int64))
+
+
+def _float_column(table: pa.Table, name: str, group: RowGroup) -> NDArray[np.float32]:
+    column = _combined(table, name)
+    if column.null_count:
+        raise UserError(f"{_where(group, name)}: {column.null_count} values are null; fill them in, say with 0")
+    if pa.types.is_boolean(column.type):
+        column = pc.cast(column, pa.uint8())
+    values: NDArray[np.float32] = column.to_numpy().astype(np.float32, copy=False)
+    finite = np.isfinite(values)
+    if not finite.all():
+        row = int(np.argmin(finite))
+        raise UserError(f"{_where(group, name)}: row {row} is {values[row]}; every value must be a finite number")
+    return values
+
+
+def _check_label(values: NDArray[np.float32], name: str, group: RowGroup) -> None:
+    wrong = (values != 0) & (values != 1)
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        raise UserError(f"{_where(group, name)}: row {row} is {values[row]}; a label is 0 or 1")
+
+
+def _check_ids(values: NDArray[Any], feature: CategoricalFeature, group: RowGroup) -> None:
+    if len(values) == 0:
+        return
+    for extreme in (int(values.min()), int(values.max())):
+        if not 0 <= extreme < feature.num_embeddings:
+            raise UserError(
+                f"{_where(group, feature.name)}: id {extreme} is outside [0, {feature.num_embeddings}); "
+                "num_embeddings in the manifest's schema must exceed every id"
+            )
+
+
+def _combined(table: pa.Table, name: str) -> pa.Array:
+    column = table.column(name)
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+
+def _where(group: RowGroup, column: str) -> str:
+    return f"{group.path}, row group {group.index}, column {column!r}"

@@ -1,0 +1,324 @@
+"""Reads a split of a dataset as shuffled batches, one part for each rank, resumable at the exact row.
+
+The order is a function of (seed, epoch, batch_size, dataset) alone (``order.py``), so the state is two numbers: the
+epoch and the batch. Row groups are decoded into row-major blocks (``decode.py``), batches are gathered from these in a
+background thread (``prefetch.py``).
+
+Trade-off: a rank holds one window of rows for each lane that it reads, at most 8 x 131,072 rows (170 MB for Criteo
+rows); row groups much larger than that cost as much more, since a row group is never divided.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from distembed.data.dataset.manifest import MANIFEST_NAME, Manifest
+from distembed.data.dataset.schema import Schema
+from distembed.data.reader.batch import Batch
+from distembed.data.reader.decode import Block, Decoder, RecordLayout, list_row_groups
+from distembed.data.reader.order import EpochOrder, LanePart, Window, rank_parts
+from distembed.data.reader.prefetch import Prefetcher
+from distembed.errors import UserError
+
+STATE_VERSION = 1
+
+# Batches smaller than this are made several at a time.
+_ROWS_TOGETHER = 4096
+
+
+class BatchReader:
+    """Iterates over one rank's part of a split's batches.
+
+    Iterating yields the rest of the current epoch; iterating again yields the next epoch. Every rank yields the same
+    number of batches; with fewer rows than ranks in the last one, a rank's part may be empty.
+    """
+
+    def __init__(
+        self,
+        dataset_dir: str | os.PathLike[str],
+        split: str,
+        *,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        prefetch_batches: int = 4,
+    ) -> None:
+        """Open a split.
+
+        Args:
+            dataset_dir: a folder with ``manifest.json``.
+            split: a split of the manifest, such as ``train``.
+            batch_size: rows of a step over all ranks.
+            rank: which rank's part to yield.
+            world_size: number of ranks that share each batch.
+            shuffle: another order in every epoch; False for the order of the files.
+            seed: of the shuffling, 0 or more.
+            drop_last: leave out a last batch of fewer rows.
+            prefetch_batches: batches to make ahead in a thread; 0 makes them in the caller's thread.
+
+        Raises:
+            UserError: a setting is impossible, or the dataset is not as its manifest says.
+        """
+        _check_settings(batch_size, rank, world_size, seed, prefetch_batches)
+        folder = Path(dataset_dir)
+        manifest = Manifest.load(folder)
+        self.schema = manifest.schema
+        groups = list_row_groups(folder, manifest.split(split), manifest.schema)
+        self._order = EpochOrder(tuple(group.num_rows for group in groups), batch_size, shuffle, seed, drop_last)
+        self._decoder = Decoder(manifest.schema, groups)
+        self._rank, self._world_size = rank, world_size
+        self._prefetch_batches = prefetch_batches
+        self._identity = {
+            "dataset": hashlib.sha256((folder / MANIFEST_NAME).read_bytes()).hexdigest()[:16],
+            "split": split,
+            "batch_size": batch_size,
+            "shuffle": shuffle,
+            "seed": seed,
+            "drop_last": drop_last,
+        }
+        self._epoch, self._batch = 0, 0
+        self._prefetcher: Prefetcher[Batch] | None = None
+        self._iteration = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the split, over all ranks."""
+        return self._order.num_rows
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Batches of an epoch, the same on every rank."""
+        return self._order.num_batches
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch: it goes up once the last batch of an epoch has been handed out."""
+        return self._epoch
+
+    @property
+    def batch(self) -> int:
+        """The number, in its epoch, of the next batch."""
+        return self._batch
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The rest of the current epoch. It ends an earlier iteration that is still under way."""
+        self.close()
+        return self._iterate(self._iteration)
+
+    def _iterate(self, iteration: int) -> Iterator[Batch]:
+        if iteration != self._iteration:
+            raise RuntimeError("the reader was closed, moved or iterated over again: this iterator is out of date")
+        batches = self._start()
+        try:
+            if not self.batches_per_epoch:
+                self._epoch += 1
+            for batch in batches:
+                self._advance()
+                yield batch
+                if iteration != self._iteration:
+                    raise RuntimeError("the reader was closed or moved while it was iterated over: start again")
+        finally:
+            if iteration == self._iteration:
+                self.close()
+
+    def _start(self) -> Iterator[Batch]:
+        part = _EpochPart(self._order, self._decoder, self._rank, self._world_size, self._epoch, self._batch)
+        if not self._prefetch_batches:
+            return part.batches()
+        self._prefetcher = Prefetcher(part.batches, self._prefetch_batches)
+        return self._prefetcher
+
+    def _advance(self) -> None:
+        self._batch += 1
+        if self._batch == self.batches_per_epoch:
+            self._epoch, self._batch = self._epoch + 1, 0
+
+    def state_dict(self, in_flight: int = 0) -> dict[str, Any]:
+        """Where the reader stands, for any number of ranks.
+
+        Args:
+            in_flight: batches that were handed out and not used yet, such as those in a training pipeline: the state is
+                as if these had not been handed out, across the end of an epoch too.
+        """
+        step = self._epoch * self.batches_per_epoch + self._batch - in_flight
+        if in_flight < 0 or step < 0:
+            raise UserError(f"in_flight is {in_flight}: between 0 and the {step + in_flight} batches handed out so far")
+        epoch, batch = divmod(step, self.batches_per_epoch) if self.batches_per_epoch else (self._epoch, 0)
+        return {"version": STATE_VERSION, **self._identity, "epoch": epoch, "batch": batch}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to where :meth:`state_dict` was taken; the number of ranks may differ.
+
+        Raises:
+            UserError: the state belongs to another dataset, split, batch size or order; each difference is named.
+        """
+        mine = {"version": STATE_VERSION, **self._identity}
+        differences = [
+            f"{name} is {state.get(name)!r} in the state and {value!r} here"
+            for name, value in mine.items()
+            if state.get(name) != value
+        ]
+        if differences:
+            raise UserError(
+                f"the reader's state does not fit: {'; '.join(differences)}. Use the same settings, or start anew"
+            )
+        self.close()
+        self._epoch, self._batch = int(state["epoch"]), int(state["batch"])
+
+    def close(self) -> None:
+        """End the thread that reads ahead, and any iteration under way. The reader can be iterated over again."""
+        self._iteration += 1
+        prefetcher, self._prefetcher = self._prefetcher, None
+        if prefetcher is not None:
+            prefetcher.close()
+
+
+class _EpochPart:
+    """What one rank reads of one epoch from a batch on. It knows nothing of the reader, so that threads can hold it."""
+
+    def __init__(
+        self, order: EpochOrder, decoder: Decoder, rank: int, world_size: int, epoch: int, first_batch: int
+    ) -> None:
+        self._order, self._decoder = order, decoder
+        self._rank, self._world_size = rank, world_size
+        self._epoch, self._first_batch = epoch, first_batch
+        self._layout = RecordLayout.of(decoder.schema)
+        self._lanes: dict[int, _LaneCursor] = {}
+
+    def batches(self) -> Iterator[Batch]:
+        batch = self._first_batch
+        while batch < self._order.num_batches:
+            count = self._batches_together(batch)
+            yield from self._make(batch, count)
+            batch += count
+
+    def _batches_together(self, batch: int) -> int:
+        """Small batches are made several at a time: what a call of numpy costs would dominate otherwise."""
+        full_batches = self._order.num_rows // self._order.batch_size - batch
+        rows_each = -(-self._order.batch_size // self._world_size)
+        return 1 if self._layout.multi_hot else max(1, min(full_batches, _ROWS_TOGETHER // rows_each))
+
+    def _make(self, batch: int, count: int) -> Iterator[Batch]:
+        layout, schema = self._layout, self._decoder.schema
+        rows = [self._lane_rows(part, count) for part in rank_parts(self._order, batch, self._rank, self._world_size)]
+        empty = np.empty((count, 0, layout.width), layout.dtype)
+        records = np.concatenate([empty, *(part.records.reshape(count, -1, layout.width) for part in rows)], axis=1)
+        floats = records.view(np.float32)[:, :, layout.first_float : layout.first_float + layout.num_dense + 1]
+        dense, labels = np.ascontiguousarray(floats[:, :, :-1]), np.ascontiguousarray(floats[:, :, -1])
+        ids = np.ascontiguousarray(records[:, :, : len(layout.single)].transpose(0, 2, 1)).astype(np.int64)
+        for index in range(count):
+            yield Batch(
+                dense_features=torch.from_numpy(dense[index]),
+                sparse_features=_jagged(schema, ids[0], rows)
+                if layout.multi_hot
+                else _single_valued(schema, ids[index]),
+                labels=torch.from_numpy(labels[index]),
+                global_batch_size=self._order.batch_rows(batch + index),
+            )
+
+    def _lane_rows(self, part: LanePart, count: int) -> Block:
+        """One lane's rows of ``count`` batches, batch by batch."""
+        if part.lane not in self._lanes:
+            self._lanes[part.lane] = _LaneCursor(self._order, self._decoder, self._epoch, part.lane)
+        starts = self._order.lane_start(part.lane, 1) * np.arange(count)[:, None]
+        return self._lanes[part.lane].gather((starts + np.arange(part.start, part.stop)).reshape(-1))
+
+
+class _LaneCursor:
+    """Hands out a lane's rows from front to back, holding one decoded window."""
+
+    def __init__(self, order: EpochOrder, decoder: Decoder, epoch: int, lane: int) -> None:
+        self._order, self._decoder, self._epoch, self._lane = order, decoder, epoch, lane
+        self._windows = iter(order.lane_windows(epoch, lane))
+        self._window = Window(-1, 0, ())
+        self._block: Block | None = None
+        self._permutation: NDArray[np.int64] | None = None
+
+    def gather(self, positions: NDArray[np.int64]) -> Block:
+        """The rows at these places in the lane, which must go up from call to call."""
+        gathered = []
+        while len(positions):
+            block = self._reach(int(positions[0]))
+            here = int(np.searchsorted(positions, self._window.start + self._window.num_rows))
+            rows = positions[:here] - self._window.start
+            gathered.append(block.gather(rows if self._permutation is None else self._permutation[rows]))
+            positions = positions[here:]
+        return gathered[0] if len(gathered) == 1 else Block.concatenate(gathered)
+
+    def _reach(self, position: int) -> Block:
+        while self._block is None or position >= self._window.start + self._window.num_rows:
+            self._block = None  # before the next is decoded, so that two are never held
+            self._window = next(self._windows)
+            if position < self._window.start + self._window.num_rows:
+                segments = [(segment.group, segment.start, segment.stop) for segment in self._window.segments]
+                self._block = self._decoder.decode(segments)
+                self._permutation = self._order.window_permutation(self._epoch, self._lane, self._window)
+        return self._block
+
+
+def _single_valued(schema: Schema, ids: NDArray[np.int64]) -> KeyedJaggedTensor:
+    """One id a bag: what depends on the shape alone is made once, so that no batch pays for sums of ones."""
+    num_keys, num_rows = ids.shape
+    lengths, offsets = _unit_bags(num_keys, num_rows)
+    return KeyedJaggedTensor(
+        list(schema.categorical_names),
+        torch.from_numpy(ids.reshape(-1)),
+        lengths=lengths,
+        offsets=offsets,
+        stride=num_rows,
+        length_per_key=[num_rows] * num_keys,
+        offset_per_key=[num_rows * key for key in range(num_keys + 1)],
+    )
+
+
+@lru_cache(maxsize=8)
+def _unit_bags(num_keys: int, num_rows: int) -> tuple[Tensor, Tensor]:
+    bags = num_keys * num_rows
+    return torch.ones(bags, dtype=torch.int32), torch.arange(bags + 1, dtype=torch.int32)
+
+
+def _jagged(schema: Schema, ids: NDArray[np.int64], rows: list[Block]) -> KeyedJaggedTensor:
+    """``ids`` of the single-valued features, and the multi-hot ones of these blocks, in the schema's order."""
+    num_rows = ids.shape[1]
+    single = iter(ids)
+    values, lengths = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for feature in schema.categorical:
+        if feature.multi_hot:
+            values.extend(block.jagged[feature.name].values for block in rows)
+            lengths.extend(block.jagged[feature.name].lengths for block in rows)
+        else:
+            values.append(next(single))
+            lengths.append(np.ones(num_rows, np.int64))
+    return KeyedJaggedTensor(
+        list(schema.categorical_names),
+        torch.from_numpy(np.concatenate(values)),
+        lengths=torch.from_numpy(np.concatenate(lengths).astype(np.int32)),
+        stride=num_rows,
+    )
+
+
+def _check_settings(batch_size: int, rank: int, world_size: int, seed: int, prefetch_batches: int) -> None:
+    for name, value, least in (
+        ("batch_size", batch_size, 1),
+        ("world_size", world_size, 1),
+        ("seed", seed, 0),
+        ("prefetch_batches", prefetch_batches, 0),
+    ):
+        if value < least:
+            raise UserError(f"{name} is {value}: it must be {least} or more")
+    if not 0 <= rank < world_size:
+        raise UserError(f"rank is {rank}: it must be in [0, {world_size}), the number of ranks")

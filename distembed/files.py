@@ -1,0 +1,75 @@
+"""Files that appear whole or not at all."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from distembed.errors import RunError
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[str]:
+    """Gives a temporary file that takes the place of ``path`` once it is whole; on an error it is removed.
+
+    Its folder is made where it is missing. The file is flushed to disk before it takes its place.
+
+    Raises:
+        RunError: The file cannot be written; the error says how much room is left.
+    """
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+        with os.fdopen(descriptor):
+            yield temporary
+            os.fsync(descriptor)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+        temporary = None
+    except OSError as error:
+        raise RunError(f"{path} could not be written ({error}){_room_left(path.parent)}") from error
+    finally:
+        if temporary is not None:
+            os.unlink(temporary)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a text file in UTF-8, whole or not at all.
+
+    Raises:
+        RunError: The file cannot be written.
+    """
+    with whole_file(path) as temporary:
+        Path(temporary).write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes indented JSON, whole or not at all; floats that JSON cannot hold become null.
+
+    Raises:
+        RunError: The file cannot be written.
+    """
+    write_text(path, json.dumps(finite(value), indent=2) + "\n")
+
+
+def finite(value: Any) -> Any:
+    """Returns the same nested value with every float that JSON cannot hold replaced by None."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    if isinstance(value, float) and not (value - value == 0):
+        return None
+    return value
+
+
+def _room_left(folder: Path) -> str:
+    try:
+        return f"; {shutil.disk_usage(folder).free >> 20:,} MiB are left. Free space, or choose another folder."
+    except OSError:
+        return "; choose another folder."

@@ -1,0 +1,1 @@
+"""Knowledge graphs over the ids of one table, in compressed sparse rows."""

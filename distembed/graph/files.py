@@ -1,0 +1,254 @@
+"""A graph as a folder: raw little-endian arrays that are mapped into memory, and ``graph.json``, which describes them.
+
+::
+
+    GRAPH/graph.json     nodes, edges, checksums, and what the graph was made of
+    GRAPH/starts.bin     int64 [num_nodes + 1]: where the row of each node begins in the others
+    GRAPH/neighbors.bin  int32 [num_edges], or int64 of more than 2^31 nodes
+    GRAPH/keep.bin       float64 [num_edges], weighted graphs only, see graph_alias.py
+    GRAPH/alias.bin      int32 [num_edges], the same
+
+``graph.json`` is written last: a folder without it is no graph.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distembed import __version__
+from distembed.errors import UserError
+from distembed.files import whole_file
+from distembed.graph.alias import alias_tables, row_blocks
+from distembed.graph.edges import Edges
+
+GRAPH_FILE = "graph.json"
+FORMAT = "distembed graph"
+FORMAT_VERSION = 1
+
+_PIECE = 2**20
+_WEIGHTS = ".weights"
+_REMEDY = "make the graph again with `distembed prepare graph`"
+
+
+def array_types(num_nodes: int, weighted: bool) -> dict[str, np.dtype[Any]]:
+    """The arrays that a graph consists of, and their types."""
+    types = {"starts": "<i8", "neighbors": "<i4" if num_nodes <= 2**31 else "<i8"}
+    return {
+        name: np.dtype(kind) for name, kind in (types | ({"keep": "<f8", "alias": "<i4"} if weighted else {})).items()
+    }
+
+
+def fingerprint(num_nodes: int, checksums: Mapping[str, str]) -> str:
+    """One checksum for a graph, of its arrays' checksums: equal graphs have equal ones, however they were made."""
+    return hashlib.sha256(json.dumps([num_nodes, sorted(checksums.items())]).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """A file of the folder, with its size and checksum."""
+
+    file: str
+    dtype: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Description:
+    """What ``graph.json`` says. ``details`` is what whoever made the graph adds."""
+
+    num_nodes: int
+    num_edges: int
+    directed: bool
+    weighted: bool
+    arrays: Mapping[str, StoredArray]
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def fingerprint(self) -> str:
+        """Checksum of the contents."""
+        return fingerprint(self.num_nodes, {name: array.sha256 for name, array in self.arrays.items()})
+
+    def save(self, folder: Path) -> None:
+        """Write ``graph.json`` whole or not at all."""
+        content = {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "tool_version": __version__,
+            "num_nodes": self.num_nodes,
+            "num_edges": self.num_edges,
+            "directed": self.directed,
+            "weighted": self.weighted,
+            "fingerprint": self.fingerprint,
+            "arrays": {name: asdict(array) for name, array in self.arrays.items()},
+            "details": dict(self.details),
+        }
+        with whole_file(folder / GRAPH_FILE) as temporary:
+            Path(temporary).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: Path) -> Description:
+        """Read ``graph.json``.
+
+        Raises:
+            UserError: the folder is no graph, or its description is damaged or another version's.
+        """
+        path = folder / GRAPH_FILE
+        value = _read_json(path)
+        if not isinstance(value, dict) or value.get("format") != FORMAT:
+            raise UserError(f"{path} does not describe a graph of distembed's; {_REMEDY}.")
+        if value.get("format_version") != FORMAT_VERSION:
+            raise UserError(
+                f"{path} has format_version {value.get('format_version')!r}, written by distembed "
+                f"{value.get('tool_version')!r}; this distembed reads {FORMAT_VERSION}: {_REMEDY}."
+            )
+        try:
+            arrays = {name: StoredArray(**array) for name, array in value["arrays"].items()}
+            counts = int(value["num_nodes"]), int(value["num_edges"])
+            found = cls(*counts, bool(value["directed"]), bool(value["weighted"]), arrays, value["details"])
+            found._require_consistent()
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); {_REMEDY}.") from error
+        if found.fingerprint != value.get("fingerprint"):
+            raise UserError(f"{path} is damaged: its checksums do not give its fingerprint; {_REMEDY}.")
+        return found
+
+    def _require_consistent(self) -> None:
+        types = array_types(self.num_nodes, self.weighted)
+        if {name: np.dtype(array.dtype) for name, array in self.arrays.items()} != types:
+            raise ValueError(f"arrays {sorted(self.arrays)} where {sorted(types)} belong, or other types")
+        for name, dtype in types.items():
+            length = self.num_nodes + 1 if name == "starts" else self.num_edges
+            if self.arrays[name].bytes != length * dtype.itemsize:
+                raise ValueError(f"{name} of {self.arrays[name].bytes} bytes for {length} numbers")
+
+
+def map_array(folder: Path, stored: StoredArray) -> NDArray[Any]:
+    """The array as a file in memory.
+
+    Raises:
+        UserError: the file is missing, or its size is another.
+    """
+    path = folder / stored.file
+    if not path.is_file():
+        raise UserError(f"{path} is missing: the graph is not whole; {_REMEDY}.")
+    size = path.stat().st_size
+    if size != stored.bytes:
+        raise UserError(
+            f"{path} has {size:,} bytes where {GRAPH_FILE} says {stored.bytes:,}: it is damaged; {_REMEDY}."
+        )
+    # torch takes no arrays that are read-only; what is written to this one never reaches the file
+    return np.memmap(path, np.dtype(stored.dtype), "c")
+
+
+def require_checksum(folder: Path, stored: StoredArray) -> None:
+    """Read the whole file; UserError where its contents are not those that were written."""
+    with open(folder / stored.file, "rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != stored.sha256:
+            raise UserError(
+                f"{folder / stored.file} has another checksum than {GRAPH_FILE} says: it is damaged; {_REMEDY}."
+            )
+
+
+class ArrayWriter:
+    """A new file that grows, and its checksum."""
+
+    def __init__(self, folder: Path, name: str, dtype: np.dtype[Any]) -> None:
+        """Nothing is written before the first numbers come."""
+        self._path, self._dtype = folder / f"{name}.bin", dtype
+        self._hash = hashlib.sha256()
+        self._bytes = 0
+
+    def append(self, values: NDArray[Any]) -> None:
+        """Write these numbers next."""
+        content = np.ascontiguousarray(values, self._dtype).data.cast("B")
+        _append(self._path, content)
+        self._hash.update(content)
+        self._bytes += len(content)
+
+    def finish(self) -> StoredArray:
+        """What was written."""
+        return StoredArray(self._path.name, self._dtype.str, self._bytes, self._hash.hexdigest())
+
+
+class GraphWriter:
+    """Writes a graph from its edges, which come in ascending order, into an empty folder.
+
+    Memory is needed for the edges that are appended at a time; for a weighted graph also for its longest row.
+
+    Attributes:
+        num_edges: written so far.
+        num_connected: nodes that have neighbours, once the graph is finished.
+        largest_degree: the most neighbours that a node has, likewise.
+    """
+
+    def __init__(self, folder: Path, num_nodes: int, weighted: bool) -> None:
+        """Begin a graph without edges."""
+        self.num_edges = self.num_connected = self.largest_degree = 0
+        self._folder, self._num_nodes, self._weighted = folder, num_nodes, weighted
+        types = array_types(num_nodes, weighted)
+        self._writers = {name: ArrayWriter(folder, name, kind) for name, kind in types.items()}
+        self._next_node = self._last_start = 0
+
+    def append(self, edges: Edges) -> None:
+        """Add edges, each once, by key, all beyond those before. A row may go on in the next call."""
+        if not len(edges):
+            return
+        sources = edges.keys // self._num_nodes
+        self._write_starts(sources, int(sources[-1]) + 1)
+        self._writers["neighbors"].append(edges.keys - sources * self._num_nodes)
+        if edges.weights is not None:
+            _append(self._folder / _WEIGHTS, edges.weights.data.cast("B"))
+        self.num_edges += len(edges)
+
+    def _write_starts(self, sources: NDArray[np.int64], end: int) -> None:
+        """Where the rows of nodes before ``end`` begin, as far as that is not written."""
+        while self._next_node < end:
+            nodes = np.arange(self._next_node, min(end, self._next_node + _PIECE))
+            starts = self.num_edges + np.searchsorted(sources, nodes)
+            self._writers["starts"].append(starts)
+            degrees = np.diff(starts, prepend=self._last_start)
+            self.num_connected += int(np.count_nonzero(degrees))
+            self.largest_degree = max(self.largest_degree, int(degrees.max()))
+            self._next_node, self._last_start = int(nodes[-1]) + 1, int(starts[-1])
+
+    def finish(self) -> dict[str, StoredArray]:
+        """Write what remains, but for ``graph.json``; gives the arrays to describe there."""
+        self._write_starts(np.zeros(0, np.int64), self._num_nodes + 1)
+        if self._weighted:
+            self._write_alias_tables()
+        return {name: writer.finish() for name, writer in self._writers.items()}
+
+    def _write_alias_tables(self) -> None:
+        weights = np.memmap(self._folder / _WEIGHTS, np.float64, "r")
+        starts = map_array(self._folder, self._writers["starts"].finish())
+        for first, last in row_blocks(starts):
+            row_starts = starts[first : last + 1]
+            keep, alias = alias_tables(row_starts - row_starts[0], weights[row_starts[0] : row_starts[-1]])
+            self._writers["keep"].append(keep)
+            self._writers["alias"].append(alias)
+        (self._folder / _WEIGHTS).unlink()
+
+
+def _append(path: Path, content: memoryview) -> None:
+    with open(path, "ab") as file:
+        file.write(content)
+
+
+def _read_json(path: Path) -> Any:
+    if not path.parent.is_dir():
+        raise UserError(f"the graph folder {path.parent} does not exist; {_REMEDY}.")
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise UserError(f"{path.parent} is no graph: it has no {GRAPH_FILE}; {_REMEDY}.") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"{path} is not valid JSON ({error}); {_REMEDY}.") from error

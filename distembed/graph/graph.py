@@ -1,0 +1,254 @@
+"""A knowledge graph over the ids of one table: the neighbours of every id, at hand in constant time.
+
+Compressed sparse rows. The neighbours of node v are ``neighbors[starts[v] : starts[v + 1]]``; in a weighted graph
+``keep`` and ``alias`` at the same positions draw one of them in proportion to its weight (``graph_alias.py``)::
+
+    edges 0-1 1-2 1-4        starts     0 1     4 5 5 6
+    (undirected, 5 nodes)    neighbors  1 0 2 4 1   1
+                             node       0 1     2 3 4
+
+Built in memory from arrays, or mapped from a folder that ``distembed prepare graph`` made: then it takes no memory but
+for what is looked at, and processes of one machine share that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distembed.errors import UserError
+from distembed.graph.alias import alias_tables, row_blocks
+from distembed.graph.edges import Edges, merge_equal, require_num_nodes, sort_edges, stored_edges
+from distembed.graph.files import ArrayWriter, Description, array_types, fingerprint, map_array, require_checksum
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Graph:
+    """Neighbours of every id; make one with :meth:`from_edges` or :meth:`open`. Arrays are not to be written to.
+
+    Attributes:
+        num_nodes: ids lie in ``[0, num_nodes)``.
+        starts: int64 ``[num_nodes + 1]``.
+        neighbors: int32 (int64 of more than 2^31 nodes) ``[num_edges]``; ascending in a row, distinct, never the node.
+        keep: float64 ``[num_edges]``, of weighted graphs: the probability that an edge's slot keeps to itself.
+        alias: int32 ``[num_edges]``, of weighted graphs: the position in the row that the slot takes otherwise.
+        directed: whether edges were stored one way only.
+        folder: that it is mapped from, if it is.
+        description: what ``graph.json`` says there.
+    """
+
+    num_nodes: int
+    starts: NDArray[np.int64]
+    neighbors: NDArray[np.integer[Any]]
+    keep: NDArray[np.float64] | None = None
+    alias: NDArray[np.integer[Any]] | None = None
+    directed: bool = False
+    folder: Path | None = None
+    description: Description | None = None
+
+    @classmethod
+    def from_edges(
+        cls, num_nodes: int, sources: Any, targets: Any, weights: Any | None = None, directed: bool = False
+    ) -> Graph:
+        """Build a graph in memory.
+
+        Args:
+            num_nodes: ids lie in ``[0, num_nodes)``.
+            sources: one end of each edge: integers, as an array, a tensor or a list.
+            targets: the other end.
+            weights: of each edge, finite and above 0; those of an edge given several times are added up.
+            directed: the target is a neighbour of the source, and not the other way round.
+
+        Raises:
+            UserError: an id or weight that cannot be, with its position; or no edge but self-loops, which are dropped.
+        """
+        num_nodes = require_num_nodes("num_nodes", num_nodes)
+        source_ids, target_ids = (
+            _ids(name, ids, num_nodes) for name, ids in (("sources", sources), ("targets", targets))
+        )
+        weight_values = None if weights is None else _weights(weights)
+        _require_same_length({"sources": source_ids, "targets": target_ids, "weights": weight_values})
+        edges = merge_equal(sort_edges(stored_edges(num_nodes, source_ids, target_ids, weight_values, directed)))
+        if not len(edges):
+            raise UserError(
+                f"the graph has no edge: {len(source_ids)} were given, and those from a node to itself are dropped. "
+                "Give edges between distinct ids."
+            )
+        return cls._from_sorted(num_nodes, edges, directed)
+
+    @classmethod
+    def _from_sorted(cls, num_nodes: int, edges: Edges, directed: bool) -> Graph:
+        sources = edges.keys // num_nodes
+        neighbors = (edges.keys - sources * num_nodes).astype(array_types(num_nodes, False)["neighbors"])
+        starts = np.zeros(num_nodes + 1, np.int64)
+        np.cumsum(np.bincount(sources, minlength=num_nodes), out=starts[1:])
+        keep, alias = (None, None) if edges.weights is None else _all_alias_tables(starts, edges.weights)
+        return cls(num_nodes, starts, neighbors, keep, alias, directed)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Graph:
+        """Map a graph from its folder.
+
+        Raises:
+            UserError: the folder is no graph, or a file is missing, damaged or cut short.
+        """
+        folder = Path(path)
+        description = Description.load(folder)
+        arrays = {name: map_array(folder, stored) for name, stored in description.arrays.items()}
+        if arrays["starts"][0] != 0 or arrays["starts"][-1] != description.num_edges:
+            raise UserError(f"{folder} is damaged: its rows do not cover its edges; make the graph again.")
+        num_nodes, directed = description.num_nodes, description.directed
+        return cls(num_nodes, **arrays, directed=directed, folder=folder, description=description)
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write the graph to a folder, for :meth:`open`. What is there already is not overwritten.
+
+        Raises:
+            UserError: the folder exists and is not empty.
+        """
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise UserError(
+                f"{folder} is not empty, so no graph is written there; name a new folder or empty this one."
+            )
+        stored = {}
+        for name, array in self._arrays().items():
+            writer = ArrayWriter(folder, name, array.dtype)
+            writer.append(array)
+            stored[name] = writer.finish()
+        counts = self.num_nodes, self.num_edges
+        Description(*counts, self.directed, self.weighted, stored, self.details).save(folder)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Graph:
+        """The graph itself, which nothing changes."""
+        return self
+
+    def __reduce__(self) -> Any:
+        """Of a graph in a folder a pickle holds the path alone."""
+        if self.folder is not None:
+            return Graph.open, (self.folder,)
+        return super().__reduce__()
+
+    @property
+    def num_edges(self) -> int:
+        """Edges stored: an undirected edge counts twice."""
+        return len(self.neighbors)
+
+    @property
+    def weighted(self) -> bool:
+        """Whether neighbours are drawn in proportion to weights."""
+        return self.keep is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays, which are not looked at."""
+        return sum(array.nbytes for array in self._arrays().values())
+
+    @property
+    def details(self) -> Mapping[str, Any]:
+        """What ``graph.json`` says of the graph's making; nothing of a graph that was built in memory."""
+        return {} if self.description is None else self.description.details
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the contents: equal graphs have equal ones, in memory and on disk."""
+        if self.description is not None:
+            return self.description.fingerprint
+        checksums = {name: hashlib.sha256(array.data.cast("B")).hexdigest() for name, array in self._arrays().items()}
+        return fingerprint(self.num_nodes, checksums)
+
+    def neighbors_of(self, node: int) -> NDArray[np.integer[Any]]:
+        """The neighbours of a node, ascending; not a copy.
+
+        Raises:
+            UserError: there is no such node.
+        """
+        if not 0 <= node < self.num_nodes:
+            raise UserError(f"node is {node}; the graph has the nodes 0 to {self.num_nodes - 1}.")
+        return self.neighbors[self.starts[node] : self.starts[node + 1]]
+
+    def degrees(self) -> NDArray[np.int64]:
+        """How many neighbours each node has, ``[num_nodes]``."""
+        return np.diff(self.starts)
+
+    def verify(self) -> None:
+        """Compare every file of the folder with its checksum; it reads them whole, about 1 GB/s.
+
+        Raises:
+            UserError: a file is not as it was written. For a graph in memory there is nothing to compare.
+        """
+        if self.folder is not None and self.description is not None:
+            for stored in self.description.arrays.values():
+                require_checksum(self.folder, stored)
+
+    def _arrays(self) -> dict[str, NDArray[Any]]:
+        names = array_types(self.num_nodes, self.weighted)
+        return {name: getattr(self, name) for name in names}
+
+    def __repr__(self) -> str:
+        kind = f"{'directed' if self.directed else 'undirected'}{', weighted' if self.weighted else ''}"
+        place = "" if self.folder is None else f", folder={str(self.folder)!r}"
+        return f"Graph(num_nodes={self.num_nodes}, num_edges={self.num_edges}, {kind}{place})"
+
+
+def _all_alias_tables(
+    starts: NDArray[np.int64], weights: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
+    keep, alias = np.empty(len(weights), np.float64), np.empty(len(weights), np.int32)
+    for first, last in row_blocks(starts):
+        begin, end = starts[first], starts[last]
+        keep[begin:end], alias[begin:end] = alias_tables(starts[first : last + 1] - begin, weights[begin:end])
+    return keep, alias
+
+
+def _ids(name: str, values: Any, num_nodes: int) -> NDArray[np.int64]:
+    array = _array(name, values)
+    if array.size and array.dtype.kind not in "iu":
+        raise UserError(f"{name} are of type {array.dtype}; give integers, the ids of an edge's ends.")
+    outside = (array < 0) | (array >= num_nodes) if array.size else np.zeros(0, bool)
+    if outside.any():
+        first = int(outside.argmax())
+        raise UserError(
+            f"{name}[{first}] is {array[first]}; ids lie in 0 to {num_nodes - 1} for num_nodes={num_nodes} "
+            f"({np.count_nonzero(outside)} do not)."
+        )
+    return array.astype(np.int64)
+
+
+def _weights(values: Any) -> NDArray[np.float64]:
+    array = _array("weights", values)
+    if array.size and array.dtype.kind not in "iuf":
+        raise UserError(f"weights are of type {array.dtype}; give numbers above 0.")
+    array = array.astype(np.float64)
+    wrong = ~(np.isfinite(array) & (array > 0))
+    if wrong.any():
+        first, count = int(wrong.argmax()), np.count_nonzero(wrong)
+        raise UserError(f"weights[{first}] is {array[first]}; a weight is finite and above 0 ({count} are not).")
+    return array
+
+
+def _array(name: str, values: Any) -> NDArray[Any]:
+    on_cpu = values.detach().cpu() if hasattr(values, "detach") else values  # a tensor, without importing torch
+    try:
+        array = np.asarray(on_cpu)
+    except ValueError as error:  # lists of unequal length
+        raise UserError(f"{name} cannot be read as an array: {error}.") from error
+    if array.ndim != 1:
+        raise UserError(f"{name} have the shape {array.shape}; give one number an edge.")
+    return array
+
+
+def _require_same_length(arrays: Mapping[str, NDArray[Any] | None]) -> None:
+    lengths = {name: len(array) for name, array in arrays.items() if array is not None}
+    if len(set(lengths.values())) > 1:
+        listed = ", ".join(f"{length} {name}" for name, length in lengths.items())
+        raise UserError(f"there are {listed}; give one of each an edge.")

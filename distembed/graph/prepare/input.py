@@ -1,0 +1,171 @@
+"""Named columns of Parquet, CSV and TSV files, batch by batch, whatever the kind of file.
+
+Text files have a header, and every column of theirs is text: what a value means is decided where the column is used.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.csv as pcsv
+import pyarrow.parquet as pq
+
+from distembed.data.prepare.raw import named_once
+from distembed.errors import UserError
+from distembed.names import nearest
+
+_SEPARATORS = {".csv": ",", ".csv.gz": ",", ".tsv": "\t", ".tsv.gz": "\t"}
+_SUFFIXES = (".parquet", *_SEPARATORS)
+_LEAST_BLOCK_BYTES = 1 << 20
+_BLOCKS_READ_AHEAD = 32
+"""By pyarrow's reader of text."""
+_BYTES_A_VALUE = 64
+"""Of a Parquet column, with the numbers made of it."""
+
+INTEGER, TEXT, NUMBER = "integer", "text", "number"
+"""Kinds of values; a number may have a fraction."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some rows of a file. Texts are of Arrow's type string, other columns as they were.
+
+    Attributes:
+        path: the file.
+        first_row: number of the first row, counted from 1 without the header.
+        columns: in the order asked for, of equal length.
+        bytes_read: about how far the file is read.
+    """
+
+    path: Path
+    first_row: int
+    columns: tuple[pa.Array, ...]
+    bytes_read: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of this batch."""
+        return len(self.columns[0])
+
+
+def list_tables(inputs: Sequence[str | os.PathLike[str]]) -> list[Path]:
+    """The files to read; folders become the Parquet, CSV and TSV files that lie in them, by name.
+
+    Raises:
+        UserError: nothing was named, a path does not exist or is of another kind, or a file is named twice.
+    """
+    if not inputs:
+        raise UserError("no input was named: give one or more Parquet, CSV or TSV files, or folders of them.")
+    return named_once([file for path in inputs for file in _expand(Path(path))])
+
+
+def _expand(path: Path) -> list[Path]:
+    if path.is_dir():
+        files = [file for file in path.iterdir() if _suffix(file) and file.is_file() and not file.name.startswith(".")]
+        if not files:
+            raise UserError(f"the folder {path} has no file that ends in {', '.join(_SUFFIXES)}; name one that has.")
+        return sorted(files)
+    if not path.exists():
+        raise UserError(f"{path} does not exist; name Parquet, CSV or TSV files, or folders of them.")
+    if not _suffix(path):
+        raise UserError(f"{path} ends in none of {', '.join(_SUFFIXES)}, which say how a file is read; rename it.")
+    return [path]
+
+
+def _suffix(path: Path) -> str:
+    return next((suffix for suffix in _SUFFIXES if path.name.lower().endswith(suffix)), "")
+
+
+def read_columns(paths: Sequence[Path], kinds: Mapping[str, Sequence[str]], memory_bytes: int) -> Iterator[Batch]:
+    """All rows of all files, in order.
+
+    Args:
+        paths: the files, from :func:`list_tables`.
+        kinds: the columns, and the kinds of values that each may hold.
+        memory_bytes: about what a batch may take.
+
+    Raises:
+        UserError: a file cannot be read, or lacks a column, or has one of a kind that is not allowed.
+    """
+    for path in paths:
+        read = _read_parquet if _suffix(path) == ".parquet" else _read_text
+        try:
+            yield from _numbered(path, read(path, kinds, memory_bytes))
+        except (pa.ArrowException, OSError) as error:
+            raise UserError(f"{path} cannot be read: {error}") from error
+
+
+def _numbered(path: Path, batches: Iterator[tuple[pa.RecordBatch, float]]) -> Iterator[Batch]:
+    num_rows, size = 0, path.stat().st_size
+    for batch, share in batches:
+        columns = tuple(_plain(column) for column in batch.columns)
+        if batch.num_rows:
+            yield Batch(path, num_rows + 1, columns, int(size * min(1.0, share)))
+        num_rows += batch.num_rows
+
+
+def _plain(column: pa.Array) -> pa.Array:
+    column = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+    return column.cast(pa.string()) if _kind(column.type) == TEXT else column
+
+
+def _read_parquet(
+    path: Path, kinds: Mapping[str, Sequence[str]], memory_bytes: int
+) -> Iterator[tuple[pa.RecordBatch, float]]:
+    with pq.ParquetFile(path, pre_buffer=False) as file:  # which would hold whole row groups
+        _require_columns(path, file.schema_arrow, kinds)
+        num_rows = 0
+        batch_rows = max(1, memory_bytes // (_BYTES_A_VALUE * len(kinds)))
+        for batch in file.iter_batches(batch_rows, columns=list(kinds)):
+            num_rows += batch.num_rows
+            yield batch.select(list(kinds)), num_rows / file.metadata.num_rows
+
+
+def _read_text(
+    path: Path, kinds: Mapping[str, Sequence[str]], memory_bytes: int
+) -> Iterator[tuple[pa.RecordBatch, float]]:
+    if not path.stat().st_size:
+        raise UserError(f"{path} is empty; a text file begins with the names of its columns.")
+    parse = pcsv.ParseOptions(delimiter=_SEPARATORS[_suffix(path)])
+    with pcsv.open_csv(path, pcsv.ReadOptions(block_size=_LEAST_BLOCK_BYTES), parse) as file:
+        names = file.schema.names
+    _require_columns(path, pa.schema([(name, pa.string()) for name in names]), kinds)
+    convert = pcsv.ConvertOptions(
+        include_columns=list(kinds),
+        column_types=dict.fromkeys(kinds, pa.string()),
+        null_values=[""],
+        strings_can_be_null=True,
+    )
+    block_bytes = max(_LEAST_BLOCK_BYTES, memory_bytes // _BLOCKS_READ_AHEAD)
+    with pcsv.open_csv(path, pcsv.ReadOptions(block_size=block_bytes), parse, convert) as file:
+        size, text_bytes = path.stat().st_size, 0
+        for batch in file:
+            text_bytes += batch.nbytes
+            yield batch, text_bytes / size
+
+
+def _require_columns(path: Path, schema: pa.Schema, kinds: Mapping[str, Sequence[str]]) -> None:
+    for column, allowed in kinds.items():
+        if column not in schema.names:
+            guess = nearest(column, schema.names)
+            hint = f" Did you mean {guess!r}?" if guess else ""
+            raise UserError(f"{path} has no column {column!r}.{hint} It has {', '.join(map(repr, schema.names))}.")
+        if schema.names.count(column) > 1:
+            raise UserError(f"{path} has several columns named {column!r}; rename them.")
+        kind = schema.field(column).type
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+        if _kind(kind) not in allowed and _kind(kind) != TEXT:
+            raise UserError(f"{path}, column {column!r}: its type is {kind}; it must be {' or '.join(allowed)}.")
+
+
+def _kind(kind: pa.DataType) -> str:
+    if pa.types.is_integer(kind):
+        return INTEGER
+    if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
+        return NUMBER
+    is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    return TEXT if is_text else "other"

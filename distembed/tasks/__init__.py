@@ -1,0 +1,1 @@
+"""What is learnt: the loss and the outputs of a batch, and the metrics of an evaluation."""

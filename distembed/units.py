@@ -1,0 +1,51 @@
+"""Bytes and counts as text, for a reader and from one."""
+
+from collections.abc import Sequence
+
+from distembed.errors import UserError
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def parse_bytes(field: str, text: str) -> int:
+    """Returns the bytes of a size: ``2GB`` is 2,000,000,000, ``2GiB`` is 2^31, a plain number is bytes.
+
+    Args:
+        field: Named in the error.
+        text: A number and, in any case, one of b, kb, mb, gb, tb (powers of 1000), kib, mib, gib, tib (of 1024).
+
+    Raises:
+        UserError: The text is no size above 0.
+    """
+    number = text.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
+    unit = text.strip()[len(number) :].lower()
+    try:
+        count = int(float(number) * _UNITS[unit])
+    except (ValueError, KeyError, OverflowError):
+        raise UserError(f"{field} is {text!r}; give a size such as 500MB, 2GB or 2GiB.") from None
+    if count <= 0:
+        raise UserError(f"{field} is {text!r}; it must be above 0.")
+    return count
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Returns such as ``1.50 GiB``, with the largest unit that leaves at least 1."""
+    size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.0f} B" if units[0] == "B" else f"{size:.2f} {units[0]}"
+
+
+def exact_bytes(num_bytes: int) -> str:
+    """Returns a size that :func:`parse_bytes` reads back as the same number of bytes, such as ``80GiB``."""
+    for unit in ("GiB", "MiB", "GB", "MB"):
+        if num_bytes % _UNITS[unit.lower()] == 0:
+            return f"{num_bytes // _UNITS[unit.lower()]}{unit}"
+    return str(num_bytes)
+
+
+def enumerate_names(names: Sequence[str], most: int = 12) -> str:
+    """Returns the names separated by commas; of more than ``most`` the first, and how many more there are."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,258 @@
+"""The batch script of a job on Slurm: one plain job whose nodes all run the same command.
+
+TorchX makes a heterogeneous job with one component a node. Such a job starts only when every component can, is
+requeued as a whole and cannot lose a node. All replicas of a role are alike, so that a plain job says the same
+and can be elastic: it takes as many nodes as are free from a range, and goes on when one of them dies.
+
+What the script does about the end of a step::
+
+    exit code 0                      the job has succeeded
+    cancelled                        the script cancels its own job once the step has saved what it has
+    75, or not 0 after a warning     interrupted, can go on: back into the queue, however often that happens
+    fewer nodes left than needed     back into the queue, however often that happens (elastic jobs)
+    any other                        back into the queue, at most `max_retries` times; then the job has failed
+    a node died                      Slurm itself requeues the job (elastic ones go on with the nodes left)
+    the first node of an elastic     the tasks of the other nodes see that Slurm has taken it from the job, and requeue
+    job died                         the job: script, step and meeting point were lost with it
+
+A warning is SIGUSR1 some seconds before the time limit, or SIGTERM when another job takes the nodes. A step that was
+still there `grace_seconds` after SIGUSR1 was killed, with nothing saved as far as is known: that counts as any other
+end, or a job that saves too slowly would start over for ever. Preemption never counts.
+
+A job is cancelled with SIGUSR2 to its batch script; see :func:`launch.slurm.commands.cancel`.
+"""
+
+import re
+import shlex
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from distembed.errors import UserError
+from launch.slurm.shell import BATCH_SCRIPT, ELASTIC_TASK, FIXED_TASK, RECORD
+
+JOB_ID = "${app_id}"
+"""Stands for the number of the job, in the words of TorchX's macros."""
+REPLICA_ID = "${replica_id}"
+"""Stands for the number of the node within the job."""
+RANK0_VARIABLE = "TORCHX_RANK0_HOST"
+"""Environment variable that holds the name of the job's first node."""
+OWN_OPTIONS = tuple(
+    "array chdir cpus-per-task error export export-file gpus-per-node help job-name mem mem-per-cpu mem-per-gpu "
+    "no-kill no-requeue nodes ntasks ntasks-per-node open-mode output parsable quiet requeue signal test-only usage "
+    "version wait wrap".split()
+)
+"""Options of sbatch that the script has from elsewhere, or that it would not work with."""
+CANCEL_SECONDS = 30
+"""How long after its grace a job that was told to end is cancelled by Slurm."""
+INTERRUPTED = 75
+"""Exit code of a command that was interrupted and can go on later, ``EX_TEMPFAIL``."""
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+# A step that is killed by --wait had a minute to end after the first of its tasks has.
+_FIXED_STEP = ["--kill-on-bad-exit=0", "--wait=60"]
+# Those left decide for themselves whether they go on.
+_ELASTIC_STEP = ["--kill-on-bad-exit=0", "--wait=0", "--no-kill"]
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """What is asked of Slurm; :meth:`script` and :attr:`command` say it in its language.
+
+    Args:
+        name: Name of the application.
+        role: Name of its one role.
+        program: The command of each node and its arguments, which may hold :data:`JOB_ID` and :data:`REPLICA_ID`.
+        log_dir: Absolute path of the folder for logs, which every node must see.
+        environment: Variables of the command; their values may hold the same two.
+        min_nodes: Fewest nodes that the job starts, and goes on, with.
+        max_nodes: Most nodes that it takes.
+        options: Options of sbatch by their names without dashes.
+        directory: Where the command runs; "" for where sbatch is called.
+        max_retries: How often the job is started again after it has failed.
+        warning_seconds: How long before its time limit the job is sent SIGUSR1; 0 for never.
+        grace_seconds: How long the command may take to save what it has when it is told to end; 0 where that is not
+            known, or there is nothing to save.
+        further: More options of sbatch, as :func:`further_options` returns them.
+
+    Raises:
+        UserError: A name or a variable that cannot be written into a script.
+    """
+
+    name: str
+    role: str
+    program: Sequence[str]
+    log_dir: Path
+    environment: Mapping[str, str]
+    min_nodes: int
+    max_nodes: int
+    options: Mapping[str, str]
+    directory: str = ""
+    max_retries: int = 0
+    warning_seconds: int = 0
+    grace_seconds: int = 0
+    further: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        for field, name in (("application", self.name), ("role", self.role)):
+            if not _NAME.fullmatch(name):
+                raise UserError(f"the name of the {field} is {name!r}; allowed are letters, digits and . _ -")
+        for variable in self.environment:
+            if not _VARIABLE.fullmatch(variable):
+                raise UserError(
+                    f"the environment variable {variable!r} has a name that no shell can set; "
+                    "allowed are letters, digits and _, with no digit first"
+                )
+        if not 1 <= self.min_nodes <= self.max_nodes:
+            raise UserError(
+                f"the job asks for {self.min_nodes} to {self.max_nodes} nodes; ask for 1 or more, fewest first"
+            )
+
+    @property
+    def full_name(self) -> str:
+        """What Slurm calls it."""
+        return f"{self.name}/{self.role}"
+
+    @property
+    def elastic(self) -> bool:
+        """Whether it can run on fewer nodes than it asks for."""
+        return self.min_nodes < self.max_nodes
+
+    @property
+    def command(self) -> list[str]:
+        """The command that submits the script, which it reads from its standard input."""
+        command = ["sbatch", "--parsable", f"--output={log_pattern(self.log_dir)}"]
+        # accounting keeps this line, so that the logs of a job are found long after the controller has forgotten it
+        return [*command, f"--chdir={self.directory}"] if self.directory else command
+
+    def script(self) -> str:
+        task = self._task()
+        mark = "END_OF_TASK"
+        while mark in task:
+            mark += "_"
+        return BATCH_SCRIPT.substitute(
+            job=self.full_name,
+            options="\n".join(f"#SBATCH {option}" for option in self._options()),
+            rank0_variable=RANK0_VARIABLE,
+            log_dir=shlex.quote(str(self.log_dir)),
+            max_retries=self.max_retries,
+            min_nodes=self.min_nodes,
+            grace=self.grace_seconds,
+            cancel_seconds=CANCEL_SECONDS,
+            record=RECORD.strip(),
+            task=task,
+            mark=mark,
+            step_options=" ".join(self._step_options()),
+            interrupted=INTERRUPTED,
+        )
+
+    def __str__(self) -> str:
+        return f"{shlex.join(self.command)} <<'END_OF_SCRIPT'\n{self.script()}END_OF_SCRIPT\n"
+
+    def _options(self) -> list[str]:
+        nodes = [f"--nodes={self.max_nodes}", "--ntasks-per-node=1"]
+        if self.elastic:
+            # no --ntasks-per-node: with it, Slurm takes the fewest nodes that hold the tasks and not the most
+            nodes = [f"--nodes={self.min_nodes}-{self.max_nodes}", "--no-kill"]
+        chosen = [f"--{option}={_quoted(value)}" for option, value in self.options.items()]
+        # B: only the script's shell, which hands it on
+        signal = [f"--signal=B:USR1@{self.warning_seconds}"] if self.warning_seconds else []
+        # append: the log of a job that is started again goes on
+        own = [f"--job-name={self.full_name}", *nodes, *chosen, *signal, "--requeue", "--open-mode=append"]
+        return [*own, *self.further]
+
+    def _step_options(self) -> list[str]:
+        nodes = '"$SLURM_JOB_NUM_NODES"'
+        options = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
+        if "cpus-per-task" in self.options:
+            # from Slurm 22.05 on a step does not take this over from its job
+            options.append(f"--cpus-per-task={self.options['cpus-per-task']}")
+        # --export: the user's SBATCH_EXPORT may say something else, and the command needs what the script exports
+        output = shlex.quote(str(log_pattern(self.log_dir, self.role, "%t")))
+        fate = _ELASTIC_STEP if self.elastic else _FIXED_STEP
+        return [*options, "--export=ALL", "--open-mode=append", f"--output={output}", *fate]
+
+    def _task(self) -> str:
+        return (
+            (ELASTIC_TASK if self.elastic else FIXED_TASK)
+            .substitute(
+                exports="\n".join(f"export {name}={_shell_text(value)}" for name, value in self.environment.items()),
+                program=" ".join(_shell_text(word) for word in self.program),
+                log_dir=shlex.quote(str(self.log_dir)),
+                rank0_variable=RANK0_VARIABLE,
+                record=RECORD.strip(),
+            )
+            .rstrip("\n")
+        )
+
+
+def log_pattern(log_dir: Path, role: str = "", replica: str = "") -> Path:
+    """Name of a log, of the whole job or of one replica, as Slurm's options take it: ``%j`` is the job's number."""
+    end = f"-{role}-{replica}" if role else ""
+    return Path(str(log_dir).replace("%", "%%")) / f"slurm-%j{end}.out"
+
+
+def further_options(text: str, known: Collection[str] = ()) -> list[str]:
+    """More options of sbatch, given as one text such as ``--exclusive --nodelist=n[1-4]``, one by one.
+
+    Args:
+        text: The options, with quotes as the shell takes them. A value is joined to its option by ``=``.
+        known: Options that there is another way to give, ``-o NAME=VALUE``.
+
+    Raises:
+        UserError: One that is none, or that is decided elsewhere.
+    """
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"sbatch is {text!r}: {error}") from None
+    for word in words:
+        name = word.partition("=")[0].removeprefix("--")
+        if not word.startswith("--") or not re.fullmatch(r"[a-z][a-z0-9-]*", name):
+            raise UserError(f"sbatch has {word!r}; each option is --NAME or --NAME=VALUE, such as --nodelist=n[1-4]")
+        # sbatch takes the beginning of a name for the whole
+        if named := [option for option in known if option.startswith(name)]:
+            raise UserError(f"sbatch has {word!r}; give -o {named[0]}=VALUE instead")
+        if own := [option for option in OWN_OPTIONS if option.startswith(name)]:
+            raise UserError(f"sbatch has {word!r}; --{own[0]} is decided by what the job asks for: leave it out")
+    parts = (word.partition("=") for word in words)
+    return [f"{option}={_quoted(value)}" if equals else option for option, equals, value in parts]
+
+
+def time_limit_seconds(text: str) -> int | None:
+    """Seconds of a time limit as sbatch takes it, such as 90, 1:30:00 or 2-12; None for no limit.
+
+    Raises:
+        UserError: It is none of Slurm's forms.
+    """
+    if text.upper() in ("UNLIMITED", "INFINITE"):
+        return None
+    days, dash, rest = text.rpartition("-")
+    parts = rest.split(":")
+    if not all(re.fullmatch(r"[0-9]+", part) for part in [*parts, *([days] if dash else [])]) or len(parts) > 3:
+        raise UserError(
+            f"time is {text!r}; Slurm takes minutes, minutes:seconds, hours:minutes:seconds, days-hours, "
+            "days-hours:minutes and days-hours:minutes:seconds"
+        )
+    numbers = [int(part) for part in parts]
+    if dash:
+        units = [3600, 60, 1]
+    else:
+        units = [60, 1] if len(numbers) < 3 else [3600, 60, 1]
+    return int(days or 0) * 86400 + sum(number * unit for number, unit in zip(numbers, units, strict=False))
+
+
+def _quoted(value: str) -> str:
+    """A value in a line of options. Slurm reads them itself: a backslash protects what follows, within quotes too."""
+    if "\n" in value:
+        raise UserError(f"the option {value!r} has more than one line, which sbatch cannot read")
+    return value if re.fullmatch(r"[\w@%+=:,./*-]+", value) else '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
+
+
+def _shell_text(text: str) -> str:
+    """A word of the shell that is exactly ``text``, but for the macros, which become what they stand for."""
+    variables = {JOB_ID: '"$SLURM_JOB_ID"', REPLICA_ID: '"$SLURM_PROCID"'}
+    parts = re.split(f"({re.escape(JOB_ID)}|{re.escape(REPLICA_ID)})", text)
+    # an empty part beside a macro is nothing; an empty text is a word
+    return "".join(variables.get(part) or shlex.quote(part) for part in parts if part) or "''"

@@ -1,0 +1,153 @@
+"""What Slurm's states mean to TorchX, and what is known of jobs while the controller may be busy."""
+
+import math
+import re
+import threading
+import time
+from dataclasses import dataclass, replace
+
+from torchx.schedulers import slurm_scheduler
+from torchx.specs import AppState, is_terminal
+
+from distembed.errors import RunError
+from launch.log_lines import ASK_SECONDS
+from launch.slurm import commands as slurm_commands
+from launch.slurm.commands import JobRecord
+
+STATES = {
+    **slurm_scheduler.SLURM_STATES,
+    # Those that TorchX does not know. A completing job's processes are still being ended.
+    "COMPLETING": AppState.RUNNING,
+    "SIGNALING": AppState.RUNNING,
+    "STAGE_OUT": AppState.RUNNING,
+    "CONFIGURING": AppState.PENDING,
+    "REQUEUE_FED": AppState.PENDING,
+    "REQUEUE_HOLD": AppState.PENDING,
+    "RESV_DEL_HOLD": AppState.PENDING,
+    "SPECIAL_EXIT": AppState.PENDING,
+    "STOPPED": AppState.PENDING,
+}
+"""TorchX's state of each of Slurm's."""
+
+FOLLOW_PATIENCE_SECONDS = 600.0
+"""How long a job is followed while the controller does not answer; then accounting has the word."""
+
+
+def app_state(state: str) -> AppState:
+    """TorchX's state for one of Slurm's, such as "CANCELLED by 0" or "COMPLETING+"; UNKNOWN for any other word."""
+    word = re.match(r"[A-Z_]+", state.strip())
+    return STATES.get(word[0], AppState.UNKNOWN) if word else AppState.UNKNOWN
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was said of a job.
+
+    Attributes:
+        record: What Slurm knows of it; None where it surely knows no such job.
+        time: When it was said, in seconds of the monotonic clock.
+        heard: When the controller answered last; where it never did, when accounting did first.
+    """
+
+    record: JobRecord | None
+    time: float
+    heard: float
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether the controller says so, or accounting of a job that the controller has forgotten."""
+        return self.record is None or self.record.is_certain
+
+    @property
+    def silent_seconds(self) -> float:
+        """How long the controller has not answered."""
+        return self.time - self.heard
+
+    @property
+    def state(self) -> AppState:
+        """TorchX's state; UNKNOWN for an end that only accounting knows of, until it is believed."""
+        if self.record is None:
+            return AppState.UNKNOWN
+        state = app_state(self.record.state)
+        is_believed = self.is_certain or self.silent_seconds >= FOLLOW_PATIENCE_SECONDS
+        return state if is_believed or not is_terminal(state) else AppState.UNKNOWN
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the job has surely ended."""
+        return self.record is None or is_terminal(self.state)
+
+
+class FollowedJobs:
+    """What Slurm says of jobs: all who ask together, as the threads that read their logs, ask it once.
+
+    An answer is kept for :data:`ASK_SECONDS`, and so is that there is none. A job that cannot be asked after has not
+    ended, as far as is known; neither has one of which only accounting speaks. After :data:`FOLLOW_PATIENCE_SECONDS`
+    accounting is believed.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._answers: dict[str, Answer] = {}
+        self._failures: dict[str, tuple[float, RunError]] = {}
+        self._host_names: dict[str, list[str]] = {}
+
+    def answer(self, job_id: str) -> Answer:
+        """What is known of a job, which may be some seconds old.
+
+        Raises:
+            RunError: Slurm does not answer, and nothing is known of the job from before; or it has not for minutes.
+        """
+        with self._lock:
+            now = time.monotonic()
+            failed, failure = self._failures.get(job_id, (-math.inf, None))
+            if failure is not None and now - failed < ASK_SECONDS:
+                raise RunError(str(failure)) from failure
+            last = self._answers.get(job_id)
+            if last is None or now - last.time >= ASK_SECONDS:
+                try:
+                    self._answers[job_id] = _ask(job_id, last)
+                except RunError as error:
+                    self._failures[job_id] = (time.monotonic(), error)
+                    raise
+            return self._answers[job_id]
+
+    def has_ended(self, job_id: str) -> bool:
+        """Whether a job has surely ended.
+
+        Raises:
+            RunError: As :meth:`answer`.
+        """
+        return self.answer(job_id).has_ended
+
+    def host_names(self, nodes: str) -> list[str]:
+        """Names of nodes from Slurm's short form, which it is asked for once; [] where it cannot tell."""
+        with self._lock:
+            if not self._host_names.get(nodes):
+                self._host_names[nodes] = slurm_commands.host_names(nodes)
+            return self._host_names[nodes]
+
+
+def _ask(job_id: str, last: Answer | None) -> Answer:
+    """Asks Slurm what it knows of a job, of which it has said ``last``."""
+    if last is None:
+        record = slurm_commands.find_job(job_id)
+        now = time.monotonic()
+        return Answer(record, now, heard=now)
+    # an end of which the controller has spoken stays one while it is silent
+    is_over = last.is_certain and last.has_ended
+    try:
+        record = slurm_commands.find_job(job_id, patience_seconds=0)
+    except RunError:
+        if last.silent_seconds >= FOLLOW_PATIENCE_SECONDS and not is_over:
+            raise
+        silence = "the controller does not answer"
+        record = None if last.record is None else replace(last.record, reason=silence, is_certain=False)
+    now = time.monotonic()
+    if record is None or record.is_certain:
+        return Answer(record, now, heard=now)
+    return replace(last, time=now) if is_over else Answer(record, now, last.heard)
+
+
+followed_jobs = FollowedJobs()
+"""Of this process: TorchX gives threads that follow one job schedulers of their own."""

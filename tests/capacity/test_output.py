@@ -1,0 +1,269 @@
+"""``distembed plan``: what fits, what does not and why, and that remedies are ones."""
+
+import contextlib
+import errno
+import io
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from distembed import cli
+from distembed.capacity.assessment import find_fit
+from distembed.config import load_config
+from distembed.data.dataset.schema import CRITEO_TERABYTE_CARDINALITIES
+from distembed.errors import RunError, UserError
+from distembed.planning.cluster import Cluster
+from distembed.planning.devices import DEVICES, find_device
+
+KAGGLE = Path(__file__).parents[2] / "configs" / "criteo_kaggle.yaml"
+GIB = 2**30
+LAYERS = [(13, 512), (512, 256), (256, 64), (64, 16), (367, 512), (512, 256), (256, 1)]
+DENSE_PARAMETERS = sum(inputs * outputs + outputs for inputs, outputs in LAYERS)
+
+
+def plan(*arguments: object) -> tuple[int, dict[str, Any]]:
+    """Exit code and JSON of the command, within this process."""
+
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        code = cli.app(["plan", str(KAGGLE), *map(str, arguments), "--json"], standalone_mode=False)
+    return int(code or 0), json.loads(printed.getvalue())
+
+
+def test_what_is_planned_adds_up() -> None:
+    code, fit = plan("--nodes", 2, "--gpus", 2, "--gpu", "l4-24gb")
+    assert code == 0 and fit["fits"] and not fit["remedies"]
+    assert len(fit["ranks"]) == 4 and len(fit["tables"]) == 26
+    (placed,) = fit["plan"].values()
+    for rank in fit["ranks"]:
+        memory = rank["memory"]
+        assert rank["total"] == sum(memory.values()) <= rank["capacity"] == DEVICES["l4-24gb"].memory_bytes
+        by_table = {item: sum(own[item] for own in rank["tables"].values()) for item in ("weights", "optimizer_state")}
+        assert by_table == {"weights": memory["table_weights"], "optimizer_state": memory["table_optimizer_state"]}
+        # elementwise Adagrad keeps a number for each weight; Adam of the networks keeps two, and counts steps
+        assert memory["table_optimizer_state"] == memory["table_weights"]
+        assert memory["gradients"] == 4 * DENSE_PARAMETERS <= memory["network_weights"] < 1.01 * memory["gradients"]
+        assert memory["network_optimizer_state"] == 2 * memory["gradients"] + 4 * 14
+        assert memory["allocator"] == round(0.05 * rank["capacity"])
+    sizes = {table["name"]: table["bytes_on_all_ranks"] for table in fit["tables"]}
+    assert sum(sizes.values()) == sum(rank["memory"]["table_weights"] * 2 for rank in fit["ranks"])
+    assert {name: own["ranks"] for name, own in placed.items()} == {t["name"]: t["ranks"] for t in fit["tables"]}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "factor"),
+    [
+        ("sgd", 1.0),
+        ("adagrad", 2.0),
+        ("adam", 3.0),
+        ("row_wise_adagrad", 1 + 1 / 128),
+        ("partial_row_wise_adam", 2 + 1 / 128),
+    ],
+)
+def test_the_tables_of_mlperf_with_their_optimizer(optimizer: str, factor: float) -> None:
+    settings = ["data.schema=criteo_terabyte", "embedding.default={partition: naive, embedding_dim: 128}"]
+    settings += ["model={name: dcn}", f"train.sparse_optimizer={{name: {optimizer}}}", "plan.min_partition=32"]
+    fit = find_fit(load_config(KAGGLE, settings), Cluster(find_device("h100-80gb"), 1, 8))
+    weights = sum(CRITEO_TERABYTE_CARDINALITIES) * 128 * 4
+    assert weights / GIB == pytest.approx(97.4, abs=0.05)
+    assert fit.needed.weights == weights and fit.needed.total == round(weights * factor)
+    assert fit.fits and not fit.needed.gradients
+
+
+def test_what_does_not_fit_is_refused_with_remedies_that_hold() -> None:
+    settings = ["embedding.default.partition=naive", "--gpus", 1]
+    code, fit = plan(*settings, "--memory", "2GB")
+    assert code == 3 and not fit["fits"] and fit["plan"] is None
+    needed, left = fit["needed_by_tables"], fit["left_for_tables"]
+    assert needed["weights"] + needed["optimizer_state"] > left > 0
+    kinds = {remedy.split("=")[0].split()[0] for remedy in fit["remedies"]}
+    assert {"--nodes", "--gpus", "--memory", "embedding.default.partition"} <= kinds
+    for remedy in fit["remedies"]:
+        assert plan(*settings, "--memory", "2GB", *shlex.split(remedy))[0] == 0, remedy
+    # and each is the least of its kind
+    nodes = next(int(remedy.split()[1]) for remedy in fit["remedies"] if remedy.startswith("--nodes"))
+    assert nodes > 1 and plan(*settings, "--memory", "2GB", "--nodes", nodes - 1)[0] == 3
+
+
+def test_constraints_that_leave_no_room_are_a_remedy_to_drop() -> None:
+    constraints = ["plan.sharding_types=[table_wise]", "plan.tables={C3: {sharding_types: [data_parallel]}}"]
+    settings = ["embedding.default.partition=naive", "--gpus", 4, "--memory", "1.8GB", *constraints]
+    code, fit = plan(*settings)
+    assert code == 3
+    (freed,) = [remedy for remedy in fit["remedies"] if remedy.startswith("plan.")]
+    assert shlex.split(freed) == ["plan.sharding_types=null", "plan.tables={}"]
+    assert plan(*settings, *shlex.split(freed))[0] == 0
+
+
+def test_tables_in_host_memory_are_shown_and_never_unasked() -> None:
+    settings = ["embedding.default.partition=naive", "--gpus", 1, "--memory", "4GB"]
+    assert plan(*settings)[0] == 3
+    with pytest.raises(UserError, match="--host-memory"):
+        plan(*settings, "plan.host_memory=true")
+    code, fit = plan(*settings, "plan.host_memory=true", "--host-memory", "64GB")
+    assert code == 0
+    hosted = [table for table in fit["tables"] if table["host_bytes"]]
+    (rank,) = fit["ranks"]
+    assert hosted and all("host memory" in table["why"] for table in hosted)
+    assert sum(table["host_bytes"] for table in hosted) == sum(rank["host_memory"].values()) <= rank["host_capacity"]
+    assert sum(table["cache_bytes"] for table in fit["tables"]) == rank["memory"]["table_cache"] > 0
+    for table in fit["tables"]:
+        is_hosted = table["compute_kernel"] in ("fused_uvm", "fused_uvm_caching")
+        assert is_hosted == bool(table["host_bytes"])
+        # Adagrad keeps a number for each weight
+        own = 2 * 4 * 16 * table["rows"][0]
+        assert table["host_bytes"] + table["bytes_on_all_ranks"] - table["cache_bytes"] == own
+    # and there is no more of it than there is
+    assert plan(*settings, "plan.host_memory=true", "--host-memory", "10MB")[0] == 3
+
+
+def test_a_report_is_written_beside_what_is_printed(tmp_path: Path) -> None:
+    for name in ("plan.html", "plan.png", "plan.svg"):
+        assert plan("--gpus", 2, "--report", tmp_path / name)[0] == 0
+        assert (tmp_path / name).stat().st_size > 1000
+    with pytest.raises(UserError, match="pdf"):
+        plan("--gpus", 2, "--report", tmp_path / "plan.pdf")
+
+
+def test_files_that_cannot_be_written_are_refused_before_anything_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unwanted(*_: object) -> None:
+        raise AssertionError("it was planned")
+
+    for planner in ("find_fit", "fit_config"):
+        monkeypatch.setattr(f"distembed.capacity.output.{planner}", unwanted)
+    there = tmp_path / "there.svg"
+    there.write_text("old")
+    for option in ("--output", "--fit"):
+        with pytest.raises(UserError, match=f"{option} .*there.svg exists already; name a new file"):
+            plan(option, there)
+    for option, name in (("--output", "folder"), ("--fit", "folder"), ("--report", "folder.svg")):
+        (tmp_path / name).mkdir(exist_ok=True)
+        with pytest.raises(UserError, match=f"{name} is a folder; name"):
+            plan(option, tmp_path / name)
+        with pytest.raises(UserError, match=f"{option} .*there.svg is a file and no folder"):
+            plan(option, there / "below.svg")
+        with pytest.raises(RunError, match=f"{option} /proc/new/plan.svg cannot be written"):
+            plan(option, "/proc/new/plan.svg")
+    with pytest.raises(UserError, match="--output and --fit both name"):
+        plan("--output", tmp_path / "one", "--fit", tmp_path / "one")
+    assert there.read_text() == "old" and not (tmp_path / "one").exists()
+
+
+def test_what_was_planned_is_printed_though_no_file_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(RunError, match=r"kept\.json could not be written .*No space left"):
+        plan("--output", tmp_path / "kept.json")
+    arguments = ["plan", str(KAGGLE), "--json", "--output", str(tmp_path / "kept.json")]
+    with pytest.raises(RunError):
+        cli.app(arguments, standalone_mode=False)
+    assert json.loads(capsys.readouterr().out)["fits"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_plan_that_does_not_fit_is_not_written_and_that_is_said(tmp_path: Path) -> None:
+    with cli.errors.capture() as said:
+        assert plan("--gpus", 1, "--memory", "20MB", "--output", tmp_path / "kept.json")[0] == 3
+    assert f"not written: --output {tmp_path}/kept.json, since the config does not fit" in said.get()
+    # not even compressed: what is printed is the config as it is, and what would do
+    files = ["--output", tmp_path / "kept.json", "--fit", tmp_path / "fitted.yaml"]
+    with cli.errors.capture() as said:
+        code, values = plan("--gpus", 1, "--memory", "20MB", *files)
+    assert code == 3 and not values["fits"] and values["remedies"]
+    assert all(f"{option} {file}" in said.get() for option, file in zip(files[::2], files[1::2], strict=True))
+    assert "no compression of the tables" in said.get()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("start", [["-m", "distembed"], ["-c", "from distembed.cli import app; app()"]])
+def test_libraries_are_silent_however_the_command_is_started(start: list[str]) -> None:
+    arguments = ["plan", str(KAGGLE), "--gpus", "2", "--json"]
+    done = subprocess.run([sys.executable, *start, *arguments], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["fits"] and not done.stderr
+
+
+def test_wrong_requests_are_named() -> None:
+    with pytest.raises(UserError, match=r"--gpu is 'h100'.*h100-80gb"):
+        plan("--gpu", "h100")
+    with pytest.raises(UserError, match="--memory is 'much'"):
+        plan("--memory", "much")
+    with pytest.raises(UserError, match="--nodes is 0"):
+        Cluster(find_device("l4-24gb"), 0, 1)
+
+
+def test_training_takes_the_plan_that_is_reported(tmp_path: Path) -> None:
+    from tests.small_runs import write_dataset
+
+    dataset = write_dataset(tmp_path / "dataset")
+    values = {
+        "data": {"path": str(dataset)},
+        "model": {"bottom": [16], "top": [16]},
+        "embedding": {"default": {"partition": "quotient_remainder", "embedding_dim": 8, "threshold": 10}},
+        "train": {"batch_size": 64, "max_steps": 1, "device": "cpu"},
+        "plan": {"tables": {"C3": {"sharding_types": ["data_parallel"]}, "M": {"sharding_types": ["row_wise"]}}},
+    }
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(values))
+    run = tmp_path / "run"
+    assert cli.app(["plan", str(config), *ONE_CPU, "-o", str(tmp_path / "kept.json")], standalone_mode=False) is None
+    cli.app(["train", str(config), "--run-dir", str(run)], standalone_mode=False)
+    made = json.loads((run / "plan.json").read_text())
+    kept = json.loads((tmp_path / "kept.json").read_text())
+    assert made == {key: kept[key] for key in ("made_for", "plan")}
+    # and another one only if it is given: of a run, or of the command
+    (placed,) = kept["plan"].values()
+    placed["C1"] = {**placed["C1"], "sharding_type": "data_parallel", "compute_kernel": "dense", "shards": []}
+    for file, values in (("changed.json", kept), ("plan.json", {key: kept[key] for key in made})):
+        (tmp_path / file).write_text(json.dumps(values))
+        again = tmp_path / f"run-{file}"
+        cli.app(["train", str(config), "--plan", str(tmp_path / file), "--run-dir", str(again)], standalone_mode=False)
+        assert json.loads((again / "plan.json").read_text()) == {key: kept[key] for key in made}
+    check_refused(config, tmp_path, kept)
+
+
+ONE_CPU = ["--gpus", "1", "--gpu", "cpu-256gb"]
+
+
+def check_refused(config: Path, tmp_path: Path, kept: dict[str, Any]) -> None:
+    file = tmp_path / "other.json"
+
+    def train(values: Any, *overrides: str) -> None:
+        file.write_text(values if isinstance(values, str) else json.dumps(values))
+        arguments = [str(config), *overrides, "--plan", str(file), "--run-dir", str(tmp_path / "none")]
+        cli.app(["train", *arguments], standalone_mode=False)
+
+    with pytest.raises(UserError, match="world_size: 2 in the plan, 1 now"):
+        train({**kept, "made_for": {**kept["made_for"], "world_size": 2}})
+    with pytest.raises(UserError, match=r"rows of table 'C2': \[100, 4\] in the plan, \[50, 8\] now"):
+        train(kept, "embedding.tables.C2.collisions=8")
+    others = ["model={name: dcn, deep: [16]}", "train.batch_size=100", "embedding.default.composition=sum"]
+    others += ["train.sparse_optimizer.name=adagrad", "train.dense_optimizer.name=adam"]
+    with pytest.raises(UserError) as refused:
+        train(kept, *others)
+    for line in (
+        "model.name: 'dlrm' in the plan, 'dcn' now",
+        "batch_size: 64 in the plan, 100 now",
+        "sparse_optimizer: 'row_wise_adagrad' in the plan, 'adagrad' now",
+        "dense_optimizer: 'adagrad' in the plan, 'adam' now",
+        "composition of tables 'C2', 'C3', 'M': 'product' in the plan, 'sum' now",
+    ):
+        assert line in str(refused.value)
+    (module,) = kept["plan"]
+    without = {name: own for name, own in kept["plan"][module].items() if name != "C3"}
+    with pytest.raises(UserError, match="table 'C3' is in the model and not in the plan"):
+        train({**kept, "plan": {module: without}})
+    for broken in ("{", "[1]", {"a": 1}, {"plan": kept["plan"]}, {**kept, "plan": {"a": {"b": {}}}}):
+        with pytest.raises(UserError, match="plan"):
+            train(broken)
+    assert not (tmp_path / "none").exists()

@@ -1,0 +1,158 @@
+"""Remedies: each holds as it is typed, is the least of its kind, and the search for them ends."""
+
+import contextlib
+import dataclasses
+import io
+import itertools
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distembed import cli
+from distembed.capacity import remedies
+from distembed.capacity.assessment import Fit, find_fit
+from distembed.capacity.remedies import Remedies, find_remedies
+from distembed.config import Config, load_config
+from distembed.planning.cluster import Cluster
+from distembed.planning.devices import DEVICES, find_device
+from distembed.units import parse_bytes
+
+KAGGLE = Path(__file__).parents[2] / "configs" / "criteo_kaggle.yaml"
+NAIVE = "embedding.default.partition=naive"
+WITH_EXCEPTIONS = """
+data: {schema: criteo_kaggle}
+embedding:
+  default: {partition: quotient_remainder, num_buckets: 4000000}
+  tables: {C3: {threshold: 100}, C12: {collisions: 6}, C21: {partition: naive}}
+"""
+
+
+def cluster(memory: str, nodes: int = 1, gpus: int = 1, host_memory: int = 0) -> Cluster:
+    device = dataclasses.replace(find_device("h100-80gb"), memory_bytes=parse_bytes("memory", memory))
+    return Cluster(device, nodes, gpus, host_memory)
+
+
+def holds(arguments: list[str], remedy: str) -> bool:
+    """Whether the command exits with 0 if this is typed behind it."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        return not cli.app(["plan", *arguments, *shlex.split(remedy), "--json"], standalone_mode=False)
+
+
+def kinds(found: Remedies) -> set[str]:
+    return {remedy.replace("=", " ").split()[0] for remedy in found}
+
+
+CASES: dict[str, tuple[list[str], list[str], Cluster, set[str]]] = {
+    "too little memory": (
+        [NAIVE],
+        [],
+        cluster("2GB"),
+        {"--gpus", "--nodes", "--memory", "embedding.default.partition"},
+    ),
+    "buckets": (
+        ["embedding.default.collisions=null", "embedding.default.num_buckets=4000000"],
+        [],
+        cluster("1GB"),
+        {"--gpus", "--nodes", "--memory", "embedding.default.num_buckets"},
+    ),
+    "batches": (["train.batch_size=1000001"], [], cluster("2GB", 1, 2), {"--nodes", "--memory", "train.batch_size"}),
+    "host memory": (
+        [NAIVE, "plan.host_memory=true"],
+        ["--host-memory", "100MB"],
+        cluster("600MB", 2, 2, 10**8),
+        {"--nodes", "--memory", "--host-memory", "embedding.default.partition"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_holds_as_it_is_typed_behind_the_command(case: str) -> None:
+    settings, options, there_is, expected = CASES[case]
+    typed = [str(KAGGLE), *settings, *options, "--memory", str(there_is.device.memory_bytes)]
+    typed += ["--nodes", str(there_is.nodes), "--gpus", str(there_is.gpus)]
+    found = find_remedies(load_config(KAGGLE, settings), there_is, memory_is_given=True, seconds=600)
+    assert found.is_complete and kinds(found) == expected
+    for remedy in found:
+        assert holds(typed, remedy), remedy
+
+
+def test_without_a_memory_that_was_typed_another_device_is_one() -> None:
+    config, there_is = load_config(KAGGLE, [NAIVE, "embedding.default.embedding_dim=512"]), cluster("40GiB")
+    found = find_remedies(config, there_is)
+    (device,) = [remedy for remedy in found if remedy.startswith("--gpu ")]
+    assert holds([str(KAGGLE), NAIVE, "embedding.default.embedding_dim=512", "--gpus", "1"], device)
+    larger = [other for other in DEVICES.values() if other.kind == "cuda" and other.memory_bytes > 40 * 2**30]
+    fitting = [other for other in larger if find_fit(config, dataclasses.replace(there_is, device=other)).fits]
+    assert device == f"--gpu {min(fitting, key=lambda other: other.memory_bytes).name}"
+
+
+def test_each_number_is_the_least() -> None:
+    """Against trying one number after another."""
+    config, there_is = load_config(KAGGLE, [NAIVE]), cluster("700MB")
+    found = find_remedies(config, there_is, seconds=600)
+
+    def first(change: Any) -> int:
+        return next(n for n in itertools.count(1) if change(n).fits)
+
+    gpus = first(lambda n: find_fit(config, dataclasses.replace(there_is, gpus=n)))
+    nodes = first(lambda n: find_fit(config, dataclasses.replace(there_is, nodes=n)))
+    assert f"--gpus {gpus}" in found and f"--nodes {nodes}" in found
+    compressed = "embedding.default.partition=quotient_remainder embedding.default.collisions="
+    collisions = first(lambda n: find_fit(load_config(KAGGLE, f"{compressed}{n}".split()), there_is))
+    assert f"{compressed}{collisions}" in found
+    large_batches = load_config(KAGGLE, ["train.batch_size=1000001"])
+    (smaller,) = [one for one in find_remedies(large_batches, cluster("2GB")) if one.startswith("train.batch_size")]
+    fitting = [1_000_001 >> n for n in range(19) if find_fit(batches_of(1_000_001 >> n), cluster("2GB")).fits]
+    assert smaller == f"train.batch_size={max(fitting)}"
+
+
+def batches_of(rows: int) -> Config:
+    return load_config(KAGGLE, [f"train.batch_size={rows}"])
+
+
+def test_tables_with_settings_of_their_own_keep_them(tmp_path: Path) -> None:
+    file = tmp_path / "exceptions.yaml"
+    file.write_text(WITH_EXCEPTIONS)
+    config = load_config(file)
+    found = find_remedies(config, cluster("1GB"))
+    (remedy,) = [one for one in found if one.startswith("embedding.")]
+    typed = load_config(file, shlex.split(remedy))
+    assert find_fit(typed, cluster("1GB")).fits
+    for name, rows in (("C3", (4_000_000, 3)), ("C12", (-(-8_351_593 // 6), 6)), ("C21", (7_046_547,))):
+        (table,) = [one for one in find_fit(typed, cluster("1GB")).tables if one.name == name]
+        assert table.scheme.num_rows == rows
+    collisions = typed.embedding.default.collisions
+    assert collisions is not None
+    fewer = remedy.replace(f"default.collisions={collisions}", f"default.collisions={collisions - 1}")
+    assert not find_fit(load_config(file, shlex.split(fewer)), cluster("1GB")).fits
+
+
+def test_what_is_not_planned_would_not_have_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, there_is = load_config(KAGGLE, [NAIVE]), cluster("400MB", 1, 2)
+    bounded = find_remedies(config, there_is, seconds=600)
+    monkeypatch.setattr(remedies, "_table_bytes", lambda config: 0)
+    assert bounded == find_remedies(config, there_is, seconds=600) != []
+
+
+def test_smaller_tables_are_no_remedy_for_networks_that_are_too_large() -> None:
+    config = load_config(KAGGLE, ["model.top=[4096, 4096]", "train.sparse_optimizer.name=adam"])
+    found = find_remedies(config, cluster("300MB"))
+    assert kinds(found) == {"--gpu"}
+
+
+def test_the_search_ends_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, there_is = load_config(KAGGLE, [NAIVE]), cluster("700MB")
+    found, planned = find_fit(config, there_is), list[int]()
+
+    def does_not_fit(config: Config, cluster: Cluster) -> Fit:
+        planned.append(cluster.world_size)
+        return found
+
+    monkeypatch.setattr(remedies, "find_fit", does_not_fit)
+    nothing = find_remedies(config, there_is, found=found, seconds=0)
+    assert nothing == [] and not nothing.is_complete and not planned
+    many = find_remedies(config, dataclasses.replace(there_is, nodes=500, gpus=8), found=found, seconds=600)
+    assert many == [] and not many.is_complete
+    assert max(planned) == 4000

@@ -1,0 +1,509 @@
+"""Kept plans: taken up where they were made for what runs, else refused with every difference."""
+
+import dataclasses
+import json
+import re
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+
+from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingConfig
+from distembed.errors import UserError
+from distembed.planning import plan_as_json
+from distembed.planning.plan_inputs import MadeFor, tables_made_for
+from distembed.planning.saved_plan import read_plan, take_up_plan
+from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
+from distembed.sharding.placement import SHARDING_TYPES, unit_size
+from tests.layouts import tables
+
+MODULE = "model.embeddings"
+LAYOUTS = (*SHARDING_TYPES, "mixed")
+OF_MIXED = dict(
+    zip("abcde", ("column_wise", "row_wise", "table_wise", "data_parallel", "table_column_wise"), strict=True)
+)
+Json = Any
+
+
+@cache
+def _made(layout: str, world_size: int, device: str) -> str:
+    model = nn.ModuleDict(
+        {"model": nn.ModuleDict({"embeddings": CompositionalEmbeddingBagCollection(tables(), device="meta")})}
+    )
+    kinds = {table.name: OF_MIXED[table.name] if layout == "mixed" else layout for table in tables()}
+    constraints = {
+        # a function needs whole vectors
+        name: ParameterConstraints(
+            sharding_types=["table_wise" if name == "c" and "column" in kind else kind], min_partition=4
+        )
+        for name, kind in kinds.items()
+    }
+    topology = Topology(world_size=world_size, local_world_size=min(2, world_size), compute_device=device)
+    sharders: list[Any] = [CompositionalEmbeddingBagCollectionSharder()]
+    plan = EmbeddingShardingPlanner(topology=topology, constraints=constraints).plan(model, sharders)
+    return json.dumps(plan_as_json(plan))
+
+
+def made(layout: str = "mixed", world_size: int = 4, device: str = "cpu") -> Json:
+    """What TorchRec's planner answers for the tables ``a`` to ``e``, as JSON."""
+    return json.loads(_made(layout, world_size, device))
+
+
+def runs(world_size: int = 4, device: str = "cpu", **changes: Any) -> MadeFor:
+    """What the plans below are taken up for."""
+    values = {
+        "batch_size": 64,
+        "model": {"name": "dlrm", "bottom": [16], "top": [16, 8]},
+        "sparse_optimizer": "sgd",
+        "dense_optimizer": "adam",
+        "tables": tables_made_for(tables()),
+    }
+    return MadeFor(world_size, min(2, world_size), device, **{**values, **changes})
+
+
+def file_of(plan: Json, made_for: MadeFor) -> Json:
+    return {"made_for": json.loads(json.dumps(made_for.as_json())), "plan": plan}
+
+
+def take_up_file(content: Json, now: MadeFor, **arguments: Any) -> Json:
+    """The plan that is read from a file with this content, as JSON again."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kept.json"
+        path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+        return plan_as_json(take_up_plan(read_plan(path), MODULE, tables(), now, **arguments))
+
+
+def take_up(plan: Json, world_size: int = 4, device: str = "cpu", **arguments: Any) -> Json:
+    """The same of a file that says that it was made for what runs."""
+    now = runs(world_size, device)
+    return take_up_file(file_of(plan, now), now, **arguments)
+
+
+def refusal_of_file(content: Json, now: MadeFor | None = None) -> str:
+    with pytest.raises(UserError) as caught:
+        take_up_file(content, now or runs())
+    return str(caught.value)
+
+
+def refusal(plan: Json, **arguments: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        take_up(plan, **arguments)
+    return str(caught.value)
+
+
+def of_table(name: str, **changes: Json) -> Json:
+    """The plan of a cluster of four ranks, changed for one table."""
+    plan = made()
+    plan[MODULE][name].update(changes)
+    return plan
+
+
+def shards(*spans: tuple[int, int, int], rows: int, axis: int = 1, whole: int = 16) -> Json:
+    """Of ``(rank, start, stop)`` along columns, or rows, with all of the other."""
+    sizes = [[rows, stop - start] if axis == 1 else [stop - start, whole] for _, start, stop in spans]
+    offsets = [[0, start] if axis == 1 else [start, 0] for _, start, _ in spans]
+    return [
+        {"rank": rank, "offset": offset, "size": size}
+        for (rank, *_), offset, size in zip(spans, offsets, sizes, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("world_size", [1, 2, 4, 9])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_was_planned_is_taken_up_whole(layout: str, world_size: int, device: str) -> None:
+    plan = made(layout, world_size, device)
+    assert take_up(plan, world_size, device) == plan
+    # as the command writes it, among much else
+    now = runs(world_size, device)
+    assert take_up_file({"fits": True, **file_of(plan, now), "remedies": []}, now) == plan
+
+
+def test_ranks_that_a_plan_names_have_to_be_there() -> None:
+    for layout in ("column_wise", "row_wise", "data_parallel", "mixed"):
+        fewer = refusal(made(layout, 4), world_size=3)
+        assert "there are 3 ranks" in fewer, fewer
+    for layout in ("row_wise", "data_parallel", "mixed"):
+        assert "there are 5 ranks" in refusal(made(layout, 4), world_size=5)
+    named = refusal(of_table("c", ranks=[9], shards=shards((9, 0, 16), rows=unit_size(tables()[2])[0])))
+    assert "table 'c' is planned on rank 9, and there are 4 ranks, the last 3" in named
+    one = refusal(made("row_wise", 4), world_size=1)
+    assert all(f"table '{name}' is planned row_wise in 4 shards, and there is 1 rank" in one for name in "abcde")
+
+
+def changed_table(name: str, **changes: Any) -> dict[str, Any]:
+    made = tables_made_for(tables())
+    return {"tables": {**made, name: dataclasses.replace(made[name], **changes)}}
+
+
+def without_table(name: str) -> dict[str, Any]:
+    return {"tables": {table: made for table, made in tables_made_for(tables()).items() if table != name}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"world_size": 2}, "world_size: 4 in the plan, 2 now"),
+        ({"device": "cuda"}, "device_kind: 'cpu' in the plan, 'cuda' now"),
+        ({"batch_size": 1000}, "batch_size: 64 in the plan, 1000 now"),
+        ({"sparse_optimizer": "adagrad"}, "sparse_optimizer: 'sgd' in the plan, 'adagrad' now"),
+        ({"dense_optimizer": "sgd"}, "dense_optimizer: 'adam' in the plan, 'sgd' now"),
+        ({"model": {"name": "dlrm", "bottom": [16], "top": [8]}}, "model.top: [16, 8] in the plan, [8] now"),
+        ({"model": {"name": "dcn", "bottom": [16]}}, "model.name: 'dlrm' in the plan, 'dcn' now"),
+        ({"model": {"name": "dlrm", "bottom": [16]}}, "model.top: [16, 8] in the plan, nothing now"),
+        (changed_table("a", scheme="naive"), "scheme of table 'a': 'quotient_remainder' in the plan, 'naive' now"),
+        (changed_table("a", rows=[26, 5]), "rows of table 'a': [26, 4] in the plan, [26, 5] now"),
+        (changed_table("c", dims=[16, 7]), "dims of table 'c': [16, 181] in the plan, [16, 7] now"),
+        (changed_table("a", composition="sum"), "composition of table 'a': 'product' in the plan, 'sum' now"),
+        (changed_table("a", embedding_dim=8), "embedding_dim of table 'a': 16 in the plan, 8 now"),
+        (changed_table("a", data_type="FP16"), "data_type of table 'a': 'FP32' in the plan, 'FP16' now"),
+        (changed_table("e", pooling="sum"), "pooling of table 'e': 'mean' in the plan, 'sum' now"),
+        (changed_table("a", feature_names=["a", "z"]), "feature_names of table 'a': ['a'] in the plan, ['a', 'z'] now"),
+        (without_table("d"), "table 'd' is in the plan and not in the model"),
+    ],
+)
+def test_a_plan_for_something_else_is_refused_with_both_values(changes: dict[str, Any], line: str) -> None:
+    now, plan = runs(**changes), made()
+    found = refusal_of_file(file_of(plan, runs()), now)
+    assert f"\n  {line}" in found and "made for something else" in found, found
+    # and what does not differ is not named
+    assert found.count("\n") == (2 if "model.name" in found else 1)
+    assert runs().differences(runs()) == now.differences(now) == []
+
+
+def test_all_that_differs_is_told_at_once_and_tables_that_differ_alike_together() -> None:
+    summed = {name: dataclasses.replace(own, composition="sum") for name, own in tables_made_for(tables()).items()}
+    now = runs(1, batch_size=1000, sparse_optimizer="adagrad", tables={**summed, "new": summed["a"]})
+    found = refusal_of_file(file_of(made(), runs()), now)
+    assert "--nodes 1 --gpus 1" in found
+    assert found.splitlines()[1:] == [
+        "  world_size: 4 in the plan, 1 now",
+        "  local_world_size: 2 in the plan, 1 now",
+        "  batch_size: 64 in the plan, 1000 now",
+        "  sparse_optimizer: 'sgd' in the plan, 'adagrad' now",
+        "  table 'new' is in the model and not in the plan",
+        "  composition of tables 'a', 'd': 'product' in the plan, 'sum' now",
+        "  composition of table 'b': 'concat' in the plan, 'sum' now",
+        "  composition of table 'c': 'path_mlp' in the plan, 'sum' now",
+    ]
+
+
+def test_a_plan_that_does_not_say_what_it_was_made_for_is_refused() -> None:
+    for content in (made(), {"plan": made()}, {"plan": made(), "nodes": 2, "gpus": 2}):
+        assert "does not say what its plan was made for" in refusal_of_file(content)
+    file = file_of(made(), runs())
+    for wrong in (0, -4, 2.5, "4", True, [4], None):
+        damaged = {**file, "made_for": {**file["made_for"], "world_size": wrong}}
+        assert "'made_for' / 'world_size' is" in refusal_of_file(damaged)
+    del file["made_for"]["tables"]["a"]["rows"], file["made_for"]["device_kind"], file["plan"][MODULE]["b"]["ranks"]
+    found = refusal_of_file(file)
+    for missing in ("'device_kind'", "'tables' / 'a' / 'rows'", "'plan' / 'model.embeddings' / 'b' / 'ranks'"):
+        assert f"{missing} is missing" in found
+
+
+ROWS_A, ROWS_B, ROWS_D = (unit_size(table)[0] for table in tables() if table.name in "abd")
+
+
+@pytest.mark.parametrize(
+    ("table", "changes", "message"),
+    [
+        # columns
+        ("a", {"shards": shards((0, 0, 4), (1, 8, 16), rows=ROWS_A)}, r"columns \[4, 8\) on no rank"),
+        ("a", {"shards": shards((0, 4, 16), rows=ROWS_A)}, r"columns \[0, 4\) on no rank"),
+        ("a", {"shards": shards((0, 0, 12), (1, 8, 16), rows=ROWS_A)}, r"columns \[8, 12\) in two shards"),
+        ("a", {"shards": shards((0, 0, 16), (1, 0, 16), rows=ROWS_A)}, r"columns \[0, 16\) in two shards"),
+        ("a", {"shards": shards((0, 0, 12), rows=ROWS_A)}, f"planned as {ROWS_A} x 12 numbers, and is {ROWS_A} x 16"),
+        ("a", {"shards": shards((0, 0, 16), (1, 16, 16), rows=ROWS_A)}, "a shard of no columns at 16"),
+        ("a", {"shards": shards((0, 0, 16), rows=ROWS_A + 1)}, f"planned as {ROWS_A + 1} x 16 numbers"),
+        (
+            "a",
+            {"shards": [*shards((0, 0, 8), rows=ROWS_A), *shards((1, 8, 16), rows=ROWS_A - 1)]},
+            rf"rows \[0, {ROWS_A - 1}\) on rank 1, and each of its shards has all {ROWS_A}",
+        ),
+        ("a", {"shards": shards((0, 0, 2), (1, 2, 16), rows=ROWS_A)}, "have 2 numbers on a rank; FBGEMM takes mult"),
+        ("a", {"shards": [], "ranks": []}, "is planned column_wise without a shard"),
+        ("a", {"sharding_type": "table_wise"}, "is planned table_wise in 4 shards, and has one"),
+        # rows
+        (
+            "b",
+            {"shards": shards((0, 0, 2), (1, 2, 4), (2, 5, 7), (3, 7, ROWS_B), rows=ROWS_B, axis=0)},
+            r"rows \[4, 5\) on no rank",
+        ),
+        (
+            "b",
+            {"shards": shards((0, 0, 3), (1, 2, 4), (2, 4, 7), (3, 7, ROWS_B), rows=ROWS_B, axis=0)},
+            r"rows \[2, 3\) in two shards",
+        ),
+        (
+            "b",
+            {"shards": shards((0, 0, 2), (1, 2, 4), (2, 4, 7), (3, 7, ROWS_B), rows=ROWS_B, axis=0, whole=12)},
+            f"planned as {ROWS_B} x 12 numbers, and is {ROWS_B} x 16",
+        ),
+        (
+            "b",
+            {
+                "ranks": [1, 0, 2, 3],
+                "shards": shards((1, 0, 2), (0, 2, 4), (2, 4, 7), (3, 7, ROWS_B), rows=ROWS_B, axis=0),
+            },
+            r"row_wise on ranks \[1, 0, 2, 3\]",
+        ),
+        (
+            "b",
+            {"shards": shards((0, 0, 4), (1, 2, 2), (2, 4, 7), (3, 7, ROWS_B), rows=ROWS_B, axis=0)},
+            "a shard of no rows at 2",
+        ),
+        # ranks
+        ("a", {"ranks": [0]}, r"is planned on ranks \[0\], and its shards on \["),
+        ("d", {"ranks": [0, 1]}, r"data_parallel on ranks \[0, 1\], and there are 4 ranks: each has a copy"),
+        ("d", {"ranks": [0, 1, 2, 2]}, "data_parallel on ranks"),
+        ("d", {"shards": shards((0, 0, 16), rows=ROWS_D)}, "data_parallel in 1 shards, and a table that is replicated"),
+        # kinds and kernels
+        (
+            "c",
+            {"compute_kernel": "fused_uvm_caching"},
+            "kernel 'fused_uvm_caching', and those of .* on cpu are fused, d",
+        ),
+        (
+            "c",
+            {"compute_kernel": "fuse"},
+            "compute kernel 'fuse', and those of table_wise tables on cpu are fused, dense",
+        ),
+        (
+            "d",
+            {"compute_kernel": "fused"},
+            "compute kernel 'fused', and those of data_parallel tables on cpu are dense",
+        ),
+        ("a", {"sharding_type": "row"}, "is planned 'row', and can be placed table_wise, column_wise"),
+        ("a", {"sharding_type": "grid_shard"}, "is planned 'grid_shard', and can be placed"),
+        (
+            "c",
+            {"sharding_type": "column_wise", "ranks": [0, 1], "shards": shards((0, 0, 8), (1, 8, 16), rows=27)},
+            "table 'c'",
+        ),
+        # form
+        ("a", {"ranks": [0.5]}, r"'a' / 'ranks' / 0 is 0.5 and should be a valid integer"),
+        ("a", {"ranks": [-1]}, r"'a' / 'ranks' / 0 is -1 and should be greater than or equal to 0"),
+        ("a", {"ranks": [True]}, r"'a' / 'ranks' / 0 is True and should be a valid integer"),
+        ("a", {"ranks": 0}, r"'a' / 'ranks' is 0 and should be a valid list"),
+        ("a", {"shards": [{"rank": 1, "offset": [0, 0]}]}, r"'a' / 'shards' / 0 / 'size' is missing"),
+        ("a", {"shards": [{"rank": 0, "offset": [0, 0], "size": [-1, 16]}]}, r"/ 'size' / 0 is -1 and should be"),
+        ("a", {"shards": [{"rank": 0, "offset": [0], "size": [1, 16]}]}, r"'offset' is \[0\] and should"),
+        (
+            "a",
+            {"shards": [{"rank": 0, "offset": [0, 0], "size": [2**63, 16]}]},
+            r"'size' / 0 is 9223372036854775808 and",
+        ),
+        ("a", {"sharding_type": None}, r"'a' / 'sharding_type' is None and should be a valid string"),
+    ],
+)
+def test_what_a_table_cannot_be_is_refused_with_its_name_and_value(
+    table: str, changes: dict[str, Json], message: str
+) -> None:
+    if "shards" in changes and "ranks" not in changes and table != "d" and "rank" in str(changes["shards"]):
+        changes = {**changes, "ranks": [shard["rank"] for shard in changes["shards"]]}
+    found = refusal(of_table(table, **changes))
+    assert f"'{table}'" in found and "plan" in found
+    assert re.search(message, found), found
+
+
+def test_kernels_follow_the_device_and_the_optimizer() -> None:
+    cached = of_table("c", compute_kernel="fused_uvm_caching")
+    assert take_up(cached, device="cuda") == cached
+    fused, dense = made("table_wise"), made("table_wise")
+    for placed in dense[MODULE].values():
+        placed["compute_kernel"] = "dense"
+    assert take_up(dense) == take_up(dense, fused=False) == dense
+    found = refusal(fused, fused=False)
+    assert found.count("with an optimizer that FBGEMM lacks are dense") == len(tables())
+
+
+def test_sequences_are_not_placed_as_bags_only_are() -> None:
+    sequence = CompositionalEmbeddingConfig("s", 40, 16, ["s"])
+    own = {"compute_kernel": "fused", "ranks": [0], "shards": shards((0, 0, 16), rows=40)}
+    now = MadeFor(1, 1, "cpu", 64, {}, "sgd", "sgd", tables_made_for([sequence]))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kept.json"
+        for kind, is_possible in (("table_wise", True), ("table_column_wise", False)):
+            path.write_text(json.dumps(file_of({MODULE: {"s": {"sharding_type": kind, **own}}}, now)))
+            kept = read_plan(path)
+            if is_possible:
+                take_up_plan(kept, MODULE, [sequence], now)
+            else:
+                with pytest.raises(UserError, match="'s' is planned 'table_column_wise', and can be placed table_wise"):
+                    take_up_plan(kept, MODULE, [sequence], now)
+
+
+def test_all_that_is_wrong_with_a_plan_is_told_at_once() -> None:
+    plan = made()
+    (of_module,) = plan.values()
+    of_module["a"]["compute_kernel"] = "fused_uvm"
+    of_module["b"]["shards"].pop()
+    of_module["x"] = of_module.pop("c")
+    of_module["d"]["ranks"] = [0, 5]
+    of_module["e"]["sharding_type"] = "table_row_wise"
+    found = refusal(plan)
+    for difference in (
+        "table 'x' is in the plan and not in the model",
+        "table 'a' is planned with compute kernel 'fused_uvm'",
+        "table 'b' is planned row_wise in 3 shards, and there are 4 ranks",
+        "table 'b' is planned on ranks",
+        "table 'c' is in the model and not in the plan",
+        "table 'd' is planned on rank 5",
+        "table 'e' is planned 'table_row_wise'",
+    ):
+        assert difference in found
+    malformed = made()
+    malformed[MODULE]["a"]["ranks"] = [-1, "0"]
+    del malformed[MODULE]["b"]["shards"]
+    found = refusal(malformed)
+    assert found.count("\n") == 3 and "'b' / 'shards' is missing" in found
+    assert f"module '{MODULE}' is in the model and not in the plan, which has 'other'" in refusal({"other": of_module})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"\xff",
+        b"null",
+        b"[]",
+        b"{}",
+        b"1",
+        b'"plan"',
+        b"NaN",
+        b"[" * 100_000,
+        b"9" * 5000,
+        b'{"\\ud800": 1}',
+    ],
+)
+def test_files_that_are_no_plan_are_refused(content: bytes) -> None:
+    assert "plan" in refusal_of_file(content)
+
+
+def test_the_file_of_a_config_that_does_not_fit_holds_no_plan() -> None:
+    assert "tables do not fit" in refusal_of_file(file_of(None, runs()))
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "none.json"):
+        with pytest.raises(UserError, match="cannot be read"):
+            read_plan(path)
+
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 20)
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from([*SHARDING_TYPES, "fused", "dense", "fused_uvm", "quant", *"abcde", 2**63, 10**400, -(2**70)])
+)
+json_values = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(
+                [MODULE, *"abcde", "sharding_type", "compute_kernel", "ranks", "shards", "rank", "offset", "size"]
+                + ["plan", "made_for", "world_size", "model", "tables"]
+            )
+            | st.text(max_size=3),
+            inner,
+            max_size=5,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+def places(value: Json) -> Iterator[tuple[Any, Any]]:
+    """Every container within a value, with each of its keys."""
+    keys = value.keys() if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else []
+    for key in keys:
+        yield value, key
+        yield from places(value[key])
+
+
+@st.composite
+def damaged(draw: Any) -> Json:
+    """A file, some values of which are others or missing."""
+    plan = file_of(made(draw(st.sampled_from(LAYOUTS)), draw(st.sampled_from([4, 4, 4, 2]))), runs())
+    for _ in range(draw(st.integers(1, 3))):
+        found = list(places(plan))
+        if not found:
+            break
+        container, key = draw(st.sampled_from(found))
+        change = draw(st.sampled_from(["delete", "replace", "nudge"]))
+        if change == "delete":
+            del container[key]
+        elif change == "nudge" and type(container[key]) is int:
+            container[key] += draw(st.sampled_from([-8, -4, -1, 1, 4, 8]))
+        else:
+            container[key] = draw(json_values)
+    return plan
+
+
+@st.composite
+def moved(draw: Any) -> Json:
+    """A file with a table's shards on other ranks, of other widths, or under another sharding type or kernel."""
+    plan = made(draw(st.sampled_from(LAYOUTS)))
+    own = plan[MODULE][draw(st.sampled_from("abcde"))]
+    own["sharding_type"] = draw(st.sampled_from([own["sharding_type"], *SHARDING_TYPES]))
+    own["compute_kernel"] = draw(st.sampled_from(["fused", "dense"]))
+    cuts = sorted(draw(st.sets(st.sampled_from([2, 4, 6, 8, 12]))))
+    if draw(st.booleans()) and own["shards"]:
+        rows = max(shard["offset"][0] + shard["size"][0] for shard in own["shards"])
+        own["shards"] = shards(*((0, start, stop) for start, stop in pairwise([0, *cuts, 16])), rows=rows)
+    for shard in own["shards"]:
+        shard["rank"] = draw(st.integers(0, 4))
+    own["ranks"] = [shard["rank"] for shard in own["shards"]] or own["ranks"]
+    return file_of(plan, runs())
+
+
+def places_every_number_once(plan: Json) -> bool:
+    """Whether each number of every table lies in as many shards as it should."""
+    if plan[MODULE].keys() != {table.name for table in tables()}:
+        return False
+    for table in tables():
+        own = plan[MODULE][table.name]
+        counts = np.zeros(unit_size(table), int)
+        for shard in own["shards"]:
+            (row, column), (rows, columns) = shard["offset"], shard["size"]
+            counts[row : row + rows, column : column + columns] += 1
+            if not 0 <= shard["rank"] < 4:
+                return False
+        if (counts != (0 if own["sharding_type"] == "data_parallel" else 1)).any():
+            return False
+    return True
+
+
+@settings(max_examples=400)
+@given(moved() | damaged() | json_values)
+def test_a_damaged_plan_is_refused_or_still_places_every_number_once(content: Json) -> None:
+    try:
+        plan = take_up_file(content, runs())
+    except UserError:
+        return
+    assert places_every_number_once(plan)
+
+
+@settings(max_examples=200)
+@given(st.binary(max_size=40), st.integers(0, 3000))
+def test_a_plan_that_was_cut_or_overwritten_is_refused_or_whole(noise: bytes, where: int) -> None:
+    content = json.dumps(file_of(made(), runs())).encode()
+    try:
+        plan = take_up_file(content[:where] + noise + content[where + len(noise) :], runs())
+    except UserError:
+        return
+    assert places_every_number_once(plan)

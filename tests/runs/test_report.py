@@ -1,0 +1,272 @@
+"""Laws of the report: self-contained, true to the run folders, unmoved by runs that are unfinished or damaged."""
+
+import json
+import math
+import random
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from rich.console import Console
+
+from distembed.errors import UserError
+from distembed.runs.record import RunRecord, RunSummary
+from distembed.runs.report import print_comparison, write_report
+
+VOID_TAGS = {"meta", "br", "hr", "img", "link", "input"}
+
+
+class Page(HTMLParser):
+    """Text, attributes and balance of an HTML page."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        self.attributes += attrs
+        if tag not in VOID_TAGS:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def make_run(
+    path: Path, steps: int = 30, finished: bool = True, parameters: int = 8_441_404, name: str | None = None
+) -> Path:
+    draw = random.Random(path.name)
+    path.mkdir(parents=True)
+    (path / "config.yaml").write_text("model:\n  name: dlrm\n")
+    info = {
+        "name": name or path.name,
+        "seed": 0,
+        "versions": {"torch": "2.13.0"},
+        "world_size": 1,
+        "parameters": parameters,
+        "embedding_parameters": parameters - 500_000,
+        "embedding_bytes": 4 * (parameters - 500_000),
+        "batch_size": 128,
+        "status": "finished" if finished else "running",
+        "schemes": {"quotient_remainder": 20, "full": 6},
+    }
+    (path / "run.json").write_text(json.dumps(info))
+    with (path / "metrics.jsonl").open("w") as metrics:
+        for step in range(1, steps + 1):
+            line = {"kind": "train", "step": step, "samples": 128 * step, "loss": 0.5 + draw.random() / 9, "auc": 0.7}
+            metrics.write(json.dumps({**line, "samples_per_second": 10_000.0 + step}) + "\n")
+            if step % 10 == 0:
+                evaluation = {"kind": "eval", "split": "validation", "step": step, "samples": 128 * step}
+                metrics.write(json.dumps({**evaluation, "logloss": 0.47, "auc": 0.7512}) + "\n")
+    if finished:
+        bins = [{"predicted": p / 10, "observed": p / 10, "rows": 9} for p in range(1, 9)]
+        scores = {"logloss": 0.4622, "auc": 0.7701, "normalized_entropy": 0.81, "calibration": 0.991}
+        (path / "evaluation.json").write_text(
+            json.dumps({"split": "test", "step": steps, **scores, "calibration_bins": bins})
+        )
+    return path
+
+
+def report(tmp_path: Path, *runs: Path) -> tuple[Page, list[RunSummary]]:
+    output = tmp_path / "out" / "report.html"
+    summaries = write_report(runs, output)
+    return Page(output.read_text(encoding="utf-8")), summaries
+
+
+def figures(tmp_path: Path) -> dict[str, str]:
+    """Heading -> SVG of the report's figures."""
+    html = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    return dict(re.findall(r"<figcaption><b>(.*?)</b>.*?</figcaption>(<svg.*?</svg>)", html, re.DOTALL))
+
+
+@pytest.mark.parametrize("count", [1, 2, 11])
+def test_a_page_is_whole_and_fetches_nothing(tmp_path: Path, count: int) -> None:
+    runs = [make_run(tmp_path / f"run{i}", parameters=10**6 * (i + 1)) for i in range(count)]
+    page, summaries = report(tmp_path, *runs)
+    assert page.open == [], "every tag is closed"
+    assert [summary.path for summary in summaries] == runs
+    assert not {"script", "link", "img", "iframe"} & set(page.seen)
+    references = [value for name, value in page.attributes if name in ("href", "xlink:href", "src") and value]
+    assert all(value.startswith("#") for value in references)
+    assert "@import" not in page.text and not re.search(r"url\((?!#)", page.text)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_each_figure_is_there_and_is_valid_svg(tmp_path: Path, count: int) -> None:
+    report(tmp_path, *[make_run(tmp_path / f"run{i}") for i in range(count)])
+    drawn = figures(tmp_path)
+    expected = ["Loss", "AUC", "Throughput", "Calibration"] + ["Parameters against logloss"] * (count > 1)
+    assert list(drawn) == expected
+    for svg in drawn.values():
+        assert ElementTree.fromstring(svg).tag.endswith("svg")
+        assert "nothing recorded yet" not in svg
+
+
+def test_numbers_are_those_of_the_run_folder(tmp_path: Path) -> None:
+    page, (summary,) = report(tmp_path, make_run(tmp_path / "run"))
+    assert (summary.auc, summary.logloss, summary.parameters) == (0.7701, 0.4622, 8_441_404)
+    assert summary.samples_per_second == 10_015.5, "the median of 10001 ... 10030"
+    for text in ("8,441,404", "31.8", "0.7701", "0.4622", "0.8100", "0.991", "20 quotient_remainder, 6 full"):
+        assert text in page.text
+
+
+@pytest.mark.parametrize("attack", ["<script>alert(1)</script>", 'a"b<c>&', "</pre></details><b>"])
+def test_what_comes_from_a_run_is_escaped(tmp_path: Path, attack: str) -> None:
+    run = make_run(tmp_path / "run", name=attack)
+    (run / "config.yaml").write_text(f"data:\n  path: {attack}\n")
+    page, _ = report(tmp_path, run, make_run(tmp_path / "other"))
+    assert page.open == []
+    assert "script" not in page.seen
+    assert f"path: {attack}" in page.text
+    assert page.text.count(attack) >= 4, "title, heading, table, legend, config"
+
+
+@pytest.mark.parametrize("content", ["", '{"kind": "tr', '{"kind"', "null\n[]\n3\n", "\x00\xff", '{"kind": "train"}\n'])
+def test_metrics_cut_short_leave_the_rest_readable(tmp_path: Path, content: str) -> None:
+    run = make_run(tmp_path / "run", finished=False)
+    whole = RunRecord.read(run)
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write(content)
+    page, (summary,) = report(tmp_path, run)
+    assert page.open == []
+    assert summary == RunSummary.of(whole, "run")
+
+
+@pytest.mark.parametrize("steps", [0, 1, 9, 10])
+def test_unfinished_runs_are_shown_as_far_as_they_came(tmp_path: Path, steps: int) -> None:
+    page, (summary,) = report(tmp_path, make_run(tmp_path / "run", steps=steps, finished=False))
+    assert summary.status == "unfinished"
+    assert summary.evaluated_on == ("validation" if steps == 10 else "")
+    assert math.isnan(summary.auc) == (steps < 10)
+    assert math.isnan(summary.samples_per_second) == (steps == 0)
+    assert "nan" not in page.text.lower().split()
+    assert ("nothing recorded yet" in figures(tmp_path)["Loss"]) == (steps == 0)
+    assert "nothing recorded yet" in figures(tmp_path)["Calibration"]
+
+
+def test_a_run_without_metrics_is_readable(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", finished=False)
+    (run / "metrics.jsonl").unlink()
+    _, (summary,) = report(tmp_path, run)
+    assert math.isnan(summary.logloss)
+
+
+@pytest.mark.parametrize("value", ["NaN", "null", "Infinity", '"text"', "true", "[]"])
+def test_values_that_are_no_numbers_are_unknown(tmp_path: Path, value: str) -> None:
+    run = make_run(tmp_path / "run")
+    keys = ("logloss", "auc", "normalized_entropy", "calibration")
+    scores = ", ".join(f'"{key}": {value}' for key in keys)
+    bins = f'[{{"predicted": {value}, "observed": {value}}}]'
+    (run / "evaluation.json").write_text(f'{{"split": "test", {scores}, "calibration_bins": {bins}}}')
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write(f'{{"kind": "train", "step": 99, "samples": {value}, "loss": {value}, "auc": {value}}}\n')
+    page, (summary, _) = report(tmp_path, run, make_run(tmp_path / "other"))
+    assert page.open == []
+    assert all(math.isnan(getattr(summary, key)) for key in keys)
+
+
+def test_the_best_is_marked_where_scores_can_be_compared(tmp_path: Path) -> None:
+    better, worse = make_run(tmp_path / "better"), make_run(tmp_path / "worse")
+    scores = json.loads((worse / "evaluation.json").read_text())
+    scores |= {"auc": 0.6, "logloss": 0.6, "normalized_entropy": 0.99}
+    (worse / "evaluation.json").write_text(json.dumps(scores))
+    output = tmp_path / "report.html"
+    write_report([worse, better], output)
+    assert re.findall("<strong>(.*?)</strong>", output.read_text()) == ["0.7701", "0.4622", "0.8100"]
+    write_report([better, make_run(tmp_path / "unfinished", finished=False)], output)
+    assert "<strong>" not in output.read_text(), "validation and test are not compared"
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / parent / "full") for parent in ("a", "b")] + [make_run(tmp_path / "c" / "hashed")]
+    _, summaries = report(tmp_path, *runs)
+    assert [summary.name for summary in summaries] == ["a/full", "b/full", "hashed"]
+
+
+def test_the_same_runs_give_the_same_bytes(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / "run"), make_run(tmp_path / "other", finished=False)]
+    files = [tmp_path / "first.html", tmp_path / "second.html"]
+    for file in files:
+        write_report(runs, file)
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_a_long_run_does_not_make_a_large_page(tmp_path: Path) -> None:
+    short = tmp_path / "short.html"
+    write_report([make_run(tmp_path / "short", steps=600)], short)
+    long = tmp_path / "long.html"
+    write_report([make_run(tmp_path / "long", steps=20_000)], long)
+    assert long.stat().st_size < 2 * short.stat().st_size
+
+
+@pytest.mark.parametrize("lacks", ["run.json", "config.yaml"])
+def test_a_folder_that_is_no_run_is_named_with_what_it_lacks(tmp_path: Path, lacks: str) -> None:
+    run = make_run(tmp_path / "run")
+    (run / lacks).unlink()
+    with pytest.raises(UserError, match=rf"{re.escape(str(run))} is no run: it has no {lacks}\."):
+        write_report([make_run(tmp_path / "good"), run], tmp_path / "report.html")
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_impossible_arguments_are_refused(tmp_path: Path) -> None:
+    run, output = make_run(tmp_path / "run"), tmp_path / "report.html"
+    cases: list[tuple[list[Path], Path, str]] = [
+        ([], output, "one run folder or more"),
+        ([tmp_path / "absent"], output, "absent is no folder"),
+        ([run / "run.json"], output, "is no folder"),
+        ([run, tmp_path / "." / "run"], output, "more than once"),
+        ([run], tmp_path, "is a folder"),
+    ]
+    for runs, target, message in cases:
+        with pytest.raises(UserError, match=message):
+            write_report(runs, target)
+
+
+@pytest.mark.parametrize("file", ["run.json", "evaluation.json"])
+@pytest.mark.parametrize("content", ["", "{", "[]"])
+def test_a_damaged_file_is_named(tmp_path: Path, file: str, content: str) -> None:
+    run = make_run(tmp_path / "run")
+    (run / file).write_text(content)
+    with pytest.raises(UserError, match=f"{file}.*damaged"):
+        write_report([run], tmp_path / "report.html")
+
+
+def test_a_failed_write_leaves_the_previous_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "report.html"
+    write_report([make_run(tmp_path / "run")], output)
+    before = output.read_bytes()
+
+    def fail(*_: Any) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("os.replace", fail)
+    with pytest.raises(OSError):
+        write_report([make_run(tmp_path / "other")], output)
+    assert output.read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "report.html", "run"]
+
+
+def test_the_terminal_shows_a_line_a_run(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / "full"), make_run(tmp_path / "quotient_remainder", finished=False, name="[red]qr")]
+    _, summaries = report(tmp_path, *runs)
+    with Console(width=100, file=(tmp_path / "terminal.txt").open("w")) as console:
+        print_comparison(summaries, console)
+    lines = (tmp_path / "terminal.txt").read_text().splitlines()
+    assert [line.split()[0] for line in lines] == ["run", "full", "[red]qr"]
+    assert lines[1].split()[1:] == ["8,441,404", "0.7701", "0.4622", "10,016", "finished"]
+    assert lines[2].endswith("unfinished (validation)")

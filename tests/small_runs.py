@@ -1,0 +1,103 @@
+"""A small dataset with a signal, and the ``distembed`` command in a process of its own."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from torch.multiprocessing import ProcessExitedException
+
+from distembed.data.dataset.manifest import create_manifest
+from distembed.data.dataset.schema import CategoricalFeature, Schema
+from tests.processes import run_processes
+from tests.ranks import free_port
+
+SIZES = {"C1": 5, "C2": 400, "C3": 1000, "M": 50}
+# 31 batches of 64, and one row in the last of 30 batches of 65
+ROWS = {"train": 1951, "validation": 301, "test": 203}
+
+
+def write_dataset(folder: Path, dense_scale: float = 1.0, num_ids: int = 400) -> Path:
+    """Two dense features, three single-valued ids and one multi-hot; the label depends on the first two and on C2."""
+    rng = np.random.default_rng(0)
+    weight_of_id = rng.normal(size=400)
+    for split, rows in ROWS.items():
+        dense = rng.normal(size=(2, rows)).astype(np.float32) * dense_scale
+        ids = {name: (size * rng.random(rows) ** 3).astype(np.int32) for name, size in SIZES.items() if name != "M"}
+        logit = dense[0] - dense[1] + weight_of_id[ids["C2"]] - 1
+        bags = [rng.integers(0, SIZES["M"], rng.integers(0, 4)).tolist() for _ in range(rows)]
+        columns = {
+            "label": (rng.random(rows) < 1 / (1 + np.exp(-logit))).astype(np.int8),
+            "I1": dense[0],
+            "I2": dense[1],
+            **ids,
+            "M": pa.array(bags, pa.list_(pa.int32())),
+        }
+        (folder / split).mkdir(parents=True)
+        pq.write_table(pa.table(columns), folder / split / "part-0.parquet", row_group_size=256)
+    sizes = {**SIZES, "C2": num_ids}
+    features = tuple(CategoricalFeature(n, s, n == "M", 1.5 if n == "M" else 1.0) for n, s in sizes.items())
+    create_manifest(folder, Schema("label", ("I1", "I2"), features), {s: [f"{s}/part-0.parquet"] for s in ROWS})
+    return folder
+
+
+def config_values(dataset: Path) -> dict[str, Any]:
+    """A small model with compressed tables, in fp32 with SGD, whose arithmetic does not amplify rounding."""
+    return {
+        "data": {"path": str(dataset)},
+        "model": {"bottom": [16], "top": [16]},
+        "embedding": {"default": {"partition": "quotient_remainder", "embedding_dim": 8, "threshold": 10}},
+        "train": {
+            "batch_size": 64,
+            "precision": "fp32",
+            "device": "cpu",
+            "log_every": 1,
+            "dense_optimizer": {"name": "sgd", "learning_rate": 0.1},
+            "sparse_optimizer": {"name": "sgd", "learning_rate": 1.0},
+        },
+    }
+
+
+def command(*arguments: object, ranks: int = 1) -> list[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    return [sys.executable, *launcher, "-m", "distembed", *map(str, arguments)]
+
+
+def launch(*arguments: object, ranks: int = 1) -> None:
+    """Runs the command as a user does, in new processes, which takes seconds longer; it has to end well."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command(*arguments, ranks=ranks), capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+
+
+def distembed(*arguments: object, ranks: int = 1, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Runs the command in processes that have torch already and checks its exit code; output and errors are text."""
+    returned = 0
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            run_processes(ranks, run_command, arguments, Path(folder), ranks, free_port())
+        except ProcessExitedException as ended:
+            returned = ended.exit_code
+        output, errors = ((Path(folder) / name).read_text() for name in ("output", "errors"))
+    assert returned == code, f"exit code {returned}\n{output}\n{errors}"
+    return subprocess.CompletedProcess(arguments, returned, output, errors)
+
+
+def run_command(rank: int, arguments: tuple[object, ...], folder: Path, ranks: int = 1, port: int = 0) -> None:
+    """What ``python -m distembed`` does, printing to files, with the environment of ``torch.distributed.run``."""
+    for descriptor, name in ((1, "output"), (2, "errors")):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    if ranks > 1:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    sys.argv[1:] = map(str, arguments)
+
+    from distembed.cli import main
+
+    main()
