@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from logging import LogRecord
 
     from distembed.config import Config
-    from distembed.planning.saved_plan import KeptPlan
+    from distembed.planning.saved_plan import SavedPlan
     from distembed.ranks import Ranks
 
 app = typer.Typer(
@@ -289,7 +289,7 @@ def train(
 ) -> None:
     """Train a model, evaluate it on the test split, and keep all that is needed to repeat it."""
     from distembed.config import load_config
-    from distembed.planning.saved_plan import read_plan
+    from distembed.planning.saved_plan import read_saved_plan
     from distembed.ranks import Collectives, process_group
     from distembed.runs.folder import holds_run, require_new_or_resume
     from distembed.runs.lock import DEAD_MACHINE_SECONDS
@@ -312,7 +312,7 @@ def train(
         if resume and strict is None:
             previous = Collectives().on_first(lambda: plan_of_run(folder, loaded, say))
         if previous is None and resume_or_start and plan is not None:
-            previous = read_plan(plan)
+            previous = read_saved_plan(plan)
         settings = _settings(loaded, strict, previous)
         if processes.is_first:
             if resume:
@@ -340,15 +340,20 @@ def evaluate(
     from distembed.files import finite
     from distembed.ranks import process_group
     from distembed.training.evaluation import score_split
-    from distembed.training.inference import load_trainee
+    from distembed.training.inference import load_training_state
     from distembed.training.resume import config_of_run, dataset_for
     from distembed.training.trainer import describe_metrics
 
     loaded = config_of_run(run)
     dataset = dataset_for(run, loaded, data)
     with process_group("auto") as processes:
-        trainee = load_trainee(run, dataset, loaded.model, loaded.embedding, loaded.train, loaded.plan, processes)
-        metrics = {"split": split, **dataclasses.asdict(score_split(trainee, dataset, split, processes).metrics())}
+        training_state = load_training_state(
+            run, dataset, loaded.model, loaded.embedding, loaded.train, loaded.plan, processes
+        )
+        metrics = {
+            "split": split,
+            **dataclasses.asdict(score_split(training_state, dataset, split, processes).metrics()),
+        }
         if processes.is_first:
             print(json.dumps(finite(metrics), indent=2) if as_json else describe_metrics(metrics))
 
@@ -362,14 +367,16 @@ def predict(
 ) -> None:
     """Write the click probability of every row of a split, in its order."""
     from distembed.ranks import process_group
-    from distembed.training.inference import load_trainee, predict_split
+    from distembed.training.inference import load_training_state, predict_split
     from distembed.training.resume import config_of_run, dataset_for
 
     loaded = config_of_run(run)
     dataset = dataset_for(run, loaded, data)
     with process_group("auto") as processes:
-        trainee = load_trainee(run, dataset, loaded.model, loaded.embedding, loaded.train, loaded.plan, processes)
-        num_rows = predict_split(trainee, dataset, split, output, processes)
+        training_state = load_training_state(
+            run, dataset, loaded.model, loaded.embedding, loaded.train, loaded.plan, processes
+        )
+        num_rows = predict_split(training_state, dataset, split, output, processes)
         if processes.is_first:
             say(f"{output}: {num_rows:,} predictions")
 
@@ -427,14 +434,14 @@ def say(text: str) -> None:
 add_commands(app, say)
 
 
-def _settings(config: "Config", plan: Path | None, previous_plan: "KeptPlan | None") -> Any:
+def _settings(config: "Config", plan: Path | None, previous_plan: "SavedPlan | None") -> Any:
     from distembed.data.dataset.manifest import Manifest, id_fingerprint
     from distembed.data.prepare.vocabulary import reserved_ids
     from distembed.describe import describe as describe_config
     from distembed.describe import kept_full
     from distembed.embedding import assignment_checksums
     from distembed.graph.prepare.ids import require_same_ids
-    from distembed.planning.saved_plan import read_plan
+    from distembed.planning.saved_plan import read_saved_plan
     from distembed.sse.config import build_sse, graph_fingerprints
     from distembed.training.trainer import RunSettings
 
@@ -466,7 +473,7 @@ def _settings(config: "Config", plan: Path | None, previous_plan: "KeptPlan | No
             "schemes": {scheme: schemes.count(scheme) for scheme in dict.fromkeys(schemes)},
             **{key: description[key] for key in ("parameters", "embedding_parameters", "embedding_bytes")},
         },
-        kept_plan=None if plan is None else read_plan(plan),
+        saved_plan=None if plan is None else read_saved_plan(plan),
         previous_plan=previous_plan,
     )
 

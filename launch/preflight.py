@@ -15,7 +15,7 @@ from launch.slurm.commands import NodeRecord, expected_start, list_nodes
 from launch.slurm.script import SlurmJob
 
 if TYPE_CHECKING:
-    from distembed.capacity.assessment import Fit
+    from distembed.capacity.assessment import Assessment
     from distembed.config import Config
 
 
@@ -37,7 +37,7 @@ def check_build(device_kind: str) -> Finding:
     return Finding("build", "ok", f"for {build}")
 
 
-def check_fit(fit: "Fit", shape: Shape) -> Finding:
+def check_fit(fit: "Assessment", shape: Shape) -> Finding:
     """Whether the plan fits; an elastic job is checked on the fewest nodes, where each rank holds most."""
     from distembed.capacity.texts import shortage_lines
     from distembed.units import format_bytes

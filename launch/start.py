@@ -12,7 +12,7 @@ from typing import Any
 import typer
 from torchx.runner import get_runner
 
-from distembed.capacity.assessment import Fit, find_fit
+from distembed.capacity.assessment import Assessment, assess_capacity
 from distembed.config import Config, with_absolute_paths
 from distembed.doctor.doctor import Finding
 from distembed.errors import UserError
@@ -45,7 +45,7 @@ def start(job: Job, config: Config, *, dry_run: bool, detach: bool, say: Say) ->
     with get_runner() as runner:
         request = job.dry_run(runner)
         _require_resource(job)
-        fit = find_fit(config, _cluster(job))
+        fit = assess_capacity(config, _cluster(job))
         findings = _checks(job, request.request, config, fit)
         for finding in findings:
             remedy = f" ({finding.remedy})" if finding.status == "wrong" and finding.remedy else ""
@@ -97,9 +97,9 @@ def _cluster(job: Job) -> Cluster:
     return Cluster(device, shape.max_nodes, shape.processes, host_memory_bytes=memory_bytes)
 
 
-def _checks(job: Job, request: Any, config: Config, fit: Fit) -> Sequence[Finding]:
+def _checks(job: Job, request: Any, config: Config, fit: Assessment) -> Sequence[Finding]:
     shape, folder, resource = parse_shape(job.j), Path(job.run_dir), job.app().roles[0].resource
-    fewest = find_fit(config, dataclasses.replace(fit.cluster, nodes=shape.min_nodes)) if shape.elastic else fit
+    fewest = assess_capacity(config, dataclasses.replace(fit.cluster, nodes=shape.min_nodes)) if shape.elastic else fit
     findings = [
         *preflight.check_trio(),
         preflight.check_fit(fewest, shape),

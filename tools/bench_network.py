@@ -41,7 +41,7 @@ from distembed.planning.buffers import SentBytes
 from distembed.planning.buffers import Step as StepEstimate
 from distembed.planning.plan import describe_plan, placements_of
 from distembed.ranks import Ranks, process_group
-from distembed.training.build import Trainee, build_plannable, build_trainee, workload_of
+from distembed.training.build import TrainingState, build_plannable, build_training_state, workload_of
 
 HOSTS = Path(__file__).with_name("two_hosts.sh")
 NUM_HOSTS = 2
@@ -125,27 +125,29 @@ def make_contender(tables: str, batch_size: int, processes: Ranks) -> Contender:
     schema = criteo_schema([min(size, NUM_IDS) for size in CRITEO_KAGGLE_CARDINALITIES])
     embedding = EmbeddingConfig(default=TABLES[tables])
     train = TrainConfig(batch_size=batch_size, precision="fp32")
-    trainee = build_trainee(DLRMConfig(), embedding, train, PlanConfig(), schema, processes, num_steps=1000)
-    outputs = trainee.pipeline.outputs(cycle(draw_batches(schema, batch_size, processes)))
+    training_state = build_training_state(
+        DLRMConfig(), embedding, train, PlanConfig(), schema, processes, num_steps=1000
+    )
+    outputs = training_state.pipeline.outputs(cycle(draw_batches(schema, batch_size, processes)))
 
     def step() -> None:
-        trainee.optimizers.set_learning_rates(0)
+        training_state.optimizers.set_learning_rates(0)
         loss, _, _ = next(outputs)
         loss.item()
 
-    estimate = estimated_bytes(trainee, embedding, train, schema, processes)
-    return Contender(tables, batch_size, step, describe_plan(trainee.plan), estimate)
+    estimate = estimated_bytes(training_state, embedding, train, schema, processes)
+    return Contender(tables, batch_size, step, describe_plan(training_state.plan), estimate)
 
 
 def estimated_bytes(
-    trainee: Trainee, embedding: EmbeddingConfig, train: TrainConfig, schema: Schema, processes: Ranks
+    training_state: TrainingState, embedding: EmbeddingConfig, train: TrainConfig, schema: Schema, processes: Ranks
 ) -> SentBytes:
     """Sent by all ranks together in a step, as a plan reckons with it."""
     world_size, device = processes.world_size, processes.device
     settings = DLRMConfig(), embedding, train, schema, world_size
-    task = build_plannable(*settings, device, trainee.bf16)
-    workload = workload_of(task, *settings, trainee.bf16, device.type)
-    step = StepEstimate(placements_of(task, trainee.plan, world_size), world_size, workload, device.type)
+    task = build_plannable(*settings, device, training_state.bf16)
+    workload = workload_of(task, *settings, training_state.bf16, device.type)
+    step = StepEstimate(placements_of(task, training_state.plan, world_size), world_size, workload, device.type)
     return sum((step.sent_bytes(rank) for rank in range(world_size)), SentBytes())
 
 

@@ -28,7 +28,7 @@ from distembed.models.config import DLRMConfig
 from distembed.planning import PlanConfig
 from distembed.ranks import Ranks, process_group
 from distembed.sse import SSE, FeaturePerturbation, Graph
-from distembed.training.build import build_trainee
+from distembed.training.build import build_training_state
 
 _RESERVED = (0, 1)
 
@@ -81,7 +81,7 @@ def measure(name: str, rule: SSE, batch_size: int, precision: str, steps: int, p
     """Steps a model of its own, and looks at the replacement within."""
     table = TableConfig(partition="quotient_remainder", collisions=COLLISIONS, embedding_dim=DIM)
     train = TrainConfig(batch_size=batch_size, precision=precision)  # type: ignore[arg-type]
-    trainee = build_trainee(
+    training_state = build_training_state(
         DLRMConfig(),
         EmbeddingConfig(default=table),
         train,
@@ -91,13 +91,13 @@ def measure(name: str, rule: SSE, batch_size: int, precision: str, steps: int, p
         num_steps=1000,
         sse=dict.fromkeys(NAMES, rule),
     )
-    (perturbation,) = [module for module in trainee.model.modules() if isinstance(module, FeaturePerturbation)]
+    (perturbation,) = [module for module in training_state.model.modules() if isinstance(module, FeaturePerturbation)]
     watch = Stopwatch(perturbation)
-    outputs = trainee.pipeline.outputs(cycle(draw_batches(batch_size, NUM_IDS)))
+    outputs = training_state.pipeline.outputs(cycle(draw_batches(batch_size, NUM_IDS)))
     seconds = []
     for _ in range(steps):
         started = time.perf_counter()
-        trainee.optimizers.set_learning_rates(0)
+        training_state.optimizers.set_learning_rates(0)
         loss, _, _ = next(outputs)
         loss.item()
         seconds.append(time.perf_counter() - started)

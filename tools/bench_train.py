@@ -54,7 +54,7 @@ from distembed.models import DLRM
 from distembed.models.config import DLRMConfig
 from distembed.planning import PlanConfig, Workload, make_plan
 from distembed.ranks import Ranks, process_group
-from distembed.training.build import build_trainee
+from distembed.training.build import build_training_state
 
 SCHEMA = Schema("label", tuple(f"I{i}" for i in range(1, 14)), tuple(CategoricalFeature(n, NUM_IDS) for n in NAMES))
 
@@ -75,13 +75,13 @@ def ours(batch_size: int, processes: Ranks, precision: str) -> Step:
     """A step of this project's trainer with quotient-remainder tables."""
     table = TableConfig(partition="quotient_remainder", collisions=COLLISIONS, embedding_dim=DIM)
     train = TrainConfig(batch_size=batch_size, precision=precision)  # type: ignore[arg-type]
-    trainee = build_trainee(
+    training_state = build_training_state(
         DLRMConfig(), EmbeddingConfig(default=table), train, PlanConfig(), SCHEMA, processes, num_steps=1000
     )
-    outputs = trainee.pipeline.outputs(cycle(draw_batches(batch_size, NUM_IDS)))
+    outputs = training_state.pipeline.outputs(cycle(draw_batches(batch_size, NUM_IDS)))
 
     def step() -> None:
-        trainee.optimizers.set_learning_rates(0)
+        training_state.optimizers.set_learning_rates(0)
         loss, _, _ = next(outputs)
         loss.item()
 

@@ -20,20 +20,20 @@ from distembed.optim.states import IS_ROW_WISE, TableOptimizers
 from distembed.planning import Workload, plan_as_json
 from distembed.planning.cluster import Cluster
 from distembed.planning.plan import Planned, find_plan, placements_of, reserved_share
-from distembed.planning.plan_inputs import MadeFor
+from distembed.planning.plan_inputs import PlanInputs
 from distembed.planning.storage import TableStorage, whole_table_storage
 from distembed.planning.workload import pipeline_depth
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from distembed.sharding.placement import Placement, width
 from distembed.sse.config import build_sse
-from distembed.training.build import build_plannable, made_for, table_optimizers, use_bf16, workload_of
+from distembed.training.build import build_plannable, plan_inputs, table_optimizers, use_bf16, workload_of
 
 _MODULE = "model.embeddings"
 _MOST_NAMES = 8
 
 
 @dataclass(frozen=True)
-class Fit:
+class Assessment:
     """Whether and how a config fits a cluster.
 
     Attributes:
@@ -46,7 +46,7 @@ class Fit:
         planned: None where the planner finds no plan that fits.
         planner_says: why there is none.
         placements: of the tables, where there is a plan.
-        made_for: what the plan is for, which whoever takes it up compares.
+        plan_inputs: what the plan is for, which whoever takes it up compares.
     """
 
     cluster: Cluster
@@ -58,7 +58,7 @@ class Fit:
     planned: Planned | None
     planner_says: str
     placements: list[Placement]
-    made_for: MadeFor
+    plan_inputs: PlanInputs
 
     @property
     def needed(self) -> TableStorage:
@@ -110,7 +110,7 @@ class Fit:
             "tables": self._tables(),
             "notes": [] if planned is None else _notes(self.optimizers, self.placements),
             "plan": None if planned is None else plan_as_json(planned.plan),
-            "made_for": self.made_for.as_json(),
+            "made_for": self.plan_inputs.as_json(),
         }
 
     def _rank(self, planned: Planned, rank: int) -> dict[str, Any]:
@@ -157,7 +157,7 @@ class Fit:
         return described
 
 
-def find_fit(config: Config, cluster: Cluster) -> Fit:
+def assess_capacity(config: Config, cluster: Cluster) -> Assessment:
     """Plans a config for a cluster.
 
     Raises:
@@ -192,8 +192,8 @@ def find_fit(config: Config, cluster: Cluster) -> Fit:
     }
     reserve = reserved_share(config.plan, workload)
     of_ranks = world_size, cluster.gpus, device.type
-    made = made_for(config.model, config.train, tables, *of_ranks)
-    return Fit(cluster, workload, optimizers, reserve, tables, whole, planned, planner_says, placements, made)
+    made = plan_inputs(config.model, config.train, tables, *of_ranks)
+    return Assessment(cluster, workload, optimizers, reserve, tables, whole, planned, planner_says, placements, made)
 
 
 def _of_table(storage: TableStorage) -> dict[str, int]:

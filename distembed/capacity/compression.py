@@ -30,7 +30,7 @@ import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from distembed.capacity.assessment import find_fit
+from distembed.capacity.assessment import assess_capacity
 from distembed.config import Config
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import CategoricalFeature
@@ -52,7 +52,7 @@ Buckets = dict[str, int | None]
 """By table, its remainder rows; None where it is whole."""
 
 
-def fit_config(config: Config, cluster: Cluster) -> Config:
+def compress_config(config: Config, cluster: Cluster) -> Config:
     """The config with each table compressed as far as the cluster asks for; the same one where it fits as it is.
 
     Compressed tables are hashed where the default is, else quotient-remainder ones. Tables that have settings of their
@@ -61,12 +61,12 @@ def fit_config(config: Config, cluster: Cluster) -> Config:
     Raises:
         DoesNotFit: where even the most compressed model does not fit.
     """
-    if find_fit(config, cluster).fits:
+    if assess_capacity(config, cluster).fits:
         return config
     tables = _compressible(config, cluster.world_size)
 
     def fits(num_bytes: float) -> bool:
-        return find_fit(_with_buckets(config, give_out(tables, num_bytes)), cluster).fits
+        return assess_capacity(_with_buckets(config, give_out(tables, num_bytes)), cluster).fits
 
     low, high = sum(table.least_bytes for table in tables), sum(table.whole_bytes for table in tables)
     if not fits(low):

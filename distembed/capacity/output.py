@@ -13,8 +13,8 @@ from typing import Any
 
 from rich.console import Console
 
-from distembed.capacity.assessment import Fit, find_fit
-from distembed.capacity.compression import fit_config
+from distembed.capacity.assessment import Assessment, assess_capacity
+from distembed.capacity.compression import compress_config
 from distembed.capacity.remedies import UNFINISHED, find_remedies
 from distembed.capacity.terminal import print_plan
 from distembed.config import Config
@@ -92,10 +92,10 @@ def run_plan(
     why_not = "the config does not fit"
     if files.fit is not None:
         try:
-            config = fit_config(config, cluster)
+            config = compress_config(config, cluster)
         except DoesNotFit as error:
             why_not = str(error)  # then the config is planned as it is
-    found = find_fit(config, cluster)
+    found = assess_capacity(config, cluster)
     values = _values(config, cluster, found, memory_is_given)
     if as_json:
         print(json.dumps(values, indent=2), flush=True)
@@ -109,8 +109,8 @@ def run_plan(
     return found.fits
 
 
-def _values(config: Config, cluster: Cluster, found: Fit, memory_is_given: bool) -> dict[str, Any]:
-    """The values of ``distembed plan --json``: what :meth:`Fit.as_json` says, and remedies."""
+def _values(config: Config, cluster: Cluster, found: Assessment, memory_is_given: bool) -> dict[str, Any]:
+    """The values of ``distembed plan --json``: what :meth:`Assessment.as_json` says, and remedies."""
     values = {**found.as_json(), "remedies": list[str]()}
     if not found.fits:
         values["remedies"] = remedies = find_remedies(config, cluster, memory_is_given, found)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from distembed.capacity.assessment import Fit, find_fit
+from distembed.capacity.assessment import Assessment, assess_capacity
 from distembed.config import Config
 from distembed.embedding.settings import TableConfig, build_tables
 from distembed.errors import UserError
@@ -49,7 +49,7 @@ def find_remedies(
     config: Config,
     cluster: Cluster,
     memory_is_given: bool = False,
-    found: Fit | None = None,
+    found: Assessment | None = None,
     seconds: float = SECONDS,
 ) -> Remedies:
     """One of each kind that makes the config fit: the smallest change of its kind, or the smallest found in time.
@@ -61,7 +61,7 @@ def find_remedies(
         found: what came of planning it; it is planned once more unless given.
         seconds: after which no other plan is begun.
     """
-    search = _Search(config, cluster, found if found is not None else find_fit(config, cluster))
+    search = _Search(config, cluster, found if found is not None else assess_capacity(config, cluster))
     kinds: list[Callable[[], str | None]] = [search.gpus, search.nodes]
     kinds += [search.memory if memory_is_given else search.device, search.batch_size]
     # where networks alone are too large, smaller tables or other places for them are none
@@ -89,7 +89,7 @@ class _Search:
         was_cut_short: whether there was a plan that was not begun.
     """
 
-    def __init__(self, config: Config, cluster: Cluster, found: Fit) -> None:
+    def __init__(self, config: Config, cluster: Cluster, found: Assessment) -> None:
         self._config, self._cluster, self.found = config, cluster, found
         self.until, self.was_cut_short = 0.0, False
 
@@ -213,7 +213,7 @@ class _Search:
             if cluster.world_size > _MOST_RANKS or time.monotonic() >= self.until:
                 self.was_cut_short = True
                 raise _OutOfTimeError
-            return find_fit(config, cluster).fits
+            return assess_capacity(config, cluster).fits
         except UserError:  # what does not go with other settings is no remedy
             return False
 

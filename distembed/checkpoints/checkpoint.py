@@ -32,7 +32,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from distembed.checkpoints.optimizer_state import blend_columns, optimizer_kinds, optimizer_states, set_step
 from distembed.checkpoints.random_state import random_state, restore_random_state
-from distembed.checkpoints.shards import BoxesLoadPlanner, BoxesSavePlanner, TensorBoxes
+from distembed.checkpoints.shards import ShardsLoadPlanner, ShardsSavePlanner, TensorShards
 from distembed.checkpoints.store import CheckpointStore, place_and_name, read_last_file
 from distembed.embedding.config import meaning_of_weights
 from distembed.embedding.tables import CompositionalTables
@@ -109,7 +109,7 @@ def load_checkpoint(
     if optimizer is not None:
         wanted |= saved.states_to_read(optimizer, weights)
     random = saved.random_to_read(together) if restore_random else {}
-    wanted |= {key: TensorBoxes.of(tensor) for key, tensor in random.items()}
+    wanted |= {key: TensorShards.of(tensor) for key, tensor in random.items()}
     _read(checkpoint, wanted, together)
     _forget_caches(model)
     if optimizer is not None and "step" in saved.progress:
@@ -143,7 +143,7 @@ def load_weights(checkpoint: Path | str, suffixes: Sequence[str]) -> list[Tensor
             )
         entry = saved[names[0]]
         state[names[0]] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    _read(checkpoint, {name: TensorBoxes.of(tensor) for name, tensor in state.items()}, Collectives())
+    _read(checkpoint, {name: TensorShards.of(tensor) for name, tensor in state.items()}, Collectives())
     return list(state.values())
 
 
@@ -158,7 +158,7 @@ class CheckpointContent:
     """
 
     name: str
-    state: Mapping[str, Mapping[str, TensorBoxes]]
+    state: Mapping[str, Mapping[str, TensorShards]]
     last_file: Mapping[str, Any]
 
     @classmethod
@@ -172,7 +172,7 @@ class CheckpointContent:
     ) -> "CheckpointContent":
         """Views of the live model; all ranks call it."""
         weights = _live_weights(model)
-        states: dict[str, TensorBoxes] = {}
+        states: dict[str, TensorShards] = {}
         kinds: dict[str, str] = {}
         if optimizer is not None:
             for parameter in optimizer_states(optimizer, weights):
@@ -184,7 +184,7 @@ class CheckpointContent:
             section: {key: boxes.to_save(key, together.rank, together.world_size) for key, boxes in entries.items()}
             for section, entries in (("model", weights), ("optimizer", states))
         }
-        state["random"] = {key: TensorBoxes.of(value) for key, value in random.items()}
+        state["random"] = {key: TensorShards.of(value) for key, value in random.items()}
         names_of_kind = {kind: sorted(name for name in kinds if kinds[name] == kind) for kind in set(kinds.values())}
         last_file = {
             "world_size": together.world_size,
@@ -233,7 +233,7 @@ class _Saved:
             raise damaged(checkpoint, error) from error
 
     def difference(
-        self, weights: Mapping[str, TensorBoxes], tables: Mapping[str, str], kinds: Mapping[str, str] | None
+        self, weights: Mapping[str, TensorShards], tables: Mapping[str, str], kinds: Mapping[str, str] | None
     ) -> str | None:
         """What tells the saved model and its optimizers from the live ones, in words; None where nothing does."""
         saved = {
@@ -255,9 +255,9 @@ class _Saved:
             f"differ:\n  {shown}\nUse the config that the run was started with."
         )
 
-    def states_to_read(self, optimizer: KeyedOptimizer, weights: Mapping[str, TensorBoxes]) -> dict[str, TensorBoxes]:
+    def states_to_read(self, optimizer: KeyedOptimizer, weights: Mapping[str, TensorShards]) -> dict[str, TensorShards]:
         """Where the live optimizer states are to be read from."""
-        wanted: dict[str, TensorBoxes] = {}
+        wanted: dict[str, TensorShards] = {}
         for parameter in optimizer_states(optimizer, weights):
             prefix = f"optimizer.{parameter.name}."
             saved = [key.removeprefix(prefix) for key in self.tensors if key.startswith(prefix)]
@@ -265,7 +265,7 @@ class _Saved:
                 for saved_name, part in blend_columns(name, boxes, saved).items():
                     key = f"{prefix}{saved_name}"
                     before = wanted[key].boxes if key in wanted else []
-                    wanted[key] = TensorBoxes(part.size(), part.dtype, [*before, *part.boxes])
+                    wanted[key] = TensorShards(part.size(), part.dtype, [*before, *part.boxes])
         return wanted
 
     def random_to_read(self, together: Collectives) -> dict[str, Tensor]:
@@ -296,9 +296,9 @@ def _differences(saved: Mapping[str, str], live: Mapping[str, str], what: str) -
     ]
 
 
-def _live_weights(model: nn.Module) -> dict[str, TensorBoxes]:
+def _live_weights(model: nn.Module) -> dict[str, TensorShards]:
     """Views of all weights and buffers, but those without elements."""
-    weights = {name: TensorBoxes.of(value) for name, value in model.state_dict().items()}
+    weights = {name: TensorShards.of(value) for name, value in model.state_dict().items()}
     return {name: boxes for name, boxes in weights.items() if boxes.size().numel()}
 
 
@@ -326,7 +326,7 @@ def write_checkpoint(
         dcp.save(
             {section: dict(entries) for section, entries in content.state.items()},
             storage_writer=FsspecWriter(target, per_thread_copy_ahead=0),
-            planner=BoxesSavePlanner(),
+            planner=ShardsSavePlanner(),
             process_group=together.group,
         )
         together.on_first(partial(store.finish, content.name, content.last_file))
@@ -357,13 +357,13 @@ def not_written(store: CheckpointStore, name: str, error: BaseException) -> RunE
     )
 
 
-def _read(checkpoint: str, wanted: dict[str, TensorBoxes], together: Collectives) -> None:
+def _read(checkpoint: str, wanted: dict[str, TensorShards], together: Collectives) -> None:
     """Fills the boxes; all ranks call it."""
     try:
         dcp.load(
             wanted,
             storage_reader=FsspecReader(checkpoint),
-            planner=BoxesLoadPlanner(flatten_state_dict=False),
+            planner=ShardsLoadPlanner(flatten_state_dict=False),
             process_group=together.group,
         )
     except (Exception, dcp.api.CheckpointException) as error:  # a damaged file may fail to read in any way

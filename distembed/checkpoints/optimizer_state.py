@@ -29,7 +29,7 @@ from torchrec.distributed.batched_embedding_kernel import EmbeddingFusedOptimize
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from distembed.checkpoints.shards import Box, TensorBoxes
+from distembed.checkpoints.shards import Box, TensorShards
 from distembed.errors import UserError
 from distembed.optim.states import IS_ROW_WISE
 
@@ -54,7 +54,7 @@ class ParameterState:
 
     name: str
     kind: str
-    states: Mapping[str, TensorBoxes]
+    states: Mapping[str, TensorShards]
 
 
 def optimizer_kinds(optimizer: KeyedOptimizer) -> dict[str, str]:
@@ -66,7 +66,7 @@ def optimizer_kinds(optimizer: KeyedOptimizer) -> dict[str, str]:
     return {name: kind for leaf in _leaves(optimizer) for name, kind in leaf.kinds()}
 
 
-def optimizer_states(optimizer: KeyedOptimizer, weights: Mapping[str, TensorBoxes]) -> Iterator[ParameterState]:
+def optimizer_states(optimizer: KeyedOptimizer, weights: Mapping[str, TensorShards]) -> Iterator[ParameterState]:
     """States of all parameters on this rank; torch's are made where they were not yet needed.
 
     Args:
@@ -99,11 +99,11 @@ class _FusedLeaf:
         for name in self.optimizer.params:
             yield CombinedOptimizer.prepend_opt_key(name, self.prefix), self.kind
 
-    def states(self, _weights: Mapping[str, TensorBoxes]) -> Iterator[ParameterState]:
+    def states(self, _weights: Mapping[str, TensorShards]) -> Iterator[ParameterState]:
         for name, weight in self.optimizer.params.items():
             boxes = [shard.metadata for shard in weight.local_shards()]
             live = self.optimizer.state[weight].values()
-            states: dict[str, TensorBoxes] = {}
+            states: dict[str, TensorShards] = {}
             for (state, is_row_wise), sharded in zip(IS_ROW_WISE[self.kind].items(), live, strict=True):
                 for box, shard in zip(boxes, sharded.local_shards(), strict=True):
                     _add(states, state, is_row_wise, weight.size(), box.shard_offsets, box.shard_sizes, shard.tensor)
@@ -136,14 +136,14 @@ class _TorchLeaf:
         for name in self.optimizer.params:
             yield CombinedOptimizer.prepend_opt_key(name, self.prefix), self.kind
 
-    def states(self, weights: Mapping[str, TensorBoxes]) -> Iterator[ParameterState]:
+    def states(self, weights: Mapping[str, TensorShards]) -> Iterator[ParameterState]:
         group_of = {p: group for group in self.optimizer.param_groups for p in group["params"]}
         for key, parameter in self.optimizer.params.items():
             name = CombinedOptimizer.prepend_opt_key(key, self.prefix)
             live = self.optimizer.state[parameter]
             if not live:
                 _make_state(live, parameter, self.kind, group_of[parameter])
-            states: dict[str, TensorBoxes] = {}
+            states: dict[str, TensorShards] = {}
             for state, is_row_wise in IS_ROW_WISE[self.kind].items():
                 for box in weights[name].boxes:
                     # shards of one table are views of one parameter, one behind the other
@@ -196,7 +196,7 @@ def _make_state(live: dict[str, Any], parameter: Tensor, kind: str, group: Mappi
 
 
 def _add(
-    states: dict[str, TensorBoxes],
+    states: dict[str, TensorShards],
     state: str,
     is_row_wise: bool,
     size: torch.Size,
@@ -211,7 +211,7 @@ def _add(
         state = name_of_columns(state, offsets[1], offsets[1] + sizes[1])
         offsets, size, values = offsets[:1], size[:1], values.view(-1)
     before = states[state].boxes if state in states else []
-    states[state] = TensorBoxes(size, values.dtype, [*before, Box(offsets, values.detach())], replicated)
+    states[state] = TensorShards(size, values.dtype, [*before, Box(offsets, values.detach())], replicated)
 
 
 def name_of_columns(state: str, start: int, stop: int) -> str:
@@ -225,7 +225,7 @@ def columns_of_name(name: str) -> tuple[str, int, int] | None:
     return None if found is None else (found[1], int(found[2]), int(found[3]))
 
 
-def blend_columns(name: str, live: TensorBoxes, saved_names: Iterable[str]) -> dict[str, TensorBoxes]:
+def blend_columns(name: str, live: TensorShards, saved_names: Iterable[str]) -> dict[str, TensorShards]:
     """Where to read a state from that has one number a row: itself, or every saved slice that shares columns with it.
 
     In the second case ``live`` is set to 0, and each saved slice is to be added by its share of the columns.
@@ -252,7 +252,7 @@ def blend_columns(name: str, live: TensorBoxes, saved_names: Iterable[str]) -> d
         if shared > 0:
             share = shared / (stop - start)
             shares = [Box(box.offsets, box.tensor, share) for box in live.boxes]
-            read[saved_name] = TensorBoxes(live.size(), live.dtype, shares)
+            read[saved_name] = TensorShards(live.size(), live.dtype, shares)
     for box in live.boxes:
         box.tensor.zero_()
     return read

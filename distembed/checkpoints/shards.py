@@ -45,7 +45,7 @@ class Box:
     share: float | None = None
 
 
-class TensorBoxes:
+class TensorShards:
     """What this rank holds of a tensor; it has the methods by which ``torch.distributed.checkpoint`` knows its own.
 
     Args:
@@ -62,7 +62,7 @@ class TensorBoxes:
         self.replicated = replicated
 
     @classmethod
-    def of(cls, value: Tensor | ShardedTensor) -> "TensorBoxes":
+    def of(cls, value: Tensor | ShardedTensor) -> "TensorShards":
         """Views of a state dict's entry: a sharded tensor's local shards, or a tensor that every rank has."""
         if isinstance(value, ShardedTensor):
             metadata = value.metadata()
@@ -80,18 +80,18 @@ class TensorBoxes:
         """Of the boxes on this rank."""
         return sum(box.tensor.nbytes for box in self.boxes)
 
-    def to_save(self, name: str, rank: int, world_size: int) -> "TensorBoxes":
+    def to_save(self, name: str, rank: int, world_size: int) -> "TensorShards":
         """The blocks that this rank saves: all of its own, and its part of what every rank has."""
         blocks = [block for box in self.boxes for block in _blocks(box)]
         if self.replicated:
             first = zlib.crc32(name.encode())  # spreads tensors of one block over the ranks
             blocks = [block for i, block in enumerate(blocks) if (first + i) % world_size == rank]
-        return TensorBoxes(self._size, self.dtype, blocks, self.replicated)
+        return TensorShards(self._size, self.dtype, blocks, self.replicated)
 
-    def copied_to_host(self) -> "TensorBoxes":
+    def copied_to_host(self) -> "TensorShards":
         """The same in memory of its own."""
         copies = [replace(box, tensor=box.tensor.to("cpu", copy=True)) for box in self.boxes]
-        return TensorBoxes(self._size, self.dtype, copies, self.replicated)
+        return TensorShards(self._size, self.dtype, copies, self.replicated)
 
     def __create_write_items__(self, name: str, _object: object) -> list[WriteItem]:
         return [
@@ -124,8 +124,8 @@ def _blocks(box: Box) -> Iterator[Box]:
         yield Box((box.offsets[0] + start, *box.offsets[1:]), rows)
 
 
-class BoxesSavePlanner(DefaultSavePlanner):
-    """Saves :class:`TensorBoxes` in nested dictionaries."""
+class ShardsSavePlanner(DefaultSavePlanner):
+    """Saves :class:`TensorShards` in nested dictionaries."""
 
     def __init__(self) -> None:
         super().__init__(flatten_sharded_tensors=False)
@@ -134,8 +134,8 @@ class BoxesSavePlanner(DefaultSavePlanner):
         return self.state_dict[index.fqn].__get_tensor_shard__(index)
 
 
-class BoxesLoadPlanner(DefaultLoadPlanner):
-    """Loads into :class:`TensorBoxes` in a flat dictionary."""
+class ShardsLoadPlanner(DefaultLoadPlanner):
+    """Loads into :class:`TensorShards` in a flat dictionary."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False

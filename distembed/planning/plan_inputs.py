@@ -17,7 +17,7 @@ _AtLeastOne = Annotated[int, Field(strict=True, ge=1)]
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
-class TableMadeFor:
+class TablePlanInputs:
     """A table that a plan was made for.
 
     Attributes:
@@ -41,7 +41,7 @@ class TableMadeFor:
     feature_names: list[str]
 
     @classmethod
-    def of(cls, table: CompositionalEmbeddingConfig) -> "TableMadeFor":
+    def of(cls, table: CompositionalEmbeddingConfig) -> "TablePlanInputs":
         """That of a table which is there."""
         parts = table.partition_tables()
         return cls(
@@ -57,7 +57,7 @@ class TableMadeFor:
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
-class MadeFor:
+class PlanInputs:
     """What a plan was made for.
 
     Attributes:
@@ -78,13 +78,13 @@ class MadeFor:
     model: dict[str, Any]
     sparse_optimizer: str
     dense_optimizer: str
-    tables: dict[str, TableMadeFor]
+    tables: dict[str, TablePlanInputs]
 
     def as_json(self) -> dict[str, Any]:
         """In plain values."""
         return dataclasses.asdict(self)
 
-    def differences(self, now: "MadeFor") -> list[str]:
+    def differences(self, now: "PlanInputs") -> list[str]:
         """A line for each value that is another one now, with both; tables that differ alike share one."""
         own, others = self.as_json(), now.as_json()
         tables, tables_now = own.pop("tables"), others.pop("tables")
@@ -98,9 +98,9 @@ class MadeFor:
         return lines + [f"{path} of {_listed(names)}: {values}" for (path, values), names in alike.items()]
 
 
-def tables_made_for(tables: Sequence[CompositionalEmbeddingConfig]) -> dict[str, TableMadeFor]:
+def table_plan_inputs(tables: Sequence[CompositionalEmbeddingConfig]) -> dict[str, TablePlanInputs]:
     """By name."""
-    return {table.name: TableMadeFor.of(table) for table in tables}
+    return {table.name: TablePlanInputs.of(table) for table in tables}
 
 
 def _listed(names: Sequence[str]) -> str:

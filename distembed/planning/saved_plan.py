@@ -1,9 +1,9 @@
 """A plan that was kept as JSON, taken up again: what was reported is what runs.
 
-A file holds ``plan`` and beside it ``made_for``, what the plan was made for. It is refused for three reasons, each with
-everything that is wrong at once. Its form is no plan's (:func:`read_plan`); it was made for something else than what is
-to run, be it ranks, batch, model, optimizers or tables; or it does not place the tables that it says it was made for
-(:func:`take_up_plan`).
+A file holds ``plan`` and beside it ``made_for``, the :class:`PlanInputs`. It is refused for three reasons, each with
+everything that is wrong at once. Its form is no plan's (:func:`read_saved_plan`); it was made for something else than
+what is to run, be it ranks, batch, model, optimizers or tables; or it does not place the tables that it says it was
+made for (:func:`apply_saved_plan`).
 """
 
 import json
@@ -28,7 +28,7 @@ from torchrec.distributed.types import (
 
 from distembed.embedding.config import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig
 from distembed.errors import UserError
-from distembed.planning.plan_inputs import MadeFor
+from distembed.planning.plan_inputs import PlanInputs
 from distembed.sharding.placement import COMPUTE_KERNELS, SHARDING_TYPES, place, unit_size
 from distembed.sharding.shardings import SEQUENCE_SHARDING_TYPES
 
@@ -41,7 +41,7 @@ _Pair = Annotated[list[_Count], Field(min_length=2, max_length=2)]
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
-class KeptShard:
+class SavedShard:
     """What a rank has of a table as one unit.
 
     Attributes:
@@ -60,7 +60,7 @@ class KeptShard:
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
-class KeptTable:
+class SavedTable:
     """Where a table goes.
 
     Attributes:
@@ -73,31 +73,31 @@ class KeptTable:
     sharding_type: str
     compute_kernel: str
     ranks: list[_Count]
-    shards: list[KeptShard]
+    shards: list[SavedShard]
 
 
 @dataclass(frozen=True)
-class KeptPlan:
+class SavedPlan:
     """A plan as it was read.
 
     Attributes:
         modules: where tables go, by module and table.
-        made_for: what it was made for.
+        plan_inputs: what it was made for.
     """
 
-    modules: Mapping[str, Mapping[str, KeptTable]]
-    made_for: MadeFor
+    modules: Mapping[str, Mapping[str, SavedTable]]
+    plan_inputs: PlanInputs
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
-class _KeptFile:
-    """What is read of a file."""
+class _SavedPlanFile:
+    """What is read of a file; its keys are the names of the attributes."""
 
-    made_for: MadeFor
-    plan: dict[str, dict[str, KeptTable]]
+    made_for: PlanInputs
+    plan: dict[str, dict[str, SavedTable]]
 
 
-def read_plan(path: Path) -> KeptPlan:
+def read_saved_plan(path: Path) -> SavedPlan:
     """The plan in a file that ``distembed plan --output`` wrote, or in a run's ``plan.json``.
 
     Raises:
@@ -112,8 +112,8 @@ def read_plan(path: Path) -> KeptPlan:
         )
     if values.get("plan", True) is None:
         raise UserError(f"{path} holds no plan, as `distembed plan` writes where tables do not fit; {_REMEDY}.")
-    file = _checked(path, _KeptFile, {key: values[key] for key in ("made_for", "plan") if key in values})
-    return KeptPlan(file.plan, file.made_for)
+    file = _checked(path, _SavedPlanFile, {key: values[key] for key in ("made_for", "plan") if key in values})
+    return SavedPlan(file.plan, file.made_for)
 
 
 def _read_json(path: Path) -> Any:
@@ -144,11 +144,11 @@ def _explained(error: Any) -> str:
     return f"{place_of_it or 'the file'} is {reprlib.repr(error['input'])} and should be {wanted}"
 
 
-def take_up_plan(
-    kept: KeptPlan,
+def apply_saved_plan(
+    kept: SavedPlan,
     module: str,
     tables: Sequence[CompositionalEmbeddingConfig],
-    now: MadeFor,
+    now: PlanInputs,
     fused: bool = True,
 ) -> ShardingPlan:
     """The plan for TorchRec, if it was made for what runs now.
@@ -163,7 +163,7 @@ def take_up_plan(
     Raises:
         UserError: with every difference, where it was made for something else, or places other tables than it says.
     """
-    changed = kept.made_for.differences(now)
+    changed = kept.plan_inputs.differences(now)
     if changed:
         nodes, listed = now.world_size // now.local_world_size, "\n  ".join(changed)
         raise UserError(
@@ -187,14 +187,14 @@ def take_up_plan(
 
 @dataclass(frozen=True)
 class _Ranks:
-    """The ranks that there are; attributes as those of :class:`MadeFor`, and ``fused`` of :func:`take_up_plan`."""
+    """The ranks that there are; attributes as in :class:`PlanInputs`, and ``fused`` of :func:`apply_saved_plan`."""
 
     world_size: int
     local_world_size: int
     device_kind: str
     fused: bool
 
-    def sharding(self, own: KeptTable) -> ParameterSharding:
+    def sharding(self, own: SavedTable) -> ParameterSharding:
         """TorchRec's form of where a table goes."""
         shards = [
             ShardMetadata(
@@ -213,7 +213,7 @@ class _Ranks:
 
 
 def _differences(
-    kept: KeptPlan, module: str, tables: Mapping[str, CompositionalEmbeddingConfig], ranks: _Ranks
+    kept: SavedPlan, module: str, tables: Mapping[str, CompositionalEmbeddingConfig], ranks: _Ranks
 ) -> Iterator[str]:
     if module not in kept.modules:
         yield f"module {module!r} is in the model and not in the plan, which has {', '.join(map(repr, kept.modules))}"
@@ -227,7 +227,7 @@ def _differences(
             yield f"table {name!r} is in the model and not in the plan"
 
 
-def _differences_of_table(table: CompositionalEmbeddingConfig, own: KeptTable, ranks: _Ranks) -> Iterator[str]:
+def _differences_of_table(table: CompositionalEmbeddingConfig, own: SavedTable, ranks: _Ranks) -> Iterator[str]:
     where, kind = f"table {table.name!r}", own.sharding_type
     possible = SHARDING_TYPES if isinstance(table, CompositionalEmbeddingBagConfig) else SEQUENCE_SHARDING_TYPES
     if kind not in possible:
@@ -248,7 +248,7 @@ def _differences_of_table(table: CompositionalEmbeddingConfig, own: KeptTable, r
             yield str(error)
 
 
-def _wrong_ranks(own: KeptTable, world_size: int) -> Iterator[str]:
+def _wrong_ranks(own: SavedTable, world_size: int) -> Iterator[str]:
     kind, of_shards = own.sharding_type, [shard.rank for shard in own.shards]
     beyond = sorted({rank for rank in (*own.ranks, *of_shards) if rank >= world_size})
     there_are = f"and there are {world_size} ranks" if world_size > 1 else "and there is 1 rank"
@@ -262,7 +262,7 @@ def _wrong_ranks(own: KeptTable, world_size: int) -> Iterator[str]:
         yield f"is planned on ranks {reprlib.repr(own.ranks)}, and its shards on {reprlib.repr(of_shards)}"
 
 
-def _wrong_shards(own: KeptTable, size: tuple[int, int]) -> Iterator[str]:
+def _wrong_shards(own: SavedTable, size: tuple[int, int]) -> Iterator[str]:
     """What keeps the shards from being the table, each number of it once."""
     kind, shards = own.sharding_type, own.shards
     if kind == ShardingType.DATA_PARALLEL.value:
@@ -289,7 +289,7 @@ def _wrong_shards(own: KeptTable, size: tuple[int, int]) -> Iterator[str]:
             )
 
 
-def _untiled(shards: Sequence[KeptShard], axis: int) -> Iterator[str]:
+def _untiled(shards: Sequence[SavedShard], axis: int) -> Iterator[str]:
     """Rows or columns that no shard has, or several."""
     end = 0
     for start, stop in sorted(shard.span(axis) for shard in shards):

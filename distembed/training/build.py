@@ -19,8 +19,8 @@ from distembed.optim.optimizers import Optimizers, fuse_sparse_optimizer, needs_
 from distembed.optim.states import TableOptimizers
 from distembed.planning import PlanConfig, make_plan
 from distembed.planning.networks import estimate_network
-from distembed.planning.plan_inputs import MadeFor, tables_made_for
-from distembed.planning.saved_plan import KeptPlan, take_up_plan
+from distembed.planning.plan_inputs import PlanInputs, table_plan_inputs
+from distembed.planning.saved_plan import SavedPlan, apply_saved_plan
 from distembed.planning.workload import Workload
 from distembed.ranks import Ranks
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
@@ -31,14 +31,14 @@ from distembed.training.pipeline import StepPipeline
 
 
 @dataclass
-class Trainee:
+class TrainingState:
     """A sharded model, its optimizers and the pipeline that steps them; its plan, and what that was made for."""
 
     model: DistributedModelParallel
     optimizers: Optimizers
     pipeline: StepPipeline
     plan: ShardingPlan
-    made_for: MadeFor
+    plan_inputs: PlanInputs
     bf16: bool
 
 
@@ -116,16 +116,16 @@ def table_optimizers(train: TrainConfig) -> TableOptimizers:
     return TableOptimizers(train.sparse_optimizer.name, train.dense_optimizer.name, is_fused)
 
 
-def made_for(
+def plan_inputs(
     model: DLRMConfig | DCNConfig,
     train: TrainConfig,
     tables: Sequence[CompositionalEmbeddingConfig],
     world_size: int,
     local_world_size: int,
     device_kind: str,
-) -> MadeFor:
+) -> PlanInputs:
     """What a plan of these tables is made for, as it is kept beside the plan."""
-    return MadeFor(
+    return PlanInputs(
         world_size=world_size,
         local_world_size=local_world_size,
         device_kind=device_kind,
@@ -133,11 +133,11 @@ def made_for(
         model=dataclasses.asdict(model),
         sparse_optimizer=train.sparse_optimizer.name,
         dense_optimizer=train.dense_optimizer.name,
-        tables=tables_made_for(tables),
+        tables=table_plan_inputs(tables),
     )
 
 
-def build_trainee(
+def build_training_state(
     model_config: DLRMConfig | DCNConfig,
     embedding_config: EmbeddingConfig,
     train: TrainConfig,
@@ -146,16 +146,16 @@ def build_trainee(
     processes: Ranks,
     num_steps: int,
     sse: Mapping[str, SSE] | None = None,
-    kept_plan: KeptPlan | None = None,
-    previous_plan: KeptPlan | None = None,
-) -> Trainee:
+    saved_plan: SavedPlan | None = None,
+    previous_plan: SavedPlan | None = None,
+) -> TrainingState:
     """Builds, plans and shards; the weights depend on the seed alone. All ranks call it.
 
-    With ``sse`` ids of the named tables are replaced in training. With ``kept_plan`` nothing is planned anew,
+    With ``sse`` ids of the named tables are replaced in training. With ``saved_plan`` nothing is planned anew,
     nor with ``previous_plan`` where that was made for what is built here.
 
     Raises:
-        UserError: where ``kept_plan`` was made for something else.
+        UserError: where ``saved_plan`` was made for something else.
     """
     torch.manual_seed(train.seed)
     bf16 = use_bf16(train.precision, processes.device)
@@ -166,11 +166,11 @@ def build_trainee(
     sharders = [CompositionalEmbeddingBagCollectionSharder(host_memory=plan_config.host_memory)]
     path, collection = _collection_of(task)
     sizes = processes.world_size, processes.local_world_size
-    now = made_for(model_config, train, collection.tables(), *sizes, processes.device.type)
-    if kept_plan is None and previous_plan is not None and not previous_plan.made_for.differences(now):
-        kept_plan = previous_plan
-    if kept_plan is not None:
-        plan = take_up_plan(kept_plan, path, collection.tables(), now, table_optimizers(train).is_fused)
+    now = plan_inputs(model_config, train, collection.tables(), *sizes, processes.device.type)
+    if saved_plan is None and previous_plan is not None and not previous_plan.plan_inputs.differences(now):
+        saved_plan = previous_plan
+    if saved_plan is not None:
+        plan = apply_saved_plan(saved_plan, path, collection.tables(), now, table_optimizers(train).is_fused)
     else:
         plan = make_plan(
             task,
@@ -205,7 +205,7 @@ def build_trainee(
         if isinstance(module, Perturbation):
             module.in_place = True  # nobody looks at a batch of the reader's but the model, and once
     optimizers = Optimizers(model, train.dense_optimizer, train.sparse_optimizer, num_steps)
-    return Trainee(model, optimizers, StepPipeline(model, optimizers.combined, processes), plan, now, bf16)
+    return TrainingState(model, optimizers, StepPipeline(model, optimizers.combined, processes), plan, now, bf16)
 
 
 def _collection_of(task: ClickTask) -> tuple[str, CompositionalEmbeddingBagCollection]:

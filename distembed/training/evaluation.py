@@ -12,7 +12,7 @@ from torch import Tensor
 from distembed.data.reader.reader import BatchReader
 from distembed.ranks import Ranks
 from distembed.tasks.binary_metrics import BinaryMetrics, calibration_bins
-from distembed.training.build import Trainee
+from distembed.training.build import TrainingState
 
 EVALUATION_BATCH_SIZE = 8192
 """Rows a rank; larger than a training batch, since nothing is kept for a backward pass."""
@@ -34,16 +34,18 @@ class Scores:
         return calibration_bins(self.logits, self.labels)
 
 
-def score_split(trainee: Trainee, dataset: str, split: str, processes: Ranks) -> Scores:
+def score_split(training_state: TrainingState, dataset: str, split: str, processes: Ranks) -> Scores:
     """Scores of all rows of a split, in no particular order; all ranks call it."""
     logits, labels = [torch.empty(0)], [torch.empty(0)]
-    for batch_logits, batch_labels in score_batches(trainee, dataset, split, processes):
+    for batch_logits, batch_labels in score_batches(training_state, dataset, split, processes):
         logits.append(batch_logits)
         labels.append(batch_labels)
     return Scores(gather_rows(torch.cat(logits), processes), gather_rows(torch.cat(labels), processes))
 
 
-def score_batches(trainee: Trainee, dataset: str, split: str, processes: Ranks) -> Iterator[tuple[Tensor, Tensor]]:
+def score_batches(
+    training_state: TrainingState, dataset: str, split: str, processes: Ranks
+) -> Iterator[tuple[Tensor, Tensor]]:
     """This rank's logits and labels of each global batch, in file order; all ranks call it."""
     reader = BatchReader(
         dataset,
@@ -53,14 +55,14 @@ def score_batches(trainee: Trainee, dataset: str, split: str, processes: Ranks) 
         world_size=processes.world_size,
         shuffle=False,
     )
-    was_training = trainee.model.training
-    trainee.model.eval()
+    was_training = training_state.model.training
+    training_state.model.eval()
     try:
         with torch.no_grad():
-            for _, logits, labels in trainee.pipeline.outputs(iter(reader)):
+            for _, logits, labels in training_state.pipeline.outputs(iter(reader)):
                 yield logits.cpu(), labels.cpu()
     finally:
-        trainee.model.train(was_training)
+        training_state.model.train(was_training)
         reader.close()
 
 

@@ -23,7 +23,7 @@ from distembed.optim.config import SparseOptimizerConfig
 from distembed.planning import PlanConfig
 from distembed.ranks import Ranks
 from distembed.tasks.binary_metrics import sigmoid
-from distembed.training.build import Trainee, build_trainee
+from distembed.training.build import TrainingState, build_training_state
 from distembed.training.evaluation import gather_rows, score_batches
 
 PREDICTION_FORMATS = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWriter}
@@ -32,7 +32,7 @@ PREDICTION_FORMATS = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow
 _COLUMNS = pa.schema([("prediction", pa.float32()), ("label", pa.float32())])
 
 
-def load_trainee(
+def load_training_state(
     run_dir: Path,
     dataset: str,
     model: DLRMConfig | DCNConfig,
@@ -40,7 +40,7 @@ def load_trainee(
     train: TrainConfig,
     plan: PlanConfig,
     processes: Ranks,
-) -> Trainee:
+) -> TrainingState:
     """The model of a run's newest checkpoint, shaped for the given dataset; all ranks call it.
 
     Raises:
@@ -49,12 +49,14 @@ def load_trainee(
     checkpoint = newest_checkpoint(run_dir, train.checkpoint_dir)
     # nothing is trained: any optimizer will do that every device has
     train = dataclasses.replace(train, sparse_optimizer=SparseOptimizerConfig(name="sgd"))
-    trainee = build_trainee(model, embedding, train, plan, Manifest.load(dataset).schema, processes, num_steps=1)
-    load_checkpoint(checkpoint, trainee.model)
-    return trainee
+    training_state = build_training_state(
+        model, embedding, train, plan, Manifest.load(dataset).schema, processes, num_steps=1
+    )
+    load_checkpoint(checkpoint, training_state.model)
+    return training_state
 
 
-def predict_split(trainee: Trainee, dataset: str, split: str, output: Path, processes: Ranks) -> int:
+def predict_split(training_state: TrainingState, dataset: str, split: str, output: Path, processes: Ranks) -> int:
     """Writes a row a sample, in the split's order: probability of a click, and the label; all ranks call it.
 
     Returns:
@@ -67,12 +69,12 @@ def predict_split(trainee: Trainee, dataset: str, split: str, output: Path, proc
     if output.suffix not in PREDICTION_FORMATS:
         raise UserError(f"--output {output} ends in {output.suffix!r}; known: {', '.join(PREDICTION_FORMATS)}.")
     if not processes.is_first:
-        for logits, labels in score_batches(trainee, dataset, split, processes):
+        for logits, labels in score_batches(training_state, dataset, split, processes):
             _gather(logits, labels, processes)
         return 0
     num_rows = 0
     with whole_file(output) as temporary, PREDICTION_FORMATS[output.suffix](temporary, _COLUMNS) as writer:
-        for logits, labels in score_batches(trainee, dataset, split, processes):
+        for logits, labels in score_batches(training_state, dataset, split, processes):
             columns = _gather(logits, labels, processes)
             num_rows += len(columns["label"])
             writer.write_table(pa.table(dict(columns), schema=_COLUMNS))

@@ -9,7 +9,7 @@ from distembed.config import Config, load_config
 from distembed.data.dataset.manifest import Manifest, id_fingerprint
 from distembed.embedding import assignment_checksums
 from distembed.errors import UserError
-from distembed.planning.saved_plan import KeptPlan, read_plan
+from distembed.planning.saved_plan import SavedPlan, read_saved_plan
 from distembed.runs.record import read_json_object
 
 # what leaves the numbers as they are; the reader tells by itself whether the dataset is the same
@@ -94,7 +94,7 @@ def require_same_graphs(folder: Path, graphs: Mapping[str, str]) -> None:
             )
 
 
-def plan_of_run(folder: Path, config: Config, say: Callable[[str], None]) -> KeptPlan | None:
+def plan_of_run(folder: Path, config: Config, say: Callable[[str], None]) -> SavedPlan | None:
     """The plan of a run that is resumed; None where it has none yet, or the ``plan`` section asks for another now.
 
     Raises:
@@ -107,7 +107,7 @@ def plan_of_run(folder: Path, config: Config, say: Callable[[str], None]) -> Kep
         say("planned anew, since the config's plan section has changed")
         return None
     try:
-        return read_plan(file)
+        return read_saved_plan(file)
     except UserError as error:
         raise UserError(f"--resume: {error} Or remove it, and where tables go is planned anew.") from error
 

@@ -27,12 +27,12 @@ from distembed.errors import Interrupted, RunError, UserError
 from distembed.files import write_json
 from distembed.models.config import DCNConfig, DLRMConfig
 from distembed.planning import PlanConfig, describe_plan, plan_as_json
-from distembed.planning.saved_plan import KeptPlan
+from distembed.planning.saved_plan import SavedPlan
 from distembed.ranks import Ranks
 from distembed.runs.folder import RunFolder
 from distembed.sse import SSE, set_step
 from distembed.tasks.binary_metrics import exact_auc
-from distembed.training.build import build_trainee
+from distembed.training.build import build_training_state
 from distembed.training.evaluation import gather_rows, score_split
 from distembed.training.interruption import Interruption
 from distembed.training.progress import TrainingProgress
@@ -47,7 +47,7 @@ class RunSettings:
         dataset: the prepared dataset's folder.
         splits: names of the training, validation and test split; the last two may be None.
         sse: by table, how ids are replaced in training.
-        kept_plan: where tables go, if that was decided before; else they are planned.
+        saved_plan: where tables go, if that was decided before; else they are planned.
         previous_plan: of the run that is resumed, taken up where it was made for what runs now.
         config_yaml: the resolved config, kept in the run folder.
         info: what else the run folder's ``run.json`` records.
@@ -62,8 +62,8 @@ class RunSettings:
     sse: Mapping[str, SSE]
     config_yaml: str
     info: Mapping[str, Any]
-    kept_plan: KeptPlan | None = None
-    previous_plan: KeptPlan | None = None
+    saved_plan: SavedPlan | None = None
+    previous_plan: SavedPlan | None = None
 
 
 @dataclass
@@ -117,7 +117,7 @@ class Run:
         self.num_steps = train.epochs * self._reader.batches_per_epoch
         if train.max_steps is not None:
             self.num_steps = min(self.num_steps, train.max_steps)
-        self._trainee = build_trainee(
+        self._training_state = build_training_state(
             settings.model,
             settings.embedding,
             train,
@@ -126,7 +126,7 @@ class Run:
             processes,
             self.num_steps,
             settings.sse,
-            settings.kept_plan,
+            settings.saved_plan,
             settings.previous_plan,
         )
         self._step = 0
@@ -156,7 +156,7 @@ class Run:
     @property
     def precision(self) -> str:
         """What the networks compute in: ``bf16`` or ``fp32``."""
-        return "bf16" if self._trainee.bf16 else "fp32"
+        return "bf16" if self._training_state.bf16 else "fp32"
 
     def train(self) -> None:
         """Trains to the end, or until interrupted, and saves a checkpoint either way.
@@ -168,8 +168,8 @@ class Run:
         """
         self._checkpoints.require_usable()
         if self._processes.is_first:
-            made_for, plan = self._trainee.made_for, self._trainee.plan
-            write_json(self._folder.path / "plan.json", {"made_for": made_for.as_json(), "plan": plan_as_json(plan)})
+            plan_inputs, plan = self._training_state.plan_inputs, self._training_state.plan
+            write_json(self._folder.path / "plan.json", {"made_for": plan_inputs.as_json(), "plan": plan_as_json(plan)})
             if self._step == self.num_steps:
                 self._folder.drop_evaluations(self._settings.splits[2])
         with (
@@ -190,7 +190,7 @@ class Run:
     def evaluate(self, split: str) -> dict[str, Any]:
         """Metrics of a whole split, on rank 0 (elsewhere of no rows); all ranks call it."""
         started = time.perf_counter()
-        scores = score_split(self._trainee, self._settings.dataset, split, self._processes)
+        scores = score_split(self._training_state, self._settings.dataset, split, self._processes)
         values = {"split": split, "samples": self._samples, **dataclasses.asdict(scores.metrics())}
         values["seconds"] = time.perf_counter() - started
         if self._processes.is_first:
@@ -201,8 +201,8 @@ class Run:
         """Steps until something else is due; returns whether to stop."""
         end = self._end_of_segment()
         self._handed_out = 0
-        set_step(self._trainee.model, self._step)
-        for loss, logits, labels in self._trainee.pipeline.outputs(self._batches(end - self._step)):
+        set_step(self._training_state.model, self._step)
+        for loss, logits, labels in self._training_state.pipeline.outputs(self._batches(end - self._step)):
             self._step += 1
             self._handed_out -= 1
             self._account(loss, logits, labels)
@@ -221,7 +221,7 @@ class Run:
             yield batch
 
     def _set_learning_rates(self) -> None:
-        self._learning_rate = self._trainee.optimizers.set_learning_rates(self._step)
+        self._learning_rate = self._training_state.optimizers.set_learning_rates(self._step)
 
     def _end_of_segment(self) -> int:
         train = self._settings.train
@@ -268,7 +268,7 @@ class Run:
     def _log(self) -> None:
         self._require_finite()
         window = self._window
-        replaced = replaced_shares(self._trainee.model, self._processes)
+        replaced = replaced_shares(self._training_state.model, self._processes)
         losses = gather_rows(torch.stack(window.losses).sum().unsqueeze(0), self._processes)
         logits = gather_rows(torch.cat(window.logits), self._processes)
         labels = gather_rows(torch.cat(window.labels), self._processes)
@@ -327,17 +327,19 @@ class Run:
             "seconds": self._seconds,
             "reader": self._reader.state_dict(in_flight=self._handed_out),
         }
-        step, trainee = f"step {self._step}/{self.num_steps}", self._trainee
+        step, training_state = f"step {self._step}/{self.num_steps}", self._training_state
         self._checkpoints.save(
             self._step,
-            trainee.model,
-            trainee.optimizers.combined,
+            training_state.model,
+            training_state.optimizers.combined,
             progress,
             say=lambda text: self._progress.say(f"{step}  {text}"),
         )
 
     def _restore(self, checkpoint: str) -> None:
-        progress = self._checkpoints.load(checkpoint, self._trainee.model, self._trainee.optimizers.combined)
+        progress = self._checkpoints.load(
+            checkpoint, self._training_state.model, self._training_state.optimizers.combined
+        )
         self._reader.load_state_dict(progress["reader"])
         self._step, self._samples, self._seconds = progress["step"], progress["samples"], progress["seconds"]
 
@@ -348,9 +350,9 @@ class Run:
             f"{begin} {self.num_steps} steps of {self._settings.train.batch_size} rows on {where} in {self.precision}; "
             f"run folder {self._folder.path}"
         )
-        self._progress.say(f"plan: {describe_plan(self._trainee.plan)}")
+        self._progress.say(f"plan: {describe_plan(self._training_state.plan)}")
         previous = self._settings.previous_plan
-        changed = [] if previous is None else previous.made_for.differences(self._trainee.made_for)
+        changed = [] if previous is None else previous.plan_inputs.differences(self._training_state.plan_inputs)
         if changed:
             self._progress.say(f"planned anew, since the run's plan was made for something else: {'; '.join(changed)}")
         if self._settings.sse:

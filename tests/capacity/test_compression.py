@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distembed.capacity.assessment import find_fit
-from distembed.capacity.compression import CompressibleTable, CountedIds, ZipfIds, fit_config, give_out
+from distembed.capacity.assessment import assess_capacity
+from distembed.capacity.compression import CompressibleTable, CountedIds, ZipfIds, compress_config, give_out
 from distembed.config import Config, load_config
 from distembed.data.dataset.manifest import Manifest, Split, Vocabulary
 from distembed.data.dataset.schema import CRITEO_KAGGLE_CARDINALITIES, CategoricalFeature, Schema
@@ -123,9 +123,9 @@ def buckets(config: Config) -> dict[str, int | None]:
 def test_the_fitted_config_fits_and_uses_what_there_is() -> None:
     config = load_config(KAGGLE, ["embedding.default.partition=naive", "embedding.tables.C4.partition=naive"])
     there_is = cluster(10**9)
-    assert not find_fit(config, there_is).fits
-    fitted = fit_config(config, there_is)
-    fit = find_fit(fitted, there_is)
+    assert not assess_capacity(config, there_is).fits
+    fitted = compress_config(config, there_is)
+    fit = assess_capacity(fitted, there_is)
     assert fit.fits and fit.rank_total(0) > 0.97 * 10**9
     # the small ones are whole, the large ones have as many rows as each other, and C4 what the config says
     sizes = {f"C{i}": size for i, size in enumerate(CRITEO_KAGGLE_CARDINALITIES, start=1)}
@@ -135,19 +135,19 @@ def test_the_fitted_config_fits_and_uses_what_there_is() -> None:
     assert found.keys() == {name for name, size in sizes.items() if size > rows and name != "C4"}
     assert fitted.embedding.tables["C4"] == config.embedding.tables["C4"]
     # what fits is left as it is
-    assert fit_config(config, cluster(80 * 10**9)) is config
+    assert compress_config(config, cluster(80 * 10**9)) is config
 
 
 def test_a_model_of_more_than_a_terabyte_is_made_to_fit_eight_devices() -> None:
     config, there_is = load_config(KAGGLE, TERABYTE), Cluster(find_device("a100-80gb"), 1, 8)
-    fit = find_fit(config, there_is)
+    fit = assess_capacity(config, there_is)
     assert not fit.fits and fit.needed.total > 1.3e12
-    assert find_fit(fit_config(config, there_is), there_is).fits
+    assert assess_capacity(compress_config(config, there_is), there_is).fits
 
 
 def test_where_nothing_helps_it_says_so() -> None:
     with pytest.raises(DoesNotFit, match="no compression of the tables makes the model fit"):
-        fit_config(load_config(KAGGLE), cluster(9_000_000))
+        compress_config(load_config(KAGGLE), cluster(9_000_000))
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_where_nothing_helps_it_says_so() -> None:
 )
 def test_every_kind_of_table_uses_all_but_a_hundredth(settings: list[str], there_is: Cluster) -> None:
     config = load_config(KAGGLE, settings)
-    fit = find_fit(fit_config(config, there_is), there_is)
+    fit = assess_capacity(compress_config(config, there_is), there_is)
     assert fit.fits
     fullest = max(fit.rank_total(rank) for rank in range(there_is.world_size))
     assert fullest > 0.99 * there_is.rank_bytes
@@ -177,15 +177,15 @@ def test_counts_of_a_dataset_are_of_use_only_where_ids_are_in_their_order(tmp_pa
     by_count, hashed = (
         load_config(KAGGLE, [*common, f"embedding.default={{{table}{more}}}"]) for more in ("", ", hash_seed: 1")
     )
-    whole = find_fit(by_count, cluster(10**9))
+    whole = assess_capacity(by_count, cluster(10**9))
     needed = whole.rank_total(0) - whole.allocator_bytes
     there_is = cluster(round((needed - 80_000) / 0.95))
-    rows = {name: 1000 if own is None else own for name, own in buckets(fit_config(by_count, there_is)).items()}
+    rows = {name: 1000 if own is None else own for name, own in buckets(compress_config(by_count, there_is)).items()}
     # even ids are all seen more often than most of the steep ones
     assert rows["even"] == 1000 and 100 <= rows["steep"] < rows["even"]
     # Zipf's i-th is looked up 50,000 / i / H times
     assert rows["steep"] < rows["unknown"] == 1000
-    alike = buckets(fit_config(hashed, there_is))
+    alike = buckets(compress_config(hashed, there_is))
     assert len(set(alike.values())) == 1 and None not in alike.values()
 
 

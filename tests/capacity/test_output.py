@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from distembed import cli
-from distembed.capacity.assessment import find_fit
+from distembed.capacity.assessment import assess_capacity
 from distembed.config import load_config
 from distembed.data.dataset.schema import CRITEO_TERABYTE_CARDINALITIES
 from distembed.errors import RunError, UserError
@@ -68,7 +68,7 @@ def test_what_is_planned_adds_up() -> None:
 def test_the_tables_of_mlperf_with_their_optimizer(optimizer: str, factor: float) -> None:
     settings = ["data.schema=criteo_terabyte", "embedding.default={partition: naive, embedding_dim: 128}"]
     settings += ["model={name: dcn}", f"train.sparse_optimizer={{name: {optimizer}}}", "plan.min_partition=32"]
-    fit = find_fit(load_config(KAGGLE, settings), Cluster(find_device("h100-80gb"), 1, 8))
+    fit = assess_capacity(load_config(KAGGLE, settings), Cluster(find_device("h100-80gb"), 1, 8))
     weights = sum(CRITEO_TERABYTE_CARDINALITIES) * 128 * 4
     assert weights / GIB == pytest.approx(97.4, abs=0.05)
     assert fit.needed.weights == weights and fit.needed.total == round(weights * factor)
@@ -136,7 +136,7 @@ def test_files_that_cannot_be_written_are_refused_before_anything_is_planned(
     def unwanted(*_: object) -> None:
         raise AssertionError("it was planned")
 
-    for planner in ("find_fit", "fit_config"):
+    for planner in ("assess_capacity", "compress_config"):
         monkeypatch.setattr(f"distembed.capacity.output.{planner}", unwanted)
     there = tmp_path / "there.svg"
     there.write_text("old")

@@ -12,7 +12,7 @@ import pytest
 
 from distembed import cli
 from distembed.capacity import remedies
-from distembed.capacity.assessment import Fit, find_fit
+from distembed.capacity.assessment import Assessment, assess_capacity
 from distembed.capacity.remedies import Remedies, find_remedies
 from distembed.config import Config, load_config
 from distembed.planning.cluster import Cluster
@@ -84,7 +84,7 @@ def test_without_a_memory_that_was_typed_another_device_is_one() -> None:
     (device,) = [remedy for remedy in found if remedy.startswith("--gpu ")]
     assert holds([str(KAGGLE), NAIVE, "embedding.default.embedding_dim=512", "--gpus", "1"], device)
     larger = [other for other in DEVICES.values() if other.kind == "cuda" and other.memory_bytes > 40 * 2**30]
-    fitting = [other for other in larger if find_fit(config, dataclasses.replace(there_is, device=other)).fits]
+    fitting = [other for other in larger if assess_capacity(config, dataclasses.replace(there_is, device=other)).fits]
     assert device == f"--gpu {min(fitting, key=lambda other: other.memory_bytes).name}"
 
 
@@ -96,15 +96,15 @@ def test_each_number_is_the_least() -> None:
     def first(change: Any) -> int:
         return next(n for n in itertools.count(1) if change(n).fits)
 
-    gpus = first(lambda n: find_fit(config, dataclasses.replace(there_is, gpus=n)))
-    nodes = first(lambda n: find_fit(config, dataclasses.replace(there_is, nodes=n)))
+    gpus = first(lambda n: assess_capacity(config, dataclasses.replace(there_is, gpus=n)))
+    nodes = first(lambda n: assess_capacity(config, dataclasses.replace(there_is, nodes=n)))
     assert f"--gpus {gpus}" in found and f"--nodes {nodes}" in found
     compressed = "embedding.default.partition=quotient_remainder embedding.default.collisions="
-    collisions = first(lambda n: find_fit(load_config(KAGGLE, f"{compressed}{n}".split()), there_is))
+    collisions = first(lambda n: assess_capacity(load_config(KAGGLE, f"{compressed}{n}".split()), there_is))
     assert f"{compressed}{collisions}" in found
     large_batches = load_config(KAGGLE, ["train.batch_size=1000001"])
     (smaller,) = [one for one in find_remedies(large_batches, cluster("2GB")) if one.startswith("train.batch_size")]
-    fitting = [1_000_001 >> n for n in range(19) if find_fit(batches_of(1_000_001 >> n), cluster("2GB")).fits]
+    fitting = [1_000_001 >> n for n in range(19) if assess_capacity(batches_of(1_000_001 >> n), cluster("2GB")).fits]
     assert smaller == f"train.batch_size={max(fitting)}"
 
 
@@ -119,14 +119,14 @@ def test_tables_with_settings_of_their_own_keep_them(tmp_path: Path) -> None:
     found = find_remedies(config, cluster("1GB"))
     (remedy,) = [one for one in found if one.startswith("embedding.")]
     typed = load_config(file, shlex.split(remedy))
-    assert find_fit(typed, cluster("1GB")).fits
+    assert assess_capacity(typed, cluster("1GB")).fits
     for name, rows in (("C3", (4_000_000, 3)), ("C12", (-(-8_351_593 // 6), 6)), ("C21", (7_046_547,))):
-        (table,) = [one for one in find_fit(typed, cluster("1GB")).tables if one.name == name]
+        (table,) = [one for one in assess_capacity(typed, cluster("1GB")).tables if one.name == name]
         assert table.scheme.num_rows == rows
     collisions = typed.embedding.default.collisions
     assert collisions is not None
     fewer = remedy.replace(f"default.collisions={collisions}", f"default.collisions={collisions - 1}")
-    assert not find_fit(load_config(file, shlex.split(fewer)), cluster("1GB")).fits
+    assert not assess_capacity(load_config(file, shlex.split(fewer)), cluster("1GB")).fits
 
 
 def test_what_is_not_planned_would_not_have_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,13 +144,13 @@ def test_smaller_tables_are_no_remedy_for_networks_that_are_too_large() -> None:
 
 def test_the_search_ends_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     config, there_is = load_config(KAGGLE, [NAIVE]), cluster("700MB")
-    found, planned = find_fit(config, there_is), list[int]()
+    found, planned = assess_capacity(config, there_is), list[int]()
 
-    def does_not_fit(config: Config, cluster: Cluster) -> Fit:
+    def does_not_fit(config: Config, cluster: Cluster) -> Assessment:
         planned.append(cluster.world_size)
         return found
 
-    monkeypatch.setattr(remedies, "find_fit", does_not_fit)
+    monkeypatch.setattr(remedies, "assess_capacity", does_not_fit)
     nothing = find_remedies(config, there_is, found=found, seconds=0)
     assert nothing == [] and not nothing.is_complete and not planned
     many = find_remedies(config, dataclasses.replace(there_is, nodes=500, gpus=8), found=found, seconds=600)

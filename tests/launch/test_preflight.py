@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torchx import specs
 
-from distembed.capacity.assessment import find_fit
+from distembed.capacity.assessment import assess_capacity
 from distembed.config import Config, validate
 from distembed.planning.cluster import Cluster
 from distembed.planning.devices import find_device
@@ -128,7 +128,7 @@ def test_a_plan_that_does_not_fit_is_refused_with_its_numbers(tmp_path: Path) ->
         ("64GiB", "ok", "of 64.00 GiB a rank"),
         ("64KiB", "wrong", "does not fit 2 x 4 custom (else l4-24gb): without any tables each rank needs"),
     ):
-        fit = find_fit(config, Cluster(find_device(f"memory={memory}"), 2, 4))
+        fit = assess_capacity(config, Cluster(find_device(f"memory={memory}"), 2, 4))
         finding = check_fit(fit, parse_shape("2x4"))
         assert finding.status == status and "2 x 4" in finding.detail and said in finding.detail
 

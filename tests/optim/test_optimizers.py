@@ -10,7 +10,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper, Optim
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from distembed.checkpoints.optimizer_state import IS_ROW_WISE, optimizer_kinds, optimizer_states, set_step
-from distembed.checkpoints.shards import TensorBoxes
+from distembed.checkpoints.shards import TensorShards
 from distembed.errors import UserError
 from distembed.optim.config import DenseOptimizerConfig, ScheduleConfig, SparseOptimizerConfig
 from distembed.optim.optimizers import (
@@ -132,7 +132,7 @@ def test_state_that_torch_has_not_made_yet_is_what_torch_makes(fused: bool, amsg
         )
         for layer in layers
     ]
-    weights = {name: TensorBoxes.of(value) for name, value in layers[0].state_dict().items()}
+    weights = {name: TensorShards.of(value) for name, value in layers[0].state_dict().items()}
     kind = "amsgrad" if amsgrad else "adamw"
     for parameter in optimizer_states(OptimizerWrapper(optimizers[0]), weights):
         assert parameter.kind == kind and list(parameter.states) == list(IS_ROW_WISE[kind])

@@ -20,8 +20,8 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterCons
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingConfig
 from distembed.errors import UserError
 from distembed.planning import plan_as_json
-from distembed.planning.plan_inputs import MadeFor, tables_made_for
-from distembed.planning.saved_plan import read_plan, take_up_plan
+from distembed.planning.plan_inputs import PlanInputs, table_plan_inputs
+from distembed.planning.saved_plan import apply_saved_plan, read_saved_plan
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from distembed.sharding.placement import SHARDING_TYPES, unit_size
 from tests.layouts import tables
@@ -58,28 +58,28 @@ def made(layout: str = "mixed", world_size: int = 4, device: str = "cpu") -> Jso
     return json.loads(_made(layout, world_size, device))
 
 
-def runs(world_size: int = 4, device: str = "cpu", **changes: Any) -> MadeFor:
+def runs(world_size: int = 4, device: str = "cpu", **changes: Any) -> PlanInputs:
     """What the plans below are taken up for."""
     values = {
         "batch_size": 64,
         "model": {"name": "dlrm", "bottom": [16], "top": [16, 8]},
         "sparse_optimizer": "sgd",
         "dense_optimizer": "adam",
-        "tables": tables_made_for(tables()),
+        "tables": table_plan_inputs(tables()),
     }
-    return MadeFor(world_size, min(2, world_size), device, **{**values, **changes})
+    return PlanInputs(world_size, min(2, world_size), device, **{**values, **changes})
 
 
-def file_of(plan: Json, made_for: MadeFor) -> Json:
-    return {"made_for": json.loads(json.dumps(made_for.as_json())), "plan": plan}
+def file_of(plan: Json, plan_inputs: PlanInputs) -> Json:
+    return {"made_for": json.loads(json.dumps(plan_inputs.as_json())), "plan": plan}
 
 
-def take_up_file(content: Json, now: MadeFor, **arguments: Any) -> Json:
+def take_up_file(content: Json, now: PlanInputs, **arguments: Any) -> Json:
     """The plan that is read from a file with this content, as JSON again."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kept.json"
         path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
-        return plan_as_json(take_up_plan(read_plan(path), MODULE, tables(), now, **arguments))
+        return plan_as_json(apply_saved_plan(read_saved_plan(path), MODULE, tables(), now, **arguments))
 
 
 def take_up(plan: Json, world_size: int = 4, device: str = "cpu", **arguments: Any) -> Json:
@@ -88,7 +88,7 @@ def take_up(plan: Json, world_size: int = 4, device: str = "cpu", **arguments: A
     return take_up_file(file_of(plan, now), now, **arguments)
 
 
-def refusal_of_file(content: Json, now: MadeFor | None = None) -> str:
+def refusal_of_file(content: Json, now: PlanInputs | None = None) -> str:
     with pytest.raises(UserError) as caught:
         take_up_file(content, now or runs())
     return str(caught.value)
@@ -141,12 +141,12 @@ def test_ranks_that_a_plan_names_have_to_be_there() -> None:
 
 
 def changed_table(name: str, **changes: Any) -> dict[str, Any]:
-    made = tables_made_for(tables())
+    made = table_plan_inputs(tables())
     return {"tables": {**made, name: dataclasses.replace(made[name], **changes)}}
 
 
 def without_table(name: str) -> dict[str, Any]:
-    return {"tables": {table: made for table, made in tables_made_for(tables()).items() if table != name}}
+    return {"tables": {table: made for table, made in table_plan_inputs(tables()).items() if table != name}}
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_a_plan_for_something_else_is_refused_with_both_values(changes: dict[str
 
 
 def test_all_that_differs_is_told_at_once_and_tables_that_differ_alike_together() -> None:
-    summed = {name: dataclasses.replace(own, composition="sum") for name, own in tables_made_for(tables()).items()}
+    summed = {name: dataclasses.replace(own, composition="sum") for name, own in table_plan_inputs(tables()).items()}
     now = runs(1, batch_size=1000, sparse_optimizer="adagrad", tables={**summed, "new": summed["a"]})
     found = refusal_of_file(file_of(made(), runs()), now)
     assert "--nodes 1 --gpus 1" in found
@@ -329,17 +329,17 @@ def test_kernels_follow_the_device_and_the_optimizer() -> None:
 def test_sequences_are_not_placed_as_bags_only_are() -> None:
     sequence = CompositionalEmbeddingConfig("s", 40, 16, ["s"])
     own = {"compute_kernel": "fused", "ranks": [0], "shards": shards((0, 0, 16), rows=40)}
-    now = MadeFor(1, 1, "cpu", 64, {}, "sgd", "sgd", tables_made_for([sequence]))
+    now = PlanInputs(1, 1, "cpu", 64, {}, "sgd", "sgd", table_plan_inputs([sequence]))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kept.json"
         for kind, is_possible in (("table_wise", True), ("table_column_wise", False)):
             path.write_text(json.dumps(file_of({MODULE: {"s": {"sharding_type": kind, **own}}}, now)))
-            kept = read_plan(path)
+            kept = read_saved_plan(path)
             if is_possible:
-                take_up_plan(kept, MODULE, [sequence], now)
+                apply_saved_plan(kept, MODULE, [sequence], now)
             else:
                 with pytest.raises(UserError, match="'s' is planned 'table_column_wise', and can be placed table_wise"):
-                    take_up_plan(kept, MODULE, [sequence], now)
+                    apply_saved_plan(kept, MODULE, [sequence], now)
 
 
 def test_all_that_is_wrong_with_a_plan_is_told_at_once() -> None:
@@ -397,7 +397,7 @@ def test_the_file_of_a_config_that_does_not_fit_holds_no_plan() -> None:
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none.json"):
         with pytest.raises(UserError, match="cannot be read"):
-            read_plan(path)
+            read_saved_plan(path)
 
 
 scalars = (
