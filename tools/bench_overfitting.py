@@ -2,7 +2,7 @@
 
 ::
 
-    python tools/bench_overfitting.py train.tsv.gz --seeds 5 --output bench_overfitting.json --plot overfitting.svg
+    python tools/bench_overfitting.py train.tsv.gz --seeds 5 --output bench.json --plot tools/overfitting.svg
     OMP_NUM_THREADS=1 python tools/bench_overfitting.py train.tsv.gz --jobs 2 --only full --p0 0 0.01
 
 Rows are split 0.8/0.1/0.1 in time order. Each model is trained with ``configs/criteo_sample.yaml``, or that of

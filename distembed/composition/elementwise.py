@@ -34,7 +34,7 @@ class Product(_Elementwise):
 
     def initial_weights(self, variance: float, num_partitions: int, embedding_dim: int) -> tuple[Distribution, ...]:
         # Signs leave the first factor's size and gradients whole, and ids that share its row start uncorrelated. Equal
-        # factors of variance ** (1/k) train worse, and so do factors of 1 (README.md, "What was tried").
+        # factors of variance ** (1/k) train worse, and so do factors of 1 (tools/RESULTS.md).
         return (Uniform(variance), *[NearSigns()] * (num_partitions - 1))
 
 

@@ -1,4 +1,4 @@
-"""TorchRec's DLRM and DLRM_DCN over compositional tables, as configs/torchrec_dlrm.py makes them, on 2 ranks."""
+"""TorchRec's DLRM and DLRM_DCN over compositional tables, as tools/example_torchrec_dlrm.py makes them, on 2 ranks."""
 
 import importlib.util
 import os
@@ -17,14 +17,14 @@ from torchrec.distributed.types import ShardingPlan
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from tests.ranks import free_port, run_on_ranks
 
-EXAMPLE = Path(__file__).parents[2] / "configs" / "torchrec_dlrm.py"
+EXAMPLE = Path(__file__).parents[2] / "tools" / "example_torchrec_dlrm.py"
 MODELS = ("dlrm", "dlrm_dcn")
 SHARDING_TYPES = ("table_wise", "column_wise", "table_column_wise", "row_wise", "data_parallel")
 
 
 @cache
 def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("torchrec_dlrm", EXAMPLE)
+    spec = importlib.util.spec_from_file_location("example_torchrec_dlrm", EXAMPLE)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -2,8 +2,8 @@
 
 ::
 
-    python configs/torchrec_dlrm.py
-    torchrun --nproc-per-node 2 configs/torchrec_dlrm.py
+    python tools/example_torchrec_dlrm.py
+    torchrun --nproc-per-node 2 tools/example_torchrec_dlrm.py
 
 Each of the three lines marked "instead of" stands where a TorchRec script has the class that it names. The data are
 random: every item is clicked either always or never, which only its embedding can learn. Printed is the loss of the
