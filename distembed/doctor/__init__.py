@@ -3,6 +3,6 @@
 It needs nothing but the standard library to be imported, so that it works where the rest of the package does not.
 """
 
-from distembed.doctor.doctor import main, run_doctor
+from distembed.doctor.doctor import run_doctor
 
-__all__ = ["main", "run_doctor"]
+__all__ = ["run_doctor"]

@@ -370,15 +370,3 @@ def remedy_lines(findings: Sequence[Finding]) -> list[str]:
     """A comment and a command for each wrong finding, in the order in which to run them."""
     wrong = [finding for finding in findings if finding.status == "wrong"]
     return [line for finding in wrong for line in (f"  # {finding.subject}: {finding.detail}", f"  {finding.remedy}")]
-
-
-def main() -> int:
-    """``python -m distembed.doctor``: as the command, in plain text where rich is missing."""
-    try:
-        from rich.console import Console
-    except ImportError:
-        findings = diagnose()
-        print(*(f"{finding.subject:20} {finding.status:6} {finding.detail}" for finding in findings), sep="\n")
-        print(*remedy_lines(findings), sep="\n")
-        return int(any(finding.status == "wrong" for finding in findings))
-    return run_doctor(Console())

@@ -15,6 +15,7 @@ import yaml
 
 from distembed import cli
 from distembed.capacity.assessment import assess_capacity
+from distembed.commands.shared import errors
 from distembed.config import load_config
 from distembed.data.dataset.schema import CRITEO_TERABYTE_CARDINALITIES
 from distembed.errors import RunError, UserError
@@ -173,12 +174,12 @@ def test_what_was_planned_is_printed_though_no_file_can_be_written(
 
 
 def test_a_plan_that_does_not_fit_is_not_written_and_that_is_said(tmp_path: Path) -> None:
-    with cli.errors.capture() as said:
+    with errors.capture() as said:
         assert plan("--gpus", 1, "--memory", "20MB", "--output", tmp_path / "kept.json")[0] == 3
     assert f"not written: --output {tmp_path}/kept.json, since the config does not fit" in said.get()
     # not even compressed: what is printed is the config as it is, and what would do
     files = ["--output", tmp_path / "kept.json", "--fit", tmp_path / "fitted.yaml"]
-    with cli.errors.capture() as said:
+    with errors.capture() as said:
         code, values = plan("--gpus", 1, "--memory", "20MB", *files)
     assert code == 3 and not values["fits"] and values["remedies"]
     assert all(f"{option} {file}" in said.get() for option, file in zip(files[::2], files[1::2], strict=True))

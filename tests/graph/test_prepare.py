@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distembed import cli
+from distembed.commands.shared import console
 from distembed.data.dataset import manifest
 from distembed.data.dataset.manifest import Manifest, create_manifest
 from distembed.data.dataset.schema import CategoricalFeature, Schema
@@ -483,7 +484,7 @@ def test_progress_goes_up_to_the_whole(tmp_path: Path, monkeypatch: pytest.Monke
 
 def call(*arguments: object) -> str:
     """What the command says, within this process."""
-    with cli.console.capture() as said:
+    with console.capture() as said:
         cli.app(["prepare", "graph", *map(str, arguments)], standalone_mode=False)
     return said.get()
 

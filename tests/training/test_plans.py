@@ -11,6 +11,7 @@ import torch
 import yaml
 
 from distembed import cli
+from distembed.commands.shared import console
 from tests.processes import run_processes
 from tests.ranks import free_port
 from tests.small_runs import SIZES
@@ -67,7 +68,7 @@ def _train_all(rank: int, world_size: int, ports: list[int], config: str, folder
     for port, (name, plan) in zip(ports, PLANS.items(), strict=True):
         os.environ["MASTER_PORT"] = str(port)
         run = folder / name
-        with cli.console.capture() as captured:
+        with console.capture() as captured:
             cli.app(["train", config, f"plan={json.dumps(plan)}", "--run-dir", str(run)], standalone_mode=False)
         if rank == 0:
             (folder / f"{name}.txt").write_text(captured.get())

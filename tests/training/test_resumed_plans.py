@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from distembed import cli
+from distembed.commands.shared import console
 from distembed.errors import UserError
 from tests.small_runs import distembed
 from tests.training.test_schemes import losses
@@ -17,7 +18,7 @@ OVERRIDES = ["train.max_steps=8", "train.checkpoint_every=4", "train.keep_checkp
 
 def train(config: Path, run: Path, *arguments: object) -> str:
     """What the command prints, within this process."""
-    with cli.console.capture() as said:
+    with console.capture() as said:
         cli.app(["train", str(config), *OVERRIDES, "--run-dir", str(run), *map(str, arguments)], standalone_mode=False)
     return said.get()
 
@@ -40,7 +41,7 @@ def chosen(config: Path, tmp_path: Path) -> Path:
     one_cpu = ["--gpus", "1", "--gpu", "cpu-256gb"]
     plan = tmp_path / "kept.json"
     arguments = ["plan", str(config), *OVERRIDES, *one_cpu, "plan.sharding_types=[row_wise]", "-o", str(plan)]
-    with cli.console.capture():
+    with console.capture():
         cli.app(arguments, standalone_mode=False)
     train(config, tmp_path / "anew")
     train(config, tmp_path / "chosen", "--plan", plan)

@@ -18,6 +18,7 @@ import yaml
 from sklearn.metrics import log_loss, roc_auc_score
 
 from distembed import cli
+from distembed.commands.shared import console
 from distembed.errors import UserError
 from tests.processes import start_processes
 from tests.small_runs import ROWS, command, distembed, launch, run_command, write_dataset
@@ -130,7 +131,7 @@ def test_checkpoints_that_are_kept_elsewhere_are_found_by_every_command(config: 
     assert sorted(path.name for path in place.iterdir()) == [".run", "step-00000020"]
     assert (place / ".run").read_text() == str(run)
     # here and not in processes of their own, each of which takes seconds to load torch
-    with cli.console.capture() as said:
+    with console.capture() as said:
         call("predict", run, "--output", tmp_path / "predictions.parquet")
         call("materialise", run, "--output", tmp_path / "vectors", "--table", "C1")
         call("train", config, elsewhere, "train.max_steps=20", "--run-dir", run, "--resume")

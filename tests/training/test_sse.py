@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from distembed import cli
+from distembed.commands.shared import console
 from distembed.errors import UserError
 from distembed.sse import Graph
 from tests.processes import run_processes
@@ -96,7 +96,7 @@ def test_one_rank_trains_evaluates_and_refuses_as_the_config_says(
     call("train", perturbed, "--run-dir", part, "--resume")
     assert losses(part) == losses(runs["whole"])
     # right after training, and read back by a command that never trained
-    with cli.console.capture():
+    with console.capture():
         call("evaluate", runs["whole"], "--json")
     evaluation = json.loads((runs["whole"] / "evaluation.json").read_text())
     call("predict", runs["whole"], "--output", tmp_path / "predictions.csv")

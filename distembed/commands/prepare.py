@@ -1,0 +1,143 @@
+"""The commands ``distembed prepare criteo``, ``prepare graph`` and ``synthesize``: from raw files to a dataset."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from distembed.commands.shared import console, say
+from distembed.units import parse_bytes
+
+app = typer.Typer()
+prepare_app = typer.Typer(
+    no_args_is_help=True, help="Turn raw files into a dataset. Example: `distembed prepare criteo`."
+)
+app.add_typer(prepare_app, name="prepare")
+
+
+@prepare_app.command(
+    "criteo",
+    epilog="Example: `distembed prepare criteo day_0.gz day_1.gz --output criteo --split days`",
+)
+def prepare_criteo_command(
+    inputs: Annotated[
+        list[Path], typer.Argument(metavar="INPUT...", help="TSV files, plain or .gz, or folders of them.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to make; it appears whole or not at all.")],
+    min_count: Annotated[int, typer.Option(min=1, help="Ids seen less often in training are out of vocabulary.")] = 2,
+    hash_size: Annotated[
+        int | None, typer.Option(min=2, help="Hash ids into so many instead of building a vocabulary.")
+    ] = None,
+    hash_seed: Annotated[int, typer.Option(min=0, help="Seed of the hash.")] = 0,
+    split: Annotated[
+        str, typer.Option(help="`days`, or shares of training, validation and test, in time order.")
+    ] = "0.8,0.1,0.1",
+    max_rejected: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Share of malformed rows that is too many.")
+    ] = 0.01,
+    memory_limit: Annotated[str, typer.Option(help="Memory to stay within, such as 2GB.")] = "2GB",
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads; the number of cores unless given.")] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT if it is there.")] = False,
+) -> None:
+    """Turn raw Criteo rows (label, 13 integers, 26 hex ids, tab-separated) into a Parquet dataset with a manifest."""
+    from distembed.commands.prepare_progress import prepare_progress
+    from distembed.data.prepare.criteo import prepare_criteo
+
+    with prepare_progress(console) as progress:
+        manifest = prepare_criteo(
+            inputs,
+            output,
+            min_count=min_count,
+            hash_size=hash_size,
+            hash_seed=hash_seed,
+            split=split,
+            max_rejected=max_rejected,
+            memory_limit_bytes=parse_bytes("--memory-limit", memory_limit),
+            overwrite=overwrite,
+            threads=threads,
+            progress=progress,
+        )
+    for name, part in manifest.splits.items():
+        rate = "none" if part.label_rate is None else f"{part.label_rate:.4f}"
+        say(f"{name}: {part.num_rows:,} rows, label rate {rate}")
+    say(f"dataset {output}")
+
+
+@prepare_app.command(
+    "graph",
+    epilog="Example: `distembed prepare graph edges.csv --output graphs/C3 --data criteo --table C3`; "
+    "`distembed prepare graph films.csv --source film --attribute actor --num-embeddings 1683 --output graphs/film`",
+)
+def prepare_graph_command(
+    inputs: Annotated[
+        list[Path],
+        typer.Argument(metavar="EDGES...", help="Parquet, CSV or TSV files (.gz too), or folders; with column names."),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to make; it appears whole or not at all.")],
+    data: Annotated[
+        Path | None, typer.Option("--data", help="Prepared dataset: its vocabulary or hash gives the ids.")
+    ] = None,
+    table: Annotated[str | None, typer.Option(help="The dataset's table whose ids are the nodes.")] = None,
+    num_embeddings: Annotated[
+        int | None, typer.Option(help="Instead of --data and --table: values are ids below this.")
+    ] = None,
+    source: Annotated[str, typer.Option(help="Column of an edge's one end.")] = "source",
+    target: Annotated[str, typer.Option(help="Column of its other end.")] = "target",
+    weight: Annotated[str | None, typer.Option(help="Column of its weight.")] = None,
+    directed: Annotated[bool, typer.Option("--directed", help="The source is no neighbour of the target.")] = False,
+    attribute: Annotated[
+        str | None, typer.Option(help="Column of an attribute: ids of SOURCE that share a value are neighbours.")
+    ] = None,
+    max_shared: Annotated[int, typer.Option(help="Leave out values that more ids share.")] = 1000,
+    count_shared: Annotated[
+        bool, typer.Option("--count-shared", help="Weigh an edge by the number of values shared.")
+    ] = False,
+    unknown: Annotated[
+        str, typer.Option(help="`error`, or `drop` rows with a value that the table has no id for.")
+    ] = "error",
+    memory_limit: Annotated[str, typer.Option(help="Memory to stay within, such as 2GB.")] = "2GB",
+    overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT if it is there.")] = False,
+) -> None:
+    """Turn edges, or shared attributes, into a graph over a table's ids, for SSE-Graph."""
+    from distembed.commands.prepare_progress import prepare_progress
+    from distembed.graph.prepare.prepare import describe_graph, prepare_graph
+
+    with prepare_progress(console) as progress:
+        graph = prepare_graph(
+            inputs,
+            output,
+            data=data,
+            table=table,
+            num_embeddings=num_embeddings,
+            source=source,
+            target=target,
+            weight=weight,
+            directed=directed,
+            attribute=attribute,
+            max_shared=max_shared,
+            count_shared=count_shared,
+            unknown=unknown,
+            memory_limit_bytes=parse_bytes("--memory-limit", memory_limit),
+            overwrite=overwrite,
+            progress=progress,
+        )
+    for line in describe_graph(graph):
+        say(line)
+    say(f"graph {output}")
+
+
+@app.command("synthesize", epilog="Example: `distembed synthesize criteo.tsv --rows 1000000 --seed 0`")
+def synthesize_command(
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="File to write; ending in .gz it is compressed.")],
+    rows: Annotated[int, typer.Option(min=1, help="Number of rows.")] = 200_000,
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same file.")] = 0,
+    overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT if it is there.")] = False,
+) -> None:
+    """Make a file in Criteo's format: skewed ids, a planted signal of known Bayes logloss, a time order."""
+    from distembed.data.prepare.synthesize import synthesize_criteo
+
+    summary = synthesize_criteo(output, num_rows=rows, seed=seed, overwrite=overwrite)
+    say(
+        f"{output}: {rows:,} rows; the best possible logloss is {summary.bayes_logloss:.4f}, "
+        f"AUC {summary.bayes_auc:.4f}"
+    )
