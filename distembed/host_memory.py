@@ -1,4 +1,4 @@
-"""The host's memory: how much this process may have, and what glibc keeps of what was freed.
+"""The host's memory: how much this process may have, and how much glibc keeps of what was freed.
 
 A step allocates and frees the same tens of megabytes of activations; with glibc's defaults each block above 128 KiB is
 mapped and unmapped, which costs a page fault per 4 KiB. Measured with ``tools/bench_train.py`` at batch 2048 in bf16:
@@ -15,7 +15,9 @@ _LIMITS = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
 )
-"""Files of both versions of control groups: limit, use, details, and what of the use the kernel may drop again."""
+"""For both versions of control groups the files of limit, use and details, and the name in the details of the part of
+the use that the kernel may drop again.
+"""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEEP_BYTES = 2**30
 
@@ -31,10 +33,13 @@ def available_memory_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path =
     """Returns the memory that can be had without swapping, as Linux estimates it, within the container's limit.
 
     Args:
-        meminfo: Of the machine.
-        cgroup: Of the container.
+        meminfo: The machine's account of its memory, such as ``/proc/meminfo``.
+        cgroup: The folder of the container's control group.
+
+    Returns:
+        Bytes; 0 where the system does not say.
     """
-    available = _numbers(meminfo)["MemAvailable:"] * 1024
+    available = _numbers(meminfo).get("MemAvailable:", 0) * 1024
     for limit, used, details, droppable in _LIMITS:
         limit_bytes = _limit_bytes(cgroup / limit)
         if limit_bytes is not None:
@@ -44,7 +49,7 @@ def available_memory_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path =
 
 
 def keep_freed_memory() -> None:
-    """Tells glibc to keep blocks up to 1 GiB for reuse; does nothing where the C library is another."""
+    """Has glibc keep freed blocks of up to 1 GiB for reuse; does nothing where the C library is another."""
     if not sys.platform.startswith("linux"):
         return
     try:
@@ -56,7 +61,7 @@ def keep_freed_memory() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Hands what is free back to the system after all, once; does nothing where the C library is another."""
+    """Has glibc return all freed memory to the system, once; does nothing where the C library is another."""
     if sys.platform.startswith("linux") and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
         library.malloc_trim(0)
 
@@ -68,6 +73,6 @@ def _limit_bytes(file: Path) -> int | None:
 
 
 def _numbers(file: Path) -> dict[str, int]:
-    """Reads lines such as ``MemAvailable:  123 kB`` and ``inactive_file 123``."""
-    words = [line.split() for line in file.read_text().splitlines()]
+    """Reads lines such as ``MemAvailable:  123 kB`` and ``inactive_file 123``; none where there is no such file."""
+    words = [line.split() for line in file.read_text().splitlines()] if file.is_file() else []
     return {line[0]: int(line[1]) for line in words if len(line) > 1 and line[1].isdigit()}

@@ -1,4 +1,9 @@
-"""Bytes and counts as text, for a reader and from one."""
+"""Bytes and counts as text that a user writes or reads.
+
+``pydantic.ByteSize`` was tried in place of :func:`parse_bytes` and :func:`format_bytes`. It accepts
+"2GB or so", "2.GB" (as 2 bytes), "2Gbit" and 0, refuses "1e3GB", and writes one decimal instead of two; and it would
+have to be installed where ``distembed doctor`` finds out what is missing.
+"""
 
 from collections.abc import Sequence
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchx import specs
 
-from distembed.doctor.doctor import Finding, check_trio_versions, chosen_device, installed_versions, nvidia_smi_works
+from distembed.doctor import Finding, check_trio_versions, chosen_device, installed_versions, nvidia_smi_works
 from distembed.errors import RunError, UserError
 from launch.shape import Shape
 from launch.slurm.commands import NodeRecord, expected_start, list_nodes

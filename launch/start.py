@@ -14,7 +14,7 @@ from torchx.runner import get_runner
 
 from distembed.capacity.assessment import Assessment, assess_capacity
 from distembed.config import Config, with_absolute_paths
-from distembed.doctor.doctor import Finding
+from distembed.doctor import Finding
 from distembed.errors import UserError
 from distembed.planning import describe_plan
 from distembed.planning.cluster import Cluster

@@ -12,16 +12,18 @@ import pytest
 from packaging.requirements import Requirement
 from rich.console import Console
 
-from distembed.doctor import doctor, trio
-from distembed.doctor.doctor import Finding, LoadResult
+from distembed.doctor import facts, findings, report, trio
+from distembed.doctor.facts import LoadResult
+from distembed.doctor.findings import Finding, Status
+from distembed.host_memory import available_memory_bytes
 
 ROOT = Path(__file__).parents[1]
 WELL = LoadResult({"cuda_build": None, "gloo": True, "nccl": False, "devices": []})
 GPU = {"name": "A100", "memory_bytes": 80 * 2**30, "capability": [8, 0]}
 
 
-def wrong(findings: list[Finding]) -> dict[str, Finding]:
-    return {finding.subject: finding for finding in findings if finding.status == "wrong"}
+def wrong(found: list[Finding]) -> dict[str, Finding]:
+    return {finding.subject: finding for finding in found if finding.status == "wrong"}
 
 
 def python(program: str) -> subprocess.CompletedProcess[str]:
@@ -56,8 +58,8 @@ def test_pins_are_what_setup_installs_and_pyproject_asks_for(device: str) -> Non
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_pinned_versions_are_well(device: str) -> None:
     installed = trio.pins(device) | {"torch": f"{trio.TORCH}+local"}
-    assert doctor.chosen_device(installed, has_gpu=device == "cpu") == device
-    assert {finding.status for finding in doctor.check_trio_versions(installed, device)} == {"ok"}
+    assert findings.chosen_device(installed, has_gpu=device == "cpu") == device
+    assert {finding.status for finding in findings.check_trio_versions(installed, device)} == {"ok"}
 
 
 @pytest.mark.parametrize(
@@ -70,7 +72,7 @@ def test_a_missing_or_other_version_is_blamed_by_name_with_the_command_that_inst
     pins = trio.pins(device)
     name = list(pins)[member]
     installed = {other: version for other, version in pins.items() if other != name} | ({name: found} if found else {})
-    blamed = wrong(doctor.check_trio_versions(installed, device))
+    blamed = wrong(findings.check_trio_versions(installed, device))
     assert list(blamed) == [name]
     assert f"{name}=={pins[name]}" in blamed[name].remedy
     # torchrec's metadata would bring the CUDA build, and torch needs what it brings
@@ -80,9 +82,9 @@ def test_a_missing_or_other_version_is_blamed_by_name_with_the_command_that_inst
 @pytest.mark.parametrize("has_gpu", [True, False])
 def test_both_builds_of_fbgemm_are_wrong_and_the_machines_own_is_kept(has_gpu: bool) -> None:
     installed = trio.pins("cpu") | trio.pins("cuda")
-    device = doctor.chosen_device(installed, has_gpu)
+    device = findings.chosen_device(installed, has_gpu)
     assert device == ("cuda" if has_gpu else "cpu")
-    (blamed,) = wrong(doctor.check_trio_versions(installed, device)).values()
+    (blamed,) = wrong(findings.check_trio_versions(installed, device)).values()
     removed, reinstalled = blamed.remedy.split(" && ")
     assert "uninstall" in removed and removed.endswith("fbgemm-gpu-cpu fbgemm-gpu")
     assert reinstalled.endswith(f" {trio.FBGEMM_DISTRIBUTIONS[device]}=={trio.FBGEMM}")
@@ -93,14 +95,14 @@ def test_only_the_lowest_member_that_does_not_load_is_blamed(broken: str) -> Non
     order = ["torch", "fbgemm", "torchrec"]
     failing = order[order.index(broken) :]
     loads = {member: LoadResult({}, "undefined symbol") if member in failing else WELL for member in order}
-    findings = doctor.check_loads(loads, "cpu")
-    assert list(wrong(findings)) == [f"{broken} loads"]
-    assert [finding.status for finding in findings].count("ok") == order.index(broken)
+    judged = findings.check_loads(loads, "cpu")
+    assert list(wrong(judged)) == [f"{broken} loads"]
+    assert [finding.status for finding in judged].count("ok") == order.index(broken)
 
 
 def test_a_member_whose_version_has_a_remedy_gets_no_second_one() -> None:
     loads = {"torch": WELL, "fbgemm": LoadResult({}, "undefined symbol"), "torchrec": WELL}
-    assert not wrong(doctor.check_loads(loads, "cpu", already_wrong={"fbgemm-gpu-cpu"}))
+    assert not wrong(findings.check_loads(loads, "cpu", already_wrong={"fbgemm-gpu-cpu"}))
 
 
 @pytest.mark.parametrize(
@@ -112,25 +114,25 @@ def test_a_member_whose_version_has_a_remedy_gets_no_second_one() -> None:
     ],
 )
 def test_a_member_that_fails_to_load_is_reported_and_not_fatal(program: str, error: str) -> None:
-    assert error in doctor.load(program).error
+    assert error in facts.run_load_program(program).error
 
 
 def test_what_a_program_prints_before_its_facts_is_passed_over() -> None:
-    assert doctor.load("print('hello'); print('{\"a\": 1}')") == LoadResult({"a": 1})
+    assert facts.run_load_program("print('hello'); print('{\"a\": 1}')") == LoadResult({"a": 1})
 
 
 def test_dependencies_are_checked_against_the_metadata() -> None:
     required = ["numpy>=2", "Torchmetrics==1.0.3", "typing_extensions", "torch==0.1", "absent>=1; python_version < '3'"]
-    well = doctor.check_dependencies({"numpy": "2.1", "torchmetrics": "1.0.3", "typing-extensions": "4"}, required)
+    well = findings.check_dependencies({"numpy": "2.1", "torchmetrics": "1.0.3", "typing-extensions": "4"}, required)
     assert not wrong(well)
-    blamed = wrong(doctor.check_dependencies({"numpy": "1.26", "typing-extensions": "4"}, required))
+    blamed = wrong(findings.check_dependencies({"numpy": "1.26", "typing-extensions": "4"}, required))
     assert blamed.keys() == {"numpy", "Torchmetrics"}
     for finding in blamed.values():
         assert f" torch=={trio.TORCH}" in finding.remedy, "a dependency must not bring another torch"
 
 
 def test_without_its_own_metadata_nothing_is_known_about_dependencies() -> None:
-    (finding,) = doctor.check_dependencies({}, None)
+    (finding,) = findings.check_dependencies({}, None)
     assert finding.status == "wrong" and finding.remedy == "tools/setup.sh"
 
 
@@ -147,46 +149,55 @@ def test_without_its_own_metadata_nothing_is_known_about_dependencies() -> None:
     ],
 )
 def test_devices(devices: list[object], cuda_build: str | None, device: str, has_gpu: bool, is_wrong: bool) -> None:
-    facts = {"cuda_build": cuda_build, "gloo": True, "nccl": bool(devices), "devices": devices}
-    findings = doctor.check_accelerators(facts, device, has_gpu)
-    assert bool(wrong(findings)) == is_wrong
-    assert [finding.subject for finding in findings if finding.subject.startswith("cuda:")] == [
+    torch_facts = {"cuda_build": cuda_build, "gloo": True, "nccl": bool(devices), "devices": devices}
+    judged = findings.check_accelerators(torch_facts, device, has_gpu)
+    assert bool(wrong(judged)) == is_wrong
+    assert [finding.subject for finding in judged if finding.subject.startswith("cuda:")] == [
         f"cuda:{index}" for index in range(len(devices))
     ]
 
 
 def test_a_transport_that_is_needed_and_missing_is_wrong() -> None:
-    facts = {"cuda_build": None, "gloo": False, "nccl": False, "devices": []}
-    assert wrong(doctor.check_accelerators(facts, "cpu", False)).keys() == {"several ranks"}
+    torch_facts = {"cuda_build": None, "gloo": False, "nccl": False, "devices": []}
+    assert wrong(findings.check_accelerators(torch_facts, "cpu", False)).keys() == {"several ranks"}
+
+
+def test_where_linux_does_not_say_memory_is_0(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    assert available_memory_bytes(meminfo, tmp_path) == 0
+    meminfo.write_text("")
+    assert available_memory_bytes(meminfo, tmp_path) == 0
+    meminfo.write_text("MemTotal: 9 kB\nMemAvailable:   2048 kB\n")
+    assert available_memory_bytes(meminfo, tmp_path) == 2 * 2**20
 
 
 def test_facts_about_the_machine_are_read_from_what_linux_tells() -> None:
-    assert "avx512_bf16" in doctor.processor_flags("processor\t: 0\nflags\t\t: fpu avx512_bf16 sse\nbugs\t\t:\n")
-    assert doctor.processor_flags("Features\t: fp asimd bf16") == {"fp", "asimd", "bf16"}
-    assert doctor.processor_flags("") == set()
-    assert doctor.available_memory_bytes("MemTotal: 9 kB\nMemAvailable:   2048 kB\n") == 2 * 2**20
-    assert doctor.available_memory_bytes("") == 0
-    assert doctor.usable_cores() >= 1
+    assert "avx512_bf16" in facts.processor_flags("processor\t: 0\nflags\t\t: fpu avx512_bf16 sse\nbugs\t\t:\n")
+    assert facts.processor_flags("Features\t: fp asimd bf16") == {"fp", "asimd", "bf16"}
+    assert facts.processor_flags("") == set()
+    assert facts.usable_cores() >= 1
 
 
 @pytest.mark.parametrize("statuses", [["ok"], ["ok", "note"], ["ok", "wrong"], ["wrong", "wrong"], []])
+@pytest.mark.parametrize("has_rich", [True, False])
 def test_exit_code_and_remedies_follow_from_what_is_wrong(
-    statuses: list[doctor.Status], monkeypatch: pytest.MonkeyPatch
+    statuses: list[Status], has_rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    findings = [Finding(f"[thing] {i}", status, "detail", f"mend --{i}") for i, status in enumerate(statuses)]
-    monkeypatch.setattr(doctor, "diagnose", lambda: findings)
+    found = [Finding(f"[thing] {i}", status, "detail", f"mend --{i}") for i, status in enumerate(statuses)]
+    monkeypatch.setattr(report, "gather_facts", lambda: None)
+    monkeypatch.setattr(report, "judge", lambda _: found)
     console = Console(width=200, record=True, file=io.StringIO())
-    assert doctor.run_doctor(console) == int("wrong" in statuses)
-    text = console.export_text()
-    for finding in findings:
+    assert report.run_doctor(console if has_rich else None) == int("wrong" in statuses)
+    text = console.export_text() if has_rich else capsys.readouterr().out
+    for finding in found:
         assert finding.subject in text
         assert (finding.remedy in text) == (finding.status == "wrong")
 
 
 def test_here_each_finding_that_is_wrong_has_a_remedy_and_the_trio_loads() -> None:
-    findings = doctor.diagnose()
-    assert all(finding.remedy for finding in findings if finding.status == "wrong")
-    by_subject = {finding.subject: finding for finding in findings}
+    judged = findings.judge(facts.gather_facts())
+    assert all(finding.remedy for finding in judged if finding.status == "wrong")
+    by_subject = {finding.subject: finding for finding in judged}
     for member in ("torch", "fbgemm", "torchrec"):
         assert by_subject[f"{member} loads"].status == "ok", by_subject[f"{member} loads"].detail
     assert re.search(r"\d+ cores", by_subject["platform"].detail)

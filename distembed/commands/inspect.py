@@ -45,6 +45,6 @@ def report_command(
 @app.command("doctor", epilog="Example: `distembed doctor`")
 def doctor_command() -> None:
     """Check versions, devices and the pinned trio, and show the command that mends what does not work."""
-    from distembed.doctor.doctor import run_doctor
+    from distembed.doctor import run_doctor
 
     raise typer.Exit(run_doctor(console))

@@ -1,8 +1,25 @@
 """What this machine has, what does not work, and the command that mends it.
 
-It needs nothing but the standard library to be imported, so that it works where the rest of the package does not.
+Facts are gathered first (:mod:`~distembed.doctor.facts`), then judged by pure functions
+(:mod:`~distembed.doctor.findings`), so that every judgement can be tested without the machine that it speaks of, and
+printed at the end (:mod:`~distembed.doctor.report`). The package needs nothing but the standard library to be
+imported, so that ``python -m distembed.doctor`` works where the rest of distembed does not.
 """
 
-from distembed.doctor.doctor import run_doctor
+from distembed.doctor.facts import Facts, LoadResult, gather_facts, installed_versions, nvidia_smi_works
+from distembed.doctor.findings import Finding, check_trio_versions, chosen_device, judge
+from distembed.doctor.report import print_doctor_report, run_doctor
 
-__all__ = ["run_doctor"]
+__all__ = [
+    "Facts",
+    "Finding",
+    "LoadResult",
+    "check_trio_versions",
+    "chosen_device",
+    "gather_facts",
+    "installed_versions",
+    "judge",
+    "nvidia_smi_works",
+    "print_doctor_report",
+    "run_doctor",
+]

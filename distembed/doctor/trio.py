@@ -12,11 +12,11 @@ TORCHREC = "1.8.0"
 FBGEMM = "1.8.0"
 
 FBGEMM_DISTRIBUTIONS = {"cpu": "fbgemm-gpu-cpu", "cuda": "fbgemm-gpu"}
-"""Device -> the distribution that holds FBGEMM for it. Both put their files into the same folder."""
+"""Device -> the distribution that holds FBGEMM for it. Both write their files to the same folder."""
 
 
 def pins(device: str) -> dict[str, str]:
-    """Distribution name -> version of the three members for ``device``, in the order in which to install them."""
+    """Returns distribution name -> version of the members for ``device``, in the order in which to install them."""
     return {"torch": TORCH, "torchrec": TORCHREC, FBGEMM_DISTRIBUTIONS[device]: FBGEMM}
 
 

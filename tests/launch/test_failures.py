@@ -62,7 +62,7 @@ def test_the_time_of_errors_that_torch_itself_has_written_is_in_whole_seconds(tm
 
 TWICE = """
 import os, sys
-from distembed.error_file import record_error
+from distembed.commands.error_file import record_error
 number = os.environ["TORCHELASTIC_RESTART_COUNT"]
 record_error(RuntimeError(f"of start {number} on rank {os.environ['RANK']}"))
 sys.exit(1)
