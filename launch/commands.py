@@ -10,7 +10,7 @@ import typer
 from distembed.errors import RunError, UserError
 
 if TYPE_CHECKING:
-    from launch.job import Job
+    from launch.jobs.job import Job
 
 Say = Callable[[str], None]
 _SHAPE = typer.Option("-j", help="[MIN:]NODESxPROCESSES: 4x8, or 2:4x8 to go on with 2 nodes.")
@@ -85,8 +85,8 @@ def add_commands(app: typer.Typer, say: Say) -> None:
         """
         _require_torchx()
         from distembed.config import load_config
-        from launch.job import LOCAL, Job, default_arguments
-        from launch.start import start
+        from launch.jobs.job import LOCAL, Job, default_arguments
+        from launch.jobs.start import start
 
         loaded = load_config(config, overrides or [])
         folder = str(run_dir or Path("runs") / f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -117,8 +117,8 @@ def add_commands(app: typer.Typer, say: Say) -> None:
         job = _find(run)
         from torchx.runner import get_runner
 
-        from launch.follow import state_text
-        from launch.job import LOCAL, asking
+        from launch.jobs.follow import state_text
+        from launch.jobs.job import LOCAL, asking
 
         with get_runner() as runner, asking(job.scheduler):
             found = runner.status(job.handle)
@@ -139,8 +139,8 @@ def add_commands(app: typer.Typer, say: Say) -> None:
         job = _find(run)
         from torchx.runner import get_runner
 
-        from launch.follow import Watch, node_lines
-        from launch.job import LOCAL
+        from launch.jobs.follow import Watch, node_lines
+        from launch.jobs.job import LOCAL
 
         if job.scheduler in LOCAL:
             raise UserError(f"logs of {job.scheduler} are files, in {job.folder / 'logs'}.")
@@ -158,8 +158,8 @@ def add_commands(app: typer.Typer, say: Say) -> None:
         job = _find(run)
         from torchx.runner import get_runner
 
-        from launch.follow import state_text
-        from launch.job import LOCAL, asking
+        from launch.jobs.follow import state_text
+        from launch.jobs.job import LOCAL, asking
 
         if job.scheduler in LOCAL:
             raise UserError(f"{job.run_dir} runs under the command that launched it: press Ctrl-C there.")
@@ -190,9 +190,9 @@ def add_commands(app: typer.Typer, say: Say) -> None:
         from torchx.runner import get_runner
 
         from distembed.config import load_config
-        from launch.follow import state_text
-        from launch.job import LOCAL, asking
-        from launch.start import start
+        from launch.jobs.follow import state_text
+        from launch.jobs.job import LOCAL, asking
+        from launch.jobs.start import start
 
         if job.submissions and job.scheduler not in LOCAL:
             with get_runner() as runner, asking(job.scheduler):
@@ -206,9 +206,9 @@ def add_commands(app: typer.Typer, say: Say) -> None:
 
 def _find(run: str) -> "Job":
     _require_torchx()
-    from launch.job import find_job
+    from launch.jobs.job import load_job
 
-    return find_job(run)
+    return load_job(run)
 
 
 def _require_torchx() -> None:

@@ -10,7 +10,7 @@ from typing import Dict, List, Optional
 
 from torchx import specs
 
-from launch.apps import Request, benchmark_app, single_node_app, training_app
+from launch.apps.applications import Request, benchmark_app, single_node_app, training_app
 
 
 def train(

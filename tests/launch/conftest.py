@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "tools" / "mini_slurm.sh"
+SCRIPT = Path(__file__).with_name("mini_slurm.sh")
 CANNOT_RUN = 3
 NUM_PORTS = 13
 
 
 @dataclass(frozen=True)
 class MiniSlurm:
-    """What ``tools/mini_slurm.sh`` has started, and the variables that say which of them is meant."""
+    """What ``tests/launch/mini_slurm.sh`` has started, and the variables that say which of them is meant."""
 
     settings: dict[str, str]
 

@@ -10,7 +10,7 @@ import pytest
 
 from distembed.commands.error_file import record_error
 from distembed.errors import RunError
-from launch.failures import first_failure
+from launch.jobs.failures import first_failure
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, file: Path, error: BaseException) -> None:

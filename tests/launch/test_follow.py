@@ -11,9 +11,9 @@ from torchx.schedulers.local_scheduler import SignalException
 from torchx.specs import AppState, AppStatus
 
 from distembed.errors import RunError
-from launch import follow
-from launch.follow import node_lines
-from launch.job import Job, Submission
+from launch.jobs import follow
+from launch.jobs.follow import node_lines
+from launch.jobs.job import Job, Submission
 
 
 class FakeRunner:

@@ -12,7 +12,7 @@ import pytest
 from torchx.runner import Runner, get_runner
 
 from distembed.errors import RunError, UserError
-from launch.job import Job, default_arguments, find_job
+from launch.jobs.job import Job, default_arguments, load_job
 
 NUMBERS = {"cpu": 8, "memMB": 1000}
 
@@ -52,21 +52,21 @@ def test_a_job_is_read_as_it_was_kept(tmp_path: Path, monkeypatch: pytest.Monkey
     fake: Any = FakeRunner()
     job = job_at(tmp_path / "runs" / "big", options={"partition": "gpu", "comment": "a, b"}, gpu="h100-80gb")
     job.prepare("model: {}\n", {"plan": None})
-    assert find_job(job.run_dir) == job
+    assert load_job(job.run_dir) == job
     with pytest.raises(UserError, match="was prepared, but not submitted"):
         _ = job.handle
     twice = job.submit(fake).submit(fake)
-    assert find_job(job.run_dir) == twice and twice.app_id == "2"
+    assert load_job(job.run_dir) == twice and twice.app_id == "2"
     assert twice.gpu == "h100-80gb"
     monkeypatch.chdir(tmp_path)
-    assert find_job("big").handle == "slurm://session/2"
+    assert load_job("big").handle == "slurm://session/2"
     for number in (1, 2):
         kept = job.folder / f"submission-{number}"
         assert {file.name for file in kept.iterdir()} == {"git.txt", "git.diff", "packages.txt"}
         assert (kept / "git.txt").read_text().strip()
     assert (job.folder / "config.yaml").read_text() == "model: {}\n"
     (tmp_path / "runs").rename(tmp_path / "moved")
-    assert find_job(str(tmp_path / "moved" / "big")).run_dir == str(tmp_path / "moved" / "big")
+    assert load_job(str(tmp_path / "moved" / "big")).run_dir == str(tmp_path / "moved" / "big")
 
 
 def test_what_was_not_submitted_may_be_launched_anew_and_what_was_may_not(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_what_was_not_submitted_may_be_launched_anew_and_what_was_may_not(tmp_pa
     first.prepare("a: 1\n", {})
     second.require_new()
     second.prepare("a: 2\n", {})
-    assert find_job(str(tmp_path)).options == {"partition": "other"}
+    assert load_job(str(tmp_path)).options == {"partition": "other"}
     second.submit(fake)
     for refused in (second.require_new, lambda: first.prepare("a: 3\n", {}), lambda: first.submit(fake)):
         with pytest.raises(UserError, match=r"holds a run already|was submitted by another process"):
@@ -85,7 +85,7 @@ def test_what_was_not_submitted_may_be_launched_anew_and_what_was_may_not(tmp_pa
 
 def submit_at_once(folder: Path, start: Any, results: Any) -> None:
     fake: Any = FakeRunner()
-    job = find_job(str(folder))
+    job = load_job(str(folder))
     start.wait()
     try:
         job.submit(fake)
@@ -105,7 +105,7 @@ def test_of_several_that_submit_at_once_one_does(tmp_path: Path) -> None:
     for process in processes:
         process.join()
     assert said.count("submitted") == 1, said
-    assert len(find_job(str(tmp_path)).submissions) == 1
+    assert len(load_job(str(tmp_path)).submissions) == 1
 
 
 def test_a_change_replaces_what_it_names_and_nothing_else(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_damaged_job_is_refused_with_its_file(tmp_path: Path, content: str, sa
     file.parent.mkdir()
     file.write_text(content)
     with pytest.raises(UserError, match=r"job\.json cannot be read") as refused:
-        find_job(str(tmp_path))
+        load_job(str(tmp_path))
     assert said in str(refused.value)
 
 
@@ -196,7 +196,7 @@ def test_a_submission_that_cannot_be_noted_is_named(tmp_path: Path, monkeypatch:
 
 def test_a_run_that_is_not_there_is_named() -> None:
     with pytest.raises(UserError, match=r"'none' is no run"):
-        find_job("none")
+        load_job("none")
 
 
 @pytest.mark.parametrize(
@@ -230,4 +230,4 @@ def test_a_submission_that_fails_leaves_a_job_to_submit(tmp_path: Path) -> None:
         job.submit(away)
     assert json.loads((job.folder / "job.json").read_text())["submissions"] == []
     taker: Any = FakeRunner()
-    assert find_job(str(tmp_path)).submit(taker).app_id == "1"
+    assert load_job(str(tmp_path)).submit(taker).app_id == "1"

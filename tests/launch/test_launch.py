@@ -15,7 +15,7 @@ import yaml
 from torchx.runner import get_runner
 from torchx.specs import AppState
 
-from launch.job import find_job
+from launch.jobs.job import load_job
 from tests.launch.conftest import MiniSlurm
 from tests.small_runs import ROWS, write_dataset
 from tests.small_runs import distembed as run_directly
@@ -180,8 +180,8 @@ def test_the_first_rank_to_fail_is_shown_with_its_traceback(here: MiniSlurm, con
 def test_a_job_that_is_run_twice_does_no_harm(here: MiniSlurm, config: Path) -> None:
     launch(config, "run", "-j", "1x2", "--detach")
     with get_runner() as runner:
-        find_job("run").submit(runner)
-        first, second = (submission.handle for submission in find_job("run").submissions)
+        load_job("run").submit(runner)
+        first, second = (submission.handle for submission in load_job("run").submissions)
         wait_until(lambda: all(runner.status(job).is_terminal() for job in (first, second)), "they do not end")
         assert {runner.status(job).state for job in (first, second)} == {AppState.SUCCEEDED}
     assert metrics_of("run") == undisturbed(config)

@@ -1,4 +1,4 @@
-"""``tools/mini_slurm.sh`` itself: a second Slurm beside the one of the other tests."""
+"""``tests/launch/mini_slurm.sh`` itself: a second Slurm beside the one of the other tests."""
 
 import os
 import signal
@@ -88,7 +88,7 @@ def test_wrong_settings_are_refused(changes: dict[str, str], message: str) -> No
 def test_what_it_does_not_know_it_explains(arguments: tuple[str, ...], code: int) -> None:
     done = MiniSlurm({})(*arguments)
     assert done.returncode == code
-    assert ("tools/mini_slurm.sh up" in done.stdout) if code == 2 else ("mini1 mini2" in done.stderr)
+    assert ("tests/launch/mini_slurm.sh up" in done.stdout) if code == 2 else ("mini1 mini2" in done.stderr)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")

@@ -13,7 +13,8 @@ from distembed.capacity.assessment import assess_capacity
 from distembed.config import Config, validate
 from distembed.planning.cluster import Cluster
 from distembed.planning.devices import find_device
-from launch.preflight import (
+from launch.apps.shape import parse_shape
+from launch.jobs.preflight import (
     check_acceptance,
     check_checkpoints,
     check_dataset,
@@ -21,8 +22,7 @@ from launch.preflight import (
     check_partition,
     check_writable,
 )
-from launch.shape import parse_shape
-from launch.slurm.script import SlurmJob
+from launch.schedulers.slurm.script import SlurmJob
 from tests.small_runs import write_dataset
 
 NODES = """\

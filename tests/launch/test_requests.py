@@ -24,7 +24,7 @@ from torchx.specs import AppState
 
 from distembed.errors import UserError
 from launch.components import bench, evaluate, prepare, train
-from launch.slurm.scheduler import SlurmScheduler
+from launch.schedulers.slurm.scheduler import SlurmScheduler
 from tests.launch import volcano
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -316,7 +316,7 @@ def test_every_node_runs_the_same_command_but_for_its_number(scheduler: str, tmp
 
 
 def test_ray_that_is_missing_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launch.ray.find_spec", lambda _: None)
+    monkeypatch.setattr("launch.schedulers.ray.find_spec", lambda _: None)
     with get_runner() as runner, pytest.raises(ModuleNotFoundError, match="pip install"):
         runner.scheduler_run_opts("ray")
 

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from torchx.specs import AppState, is_terminal
 
 from distembed.errors import RunError, UserError
-from launch.log_lines import log_lines
-from launch.slurm.commands import cancel, expected_start, find_job, list_jobs, submit
-from launch.slurm.scheduler import create_scheduler
-from launch.slurm.script import CANCEL_SECONDS
-from launch.slurm.states import STATES, FollowedJobs, app_state
+from launch.schedulers.slurm.log_lines import log_lines
+from launch.schedulers.slurm.queries import list_jobs, query_job
+from launch.schedulers.slurm.scheduler import create_scheduler
+from launch.schedulers.slurm.script import CANCEL_SECONDS
+from launch.schedulers.slurm.states import STATES, FollowedJobs, app_state
+from launch.schedulers.slurm.submission import cancel, expected_start, submit
 
 
 @pytest.mark.parametrize(
@@ -42,18 +43,18 @@ def test_no_state_raises(noise: str, state: str) -> None:
     assert app_state(f"{state} {noise}") == STATES[state]
 
 
-@pytest.mark.parametrize("call", [list_jobs, lambda: find_job("1"), lambda: cancel("1")])
+@pytest.mark.parametrize("call", [list_jobs, lambda: query_job("1"), lambda: cancel("1")])
 def test_without_slurm_the_remedy_is_named(call: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert callable(call)
-    with pytest.raises(UserError, match=r"tools/mini_slurm\.sh up"):
+    with pytest.raises(UserError, match=r"tests/launch/mini_slurm\.sh up"):
         call()
 
 
 @pytest.mark.parametrize("job_id", ["", "x", "--help", "1 2", "1;2", "12\n"])
 def test_what_is_no_job_number_is_no_job(job_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    assert find_job(job_id) is None
+    assert query_job(job_id) is None
 
 
 # Questions are counted by what they ask, and the first so many are not answered: `scontrol write` ends with 0 then too.
@@ -88,8 +89,8 @@ def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).write_text(f"#!/bin/bash\ncd {tmp_path}\n{HEARD}{text}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr("launch.slurm.commands.RETRY_SECONDS", 0.01)
-    monkeypatch.setattr("launch.slurm.commands.PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("launch.schedulers.slurm.client.RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("launch.schedulers.slurm.client.PATIENCE_SECONDS", 0.0)
     return tmp_path
 
 
@@ -110,13 +111,13 @@ def accounts(folder: Path, state: str) -> None:
 def test_one_question_a_while_does_for_all_nodes_that_are_followed(
     controller: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launch.slurm.states.ASK_SECONDS", 600.0)
+    monkeypatch.setattr("launch.schedulers.slurm.states.ASK_SECONDS", 600.0)
     says(controller, "RUNNING")
     jobs = FollowedJobs()
     with ThreadPoolExecutor(64) as threads:
         assert not any(threads.map(lambda _: jobs.has_ended("7"), range(500)))
     assert asked(controller, "job") == 1
-    monkeypatch.setattr("launch.slurm.states.ASK_SECONDS", 0.0)
+    monkeypatch.setattr("launch.schedulers.slurm.states.ASK_SECONDS", 0.0)
     says(controller, "COMPLETED")
     assert jobs.has_ended("7")
 
@@ -125,7 +126,7 @@ def test_one_question_a_while_does_for_all_nodes_that_are_followed(
 def test_a_job_is_followed_while_the_controller_does_not_answer(
     controller: Path, accounted: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launch.slurm.states.ASK_SECONDS", 0.0)
+    monkeypatch.setattr("launch.schedulers.slurm.states.ASK_SECONDS", 0.0)
     jobs = FollowedJobs()
     says(controller, "RUNNING")
     assert not jobs.has_ended("7")
@@ -139,7 +140,7 @@ def test_a_job_is_followed_while_the_controller_does_not_answer(
     assert not jobs.has_ended("7")
     (controller / "controller").unlink()
     assert not jobs.has_ended("7")
-    monkeypatch.setattr("launch.slurm.states.FOLLOW_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("launch.schedulers.slurm.states.FOLLOW_PATIENCE_SECONDS", 0.0)
     if accounted:
         assert jobs.has_ended("7") == (accounted != "RUNNING")
     else:
@@ -148,17 +149,17 @@ def test_a_job_is_followed_while_the_controller_does_not_answer(
 
 
 def test_a_controller_that_answers_late_is_waited_for(controller: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launch.slurm.commands.PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr("launch.schedulers.slurm.client.PATIENCE_SECONDS", 60.0)
     accounts(controller, "NODE_FAIL")
     (controller / "away-job").write_text("1")
     says(controller, "PENDING")
-    record = find_job("7")
+    record = query_job("7")
     assert record is not None and record.state == "PENDING" and record.is_certain
     assert asked(controller, "job") == 2
     (controller / "controller").unlink()
-    record = find_job("7", patience_seconds=0)
+    record = query_job("7", patience_seconds=0)
     assert record is not None and record.state == "NODE_FAIL" and not record.is_certain
-    monkeypatch.setattr("launch.slurm.commands.PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("launch.schedulers.slurm.client.PATIENCE_SECONDS", 0.0)
     assert not FollowedJobs().has_ended("7")
 
 
@@ -177,8 +178,8 @@ def test_an_end_that_only_accounting_knows_of_is_none(controller: Path, state: s
 def test_an_end_that_the_controller_has_told_stays_one(
     controller: Path, accounted: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launch.slurm.states.ASK_SECONDS", 0.0)
-    monkeypatch.setattr("launch.slurm.states.FOLLOW_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("launch.schedulers.slurm.states.ASK_SECONDS", 0.0)
+    monkeypatch.setattr("launch.schedulers.slurm.states.FOLLOW_PATIENCE_SECONDS", 0.0)
     jobs = FollowedJobs()
     says(controller, "COMPLETED")
     assert jobs.has_ended("7")
@@ -195,7 +196,7 @@ def test_an_end_that_the_controller_has_told_stays_one(
 def test_a_controller_that_is_silent_keeps_all_who_ask_waiting_once(
     controller: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launch.slurm.states.ASK_SECONDS", 600.0)
+    monkeypatch.setattr("launch.schedulers.slurm.states.ASK_SECONDS", 600.0)
     jobs = FollowedJobs()
 
     def error(_: int) -> str:
@@ -207,14 +208,14 @@ def test_a_controller_that_is_silent_keeps_all_who_ask_waiting_once(
         errors = set(threads.map(error, range(64)))
     assert len(errors) == 1 and "Socket timed out" in errors.pop()
     assert asked(controller, "job") == 1
-    monkeypatch.setattr("launch.slurm.states.ASK_SECONDS", 0.0)
+    monkeypatch.setattr("launch.schedulers.slurm.states.ASK_SECONDS", 0.0)
     says(controller, "RUNNING")
     assert not jobs.has_ended("7")
 
 
 def test_all_who_follow_a_job_describe_it_with_one_question(controller: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launch.slurm.states.ASK_SECONDS", 600.0)
-    monkeypatch.setattr("launch.slurm.scheduler.followed_jobs", FollowedJobs())
+    monkeypatch.setattr("launch.schedulers.slurm.states.ASK_SECONDS", 600.0)
+    monkeypatch.setattr("launch.schedulers.slurm.scheduler.followed_jobs", FollowedJobs())
     says(controller, "RUNNING")
     with ThreadPoolExecutor(64) as threads:
         described = list(threads.map(lambda _: create_scheduler("session").describe("7"), range(64)))
@@ -251,7 +252,7 @@ def test_a_busy_controller_ends_no_job_without_saving(
     assert set(cancelled(controller)) <= {TOLD} and not (controller / "slurm-7.cancelled").exists()
     # it answers after a while
     (controller / f"away-{what}").write_text(str(asked(controller, what) + 2))
-    monkeypatch.setattr("launch.slurm.commands.PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr("launch.schedulers.slurm.client.PATIENCE_SECONDS", 60.0)
     assert cancel("7") == 40 + CANCEL_SECONDS
     assert set(cancelled(controller)) == {TOLD} and (controller / "slurm-7.cancelled").exists()
     assert cancel("7") == 0 and cancelled(controller)[-1] == "7", "the second time ends it at once"
@@ -290,8 +291,8 @@ def test_a_job_that_has_nothing_to_save_or_cannot_be_told_is_cancelled_at_once(c
 def test_a_job_that_was_told_to_end_says_so_until_it_has(
     controller: Path, state: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launch.slurm.states.ASK_SECONDS", 0.0)
-    monkeypatch.setattr("launch.slurm.scheduler.followed_jobs", FollowedJobs())
+    monkeypatch.setattr("launch.schedulers.slurm.states.ASK_SECONDS", 0.0)
+    monkeypatch.setattr("launch.schedulers.slurm.scheduler.followed_jobs", FollowedJobs())
     says(controller, state)
     scheduler = create_scheduler("session")
     for text, is_told in ((state, False), (message, True)):

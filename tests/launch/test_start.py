@@ -10,8 +10,8 @@ import typer
 
 from distembed.config import Config, validate
 from distembed.errors import UserError
-from launch.job import Job, default_arguments
-from launch.start import start
+from launch.jobs.job import Job, default_arguments
+from launch.jobs.start import start
 from tests.small_runs import write_dataset
 
 IMAGE = {"image": "registry/distembed:1", "cpu": 4, "memMB": 4000}
@@ -51,7 +51,7 @@ def test_the_gpu_of_a_named_resource_is_planned_for(dry: Dry) -> None:
 def test_nodes_with_gpus_need_the_builds_for_them(dry: Dry, monkeypatch: pytest.MonkeyPatch) -> None:
     for fbgemm, code in (("fbgemm-gpu-cpu", 3), ("fbgemm-gpu", 0)):
         installed = {"torch": "2.13.0", "torchrec": "1.8.0", fbgemm: "1.8.0"}
-        monkeypatch.setattr("launch.preflight.installed_versions", installed.copy)
+        monkeypatch.setattr("launch.jobs.preflight.installed_versions", installed.copy)
         output = dry("local_cwd", code, component={"h": "gpu_8_h100", "python": sys.executable})
         assert ("wrong  build: the nodes have GPUs" in output) == (code == 3)
         assert "ok     torch" in output
@@ -137,7 +137,7 @@ def test_paths_are_those_of_the_folder_that_it_was_launched_from(
     def stop(*_: Any, **__: Any) -> None:
         raise Stop
 
-    monkeypatch.setattr("launch.start.submit_and_follow", stop)
+    monkeypatch.setattr("launch.jobs.start.submit_and_follow", stop)
     run = str(tmp_path / "run")
     with pytest.raises(Stop):
         job = Job(run, "local_cwd", "1x2", component=default_arguments("local_cwd", run, "1x2"))

@@ -10,9 +10,9 @@ from torchx.schedulers import slurm_scheduler
 from torchx.specs import AppState, is_terminal
 
 from distembed.errors import RunError
-from launch.log_lines import ASK_SECONDS
-from launch.slurm import commands as slurm_commands
-from launch.slurm.commands import JobRecord
+from launch.schedulers.slurm import queries
+from launch.schedulers.slurm.log_lines import ASK_SECONDS
+from launch.schedulers.slurm.queries import JobRecord, query_job
 
 STATES = {
     **slurm_scheduler.SLURM_STATES,
@@ -124,20 +124,20 @@ class FollowedJobs:
         """Names of nodes from Slurm's short form, which it is asked for once; [] where it cannot tell."""
         with self._lock:
             if not self._host_names.get(nodes):
-                self._host_names[nodes] = slurm_commands.host_names(nodes)
+                self._host_names[nodes] = queries.host_names(nodes)
             return self._host_names[nodes]
 
 
 def _ask(job_id: str, last: Answer | None) -> Answer:
     """Asks Slurm what it knows of a job, of which it has said ``last``."""
     if last is None:
-        record = slurm_commands.find_job(job_id)
+        record = query_job(job_id)
         now = time.monotonic()
         return Answer(record, now, heard=now)
     # an end of which the controller has spoken stays one while it is silent
     is_over = last.is_certain and last.has_ended
     try:
-        record = slurm_commands.find_job(job_id, patience_seconds=0)
+        record = query_job(job_id, patience_seconds=0)
     except RunError:
         if last.silent_seconds >= FOLLOW_PATIENCE_SECONDS and not is_over:
             raise

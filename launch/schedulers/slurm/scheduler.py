@@ -5,10 +5,10 @@ Against the one of TorchX 0.7.0:
 ===============================================  ====================================================================
 there                                            here
 ===============================================  ====================================================================
-a heterogeneous job, one component a node        one plain job, elastic where the role is (``slurm_script``)
+a heterogeneous job, one component a node        one plain job, elastic where the role is (``script``)
 ``status`` asserts on "CANCELLED by 0"           every state has an answer, UNKNOWN where it is a new one
 a job requeued after NODE_FAIL is failed         it is pending or running, as the controller says
-without accounting there is no status            the controller is asked first (``slurm_commands``)
+without accounting there is no status            the controller is asked first (``queries``)
 values of variables end at a comma               they arrive as they are
 sbatch's reason is lost                          it is the message of the error
 logs are found only where the job was submitted  they are found by the job's number alone
@@ -40,12 +40,12 @@ from torchx.specs import (
 )
 
 from distembed.errors import RunError, UserError
-from launch.log_lines import log_lines
-from launch.roles import GRACE_SECONDS
-from launch.slurm import commands as slurm_commands
-from launch.slurm.commands import JobRecord
-from launch.slurm.script import RANK0_VARIABLE, SlurmJob, further_options, log_pattern, time_limit_seconds
-from launch.slurm.states import app_state, followed_jobs
+from launch.apps.roles import GRACE_SECONDS
+from launch.schedulers.slurm import queries, submission
+from launch.schedulers.slurm.log_lines import log_lines
+from launch.schedulers.slurm.queries import JobRecord
+from launch.schedulers.slurm.script import RANK0_VARIABLE, SlurmJob, further_options, log_pattern, time_limit_seconds
+from launch.schedulers.slurm.states import app_state, followed_jobs
 
 SBATCH_OPTIONS = {
     "partition": "partition to run in; the cluster's default where it is not given",
@@ -147,7 +147,7 @@ class SlurmScheduler(slurm_scheduler.SlurmScheduler):  # type: ignore[misc,unuse
     def _partition_memmb(self, partition: str | None) -> int | None:
         """The largest memory of a partition's nodes; None where Slurm does not tell."""
         try:
-            nodes = slurm_commands.list_nodes()
+            nodes = queries.list_nodes()
         except (UserError, RunError):
             return None
         names = partition.split(",") if partition else [node.partition for node in nodes if node.is_default]
@@ -172,7 +172,7 @@ class SlurmScheduler(slurm_scheduler.SlurmScheduler):  # type: ignore[misc,unuse
         # Slurm ends a job without a word whose output it cannot write
         for folder in {job.log_dir, Path(job.directory or job.log_dir)}:
             folder.mkdir(parents=True, exist_ok=True)
-        job_id = slurm_commands.submit(job.command, job.script(), job.full_name)
+        job_id = submission.submit(job.command, job.script(), job.full_name)
         # of a job that had this number long ago
         (job.log_dir / f"slurm-{job_id}.cancelled").unlink(missing_ok=True)
         return job_id
@@ -207,13 +207,10 @@ class SlurmScheduler(slurm_scheduler.SlurmScheduler):  # type: ignore[misc,unuse
         )
 
     def list(self) -> list[ListAppResponse]:
-        return [
-            ListAppResponse(app_id=record.job_id, state=app_state(record.state))
-            for record in slurm_commands.list_jobs()
-        ]
+        return [ListAppResponse(app_id=record.job_id, state=app_state(record.state)) for record in queries.list_jobs()]
 
     def _cancel_existing(self, app_id: str) -> None:
-        seconds = slurm_commands.cancel(app_id)
+        seconds = submission.cancel(app_id)
         if seconds:
             log.warning(
                 "job %s was told to save what it has, and ends within %d seconds; who cannot wait cancels it once more",
@@ -271,7 +268,7 @@ def _role_name(record: JobRecord) -> str:
 def _message(record: JobRecord, has_ended: bool) -> str:
     """A job's state in Slurm's words, with the reason, and whether it is still saving after it was cancelled."""
     reasons = [record.reason] if record.reason else []
-    if not has_ended and slurm_commands.is_told_to_end(record):
+    if not has_ended and submission.is_being_cancelled(record):
         reasons.append("told to end")
     return f"{record.state} ({'; '.join(reasons)})" if reasons else record.state
 

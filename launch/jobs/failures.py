@@ -37,7 +37,7 @@ def first_failure(logs: Path, since: float = 0.0) -> Failure | None:
     One that only says that another rank has gone comes after all others: clocks of machines differ.
 
     Args:
-        logs: folder of all nodes' logs; see :func:`launch.worker.log_dir`.
+        logs: folder of all nodes' logs; see :func:`launch.apps.node_script.log_dir`.
         since: seconds since 1970; errors of earlier starts are left out.
     """
     files = (file for node in sorted(logs.rglob("node-*")) for file in _error_files(node))

@@ -33,9 +33,9 @@ from distembed.errors import RunError, UserError
 from distembed.files import whole_file
 from distembed.names import one_of
 from distembed.runs.lock import owned
+from launch.apps.shape import parse_shape
 from launch.components import train
-from launch.shape import parse_shape
-from launch.versions import keep_versions
+from launch.jobs.versions import keep_versions
 
 FOLDER = "launch"
 LOCAL = ("local_cwd", "local_docker")
@@ -268,7 +268,7 @@ def default_arguments(scheduler: str, run_dir: str, j: str) -> dict[str, Any]:
     return arguments
 
 
-def find_job(run: str) -> Job:
+def load_job(run: str) -> Job:
     """The job of a run, by its folder or by its name under ``runs``.
 
     Raises:

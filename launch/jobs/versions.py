@@ -14,12 +14,12 @@ def keep_versions(folder: Path) -> None:
     the names are kept: they may be large.
     """
     folder.mkdir(exist_ok=True)
-    root = Path(__file__).parent
-    is_tracked = bool(_git("-C", str(root), "ls-files", "--", "job.py"))
+    root = Path(__file__).parents[2]
+    is_tracked = bool(_git("-C", str(root), "ls-files", "--", "launch/jobs/versions.py"))
     revision, unknown, diff = f"distembed {__version__}, not in a git repository\n", "", ""
     if is_tracked:
         revision = _git("-C", str(root), "rev-parse", "HEAD")
-        unknown = _git("-C", str(root.parent), "ls-files", "--others", "--exclude-standard")
+        unknown = _git("-C", str(root), "ls-files", "--others", "--exclude-standard")
         diff = _git("-C", str(root), "diff", "HEAD")
     (folder / "git.txt").write_text(revision + (f"\nnot known to git:\n{unknown}" if unknown else ""))
     (folder / "git.diff").write_text(diff)

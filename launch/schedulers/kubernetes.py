@@ -21,7 +21,7 @@ from torchx.schedulers import kubernetes_scheduler
 from torchx.schedulers.api import DescribeAppResponse
 from torchx.specs import AppDef, AppDryRunInfo, AppState, Role
 
-from launch.roles import GRACE_SECONDS
+from launch.apps.roles import GRACE_SECONDS
 
 _FAILURES = ["PodFailed", "PodEvicted"]
 # After the grace the launcher still has to end its processes and to say what they died of.

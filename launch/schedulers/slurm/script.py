@@ -19,7 +19,7 @@ A warning is SIGUSR1 some seconds before the time limit, or SIGTERM when another
 still there `grace_seconds` after SIGUSR1 was killed, with nothing saved as far as is known: that counts as any other
 end, or a job that saves too slowly would start over for ever. Preemption never counts.
 
-A job is cancelled with SIGUSR2 to its batch script; see :func:`launch.slurm.commands.cancel`.
+A job is cancelled with SIGUSR2 to its batch script; see :func:`launch.schedulers.slurm.submission.cancel`.
 """
 
 import re
@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distembed.errors import UserError
-from launch.slurm.shell import BATCH_SCRIPT, ELASTIC_TASK, FIXED_TASK, RECORD
+from launch.schedulers.slurm.shell import BATCH_SCRIPT, ELASTIC_TASK, FIXED_TASK, RECORD
 
 JOB_ID = "${app_id}"
 """Stands for the number of the job, in the words of TorchX's macros."""

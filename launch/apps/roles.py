@@ -7,7 +7,7 @@ from typing import Any
 from torchx import specs
 
 from distembed.errors import UserError
-from launch.shape import Shape
+from launch.apps.shape import Shape
 
 ELASTIC = ("docker", "kubernetes", "local", "ray", "slurm")
 """Schedulers, by TorchX's names of their back ends, on which a job goes on with fewer nodes."""

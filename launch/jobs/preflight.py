@@ -10,9 +10,10 @@ from torchx import specs
 
 from distembed.doctor import Finding, check_trio_versions, chosen_device, installed_versions, nvidia_smi_works
 from distembed.errors import RunError, UserError
-from launch.shape import Shape
-from launch.slurm.commands import NodeRecord, expected_start, list_nodes
-from launch.slurm.script import SlurmJob
+from launch.apps.shape import Shape
+from launch.schedulers.slurm.queries import NodeRecord, list_nodes
+from launch.schedulers.slurm.script import SlurmJob
+from launch.schedulers.slurm.submission import expected_start
 
 if TYPE_CHECKING:
     from distembed.capacity.assessment import Assessment

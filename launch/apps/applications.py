@@ -8,7 +8,8 @@ from pathlib import PurePosixPath
 from torchx import specs
 
 from distembed.errors import UserError
-from launch.roles import (
+from launch.apps.node_script import elastic_script, single_script
+from launch.apps.roles import (
     GRACE_SECONDS,
     Nodes,
     find_resource,
@@ -17,8 +18,7 @@ from launch.roles import (
     require_gpus,
     threads_per_process,
 )
-from launch.shape import Shape, parse_shape
-from launch.worker import elastic_script, single_script
+from launch.apps.shape import Shape, parse_shape
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Request:
         resource: named resource, CPUs, GPUs and MB, each None where it was not given.
         image: container image; "" for none.
         env: environment variables.
-        mounts: of a container, as :func:`launch.roles.parse_mounts` takes them.
+        mounts: of a container, as :func:`launch.apps.roles.parse_mounts` takes them.
         max_retries: how often the job is started again.
     """
 

@@ -11,9 +11,9 @@ from torchx.schedulers.local_scheduler import SignalException
 from torchx.specs import NONE, AppState, AppStatus
 
 from distembed.errors import Interrupted, RunError
-from launch.failures import first_failure
-from launch.job import LOCAL, Job
-from launch.slurm.scheduler import create_scheduler
+from launch.jobs.failures import first_failure
+from launch.jobs.job import LOCAL, Job
+from launch.schedulers.slurm.scheduler import create_scheduler
 
 Say = Callable[[str], None]
 """Prints a line."""

@@ -19,11 +19,11 @@ from distembed.errors import UserError
 from distembed.planning import describe_plan
 from distembed.planning.cluster import Cluster
 from distembed.planning.devices import DEVICES, find_device
-from launch import preflight
-from launch.follow import Say, submit_and_follow
-from launch.job import CONTAINERS, LOCAL, Job
+from launch.apps.shape import parse_shape
+from launch.jobs import preflight
+from launch.jobs.follow import Say, submit_and_follow
+from launch.jobs.job import CONTAINERS, LOCAL, Job
 from launch.resources import gpu_name
-from launch.shape import parse_shape
 
 
 def start(job: Job, config: Config, *, dry_run: bool, detach: bool, say: Say) -> None:

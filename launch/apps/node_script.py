@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 
 from torchx.specs import macros
 
-from launch.shape import Shape
+from launch.apps.shape import Shape
 
 # SIGUSR1 beside those of torch.distributed.run: Slurm sends it some time before a time limit.
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"

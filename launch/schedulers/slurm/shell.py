@@ -1,6 +1,6 @@
 """The shell of a job on Slurm: its batch script, and the task that runs on every node.
 
-What the script decides, and why, is said in :mod:`launch.slurm.script`, which fills it in.
+What the script decides, and why, is said in :mod:`launch.schedulers.slurm.script`, which fills it in.
 """
 
 from string import Template

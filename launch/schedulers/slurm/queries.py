@@ -1,0 +1,214 @@
+"""What Slurm knows of jobs and nodes.
+
+The controller (``scontrol``, ``squeue``) knows the jobs of now, those that were requeued included, and forgets a job
+minutes after its end. Accounting (``sacct``) remembers, but calls a job failed that was requeued after its node
+had died, and not every cluster has it. So the controller is asked first, and accounting about what it has forgotten.
+"""
+
+import getpass
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from distembed.errors import RunError, UserError
+from launch.schedulers.slurm.client import failure_reason, retry, run_command
+
+_JOB_ID = re.compile(r"\d+(?:[_+]\d+)?")
+_LISTED_DAYS = 14
+"""How far back jobs are listed; the same as TorchX takes for other schedulers."""
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """What Slurm knows of a job.
+
+    Args:
+        job_id: Number of the job.
+        name: Name of the job.
+        state: State in Slurm's words, which may carry more than one, as in "CANCELLED by 0".
+        reason: Why the job waits, or has ended; "" where there is nothing to say.
+        num_nodes: Number of nodes that the job has, or asks for.
+        nodes: The nodes in Slurm's short form, such as "gpu[1-4]"; "" before the job starts.
+        restarts: How often the job was requeued; -1 where that is not known.
+        output: File of the batch script's output; None where that is not known.
+        is_certain: False for what accounting says while the controller does not answer: it calls a job failed that was
+            requeued.
+    """
+
+    job_id: str
+    name: str
+    state: str
+    reason: str = ""
+    num_nodes: int = 1
+    nodes: str = ""
+    restarts: int = -1
+    output: Path | None = None
+    is_certain: bool = True
+
+
+@dataclass(frozen=True)
+class NodeRecord:
+    """A node, in one of its partitions.
+
+    Args:
+        partition: Name of the partition.
+        is_default: Whether jobs that name no partition go there.
+        name: Name of the node.
+        cpus: Number of its CPUs, as Slurm counts them.
+        memory_mb: Its memory in MB; 1 where the cluster does not say.
+        gpus: Number of its GPUs, of all types.
+        is_up: Whether it takes jobs, now or when its present jobs have ended.
+    """
+
+    partition: str
+    is_default: bool
+    name: str
+    cpus: int
+    memory_mb: int
+    gpus: int
+    is_up: bool
+
+
+def list_nodes() -> list[NodeRecord]:
+    """Returns all nodes, each once for every partition that it is in.
+
+    Raises:
+        UserError: There is no Slurm on this machine.
+        RunError: Slurm does not answer.
+    """
+    answer = run_command(["sinfo", "--noheader", "--Node", "--format=%P|%N|%c|%m|%G|%T"])
+    if answer.returncode:
+        raise RunError(f"Slurm does not answer: {failure_reason(answer)}")
+    return [_parse_node(line) for line in answer.stdout.splitlines()]
+
+
+def query_job(job_id: str, patience_seconds: float | None = None) -> JobRecord | None:
+    """Returns what is known of a job; None where there is no such job.
+
+    Args:
+        job_id: Number of the job.
+        patience_seconds: How long a controller that does not answer is asked; :data:`~.client.PATIENCE_SECONDS` unless
+            given. Then accounting is asked, whose answer need not be the end of a job.
+
+    Raises:
+        RunError: The controller cannot be reached, and accounting does not know the job either.
+    """
+    if not _JOB_ID.fullmatch(job_id):
+        return None
+    try:
+        return retry(lambda: ask_controller(job_id) or _accounted_job(job_id), patience_seconds)
+    except RunError:
+        record = _accounted_job(job_id)
+        if record is None:
+            raise
+        return replace(record, reason="says accounting; the controller does not answer", is_certain=False)
+
+
+def list_jobs() -> list[JobRecord]:
+    """Returns this user's jobs of two weeks, or those that the controller remembers where there is no accounting.
+
+    Raises:
+        RunError: Neither the controller nor accounting answers.
+    """
+    queue = run_command(["squeue", "--noheader", "--states=all", f"--user={getpass.getuser()}", "--format=%i|%T|%j"])
+    past = _accounting([f"--user={getpass.getuser()}", f"--starttime=now-{_LISTED_DAYS}days"], "JobID,State,JobName")
+    if queue.returncode and not past:
+        raise RunError(f"jobs cannot be listed: {failure_reason(queue)}")
+    rows = [*past, *(line.split("|", 2) for line in queue.stdout.splitlines() if not queue.returncode)]
+    # the controller's answers come last, and replace those of accounting
+    records = {job_id: JobRecord(job_id, name, state) for job_id, state, name in rows}
+    return list(records.values())
+
+
+def host_names(nodes: str) -> list[str]:
+    """Returns names of nodes, in the order of a job's replicas, from their short form; [] where Slurm does not know."""
+    if not nodes:
+        return []
+    answer = run_command(["scontrol", "show", "hostnames", nodes])
+    return [] if answer.returncode else answer.stdout.split()
+
+
+def ask_controller(job_id: str) -> JobRecord | None:
+    """Returns what the controller knows of a job; None where it does not know it, or not any more.
+
+    Raises:
+        RunError: The controller does not answer.
+    """
+    answer = run_command(["scontrol", "show", "job", job_id])
+    if not answer.returncode and "JobState=" in answer.stdout:
+        return _parse_job(answer.stdout)
+    if "Invalid job id" in answer.stderr:
+        return None
+    raise RunError(f"nothing can be said of job {job_id}: {failure_reason(answer)}")
+
+
+def _accounted_job(job_id: str) -> JobRecord | None:
+    """Returns what accounting knows of a job; None where it does not know it or does not answer."""
+    # the last field may hold the separator; SubmitLine is the only place where accounting has the path of the output
+    rows = _accounting([f"--jobs={job_id}"], "JobID,State,NNodes,NodeList,JobName,SubmitLine")
+    for row_id, state, num_nodes, nodes, name, line in rows:
+        if row_id == job_id:
+            output = re.search(r"--output=(.*slurm-%j\.out)", line)
+            path = Path(output[1].replace("%j", job_id).replace("%%", "%")) if output else None
+            return JobRecord(
+                job_id,
+                name,
+                state,
+                num_nodes=int(num_nodes) if num_nodes.isdecimal() else 1,
+                nodes="" if nodes == "None assigned" else nodes,
+                output=path,
+            )
+    return None
+
+
+def _accounting(selection: Sequence[str], fields: str) -> list[list[str]]:
+    """Returns rows of accounting; none where there is no accounting or it cannot be reached."""
+    try:
+        answer = run_command(["sacct", "--allocations", "--noheader", "--parsable2", f"--format={fields}", *selection])
+    except UserError:
+        return []
+    if answer.returncode:
+        return []
+    last = fields.count(",")
+    rows = [line.split("|", last) for line in answer.stdout.splitlines()]
+    return [row for row in rows if len(row) == last + 1]
+
+
+def _parse_job(text: str) -> JobRecord:
+    """Reads what ``scontrol show job`` prints; of a job of several parts it takes the first."""
+
+    def field(name: str, pattern: str = r"\S*") -> str:
+        found = re.search(rf"(?:^|\s){name}=({pattern})", text, re.MULTILINE)
+        return "" if found is None or found[1] in ("(null)", "None") else found[1]
+
+    num_nodes = re.match(r"\d+", field("NumNodes"))  # "1-2" while an elastic job waits
+    output = field("StdOut", ".*")
+    return JobRecord(
+        job_id=field("JobId"),
+        name=field("JobName", ".*"),
+        state=field("JobState"),
+        reason=field("Reason"),
+        num_nodes=int(num_nodes[0]) if num_nodes else 1,
+        nodes=field("NodeList"),
+        restarts=int(field("Restarts") or -1),
+        output=Path(output.replace("%%", "%")) if output else None,
+    )
+
+
+def _parse_node(line: str) -> NodeRecord:
+    """Reads a line of ``sinfo``, such as ``gpu*|node7|96|2063886|gpu:h100:8(S:0-1)|idle``."""
+    partition, name, cpus, memory, resources, state = line.split("|")
+    gpus = sum(int(count) for count in re.findall(r"gpu(?::[^:,(]+)*:(\d+)", resources))
+    # "*": it does not respond. One that is powered down is started when it is needed.
+    is_up = not re.match(r"(down|drain|fail|unknown|maint|inval|future)|.*\*$", state)
+    # "8+" is 8 or more
+    return NodeRecord(
+        partition.rstrip("*"),
+        partition.endswith("*"),
+        name,
+        int(cpus.rstrip("+")),
+        int(memory.rstrip("+")),
+        gpus,
+        is_up,
+    )
