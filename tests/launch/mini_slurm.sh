@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # A real Slurm of several nodes on one Debian or Ubuntu machine, to try and to test launching: no systemd, loopback only.
 #
-#   tests/launch/mini_slurm.sh install            Debian's packages of Slurm, munge and MariaDB; none of their daemons is started
-#   tests/launch/mini_slurm.sh up                 installs what is missing, starts the daemons, waits until every node is idle
-#   eval "$(tests/launch/mini_slurm.sh env)"      lets sbatch, squeue and the like of this shell find it
-#   tests/launch/mini_slurm.sh status             daemons, nodes and jobs
-#   tests/launch/mini_slurm.sh kill-node mini2    a power failure: slurmd and the node's jobs end by SIGKILL, nobody is told
-#   tests/launch/mini_slurm.sh start-node mini2   the node boots again
-#   tests/launch/mini_slurm.sh down [--purge]     cancels the jobs and ends what `up` has started; --purge forgets its state
+#   tests/launch/mini_slurm.sh install         Debian's packages of Slurm, munge and MariaDB; starts none of their daemons
+#   tests/launch/mini_slurm.sh up              installs what is missing, starts the daemons, waits until every node is idle
+#   eval "$(tests/launch/mini_slurm.sh env)"   lets sbatch, squeue and the like of this shell find it
+#   tests/launch/mini_slurm.sh status          daemons, nodes and jobs
+#   tests/launch/mini_slurm.sh kill-node mini2 a power failure: slurmd and the node's jobs end by SIGKILL
+#   tests/launch/mini_slurm.sh start-node mini2 the node boots again
+#   tests/launch/mini_slurm.sh down [--purge]  cancels the jobs and ends what `up` has started; --purge forgets its state
 #
 # MINI_SLURM_DIR=/tmp/mini-slurm   state, logs and sockets; refused where somebody else owns it
 # MINI_SLURM_PORT=17000            first of 11 + MINI_SLURM_NODES ports; with another folder and port a second one can run
