@@ -1,4 +1,4 @@
-r"""Partitions: total functions from an id to a row, the parts of which a compressed table is made.
+r"""Partitions, total functions from an id to a row: the parts of which a compressed table is made.
 
 A *partition* of the id set ``S = {0, ..., n-1}`` maps every id to one row of a small table (Shi et al., "Compositional
 Embeddings Using Complementary Partitions", KDD 2020, section 3). A *scheme* is a family of k partitions of the same
@@ -42,7 +42,7 @@ PARTITIONS: dict[str, type[Partition]] = {
     "chinese_remainder": ChineseRemainder,
     "explicit": Explicit,
 }
-"""Scheme by name. Each class is built as ``cls(num_embeddings=n, **settings)``."""
+"""The scheme of each name. Each class is built as ``cls(num_embeddings=n, **settings)``."""
 
 __all__ = [
     "PARTITIONS",

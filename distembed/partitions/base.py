@@ -1,4 +1,4 @@
-"""The contract that every partition scheme keeps: exact integer maps from ids to rows, and back."""
+"""The contract of every partition scheme: exact integer maps from ids to rows, and back."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -12,11 +12,20 @@ from torch import Tensor
 from distembed.errors import UserError
 
 MAX_NUM_EMBEDDINGS = 2**63 - 1
-"""Ids are int64, so a set can hold this many and no more."""
+"""The largest number of ids that a table can have, as ids are int64."""
 
 
 def require_positive(field: str, value: object, remedy: str) -> int:
-    """Returns ``value`` if it is an integer of at least 1 that int64 can hold, else raises a :class:`UserError`."""
+    """Returns ``value`` as an int.
+
+    Args:
+        field: What the value is, as the error names it.
+        value: Any object.
+        remedy: A sentence that ends the error.
+
+    Raises:
+        UserError: The value is no integer, or lies outside of 1 to 2^63-1.
+    """
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise UserError(f"{field} is {value!r}, of type {type(value).__name__}; it must be an integer. {remedy}")
     if not 1 <= value <= MAX_NUM_EMBEDDINGS:
@@ -28,10 +37,10 @@ class Partition(ABC):
     """A family of k partitions of the ids ``0 <= id < num_embeddings``.
 
     Attributes:
-        name: the scheme's name in :data:`distembed.partitions.PARTITIONS`.
-        settings: the constructor's keywords beside ``num_embeddings``.
-        num_embeddings: number of ids, n.
-        num_rows: rows of each of the k partitions; every row produced by partition j lies in ``[0, num_rows[j])``.
+        name: The scheme's name in :data:`distembed.partitions.PARTITIONS`.
+        settings: The constructor's keywords beside ``num_embeddings``.
+        num_embeddings: The number of ids, n.
+        num_rows: The number of rows of each of the k partitions; partition j gives rows in ``[0, num_rows[j])``.
     """
 
     name: ClassVar[str]
@@ -45,33 +54,33 @@ class Partition(ABC):
     @property
     @abstractmethod
     def description(self) -> str:
-        """One line: the paper's equation of each partition, with this instance's numbers."""
+        """The paper's equation of each partition with this instance's numbers, in one line."""
 
     @abstractmethod
     def rows(self, ids: Int64[Tensor, "*shape"]) -> Int64[Tensor, "k *shape"]:
-        """Maps ids to their row in each partition; ids must lie in ``[0, num_embeddings)`` (not checked here)."""
+        """Returns the row of each id in each partition; ids outside of ``[0, num_embeddings)`` are not detected."""
 
     @abstractmethod
     def colliding_ids(self) -> tuple[int, int] | None:
-        """Two distinct ids that have the same row in every partition; None where there are none.
+        """Returns two distinct ids that have the same row in every partition, or None where there are none.
 
         Arithmetic schemes decide it by exact integer arithmetic, explicit ones by looking at every id.
         """
 
     def is_complementary(self) -> bool:
-        """Whether any two distinct ids differ in at least one partition (definition 1 of the paper)."""
+        """Returns whether any two distinct ids differ in at least one partition (definition 1 of the paper)."""
         return self.colliding_ids() is None
 
     @property
     def ids_per_row(self) -> float:
-        """Expected number of ids that share one tuple of rows: n over the number of tuples that occur."""
+        """The mean number of ids that share one tuple of rows: n over the number of tuples that occur."""
         return 1.0
 
     def inverse(self, rows: Int64[Tensor, "k *shape"]) -> Int64[Tensor, "*shape"]:
-        """The id that has these rows, and -1 where no id has them.
+        """Returns the id that has these rows, and -1 where no id has them.
 
         Raises:
-            UserError: if the partitions are not complementary, so that rows do not tell the id.
+            UserError: The partitions are not complementary, so that several ids may have the same rows.
         """
         pair = self.colliding_ids()
         if pair is not None:
@@ -87,13 +96,13 @@ class Partition(ABC):
 
     @abstractmethod
     def _candidates(self, rows: Int64[Tensor, "k *shape"]) -> Int64[Tensor, "*shape"]:
-        """The id of each tuple of rows that an id has, and any number for the others."""
+        """Returns the id of each tuple of rows, and any number for a tuple that no id has."""
 
     @classmethod
     def rows_of_tables(
         cls, partitions: Sequence["Partition"], ids: Int64[Tensor, "tables batch"]
     ) -> Int64[Tensor, "k tables batch"]:
-        """The same map for many tables of this scheme at once, row t of ``ids`` through ``partitions[t]``.
+        """Returns the rows of many tables' ids at once; ``partitions[t]`` maps row t of ``ids``.
 
         Schemes override it where one vectorised operation can serve all tables.
         """
@@ -101,7 +110,7 @@ class Partition(ABC):
 
     @property
     def total_rows(self) -> int:
-        """Rows of all k partition tables together."""
+        """The number of rows of all k partitions together."""
         return sum(self.num_rows)
 
     def __repr__(self) -> str:

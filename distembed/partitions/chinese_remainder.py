@@ -15,14 +15,14 @@ from torch import Tensor
 
 from distembed.errors import UserError
 from distembed.partitions.base import MAX_NUM_EMBEDDINGS, Partition
-from distembed.partitions.digits import ids_of
+from distembed.partitions.digits import from_digits
 from distembed.partitions.moduli import (
     DEFAULT_NUM_PARTITIONS,
     coprime_moduli,
     first_shared_factor,
-    mended,
     require_moduli,
     require_num_partitions,
+    suggest_moduli,
 )
 
 
@@ -30,14 +30,14 @@ class ChineseRemainder(Partition):
     """``p_j(x) = x mod m_j`` with pairwise coprime ``m_1, ..., m_k``.
 
     Args:
-        num_embeddings: number of ids, n.
-        num_partitions: k, 2 unless told; the moduli are then pairwise coprime ones near n^(1/k) whose product reaches
-            n, with the smallest sum that such moduli have.
+        num_embeddings: The number of ids, n.
+        num_partitions: k, which is 2 where neither it nor ``moduli`` is given. The moduli are then the pairwise coprime
+            ones near n^(1/k) whose product reaches n with the smallest sum.
         moduli: ``m_1, ..., m_k``, pairwise coprime, whose product must reach n.
 
     Raises:
-        UserError: if two moduli share a factor, or their product is below n; it names two ids with the same rows where
-            there are some, and moduli that do.
+        UserError: Two moduli share a factor, or their product is below n. The error names two ids with the same rows
+            where there are some, and moduli that are valid.
     """
 
     name = "chinese_remainder"
@@ -74,7 +74,7 @@ class ChineseRemainder(Partition):
             for lower, lower_modulus in zip(digits, self.num_rows, strict=False):
                 digit = _multiply((digit - lower) % modulus, pow(lower_modulus, -1, modulus), modulus)
             digits.append(digit)
-        return ids_of(torch.stack(digits), self.num_rows[:-1])
+        return from_digits(torch.stack(digits), self.num_rows[:-1])
 
     @classmethod
     def rows_of_tables(
@@ -94,12 +94,12 @@ class ChineseRemainder(Partition):
             found += f" have the product {math.prod(self.num_rows)}, below num_embeddings={self.num_embeddings}"
         if pair is not None:
             found += f", so ids {pair[0]} and {pair[1]} have the same rows"
-        remedy = list(mended(self.num_rows, self.num_embeddings, coprime=True))
+        remedy = list(suggest_moduli(self.num_rows, self.num_embeddings, coprime=True))
         raise UserError(f"{found}. The scheme takes pairwise coprime moduli: {remedy} do.")
 
 
 def _multiply(values: Tensor, factor: int, modulus: int) -> Tensor:
-    """``values * factor mod modulus`` for values in ``[0, modulus)``, exact also where the product passes int64."""
+    """Returns ``values * factor mod modulus`` for values in ``[0, modulus)``, exactly also where int64 overflows."""
     if (modulus - 1) * factor <= MAX_NUM_EMBEDDINGS:
         return values * factor % modulus
     product = torch.zeros_like(values)
@@ -111,5 +111,6 @@ def _multiply(values: Tensor, factor: int, modulus: int) -> Tensor:
 
 
 def _add(left: Tensor, right: Tensor, modulus: int) -> Tensor:
+    """Returns ``left + right mod modulus`` for values in ``[0, modulus)``, exactly also where int64 overflows."""
     room = modulus - right
     return torch.where(left >= room, left - room, left + right)

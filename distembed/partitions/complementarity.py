@@ -1,4 +1,4 @@
-"""Whether explicit partitions are complementary: every id is looked at, in bounded memory and without Python loops.
+"""Decides whether explicit partitions are complementary, by every id, in bounded memory and without Python loops.
 
 Each id's k rows become one 64-bit key, and ids collide where keys are equal. The keys are sorted, range by range of the
 key space, in a buffer of fixed size; as the keys are hashed they spread evenly, so that n ids take about
@@ -19,19 +19,25 @@ from distembed.partitions.base import MAX_NUM_EMBEDDINGS
 from distembed.partitions.hashing import mix64
 
 _BUFFER_KEYS = 2**26
-"""Keys sorted at once: half a GiB."""
+"""The number of keys that are sorted at once: half a GiB."""
 
 _CHUNK_IDS = 2**14
-"""Ids whose keys are made at once: few enough for the processor's cache, and for torch not to split them among threads,
-which costs more than it gains, and many times more where the processor is busy."""
+"""The number of ids whose keys are computed at once: few enough for the processor's cache, and for torch not to split
+them among threads, which costs more than it gains, and many times more where the processor is busy."""
 
 _EXPECTED_FILL = 0.9
-"""Share of the buffer that a range of evenly spread keys is expected to fill."""
+"""The share of the buffer that a range of evenly spread keys is expected to fill."""
 
 
 @dataclass(frozen=True)
 class _Keys:
-    """The key of each id: its rows as one number of a mixed radix, hashed; past 63 bits, row after row hashed."""
+    """The key of each id: its rows as one number of a mixed radix, hashed; past 63 bits, row after row hashed.
+
+    Attributes:
+        assignments: k integer tensors of length n; entry x of the j-th is the row of id x.
+        num_rows: The number of rows of each assignment.
+        salt: Another one gives other hashes.
+    """
 
     assignments: Sequence[Tensor]
     num_rows: Sequence[int]
@@ -39,10 +45,11 @@ class _Keys:
 
     @property
     def num_ids(self) -> int:
+        """The number of ids, n."""
         return len(self.assignments[0])
 
     def chunks(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        """The first id of each chunk, and the keys of the chunk."""
+        """Yields the first id of each chunk, and the keys of the chunk."""
         exact = math.prod(self.num_rows) <= MAX_NUM_EMBEDDINGS
         for start in range(0, self.num_ids, _CHUNK_IDS):
             key = torch.full((1,), self.salt)  # of one dimension, so that narrower rows are widened to int64
@@ -53,18 +60,23 @@ class _Keys:
 
 @dataclass(frozen=True)
 class _Survey:
-    """What was seen of the keys in a range: how many distinct ones, and one that repeats."""
+    """What was found out about the keys of a range.
 
-    distinct: int
+    Attributes:
+        num_distinct: The number of distinct keys.
+        repeated: A key that occurs more than once, or None where there is none.
+    """
+
+    num_distinct: int
     repeated: int | None
 
 
 def find_collision(assignments: Sequence[Tensor], num_rows: Sequence[int]) -> tuple[int, int] | None:
-    """Two ids with the same row in every assignment, the smaller one first; None where there are none.
+    """Returns two ids with the same row in every assignment, the smaller one first, or None where there are none.
 
     Args:
         assignments: k integer tensors of length n on the CPU; entry x of the j-th is the row of id x.
-        num_rows: k bounds; every row of assignment j lies in ``[0, num_rows[j])``.
+        num_rows: The number of rows of each assignment; every row of assignment j lies in ``[0, num_rows[j])``.
     """
     tuples = math.prod(num_rows)
     if tuples < len(assignments[0]):  # pigeonhole: the first tuples + 1 ids hold a collision already
@@ -80,15 +92,15 @@ def find_collision(assignments: Sequence[Tensor], num_rows: Sequence[int]) -> tu
 
 
 def count_tuples(assignments: Sequence[Tensor], num_rows: Sequence[int]) -> int:
-    """How many distinct tuples of rows the ids have; arguments as of :func:`find_collision`.
+    """Returns how many distinct tuples of rows the ids have; the arguments are those of :func:`find_collision`.
 
     Where tuples exceed 63 bits it is the number of distinct 64-bit hashes, below the truth by ``n^2 / 2^65`` or so.
     """
-    return sum(survey.distinct for survey in _surveys(_Keys(assignments, num_rows)))
+    return sum(survey.num_distinct for survey in _surveys(_Keys(assignments, num_rows)))
 
 
 def _surveys(keys: _Keys) -> Iterator[_Survey]:
-    """Surveys of ranges of equal width that cover all int64 keys."""
+    """Surveys one range of keys after another; the ranges have equal widths and cover all int64 keys."""
     fits = keys.num_ids <= _BUFFER_KEYS
     buffer = np.empty(keys.num_ids if fits else _BUFFER_KEYS, dtype=np.int64)
     count = 1 if fits else math.ceil(keys.num_ids / (_EXPECTED_FILL * _BUFFER_KEYS))
@@ -98,7 +110,7 @@ def _surveys(keys: _Keys) -> Iterator[_Survey]:
 
 
 def _survey(keys: _Keys, low: int, high: int, buffer: NDArray[np.int64]) -> _Survey:
-    """Sorts the keys in ``[low, high)`` within the buffer."""
+    """Surveys the keys in ``[low, high)``, which it sorts within the buffer."""
     filled, repeated = 0, None
     for _, chunk in keys.chunks():
         # high - 1, as high may be 2^63
@@ -109,7 +121,8 @@ def _survey(keys: _Keys, low: int, high: int, buffer: NDArray[np.int64]) -> _Sur
         if filled + len(chosen) > len(buffer):  # still: more distinct keys than expected in this range
             middle = (low + high) // 2
             left, right = _survey(keys, low, middle, buffer), _survey(keys, middle, high, buffer)
-            return _Survey(left.distinct + right.distinct, left.repeated if right.repeated is None else right.repeated)
+            repeated = left.repeated if right.repeated is None else right.repeated
+            return _Survey(left.num_distinct + right.num_distinct, repeated)
         buffer[filled : filled + len(chosen)] = chosen
         filled += len(chosen)
     distinct, seen = _keep_distinct(buffer[:filled])
@@ -117,7 +130,7 @@ def _survey(keys: _Keys, low: int, high: int, buffer: NDArray[np.int64]) -> _Sur
 
 
 def _keep_distinct(keys: NDArray[np.int64]) -> tuple[int, int | None]:
-    """Sorts keys in place and moves the distinct ones to the front: how many they are, and one that was repeated."""
+    """Sorts keys in place and moves the distinct ones to the front; returns their number, and a repeated key if any."""
     keys.sort()
     same = keys[1:] == keys[:-1]
     repeats = int(np.count_nonzero(same))
@@ -129,13 +142,13 @@ def _keep_distinct(keys: NDArray[np.int64]) -> tuple[int, int | None]:
 
 
 def _same_rows(keys: _Keys, key: int) -> tuple[int, int] | None:
-    """The first two ids of this key that have the same rows."""
-    id_of: dict[tuple[int, ...], int] = {}
+    """Returns the first two ids of this key that have the same rows, or None where all differ."""
+    first_ids: dict[tuple[int, ...], int] = {}
     for start, chunk in keys.chunks():
         for offset in np.flatnonzero(chunk == key).tolist():
             found = start + offset
             rows = tuple(int(assigned[found]) for assigned in keys.assignments)
-            if rows in id_of:
-                return id_of[rows], found
-            id_of[rows] = found
+            if rows in first_ids:
+                return first_ids[rows], found
+            first_ids[rows] = found
     return None

@@ -23,22 +23,22 @@ from distembed.partitions.parquet_columns import read_assignments
 
 _STORED_AS = (np.uint8, np.int16, np.int32, np.int64)
 _CHUNK_IDS = 2**14
-"""Ids compared at once by the inverse, few enough for the processor's cache."""
+"""The number of ids that the inverse compares at once, few enough for the processor's cache."""
 
 
 class Explicit(Partition):
     """``p_j(x) = a_j[x]``.
 
     Args:
-        num_embeddings: number of ids, n.
+        num_embeddings: The number of ids, n.
         assignments: k integer arrays (numpy or torch) of length n; entry x of the j-th is the row of id x. They are
             copied, at the smallest width that holds their rows.
-        num_rows: k bounds of the rows; one above the largest row of each assignment unless told.
-        allow_collisions: accept assignments that leave ids with the same rows, as a hashed table does.
+        num_rows: The number of rows of each assignment; unless given, one above its largest row.
+        allow_collisions: Whether ids may have the same rows, as in a hashed table.
 
     Raises:
-        UserError: if an assignment does not fit, naming position and value; or if, without ``allow_collisions``, two
-            ids have the same rows, naming both.
+        UserError: An assignment has the wrong type or length, or a row out of range; or, without ``allow_collisions``,
+            two ids have the same rows. The error names position and value, or both ids.
     """
 
     name = "explicit"
@@ -61,7 +61,7 @@ class Explicit(Partition):
             )
         bounds: Sequence[int | None] = num_rows or [None] * len(assignments)
         stored = [
-            _stored(f"assignments[{j}]", rows, self.num_embeddings, f"num_rows[{j}]", bound)
+            _checked_copy(f"assignments[{j}]", rows, self.num_embeddings, f"num_rows[{j}]", bound)
             for j, (rows, bound) in enumerate(zip(assignments, bounds, strict=True))
         ]
         self.num_rows = tuple(bound for _, bound in stored)
@@ -74,13 +74,13 @@ class Explicit(Partition):
     def from_parquet(
         cls, num_embeddings: int, path: str | Path, columns: Sequence[str], allow_collisions: bool = False
     ) -> "Explicit":
-        """One partition for each column of a Parquet file, whose row x describes id x.
+        """Builds one partition for each column of a Parquet file, whose row x describes id x.
 
         Ids share a row where they share the column's value; null is a value too. Rows are numbered by ascending value,
         null last. The file is read column by column, in batches.
 
         Raises:
-            UserError: if the file or a column is missing or cannot be used, and as the constructor does.
+            UserError: The file or a column is missing or cannot be used, or the constructor raises it.
         """
         num_embeddings = require_positive("num_embeddings", num_embeddings, "Give the number of distinct ids.")
         assignments, num_rows = read_assignments(path, columns, num_embeddings)
@@ -106,15 +106,18 @@ class Explicit(Partition):
 
     @cached_property
     def _collision(self) -> tuple[int, int] | None:
+        """The result of :meth:`colliding_ids`, found once."""
         return find_collision(self.assignments, self.num_rows)
 
     @cached_property
     def _num_tuples(self) -> int:
+        """The number of distinct tuples of rows, counted once."""
         if self.is_complementary():
             return self.num_embeddings
         return count_tuples(self.assignments, self.num_rows)
 
     def _require_complementary(self) -> None:
+        """Raises a :class:`UserError` that names two ids with the same rows, where there are some."""
         pair = self.colliding_ids()
         if pair is not None:
             rows = tuple(int(assigned[pair[0]]) for assigned in self.assignments)
@@ -125,30 +128,43 @@ class Explicit(Partition):
             )
 
     def _candidates(self, rows: Int64[Tensor, "k *shape"]) -> Int64[Tensor, "*shape"]:
-        """Compares all ids with the wanted tuples, in one pass that keeps no index of them."""
+        """Compares all ids with the wanted tuples, in one pass that stores no index of the ids."""
         wanted = rows.reshape(len(self.num_rows), -1).cpu()
-        # Tuples as nodes of a tree: node t of level j stands for one distinct beginning, of j + 1 rows.
+        # Tuples are paths in a tree: node t of level j stands for one distinct prefix, of j + 1 rows.
         levels = []
         node = torch.zeros(wanted.shape[1], dtype=torch.int64)
         for row, bound in zip(wanted, self.num_rows, strict=True):
-            beginnings, node = (node * bound + row.clamp(0, bound - 1)).unique(return_inverse=True)
-            levels.append(beginnings)
-        id_of_node = torch.full((len(levels[-1]),), -1)
+            prefixes, node = (node * bound + row.clamp(0, bound - 1)).unique(return_inverse=True)
+            levels.append(prefixes)
+        node_ids = torch.full((len(levels[-1]),), -1)
         for start in range(0, self.num_embeddings if wanted.numel() else 0, _CHUNK_IDS):
             stop = min(start + _CHUNK_IDS, self.num_embeddings)
             ids, nodes = torch.arange(start, stop), torch.zeros(stop - start, dtype=torch.int64)
-            for assigned, bound, beginnings in zip(self.assignments, self.num_rows, levels, strict=True):
+            for assigned, bound, prefixes in zip(self.assignments, self.num_rows, levels, strict=True):
                 keys = nodes * bound + assigned[ids]
-                nodes = torch.searchsorted(beginnings, keys).clamp(max=len(beginnings) - 1)
-                met = beginnings[nodes] == keys
-                ids, nodes = ids[met], nodes[met]
-            id_of_node[nodes] = ids
-        return id_of_node[node].view(rows.shape[1:]).to(rows.device)
+                nodes = torch.searchsorted(prefixes, keys).clamp(max=len(prefixes) - 1)
+                found = prefixes[nodes] == keys
+                ids, nodes = ids[found], nodes[found]
+            node_ids[nodes] = ids
+        return node_ids[node].view(rows.shape[1:]).to(rows.device)
 
 
-def _stored(field: str, rows: Any, num_embeddings: int, bound_field: str, bound: int | None) -> tuple[Tensor, int]:
-    """A copy of an assignment, checked, at the smallest width; and the number of its rows."""
-    values = _integers(field, rows)
+def _checked_copy(
+    field: str, rows: Any, num_embeddings: int, bound_field: str, bound: int | None
+) -> tuple[Tensor, int]:
+    """Returns a copy of an assignment at the smallest width, and the number of its rows.
+
+    Args:
+        field: The assignment's name in errors.
+        rows: The row of each id.
+        num_embeddings: The number of ids.
+        bound_field: The name of ``bound`` in errors.
+        bound: The number of rows; one above the largest unless given.
+
+    Raises:
+        UserError: The rows are no integers, not one for each id, or out of range.
+    """
+    values = _integer_array(field, rows)
     if values.shape != (num_embeddings,):
         raise UserError(
             f"{field} has the shape {values.shape}; it must be ({num_embeddings},): one row for each of "
@@ -167,7 +183,8 @@ def _stored(field: str, rows: Any, num_embeddings: int, bound_field: str, bound:
     return torch.from_numpy(values.astype(width)), bound
 
 
-def _integers(field: str, rows: Any) -> NDArray[Any]:
+def _integer_array(field: str, rows: Any) -> NDArray[Any]:
+    """Returns rows as a numpy array, or raises a :class:`UserError` where they are no integers."""
     values = rows.cpu().numpy() if isinstance(rows, Tensor) else np.asarray(rows)
     if not np.issubdtype(values.dtype, np.integer):
         raise UserError(f"{field} holds values of type {values.dtype}; it must be an array of integers.")

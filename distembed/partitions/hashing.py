@@ -1,9 +1,9 @@
-"""Keyed pre-hash: ids for values that arrive as strings or as unbounded integers, before any partition.
+"""A keyed pre-hash, which gives ids to values that arrive as strings or as unbounded integers, before any partition.
 
 Trade-off: no vocabulary to build or to keep, and values never seen before get an id at once; but distinct values can
-share an id. With v values and n ids about ``v^2 / 2n`` pairs do, so take n well above v, as compressed tables can.
-The key makes the ids differ between tables, and unforeseeable to whoever does not know it; it is no cryptographic
-protection for integers (for strings it is one: BLAKE2b, to 64 bits).
+share an id. With v values and n ids about ``v^2 / 2n`` pairs do, so n should be well above v, as compressed tables
+allow. The key makes the ids differ between tables, and unforeseeable to whoever does not know it; for integers it is no
+cryptographic protection, for strings it is one (BLAKE2b, to 64 bits).
 """
 
 import hashlib
@@ -23,9 +23,9 @@ _NEGLIGIBLE_BITS = 64
 
 
 def mix64(values: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:
-    """SplitMix64's output function (Steele, Lea, Flood, OOPSLA 2014): one to one on 64 bits, every bit spread over all.
+    """Returns SplitMix64's output function of each value: one to one on 64 bits, each bit depends on all.
 
-    Multiplications wrap around, as int64 does in torch.
+    The function is that of Steele, Lea, Flood, OOPSLA 2014. Multiplications wrap around, as int64 does in torch.
     """
     values = values + _signed(GOLDEN_GAMMA)
     for shift, multiplier in zip(SHIFTS, MULTIPLIERS, strict=False):
@@ -38,7 +38,7 @@ class KeyedHash:
     """A uniform map from any 64-bit integer to ids, chosen by ``seed`` among very many.
 
     Attributes:
-        seed: 0 to 2^63-1; the same seed gives the same ids on every machine, device and version.
+        seed: An integer from 0 to 2^63-1; the same seed gives the same ids on every machine, device and version.
     """
 
     seed: int
@@ -47,14 +47,14 @@ class KeyedHash:
         _require_seed(self.seed)
 
     def ids(self, values: Int64[Tensor, "*shape"], num_embeddings: int) -> Int64[Tensor, "*shape"]:
-        """Ids in ``[0, num_embeddings)`` for any int64 values, also negative ones, on the values' device.
+        """Returns ids in ``[0, num_embeddings)`` for any int64 values, also negative ones, on the values' device.
 
         63 hashed bits u become ``u mod n``. Where u lies in the last, incomplete run of n numbers, which would favour
         small ids, it is hashed again, as often as it takes to leave a bias below 2^-64. How often depends on n alone,
         so that a GPU is never waited for.
 
         Raises:
-            UserError: if ``values`` are not int64, or ``num_embeddings`` not within 1 and 2^63-1.
+            UserError: The values are not int64, or ``num_embeddings`` lies outside of 1 to 2^63-1.
         """
         n = require_positive("num_embeddings", num_embeddings, "Give the number of distinct ids.")
         if values.dtype != torch.int64:
@@ -69,18 +69,18 @@ class KeyedHash:
         return number % n
 
     def _keys(self) -> tuple[int, int]:
-        """Two 64-bit keys, neighbouring seeds' as unlike as any."""
+        """Returns two 64-bit keys; those of neighbouring seeds are as unlike as any."""
         digest = hashlib.blake2b(self.seed.to_bytes(8, "little"), digest_size=16).digest()
         return _as_int64(digest[:8]), _as_int64(digest[8:])
 
 
 def hash_strings(values: Sequence[str | bytes], seed: int) -> Int64[Tensor, "values"]:
-    """64 uniform bits of each string, by BLAKE2b with a key; a text and its UTF-8 bytes are one value.
+    """Returns 64 uniform bits of each string, by BLAKE2b with a key; a text and its UTF-8 bytes are one value.
 
-    :meth:`KeyedHash.ids` makes ids of them.
+    :meth:`KeyedHash.ids` turns them into ids.
 
     Raises:
-        UserError: if a value is neither text nor bytes; it names the position and the value.
+        UserError: A value is neither text nor bytes; the error names its position.
     """
     _require_seed(seed)
     if isinstance(values, str | bytes):
@@ -94,6 +94,7 @@ def hash_strings(values: Sequence[str | bytes], seed: int) -> Int64[Tensor, "val
 
 
 def _bytes(value: object, position: int) -> bytes:
+    """Returns the bytes of a string, or raises a :class:`UserError` where it is none."""
     if isinstance(value, bytes):
         return value
     if isinstance(value, str):
@@ -105,27 +106,29 @@ def _bytes(value: object, position: int) -> bytes:
 
 
 def _require_seed(seed: object) -> None:
+    """Raises a :class:`UserError` unless the seed is an integer from 0 to 2^63-1."""
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= _MAX_SEED:
         raise UserError(f"seed is {seed!r}; it must be an integer between 0 and 2^63-1.")
 
 
 def _rounds(incomplete: int) -> int:
-    """Rounds of drawing again after which fewer than 2^-64 of all values still want another."""
+    """Returns how often to hash again until fewer than 2^-64 of all values would need it once more."""
     if incomplete == 0:
         return 0
-    bits_a_round = 63 - incomplete.bit_length()  # a round's chance to fail is below 2^-bits
-    return -(-_NEGLIGIBLE_BITS // bits_a_round) - 1
+    bits_per_round = 63 - incomplete.bit_length()  # a round's chance to fail is below 2^-bits
+    return -(-_NEGLIGIBLE_BITS // bits_per_round) - 1
 
 
 def _shift_right(values: Tensor, bits: int) -> Tensor:
-    """Shifts zeros in from the left; ``>>`` of an int64 tensor shifts its sign in."""
+    """Returns the values shifted right, with zeros from the left; ``>>`` of an int64 tensor shifts its sign in."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _signed(number: int) -> int:
-    """The int64 with the same 64 bits."""
+    """Returns the int64 with the same 64 bits."""
     return number - 2**64 if number >= 2**63 else number
 
 
 def _as_int64(digest: bytes) -> int:
+    """Returns 8 bytes as a little-endian int64."""
     return int.from_bytes(digest, "little", signed=True)

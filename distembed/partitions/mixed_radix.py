@@ -14,13 +14,13 @@ from torch import Tensor
 
 from distembed.errors import UserError
 from distembed.partitions.base import Partition
-from distembed.partitions.digits import colliding_digits, digits_of, ids_of
+from distembed.partitions.digits import colliding_digits, from_digits, to_digits
 from distembed.partitions.moduli import (
     DEFAULT_NUM_PARTITIONS,
     balanced_moduli,
-    mended,
     require_moduli,
     require_num_partitions,
+    suggest_moduli,
 )
 
 
@@ -28,14 +28,16 @@ class MixedRadix(Partition):
     r"""``p_1(x) = x mod m_1``, ``p_j(x) = (x \ M_j) mod m_j``.
 
     Args:
-        num_embeddings: number of ids, n.
-        num_partitions: k, 2 unless told; the moduli are then those of the smallest sum.
+        num_embeddings: The number of ids, n.
+        num_partitions: k, which is 2 where neither it nor ``moduli`` is given. The moduli are then those of the
+            smallest sum.
         moduli: ``m_1, ..., m_k``, whose product must reach n.
 
-    A partition never has more than ``ceil(n / M_j)`` rows, also where its modulus is larger: no id has the others.
+    Partition j never has more than ``ceil(n / M_j)`` rows, also where its modulus is larger: no id has the others.
 
     Raises:
-        UserError: if the product of the moduli is below n; it names two ids with the same rows, and moduli that do.
+        UserError: The product of the moduli is below n. The error names two ids with the same rows, and moduli that are
+            valid.
     """
 
     name = "mixed_radix"
@@ -65,27 +67,28 @@ class MixedRadix(Partition):
         return ", ".join(equations)
 
     def rows(self, ids: Int64[Tensor, "*shape"]) -> Int64[Tensor, "k *shape"]:
-        return digits_of(ids, self.num_rows[:-1])
+        return to_digits(ids, self.num_rows[:-1])
 
     def colliding_ids(self) -> tuple[int, int] | None:
         return colliding_digits(self.num_embeddings, self.num_rows)
 
     def _candidates(self, rows: Int64[Tensor, "k *shape"]) -> Int64[Tensor, "*shape"]:
-        return ids_of(rows, self.num_rows[:-1])
+        return from_digits(rows, self.num_rows[:-1])
 
     @classmethod
     def rows_of_tables(
         cls, partitions: Sequence[Partition], ids: Int64[Tensor, "tables batch"]
     ) -> Int64[Tensor, "k tables batch"]:
         moduli = torch.tensor([p.num_rows[:-1] for p in partitions], device=ids.device)
-        return digits_of(ids, moduli.t().unsqueeze(2))
+        return to_digits(ids, moduli.t().unsqueeze(2))
 
 
 def _require_complementary(num_embeddings: int, moduli: tuple[int, ...]) -> None:
+    """Raises a :class:`UserError` where the product of the moduli is below the number of ids."""
     pair = colliding_digits(num_embeddings, moduli)
     if pair is not None:
         raise UserError(
             f"mixed_radix: moduli {list(moduli)} have the product {math.prod(moduli)}, below "
             f"num_embeddings={num_embeddings}, so ids {pair[0]} and {pair[1]} have the same rows. Raise them: "
-            f"{list(mended(moduli, num_embeddings, coprime=False))} do."
+            f"{list(suggest_moduli(moduli, num_embeddings, coprime=False))} do."
         )

@@ -1,7 +1,7 @@
-"""Moduli for n ids: found with the smallest sum, or given and, where they do not do, mended.
+"""Moduli for n ids: those of the smallest sum, or given ones, which are checked.
 
-The sum of the moduli is the number of rows of the tables, so the smallest sum is the smallest memory. All is done in
-Python's integers, which do not overflow.
+The sum of the moduli is the number of rows of the tables, so the smallest sum is the smallest memory. All arithmetic is
+on Python's integers, which do not overflow.
 """
 
 import functools
@@ -14,14 +14,14 @@ from distembed.partitions.base import require_positive
 
 DEFAULT_NUM_PARTITIONS = 2
 MAX_NUM_PARTITIONS = 63
-"""2^63 is a product of 63 twos: one more partition has a single row, for any number of ids."""
+"""The largest number of partitions: 2^63 is a product of 63 twos, so that one more would have a single row."""
 
 _MOST_COPRIMES = 16
 """The 16 smallest primes multiply to more than 2^63, so that a smallest sum never has more moduli above 1."""
 
 
 def balanced_moduli(num_embeddings: int, num_partitions: int) -> tuple[int, ...]:
-    """The k moduli whose product reaches n with the smallest sum, largest first.
+    """Returns the k moduli whose product reaches n with the smallest sum, largest first.
 
     Among k integers of one sum the product is largest where no two differ by more than 1, so the answer has a and a+1
     alone, with ``a = floor(n^(1/k))``, and as few a+1 as reach n.
@@ -35,7 +35,7 @@ def balanced_moduli(num_embeddings: int, num_partitions: int) -> tuple[int, ...]
 
 @functools.lru_cache(maxsize=256)
 def coprime_moduli(num_embeddings: int, num_partitions: int) -> tuple[int, ...]:
-    """The k pairwise coprime moduli whose product reaches n with the smallest sum, largest first.
+    """Returns the k pairwise coprime moduli whose product reaches n with the smallest sum, largest first.
 
     The sum is the smallest one, not nearly so: each sum is searched completely, from that of :func:`balanced_moduli`
     upwards, by branch and bound. Moduli of 1, coprime to all, stand in where k is large for n. For any n up to 2^63-1
@@ -50,7 +50,10 @@ def coprime_moduli(num_embeddings: int, num_partitions: int) -> tuple[int, ...]:
 
 
 def _coprimes_with_sum(total: int, count: int, product: int, chosen: tuple[int, ...]) -> tuple[int, ...] | None:
-    """``chosen`` and ``count`` more, ascending, that sum to ``total`` and multiply to ``product`` or more."""
+    """Returns ``chosen`` and ``count`` more moduli, ascending, or None where there are none.
+
+    The further ones sum to ``total`` and multiply to ``product`` or more; all are pairwise coprime.
+    """
     if count == 1:
         return (*chosen, total) if total >= product and _is_coprime(total, chosen) else None
     # The least of the rest is at most their mean. The further below it, the less the others can make up for.
@@ -66,16 +69,18 @@ def _coprimes_with_sum(total: int, count: int, product: int, chosen: tuple[int, 
 
 
 def _largest_product(total: int, count: int) -> int:
+    """Returns the largest product of ``count`` integers that sum to ``total``."""
     share, rest = divmod(total, count)
     return (share + 1) ** rest * share ** (count - rest)
 
 
 def _is_coprime(modulus: int, others: Sequence[int]) -> bool:
+    """Returns whether a modulus is coprime to each of the others."""
     return all(math.gcd(modulus, other) == 1 for other in others)
 
 
 def _integer_root(number: int, degree: int) -> int:
-    """``floor(number^(1/degree))``, by bisection."""
+    """Returns ``floor(number^(1/degree))``, by bisection."""
     low, high = 1, 1 << -(-number.bit_length() // degree)
     while low < high:
         middle = (low + high + 1) // 2
@@ -84,7 +89,11 @@ def _integer_root(number: int, degree: int) -> int:
 
 
 def require_num_partitions(scheme: str, num_partitions: object) -> int:
-    """Returns a number of partitions that is usable, else raises a :class:`UserError`."""
+    """Returns the number of partitions as an int.
+
+    Raises:
+        UserError: The number is no integer from 2 to :data:`MAX_NUM_PARTITIONS`.
+    """
     remedy = f"{scheme} takes 2 to {MAX_NUM_PARTITIONS} partitions."
     number = require_positive("num_partitions", num_partitions, remedy)
     if not 2 <= number <= MAX_NUM_PARTITIONS:
@@ -93,7 +102,12 @@ def require_num_partitions(scheme: str, num_partitions: object) -> int:
 
 
 def require_moduli(scheme: str, moduli: object, num_partitions: int | None) -> tuple[int, ...]:
-    """Returns given moduli as a tuple of positive integers, else raises a :class:`UserError`."""
+    """Returns the moduli as a tuple of ints.
+
+    Raises:
+        UserError: The moduli are no list of 2 to :data:`MAX_NUM_PARTITIONS` positive integers, or not as many as
+            ``num_partitions``, where that is given too.
+    """
     if isinstance(moduli, str) or not isinstance(moduli, Sequence):
         raise UserError(f"moduli is {moduli!r}; {scheme} takes a list of integers, such as [1000, 1001].")
     numbers = tuple(require_positive(f"moduli[{i}]", m, "It is a number of rows.") for i, m in enumerate(moduli))
@@ -108,33 +122,36 @@ def require_moduli(scheme: str, moduli: object, num_partitions: int | None) -> t
 
 
 def first_shared_factor(moduli: Sequence[int]) -> tuple[int, int, int] | None:
-    """The first two moduli that are not coprime and their greatest common divisor; None where all are coprime."""
+    """Returns the first two moduli that are not coprime and their greatest common divisor, or None."""
     for first, second in itertools.combinations(moduli, 2):
         if math.gcd(first, second) > 1:
             return first, second, math.gcd(first, second)
     return None
 
 
-def mended(moduli: Sequence[int], num_embeddings: int, coprime: bool) -> tuple[int, ...]:
-    """Moduli near the given ones that do for n ids: each coprime to those before it, then one raised if need be.
+def suggest_moduli(moduli: Sequence[int], num_embeddings: int, coprime: bool) -> tuple[int, ...]:
+    """Returns moduli near the given ones that are valid for n ids, as an error's remedy.
 
-    Raised is the one that adds the fewest rows.
+    Each becomes coprime to those before it, if that is asked for; where their product is still too small, the one whose
+    increase adds the fewest rows is increased.
     """
-    fitting: list[int] = []
+    suggested: list[int] = []
     for modulus in moduli:
-        fitting.append(_nearest_coprime(modulus, fitting) if coprime else modulus)
-    product = math.prod(fitting)
+        suggested.append(_nearest_coprime(modulus, suggested) if coprime else modulus)
+    product = math.prod(suggested)
     if product >= num_embeddings:
-        return tuple(fitting)
-    raises = []
-    for j, modulus in enumerate(fitting):
-        others = fitting[:j] + fitting[j + 1 :]
+        return tuple(suggested)
+    candidates = []
+    for j, modulus in enumerate(suggested):
+        before, after = suggested[:j], suggested[j + 1 :]
         enough = -(-num_embeddings * modulus // product)
-        raises.append((*fitting[:j], _next_coprime(enough, others) if coprime else enough, *fitting[j + 1 :]))
-    return min(raises, key=sum)
+        increased = _next_coprime(enough, before + after) if coprime else enough
+        candidates.append((*before, increased, *after))
+    return min(candidates, key=sum)
 
 
 def _nearest_coprime(modulus: int, others: Sequence[int]) -> int:
+    """Returns the positive integer nearest to a modulus that is coprime to the others."""
     return next(
         candidate
         for distance in itertools.count()
@@ -144,4 +161,5 @@ def _nearest_coprime(modulus: int, others: Sequence[int]) -> int:
 
 
 def _next_coprime(modulus: int, others: Sequence[int]) -> int:
+    """Returns the smallest integer of at least ``modulus`` that is coprime to the others."""
     return next(candidate for candidate in itertools.count(modulus) if _is_coprime(candidate, others))

@@ -1,6 +1,6 @@
-"""Assignments from the columns of a Parquet file, column by column and in batches.
+"""Reads assignments from the columns of a Parquet file, column by column and in batches.
 
-Two passes over each column: the first collects its distinct values, the second numbers them. In memory at once are a
+Each column is read twice: first its distinct values are collected, then they are numbered. In memory at once are a
 batch, the distinct values of one column and the numbers of all columns.
 """
 
@@ -17,20 +17,20 @@ from distembed.errors import UserError
 from distembed.names import one_of
 
 _BATCH_ROWS = 2**20
-_FEW_VALUES = 2**20
-"""Distinct values are gathered anew once as many are waiting as are known, or this many."""
+_MIN_PENDING_VALUES = 2**20
+"""Pending values are merged with the known ones once they are as many, and at least this many."""
 
 
 def read_assignments(
     path: str | Path, columns: Sequence[str], num_embeddings: int
 ) -> tuple[list[NDArray[np.integer]], list[int]]:
-    """For each column the row of every id, and the number of rows.
+    """Returns the row of every id in each column, and each column's number of rows.
 
     Rows are numbered by ascending value, null last.
 
     Raises:
-        UserError: if the file or a column is missing, is given twice or cannot be used, or if the file does not have
-            one row an id.
+        UserError: The file or a column is missing, is given twice or cannot be used, or the file does not have one row
+            for each id.
     """
     if isinstance(columns, str) or len(columns) == 0:
         raise UserError(f"columns is {columns!r}; give a list of one column name or more.")
@@ -43,11 +43,12 @@ def read_assignments(
             )
         for position, column in enumerate(columns):
             _require_usable(file, column, list(columns[:position]))
-        numbered = [_numbered(file, path, column) for column in columns]
+        numbered = [_number_values(file, path, column) for column in columns]
     return [rows for rows, _ in numbered], [count for _, count in numbered]
 
 
 def _open(path: str | Path) -> pq.ParquetFile:
+    """Opens a Parquet file, or raises a :class:`UserError` where it is none."""
     if not Path(path).is_file():
         raise UserError(f"{str(path)!r} is no file; give the path of a Parquet file.")
     try:
@@ -57,6 +58,7 @@ def _open(path: str | Path) -> pq.ParquetFile:
 
 
 def _require_usable(file: pq.ParquetFile, column: str, before: Sequence[str]) -> None:
+    """Raises a :class:`UserError` unless a column exists once, is of plain values, and is not among ``before``."""
     one_of("column", column, file.schema_arrow.names)
     if column in before:
         raise UserError(f"columns holds {column!r} twice; the same partition again tells no more ids apart.")
@@ -67,8 +69,9 @@ def _require_usable(file: pq.ParquetFile, column: str, before: Sequence[str]) ->
         raise UserError(f"column {column!r} has the nested type {kind}; use a column of plain values.")
 
 
-def _numbered(file: pq.ParquetFile, path: str | Path, column: str) -> tuple[NDArray[np.integer], int]:
-    values = _distinct(file, path, column)
+def _number_values(file: pq.ParquetFile, path: str | Path, column: str) -> tuple[NDArray[np.integer], int]:
+    """Returns the number of each id's value among the distinct ones, and how many these are."""
+    values = _distinct_values(file, path, column)
     rows = np.empty(file.metadata.num_rows, dtype=np.min_scalar_type(len(values)))
     start = 0
     for batch in _batches(file, path, column):
@@ -77,28 +80,34 @@ def _numbered(file: pq.ParquetFile, path: str | Path, column: str) -> tuple[NDAr
     return rows, len(values)
 
 
-def _distinct(file: pq.ParquetFile, path: str | Path, column: str) -> pa.Array:
-    """The distinct values, ascending, null last."""
-    known, waiting, num_waiting = None, [], 0
+def _distinct_values(file: pq.ParquetFile, path: str | Path, column: str) -> pa.Array:
+    """Returns the distinct values of a column, ascending, null last."""
+    known, pending, num_pending = None, [], 0
     for batch in _batches(file, path, column):
-        waiting.append(batch.unique())
-        num_waiting += len(waiting[-1])
+        pending.append(batch.unique())
+        num_pending += len(pending[-1])
         # known values are hashed again only once their number may have doubled
-        if num_waiting >= max(_FEW_VALUES, 0 if known is None else len(known)):
-            known = _union(known, waiting)
-            waiting, num_waiting = [], 0
-    values = _union(known, waiting)
+        if num_pending >= max(_MIN_PENDING_VALUES, 0 if known is None else len(known)):
+            known = _union(known, pending)
+            pending, num_pending = [], 0
+    values = _union(known, pending)
     try:
         return values.take(pc.sort_indices(values))
     except pa.ArrowNotImplementedError as error:
         raise UserError(f"column {column!r} has the type {values.type}, whose values have no order.") from error
 
 
-def _union(known: pa.Array | None, waiting: list[pa.Array]) -> pa.Array:
-    return pa.chunked_array(waiting if known is None else [known, *waiting]).unique()
+def _union(known: pa.Array | None, pending: list[pa.Array]) -> pa.Array:
+    """Returns the distinct values of known and pending ones."""
+    return pa.chunked_array(pending if known is None else [known, *pending]).unique()
 
 
 def _batches(file: pq.ParquetFile, path: str | Path, column: str) -> Iterator[pa.Array]:
+    """Yields the values of a column, batch by batch; dictionaries are decoded.
+
+    Raises:
+        UserError: The column cannot be read.
+    """
     try:
         for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=[column]):
             values = batch.column(0)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from distembed.errors import UserError
 from distembed.partitions.base import Partition, require_positive
-from distembed.partitions.digits import colliding_digits, digits_of, ids_of
+from distembed.partitions.digits import colliding_digits, from_digits, to_digits
 from distembed.partitions.remainder import rows_for_collisions
 
 
@@ -22,11 +22,14 @@ class QuotientRemainder(Partition):
     r"""``p_1(x) = x mod m``, ``p_2(x) = x \ m``.
 
     Args:
-        num_embeddings: number of ids, n.
-        collisions: c of the paper's experiments: ``m = ceil(n / c)`` remainder rows and c quotient rows.
-        num_buckets: m itself: m remainder rows and ``ceil(n / m)`` quotient rows.
+        num_embeddings: The number of ids, n.
+        collisions: c of the paper's experiments, which gives ``m = ceil(n / c)`` remainder rows and c quotient rows.
+        num_buckets: m itself, which gives m remainder rows and ``ceil(n / m)`` quotient rows.
 
     With neither, ``m = ceil(sqrt(n))``, which needs the fewest rows.
+
+    Raises:
+        UserError: Both are given, or one is no positive integer.
     """
 
     name = "quotient_remainder"
@@ -56,17 +59,17 @@ class QuotientRemainder(Partition):
         return f"p_1(x) = x mod {self.modulus}, p_2(x) = x \\ {self.modulus}"
 
     def rows(self, ids: Int64[Tensor, "*shape"]) -> Int64[Tensor, "k *shape"]:
-        return digits_of(ids, (self.modulus,))
+        return to_digits(ids, (self.modulus,))
 
     def colliding_ids(self) -> tuple[int, int] | None:
         return colliding_digits(self.num_embeddings, self.num_rows)
 
     def _candidates(self, rows: Int64[Tensor, "k *shape"]) -> Int64[Tensor, "*shape"]:
-        return ids_of(rows, (self.modulus,))
+        return from_digits(rows, (self.modulus,))
 
     @classmethod
     def rows_of_tables(
         cls, partitions: Sequence[Partition], ids: Int64[Tensor, "tables batch"]
     ) -> Int64[Tensor, "k tables batch"]:
         moduli = torch.tensor([p.num_rows[0] for p in partitions], device=ids.device)
-        return digits_of(ids, moduli.view(1, -1, 1))
+        return to_digits(ids, moduli.view(1, -1, 1))

@@ -15,14 +15,20 @@ from distembed.partitions.base import Partition, require_positive
 
 
 def rows_for_collisions(num_embeddings: int, collisions: int) -> int:
-    """``m = ceil(n / c)``: the rows with which at most c ids share one."""
+    """Returns ``m = ceil(n / c)``, the fewest rows with which at most c ids share one."""
     return -(-num_embeddings // collisions)
 
 
 class Remainder(Partition):
-    """``p_1(x) = x mod m`` with ``m = ceil(n / collisions)`` rows (4 collisions unless told), or ``num_buckets`` rows.
+    """``p_1(x) = x mod m``, which is not complementary unless m reaches n; :attr:`description` says so.
 
-    Not complementary unless m reaches n, and :attr:`description` says so.
+    Args:
+        num_embeddings: The number of ids, n.
+        collisions: c, which gives ``m = ceil(n / c)`` rows; 4 where neither it nor ``num_buckets`` is given.
+        num_buckets: m itself.
+
+    Raises:
+        UserError: Both are given, or one is no positive integer.
     """
 
     name = "remainder"

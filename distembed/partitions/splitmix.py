@@ -1,4 +1,4 @@
-"""SplitMix64 (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014) in numpy."""
+"""SplitMix64 in numpy (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014)."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,7 +9,7 @@ SHIFTS = (30, 27, 31)
 
 
 def mix64_array(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Its output function: one to one on 64 bits, every bit spread over all.
+    """Returns the generator's output function of each value: one to one on 64 bits, each bit depends on all.
 
     Applied to ``s, s + GOLDEN_GAMMA, s + 2 GOLDEN_GAMMA, ...`` it gives the numbers of the generator with state s.
     """

@@ -205,7 +205,7 @@ def test_a_column_read_in_many_batches_is_numbered_alike(tmp_path: Path, monkeyp
     from distembed.partitions import parquet_columns
 
     monkeypatch.setattr(parquet_columns, "_BATCH_ROWS", 7)
-    monkeypatch.setattr(parquet_columns, "_FEW_VALUES", 10)
+    monkeypatch.setattr(parquet_columns, "_MIN_PENDING_VALUES", 10)
     words = [f"word {i * i % 97}" for i in range(500)]
     path = tmp_path / "table.parquet"
     pq.write_table(pa.table({"word": words, "id": np.arange(500)}), path, row_group_size=50)
