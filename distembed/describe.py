@@ -28,7 +28,7 @@ def describe(config: Config) -> dict[str, Any]:
     """
     schema = config.data.load_schema()
     built = build_tables(schema.categorical, config.embedding)
-    reasons = [reason_to_stay_full(f, config.embedding.of(f.name)) for f in schema.categorical]
+    reasons = [reason_to_stay_full(f, config.embedding.for_table(f.name)) for f in schema.categorical]
     tables = [describe_table(table, reason) for table, reason in zip(built, reasons, strict=True)]
     dim = config.embedding.default.embedding_dim
     with torch.device("meta"):

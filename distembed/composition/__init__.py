@@ -24,7 +24,7 @@ from distembed.composition.path import PathComposition, PathLinear, PathMLP
 COMPOSITIONS: dict[str, type[Composition]] = {
     composition.name: composition for composition in (Product, Sum, Concat, Feature, PathLinear, PathMLP)
 }
-"""Composition by name. Each class can be built without arguments; ``settings`` names those that it takes."""
+"""The class of each name. Each can be built without arguments; its ``settings`` names those that it takes."""
 
 __all__ = [
     "ACTIVATIONS",

@@ -1,4 +1,4 @@
-"""Activations by name, and the size of what they give."""
+"""Activations by name: their values, their gradients, and the second moments of their outputs."""
 
 import math
 from collections.abc import Callable
@@ -20,44 +20,52 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "elu": F.elu,
     "softplus": F.softplus,
 }
-"""Elementwise function by name."""
+"""The elementwise function of each name."""
 
 Pullback = Callable[[Tensor], Tensor]
-"""From the gradient of an activation's values to that of its inputs; it may overwrite what it is given."""
+"""A function from the gradient of an activation's values to that of its inputs; it may overwrite its argument."""
 
 
-def settle(activation: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
-    """What an activation is evaluated and pulled back from: ``inputs``, or its values written over them if they do."""
+def save_for_backward(activation: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
+    """Returns the tensor from which an activation's values and gradients are computed.
+
+    It is ``inputs``, or for relu, whose values are enough, the values; these are written over ``inputs``.
+    """
     # In place, so that a block's values stay in the cache: twice as fast as through autograd.
     return torch.relu_(inputs) if activation is torch.relu else inputs
 
 
-def activate(activation: Callable[[Tensor], Tensor], settled: Tensor) -> Tensor:
-    """The activation's values, from what :func:`settle` gave."""
-    return settled if activation is torch.relu else activation(settled)
+def activate(activation: Callable[[Tensor], Tensor], saved: Tensor) -> Tensor:
+    """Returns the activation's values, from the tensor of :func:`save_for_backward`."""
+    return saved if activation is torch.relu else activation(saved)
 
 
-def pull_back(activation: Callable[[Tensor], Tensor], settled: Tensor) -> tuple[Tensor, Pullback]:
-    """The activation's values, detached, and how gradients go back through it, from what :func:`settle` gave."""
+def pull_back(activation: Callable[[Tensor], Tensor], saved: Tensor) -> tuple[Tensor, Pullback]:
+    """Returns the activation's values, detached, and its pullback, from the tensor of :func:`save_for_backward`."""
     if activation is torch.relu:
-        return settled, lambda gradient: torch.ops.aten.threshold_backward(gradient, settled, 0, grad_input=gradient)
+        return saved, lambda gradient: torch.ops.aten.threshold_backward(gradient, saved, 0, grad_input=gradient)
     with torch.enable_grad():
-        leaf = settled.detach().requires_grad_()
+        leaf = saved.detach().requires_grad_()
         values = activation(leaf)
     return values.detach(), lambda gradient: torch.autograd.grad(values, leaf, gradient)[0]
 
 
 _NUM_NODES = 100
 
-_FLOAT32_TELLS = 1e-6
-"""Relative differences well above float32's rounding, 6e-8."""
+_FLOAT32_RESOLUTION = 1e-6
+"""A relative difference well above float32's rounding, 6e-8."""
 
 
 def second_moment(activation: Callable[[Tensor], Tensor], variance: float, offset: float = 0.0) -> float:
-    """``E[(activation(z) - offset)^2]`` for z normal with zero mean, by Gauss-Hermite quadrature in float64.
+    """Returns ``E[(activation(z) - offset)^2]`` for normal z with zero mean, by Gauss-Hermite quadrature in float64.
+
+    Args:
+        activation: An elementwise function.
+        variance: The variance of z.
+        offset: A number that is subtracted from each value.
 
     Raises:
-        UserError: where it is not a positive number, so that no weights after the activation give a variance.
+        UserError: The moment is not positive and finite, so that no weights after the activation give a variance.
     """
     nodes, weights = np.polynomial.hermite_e.hermegauss(_NUM_NODES)
     values = activation(torch.from_numpy(nodes * variance**0.5)).numpy() - offset
@@ -71,9 +79,14 @@ def second_moment(activation: Callable[[Tensor], Tensor], variance: float, offse
 
 
 def removable_offset(activation: Callable[[Tensor], Tensor], variance: float) -> float:
-    """What the activation gives for 0, where its inputs change that by enough for float32 to tell, else 0."""
+    """Returns the activation's value at 0, or 0 where its other values are the same but for float32's rounding.
+
+    Args:
+        activation: An elementwise function.
+        variance: The variance of its inputs.
+    """
     at_zero = float(activation(torch.zeros((), dtype=torch.float64)))
     if at_zero == 0.0:
         return 0.0
     change = second_moment(activation, variance, at_zero) ** 0.5
-    return at_zero if change > _FLOAT32_TELLS * abs(at_zero) else 0.0
+    return at_zero if change > _FLOAT32_RESOLUTION * abs(at_zero) else 0.0

@@ -21,10 +21,11 @@ class Concat(Composition):
     """``[v_1, v_2, ..., v_k]``.
 
     Args:
-        dims: dimension of each partition's part; without it as equal as multiples of four can be, larger ones first.
+        dims: The dimension of each partition's part. Unless given, the parts are as equal as multiples of four can be,
+            larger ones first.
 
     Raises:
-        UserError: for a dimension that is not a positive integer.
+        UserError: A dimension is not a positive integer.
     """
 
     name = "concat"
@@ -37,10 +38,10 @@ class Concat(Composition):
         self.dims = None if dims is None else tuple(dims)
 
     def partition_dims(self, embedding_dim: int, num_partitions: int) -> tuple[int, ...]:
-        """As given, or equal shares.
+        """Returns the dimensions as given, or equal shares.
 
         Raises:
-            UserError: where the dimensions are not one a partition, or do not sum to ``embedding_dim``.
+            UserError: The dimensions are not one for each partition, or do not sum to ``embedding_dim``.
         """
         if self.dims is None:
             return _equal_shares(embedding_dim, num_partitions)
@@ -63,12 +64,17 @@ class Concat(Composition):
 
 
 def side_by_side(dims: Sequence[int]) -> tuple[range, ...]:
-    """The columns of vectors of these dimensions, one after another."""
+    """Returns the columns of vectors of these dimensions, one after another."""
     ends = list(accumulate(dims))
     return tuple(range(end - dim, end) for end, dim in zip(ends, dims, strict=True))
 
 
 def _equal_shares(embedding_dim: int, num_partitions: int) -> tuple[int, ...]:
+    """Returns dimensions that differ by at most four, or by one where multiples of four are too few.
+
+    Raises:
+        UserError: There are more partitions than dimensions.
+    """
     if embedding_dim < num_partitions:
         raise UserError(
             f"embedding_dim is {embedding_dim}, but concat gives each of {num_partitions} partitions at least one "

@@ -16,6 +16,8 @@ from distembed.composition.initial import Distribution, NearSigns, Uniform
 
 
 class _Elementwise(Composition):
+    """Base of compositions of which column c depends on column c of every partition alone."""
+
     def partition_dims(self, embedding_dim: int, num_partitions: int) -> tuple[int, ...]:
         return (embedding_dim,) * num_partitions
 

@@ -9,15 +9,15 @@ from torch import Tensor
 
 
 class Distribution(Protocol):
-    """Fills a weight in place."""
+    """A distribution of initial weights."""
 
     def fill(self, weight: Tensor, generator: torch.Generator) -> Tensor:
-        """Draws every element."""
+        """Draws every element of a weight in place, and returns the weight."""
 
 
 @dataclass(frozen=True)
 class Uniform:
-    """U(-b, b) with ``b = sqrt(3 * variance)``."""
+    """The uniform distribution U(-b, b) with ``b = sqrt(3 * variance)``."""
 
     variance: float
 
@@ -28,7 +28,7 @@ class Uniform:
 
 @dataclass(frozen=True)
 class NearSigns:
-    """A random sign times about 1: magnitudes are uniform within a tenth of it, so that no two rows are the same."""
+    """Random signs times magnitudes near 1, uniform within a tenth of it, so that no two rows are the same."""
 
     variance: float = 1.0
 

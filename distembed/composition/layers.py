@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from distembed.composition.activations import activate, pull_back, settle
+from distembed.composition.activations import activate, pull_back, save_for_backward
 
 
 @dataclass(frozen=True)
@@ -25,19 +25,19 @@ class PackedLayers:
     """The shape of the functions, the same for all of them.
 
     Args:
-        hidden: size of each hidden layer; none for linear functions.
-        activation: an elementwise function.
+        hidden: The size of each hidden layer; none for linear functions.
+        activation: An elementwise function.
     """
 
     hidden: tuple[int, ...]
     activation: Callable[[Tensor], Tensor]
 
     def num_parameters(self, dim: int) -> int:
-        """Numbers of one function, F, that maps ``dim`` numbers to as many."""
+        """Returns F, how many numbers make one function that maps ``dim`` numbers to as many."""
         return sum(self._widths(dim))
 
     def layers(self, dim: int) -> list[tuple[int, int]]:
-        """Inputs and outputs of each layer."""
+        """Returns the number of inputs and of outputs of each layer."""
         return list(pairwise((dim, *self.hidden, dim)))
 
     def forward(
@@ -46,14 +46,20 @@ class PackedLayers:
         packed: Float[Tensor, "functions F"],
         hidden: list[Tensor] | None = None,
     ) -> Float[Tensor, "functions inputs dim"]:
-        """Applies each function to its own inputs; appends to ``hidden`` what :meth:`backward` can start from."""
+        """Returns the outputs of each function for its own inputs.
+
+        Args:
+            inputs: The inputs of each function.
+            packed: The numbers of each function, as the module's docstring draws them.
+            hidden: A list to which the hidden values are appended that :meth:`backward` can start from.
+        """
         (weight, bias), *others = self._unpack(packed, inputs.shape[2])
         values = torch.baddbmm(bias, inputs, weight)
         for weight, bias in others:
-            settled = settle(self.activation, values)
+            saved = save_for_backward(self.activation, values)
             if hidden is not None:
-                hidden.append(settled)
-            values = torch.baddbmm(bias, activate(self.activation, settled), weight)
+                hidden.append(saved)
+            values = torch.baddbmm(bias, activate(self.activation, saved), weight)
         return values
 
     def backward(
@@ -63,19 +69,24 @@ class PackedLayers:
         gradient: Float[Tensor, "functions inputs dim"],
         hidden: Sequence[Tensor] = (),
     ) -> tuple[Float[Tensor, "functions inputs dim"], Float[Tensor, "functions F"]]:
-        """Gradients of the inputs and of the functions, from that of the outputs.
+        """Returns the gradients of the inputs and of the functions.
 
-        ``hidden`` is what :meth:`forward` appended; without it the hidden values are taken anew.
+        Args:
+            inputs: The inputs of each function.
+            packed: The numbers of each function.
+            gradient: The gradient of the outputs.
+            hidden: The values that :meth:`forward` appended; unless given, they are computed again.
         """
         layers = self._unpack(packed, inputs.shape[2])
-        entering, pullbacks = [inputs], []
-        for (weight, bias), kept in zip_longest(layers[:-1], hidden):
-            settled = settle(self.activation, torch.baddbmm(bias, entering[-1], weight)) if kept is None else kept
-            values, pullback = pull_back(self.activation, settled)
-            entering.append(values)
+        layer_inputs, pullbacks = [inputs], []
+        for (weight, bias), saved in zip_longest(layers[:-1], hidden):
+            if saved is None:
+                saved = save_for_backward(self.activation, torch.baddbmm(bias, layer_inputs[-1], weight))
+            values, pullback = pull_back(self.activation, saved)
+            layer_inputs.append(values)
             pullbacks.append(pullback)
         pieces: list[Tensor] = []
-        for (weight, _), values in zip(reversed(layers), reversed(entering), strict=True):
+        for (weight, _), values in zip(reversed(layers), reversed(layer_inputs), strict=True):
             pieces[:0] = [torch.bmm(values.mT, gradient).flatten(1), gradient.sum(1)]
             gradient = torch.bmm(gradient, weight.mT)
             if pullbacks:
@@ -83,10 +94,11 @@ class PackedLayers:
         return gradient, torch.cat(pieces, dim=1)
 
     def _widths(self, dim: int) -> list[int]:
+        """Returns how many numbers each matrix and each bias have, in the order in which they are packed."""
         return [width for n_in, n_out in self.layers(dim) for width in (n_in * n_out, n_out)]
 
     def _unpack(self, packed: Tensor, dim: int) -> list[tuple[Tensor, Tensor]]:
-        """Weight [functions, in, out] and bias [functions, 1, out] of each layer, as views."""
+        """Returns the weight [functions, in, out] and the bias [functions, 1, out] of each layer, as views."""
         pieces = packed.split(self._widths(dim), dim=1)
         return [
             (weight.view(-1, n_in, n_out), bias.unsqueeze(1))

@@ -1,7 +1,7 @@
 """Path-based compositions: the first partition gives a vector, every other one a function (KDD 2020, section 4.1).
 
-An id's vector is ``f_k(... f_3(f_2(v_1)))``, where f_j is the function in the id's row of partition j: one small
-function a bucket, learned like any weight. Functions are stored packed, a row each (see ``layers.py``).
+An id's vector is ``f_k(... f_3(f_2(v_1)))``, where f_j is the function in the id's row of partition j: each row is one
+small function, learned like any weight. Functions are stored packed, a row each (see ``layers.py``).
 
 Trade-off: a function holds more numbers than a vector (D^2 + D linear; 33 h + 16 with one hidden layer of h and D = 16)
 and costs matrix products instead of a lookup, so partitions other than the first want few buckets; ids that share v_1
@@ -26,7 +26,11 @@ from distembed.partitions.base import require_positive
 
 
 class PathComposition(Composition):
-    """``f_k(... f_2(v_1))`` with functions of packed layers."""
+    """``f_k(... f_2(v_1))`` with functions of packed layers.
+
+    Args:
+        layers: The shape of the functions.
+    """
 
     commutes_with_sum = False
 
@@ -36,14 +40,14 @@ class PathComposition(Composition):
     def partition_dims(self, embedding_dim: int, num_partitions: int) -> tuple[int, ...]:
         return (embedding_dim, *[self._layers.num_parameters(embedding_dim)] * (num_partitions - 1))
 
-    def num_looked_up(self, num_partitions: int) -> int:
+    def num_lookup_partitions(self, num_partitions: int) -> int:
         return 1
 
     def columns(self, embedding_dim: int, num_partitions: int) -> tuple[range, ...] | None:
         return (range(embedding_dim),) if num_partitions == 1 else None
 
     def compose(self, vectors: Sequence[Float[Tensor, "*batch dim_j"]]) -> Float[Tensor, "*batch dim"]:
-        """Applies to each id's vector ``vectors[0]`` its own packed functions ``vectors[1:]``."""
+        """Returns each id's vector ``vectors[0]`` after its own packed functions ``vectors[1:]``."""
         values, *functions = vectors
         for packed in functions:
             inputs = values.reshape(-1, 1, values.shape[-1])
@@ -61,9 +65,9 @@ class PathComposition(Composition):
         functions: Sequence[Float[Tensor, "rows_j F"]],
         rows: Int64[Tensor, "k-1 ids"],
     ) -> Float[Tensor, "ids dim"]:
-        """Applies to each id's looked up vector the functions in its rows, partition after partition.
+        """Returns each id's looked-up vector after the functions in its rows, partition by partition.
 
-        Ids are grouped by function; those of several tables may come stacked, with rows moved on accordingly.
+        Ids are grouped by function. The functions of several tables may be stacked; then rows count through the stack.
         """
         for packed, row in zip(functions, rows, strict=True):
             inputs = evaluate_grouped(inputs, packed, row, self._layers)
@@ -74,12 +78,12 @@ class PathComposition(Composition):
         return (Uniform(variance), *functions)
 
     def _initial_function(self, variance: float, embedding_dim: int) -> Distribution:
-        """Random matrices, such that inputs of this variance give outputs of the same.
+        """Returns the distribution of a function with which inputs of this variance give outputs of the same.
 
         A sum of n products has n times the variance of a weight times the second moment of what enters. A hidden layer
-        keeps the variance before its activation f, and the second moment of f(z) - f(0) is taken for normal z of that
-        variance: exact for relu, within a tenth for all activations where the variance is at most 1. Biases take f(0)
-        away again: else sigmoid, at these small values nearly constant, would give all ids of a function one vector.
+        preserves the variance before its activation f, and the second moment of f(z) - f(0) is taken for normal z of
+        that variance: exact for relu, within a tenth for all activations where the variance is at most 1. Biases
+        subtract f(0): else sigmoid, nearly constant at these small values, would give all ids of a function one vector.
         """
         offset = removable_offset(self._layers.activation, variance)
         variances, moment = [], variance
@@ -87,17 +91,17 @@ class PathComposition(Composition):
         for n_in, _ in layers:
             variances.append(variance / (n_in * moment))
             moment = second_moment(self._layers.activation, variance, offset)
-        return _FunctionStart(tuple(layers), tuple(variances), offset)
+        return _InitialFunction(tuple(layers), tuple(variances), offset)
 
 
 @dataclass(frozen=True)
-class _FunctionStart:
-    """Fills packed functions: uniform matrices, and biases that centre what the layers before give.
+class _InitialFunction:
+    """The distribution of packed functions: uniform matrices, and biases that centre the outputs of the layer before.
 
     Attributes:
-        layers: inputs and outputs of each layer.
-        variances: of the numbers in each layer's matrix.
-        offset: of what an activation gives, to be taken away by the bias of the next layer.
+        layers: The number of inputs and of outputs of each layer.
+        variances: The variance of the numbers in each layer's matrix.
+        offset: The offset of an activation's values, which the bias of the next layer subtracts.
     """
 
     layers: tuple[tuple[int, int], ...]
@@ -116,7 +120,7 @@ class _FunctionStart:
 
 
 class PathLinear(PathComposition):
-    """Functions ``x W + b``: D^2 + D numbers each."""
+    """Paths of linear functions ``x W + b`` of D^2 + D numbers each."""
 
     name = "path_linear"
 
@@ -125,14 +129,14 @@ class PathLinear(PathComposition):
 
 
 class PathMLP(PathComposition):
-    """Functions with hidden layers, linear at the end.
+    """Paths of functions with hidden layers, linear at the end.
 
     Args:
-        hidden: size of each hidden layer, in the order of evaluation.
-        activation: a name of :data:`ACTIVATIONS`, or any elementwise function of a tensor that autograd knows.
+        hidden: The size of each hidden layer, in the order of evaluation.
+        activation: A name of :data:`ACTIVATIONS`, or any elementwise function of a tensor that autograd supports.
 
     Raises:
-        UserError: for hidden sizes that are not positive integers, none at all, or an unknown activation.
+        UserError: There are no hidden sizes, one is not a positive integer, or the activation is unknown.
     """
 
     name = "path_mlp"

@@ -1,4 +1,4 @@
-"""One compositional table as a plain ``torch.nn.Module``, for models that do not use TorchRec."""
+"""A compositional table as a plain ``torch.nn.Module``, for models that do not use TorchRec."""
 
 import torch
 from jaxtyping import Float, Int, Int64
@@ -14,27 +14,30 @@ from distembed.partitions import KeyedHash, Partition
 
 
 class CompositionalEmbeddingBag(nn.Module):
-    """Takes the place of ``nn.EmbeddingBag``, and is called like it.
+    """Takes the place of ``nn.EmbeddingBag``, and is made and called like it.
 
-    Of that it leaves out max_norm, norm_type, scale_grad_by_freq, padding_idx and from_pretrained.
-
-    ``weights.<j>`` holds the vectors, or the functions, of partition j.
+    It has no max_norm, norm_type, scale_grad_by_freq, padding_idx and from_pretrained. ``weights.<j>`` holds the
+    vectors, or the functions, of partition j. The arguments stand one by one, and not in a config, because those of
+    ``nn.EmbeddingBag`` do; from ``mode`` on they are given by name.
 
     Args:
-        num_embeddings: number of ids; an id lies in ``[0, num_embeddings)``.
-        embedding_dim: dimension of the composed vector. With feature generation the output has that of one vector a
-            partition, side by side.
-        partition: an instance for the same ``num_embeddings``, or a name of ``distembed.partitions.PARTITIONS``.
-        composition: an instance or a name of ``distembed.composition.COMPOSITIONS``.
-        mode: ``sum``, ``mean`` or ``max``, of composed vectors. An empty bag gives zeros.
-        include_last_offset: whether ``offsets`` end with the number of ids.
-        sparse: whether the gradients of the partitions that hold vectors are sparse tensors.
-        id_policy: what becomes of an id outside of ``[0, num_embeddings)``: ``error``, ``clip_to_oov`` or ``modulo``.
-        oov_id: the id that ``clip_to_oov`` takes it for; 1 unless given.
-        pre_hash: applied to every id first.
-        seed: of the initial weights; drawn from torch's generator unless given.
-        device: where the weights live.
-        dtype: of the weights.
+        num_embeddings: The number of ids; an id lies in ``[0, num_embeddings)``.
+        embedding_dim: The dimension of the composed vector. With feature generation the output has one such vector for
+            each partition, side by side.
+        partition: An instance for the same ``num_embeddings``, or a name of ``distembed.partitions.PARTITIONS``.
+        composition: An instance, or a name of ``distembed.composition.COMPOSITIONS``.
+        mode: The pooling of composed vectors: ``sum``, ``mean`` or ``max``. An empty bag gives zeros.
+        include_last_offset: Whether ``offsets`` end with the number of ids.
+        sparse: Whether the gradients of the partitions that hold vectors are sparse tensors.
+        id_policy: How to treat an id outside of ``[0, num_embeddings)``: ``error``, ``clip_to_oov`` or ``modulo``.
+        oov_id: The id by which ``clip_to_oov`` replaces it; 1 unless given.
+        pre_hash: A hash that is applied to every id first.
+        seed: The seed of the initial weights; drawn from torch's generator unless given.
+        device: The device of the weights; torch's default device unless given.
+        dtype: The dtype of the weights; torch's default dtype unless given.
+
+    Raises:
+        UserError: A name is unknown, a size is below 1, or the partition was made for another number of ids.
     """
 
     def __init__(
@@ -70,27 +73,27 @@ class CompositionalEmbeddingBag(nn.Module):
         )
         self.include_last_offset = include_last_offset
         self.sparse = sparse
-        place, kind = torch.device(device or torch.get_default_device()), dtype or torch.get_default_dtype()
-        self.weights = nn.ParameterList(empty_weight(part, place, kind) for part in self.table.partition_tables())
+        device, dtype = torch.device(device or torch.get_default_device()), dtype or torch.get_default_dtype()
+        self.weights = nn.ParameterList(empty_weight(part, device, dtype) for part in self.table.partition_tables())
         self.reset_parameters()
 
     @property
     def num_embeddings(self) -> int:
-        """Number of ids."""
+        """The number of ids."""
         return self.table.num_embeddings
 
     @property
     def embedding_dim(self) -> int:
-        """Dimension of a composed vector."""
+        """The dimension of a composed vector."""
         return self.table.embedding_dim
 
     @property
     def mode(self) -> Pooling:
-        """How the vectors of a bag become one."""
+        """The pooling of a bag's vectors."""
         return self.table.pooling
 
     def reset_parameters(self) -> None:
-        """Draws all weights anew, the same ones as at first; does nothing on the meta device."""
+        """Fills all weights with their initial values again; it does nothing on the meta device."""
         initialise(self.table.partition_tables(), self.weights)
 
     def forward(
@@ -99,16 +102,16 @@ class CompositionalEmbeddingBag(nn.Module):
         offsets: Int[Tensor, " batch"] | None = None,
         per_sample_weights: Float[Tensor, " ids"] | Float[Tensor, "batch bag"] | None = None,
     ) -> Float[Tensor, "batch width"]:
-        """Composes the vector of every id, weighs it where weights are given, and pools.
+        """Composes the vector of every id, multiplies it by its weight if weights are given, and pools.
 
         Args:
-            input: ids, a row a bag, or bag after bag with ``offsets``.
-            offsets: where each bag begins.
-            per_sample_weights: of the shape of ``input``; not with mode ``max``.
+            input: The ids, with a row for each bag, or bag after bag with ``offsets``.
+            offsets: The position at which each bag begins.
+            per_sample_weights: A weight for each id, in the shape of ``input``; not allowed with mode ``max``.
 
         Raises:
-            UserError: for an id outside of the table, as the policy says, for ids or offsets that are no integers, or
-                shapes that do not go together.
+            UserError: An id lies outside of the table and the policy is ``error``, ids or offsets are no integers, or
+                shapes do not match.
         """
         if per_sample_weights is not None and per_sample_weights.shape != input.shape:
             raise UserError(
@@ -121,6 +124,7 @@ class CompositionalEmbeddingBag(nn.Module):
         return pool(self._embed(ids), lengths, self.table.pooling, weights)
 
     def _embed(self, ids: Int64[Tensor, " ids"]) -> Float[Tensor, "ids width"]:
+        """Returns the composed vector of each id."""
         rows, weights = self.table.scheme.rows(ids), list(self.weights)
         if self.sparse:
             # the vectors of these ids become the tables, row i that of id i
@@ -131,7 +135,7 @@ class CompositionalEmbeddingBag(nn.Module):
         return self.table.combine.embed(weights, rows).to(self.weights[0].dtype)
 
     def extra_repr(self) -> str:
-        """The settings that this module was made with."""
+        """Returns the module's settings, for its ``repr``."""
         table = self.table
         return (
             f"{table.num_embeddings}, {table.embedding_dim}, partition={table.scheme!r}, "
@@ -142,7 +146,11 @@ class CompositionalEmbeddingBag(nn.Module):
 def _bag_lengths(
     input: Int[Tensor, "*shape"], offsets: Int[Tensor, " offsets"] | None, include_last_offset: bool
 ) -> Int64[Tensor, " batch"]:
-    """Ids of each bag."""
+    """Returns the number of ids of each bag.
+
+    Raises:
+        UserError: The offsets are no integers, do not divide the ids into bags, or do not match the shape of the ids.
+    """
     if input.dim() == 2:
         if offsets is not None:
             raise UserError("input has two dimensions, a row a bag, and offsets are given too; leave offsets out.")
@@ -161,7 +169,11 @@ def _bag_lengths(
 
 
 def _require_bags(bounds: Tensor, lengths: Tensor, num_ids: int) -> None:
-    """Raises unless bags lie one after the other and hold all ids; on a GPU the check runs asynchronously."""
+    """Raises an error unless bags follow one another and hold all ids; on a GPU the check runs asynchronously.
+
+    Raises:
+        UserError: On the CPU, the offsets do not divide the ids into bags; on any device, there are ids without a bag.
+    """
     if len(bounds) == 0 or (len(lengths) == 0 and num_ids > 0):
         raise UserError(f"offsets has the shape {tuple(bounds.shape)} and there are {num_ids} ids; give each a bag.")
     whole = (bounds[0] == 0) & (bounds[-1] == num_ids) & (lengths >= 0).all()

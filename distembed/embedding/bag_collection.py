@@ -1,7 +1,7 @@
-"""The unsharded module: KeyedJaggedTensor of ids -> KeyedTensor of composed, pooled embeddings.
+"""The unsharded module for bags: KeyedJaggedTensor of ids -> KeyedTensor of composed, pooled embeddings.
 
-The reference for everything sharded: plain autograd, one table after another. It also declares the parameters that the
-sharder places, on the meta device too, under the names ``embedding_bags.<table>__p<j>.weight``.
+It is the reference for everything sharded: plain autograd, one table after another. It also declares the parameters
+that the sharder places, on the meta device too, under the names ``embedding_bags.<table>__p<j>.weight``.
 """
 
 from collections.abc import Sequence
@@ -28,12 +28,12 @@ class CompositionalEmbeddingBagCollection(
     ``<feature>__p<j>``. An empty bag gives zeros.
 
     Args:
-        tables: at least one; names and features must be unique.
-        device: where the weights live; ``meta`` to let ``DistributedModelParallel`` make them.
-        is_weighted: whether composed vectors are multiplied by the batch's per-sample weights.
+        tables: At least one table; names and features must be unique.
+        device: The device of the weights; on ``meta`` they are left to ``DistributedModelParallel``.
+        is_weighted: Whether composed vectors are multiplied by the batch's per-sample weights.
 
     Raises:
-        UserError: for names that are not unique, or a table with pooling max where ``is_weighted``.
+        UserError: Names are not unique, or ``is_weighted`` is set and a table has pooling max.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class CompositionalEmbeddingBagCollection(
         """Looks ids up, composes and pools.
 
         Raises:
-            UserError: for an id outside of its table, as its policy says; a feature that is missing; or no weights
-                where ``is_weighted``.
+            UserError: An id lies outside of its table whose policy is ``error``, a feature is missing, or the batch has
+                no weights although ``is_weighted`` is set.
         """
         keys: list[str] = []
         dims: list[int] = []
@@ -81,19 +81,20 @@ class CompositionalEmbeddingBagCollection(
         return KeyedTensor(keys, dims, torch.cat(pooled, dim=1))
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """TorchRec's config of every table, from which its models learn features and dimensions."""
+        """Returns TorchRec's config of every table, in which its models find features and dimensions."""
         return torchrec_configs(EmbeddingBagConfig, self._tables, _pooling)
 
     def is_weighted(self) -> bool:
-        """Whether per-sample weights are applied."""
+        """Returns whether per-sample weights are applied."""
         return self._is_weighted
 
 
 def _pooling(table: CompositionalEmbeddingBagConfig) -> dict[str, PoolingType]:
-    """TorchRec's name of it, which has none for maxima."""
+    """Returns a table's pooling as a field of TorchRec's config; maxima, which TorchRec lacks, appear as sums."""
     return {"pooling": PoolingType.MEAN if table.pooling == "mean" else PoolingType.SUM}
 
 
 def _embedding_bag(weight: Tensor) -> nn.Module:
+    """Returns a module that holds the vectors of one partition."""
     num_rows, dim = weight.shape
     return nn.EmbeddingBag(num_rows, dim, _weight=weight, mode="sum", include_last_offset=True)

@@ -1,4 +1,4 @@
-"""The unsharded module for sequences: KeyedJaggedTensor of ids -> one composed embedding an id."""
+"""The unsharded module for sequences: KeyedJaggedTensor of ids -> one composed embedding for each id."""
 
 from collections.abc import Sequence
 
@@ -16,13 +16,16 @@ from distembed.errors import UserError
 class CompositionalEmbeddingCollection(CompositionalTables[CompositionalEmbeddingConfig], EmbeddingCollectionInterface):
     """Takes the place of TorchRec's ``EmbeddingCollection``, with compositional tables.
 
-    Parameters are named ``embeddings.<table>__p<j>.weight``. With feature generation a feature has one output a
+    Parameters are named ``embeddings.<table>__p<j>.weight``. With feature generation a feature has one output for each
     partition, ``<feature>__p<j>``.
 
     Args:
-        tables: at least one, all of the same ``embedding_dim``; names and features must be unique.
-        device: where the weights live; on ``meta`` they take no memory.
-        need_indices: whether the outputs carry their ids, as weights.
+        tables: At least one table, all of the same ``embedding_dim``; names and features must be unique.
+        device: The device of the weights; on ``meta`` they take no memory.
+        need_indices: Whether the outputs carry their ids, as weights.
+
+    Raises:
+        UserError: Names are not unique, or the tables' dimensions differ.
     """
 
     def __init__(
@@ -48,10 +51,10 @@ class CompositionalEmbeddingCollection(CompositionalTables[CompositionalEmbeddin
         return self.embeddings
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Looks ids up and composes; lengths are those of the input.
+        """Looks ids up and composes; each output has its feature's lengths.
 
         Raises:
-            UserError: for an id outside of its table, as its policy says, or a feature that is missing.
+            UserError: An id lies outside of its table whose policy is ``error``, or a feature is missing.
         """
         outputs = {}
         for feature in self.embed(features):
@@ -62,22 +65,23 @@ class CompositionalEmbeddingCollection(CompositionalTables[CompositionalEmbeddin
         return outputs
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
-        """TorchRec's config of every table, from which models learn features and dimensions."""
+        """Returns TorchRec's config of every table, in which its models find features and dimensions."""
         return torchrec_configs(EmbeddingConfig, self._tables)
 
     def embedding_dim(self) -> int:
-        """Dimension of a vector."""
+        """Returns the dimension of a vector."""
         return self._tables[0].embedding_dim
 
     def need_indices(self) -> bool:
-        """Whether the outputs carry their ids."""
+        """Returns whether the outputs carry their ids."""
         return self._need_indices
 
     def embedding_names_by_table(self) -> list[list[str]]:
-        """Keys of the output, for each table."""
+        """Returns the keys of the output for each table."""
         return [[key for name in table.feature_names for key in table.vector_names(name)] for table in self._tables]
 
 
 def _embedding(weight: Tensor) -> nn.Module:
+    """Returns a module that holds the vectors of one partition."""
     num_rows, dim = weight.shape
     return nn.Embedding(num_rows, dim, _weight=weight)

@@ -1,6 +1,6 @@
-"""What a table is.
+"""The configs of compositional tables, from which modules, sharders and the planner take all that they need.
 
-:class:`CompositionalEmbeddingBagConfig` plays the part of TorchRec's ``EmbeddingBagConfig`` and
+:class:`CompositionalEmbeddingBagConfig` takes the place of TorchRec's ``EmbeddingBagConfig`` and
 :class:`CompositionalEmbeddingConfig` that of its ``EmbeddingConfig``.
 """
 
@@ -28,9 +28,14 @@ _BYTES_PER_FUNCTION_PARAMETER = 4
 
 @dataclass(frozen=True)
 class PartitionTable:
-    """The parameters of one partition of a table: ``num_rows`` rows of ``dim`` numbers.
+    """The parameters of one partition of a table.
 
-    A row is a vector, or, where ``is_function``, the packed weights of a function (path-based compositions).
+    Attributes:
+        name: ``<table>__p<j>``, where j is the partition's number.
+        num_rows: The number of rows.
+        dim: How many numbers make a row.
+        init: Fills the weight with its initial values.
+        is_function: Whether a row is the packed weights of a function (path-based compositions) instead of a vector.
     """
 
     name: str
@@ -41,7 +46,7 @@ class PartitionTable:
 
     @property
     def num_parameters(self) -> int:
-        """Numbers of all rows."""
+        """How many numbers all rows have."""
         return self.num_rows * self.dim
 
 
@@ -50,23 +55,24 @@ class CompositionalEmbeddingConfig:
     """One table: its ids, how they are partitioned, and how the rows' vectors are composed.
 
     Args:
-        name: unique among the tables of a collection.
-        num_embeddings: number of ids; an id lies in ``[0, num_embeddings)``.
-        embedding_dim: dimension of the composed vector.
-        feature_names: features that look their ids up here.
-        partition: an instance for the same ``num_embeddings``, or a name of ``distembed.partitions.PARTITIONS`` that is
+        name: The table's name, unique among the tables of a collection.
+        num_embeddings: The number of ids; an id lies in ``[0, num_embeddings)``.
+        embedding_dim: The dimension of the composed vector.
+        feature_names: The features that look their ids up in this table.
+        partition: An instance for the same ``num_embeddings``, or a name of ``distembed.partitions.PARTITIONS`` that is
             built with its default settings.
-        composition: an instance or a name of ``distembed.composition.COMPOSITIONS``.
-        data_type: of the vectors; functions are FP32.
-        seed: of the initial values, with the table's name and the partition's number, and of ``sse``.
-        id_policy: what becomes of an id outside of ``[0, num_embeddings)``: ``error``; ``clip_to_oov``, it is taken for
-            ``oov_id``; ``modulo``, its remainder modulo ``num_embeddings``, which is not negative.
-        oov_id: the id of unknown values; unless given 1, as ``distembed prepare`` has it (0 in a table of one id).
-        pre_hash: applied to every id first; then ids may be any int64.
-        sse: how ids are replaced in training, by random numbers of ``seed``; none are unless given.
+        composition: An instance, or a name of ``distembed.composition.COMPOSITIONS``.
+        data_type: The type of the vectors; functions are FP32.
+        seed: The seed of ``sse`` and, with the table's name and the partition's number, of the initial values.
+        id_policy: How to treat an id outside of ``[0, num_embeddings)``: ``error`` raises an error, ``clip_to_oov``
+            replaces it by ``oov_id``, ``modulo`` by its remainder modulo ``num_embeddings``, which is not negative.
+        oov_id: The id of unknown values. Unless given it is 1, as in the datasets of ``distembed prepare``, and 0 in a
+            table of one id.
+        pre_hash: A hash that is applied to every id first, so that ids may be any int64.
+        sse: The rule by which ids are replaced in training; none are unless it is given.
 
     Raises:
-        UserError: for an unknown name, a size below 1, or a partition or an ``sse`` made for another number of ids.
+        UserError: A name is unknown, a size is below 1, or the partition or ``sse`` was made for another number of ids.
     """
 
     name: str
@@ -123,6 +129,7 @@ class CompositionalEmbeddingConfig:
             raise UserError(f"{where}: {error}") from None
 
     def _resolve(self, name: str, value: object) -> None:
+        """Replaces a field's value, as the frozen class does not allow otherwise."""
         object.__setattr__(self, name, value)
 
     @property
@@ -139,24 +146,24 @@ class CompositionalEmbeddingConfig:
 
     @property
     def num_vectors(self) -> int:
-        """Vectors of ``embedding_dim`` that an id gives: 1, or one a partition with feature generation."""
+        """How many vectors of ``embedding_dim`` an id gives: 1, or with feature generation one for each partition."""
         return self.combine.num_vectors(len(self.scheme.num_rows))
 
     def vector_names(self, feature_name: str) -> list[str]:
-        """Output keys of a feature: its name, or ``<feature>__p<j>`` where each partition gives a vector."""
+        """Returns a feature's output keys: its name, or ``<feature>__p<j>`` where each partition gives a vector."""
         if self.num_vectors == 1:
             return [feature_name]
         return [f"{feature_name}__p{j}" for j in range(self.num_vectors)]
 
     def partition_tables(self) -> list[PartitionTable]:
-        """The parameters of the k partitions, named ``<table>__p<j>``.
+        """Returns the parameters of the k partitions, named ``<table>__p<j>``.
 
         They are initialised so that a composed vector has the variance of a full table's U(-1/sqrt(n), 1/sqrt(n)).
         """
         rows = self.scheme.num_rows
         dims = self.combine.partition_dims(self.embedding_dim, len(rows))
         draws = self.combine.initial_weights(1.0 / (3.0 * self.num_embeddings), len(rows), self.embedding_dim)
-        num_looked_up = self.combine.num_looked_up(len(rows))
+        num_lookups = self.combine.num_lookup_partitions(len(rows))
         names = [f"{self.name}__p{j}" for j in range(len(rows))]
         return [
             PartitionTable(
@@ -164,39 +171,39 @@ class CompositionalEmbeddingConfig:
                 rows[j],
                 dims[j],
                 SeededInit(draws[j], self.seed, names[j], rows[j], dims[j]),
-                j >= num_looked_up,
+                j >= num_lookups,
             )
             for j in range(len(rows))
         ]
 
     def lookup_tables(self) -> list[PartitionTable]:
-        """The partitions whose rows are vectors."""
+        """Returns the partitions whose rows are vectors."""
         return [part for part in self.partition_tables() if not part.is_function]
 
     def function_tables(self) -> list[PartitionTable]:
-        """The partitions whose rows are functions."""
+        """Returns the partitions whose rows are functions."""
         return [part for part in self.partition_tables() if part.is_function]
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of all partitions."""
+        """The number of parameters of all partitions."""
         return sum(part.num_parameters for part in self.partition_tables())
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of all parameters, without optimizer state."""
-        in_vectors = sum(part.num_parameters for part in self.lookup_tables())
-        in_functions = self.num_parameters - in_vectors
-        return in_vectors * _BYTES_PER_PARAMETER[self.data_type] + in_functions * _BYTES_PER_FUNCTION_PARAMETER
+        """The bytes of all parameters, without optimizer state."""
+        vectors = sum(part.num_parameters for part in self.lookup_tables())
+        functions = sum(part.num_parameters for part in self.function_tables())
+        return vectors * _BYTES_PER_PARAMETER[self.data_type] + functions * _BYTES_PER_FUNCTION_PARAMETER
 
 
 @dataclass(frozen=True)
 class CompositionalEmbeddingBagConfig(CompositionalEmbeddingConfig):
-    """A table whose vectors are pooled over the ids of a bag; arguments as its base's, and one more.
+    """A table whose vectors are pooled over the ids of a bag; it has its base's arguments, and one more.
 
     Args:
-        pooling: how the composed vectors of a bag become one: ``sum``, ``mean`` or ``max``, a number at a time.
-            TorchRec's ``PoolingType`` is taken too. An empty bag gives zeros.
+        pooling: How the composed vectors of a bag become one: ``sum``, ``mean`` or ``max``, elementwise, or TorchRec's
+            ``PoolingType``. An empty bag gives zeros.
     """
 
     pooling: Pooling = "sum"
@@ -208,21 +215,22 @@ class CompositionalEmbeddingBagConfig(CompositionalEmbeddingConfig):
 
 
 def _require_instance(field: str, value: object, kind: type) -> None:
+    """Raises a :class:`UserError` unless a value is of a class."""
     if not isinstance(value, kind):
         raise UserError(f"{field} is {value!r}; give a name, or an instance such as Product() or Naive(1000).")
 
 
 def vector_names(tables: Sequence[CompositionalEmbeddingConfig]) -> list[str]:
-    """Output keys of all features, in the tables' order."""
+    """Returns the output keys of all features, in the tables' order."""
     return [name for table in tables for feature in table.feature_names for name in table.vector_names(feature)]
 
 
 def perturbation(tables: Sequence[CompositionalEmbeddingConfig], rank: int | None = None) -> FeaturePerturbation:
-    """What replaces the ids of these tables' features in training.
+    """Returns the module that replaces the ids of these tables' features in training.
 
     Args:
-        tables: those without an ``sse`` are left alone.
-        rank: of this process; the one in the default process group unless given.
+        tables: Tables; the ids of those without an ``sse`` are not replaced.
+        rank: This process's rank; unless given, that in the default process group.
     """
     streams = [
         IdStream(table.name, feature, table.num_embeddings, table.sse, table.seed)
@@ -234,7 +242,7 @@ def perturbation(tables: Sequence[CompositionalEmbeddingConfig], rank: int | Non
 
 
 def meaning_of_weights(table: CompositionalEmbeddingConfig) -> str:
-    """One line that is the same for tables that do the same with the same weights."""
+    """Returns one line, which is the same for two tables if they give the same vectors for the same weights."""
     values = {name: getattr(table.combine, name) for name in table.combine.settings}
     settings = {name: getattr(value, "__qualname__", value) for name, value in values.items()}
     parts = [table.scheme.name, table.scheme.description, f"{table.combine.name} {settings}"]

@@ -1,8 +1,8 @@
-"""Brings raw ids inside their tables, before they index anything.
+"""Maps raw ids into their tables' ranges, before they index anything.
 
-A table may hash its ids first (``pre_hash``); what then lies outside of ``[0, num_embeddings)`` follows the table's
-``id_policy``. A batch that needs nothing of this, the usual case, pays one pass over its ids: a maximum a feature. Ids
-are compared as unsigned numbers, among which a negative one is larger than any table.
+A table may hash its ids first (``pre_hash``); ids that then lie outside of ``[0, num_embeddings)`` follow the table's
+``id_policy``. A batch that needs nothing of this, the usual case, costs one pass over its ids, for the maximum of each
+feature. Ids are compared as unsigned numbers, among which a negative one is larger than any table.
 """
 
 from collections.abc import Sequence
@@ -24,21 +24,25 @@ _REFUSED_ON_DEVICE = "an id lies outside its table; run the batch on the CPU to 
 
 
 class IdMapper:
-    """Raw ids of a batch -> ids that lie in their tables; features that no table reads may hold anything.
+    """Maps the raw ids of a batch to ids that lie in their tables; features that no table reads are not looked at.
 
     On the CPU an id that is refused raises a :class:`UserError` that names table, feature, position and value. On a GPU
     the check runs asynchronously, so as not to stop the stream, and fails as a device-side assertion.
 
     Args:
-        tables: no two of them may read the same feature.
+        tables: Tables of which no two read the same feature.
     """
 
     def __init__(self, tables: Sequence[CompositionalEmbeddingConfig]) -> None:
-        self._table_of = {name: table for table in tables for name in table.feature_names}
+        self._table_by_feature = {name: table for table in tables for name in table.feature_names}
         self._layout: _Layout | None = None
 
     def __call__(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """The same object where no id has to change, else a copy with int64 ids."""
+        """Returns the same object where no id has to change, else a copy with int64 ids.
+
+        Raises:
+            UserError: An id is refused, the ids are no integers, or the features have different numbers of rows.
+        """
         values = features.values()
         if values.numel() == 0 or values.is_meta:
             return features
@@ -47,7 +51,7 @@ class IdMapper:
                 "The batch has another number of rows for each feature (stride_per_key_per_rank is set); compositional "
                 "tables take batches with the same rows for all."
             )
-        layout = self._layout_of(features)
+        layout = self._find_layout(features)
         if values.device.type == "cpu":
             changed = layout.hashed + _features_outside(features, layout.last_ids)
         else:
@@ -55,19 +59,21 @@ class IdMapper:
             changed = layout.mapped
         return self._replace(features, changed) if changed else features
 
-    def _layout_of(self, features: KeyedJaggedTensor) -> "_Layout":
+    def _find_layout(self, features: KeyedJaggedTensor) -> "_Layout":
+        """Returns the layout of a batch: the last one where keys, dtype and device are the same, else a new one."""
         keys, values = features.keys(), features.values()
         layout = self._layout
         if layout is None or (layout.keys, layout.dtype, layout.device) != (keys, values.dtype, values.device):
-            tables = [self._table_of.get(key) for key in keys]
+            tables = [self._table_by_feature.get(key) for key in keys]
             self._layout = layout = _make_layout(keys, tables, values.dtype, values.device)
         return layout
 
     def _replace(self, features: KeyedJaggedTensor, changed: Sequence[int]) -> KeyedJaggedTensor:
+        """Returns a copy of a batch in which the ids of the features with these indices are mapped."""
         keys, counts = features.keys(), features.length_per_key()
         pieces = list(features.values().long().split(counts))
         for i in changed:
-            pieces[i] = map_ids(self._table_of[keys[i]], pieces[i], f"feature {keys[i]!r}")
+            pieces[i] = map_ids(self._table_by_feature[keys[i]], pieces[i], f"feature {keys[i]!r}")
         return KeyedJaggedTensor(
             keys,
             torch.cat(pieces),
@@ -82,17 +88,17 @@ class IdMapper:
 def map_ids(
     table: CompositionalEmbeddingConfig, ids: Int[Tensor, " ids"], where: str, first_position: int = 0
 ) -> Int64[Tensor, " ids"]:
-    """Raw ids -> ids that lie in the table.
+    """Returns the ids that raw ids have in a table.
 
     Args:
-        table: whose hash and policy hold.
-        ids: any integers.
-        where: what holds them, for the error: ``feature 'C1'``.
-        first_position: of ``ids`` within that.
+        table: The table, whose hash and policy are applied.
+        ids: Tensor of any integers.
+        where: The place of the ids, for the error: ``feature 'C1'``.
+        first_position: The position of the first of ``ids`` in that place.
 
     Raises:
-        UserError: for ids that are no integers; for an id outside of the table, on the CPU and where the policy is
-            ``error``.
+        UserError: The ids are no integers; or, on the CPU and where the policy is ``error``, one lies outside of the
+            table.
     """
     require_integers(f"table {table.name!r}, {where}: the ids", ids.dtype)
     ids = ids.long()
@@ -113,17 +119,21 @@ def map_ids(
 
 
 def require_integers(what: str, dtype: torch.dtype) -> None:
-    """Raises unless it is a type of integers: others would be truncated to some.
+    """Raises an error for a dtype that is none of integers, whose values would be truncated.
 
     Args:
-        what: has the type, in the plural.
-        dtype: of it.
+        what: What has the dtype, in the plural.
+        dtype: The dtype.
+
+    Raises:
+        UserError: The dtype is none of integers.
     """
     if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
         raise UserError(f"{what} are of {dtype}, but must be integers; give int64 or int32.")
 
 
 def _refusal(table: CompositionalEmbeddingConfig, where: str, position: int, value: int) -> str:
+    """Returns the text of the error for an id outside of its table."""
     return (
         f"table {table.name!r}, {where}: the id at position {position} is {value}; ids lie between 0 and "
         f"{table.num_embeddings - 1} (num_embeddings={table.num_embeddings}). Map unseen values to an "
@@ -134,17 +144,17 @@ def _refusal(table: CompositionalEmbeddingConfig, where: str, position: int, val
 
 @dataclass(frozen=True)
 class _Layout:
-    """What is known of batches with the same keys.
+    """The limits of the ids of all batches with the same keys, dtype and device.
 
     Attributes:
-        keys: the batch's features.
-        dtype: of its ids.
-        device: of its ids.
-        hashed: indices of the features whose ids are hashed.
-        mapped: indices of those whose ids may change: hashed, or of another policy than ``error``.
-        last_ids: the largest id of each feature that needs no change, as an unsigned number.
-        device_bounds: on the device, the largest id that is no error, with the sign bit flipped: so signed numbers
-            compare as the unsigned ones do.
+        keys: The batches' features.
+        dtype: The dtype of their ids.
+        device: The device of their ids.
+        hashed: The indices of the features whose ids are hashed.
+        mapped: The indices of the features whose ids may change: they are hashed, or their policy is not ``error``.
+        last_ids: The largest id of each feature that needs no change, as an unsigned number.
+        device_bounds: The largest id of each feature that is no error, on the device and with the sign bit flipped, so
+            that signed numbers compare as the unsigned ones do.
     """
 
     keys: list[str]
@@ -162,6 +172,17 @@ def _make_layout(
     dtype: torch.dtype,
     device: torch.device,
 ) -> _Layout:
+    """Computes a layout.
+
+    Args:
+        keys: The batch's features.
+        tables: The table of each feature, or None for one that no table reads.
+        dtype: The dtype of the ids.
+        device: The device of the ids.
+
+    Raises:
+        UserError: The ids are no integers.
+    """
     last_ids = np.full(len(keys), _LARGEST_UNSIGNED, dtype=np.uint64)
     bounds = last_ids.copy()
     hashed, mapped = [], []
@@ -183,7 +204,7 @@ def _make_layout(
 
 
 def _features_outside(features: KeyedJaggedTensor, last_ids: NDArray[np.uint64]) -> list[int]:
-    """Indices of the features with an id beyond their last."""
+    """Returns the indices of the features with an id beyond their last one."""
     values = features.values().numpy()
     counts = np.array(features.length_per_key())
     starts = counts.cumsum() - counts
@@ -195,6 +216,7 @@ def _features_outside(features: KeyedJaggedTensor, last_ids: NDArray[np.uint64])
 
 
 def _assert_inside(features: KeyedJaggedTensor, device_bounds: Int64[Tensor, " keys"]) -> None:
+    """Asserts on the device, without waiting for it, that no id lies beyond its feature's bound."""
     ids, lengths = features.values().long(), features.lengths()
     bounds = device_bounds.repeat_interleave(lengths.numel() // len(device_bounds))
     bounds = bounds.repeat_interleave(lengths, output_size=ids.numel())

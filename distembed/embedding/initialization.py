@@ -1,4 +1,4 @@
-"""Initial weights of a table, a function of (seed, table's name) alone.
+"""Initial weights of a table, which are a function of the seed and the table's name alone.
 
 Neither the number of ranks, nor where a table's rows and columns lie, nor the order in which tables are made changes a
 table's first weights, so that runs on one and on many ranks start from the same model. Rows are drawn block by block,
@@ -17,19 +17,19 @@ from torch import Tensor
 
 from distembed.composition.initial import Distribution
 
-_NUMBERS_OF_A_BLOCK = 2**22
+_NUMBERS_PER_BLOCK = 2**22
 
 
 @dataclass(frozen=True)
 class SeededInit:
-    """Fills a weight in place with draws that depend on (seed, name); fits TorchRec's ``init_fn``.
+    """Fills a weight in place with random numbers that depend on seed and name; it can be TorchRec's ``init_fn``.
 
     Attributes:
-        distribution: of the numbers.
-        seed: of the draws, with the name.
-        name: of the partition table.
-        num_rows: of the whole weight.
-        dim: of the whole weight.
+        distribution: The distribution of the numbers.
+        seed: The seed of the random numbers, with the name.
+        name: The name of the partition's weight.
+        num_rows: The number of rows of the whole weight.
+        dim: The number of columns of the whole weight.
     """
 
     distribution: Distribution
@@ -39,15 +39,15 @@ class SeededInit:
     dim: int
 
     def __call__(self, weight: Tensor) -> Tensor:
-        """Fills the whole weight."""
+        """Fills the whole weight and returns it."""
         return self.fill_part(weight, 0, 0)
 
     @torch.no_grad()
     def fill_part(self, part: Float[Tensor, "rows columns"], first_row: int, first_column: int) -> Tensor:
-        """Fills the rows and columns of the weight that begin at these with what they have in the whole."""
+        """Fills a range of the weight's rows and columns with its values in the whole weight, and returns it."""
         end, columns = first_row + len(part), slice(first_column, first_column + part.shape[1])
-        block_rows = max(1, _NUMBERS_OF_A_BLOCK // self.dim)
-        # made once: freed and made anew for every block, glibc's heap would grow by each
+        block_rows = max(1, _NUMBERS_PER_BLOCK // self.dim)
+        # allocated once: freed and allocated again for every block, glibc's heap would grow by each
         scratch: Tensor | None = None
         for block in range(first_row // block_rows, -(-end // block_rows) if len(part) else 0):
             start, stop = block * block_rows, min((block + 1) * block_rows, self.num_rows)
@@ -63,7 +63,8 @@ class SeededInit:
         return part
 
     def _generator(self, block: int, device: torch.device) -> torch.Generator:
-        of_block = f"/{block}" if block else ""
-        digest = hashlib.sha256(f"{self.seed}/{self.name}{of_block}".encode()).digest()
-        # 63 bits: what a torch generator takes on every device
+        """Returns the random numbers of a block."""
+        suffix = f"/{block}" if block else ""
+        digest = hashlib.sha256(f"{self.seed}/{self.name}{suffix}".encode()).digest()
+        # 63 bits: the seeds that torch's generators accept on every device
         return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)

@@ -1,4 +1,4 @@
-"""Composed vectors of a table as a Parquet file, for serving: a table again, without partitions.
+"""Writes the composed vectors of a table to a Parquet file, for serving without partitions.
 
 ::
 
@@ -7,7 +7,7 @@
     1              [-0.021, 0.010, ...]
 
 With feature generation there is a column for each partition's vector, ``vector__p<j>``, in the place of ``vector``.
-Ids are streamed, so memory holds the table's own weights and a few chunks of composed vectors.
+Ids are streamed, so that only the table's own weights and a few chunks of composed vectors are in memory.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -40,19 +40,19 @@ def materialise(
     """Writes the composed vectors of ids, in their order; the file appears whole or not at all.
 
     Args:
-        table: what the weights are of.
-        weights: of each partition, in their order.
-        output: file to write, replaced if it is there.
-        ids: raw ids, which go through the table's hash and policy as in training; all of the table unless given.
-        rows_per_chunk: how many vectors are composed and written at once, a row group; 16 MiB of them unless given.
+        table: The table.
+        weights: The weight of each partition, in their order.
+        output: The file to write; one that exists is replaced.
+        ids: Raw ids, to which the table's hash and policy apply as in training; all ids of the table unless given.
+        rows_per_chunk: How many vectors are composed and written at once, as a row group; 16 MiB of them unless given.
 
     Returns:
-        The number of rows.
+        The number of rows that were written.
 
     Raises:
-        UserError: for weights of other shapes, an id outside of the table where its policy is ``error``, or no ids for
-            a table that hashes them.
-        RunError: where the file cannot be written.
+        UserError: The weights have other shapes, an id lies outside of the table whose policy is ``error``, or no ids
+            are given for a table that hashes them.
+        RunError: The file cannot be written.
     """
     output = Path(output)
     _require_shapes(table, weights)
@@ -77,6 +77,7 @@ def materialise(
 
 
 def _require_shapes(table: CompositionalEmbeddingConfig, weights: Sequence[Tensor]) -> None:
+    """Raises a :class:`UserError` unless the weights have the shapes of the table's partitions."""
     wanted = [(part.num_rows, part.dim) for part in table.partition_tables()]
     given = [tuple(weight.shape) for weight in weights]
     if given != wanted:
@@ -87,6 +88,7 @@ def _require_shapes(table: CompositionalEmbeddingConfig, weights: Sequence[Tenso
 
 
 def _arrow_schema(table: CompositionalEmbeddingConfig) -> pa.Schema:
+    """Returns the columns of the file, with a description of the table as metadata."""
     kind = pa.list_(pa.float32(), table.embedding_dim)
     described = {
         "table": table.name,
@@ -104,7 +106,11 @@ def _arrow_schema(table: CompositionalEmbeddingConfig) -> pa.Schema:
 def _chunks(
     table: CompositionalEmbeddingConfig, ids: Tensor | Iterable[int] | None, rows_per_chunk: int
 ) -> Iterator[Int64[Tensor, " ids"]]:
-    """Ids, so many at a time."""
+    """Yields the ids as int64 on the CPU, ``rows_per_chunk`` at a time.
+
+    Raises:
+        UserError: The ids are no integers that int64 can hold, or a tensor of them has not one dimension.
+    """
     if ids is None:
         for start in range(0, table.num_embeddings, rows_per_chunk):
             yield torch.arange(start, min(start + rows_per_chunk, table.num_embeddings))
@@ -124,11 +130,13 @@ def _chunks(
 
 
 def _require_int64(value: object) -> None:
+    """Raises a :class:`UserError` unless a value is an integer that int64 can hold."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not -(2**63) <= int(value) < 2**63:
         raise UserError(f"ids holds {value!r}; give integers that int64 can hold.")
 
 
 def _arrow_table(ids: Int64[Tensor, " ids"], vectors: Float[Tensor, "ids width"], schema: pa.Schema) -> pa.Table:
+    """Returns ids and their vectors as columns of the file."""
     columns = [
         pa.FixedSizeListArray.from_arrays(pa.array(part.contiguous().view(-1).numpy()), field.type.list_size)
         for part, field in zip(vectors.split(schema.field(1).type.list_size, dim=1), list(schema)[1:], strict=True)
@@ -137,6 +145,7 @@ def _arrow_table(ids: Int64[Tensor, " ids"], vectors: Float[Tensor, "ids width"]
 
 
 def _writer(path: str, schema: pa.Schema) -> pq.ParquetWriter:
+    """Opens the file for writing."""
     # as the datasets: byte-stream-split with zstd is three quarters of the size of plain pages (measured)
     return pq.ParquetWriter(
         path,

@@ -1,4 +1,4 @@
-"""Pooling: the composed vectors of a bag become one.
+"""Pooling: the composed vectors of a bag become one vector.
 
 ::
 
@@ -26,14 +26,14 @@ def pool(
     """Pools vectors that lie bag after bag; an empty bag gives zeros.
 
     Args:
-        vectors: one an id, composed.
-        lengths: ids of each bag; their sum is the number of ids.
-        pooling: ``sum``; ``mean``, the sum over the number of ids, weighted or not, as FBGEMM has it; ``max``, a number
-            at a time, which goes with no weights.
-        weights: each multiplies its id's vector.
+        vectors: The composed vector of each id.
+        lengths: The number of ids of each bag; their sum is the number of ids.
+        pooling: ``sum``; ``mean``, the sum divided by the number of ids, also where it is weighted, as in FBGEMM; or
+            ``max``, elementwise and without weights.
+        weights: Factors, each of its id's vector.
 
     Raises:
-        UserError: for ``max`` with weights.
+        UserError: The pooling is ``max`` and weights are given.
     """
     if weights is not None:
         if pooling == "max":
@@ -43,12 +43,13 @@ def pool(
         return _max(vectors, lengths)
     # faster forward and backward than an embedding_bag over the vectors, or a segment_reduce of them
     bags = torch.arange(len(lengths), device=lengths.device)
-    bag_of_id = bags.repeat_interleave(lengths, output_size=len(vectors))
-    summed = vectors.new_zeros(len(lengths), vectors.shape[1]).index_add(0, bag_of_id, vectors)
+    bag_per_id = bags.repeat_interleave(lengths, output_size=len(vectors))
+    summed = vectors.new_zeros(len(lengths), vectors.shape[1]).index_add(0, bag_per_id, vectors)
     return summed / lengths.clamp(min=1).unsqueeze(1) if pooling == "mean" else summed
 
 
 def _max(vectors: Float[Tensor, "ids width"], lengths: Int[Tensor, " batch"]) -> Float[Tensor, "batch width"]:
+    """Returns the elementwise maximum of each bag."""
     offsets = nn.functional.pad(lengths.long().cumsum(0), (1, 0))
     order = torch.arange(len(vectors), device=vectors.device)
     pooled: Any = nn.functional.embedding_bag(order, vectors, offsets, mode="max", include_last_offset=True)

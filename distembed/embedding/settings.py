@@ -1,4 +1,4 @@
-"""The ``embedding`` section of a YAML file, and the tables that it makes of a dataset's features."""
+"""The ``embedding`` section of a YAML file, and the tables that are built from it for a dataset's features."""
 
 import dataclasses
 import hashlib
@@ -28,28 +28,29 @@ _Sizes = Annotated[list[PositiveInt], Field(min_length=1)]
 
 @pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
 class TableConfig:
-    """Settings of a table in a YAML file; each scheme and composition reads those that concern it.
+    """The settings of a table in a YAML file; each scheme and composition reads those that concern it.
 
     Attributes:
-        partition: a name of ``PARTITIONS``; ``naive`` is the full table, ``remainder`` the hashing trick.
-        collisions: how many ids share a row of the first partition, for ``remainder`` and ``quotient_remainder``; 4
+        partition: A name of ``PARTITIONS``; ``naive`` is the full table, ``remainder`` the hashing trick.
+        collisions: How many ids share a row of the first partition, for ``remainder`` and ``quotient_remainder``; 4
             unless it or ``num_buckets`` is given.
-        num_buckets: rows of the first partition of the same two, in place of ``collisions``.
-        num_partitions: k, for ``mixed_radix`` and ``chinese_remainder``, whose moduli are then found.
-        moduli: the moduli themselves, for the same two, in place of ``num_partitions``.
-        assignments: Parquet file of ``explicit``, with a row an id; a relative path starts at the working directory.
-        columns: its columns, each of which makes a partition.
-        allow_collisions: whether ``explicit`` may leave ids with the same rows.
-        composition: a name of ``COMPOSITIONS``; ignored where there is one partition only.
-        dims: dimension of each partition's vectors, for ``concat``; equal shares unless given.
-        hidden: hidden sizes of each function, for ``path_mlp``.
-        activation: between its layers.
-        embedding_dim: dimension of the composed vector; the same in all tables.
-        pooling: of multi-hot features: ``sum``, ``mean`` or ``max``.
-        threshold: tables with at most this many ids stay full.
-        force: apply the scheme even below the threshold and even where it saves no parameters.
-        id_policy: of ids outside of the table: ``error``, ``clip_to_oov`` or ``modulo``.
-        hash_seed: seed of a hash that is applied to every id first; none unless given.
+        num_buckets: The rows of the first partition of the same two schemes, in place of ``collisions``.
+        num_partitions: k, for ``mixed_radix`` and ``chinese_remainder``, whose moduli are then computed.
+        moduli: The moduli themselves, for the same two schemes, in place of ``num_partitions``.
+        assignments: The Parquet file of ``explicit``, with a row for each id; a relative path starts at the working
+            directory.
+        columns: The columns of that file, each of which is a partition.
+        allow_collisions: Whether ``explicit`` accepts ids with the same rows.
+        composition: A name of ``COMPOSITIONS``; ignored where there is one partition only.
+        dims: The dimension of each partition's vectors, for ``concat``; equal shares unless given.
+        hidden: The hidden sizes of each function, for ``path_mlp``.
+        activation: The activation between the layers of a function, for ``path_mlp``.
+        embedding_dim: The dimension of the composed vector; it is the same in all tables.
+        pooling: The pooling of multi-hot features: ``sum``, ``mean`` or ``max``.
+        threshold: The largest number of ids of a table that stays full.
+        force: Whether the scheme is applied even below the threshold and even where it saves no parameters.
+        id_policy: How to treat ids outside of the table: ``error``, ``clip_to_oov`` or ``modulo``.
+        hash_seed: The seed of a hash that is applied to every id first; without it ids are not hashed.
     """
 
     partition: str = "naive"
@@ -91,7 +92,7 @@ class TableConfig:
 class EmbeddingConfig:
     """The ``embedding`` section: ``default`` for every table, ``tables`` for exceptions by the feature's name.
 
-    In a file an exception gives only what differs from ``default``.
+    In a file an exception has only the settings that differ from ``default``.
     """
 
     default: TableConfig = field(default_factory=TableConfig)
@@ -112,13 +113,13 @@ class EmbeddingConfig:
                 )
         return self
 
-    def of(self, name: str) -> TableConfig:
-        """The settings that hold for one table."""
+    def for_table(self, name: str) -> TableConfig:
+        """Returns the settings of one table."""
         return self.tables.get(name, self.default)
 
 
 def _complete(default: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
-    """A table's own settings over the default's; naming one of two alternatives takes the other one away."""
+    """Returns the default's settings with a table's own in their place; one of two alternatives replaces the other."""
     replaced = {other for pair in _ALTERNATIVES for name, other in (pair, pair[::-1]) if name in table}
     inherited = {key: value for key, value in default.items() if key not in replaced}
     return over_default(inherited, table)
@@ -130,32 +131,34 @@ def build_tables(
     seed: int = 0,
     sse: Mapping[str, SSE] | None = None,
 ) -> list[CompositionalEmbeddingBagConfig]:
-    """One table a feature, named like it.
+    """Returns one table for each feature, with the feature's name.
 
     Args:
-        features: of the dataset.
-        config: how tables are made.
-        seed: of the initial values, and of what ``sse`` draws.
-        sse: by table, how ids are replaced in training; those of other tables are not.
+        features: The dataset's features.
+        config: The ``embedding`` section.
+        seed: The seed of the initial values and of ``sse``.
+        sse: The rules by which ids are replaced in training, by the table's name; other tables' ids are not replaced.
 
     Raises:
-        UserError: where ``config.tables`` names a feature that is not there, or a scheme cannot be made as it is set.
+        UserError: ``config.tables`` names a feature that does not exist, or a scheme's settings are not valid.
     """
     names = [feature.name for feature in features]
     for name in config.tables:
         one_of("embedding.tables", name, names)
     rules = sse or {}
     return [
-        dataclasses.replace(_build_table(feature, config.of(feature.name), seed), sse=rules.get(feature.name))
+        dataclasses.replace(_build_table(feature, config.for_table(feature.name), seed), sse=rules.get(feature.name))
         for feature in features
     ]
 
 
 def assignment_checksums(config: EmbeddingConfig) -> dict[str, str]:
-    """SHA-256 of every Parquet file that an explicit scheme reads, by path: as much part of a model as its config.
+    """Returns the SHA-256 of every Parquet file that an explicit scheme reads, by its path.
+
+    The files are as much part of a model as its config.
 
     Raises:
-        UserError: where a file cannot be read.
+        UserError: A file cannot be read.
     """
     settings = [config.default, *config.tables.values()]
     paths = sorted({s.assignments for s in settings if s.partition == "explicit" and s.assignments is not None})
@@ -170,7 +173,7 @@ def assignment_checksums(config: EmbeddingConfig) -> dict[str, str]:
 
 
 def reason_to_stay_full(feature: CategoricalFeature, settings: TableConfig) -> str | None:
-    """Why a feature's table is kept full although a scheme is set, or None where the scheme is applied."""
+    """Returns why a feature's table stays full although a scheme is set, or None where the scheme is applied."""
     if settings.force or settings.partition == "naive":
         return None
     if feature.num_embeddings <= settings.threshold:
@@ -182,6 +185,7 @@ def reason_to_stay_full(feature: CategoricalFeature, settings: TableConfig) -> s
 
 
 def _build_table(feature: CategoricalFeature, settings: TableConfig, seed: int) -> CompositionalEmbeddingBagConfig:
+    """Returns a feature's table, which is full where there is a reason for it to stay so."""
     if reason_to_stay_full(feature, settings) is None:
         return _table(feature, settings, _make_partition(feature, settings), seed)
     return _table(feature, settings, Naive(feature.num_embeddings), seed)
@@ -190,6 +194,7 @@ def _build_table(feature: CategoricalFeature, settings: TableConfig, seed: int) 
 def _table(
     feature: CategoricalFeature, settings: TableConfig, partition: Partition, seed: int
 ) -> CompositionalEmbeddingBagConfig:
+    """Returns a feature's table with a given partition."""
     composition = COMPOSITIONS["product" if partition.name == "naive" else settings.composition]
     chosen = {name: getattr(settings, name) for name in composition.settings}
     return CompositionalEmbeddingBagConfig(
@@ -207,6 +212,11 @@ def _table(
 
 
 def _make_partition(feature: CategoricalFeature, settings: TableConfig) -> Partition:
+    """Returns the partition of a feature's table.
+
+    Raises:
+        UserError: The scheme's settings are not valid; the error names the table.
+    """
     scheme = PARTITIONS[settings.partition]
     try:
         if scheme is Explicit:
@@ -220,16 +230,17 @@ def _make_partition(feature: CategoricalFeature, settings: TableConfig) -> Parti
 
 
 def _read_explicit(num_embeddings: int, settings: TableConfig) -> Explicit:
+    """Returns the explicit partitions of a table's file, or raises a :class:`UserError` where none is set."""
     if settings.assignments is None or settings.columns is None:
         raise UserError("partition explicit needs assignments, a Parquet file, and columns, its columns.")
     path = Path(settings.assignments)
-    written = path.stat().st_mtime_ns if path.exists() else 0
-    return _explicit(num_embeddings, path, tuple(settings.columns), settings.allow_collisions, written)
+    modified_ns = path.stat().st_mtime_ns if path.exists() else 0
+    return _explicit(num_embeddings, path, tuple(settings.columns), settings.allow_collisions, modified_ns)
 
 
 @lru_cache(maxsize=64)
 def _explicit(
-    num_embeddings: int, path: Path, columns: tuple[str, ...], allow_collisions: bool, written: int
+    num_embeddings: int, path: Path, columns: tuple[str, ...], allow_collisions: bool, modified_ns: int
 ) -> Explicit:
-    """Reads and checks a file once, not every time a table is described or built; ``written`` tells a new one."""
+    """Reads and checks a file once for each time of its modification, not whenever a table is described or built."""
     return Explicit.from_parquet(num_embeddings, path, columns, allow_collisions)

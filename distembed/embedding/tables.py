@@ -1,4 +1,4 @@
-"""What the collections share: their tables' parameters, the check of ids, and composed vectors id by id."""
+"""The base of the collections: their tables' parameters, the check of ids, and composed vectors id by id."""
 
 from abc import abstractmethod
 from collections import Counter
@@ -18,23 +18,23 @@ from distembed.embedding.ids import IdMapper
 from distembed.errors import UserError
 from distembed.sse import require_forward_pass
 
-Config = TypeVar("Config", bound=CompositionalEmbeddingConfig)
+TableT = TypeVar("TableT", bound=CompositionalEmbeddingConfig)
 
 
 @dataclass(frozen=True)
-class EmbeddedFeature(Generic[Config]):
+class EmbeddedFeature(Generic[TableT]):
     """One feature of a batch, looked up and composed.
 
     Attributes:
-        table: that it was looked up in.
-        name: of the feature.
-        vectors: composed; where each partition gives a vector, side by side.
-        ids: as they came, bag after bag.
-        lengths: ids of each bag.
-        weights: of each id, where the batch has some.
+        table: The table in which it was looked up.
+        name: The feature's name.
+        vectors: The composed vector of each id; where each partition gives a vector, these stand side by side.
+        ids: The raw ids, bag after bag.
+        lengths: The number of ids of each bag.
+        weights: The weight of each id, or None where the batch has none.
     """
 
-    table: Config
+    table: TableT
     name: str
     vectors: Float[Tensor, "ids width"]
     ids: Int[Tensor, " ids"]
@@ -42,19 +42,19 @@ class EmbeddedFeature(Generic[Config]):
     weights: Float[Tensor, " ids"] | None
 
 
-class CompositionalTables(nn.Module, Generic[Config]):
+class CompositionalTables(nn.Module, Generic[TableT]):
     """Base of the collections.
 
     Attributes:
-        functions: weights of the functions of path-based tables, ``<table>__p<j>``: float32, a row a function.
-        sse: replaces ids in training, for the tables that say so.
+        functions: The functions of path-based tables by name, ``<table>__p<j>``: float32, with a row for each function.
+        sse: The module that replaces ids in training, for the tables that have a rule.
 
     Args:
-        tables: at least one; names and features must be unique.
-        device: where the weights live.
+        tables: At least one table; names and features must be unique.
+        device: The device of the weights.
     """
 
-    def __init__(self, tables: Sequence[Config], device: torch.device | str | None) -> None:
+    def __init__(self, tables: Sequence[TableT], device: torch.device | str | None) -> None:
         super().__init__()
         self._tables = _require_unique(tables)
         self._device = torch.device(device or "cpu")
@@ -73,9 +73,10 @@ class CompositionalTables(nn.Module, Generic[Config]):
     @property
     @abstractmethod
     def _lookups(self) -> nn.ModuleDict:
-        """By name, modules whose ``weight`` holds the vectors of one partition."""
+        """The modules whose ``weight`` holds the vectors of one partition, by its name."""
 
     def _make_lookups(self, make: Callable[[Tensor], nn.Module]) -> nn.ModuleDict:
+        """Returns a module for each partition that holds vectors; ``make`` builds it from its weight."""
         return nn.ModuleDict(
             {
                 part.name: make(empty_weight(part, self._device, data_type_to_dtype(table.data_type)))
@@ -86,24 +87,24 @@ class CompositionalTables(nn.Module, Generic[Config]):
         )
 
     def reset_parameters(self) -> None:
-        """Draws all weights anew, the same ones as at first; does nothing on the meta device."""
+        """Fills all weights with their initial values again; it does nothing on the meta device."""
         for table in self._tables:
             initialise(self._parts[table.name], self.weights(table.name))
 
     def weights(self, table_name: str) -> list[Tensor]:
-        """The weights of a table's partitions, in their order."""
+        """Returns the weights of a table's partitions, in their order."""
         return [
             self.functions[part.name] if part.is_function else self._lookups.get_parameter(f"{part.name}.weight")
             for part in self._parts[table_name]
         ]
 
-    def embed(self, features: KeyedJaggedTensor) -> Iterator[EmbeddedFeature[Config]]:
-        """Composed vectors of every feature that a table reads, in the tables' order.
+    def embed(self, features: KeyedJaggedTensor) -> Iterator[EmbeddedFeature[TableT]]:
+        """Yields every feature that a table reads, looked up and composed, in the tables' order.
 
-        In training ids are replaced first, where a table says so.
+        In training, ids are replaced first where a table has a rule for it.
 
         Raises:
-            UserError: for a feature that the batch lacks, or an id outside of its table.
+            UserError: The batch lacks a feature, or an id lies outside of its table.
         """
         features = maybe_td_to_kjt(features)
         if self.training and self.sse.replaces_ids:
@@ -114,45 +115,50 @@ class CompositionalTables(nn.Module, Generic[Config]):
         # not KeyedJaggedTensor.to_dict: it fails on a batch of no rows
         lengths = features.lengths().view(len(features.keys()), features.stride())
         weights = features.weights_or_none()
-        weights_of_key = [None] * len(counts) if weights is None else weights.split(counts)
-        place = {key: i for i, key in enumerate(features.keys())}
+        key_weights = [None] * len(counts) if weights is None else weights.split(counts)
+        positions = {key: i for i, key in enumerate(features.keys())}
         for table in self._tables:
             for name in table.feature_names:
-                if name not in place:
-                    raise UserError(f"feature {name!r} of table {table.name!r} is not among {list(place)}.")
-                i = place[name]
+                if name not in positions:
+                    raise UserError(f"feature {name!r} of table {table.name!r} is not among {list(positions)}.")
+                i = positions[name]
                 rows = table.scheme.rows(mapped_ids[i].long())
                 vectors = table.combine.embed(self.weights(table.name), rows)
-                yield EmbeddedFeature(table, name, vectors, ids[i], lengths[i], weights_of_key[i])
+                yield EmbeddedFeature(table, name, vectors, ids[i], lengths[i], key_weights[i])
 
-    def tables(self) -> list[Config]:
-        """The compositional tables, in order."""
+    def tables(self) -> list[TableT]:
+        """Returns the compositional tables, in order."""
         return list(self._tables)
 
     @property
     def device(self) -> torch.device:
-        """Where the weights live."""
+        """The device of the weights."""
         return self._device
 
 
 def empty_weight(part: PartitionTable, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Room for the weights of a partition."""
+    """Returns a weight of a partition's shape, without values."""
     return torch.empty(part.num_rows, part.dim, device=device, dtype=dtype)
 
 
 def initialise(parts: Sequence[PartitionTable], weights: Iterable[Tensor]) -> None:
-    """Fills the weights of partitions with their first values; those on the meta device are left alone."""
+    """Fills the weights of partitions with their initial values, except those on the meta device."""
     for part, weight in zip(parts, weights, strict=True):
         if not weight.is_meta:
             part.init(weight)
 
 
 def torchrec_configs(
-    make: Callable[..., Any], tables: Sequence[Config], fields: Callable[[Config], dict[str, Any]] = lambda table: {}
+    make: Callable[..., Any], tables: Sequence[TableT], fields: Callable[[TableT], dict[str, Any]] = lambda table: {}
 ) -> list[Any]:
-    """TorchRec's config of every table, as models read it.
+    """Returns TorchRec's config of every table, for models to read.
 
-    The names of its features are the keys of the output, and its dimension that of one vector.
+    The names of its features are the keys of the output, and its dimension is that of one vector.
+
+    Args:
+        make: TorchRec's class.
+        tables: The tables.
+        fields: Gives a table's values for further fields of that class.
     """
     return [
         make(
@@ -167,8 +173,13 @@ def torchrec_configs(
     ]
 
 
-def looked_up_configs(make: Callable[..., Any], tables: Sequence[Config]) -> list[Any]:
-    """TorchRec's config of every partition that holds vectors, as its sharded modules keep parameters."""
+def lookup_table_configs(make: Callable[..., Any], tables: Sequence[TableT]) -> list[Any]:
+    """Returns TorchRec's config of every partition that holds vectors, for its sharded modules.
+
+    Args:
+        make: TorchRec's class.
+        tables: The tables.
+    """
     return [
         make(
             name=part.name,
@@ -183,7 +194,12 @@ def looked_up_configs(make: Callable[..., Any], tables: Sequence[Config]) -> lis
     ]
 
 
-def _require_unique(tables: Sequence[Config]) -> list[Config]:
+def _require_unique(tables: Sequence[TableT]) -> list[TableT]:
+    """Returns the tables as a list.
+
+    Raises:
+        UserError: There is none, or two have the same name, feature or output key.
+    """
     if not tables:
         raise UserError("tables is empty; give at least one table.")
     for what, names in (("name", [t.name for t in tables]), ("feature", [f for t in tables for f in t.feature_names])):
@@ -198,4 +214,5 @@ def _require_unique(tables: Sequence[Config]) -> list[Config]:
 
 
 def _repeated(names: Sequence[str]) -> list[str]:
+    """Returns the names that occur more than once."""
     return [name for name, count in Counter(names).items() if count > 1]

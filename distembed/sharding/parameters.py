@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.ids import IdMapper
-from distembed.embedding.tables import CompositionalTables, empty_weight, looked_up_configs
+from distembed.embedding.tables import CompositionalTables, empty_weight, lookup_table_configs
 from distembed.errors import UserError
 from distembed.sharding.groups import kind
 from distembed.sharding.lookup import CompositionalLookup
@@ -89,7 +89,7 @@ class ShardedParameters:
     def _tell_of_partitions(self, make_config: Callable[..., Any]) -> list[Any]:
         """From here on TorchRec deals with parameters: gives it configs and plan of the sharded partition tables."""
         sharded = {name: plan for placement in self._placements.values() for name, plan in placement.sharded.items()}
-        configs = [config for config in looked_up_configs(make_config, self._tables) if config.name in sharded]
+        configs = [config for config in lookup_table_configs(make_config, self._tables) if config.name in sharded]
         self._table_names = [config.name for config in configs]
         self._table_name_to_config = {config.name: config for config in configs}
         self.module_sharding_plan = sharded

@@ -81,8 +81,8 @@ class SSEConfig:
     def _complete_exceptions(cls, values: Any) -> Any:
         return complete_tables(values)
 
-    def of(self, name: str) -> TableSSEConfig:
-        """The settings that hold for one table."""
+    def for_table(self, name: str) -> TableSSEConfig:
+        """Returns the settings of one table."""
         return self.tables.get(name, self.default)
 
 
@@ -99,7 +99,7 @@ def build_sse(config: SSEConfig, num_embeddings: Mapping[str, int], reserved: Se
     """
     for name in config.tables:
         one_of("sse.tables", name, num_embeddings)
-    settings = {name: config.of(name) for name in num_embeddings}
+    settings = {name: config.for_table(name) for name in num_embeddings}
     graphs = {path: Graph.open(path) for path in graph_paths(config)}
     rules = {}
     for name, own in settings.items():

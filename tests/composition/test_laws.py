@@ -89,7 +89,7 @@ def test_composed_mean_and_variance_are_those_asked_for(name: str, k: int, varia
     generator = torch.Generator().manual_seed(0)
     dims = composition.partition_dims(16, k)
     draws = composition.initial_weights(variance, k, 16)
-    num_rows = [20_000] + [500] * (k - 1) if composition.num_looked_up(k) < k else [20_000] * k
+    num_rows = [20_000] + [500] * (k - 1) if composition.num_lookup_partitions(k) < k else [20_000] * k
     weights = [d.fill(torch.empty(n, dim), generator) for d, n, dim in zip(draws, num_rows, dims, strict=True)]
     rows = torch.stack([torch.randint(n, (20_000,), generator=generator) for n in num_rows])
     composed = composition.embed(weights, rows).double()
