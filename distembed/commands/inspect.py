@@ -36,9 +36,9 @@ def report_command(
     output: Annotated[Path, typer.Option("--output", "-o", help="HTML file to write.")] = Path("report.html"),
 ) -> None:
     """Write one self-contained HTML file with plots and a comparison of runs."""
-    from distembed.runs.report import print_comparison, write_report
+    from distembed.runs.report import print_comparison, write_run_report
 
-    print_comparison(write_report(runs, output), console)
+    print_comparison(write_run_report(runs, output), console)
     say(f"report {output}")
 
 

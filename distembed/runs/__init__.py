@@ -1,1 +1,1 @@
-"""A run's folder: who is at work in it, what it records, and reports and plots of what it recorded."""
+"""A run's folder: who owns it, what is recorded in it, and the report that compares runs by what they recorded."""

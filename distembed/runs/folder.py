@@ -17,24 +17,27 @@ from distembed.files import finite, write_json, write_text
 from distembed.runs.lock import owned
 
 LAUNCH_FOLDER = "launch"
-"""Of a run folder: what launching it on a cluster leaves there, before it starts."""
+"""Folder within a run folder that holds what launching the run on a cluster leaves there before it starts."""
 _BEFORE_A_RUN = (LAUNCH_FOLDER, "config.yaml", "metrics.jsonl")
-"""What a folder may hold beside hidden files when a run starts there: a killed start leaves the last two."""
+"""Files that a folder may hold, beside hidden ones, when a run starts there: a killed start leaves the last two."""
 _PACKAGES = ("distembed", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy", "pyarrow")
 
 
 class RunFolder:
-    """One run's folder.
+    """One run's folder, written by rank 0.
 
     ::
 
         config.yaml       the resolved config
         run.json          name, seed, versions, parameters, number of ranks, status
-        plan.json         where each table is, and what that was planned for; `distembed train --plan` takes it
+        plan.json         where each table is, and what that was planned for; input of `distembed train --plan`
         metrics.jsonl     one object a line: kind "train" or "eval", step, values
         tensorboard/      the same metrics
         evaluation.json   the final evaluation
         checkpoints/      see :mod:`distembed.checkpoints.checkpoint`; elsewhere where train.checkpoint_dir says so
+
+    Args:
+        path: The folder, which :meth:`open` makes where it is missing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -42,41 +45,40 @@ class RunFolder:
         self._info: dict[str, Any] = {}
         self._metrics: IO[str] | None = None
         self._board: SummaryWriter | None = None
-        self._found: str | None = None
+        self._last_record: str | None = None
 
     def require_free(self, wait_seconds: float = 0.0) -> None:
         """Makes sure that no other process trains into this folder, before anything is read from it.
 
         Args:
-            wait_seconds: for which one that does is waited for.
+            wait_seconds: How long to wait for such a process to end.
 
         Raises:
-            UserError: where one does.
+            UserError: Another process trains into this folder.
         """
         if self.path.is_dir():
             with owned(self.path, wait_seconds):
-                self._found = self._last_record()
+                self._last_record = self._read_last_record()
 
     @contextmanager
     def open(self, config_yaml: str, info: Mapping[str, Any], resumed_step: int) -> Iterator["RunFolder"]:
-        """Takes the folder for this process alone, records how the run starts, and how it ended.
+        """Owns the folder within the block, and records how the run starts and how it ended.
 
         Args:
-            config_yaml: the resolved config.
-            info: what else ``run.json`` holds.
-            resumed_step: where the run goes on; metrics of later steps are dropped. 0 for a new run.
+            config_yaml: The resolved config.
+            info: Further values for ``run.json``.
+            resumed_step: The step after which the run resumes, 0 for a new run; metrics of later steps are removed.
 
         Raises:
-            UserError: where another process is at work in it, or has been since :meth:`require_free`.
+            UserError: Another process trains into this folder, or has since :meth:`require_free`.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         with owned(self.path):
-            if self._last_record() != self._found:
+            if self._read_last_record() != self._last_record:
                 raise UserError(f"another process has trained into {self.path} just now; start this one again.")
             write_text(self.path / "config.yaml", config_yaml)
             metrics = self.path / "metrics.jsonl"
-            kept = _metrics_until(metrics, resumed_step)
-            write_text(metrics, "".join(f"{line}\n" for line in kept))
+            write_text(metrics, "".join(f"{line}\n" for line in _metrics_until(metrics, resumed_step)))
             self._info = {
                 "name": self.path.name,
                 **info,
@@ -96,7 +98,13 @@ class RunFolder:
                     self._board.close()
 
     def record(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Adds a line of metrics to ``metrics.jsonl`` and to TensorBoard."""
+        """Adds a line of metrics to ``metrics.jsonl`` and to TensorBoard.
+
+        Args:
+            kind: ``train`` or ``eval``.
+            step: Number of training steps taken until now.
+            values: Name -> number, text, or numbers by table; ``split`` names the split of an evaluation.
+        """
         assert self._metrics is not None and self._board is not None
         self._metrics.write(json.dumps(finite({"kind": kind, "step": step, **values})) + "\n")
         self._metrics.flush()
@@ -108,7 +116,7 @@ class RunFolder:
                     self._board.add_scalar(f"{prefix}/{path}", number, step)
 
     def drop_evaluations(self, split: str | None) -> None:
-        """Forgets earlier evaluations on ``split``, which a resumed run that had reached its end makes again."""
+        """Removes earlier evaluations on ``split``, which a resumed run that had reached its end makes again."""
         path = self.path / "metrics.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines()
         lines = [line for line in lines if json.loads(line).get("split") != split]
@@ -117,13 +125,13 @@ class RunFolder:
         self._metrics.write("".join(f"{line}\n" for line in lines))
         self._metrics.flush()
 
-    def _last_record(self) -> str | None:
-        """What the last process to train into the folder wrote of itself; None where none did."""
+    def _read_last_record(self) -> str | None:
+        """Returns ``run.json`` as the last process to train into the folder left it; None where none did."""
         file = self.path / "run.json"
         return file.read_text(encoding="utf-8") if file.exists() else None
 
     def end(self, status: str, error: BaseException | None = None) -> None:
-        """Writes how the run ended into ``run.json``."""
+        """Writes into ``run.json`` how the run ended: ``finished``, ``interrupted`` or ``failed``, and the error."""
         self._info |= {"status": status, "finished": _now()}
         if error is not None:
             self._info["error"] = f"{type(error).__name__}: {error}"
@@ -131,7 +139,7 @@ class RunFolder:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of what computes."""
+    """Returns the versions of Python and of the packages that a run's numbers depend on."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -142,33 +150,37 @@ def versions() -> dict[str, str]:
 
 
 def _metrics_until(path: Path, step: int) -> list[str]:
-    """Whole lines of metrics up to ``step``: a killed run may have gone further, or have left half a line."""
+    """Returns the whole lines of metrics up to ``step``.
+
+    A killed run may have come further than the checkpoint that it resumes from, or have left half a line.
+    """
     if not path.exists():
         return []
-    kept = []
+    lines = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             if json.loads(line)["step"] <= step:
-                kept.append(line)
+                lines.append(line)
         except (ValueError, KeyError, TypeError):
             continue
-    return kept
+    return lines
 
 
 def _now() -> str:
+    """Returns the time in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def holds_run(path: Path) -> bool:
-    """Whether a run was started in a folder; one that was killed before it had recorded itself was not."""
+    """Returns whether a run was started in a folder; one that was killed before it wrote ``run.json`` was not."""
     return (path / "config.yaml").exists() and (path / "run.json").exists()
 
 
 def require_new_or_resume(path: Path, resume: bool) -> None:
-    """Refuses to write over a run unasked.
+    """Makes sure that a run may write into a folder: it starts in a new or empty one, or resumes the run that is there.
 
     Raises:
-        UserError: where a run is there and is not resumed, there is none to resume, or the folder holds other files.
+        UserError: A run is there and is not resumed, there is none to resume, or the folder holds other files.
     """
     if path.exists() and not path.is_dir():
         raise UserError(f"--run-dir {path} is a file; give a folder.")

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from distembed import __version__
 
 COLOURS = ("#3f7fd9", "#e07b39", "#2a9d78", "#b565c4", "#c9a227", "#d1495b", "#4fa3ab", "#8d6e63")
-"""Of middling lightness, so that they can be read on white as well as on black."""
+"""Colours of what is compared, of middling lightness, so that they can be read on white as well as on black."""
 
 PAGE_COLOUR = "#010203"  # stands for currentColor, which matplotlib does not know
 FIGURE_SETTINGS: Any = {
@@ -40,21 +40,21 @@ FIGURE_SETTINGS: Any = {
     "legend.frameon": False,
     "lines.linewidth": 1.6,
 }
-"""matplotlib's, of every figure."""
+"""matplotlib's settings for every figure."""
 
 
 def colour(index: int) -> str:
-    """The colour of number ``index`` of what is drawn in one figure."""
+    """Returns the colour of number ``index`` of what is compared; the colours repeat."""
     return COLOURS[index % len(COLOURS)]
 
 
 def page(title: str, content: str, style: str = "") -> str:
-    """A whole page.
+    """Returns the HTML of a whole page.
 
     Args:
-        title: plain text, of the window and above the content.
+        title: Plain text, shown above the content and as the window's title.
         content: HTML.
-        style: CSS that this page needs besides.
+        style: CSS that this page needs besides that of every page.
     """
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
@@ -65,22 +65,22 @@ def page(title: str, content: str, style: str = "") -> str:
 
 
 def section(heading: str, content: str) -> str:
-    """HTML under a heading of plain text."""
+    """Returns HTML under a heading of plain text."""
     return f"<section>\n<h2>{escape(heading)}</h2>\n{content}</section>\n"
 
 
 def figure(heading: str, caption: str, svg: str) -> str:
-    """An SVG of :func:`svg_of` with what is said of it, in plain text."""
+    """Returns an SVG of :func:`svg_of` under a heading and a caption of plain text."""
     return f"<figure><figcaption><b>{escape(heading)}</b> {escape(caption)}</figcaption>{svg}</figure>\n"
 
 
 def swatch(colour: str) -> str:
-    """A dot of a colour, before the name of what has it in a figure."""
+    """Returns a dot in a colour, to stand before the name of what has that colour in a figure."""
     return f'<i style="background:{colour}"></i>'
 
 
 def svg_of(draw: Callable[[Figure], None], inches: tuple[float, float]) -> str:
-    """What is drawn into a figure of this width and height, to stand in a page."""
+    """Returns as SVG, to stand in a page, what ``draw`` draws into a figure of this width and height."""
     with matplotlib.rc_context(FIGURE_SETTINGS):
         drawn = Figure(figsize=inches, layout="constrained")
         draw(drawn)
@@ -90,6 +90,7 @@ def svg_of(draw: Callable[[Figure], None], inches: tuple[float, float]) -> str:
 
 
 def _for_page(svg: str) -> str:
+    """Returns an SVG file's text as it can stand in a page, with text and axes in the page's own colour."""
     svg = svg[svg.index("<svg") :]  # without the XML declaration, which cannot stand inside of HTML
     return svg.replace(PAGE_COLOUR, "currentColor").replace("<svg ", '<svg role="img" ', 1)
 

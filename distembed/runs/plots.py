@@ -1,7 +1,7 @@
 """The figures of a report of runs, as SVG text."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -9,21 +9,21 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 
 from distembed.runs.pages import PAGE_COLOUR, colour, svg_of
-from distembed.runs.record import RunRecord, RunSummary, number
+from distembed.runs.record import MetricsLine, RunRecord, RunSummary
 
 MOST_POINTS = 600
-"""Points of a curve that are drawn: a long run would make a page of many megabytes."""
+"""Number of points of a curve that are drawn at most: a long run would make a page of many megabytes."""
 
 
 def loss_curve(runs: Mapping[str, RunRecord]) -> str:
-    """Loss of the training windows (thin) and logloss of the evaluations (marked) against rows read.
+    """Draws the loss of the training windows (thin) and of the evaluations (marked) against rows read.
 
     The scale leaves out each run's first tenth, beside whose losses the rest would be a flat line.
     """
 
     def scale(axes: Axes) -> None:
-        late = [number(line, "loss") for run in runs.values() for line in run.train[math.ceil(len(run.train) / 10) :]]
-        late += [number(line, "logloss") for run in runs.values() for line in run.validation_evals()]
+        late = [line.metric("loss") for run in runs.values() for line in run.train[math.ceil(len(run.train) / 10) :]]
+        late += [line.metric("logloss") for run in runs.values() for line in run.validation_evals()]
         late = [loss for loss in late if not math.isnan(loss)]
         if len(late) > 1 and max(late) > min(late):
             margin = (max(late) - min(late)) / 10
@@ -32,13 +32,13 @@ def loss_curve(runs: Mapping[str, RunRecord]) -> str:
     return _curves(runs, "logloss", "loss", "logloss", scale)
 
 
-def auc_curve(runs: Mapping[str, RunRecord]) -> str:
-    """AUC of the training windows (thin) and of the evaluations (marked) against rows read."""
-    return _curves(runs, "AUC", "auc", "auc")
+def metric_curve(runs: Mapping[str, RunRecord], metric: str, label: str) -> str:
+    """Draws a metric of the training windows (thin) and of the evaluations (marked) against rows read."""
+    return _curves(runs, label, metric, metric)
 
 
 def throughput_curve(runs: Mapping[str, RunRecord]) -> str:
-    """Rows a second against rows read."""
+    """Draws the rows a second of the training windows against rows read."""
 
     def draw(axes: Axes) -> None:
         for index, run in enumerate(runs.values()):
@@ -51,13 +51,13 @@ def throughput_curve(runs: Mapping[str, RunRecord]) -> str:
 
 
 def calibration_diagram(runs: Mapping[str, RunRecord]) -> str:
-    """Observed rate against mean prediction by bins of rows; a calibrated model lies on the diagonal."""
+    """Draws mean label against mean prediction by bins of rows; a calibrated model lies on the diagonal."""
 
     def draw(axes: Axes) -> None:
         highest = 0.0
         for index, run in enumerate(runs.values()):
-            bins = run.evaluation.get("calibration_bins") or []
-            points = [(number(each, "predicted"), number(each, "observed")) for each in bins]
+            bins = run.evaluation.calibration_bins if run.evaluation else ()
+            points = [(each.predicted, each.observed) for each in bins]
             predicted, observed = zip(*points, strict=True) if points else ((), ())
             axes.plot(predicted, observed, marker="o", markersize=4, color=colour(index))
             highest = max([highest, *(value for point in points for value in point if not math.isnan(value))])
@@ -70,11 +70,13 @@ def calibration_diagram(runs: Mapping[str, RunRecord]) -> str:
 
 
 def parameters_against_logloss(summaries: Sequence[RunSummary]) -> str:
-    """One point a run: how much is lost for how many parameters fewer."""
+    """Draws one point a run: how much worse the loss is for how many parameters fewer."""
 
     def draw(axes: Axes) -> None:
         for index, run in enumerate(summaries):
-            axes.plot([run.parameters], [run.logloss], marker="o", markersize=8, linestyle="", color=colour(index))
+            axes.plot(
+                [run.parameters], [run.metric("logloss")], marker="o", markersize=8, linestyle="", color=colour(index)
+            )
         axes.set_xscale("log")
         axes.margins(y=0.15)
         known = [run.parameters for run in summaries if run.parameters > 0]
@@ -92,36 +94,49 @@ def parameters_against_logloss(summaries: Sequence[RunSummary]) -> str:
 def _curves(
     runs: Mapping[str, RunRecord],
     label: str,
-    train_key: str,
-    eval_key: str,
+    train_metric: str,
+    eval_metric: str,
     scale: Callable[[Axes], None] = lambda axes: None,
 ) -> str:
+    """Draws a metric of training and one of the evaluations against rows read, in a colour for each run.
+
+    Args:
+        runs: Name -> run.
+        label: Text beside the vertical axis.
+        train_metric: Name of the metric in training windows.
+        eval_metric: Name of the metric in evaluations.
+        scale: Sets the limits of the axes once everything is drawn.
+    """
+
     def draw(axes: Axes) -> None:
         for index, run in enumerate(runs.values()):
             evals = run.validation_evals()
             alpha = 0.45 if evals else 1.0
-            axes.plot(*_series(run.train, train_key), color=colour(index), alpha=alpha, linewidth=1)
-            axes.plot(*_series(evals, eval_key), color=colour(index), marker="o", markersize=4)
+            axes.plot(*_series(run.train, train_metric), color=colour(index), alpha=alpha, linewidth=1)
+            axes.plot(*_series(evals, eval_metric), color=colour(index), marker="o", markersize=4)
         _label_rows(axes, label)
         scale(axes)
 
     return _render(draw)
 
 
-def _series(lines: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float], list[float]]:
-    """Rows read and values of at most :data:`MOST_POINTS` lines, the last one among them."""
+def _series(lines: Sequence[MetricsLine], metric: str) -> tuple[list[float], list[float]]:
+    """Returns rows read and values of at most :data:`MOST_POINTS` lines, the last one among them."""
     stride = max(1, math.ceil(len(lines) / MOST_POINTS))
-    kept = lines[::-1][::stride][::-1]
-    return [number(line, "samples") for line in kept], [number(line, key) for line in kept]
+    shown = lines[::-1][::stride][::-1]
+    return [line.metric("samples") for line in shown], [line.metric(metric) for line in shown]
 
 
 def _label_rows(axes: Axes, label: str) -> None:
+    """Labels the axes of a figure against rows read."""
     axes.set_xlabel("rows read")
     axes.set_ylabel(label)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
 
 
 def _render(draw: Callable[[Axes], None]) -> str:
+    """Returns what is drawn as SVG text, which says so where there is nothing yet."""
+
     def draw_axes(figure: Figure) -> None:
         axes = figure.add_subplot()
         draw(axes)
@@ -132,12 +147,10 @@ def _render(draw: Callable[[Axes], None]) -> str:
 
 
 def _has_points(axes: Axes) -> bool:
+    """Returns whether anything but the dashed line below the others was drawn."""
     return any(_finite(line.get_xdata()) and _finite(line.get_ydata()) and line.get_zorder() > 1 for line in axes.lines)
 
 
 def _finite(values: Any) -> bool:
-    return any(math.isfinite(value) for value in _floats(values))
-
-
-def _floats(values: Iterable[Any]) -> list[float]:
-    return [float(value) for value in values]
+    """Returns whether any of matplotlib's values is finite."""
+    return any(math.isfinite(float(value)) for value in values)

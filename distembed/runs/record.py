@@ -1,7 +1,7 @@
 """Reading a run folder back: whole, still going on, or left by a killed process.
 
 :mod:`distembed.runs.folder` says which files there are. Only ``run.json`` and ``config.yaml`` have to be there;
-they are written first. A last line of metrics that was cut short, and values that are no numbers, are passed over.
+they are written first. A last line of metrics that was cut short, and values that are no numbers, are left out.
 """
 
 import json
@@ -18,31 +18,143 @@ _REQUIRED = ("run.json", "config.yaml")
 
 
 @dataclass(frozen=True)
+class RunInfo:
+    """What ``run.json`` says of a run; None, an empty mapping or NaN where it does not.
+
+    Attributes:
+        name: The run's name.
+        status: ``finished``, ``interrupted``, ``failed``, or ``unfinished`` for a run that is not known to have ended:
+            it may be going on, or may have been killed.
+        error: Why the run was interrupted or failed.
+        started: When the run was started last, in UTC.
+        finished: When it ended, in UTC.
+        seed: Seed of the training.
+        world_size: Number of ranks.
+        batch_size: Number of rows in a batch over all ranks.
+        versions: Package -> version that the run used.
+        schemes: Partition scheme -> number of tables that have it.
+        parameters: Number of parameters of the whole model.
+        embedding_bytes: Bytes of the weights of all embedding tables.
+    """
+
+    name: str | None
+    status: str
+    error: str | None
+    started: str | None
+    finished: str | None
+    seed: int | None
+    world_size: int | None
+    batch_size: int | None
+    versions: Mapping[str, str]
+    schemes: Mapping[str, int]
+    parameters: float
+    embedding_bytes: float
+
+    @classmethod
+    def read(cls, path: Path) -> "RunInfo":
+        """Reads ``run.json``.
+
+        Raises:
+            UserError: The file is damaged.
+        """
+        values = read_json_object(path)
+        for key in ("schemes", "versions"):
+            if not isinstance(values.get(key) or {}, Mapping):
+                raise UserError(f"{path}: {key} is {values[key]!r} instead of an object; the run folder is damaged.")
+        status = str(values.get("status", "running"))
+        return cls(
+            name=_text(values, "name"),
+            status="unfinished" if status == "running" else status,
+            error=_text(values, "error"),
+            started=_text(values, "started"),
+            finished=_text(values, "finished"),
+            seed=_count(values, "seed"),
+            world_size=_count(values, "world_size"),
+            batch_size=_count(values, "batch_size"),
+            versions=values.get("versions") or {},
+            schemes=values.get("schemes") or {},
+            parameters=_number(values, "parameters"),
+            embedding_bytes=_number(values, "embedding_bytes"),
+        )
+
+
+@dataclass(frozen=True)
+class CalibrationBin:
+    """A bin of the rows of an evaluation, by rising prediction.
+
+    Attributes:
+        predicted: Mean prediction of the bin's rows.
+        observed: Mean label of the bin's rows.
+    """
+
+    predicted: float
+    observed: float
+
+
+@dataclass(frozen=True)
+class MetricsLine:
+    """What was measured at one step: in a window of training, or in an evaluation.
+
+    Attributes:
+        kind: ``train`` or ``eval``; empty for the final evaluation's own file.
+        split: The split that was evaluated; empty for a window of training.
+        step: Number of training steps taken until then; None where the line does not say.
+        metrics: Name -> value of every finite number, among them ``samples``, the number of rows read until then.
+        calibration_bins: Predictions against labels; empty but for the final evaluation.
+    """
+
+    kind: str
+    split: str
+    step: int | None
+    metrics: Mapping[str, float]
+    calibration_bins: Sequence[CalibrationBin] = ()
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> "MetricsLine":
+        """Reads a line of ``metrics.jsonl`` or the object of ``evaluation.json``."""
+        return cls(
+            kind=_text(values, "kind") or "",
+            split=_text(values, "split") or "",
+            step=_count(values, "step"),
+            metrics={name: number for name in values if not math.isnan(number := _number(values, name))},
+            calibration_bins=[
+                CalibrationBin(_number(each, "predicted"), _number(each, "observed"))
+                for each in values.get("calibration_bins") or ()
+                if isinstance(each, Mapping)
+            ],
+        )
+
+    def metric(self, name: str) -> float:
+        """Returns the metric's value; NaN where it is unknown."""
+        return self.metrics.get(name, math.nan)
+
+
+@dataclass(frozen=True)
 class RunRecord:
     """What a run folder holds.
 
     Attributes:
-        path: the folder.
-        info: ``run.json``.
-        config_yaml: the resolved config.
-        train: lines of kind ``train``, in the order of steps.
-        evals: lines of kind ``eval``, in the order of steps.
-        evaluation: the final evaluation; empty where the run has not come to it.
+        path: The folder.
+        info: What ``run.json`` says.
+        config_yaml: The resolved config.
+        train: Windows of training, in the order of steps.
+        evals: Evaluations, in the order of steps.
+        evaluation: The final evaluation; None where the run has not come to it.
     """
 
     path: Path
-    info: Mapping[str, Any]
+    info: RunInfo
     config_yaml: str
-    train: Sequence[Mapping[str, Any]]
-    evals: Sequence[Mapping[str, Any]]
-    evaluation: Mapping[str, Any]
+    train: Sequence[MetricsLine]
+    evals: Sequence[MetricsLine]
+    evaluation: MetricsLine | None
 
     @classmethod
     def read(cls, path: Path) -> "RunRecord":
         """Reads a run folder.
 
         Raises:
-            UserError: where ``path`` is no run folder; it says what is missing.
+            UserError: ``path`` is no run folder, in which case the error says what is missing, or it is damaged.
         """
         if not path.is_dir():
             raise UserError(f"{path} is no folder. Give folders that `distembed train` made.")
@@ -51,44 +163,38 @@ class RunRecord:
             raise UserError(
                 f"{path} is no run: it has no {' and no '.join(missing)}. Give folders that `distembed train` made."
             )
-        lines = _json_lines(path / "metrics.jsonl")
+        lines = _read_metrics(path / "metrics.jsonl")
+        final = path / "evaluation.json"
+        evaluation = read_json_object(final) if final.exists() else {}
         return cls(
             path=path,
-            info=_require_mappings(path / "run.json", ("schemes", "versions")),
+            info=RunInfo.read(path / "run.json"),
             config_yaml=(path / "config.yaml").read_text(encoding="utf-8"),
-            train=[line for line in lines if line.get("kind") == "train"],
-            evals=[line for line in lines if line.get("kind") == "eval"],
-            evaluation=read_json_object(path / "evaluation.json") if (path / "evaluation.json").exists() else {},
+            train=[line for line in lines if line.kind == "train"],
+            evals=[line for line in lines if line.kind == "eval"],
+            evaluation=MetricsLine.parse(evaluation) if evaluation else None,
         )
 
-    @property
-    def status(self) -> str:
-        """``run.json``'s; a run that is not known to have ended is ``unfinished``, since it may have been killed."""
-        status = str(self.info.get("status", "running"))
-        return "unfinished" if status == "running" else status
-
-    def validation_evals(self) -> list[Mapping[str, Any]]:
-        """The evaluations during training: those on another split than the final one."""
-        return [line for line in self.evals if line.get("split") != self.evaluation.get("split", "test")]
+    def validation_evals(self) -> list[MetricsLine]:
+        """Returns the evaluations during training: those on another split than the final one."""
+        final_split = (self.evaluation.split if self.evaluation else "") or "test"
+        return [line for line in self.evals if line.split != final_split]
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A run in one row of the comparison; what is not known is NaN.
+    """A run in one row of the comparison.
 
     Attributes:
-        name: unique within a report.
-        path: the run folder.
-        status: finished, interrupted, failed or unfinished.
-        schemes: partition scheme -> number of tables that have it.
-        parameters: of the whole model.
-        embedding_bytes: of all embedding tables' weights.
-        evaluated_on: the split that the metrics speak of; empty where there was no evaluation yet.
-        auc: of that split, as are the following.
-        logloss: in nats.
-        normalized_entropy: logloss over the entropy of the label rate.
-        calibration: sum of predictions over number of positives.
-        samples_per_second: the median over the logged windows of training.
+        name: The run's name, which no other run of the report has.
+        path: The run folder.
+        status: As :attr:`RunInfo.status`.
+        schemes: As :attr:`RunInfo.schemes`.
+        parameters: As :attr:`RunInfo.parameters`.
+        embedding_bytes: As :attr:`RunInfo.embedding_bytes`.
+        evaluated_on: The split that was evaluated last; empty where none was yet.
+        metrics: Name -> value of every known metric of that evaluation.
+        samples_per_second: Median over the logged windows of training; NaN where there are none.
     """
 
     name: str
@@ -98,45 +204,35 @@ class RunSummary:
     parameters: float
     embedding_bytes: float
     evaluated_on: str
-    auc: float
-    logloss: float
-    normalized_entropy: float
-    calibration: float
+    metrics: Mapping[str, float]
     samples_per_second: float
 
     @classmethod
-    def of(cls, record: RunRecord, name: str) -> "RunSummary":
-        """Sums a run up; without a final evaluation its last one during training stands in."""
-        evaluation = record.evaluation or (record.evals[-1] if record.evals else {})
-        speeds = [speed for line in record.train if not math.isnan(speed := number(line, "samples_per_second"))]
+    def from_record(cls, record: RunRecord, name: str) -> "RunSummary":
+        """Sums a run up; where there is no final evaluation, by the last one during training."""
+        evaluation = record.evaluation or (record.evals[-1] if record.evals else None)
+        speeds = [line.metrics["samples_per_second"] for line in record.train if "samples_per_second" in line.metrics]
         return cls(
             name=name,
             path=record.path,
-            status=record.status,
-            schemes=record.info.get("schemes") or {},
-            parameters=number(record.info, "parameters"),
-            embedding_bytes=number(record.info, "embedding_bytes"),
-            evaluated_on=str(evaluation.get("split", "")),
-            auc=number(evaluation, "auc"),
-            logloss=number(evaluation, "logloss"),
-            normalized_entropy=number(evaluation, "normalized_entropy"),
-            calibration=number(evaluation, "calibration"),
+            status=record.info.status,
+            schemes=record.info.schemes,
+            parameters=record.info.parameters,
+            embedding_bytes=record.info.embedding_bytes,
+            evaluated_on=evaluation.split if evaluation else "",
+            metrics=evaluation.metrics if evaluation else {},
             samples_per_second=statistics.median(speeds) if speeds else math.nan,
         )
 
-
-def number(values: Mapping[str, Any], key: str) -> float:
-    """``values[key]`` as a float; NaN where it is missing, null, infinite or no number."""
-    value = values.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return math.nan
-    return float(value)
+    def metric(self, name: str) -> float:
+        """Returns the metric's value; NaN where it is unknown."""
+        return self.metrics.get(name, math.nan)
 
 
 def unique_names(records: Sequence[RunRecord]) -> list[str]:
-    """A name for each run: its own, and as many of its parent folders as it takes to tell it from the others."""
+    """Returns a name for each run: its own, and as many of its parent folders as it takes to differ from the others."""
     paths = [record.path.absolute() for record in records]
-    names = [str(record.info.get("name") or path.name) for record, path in zip(records, paths, strict=True)]
+    names = [record.info.name or path.name for record, path in zip(records, paths, strict=True)]
     for depth in range(2, max((len(path.parts) for path in paths), default=0)):
         if len(set(names)) == len(names):
             break
@@ -147,16 +243,12 @@ def unique_names(records: Sequence[RunRecord]) -> list[str]:
     return names
 
 
-def _require_mappings(path: Path, keys: Sequence[str]) -> Mapping[str, Any]:
-    value = read_json_object(path)
-    for key in keys:
-        if not isinstance(value.get(key) or {}, Mapping):
-            raise UserError(f"{path}: {key} is {value[key]!r} instead of an object; the run folder is damaged.")
-    return value
-
-
 def read_json_object(path: Path) -> Mapping[str, Any]:
-    """What a JSON file of a run folder holds; UserError where the file is damaged."""
+    """Returns the object that a JSON file of a run folder holds.
+
+    Raises:
+        UserError: The file is damaged.
+    """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -166,15 +258,36 @@ def read_json_object(path: Path) -> Mapping[str, Any]:
     return value
 
 
-def _json_lines(path: Path) -> list[Mapping[str, Any]]:
+def _read_metrics(path: Path) -> list[MetricsLine]:
+    """Returns the whole lines of ``metrics.jsonl`` in the order of steps; none where there is no such file."""
     if not path.exists():
         return []
     found = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            value = json.loads(line)
+            values = json.loads(line)
         except ValueError:
             continue  # a killed process leaves half a line
-        if isinstance(value, dict):
-            found.append(value)
-    return sorted(found, key=lambda line: number(line, "step"))
+        if isinstance(values, dict):
+            found.append(MetricsLine.parse(values))
+    return sorted(found, key=lambda line: line.metric("step"))
+
+
+def _number(values: Mapping[str, Any], key: str) -> float:
+    """Returns a value as a float; NaN where it is missing, null, infinite or no number."""
+    value = values.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return math.nan
+    return float(value)
+
+
+def _count(values: Mapping[str, Any], key: str) -> int | None:
+    """Returns a value as an integer; None where it is missing or no number."""
+    number = _number(values, key)
+    return None if math.isnan(number) else int(values[key])
+
+
+def _text(values: Mapping[str, Any], key: str) -> str | None:
+    """Returns a value as text; None where it is missing, null or empty."""
+    value = values.get(key)
+    return None if value in (None, "") else str(value)

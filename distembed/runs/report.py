@@ -1,7 +1,7 @@
 """``distembed report``: one self-contained HTML file with the plots and the comparison of runs.
 
-Nothing in it is fetched: figures are SVG inside of the page, so that the file can be mailed, and read in ten years. It
-follows the reader's light or dark scheme. Runs that are still going on, or were killed, are shown as far as they came.
+Figures are SVG inside of the page, see :mod:`distembed.runs.pages`. Runs that are still going on, or were killed, are
+shown as far as they came.
 """
 
 import math
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from distembed.errors import UserError
 from distembed.files import write_text
@@ -24,52 +24,80 @@ UNKNOWN = "–"
 
 
 @dataclass(frozen=True)
-class Column:
+class ReportColumn:
     """A column of the comparison.
 
     Attributes:
-        heading: above it.
-        text: of a run's cell.
-        best: the number by which the best run of several is marked, lower being better; None to mark none.
-        in_terminal: whether the narrower table in a terminal has it too.
+        heading: Text above the column.
+        text: Returns the text of a run's cell.
+        rank: Returns the number by which the best of several runs is marked, where lower is better; None to mark none.
+        in_terminal: Whether the narrower table in a terminal has the column too.
     """
 
     heading: str
     text: Callable[[RunSummary], str]
-    best: Callable[[RunSummary], float] | None = None
+    rank: Callable[[RunSummary], float] | None = None
     in_terminal: bool = True
 
 
+@dataclass(frozen=True)
+class ReportedMetric:
+    """A metric of the last evaluation that has a column in the comparison.
+
+    Attributes:
+        name: Its name in the evaluation.
+        heading: Text above its column.
+        number_format: Format of its value, such as ``.4f``.
+        better: Whether the ``higher`` or the ``lower`` value is better; None where neither is.
+        in_terminal: Whether the narrower table in a terminal has it too.
+    """
+
+    name: str
+    heading: str
+    number_format: str
+    better: Literal["higher", "lower"] | None
+    in_terminal: bool = True
+
+    def column(self) -> ReportColumn:
+        """Returns the metric's column."""
+        sign = -1 if self.better == "higher" else 1
+        return ReportColumn(
+            self.heading,
+            text=lambda run: _format(run.metric(self.name), self.number_format),
+            rank=None if self.better is None else lambda run: sign * run.metric(self.name),
+            in_terminal=self.in_terminal,
+        )
+
+
+REPORTED_METRICS = (
+    ReportedMetric("auc", "AUC", ".4f", better="higher"),
+    ReportedMetric("logloss", "logloss", ".4f", better="lower"),
+    ReportedMetric("normalized_entropy", "normalised entropy", ".4f", better="lower", in_terminal=False),
+    ReportedMetric("calibration", "calibration", ".3f", better=None, in_terminal=False),
+)
+
 COLUMNS = (
-    Column("tables", lambda run: describe_schemes(run), in_terminal=False),
-    Column("parameters", lambda run: _format(run.parameters, ",.0f")),
-    Column("embedding MB", lambda run: _format(run.embedding_bytes / 1e6, ",.1f"), in_terminal=False),
-    Column("AUC", lambda run: _format(run.auc, ".4f"), lambda run: -run.auc),
-    Column("logloss", lambda run: _format(run.logloss, ".4f"), lambda run: run.logloss),
-    Column(
-        "normalised entropy",
-        lambda run: _format(run.normalized_entropy, ".4f"),
-        lambda run: run.normalized_entropy,
-        in_terminal=False,
-    ),
-    Column("calibration", lambda run: _format(run.calibration, ".3f"), in_terminal=False),
-    Column("samples/s", lambda run: _format(run.samples_per_second, ",.0f")),
-    Column("status", lambda run: describe_status(run)),
+    ReportColumn("tables", lambda run: describe_schemes(run), in_terminal=False),
+    ReportColumn("parameters", lambda run: _format(run.parameters, ",.0f")),
+    ReportColumn("embedding MB", lambda run: _format(run.embedding_bytes / 1e6, ",.1f"), in_terminal=False),
+    *(metric.column() for metric in REPORTED_METRICS),
+    ReportColumn("samples/s", lambda run: _format(run.samples_per_second, ",.0f")),
+    ReportColumn("status", lambda run: describe_status(run)),
 )
 
 
-def write_report(runs: Sequence[Path], output: Path) -> list[RunSummary]:
+def write_run_report(runs: Sequence[Path], output: Path) -> list[RunSummary]:
     """Writes the HTML file, whole or not at all.
 
     Args:
-        runs: run folders, in the order in which to show them.
-        output: the file; a folder for it is made where there is none.
+        runs: Run folders, in the order in which to show them.
+        output: The file to write; its folder is made where it is missing.
 
     Returns:
         One summary a run, in the same order.
 
     Raises:
-        UserError: where one is no run folder, the same is given twice, or ``output`` cannot be a file.
+        UserError: One of the runs is no run folder or is given twice, or ``output`` cannot be a file.
     """
     if not runs:
         raise UserError("report needs one run folder or more; give folders that `distembed train` made.")
@@ -81,9 +109,9 @@ def write_report(runs: Sequence[Path], output: Path) -> list[RunSummary]:
         raise UserError(f"--output {output} is a folder; give the name of an HTML file.")
     records = [RunRecord.read(run) for run in runs]
     named = dict(zip(unique_names(records), records, strict=True))
-    summaries = [RunSummary.of(record, name) for name, record in named.items()]
+    summaries = [RunSummary.from_record(record, name) for name, record in named.items()]
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_text(output, render_page(named, summaries))
+    write_text(output, render_run_report(named, summaries))
     return summaries
 
 
@@ -101,8 +129,13 @@ def print_comparison(summaries: Sequence[RunSummary], console: "Console") -> Non
     console.print(table, markup=False, highlight=False)
 
 
-def render_page(named: dict[str, RunRecord], summaries: Sequence[RunSummary]) -> str:
-    """The page's HTML."""
+def render_run_report(named: dict[str, RunRecord], summaries: Sequence[RunSummary]) -> str:
+    """Returns the page's HTML.
+
+    Args:
+        named: Name -> what the folder of the run holds.
+        summaries: The same runs in the same order, summed up.
+    """
     sections = [
         section("Comparison" if len(named) > 1 else "Result", _comparison(summaries)),
         section("Curves", _legend(summaries) + _figures(named, summaries)),
@@ -112,17 +145,18 @@ def render_page(named: dict[str, RunRecord], summaries: Sequence[RunSummary]) ->
 
 
 def describe_schemes(run: RunSummary) -> str:
-    """``20 quotient_remainder, 6 full``."""
+    """Returns such as ``20 quotient_remainder, 6 full``."""
     return ", ".join(f"{count} {scheme}" for scheme, count in run.schemes.items()) or UNKNOWN
 
 
 def describe_status(run: RunSummary) -> str:
-    """``finished``, or with the split that was evaluated so far: ``unfinished (validation)``."""
+    """Returns such as ``finished``, or with the split that was evaluated last: ``unfinished (validation)``."""
     is_provisional = run.status != "finished" and run.evaluated_on
     return f"{run.status} ({run.evaluated_on})" if is_provisional else run.status
 
 
 def _comparison(summaries: Sequence[RunSummary]) -> str:
+    """Returns the table of one run a row."""
     headings = "".join(f"<th>{escape(column.heading)}</th>" for column in COLUMNS)
     rows = []
     for index, run in enumerate(summaries):
@@ -131,27 +165,31 @@ def _comparison(summaries: Sequence[RunSummary]) -> str:
     return f'<div class="wide"><table><tr><th>run</th>{headings}</tr>{"".join(rows)}</table></div>\n'
 
 
-def _cell(column: Column, run: RunSummary, summaries: Sequence[RunSummary]) -> str:
+def _cell(column: ReportColumn, run: RunSummary, summaries: Sequence[RunSummary]) -> str:
+    """Returns a run's cell, in bold face where it is the best of several."""
     text = escape(column.text(run))
-    # scores on different splits are not compared
+    # metrics on different splits are not compared
     comparable = len(summaries) > 1 and len({other.evaluated_on for other in summaries}) == 1
-    is_best = column.best is not None and comparable and column.best(run) == _lowest(column.best, summaries)
+    is_best = column.rank is not None and comparable and column.rank(run) == _lowest(column.rank, summaries)
     return f"<td>{f'<strong>{text}</strong>' if is_best else text}</td>"
 
 
 def _lowest(value: Callable[[RunSummary], float], summaries: Sequence[RunSummary]) -> float:
+    """Returns the lowest known value of the runs; NaN where none is known."""
     return min((found for run in summaries if not math.isnan(found := value(run))), default=math.nan)
 
 
 def _legend(summaries: Sequence[RunSummary]) -> str:
+    """Returns the runs' names beside their colours."""
     runs = "".join(f"<span>{swatch(colour(index))}{escape(run.name)}</span>" for index, run in enumerate(summaries))
     return f'<p class="legend">{runs}</p>\n'
 
 
 def _figures(named: dict[str, RunRecord], summaries: Sequence[RunSummary]) -> str:
+    """Returns the figures with their captions."""
     figures = [
         ("Loss", "Training windows thin, evaluations marked. The first tenth may be cut off.", plots.loss_curve(named)),
-        ("AUC", "Training windows thin, evaluations marked.", plots.auc_curve(named)),
+        ("AUC", "Training windows thin, evaluations marked.", plots.metric_curve(named, "auc", "AUC")),
         ("Throughput", "Training alone, evaluations not counted.", plots.throughput_curve(named)),
         (
             "Calibration",
@@ -166,27 +204,27 @@ def _figures(named: dict[str, RunRecord], summaries: Sequence[RunSummary]) -> st
 
 
 def _run_details(run: RunRecord, name: str) -> str:
-    versions = run.info.get("versions") or {}
+    """Returns what is known of one run beside its metrics, folded away behind its name."""
+    info = run.info
     facts = {
         "folder": run.path,
-        "status": f"{run.status} ({run.info['error']})" if run.info.get("error") else run.status,
-        "started": run.info.get("started"),
-        "finished": run.info.get("finished"),
-        "seed": run.info.get("seed"),
-        "ranks": run.info.get("world_size"),
-        "batch size": run.info.get("batch_size"),
-        "last step": run.train[-1].get("step") if run.train else None,
-        "versions": ", ".join(f"{package} {version}" for package, version in versions.items()),
+        "status": f"{info.status} ({info.error})" if info.error else info.status,
+        "started": info.started,
+        "finished": info.finished,
+        "seed": info.seed,
+        "ranks": info.world_size,
+        "batch size": info.batch_size,
+        "last step": run.train[-1].step if run.train else None,
+        "versions": ", ".join(f"{package} {version}" for package, version in info.versions.items()) or None,
     }
     rows = "".join(
-        f"<dt>{escape(key)}</dt><dd>{escape(str(value))}</dd>"
-        for key, value in facts.items()
-        if value not in (None, "")
+        f"<dt>{escape(key)}</dt><dd>{escape(str(value))}</dd>" for key, value in facts.items() if value is not None
     )
     return f"<details><summary>{escape(name)}</summary><dl>{rows}</dl><pre>{escape(run.config_yaml)}</pre></details>\n"
 
 
 def _format(value: float, spec: str) -> str:
+    """Returns a number as text, or a dash for NaN."""
     return UNKNOWN if math.isnan(value) else format(value, spec)
 
 

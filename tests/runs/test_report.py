@@ -12,9 +12,9 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from distembed.errors import UserError
+from distembed.errors import RunError, UserError
 from distembed.runs.record import RunRecord, RunSummary
-from distembed.runs.report import print_comparison, write_report
+from distembed.runs.report import print_comparison, write_run_report
 
 VOID_TAGS = {"meta", "br", "hr", "img", "link", "input"}
 
@@ -84,7 +84,7 @@ def make_run(
 
 def report(tmp_path: Path, *runs: Path) -> tuple[Page, list[RunSummary]]:
     output = tmp_path / "out" / "report.html"
-    summaries = write_report(runs, output)
+    summaries = write_run_report(runs, output)
     return Page(output.read_text(encoding="utf-8")), summaries
 
 
@@ -119,7 +119,7 @@ def test_each_figure_is_there_and_is_valid_svg(tmp_path: Path, count: int) -> No
 
 def test_numbers_are_those_of_the_run_folder(tmp_path: Path) -> None:
     page, (summary,) = report(tmp_path, make_run(tmp_path / "run"))
-    assert (summary.auc, summary.logloss, summary.parameters) == (0.7701, 0.4622, 8_441_404)
+    assert (summary.metric("auc"), summary.metric("logloss"), summary.parameters) == (0.7701, 0.4622, 8_441_404)
     assert summary.samples_per_second == 10_015.5, "the median of 10001 ... 10030"
     for text in ("8,441,404", "31.8", "0.7701", "0.4622", "0.8100", "0.991", "20 quotient_remainder, 6 full"):
         assert text in page.text
@@ -144,7 +144,7 @@ def test_metrics_cut_short_leave_the_rest_readable(tmp_path: Path, content: str)
         metrics.write(content)
     page, (summary,) = report(tmp_path, run)
     assert page.open == []
-    assert summary == RunSummary.of(whole, "run")
+    assert summary == RunSummary.from_record(whole, "run")
 
 
 @pytest.mark.parametrize("steps", [0, 1, 9, 10])
@@ -152,7 +152,7 @@ def test_unfinished_runs_are_shown_as_far_as_they_came(tmp_path: Path, steps: in
     page, (summary,) = report(tmp_path, make_run(tmp_path / "run", steps=steps, finished=False))
     assert summary.status == "unfinished"
     assert summary.evaluated_on == ("validation" if steps == 10 else "")
-    assert math.isnan(summary.auc) == (steps < 10)
+    assert math.isnan(summary.metric("auc")) == (steps < 10)
     assert math.isnan(summary.samples_per_second) == (steps == 0)
     assert "nan" not in page.text.lower().split()
     assert ("nothing recorded yet" in figures(tmp_path)["Loss"]) == (steps == 0)
@@ -163,7 +163,7 @@ def test_a_run_without_metrics_is_readable(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", finished=False)
     (run / "metrics.jsonl").unlink()
     _, (summary,) = report(tmp_path, run)
-    assert math.isnan(summary.logloss)
+    assert math.isnan(summary.metric("logloss"))
 
 
 @pytest.mark.parametrize("value", ["NaN", "null", "Infinity", '"text"', "true", "[]"])
@@ -177,7 +177,7 @@ def test_values_that_are_no_numbers_are_unknown(tmp_path: Path, value: str) -> N
         metrics.write(f'{{"kind": "train", "step": 99, "samples": {value}, "loss": {value}, "auc": {value}}}\n')
     page, (summary, _) = report(tmp_path, run, make_run(tmp_path / "other"))
     assert page.open == []
-    assert all(math.isnan(getattr(summary, key)) for key in keys)
+    assert all(math.isnan(summary.metric(key)) for key in keys)
 
 
 def test_the_best_is_marked_where_scores_can_be_compared(tmp_path: Path) -> None:
@@ -186,9 +186,9 @@ def test_the_best_is_marked_where_scores_can_be_compared(tmp_path: Path) -> None
     scores |= {"auc": 0.6, "logloss": 0.6, "normalized_entropy": 0.99}
     (worse / "evaluation.json").write_text(json.dumps(scores))
     output = tmp_path / "report.html"
-    write_report([worse, better], output)
+    write_run_report([worse, better], output)
     assert re.findall("<strong>(.*?)</strong>", output.read_text()) == ["0.7701", "0.4622", "0.8100"]
-    write_report([better, make_run(tmp_path / "unfinished", finished=False)], output)
+    write_run_report([better, make_run(tmp_path / "unfinished", finished=False)], output)
     assert "<strong>" not in output.read_text(), "validation and test are not compared"
 
 
@@ -202,15 +202,15 @@ def test_the_same_runs_give_the_same_bytes(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / "run"), make_run(tmp_path / "other", finished=False)]
     files = [tmp_path / "first.html", tmp_path / "second.html"]
     for file in files:
-        write_report(runs, file)
+        write_run_report(runs, file)
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def test_a_long_run_does_not_make_a_large_page(tmp_path: Path) -> None:
     short = tmp_path / "short.html"
-    write_report([make_run(tmp_path / "short", steps=600)], short)
+    write_run_report([make_run(tmp_path / "short", steps=600)], short)
     long = tmp_path / "long.html"
-    write_report([make_run(tmp_path / "long", steps=20_000)], long)
+    write_run_report([make_run(tmp_path / "long", steps=20_000)], long)
     assert long.stat().st_size < 2 * short.stat().st_size
 
 
@@ -219,7 +219,7 @@ def test_a_folder_that_is_no_run_is_named_with_what_it_lacks(tmp_path: Path, lac
     run = make_run(tmp_path / "run")
     (run / lacks).unlink()
     with pytest.raises(UserError, match=rf"{re.escape(str(run))} is no run: it has no {lacks}\."):
-        write_report([make_run(tmp_path / "good"), run], tmp_path / "report.html")
+        write_run_report([make_run(tmp_path / "good"), run], tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()
 
 
@@ -234,7 +234,7 @@ def test_impossible_arguments_are_refused(tmp_path: Path) -> None:
     ]
     for runs, target, message in cases:
         with pytest.raises(UserError, match=message):
-            write_report(runs, target)
+            write_run_report(runs, target)
 
 
 @pytest.mark.parametrize("file", ["run.json", "evaluation.json"])
@@ -243,20 +243,20 @@ def test_a_damaged_file_is_named(tmp_path: Path, file: str, content: str) -> Non
     run = make_run(tmp_path / "run")
     (run / file).write_text(content)
     with pytest.raises(UserError, match=f"{file}.*damaged"):
-        write_report([run], tmp_path / "report.html")
+        write_run_report([run], tmp_path / "report.html")
 
 
 def test_a_failed_write_leaves_the_previous_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "report.html"
-    write_report([make_run(tmp_path / "run")], output)
+    write_run_report([make_run(tmp_path / "run")], output)
     before = output.read_bytes()
 
     def fail(*_: Any) -> None:
         raise OSError("no space left on device")
 
     monkeypatch.setattr("os.replace", fail)
-    with pytest.raises(OSError):
-        write_report([make_run(tmp_path / "other")], output)
+    with pytest.raises(RunError, match=r"report\.html could not be written \(no space left on device\)"):
+        write_run_report([make_run(tmp_path / "other")], output)
     assert output.read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "report.html", "run"]
 
