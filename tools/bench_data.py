@@ -25,9 +25,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from distembed.data.prepare.criteo import ProgressUpdate, prepare_criteo
-from distembed.data.prepare.synthesize import synthesize_criteo
-from distembed.data.reader.reader import BatchReader
+from distembed.data.prepare import ProgressUpdate, ResourceLimits, prepare_criteo, synthesize_criteo
+from distembed.data.reader import BatchOrder, BatchReader
 
 BATCH_SIZES = (128, 2048, 8192)
 STAGES = ("read", "vocabulary", "write", "flush")
@@ -49,7 +48,7 @@ def bench_prepare(source: Path, output: Path, num_rows: int, threads: int) -> di
     def note(update: ProgressUpdate) -> None:
         ends[update.stage] = time.perf_counter() - start
 
-    prepare_criteo([source], output, threads=threads, overwrite=True, progress=note)
+    prepare_criteo([source], output, limits=ResourceLimits(threads=threads), overwrite=True, progress=note)
     seconds = time.perf_counter() - start
     ends["flush"] = seconds
     stages = {stage: ends[stage] - before for stage, before in zip(STAGES, [0.0, *ends.values()][:-1], strict=True)}
@@ -64,7 +63,7 @@ def bench_prepare(source: Path, output: Path, num_rows: int, threads: int) -> di
 
 def bench_reader(dataset: Path, batch_size: int, prefetch_batches: int) -> float:
     """Rows per second over one epoch of the training split."""
-    reader = BatchReader(dataset, "train", batch_size=batch_size, prefetch_batches=prefetch_batches)
+    reader = BatchReader(dataset, "train", BatchOrder(batch_size), prefetch_batches=prefetch_batches)
     start = time.perf_counter()
     num_rows = sum(len(batch.labels) for batch in reader)
     return num_rows / (time.perf_counter() - start)

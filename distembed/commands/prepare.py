@@ -41,22 +41,13 @@ def prepare_criteo_command(
 ) -> None:
     """Turn raw Criteo rows (label, 13 integers, 26 hex ids, tab-separated) into a Parquet dataset with a manifest."""
     from distembed.commands.prepare_progress import prepare_progress
-    from distembed.data.prepare.criteo import prepare_criteo
+    from distembed.data.prepare import CriteoOptions, ResourceLimits, prepare_criteo
 
+    memory_limit_bytes = parse_bytes("--memory-limit", memory_limit)
+    options = CriteoOptions(min_count, hash_size, hash_seed, split, max_rejected)
+    limits = ResourceLimits(memory_limit_bytes, threads)
     with prepare_progress(console) as progress:
-        manifest = prepare_criteo(
-            inputs,
-            output,
-            min_count=min_count,
-            hash_size=hash_size,
-            hash_seed=hash_seed,
-            split=split,
-            max_rejected=max_rejected,
-            memory_limit_bytes=parse_bytes("--memory-limit", memory_limit),
-            overwrite=overwrite,
-            threads=threads,
-            progress=progress,
-        )
+        manifest = prepare_criteo(inputs, output, options, limits, overwrite=overwrite, progress=progress)
     for name, part in manifest.splits.items():
         rate = "none" if part.label_rate is None else f"{part.label_rate:.4f}"
         say(f"{name}: {part.num_rows:,} rows, label rate {rate}")
@@ -100,24 +91,18 @@ def prepare_graph_command(
 ) -> None:
     """Turn edges, or shared attributes, into a graph over a table's ids, for SSE-Graph."""
     from distembed.commands.prepare_progress import prepare_progress
-    from distembed.graph.prepare.prepare import describe_graph, prepare_graph
+    from distembed.graph.prepare import GraphOptions, NodeIds, describe_graph, prepare_graph
 
+    memory_limit_bytes = parse_bytes("--memory-limit", memory_limit)
+    options = GraphOptions(source, target, weight, directed, attribute, max_shared, count_shared, unknown)
+    nodes = NodeIds(data, table, num_embeddings)
     with prepare_progress(console) as progress:
         graph = prepare_graph(
             inputs,
             output,
-            data=data,
-            table=table,
-            num_embeddings=num_embeddings,
-            source=source,
-            target=target,
-            weight=weight,
-            directed=directed,
-            attribute=attribute,
-            max_shared=max_shared,
-            count_shared=count_shared,
-            unknown=unknown,
-            memory_limit_bytes=parse_bytes("--memory-limit", memory_limit),
+            nodes,
+            options,
+            memory_limit_bytes=memory_limit_bytes,
             overwrite=overwrite,
             progress=progress,
         )
@@ -134,7 +119,7 @@ def synthesize_command(
     overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT if it is there.")] = False,
 ) -> None:
     """Make a file in Criteo's format: skewed ids, a planted signal of known Bayes logloss, a time order."""
-    from distembed.data.prepare.synthesize import synthesize_criteo
+    from distembed.data.prepare import synthesize_criteo
 
     summary = synthesize_criteo(output, num_rows=rows, seed=seed, overwrite=overwrite)
     say(

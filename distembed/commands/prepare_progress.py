@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from distembed.data.prepare.criteo import ProgressUpdate
+from distembed.data.prepare import ProgressUpdate
 
 _SECONDS_BETWEEN_LINES = 5.0
 

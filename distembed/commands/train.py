@@ -172,7 +172,7 @@ def _settings(config: "Config", plan: Path | None, previous_plan: "SavedPlan | N
     from distembed.data.prepare.vocabulary import reserved_ids
     from distembed.describe import describe, kept_full
     from distembed.embedding import assignment_checksums
-    from distembed.graph.prepare.ids import require_same_ids
+    from distembed.graph.prepare.value_ids import require_same_ids
     from distembed.planning.saved_plan import read_saved_plan
     from distembed.sse.config import build_sse, graph_fingerprints
     from distembed.training.trainer import RunSettings

@@ -23,7 +23,12 @@ MAX_NODES = math.isqrt(2**63 - 1)
 
 @dataclass(frozen=True)
 class Edges:
-    """Keys ``source * num_nodes + target``, and the weight of each where the graph has weights."""
+    """Edges of a graph, in any order.
+
+    Attributes:
+        keys: Key ``source * num_nodes + target`` of each edge.
+        weights: Weight of each edge; None for a graph without weights.
+    """
 
     keys: NDArray[np.int64]
     weights: NDArray[np.float64] | None
@@ -33,7 +38,15 @@ class Edges:
 
 
 def require_num_nodes(field: str, num_nodes: Any) -> int:
-    """The number of nodes, if a graph can have so many; UserError otherwise."""
+    """Returns the number of nodes, if a graph can have so many.
+
+    Args:
+        field: Name of the setting, for the error.
+        num_nodes: What was given.
+
+    Raises:
+        UserError: It is no integer from 1 to MAX_NODES.
+    """
     if isinstance(num_nodes, bool) or not isinstance(num_nodes, int | np.integer) or not 1 <= num_nodes <= MAX_NODES:
         raise UserError(
             f"{field} is {num_nodes!r}; a graph has 1 to {MAX_NODES:,} nodes, one for each id of its table."
@@ -48,7 +61,7 @@ def stored_edges(
     weights: NDArray[np.float64] | None,
     directed: bool,
 ) -> Edges:
-    """The edges as they are stored, in the order given: without self-loops, and both ways unless ``directed``."""
+    """Returns the edges as they are stored, in the order given: without self-loops, both ways unless ``directed``."""
     others = sources != targets
     if not others.all():
         sources, targets = sources[others], targets[others]
@@ -62,7 +75,7 @@ def stored_edges(
 
 
 def sort_edges(edges: Edges) -> Edges:
-    """By key; equal keys stay in the order given."""
+    """Returns the edges sorted by key; equal keys stay in the order given."""
     if edges.weights is None:
         return Edges(np.sort(edges.keys), None)
     order = np.argsort(edges.keys, kind="stable")
@@ -70,10 +83,10 @@ def sort_edges(edges: Edges) -> Edges:
 
 
 def merge_equal(edges: Edges) -> Edges:
-    """Sorted edges, each once, with the sum of its weights.
+    """Returns each of the sorted edges once, with the sum of its weights.
 
     Raises:
-        UserError: a sum is beyond the largest float64.
+        UserError: A sum is beyond the largest float64.
     """
     first = np.ones(len(edges), bool)
     np.not_equal(edges.keys[1:], edges.keys[:-1], out=first[1:])

@@ -165,7 +165,7 @@ def _parameter(shards: Sequence[tuple[int, int]], itemsize: int, optimizer: str,
 
 
 def _in_host_memory(storage: TableStorage, num_rows: int, optimizer: str, cache_ratio: float | None) -> TableStorage:
-    row_states = num_rows * row_state_bytes(optimizer)
+    row_states = num_rows * bytes_of_a_row(optimizer)
     # an int32 a row, and two int64 a slot
     cache = 0 if cache_ratio is None else cache_ratio * storage.weights + num_rows * (4 + 16 * cache_ratio)
     return TableStorage(
@@ -176,7 +176,7 @@ def _in_host_memory(storage: TableStorage, num_rows: int, optimizer: str, cache_
     )
 
 
-def row_state_bytes(optimizer: str) -> int:
+def bytes_of_a_row(optimizer: str) -> int:
     """Of the numbers that an optimizer keeps of a row as a whole."""
     return sum(IS_ROW_WISE[optimizer].values()) * _STATE_BYTES
 

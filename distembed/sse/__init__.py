@@ -16,7 +16,7 @@ Two users: the collections of :mod:`distembed.embedding`, whose tables take ``ss
 :func:`perturb_inputs` (embeddings of torch) and :class:`IdPerturbation` (labels).
 """
 
-from distembed.graph.graph import Graph
+from distembed.graph import Graph
 from distembed.sse.perturbation import (
     FeaturePerturbation,
     IdPerturbation,

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import pydantic.dataclasses
 from pydantic import ConfigDict, Field, NonNegativeInt, Strict, field_validator, model_validator
 
-from distembed.graph.graph import Graph
+from distembed.graph import Graph
 from distembed.names import complete_tables, one_of
 from distembed.sse.rule import MAX_RESERVED, MAX_WALK_STEPS, SSE, Walk, checked_schedule
 

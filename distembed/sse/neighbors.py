@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from distembed.graph.graph import Graph
+from distembed.graph import Graph
 from distembed.sse.arrays import Array, as_float64, as_int64, on_device, where
 from distembed.sse.rule import Walk
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from distembed.errors import UserError
-from distembed.graph.graph import Graph
+from distembed.graph import Graph
 
 MAX_RESERVED = 64
 MAX_WALK_STEPS = 20

@@ -175,7 +175,9 @@ def build_training_state(
         plan = make_plan(
             task,
             sharders,
-            processes,
+            device=processes.device,
+            world_size=processes.world_size,
+            local_world_size=processes.local_world_size,
             workload=workload_of(
                 task,
                 model_config,

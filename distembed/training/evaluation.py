@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distembed.data.reader.reader import BatchReader
+from distembed.data.reader import BatchOrder, BatchReader
 from distembed.ranks import Ranks
 from distembed.tasks.binary_metrics import BinaryMetrics, calibration_bins
 from distembed.training.build import TrainingState
@@ -50,10 +50,9 @@ def score_batches(
     reader = BatchReader(
         dataset,
         split,
-        batch_size=EVALUATION_BATCH_SIZE * processes.world_size,
+        BatchOrder(EVALUATION_BATCH_SIZE * processes.world_size, shuffle=False),
         rank=processes.rank,
         world_size=processes.world_size,
-        shuffle=False,
     )
     was_training = training_state.model.training
     training_state.model.eval()

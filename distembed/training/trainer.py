@@ -20,8 +20,7 @@ from torch import Tensor
 
 from distembed.checkpoints.run_checkpoints import Checkpoints, checkpoint_place
 from distembed.config.train import TrainConfig
-from distembed.data.reader.batch import Batch
-from distembed.data.reader.reader import BatchReader
+from distembed.data.reader import Batch, BatchOrder, BatchReader
 from distembed.embedding import EmbeddingConfig
 from distembed.errors import Interrupted, RunError, UserError
 from distembed.files import write_json
@@ -141,10 +140,9 @@ class Run:
         return BatchReader(
             self._settings.dataset,
             self._settings.splits[0],
-            batch_size=self._settings.train.batch_size,
+            BatchOrder(self._settings.train.batch_size, seed=self._settings.train.seed),
             rank=self._processes.rank,
             world_size=self._processes.world_size,
-            seed=self._settings.train.seed,
             prefetch_batches=prefetch_batches,
         )
 

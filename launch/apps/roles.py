@@ -1,4 +1,4 @@
-"""The role of an application: what its nodes have, and what some schedulers cannot do for it."""
+"""The role of an application: what each node runs and needs, and what some schedulers have to be told of it."""
 
 import re
 from dataclasses import dataclass
@@ -7,25 +7,24 @@ from typing import Any
 from torchx import specs
 
 from distembed.errors import UserError
-from launch.apps.request import NodeRequest
 from launch.apps.shape import Shape
 
 ELASTIC = ("docker", "kubernetes", "local", "ray", "slurm")
-"""Schedulers, by TorchX's names of their back ends, on which a job continues with fewer nodes."""
+"""Schedulers, by TorchX's names of their back ends, on which a job goes on with fewer nodes."""
 NEED_IMAGE = ("aws_batch", "docker", "kubernetes")
 """Schedulers that run containers."""
 MOUNT_NOTHING = ("local", "ray", "slurm")
 """Schedulers whose processes see the files of the machine that they run on."""
 GRACE_SECONDS = "distembed.grace_seconds"
-"""Key of a role's metadata: seconds that its processes have to save their state when they are asked to end."""
+"""Key of a role's metadata: seconds that its processes have to save their state when they are told to end."""
 
 # With TorchX's suffix (15), that of a pod ("-evaluate-999-0") and a rest, within the 63 of a DNS label.
 _LONGEST_NAME = 32
 
 
 @dataclass
-class NodeRole(specs.Role):
-    """A role that is checked once more when its scheduler is known."""
+class Nodes(specs.Role):
+    """A role whose request is looked at once more when the scheduler is known."""
 
     def pre_proc(self, scheduler: str, dryrun_info: Any) -> Any:
         elastic = self.min_replicas is not None and self.min_replicas < self.num_replicas
@@ -45,18 +44,18 @@ class NodeRole(specs.Role):
                 f"mounts are for containers; on {scheduler} the job sees the files of its nodes: leave them out"
             )
         if scheduler == "docker":
-            _correct_docker_names(dryrun_info.request)
+            _mend_docker_names(dryrun_info.request)
         return dryrun_info
 
 
 def job_name(text: str) -> str:
-    """Returns a name made of ``text`` that every scheduler takes: a DNS-1035 label of at most 32 characters.
+    """A name made of ``text`` that every scheduler takes: a DNS-1035 label of at most 32 characters.
 
     TorchX drops what Kubernetes does not allow and may leave a name that starts with a digit: its Service, and with
     it the names of the nodes, would be refused when the job has been accepted.
 
     Raises:
-        UserError: No letter is left of the text.
+        UserError: Nothing is left of it.
     """
     name = re.sub(r"[^a-z0-9]+", "-", text.lower())
     name = re.sub(r"^[^a-z]+", "", name)[:_LONGEST_NAME].rstrip("-")
@@ -65,26 +64,26 @@ def job_name(text: str) -> str:
     return name
 
 
-def find_resource(request: NodeRequest) -> specs.Resource:
-    """Returns what a node has: a named resource, or its numbers; 2 CPUs and 4096 MB where nothing is given.
+def find_resource(h: str | None, cpu: int | None, gpu: int | None, memory_mb: int | None) -> specs.Resource:
+    """What a node needs: a named resource, or its numbers; 2 CPUs and 4096 MB where nothing is said.
 
     Raises:
-        UserError: The name is not registered, there are numbers beside a name, or a number is below its least.
+        UserError: A name that is not registered, numbers beside a name, or a number below its least.
     """
-    h, numbers = request.h, {"cpu": request.cpu, "gpu": request.gpu, "memMB": request.memMB}
+    numbers = {"cpu": cpu, "gpu": gpu, "memMB": memory_mb}
     given = {field: _whole(field, value) for field, value in numbers.items() if value is not None}
     if h is not None:
         if given:
-            beside = ", ".join(f"{field}={value}" for field, value in given.items())
-            raise UserError(f"h is {h!r}, which says all that a node has, beside {beside}; give one or the other")
+            said = ", ".join(f"{field}={value}" for field, value in given.items())
+            raise UserError(f"h is {h!r}, which says all that a node has, beside {said}; give one or the other")
         try:
             return specs.named_resources[h]
         except KeyError as error:
             raise UserError(f"h is {h!r}: {error.args[0]} Or give cpu, gpu and memMB instead.") from error
     if given.get("gpu", 0) > 0 and len(given) < len(numbers):
         raise UserError(
-            f"gpu is {request.gpu} without cpu and memMB, of which {request.gpu} processes would need more than the "
-            "default of 2 and 4096; say what a node has, or choose a named resource such as gpu_8_h100"
+            f"gpu is {gpu} without cpu and memMB, of which {gpu} processes would need more than the 2 and 4096 that a "
+            "node gets unless told; say what a node has, or choose a named resource such as gpu_8_h100"
         )
     for field, value in given.items():
         least = 0 if field == "gpu" else 1
@@ -94,7 +93,7 @@ def find_resource(request: NodeRequest) -> specs.Resource:
 
 
 def _whole(field: str, value: int) -> int:
-    # TorchX hands over the text of the command line where an argument may be None
+    # TorchX hands over what was typed where an argument may be None
     try:
         return int(value)
     except ValueError:
@@ -102,11 +101,7 @@ def _whole(field: str, value: int) -> int:
 
 
 def require_gpus(shape: Shape, resource: specs.Resource) -> None:
-    """Refuses more processes on a node than it has GPUs, where it has any: NCCL does not share a GPU.
-
-    Raises:
-        UserError: There are more processes than GPUs.
-    """
+    """Refuses more processes on a node than it has GPUs, where it has any: NCCL does not share a GPU."""
     if 0 < resource.gpu < shape.processes:
         raise UserError(
             f"j is '{shape}', {shape.processes} processes on a node of {resource.gpu} GPUs; "
@@ -115,15 +110,15 @@ def require_gpus(shape: Shape, resource: specs.Resource) -> None:
 
 
 def threads_per_process(resource: specs.Resource, processes: int) -> str:
-    """Returns a process's share of the CPUs: else each would take all, or, under ``torch.distributed.run``, one."""
+    """A process's share of the CPUs: else each would take all of them, or, under torch.distributed.run, one."""
     return str(max(1, int(resource.cpu) // processes))
 
 
 def parse_mounts(mounts: list[str] | None) -> list[Any]:
-    """Returns TorchX's mounts from ``type=bind,src=/host,dst=/container[,readonly]``, split at the commas.
+    """Mounts of TorchX from ``type=bind,src=/host,dst=/container[,readonly]``, split at the commas.
 
     Raises:
-        UserError: TorchX cannot read one of them.
+        UserError: One that TorchX cannot read.
     """
     try:
         return specs.parse_mounts(mounts) if mounts else []
@@ -134,8 +129,8 @@ def parse_mounts(mounts: list[str] | None) -> list[Any]:
         ) from error
 
 
-def _correct_docker_names(request: Any) -> None:
-    """Removes leading dashes: TorchX cuts names to their last 30 characters, and Docker refuses one that has them."""
+def _mend_docker_names(request: Any) -> None:
+    """TorchX cuts long names to their last 30 characters; Docker refuses one that now starts with a dash."""
     for container in request.containers:
         options = container.kwargs
         options["name"] = options["hostname"] = options["name"].lstrip("-")

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from distembed.data.prepare import criteo
-from distembed.data.prepare.synthesize import synthesize_criteo
+from distembed.data.prepare import criteo, synthesize_criteo
 
 PREPARE = """
 import resource, sys
-from distembed.data.criteo import prepare_criteo
+from distembed.data.prepare import ResourceLimits, prepare_criteo
 
-prepare_criteo([sys.argv[1]], sys.argv[2], memory_limit_bytes=64 << 20, threads=2)
+prepare_criteo([sys.argv[1]], sys.argv[2], limits=ResourceLimits(64 << 20, threads=2))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distembed.data.dataset.manifest import Manifest
-from distembed.data.prepare import criteo, write
-from distembed.data.prepare.criteo import ProgressUpdate, prepare_criteo
-from distembed.data.prepare.parse import parse_block
+from distembed.data.prepare import CriteoOptions, ProgressUpdate, ResourceLimits, prepare_criteo, write_parquet
+from distembed.data.prepare.parse_rows import parse_block
 from distembed.errors import UserError
 from tests.data import reference
 
@@ -84,8 +83,8 @@ def check_rejected(dataset: Path, manifest: Manifest, expected: list[tuple[str, 
 def test_every_row_is_in_one_split_or_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, min_count: int, newline: bytes
 ) -> None:
-    monkeypatch.setattr(criteo._Budget, "block_bytes", 20_000)
-    monkeypatch.setattr(write, "ROW_GROUP_ROWS", 128)
+    monkeypatch.setattr(ResourceLimits, "block_bytes", 20_000)
+    monkeypatch.setattr(write_parquet, "ROW_GROUP_ROWS", 128)
     files = {
         "day_2": reference.content(700, 1, malformed=0.05, newline=newline),
         "day_10": reference.content(500, 2, malformed=0.01, short=0.2, newline=newline).removesuffix(newline),
@@ -94,7 +93,7 @@ def test_every_row_is_in_one_split_or_rejected(
     for name, content in files.items():
         (tmp_path / "in").mkdir(exist_ok=True)
         (tmp_path / "in" / name).write_bytes(content)
-    prepare_criteo([tmp_path / "in"], tmp_path / "out", min_count=min_count, max_rejected=0.5)
+    prepare_criteo([tmp_path / "in"], tmp_path / "out", CriteoOptions(min_count, max_rejected=0.5))
     check_against_reference(tmp_path / "out", files, None, min_count)
     sources = Manifest.load(tmp_path / "out").sources
     assert [(s.name, s.bytes, s.num_rows) for s in sources] == [
@@ -141,15 +140,15 @@ def test_integers_beyond_64_bits_are_malformed(value: bytes) -> None:
 
 
 def test_bytes_depend_on_rows_and_options_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write, "ROW_GROUP_ROWS", 1000)
+    monkeypatch.setattr(write_parquet, "ROW_GROUP_ROWS", 1000)
     source = tmp_path / "rows.tsv"
     source.write_bytes(reference.content(5000, 4, malformed=0.002, short=0.01))
-    settings_of = {"once": {}, "again": {}, "threads": {"threads": 5}, "memory": {"memory_limit_bytes": 64 << 20}}
-    for name, chosen in settings_of.items():
-        prepare_criteo([source], tmp_path / name, **chosen)
-    monkeypatch.setattr(criteo._Budget, "block_bytes", 30_011)
-    monkeypatch.setattr(criteo._Budget, "vocabulary_entries", 50)
-    prepare_criteo([source], tmp_path / "blocks", threads=2)
+    limits = {"once": None, "again": None, "threads": ResourceLimits(threads=5), "memory": ResourceLimits(64 << 20)}
+    for name, chosen in limits.items():
+        prepare_criteo([source], tmp_path / name, limits=chosen)
+    monkeypatch.setattr(ResourceLimits, "block_bytes", 30_011)
+    monkeypatch.setattr(ResourceLimits, "vocabulary_keys", 50)
+    prepare_criteo([source], tmp_path / "blocks", limits=ResourceLimits(threads=2))
     first = bytes_of(tmp_path / "once")
     assert len(first) == 1 + 1 + 26 + 2 + 1 + 1
     for name in ["again", "threads", "memory", "blocks"]:
@@ -188,7 +187,7 @@ def test_days_as_files(tmp_path: Path) -> None:
     files = {f"day_{day}": reference.content(200 + day, day, malformed=0.01) for day in (1, 2, 10)}
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-    prepare_criteo([tmp_path / name for name in files], tmp_path / "out", split="days", max_rejected=0.1)
+    prepare_criteo([tmp_path / name for name in files], tmp_path / "out", CriteoOptions(split="days", max_rejected=0.1))
     good = [sum(isinstance(reference.parse(line), reference.Row) for line in c.splitlines()) for c in files.values()]
     before = good[0] + good[1]
     bounds = [0, before, before + good[2] // 2, sum(good)]
@@ -198,7 +197,7 @@ def test_days_as_files(tmp_path: Path) -> None:
 def test_days_in_one_file(tmp_path: Path) -> None:
     files = {"train.txt": reference.content(705, 8)}
     (tmp_path / "train.txt").write_bytes(files["train.txt"])
-    prepare_criteo([tmp_path / "train.txt"], tmp_path / "out", split="days")
+    prepare_criteo([tmp_path / "train.txt"], tmp_path / "out", CriteoOptions(split="days"))
     check_against_reference(tmp_path / "out", files, [0, 604, 654, 705], 2)
 
 
@@ -217,7 +216,7 @@ def test_the_vocabulary_comes_from_the_training_part_alone(tmp_path: Path) -> No
 def test_vocabulary_files_say_what_ids_mean(tmp_path: Path) -> None:
     content = reference.content(1000, 6)
     (tmp_path / "a.tsv").write_bytes(content)
-    manifest = prepare_criteo([tmp_path / "a.tsv"], tmp_path / "a", min_count=2)
+    manifest = prepare_criteo([tmp_path / "a.tsv"], tmp_path / "a", CriteoOptions(min_count=2))
     train = [row for row in map(reference.parse, reference.lines_of(content)[:800]) if isinstance(row, reference.Row)]
     expected = reference.vocabularies(train, 2)
     for feature, name in enumerate(CATEGORICAL):
@@ -239,7 +238,7 @@ def test_hashing_needs_no_data(tmp_path: Path) -> None:
     kept: dict[str, tuple[np.ndarray, ...]] = {}
     for name, seed in (("whole", 0), ("half", 0), ("other", 1)):
         source = tmp_path / f"{'whole' if name == 'other' else name}.tsv"
-        manifest = prepare_criteo([source], tmp_path / name, hash_size=50, hash_seed=seed)
+        manifest = prepare_criteo([source], tmp_path / name, CriteoOptions(hash_size=50, hash_seed=seed))
         assert {feature.num_embeddings for feature in manifest.schema.categorical} == {50}
         assert not (tmp_path / name / "vocabulary").exists()
         kept[name] = read_split(tmp_path / name, manifest, "train")
@@ -252,7 +251,7 @@ def test_hashing_needs_no_data(tmp_path: Path) -> None:
 
 def test_tables_of_more_than_2_to_the_31_rows_have_wide_ids(tmp_path: Path) -> None:
     (tmp_path / "a.tsv").write_bytes(reference.content(50, 9))
-    manifest = prepare_criteo([tmp_path / "a.tsv"], tmp_path / "a", hash_size=2**40)
+    manifest = prepare_criteo([tmp_path / "a.tsv"], tmp_path / "a", CriteoOptions(hash_size=2**40))
     column = pq.read_table(tmp_path / "a" / manifest.splits["train"].files[0].path)["C7"].to_numpy()
     assert column.dtype == np.int64 and column.max() > 2**32 and column.max() < 2**40
 
@@ -268,16 +267,16 @@ def test_too_many_malformed_rows(tmp_path: Path) -> None:
 
 
 def test_another_kind_of_file_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(criteo._Budget, "block_bytes", 10_000)
+    monkeypatch.setattr(ResourceLimits, "block_bytes", 10_000)
     (tmp_path / "a.csv").write_bytes(b"a,b,c\n" * 100_000)
     with pytest.raises(UserError, match="nothing more is read"):
-        prepare_criteo([tmp_path / "a.csv"], tmp_path / "out", threads=1)
+        prepare_criteo([tmp_path / "a.csv"], tmp_path / "out", limits=ResourceLimits(threads=1))
 
 
 def test_a_file_of_one_endless_line(tmp_path: Path) -> None:
     (tmp_path / "a.tsv").write_bytes(b"\0" * (3 << 20))
     with pytest.raises(UserError, match="line of more than"):
-        prepare_criteo([tmp_path / "a.tsv"], tmp_path / "out", memory_limit_bytes=64 << 20, threads=6)
+        prepare_criteo([tmp_path / "a.tsv"], tmp_path / "out", limits=ResourceLimits(64 << 20, threads=6))
 
 
 @pytest.mark.parametrize(
@@ -292,38 +291,37 @@ def test_too_little_input(tmp_path: Path, content: bytes, message: str) -> None:
 
 def test_two_rows_leave_a_split_empty(tmp_path: Path) -> None:
     (tmp_path / "a.tsv").write_bytes(reference.content(2, 1))
-    manifest = prepare_criteo([tmp_path / "a.tsv"], tmp_path / "out", min_count=1)
+    manifest = prepare_criteo([tmp_path / "a.tsv"], tmp_path / "out", CriteoOptions(min_count=1))
     assert [split.num_rows for split in manifest.splits.values()] == [1, 0, 1]
     assert manifest.splits["validation"].label_rate is None
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("kind", "field", "value"),
     [
-        {"min_count": 0},
-        {"hash_size": 1},
-        {"hash_seed": -1},
-        {"split": "0.8,0.2"},
-        {"split": "0.8,0.1,0.2"},
-        {"split": "1.1,-0.2,0.1"},
-        {"split": "days!"},
-        {"split": "1/0,1,1"},
-        {"max_rejected": 1.5},
-        {"memory_limit_bytes": 1000},
-        {"threads": 0},
+        (CriteoOptions, "min_count", 0),
+        (CriteoOptions, "hash_size", 1),
+        (CriteoOptions, "hash_size", 2**63),
+        (CriteoOptions, "hash_seed", -1),
+        (CriteoOptions, "split", "0.8,0.2"),
+        (CriteoOptions, "split", "0.8,0.1,0.2"),
+        (CriteoOptions, "split", "1.1,-0.2,0.1"),
+        (CriteoOptions, "split", "days!"),
+        (CriteoOptions, "split", "1/0,1,1"),
+        (CriteoOptions, "max_rejected", 1.5),
+        (ResourceLimits, "memory_limit_bytes", 1000),
+        (ResourceLimits, "threads", 0),
     ],
 )
-def test_impossible_options(tmp_path: Path, wrong: dict) -> None:
-    (tmp_path / "a.tsv").write_bytes(reference.content(20, 1))
-    name = next(iter(wrong))
-    with pytest.raises(UserError, match=name):
-        prepare_criteo([tmp_path / "a.tsv"], tmp_path / "out", **wrong)
+def test_impossible_settings(kind: type, field: str, value: object) -> None:
+    with pytest.raises(UserError, match=field):
+        kind(**{field: value})
 
 
 def test_exact_shares(tmp_path: Path) -> None:
     """0.7 of 10 rows is 7, which floating point would make 6."""
     (tmp_path / "a.tsv").write_bytes(reference.content(10, 1))
-    manifest = prepare_criteo([tmp_path / "a.tsv"], tmp_path / "out", split="0.7,0.2,0.1")
+    manifest = prepare_criteo([tmp_path / "a.tsv"], tmp_path / "out", CriteoOptions(split="0.7,0.2,0.1"))
     assert [split.num_rows for split in manifest.splits.values()] == [7, 2, 1]
 
 

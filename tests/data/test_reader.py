@@ -15,9 +15,7 @@ import pytest
 import torch
 
 from distembed.data import CategoricalFeature, Manifest, Schema, create_manifest
-from distembed.data.reader import order, reader
-from distembed.data.reader.batch import Batch
-from distembed.data.reader.reader import BatchReader
+from distembed.data.reader import Batch, BatchOrder, BatchReader, order, reader
 from distembed.errors import UserError
 
 SCHEMA = Schema(
@@ -64,11 +62,19 @@ def make_dataset(folder: Path, num_rows: int, *, schema: Schema = SCHEMA, files:
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a few hundred rows make many windows and many chunks."""
     monkeypatch.setattr(order, "WINDOW_ROWS", 40)
-    monkeypatch.setattr(reader, "_ROWS_TOGETHER", 24)
+    monkeypatch.setattr(reader, "_ROWS_AT_ONCE", 24)
 
 
-def open_reader(folder: Path, batch_size: int = 10, **settings: object) -> BatchReader:
-    return BatchReader(folder, "all", batch_size=batch_size, **settings)  # type: ignore[arg-type]
+def open_reader(
+    folder: Path,
+    batch_size: int = 10,
+    *,
+    shuffle: bool = True,
+    seed: int = 0,
+    drop_last: bool = False,
+    **settings: int,
+) -> BatchReader:
+    return BatchReader(folder, "all", BatchOrder(batch_size, shuffle, seed, drop_last), **settings)
 
 
 def rows_of(batch: Batch) -> list[int]:
@@ -366,7 +372,7 @@ def test_impossible_settings(tmp_path: Path, wrong: dict) -> None:
 
 def test_an_unknown_split(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no split 'train': it has all"):
-        BatchReader(make_dataset(tmp_path / "d", 10), "train", batch_size=1)
+        BatchReader(make_dataset(tmp_path / "d", 10), "train", BatchOrder(1))
 
 
 def prefetching() -> set[threading.Thread]:

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from distembed.data.dataset.manifest import Manifest
-from distembed.data.prepare import criteo, ingest, write
-from distembed.data.prepare.criteo import prepare_criteo
+from distembed.data.prepare import CriteoOptions, criteo, ingest, prepare_criteo, write_parquet
 from distembed.data.prepare.staging import staged_folder
 from distembed.errors import RunError, UserError
 from tests.data import reference
@@ -21,8 +20,7 @@ from tests.data.test_prepare import bytes_of
 PREPARE_AND_HANG = """
 import sys, time
 from pathlib import Path
-from distembed.data import criteo, staging
-from distembed.data.criteo import prepare_criteo
+from distembed.data.prepare import prepare_criteo, staging
 
 source, output, step = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 
@@ -78,7 +76,7 @@ def test_killed_at_any_moment_it_leaves_no_dataset(source: Path, tmp_path: Path,
 def test_killed_while_overwriting_the_old_dataset_stays(source: Path, tmp_path: Path, step: str) -> None:
     """Also between the two renames: the next run puts the old one back before it does anything else."""
     output = tmp_path / "out"
-    prepare_criteo([source], output, min_count=5)
+    prepare_criteo([source], output, CriteoOptions(min_count=5))
     before = bytes_of(output)
     kill(hanging(source, output, step, "overwrite"))
     assert output.exists() == (step == "write")
@@ -131,7 +129,7 @@ def test_a_failure_leaves_nothing(
     def fail(*ignored: object) -> None:
         raise error
 
-    monkeypatch.setattr(write.FileWriter, "write", fail)
+    monkeypatch.setattr(write_parquet.FileWriter, "write", fail)
     with pytest.raises(BaseException) as caught:
         prepare_criteo([source], tmp_path / "out")
     assert not isinstance(caught.value, UserError | RunError)
@@ -159,7 +157,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
         "from pathlib import Path\n"
-        "from distembed.data.prepare.criteo import prepare_criteo\n"
+        "from distembed.data.prepare import prepare_criteo\n"
         "try:\n"
         "    prepare_criteo([Path(sys.argv[1])], Path(sys.argv[2]))\n"
         "except OSError as error:\n"

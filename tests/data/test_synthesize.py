@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import log_loss, roc_auc_score
 
-from distembed.data.prepare import synthesize
-from distembed.data.prepare.criteo import prepare_criteo
-from distembed.data.prepare.synthesize import synthesize_criteo
+from distembed.data.prepare import CriteoOptions, prepare_criteo, synthesize, synthesize_criteo
 from distembed.errors import UserError
 from tests.data import reference
 
@@ -26,7 +24,7 @@ def test_rows_are_criteo_rows_and_the_same_for_a_seed(tmp_path: Path) -> None:
     missing = np.mean([[key is None for key in row.keys] for row in rows], 0)
     np.testing.assert_allclose(missing, synthesize._ID_MISSING, atol=0.05)
     for name in ("a.tsv", "d.tsv.gz"):
-        prepare_criteo([tmp_path / name], tmp_path / f"prepared-{name}", max_rejected=0)
+        prepare_criteo([tmp_path / name], tmp_path / f"prepared-{name}", CriteoOptions(max_rejected=0))
     one = (tmp_path / "prepared-a.tsv/train/part-00000.parquet").read_bytes()
     assert one == (tmp_path / "prepared-d.tsv.gz/train/part-00000.parquet").read_bytes()
 

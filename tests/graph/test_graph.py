@@ -15,10 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distembed.errors import UserError
-from distembed.graph import alias as graph_alias
+from distembed.graph import Graph, alias_method
 from distembed.graph.edges import MAX_NODES, stored_edges
-from distembed.graph.files import array_types
-from distembed.graph.graph import Graph
+from distembed.graph.folder import array_types
 
 Rows = dict[int, dict[int, float]]
 
@@ -112,7 +111,7 @@ def test_tables_of_a_row_do_not_depend_on_the_block_it_is_in(monkeypatch: pytest
     edges = random_edges(60, 800, 3, 8.0)
     whole = Graph.from_edges(60, *edges)
     for size in (1, 7, 50):
-        monkeypatch.setattr(graph_alias, "BLOCK_EDGES", size)
+        monkeypatch.setattr(alias_method, "BLOCK_EDGES", size)
         assert Graph.from_edges(60, *edges).fingerprint == whole.fingerprint
 
 

@@ -26,22 +26,31 @@ from distembed.commands.shared import console
 from distembed.data.dataset import manifest
 from distembed.data.dataset.manifest import Manifest, create_manifest
 from distembed.data.dataset.schema import CategoricalFeature, Schema
-from distembed.data.prepare import sorted_runs
-from distembed.data.prepare.criteo import ProgressUpdate, prepare_criteo
-from distembed.data.prepare.sorted_runs import SortedRuns
+from distembed.data.prepare import CriteoOptions, ProgressUpdate, prepare_criteo
 from distembed.errors import RunError, UserError
-from distembed.graph.files import GraphWriter
-from distembed.graph.graph import Graph
-from distembed.graph.prepare import attributes as graph_attributes
-from distembed.graph.prepare import prepare as graph_module
-from distembed.graph.prepare import rows as graph_rows
-from distembed.graph.prepare.prepare import describe_graph, prepare_graph
+from distembed.graph import Graph
+from distembed.graph.folder import GraphWriter
+from distembed.graph.prepare import (
+    GraphOptions,
+    NodeIds,
+    describe_graph,
+    edge_reader,
+    preparation,
+    prepare_graph,
+    shared_attributes,
+    sorted_runs,
+)
+from distembed.graph.prepare.sorted_runs import SortedRuns
 from tests.data import reference
 from tests.data.test_prepare import bytes_of
 from tests.graph.test_graph import check_graph, random_edges, reference_rows
 
 NUM_NODES = 300
+NODES = NodeIds(num_embeddings=NUM_NODES)
 EDGES = random_edges(NUM_NODES, 2500, 0, 6.0)
+TEN = NodeIds(num_embeddings=10)
+WEIGHTED = GraphOptions(weight="weight")
+DROP = GraphOptions(unknown="drop")
 
 
 def table_of(sources: Any, targets: Any, weights: Any = None) -> pa.Table:
@@ -66,9 +75,9 @@ def write(path: Path, table: pa.Table) -> Path:
 @pytest.fixture
 def small_memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Options with which everything is spooled, cut and merged in small pieces."""
-    monkeypatch.setattr(graph_module, "LEAST_MEMORY_BYTES", 1)
+    monkeypatch.setattr(preparation, "LEAST_MEMORY_BYTES", 1)
     monkeypatch.setattr(sorted_runs, "_MERGED_RECORDS", 64)
-    monkeypatch.setattr(graph_attributes, "_EDGES_AT_A_TIME", 100)
+    monkeypatch.setattr(shared_attributes, "_EDGES_AT_A_TIME", 100)
     return {"memory_limit_bytes": 4000}
 
 
@@ -80,8 +89,8 @@ def test_every_kind_of_file_gives_the_graph_of_its_edges(
 ) -> None:
     file = write(tmp_path / name.lower(), table_of(*EDGES))
     file = file.rename(tmp_path / name)
-    weight = "weight" if weighted else None
-    graph = prepare_graph([file], tmp_path / "out", num_embeddings=NUM_NODES, weight=weight, directed=directed)
+    options = GraphOptions(weight="weight" if weighted else None, directed=directed)
+    graph = prepare_graph([file], tmp_path / "out", NODES, options)
     rows = reference_rows(zip(*(column.tolist() for column in EDGES), strict=True), directed)
     check_graph(graph, NUM_NODES, rows)
     in_memory = Graph.from_edges(NUM_NODES, *(EDGES if weighted else EDGES[:2]), directed=directed)
@@ -111,7 +120,7 @@ def test_ids_are_read_from_columns_of_any_integer_and_text(
     columns = [pa.array(ids).cast(kind) for ids in ([0, 5, 100, 7], [1, 100, 7, 5])]
     columns = [column.dictionary_encode() for column in columns] if as_dictionary else columns
     file = write(tmp_path / "edges.parquet", pa.table(dict(zip(("b", "a"), columns, strict=True))))
-    graph = prepare_graph([file], tmp_path / "out", num_embeddings=101, source="a", target="b")
+    graph = prepare_graph([file], tmp_path / "out", NodeIds(num_embeddings=101), GraphOptions("a", "b"))
     check_graph(graph, 101, reference_rows([(1, 0, 1), (100, 5, 1), (7, 100, 1), (5, 7, 1)], False))
 
 
@@ -120,7 +129,7 @@ def test_a_folder_is_its_files_of_all_kinds(tmp_path: Path) -> None:
         write(tmp_path / "in" / name, table_of(*(column[part::3] for column in EDGES)))
     (tmp_path / "in" / "_SUCCESS").touch()
     (tmp_path / "in" / ".hidden.csv").touch()
-    one = prepare_graph([tmp_path / "in"], tmp_path / "one", num_embeddings=NUM_NODES)
+    one = prepare_graph([tmp_path / "in"], tmp_path / "one", NODES)
     assert one.fingerprint == Graph.from_edges(NUM_NODES, *EDGES[:2]).fingerprint
     assert [(s["name"], s["num_rows"]) for s in one.details["sources"]] == [
         ("a.parquet", 834),
@@ -129,17 +138,18 @@ def test_a_folder_is_its_files_of_all_kinds(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("options", [{}, {"weight": "weight"}, {"weight": "weight", "directed": True}])
-def test_bytes_do_not_depend_on_the_memory(
-    tmp_path: Path, small_memory: dict[str, int], options: Mapping[str, Any]
-) -> None:
+@pytest.mark.parametrize(
+    "options", [GraphOptions(), GraphOptions(weight="weight"), GraphOptions(weight="weight", directed=True)]
+)
+def test_bytes_do_not_depend_on_the_memory(tmp_path: Path, small_memory: dict[str, int], options: GraphOptions) -> None:
     """Nor on how the rows are cut: few pairs and many repetitions, whose weights could add up in another order."""
     rng = np.random.default_rng(1)
     ends = rng.integers(0, 12, (2, 1000))
     file = write(tmp_path / "edges.parquet", table_of(*ends, rng.exponential(size=1000)))
-    prepare_graph([file], tmp_path / "large", num_embeddings=20, **options)
-    prepare_graph([file], tmp_path / "again", num_embeddings=20, **options)
-    spooled = prepare_graph([file], tmp_path / "small", num_embeddings=20, **options, **small_memory)
+    nodes = NodeIds(num_embeddings=20)
+    prepare_graph([file], tmp_path / "large", nodes, options)
+    prepare_graph([file], tmp_path / "again", nodes, options)
+    spooled = prepare_graph([file], tmp_path / "small", nodes, options, **small_memory)
     assert bytes_of(tmp_path / "small") == bytes_of(tmp_path / "large") == bytes_of(tmp_path / "again")
     assert not list((tmp_path / "small").glob(".*"))
     spooled.verify()
@@ -154,7 +164,7 @@ def test_records_come_sorted_in_the_order_they_were_given(
     tmp_path_factory: pytest.TempPathFactory, records: list[tuple[int, int]], limit: int, with_payload: bool
 ) -> None:
     dtypes = (np.int64, np.int32) if with_payload else (np.int64,)
-    size = sorted_runs.bytes_a_record(dtypes) * limit
+    size = sorted_runs.record_bytes(dtypes) * limit
     runs = SortedRuns(tmp_path_factory.mktemp("runs"), dtypes, size)
     for start in range(0, len(records), 7):
         columns = zip(*records[start : start + 7], strict=True)
@@ -192,8 +202,9 @@ def test_ids_that_share_an_attribute_are_neighbours(
     column = [f'{v}°,"{v}' if v % 3 else str(v) for v in values] if as_text else [v - 100 for v in values]
     column[5] = column[77] = None
     file = write(tmp_path / name, pa.table({"film": ids, "person": column}))
-    options = {"num_embeddings": 60, "source": "film", "attribute": "person", "count_shared": count_shared}
-    graph = prepare_graph([file], tmp_path / "out", max_shared=15, **options)
+    nodes = NodeIds(num_embeddings=60)
+    options = GraphOptions("film", attribute="person", max_shared=15, count_shared=count_shared)
+    graph = prepare_graph([file], tmp_path / "out", nodes, options)
     rows, hubs = shared_rows(list(zip(ids, column, strict=True)), 15)
     assert len(hubs) > 1
     check_graph(graph, 60, rows)
@@ -205,14 +216,14 @@ def test_ids_that_share_an_attribute_are_neighbours(
         "hubs": len(hubs),
         "largest_hub": max(hubs),
     }
-    prepare_graph([file], tmp_path / "small", max_shared=15, **options, **small_memory)
+    prepare_graph([file], tmp_path / "small", nodes, options, **small_memory)
     assert bytes_of(tmp_path / "small") == bytes_of(tmp_path / "out")
 
 
 def test_an_integer_and_its_text_are_one_attribute(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", pa.table({"source": [1, 2, 3], "kind": [7, -7, 10**18]}))
     (tmp_path / "b.csv").write_text(f"source,kind\n4,7\n5,-7\n6,{10**18}\n7,07\n8,\n9,\n")
-    graph = prepare_graph([tmp_path], tmp_path / "out", num_embeddings=10, attribute="kind")
+    graph = prepare_graph([tmp_path], tmp_path / "out", TEN, GraphOptions(attribute="kind"))
     # 10^18 as a text has more digits than are read as a number
     check_graph(graph, 10, reference_rows([(1, 4, 1), (2, 5, 1)], False))
     assert graph.details["dropped"]["missing"] == 2
@@ -222,8 +233,8 @@ def test_an_integer_and_its_text_are_one_attribute(tmp_path: Path) -> None:
 def criteo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("criteo")
     (folder / "rows.tsv").write_bytes(reference.content(600, 1))
-    prepare_criteo([folder / "rows.tsv"], folder / "dataset", min_count=1)
-    prepare_criteo([folder / "rows.tsv"], folder / "hashed", hash_size=50, hash_seed=3)
+    prepare_criteo([folder / "rows.tsv"], folder / "dataset", CriteoOptions(min_count=1))
+    prepare_criteo([folder / "rows.tsv"], folder / "hashed", CriteoOptions(hash_size=50, hash_seed=3))
     return folder
 
 
@@ -237,7 +248,7 @@ def test_raw_values_become_ids_by_the_vocabulary(criteo: Path, tmp_path: Path, a
     keys = rng.choice(np.array(vocabulary["key"], np.int64), (2, 400)).tolist()
     spelled = [[f"{key:08x}" if key % 2 else f"{key:X}" for key in column] for column in keys] if as_text else keys
     file = write(tmp_path / "edges.parquet", table_of(*spelled))
-    graph = prepare_graph([file], tmp_path / "out", data=dataset, table="C3")
+    graph = prepare_graph([file], tmp_path / "out", NodeIds(dataset, "C3"))
     size = next(f.num_embeddings for f in loaded.schema.categorical if f.name == "C3")
     check_graph(graph, size, reference_rows([(id_of[a], id_of[b], 1) for a, b in zip(*keys, strict=True)], False))
     assert graph.details["ids"]["table"] == "C3" and len(graph.details["ids"]["fingerprint"]) == 64
@@ -249,17 +260,17 @@ def test_values_that_the_vocabulary_lacks_are_an_error_or_dropped(criteo: Path, 
     lacking = next(f"{key:08x}" for key in range(2**32) if key not in vocabulary)
     sources, targets = [known[0], known[1], lacking, known[2]], [known[1], known[2], known[0], lacking]
     file = write(tmp_path / "edges.csv", table_of(sources, targets))
-    options: dict[str, Any] = {"data": criteo / "dataset", "table": "C1"}
+    nodes = NodeIds(criteo / "dataset", "C1")
     with pytest.raises(UserError, match=rf"edges.csv, row 3: source is '{lacking}', .*2 of 4 rows .*--unknown drop"):
-        prepare_graph([file], tmp_path / "out", **options)
-    graph = prepare_graph([file], tmp_path / "out", unknown="drop", **options)
+        prepare_graph([file], tmp_path / "out", nodes)
+    graph = prepare_graph([file], tmp_path / "out", nodes, DROP)
     assert graph.details["dropped"]["unknown"] == 2 and graph.num_edges == 4
     pairs = write(
         tmp_path / "pairs.csv", pa.table({"source": [known[0], lacking, known[2], lacking], "x": [1, 1, 1, None]})
     )
     with pytest.raises(UserError, match="row 2: source is .*1 of 4 rows"):
-        prepare_graph([pairs], tmp_path / "shared", attribute="x", **options)
-    graph = prepare_graph([pairs], tmp_path / "shared", attribute="x", unknown="drop", **options)
+        prepare_graph([pairs], tmp_path / "shared", nodes, GraphOptions(attribute="x"))
+    graph = prepare_graph([pairs], tmp_path / "shared", nodes, GraphOptions(attribute="x", unknown="drop"))
     assert graph.num_edges == 2 and graph.details["dropped"]["unknown"] == graph.details["dropped"]["missing"] == 1
 
 
@@ -271,7 +282,7 @@ def test_raw_values_become_ids_by_the_hash(criteo: Path, tmp_path: Path) -> None
     ids = pq.read_table(criteo / "hashed" / loaded.splits["train"].files[0].path)["C3"].to_pylist()
     pairs = [(i, i + 1) for i in range(479) if raw[i] is not None and raw[i + 1] is not None]
     file = write(tmp_path / "edges.csv", table_of(*([f"{raw[pair[end]]:08x}" for pair in pairs] for end in (0, 1))))
-    graph = prepare_graph([file], tmp_path / "out", data=criteo / "hashed", table="C3")
+    graph = prepare_graph([file], tmp_path / "out", NodeIds(criteo / "hashed", "C3"))
     check_graph(graph, 50, reference_rows([(ids[a], ids[b], 1) for a, b in pairs], False))
 
 
@@ -294,20 +305,20 @@ def test_texts_become_ids_by_a_vocabulary_of_texts(tmp_path: Path) -> None:
     dataset = dataset_of_texts(tmp_path / "dataset")
     file = write(tmp_path / "edges.csv", table_of(["Alien", "Brazil", "Solaris"], ["Brazil", "Casablanca", "Alien"]))
     with pytest.raises(UserError, match="row 3: source is 'Solaris', which is not in the table's vocabulary"):
-        prepare_graph([file], tmp_path / "out", data=dataset, table="film")
-    graph = prepare_graph([file], tmp_path / "out", data=dataset, table="film", unknown="drop")
+        prepare_graph([file], tmp_path / "out", NodeIds(dataset, "film"))
+    graph = prepare_graph([file], tmp_path / "out", NodeIds(dataset, "film"), DROP)
     check_graph(graph, 5, reference_rows([(2, 3, 1), (3, 4, 1)], False))
     ids = write(tmp_path / "ids.csv", table_of([0, 4], [9, 5]))
     check_graph(
-        prepare_graph([ids], tmp_path / "user", data=dataset, table="user"),
+        prepare_graph([ids], tmp_path / "user", NodeIds(dataset, "user")),
         10,
         reference_rows([(0, 9, 1), (4, 5, 1)], False),
     )
     with pytest.raises(UserError, match="table is 'films'.*Did you mean 'film'"):
-        prepare_graph([file], tmp_path / "x", data=dataset, table="films")
+        prepare_graph([file], tmp_path / "x", NodeIds(dataset, "films"))
     (dataset / "film.parquet").unlink()
     with pytest.raises(UserError, match="vocabulary .*film.parquet cannot be read"):
-        prepare_graph([file], tmp_path / "x", data=dataset, table="film")
+        prepare_graph([file], tmp_path / "x", NodeIds(dataset, "film"))
 
 
 @pytest.mark.parametrize("value", ["", "x", "-1", "1.5", "1e3", " 2", "0x1", "99999999999999999999"])
@@ -318,27 +329,27 @@ def test_what_is_no_id_is_an_error_with_its_place(tmp_path: Path, column: str, v
     file = write(tmp_path / "edges.csv", table_of(**{f"{name}s": values for name, values in columns.items()}))
     shown = repr(value) if value else "nothing"
     with pytest.raises(UserError, match=f"edges.csv, row 7: {column} is {shown}; it must be an integer of 0 or more"):
-        prepare_graph([file], tmp_path / "out", num_embeddings=10, unknown="drop")
+        prepare_graph([file], tmp_path / "out", TEN, DROP)
 
 
 @pytest.mark.parametrize("value", ["", "g", "123456789", "0x12", "-1"])
 def test_what_is_no_key_is_an_error_with_its_place(criteo: Path, tmp_path: Path, value: str) -> None:
     file = write(tmp_path / "edges.csv", table_of(["1", value], ["2", "3"]))
     with pytest.raises(UserError, match="row 2: source is .*1 to 8 hexadecimal digits"):
-        prepare_graph([file], tmp_path / "out", data=criteo / "hashed", table="C1")
+        prepare_graph([file], tmp_path / "out", NodeIds(criteo / "hashed", "C1"))
 
 
 @pytest.mark.parametrize("value", ["", "heavy", "-1", "0", "nan", "inf", "1e999"])
 def test_what_is_no_weight_is_an_error_with_its_place(tmp_path: Path, value: str) -> None:
     file = write(tmp_path / "edges.csv", table_of([1, 2, 3], [2, 3, 4], ["1", "1e-3", value]))
     with pytest.raises(UserError, match="edges.csv, row 3: weight is .*a finite number above 0"):
-        prepare_graph([file], tmp_path / "out", num_embeddings=10, weight="weight")
+        prepare_graph([file], tmp_path / "out", TEN, WEIGHTED)
 
 
 @pytest.mark.parametrize("kind", [pa.int32(), pa.float32(), pa.decimal128(21, 2), pa.string()])
 def test_weights_are_numbers_of_any_kind(tmp_path: Path, kind: pa.DataType) -> None:
     file = write(tmp_path / "edges.parquet", table_of([1, 1], [2, 3], pa.array([1, 3]).cast(kind)))
-    graph = prepare_graph([file], tmp_path / "out", num_embeddings=10, weight="weight")
+    graph = prepare_graph([file], tmp_path / "out", TEN, WEIGHTED)
     check_graph(graph, 10, reference_rows([(1, 2, 1.0), (1, 3, 3.0)], False))
 
 
@@ -362,7 +373,7 @@ def test_weights_are_numbers_of_any_kind(tmp_path: Path, kind: pa.DataType) -> N
 def test_columns_that_are_no_edges_are_refused(tmp_path: Path, table: Mapping[str, Any], message: str) -> None:
     file = write(tmp_path / "edges.parquet", pa.table(dict(table)))
     with pytest.raises(UserError, match=message):
-        prepare_graph([file], tmp_path / "out", num_embeddings=10)
+        prepare_graph([file], tmp_path / "out", TEN)
     assert [path.name for path in tmp_path.iterdir()] == ["edges.parquet"]
 
 
@@ -386,7 +397,7 @@ def test_columns_that_are_no_edges_are_refused(tmp_path: Path, table: Mapping[st
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
-        prepare_graph([tmp_path / name], tmp_path / "out", num_embeddings=10)
+        prepare_graph([tmp_path / name], tmp_path / "out", TEN)
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
@@ -401,43 +412,52 @@ def test_inputs_that_cannot_be(tmp_path: Path) -> None:
         ([file], "", "lies inside the output"),
     ):
         with pytest.raises(UserError, match=message):
-            prepare_graph(inputs, tmp_path / output, num_embeddings=10)
+            prepare_graph(inputs, tmp_path / output, TEN)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("kind", "options", "message"),
     [
-        ({}, "neither"),
-        ({"data": "x"}, "data=x"),
-        ({"table": "C3"}, "table=C3"),
-        ({"data": "x", "table": "C3", "num_embeddings": 3}, "num_embeddings=3"),
-        ({"data": "nowhere", "table": "C3"}, "nowhere"),
-        ({"num_embeddings": 0}, "num_embeddings is 0"),
-        ({"num_embeddings": 10, "unknown": "ignore"}, "unknown is 'ignore'"),
-        ({"num_embeddings": 10, "max_shared": 1}, "max_shared is 1"),
-        ({"num_embeddings": 10, "count_shared": True}, "count_shared"),
-        ({"num_embeddings": 10, "attribute": "a", "weight": "w"}, "leave out weight"),
-        ({"num_embeddings": 10, "attribute": "a", "directed": True}, "leave out weight and directed"),
-        ({"num_embeddings": 10, "target": "source"}, "each has one role"),
-        ({"num_embeddings": 10, "memory_limit_bytes": 5}, "memory_limit_bytes is 5"),
+        (NodeIds, {}, "neither"),
+        (NodeIds, {"data": "x"}, "data=x"),
+        (NodeIds, {"table": "C3"}, "table=C3"),
+        (NodeIds, {"data": "x", "table": "C3", "num_embeddings": 3}, "num_embeddings=3"),
+        (GraphOptions, {"unknown": "ignore"}, "unknown is 'ignore'"),
+        (GraphOptions, {"max_shared": 1}, "max_shared is 1"),
+        (GraphOptions, {"count_shared": True}, "count_shared"),
+        (GraphOptions, {"attribute": "a", "weight": "w"}, "leave out weight"),
+        (GraphOptions, {"attribute": "a", "directed": True}, "leave out weight and directed"),
+        (GraphOptions, {"target": "source"}, "each has one role"),
     ],
 )
-def test_options_that_cannot_be(tmp_path: Path, options: Mapping[str, Any], message: str) -> None:
-    file = write(tmp_path / "edges.csv", table_of([1], [2]))
+def test_options_that_cannot_be(kind: type, options: Mapping[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        prepare_graph([file], tmp_path / "out", **options)
+        kind(**options)
+
+
+def test_settings_that_cannot_be(tmp_path: Path) -> None:
+    file = write(tmp_path / "edges.csv", table_of([1], [2]))
+    for nodes, memory_limit_bytes, message in (
+        (NodeIds("nowhere", "C3"), 2 << 30, "nowhere"),
+        (NodeIds(num_embeddings=0), 2 << 30, "num_embeddings is 0"),
+        (TEN, 5, "memory_limit_bytes is 5"),
+    ):
+        with pytest.raises(UserError, match=message):
+            prepare_graph([file], tmp_path / "out", nodes, memory_limit_bytes=memory_limit_bytes)
+    assert [path.name for path in tmp_path.iterdir()] == ["edges.csv"]
 
 
 def test_only_a_graph_is_overwritten(criteo: Path, tmp_path: Path) -> None:
     file = write(tmp_path / "edges.csv", table_of([1, 2], [2, 3]))
-    first = prepare_graph([file], tmp_path / "out", num_embeddings=10)
+    first = prepare_graph([file], tmp_path / "out", TEN)
+    eleven = NodeIds(num_embeddings=11)
     with pytest.raises(UserError, match="exists already"):
-        prepare_graph([file], tmp_path / "out", num_embeddings=11)
-    second = prepare_graph([file], tmp_path / "out", num_embeddings=11, overwrite=True)
+        prepare_graph([file], tmp_path / "out", eleven)
+    second = prepare_graph([file], tmp_path / "out", eleven, overwrite=True)
     assert (first.num_nodes, second.num_nodes) == (10, 11)
     assert first.neighbors_of(2).tolist() == [1, 3]  # whoever has the old one open keeps it
     with pytest.raises(UserError, match="is no graph"):
-        prepare_graph([file], criteo / "dataset", num_embeddings=11, overwrite=True)
+        prepare_graph([file], criteo / "dataset", eleven, overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["edges.csv", "out"]
 
 
@@ -449,7 +469,7 @@ def test_a_full_disk_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(GraphWriter, "append", fail)
     with pytest.raises(RunError, match="could not be written .No space left"):
-        prepare_graph([file], tmp_path / "out", num_embeddings=10)
+        prepare_graph([file], tmp_path / "out", TEN)
     assert [path.name for path in tmp_path.iterdir()] == ["edges.csv"]
 
 
@@ -463,18 +483,18 @@ def test_the_systems_own_refusal_to_write_is_explained(
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, before[1]))
     try:
         with pytest.raises(RunError, match="could not be written"):
-            prepare_graph([file], tmp_path / "out", num_embeddings=2000, weight="weight", memory_limit_bytes=10**6)
+            prepare_graph([file], tmp_path / "out", NodeIds(num_embeddings=2000), WEIGHTED, memory_limit_bytes=10**6)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [path.name for path in tmp_path.iterdir()] == ["edges.parquet"]
 
 
 def test_progress_goes_up_to_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_rows, "_MOST_READ_BYTES", 1 << 15)
+    monkeypatch.setattr(edge_reader, "_MOST_READ_BYTES", 1 << 15)
     for part in range(2):
         write(tmp_path / "in" / f"{part}.parquet", table_of(*EDGES))
     updates: list[ProgressUpdate] = []
-    prepare_graph([tmp_path / "in"], tmp_path / "out", num_embeddings=NUM_NODES, progress=updates.append)
+    prepare_graph([tmp_path / "in"], tmp_path / "out", NODES, progress=updates.append)
     for stage in ("read", "write"):
         of_stage = [update for update in updates if update.stage == stage]
         assert [u.bytes_done for u in of_stage] == sorted(u.bytes_done for u in of_stage)
@@ -510,12 +530,12 @@ def test_the_command(tmp_path: Path) -> None:
 
 HANG_AND_PREPARE = """
 import sys, time
-from distembed.data.graph import prepare_graph
+from distembed.graph.prepare import NodeIds, prepare_graph
 def hang(update):
     if update.stage == sys.argv[3]:
         print("hanging", flush=True)
         time.sleep(600)
-prepare_graph([sys.argv[1]], sys.argv[2], num_embeddings=10, progress=hang)
+prepare_graph([sys.argv[1]], sys.argv[2], NodeIds(num_embeddings=10), progress=hang)
 """
 
 
@@ -529,11 +549,11 @@ def test_killed_at_any_time_there_is_no_output_and_the_next_run_cleans_up(tmp_pa
     try:
         assert process.stdout is not None and process.stdout.readline() == "hanging\n"
         with pytest.raises(UserError, match="another process is preparing"):
-            prepare_graph([file], output, num_embeddings=10)
+            prepare_graph([file], output, TEN)
     finally:
         process.send_signal(signal.SIGKILL)
         process.communicate()
     assert not output.exists() and len(list(tmp_path.iterdir())) == 2
-    prepare_graph([file], output, num_embeddings=10)
+    prepare_graph([file], output, TEN)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["edges.csv", "out"]
     assert json.loads((output / "graph.json").read_text())["num_edges"] == 2

@@ -1,1 +1,1 @@
-"""A prepared dataset: its schema and its manifest."""
+"""What a prepared dataset is: its schema, its manifest, and where a config finds it."""

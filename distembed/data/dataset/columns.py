@@ -11,10 +11,15 @@ from distembed.errors import UserError
 
 
 def check_columns(path: Path, columns: pa.Schema, schema: Schema) -> None:
-    """Check names and types.
+    """Makes sure that a file has a schema's columns, and that their types fit their roles.
+
+    Args:
+        path: Path of the file, for errors.
+        columns: Columns of the file.
+        schema: What they should be.
 
     Raises:
-        UserError: a column is missing, or its type does not fit its role.
+        UserError: A column is missing, or its type does not fit its role.
     """
     missing = [name for name in schema.columns if name not in columns.names]
     if missing:

@@ -14,11 +14,11 @@ class DataConfig:
     """Where the rows are.
 
     Attributes:
-        path: folder that ``distembed prepare`` made; relative to the working directory.
-        schema: name of a known dataset's shape, to describe a model without the data; used where ``path`` is not set.
-        train: split to train on.
-        validation: split to evaluate on while training; null for none.
-        test: split of the final evaluation; null for none.
+        path: Folder that ``distembed prepare`` made; relative to the working directory.
+        schema: Name of a known dataset's shape, to describe a model without the data; used where ``path`` is not set.
+        train: Split to train on.
+        validation: Split to evaluate on while training; null for none.
+        test: Split of the final evaluation; null for none.
     """
 
     path: str | None = None
@@ -28,10 +28,10 @@ class DataConfig:
     test: str | None = "test"
 
     def load_schema(self) -> Schema:
-        """The features, from the dataset's manifest or from the named shape.
+        """Returns the columns, from the dataset's manifest or from the named shape.
 
         Raises:
-            UserError: where neither is given, or what is given is not there.
+            UserError: Neither is given, or what is given is not there.
         """
         if self.path is not None:
             return Manifest.load(self.path).schema
@@ -43,7 +43,11 @@ class DataConfig:
         )
 
     def require_path(self) -> str:
-        """``path``, where rows are needed."""
+        """Returns ``path``, where rows are needed.
+
+        Raises:
+            UserError: It is not set.
+        """
         if self.path is None:
             raise UserError(
                 "data.path is not set: give the folder that `distembed prepare` made, for example data.path=criteo."

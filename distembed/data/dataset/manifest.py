@@ -8,8 +8,8 @@ A dataset is a folder of Parquet files and a ``manifest.json``::
     DATASET/vocabulary/C1.parquet    which raw value each id stands for (only with a vocabulary)
     DATASET/rejected.tsv             malformed rows, with file, line and reason (only when there are any)
 
-It holds no times of day, so preparing the same input twice gives the same bytes. :func:`create_manifest` writes one for
-Parquet files that were made elsewhere.
+The manifest holds no times of day, so preparing the same input twice gives the same bytes. :func:`create_manifest`
+writes one for Parquet files that were made elsewhere.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from distembed import __version__
 from distembed.data.dataset.columns import check_columns
 from distembed.data.dataset.schema import Schema
 from distembed.errors import UserError
+from distembed.files import write_text
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 1
@@ -38,7 +39,13 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class DataFile:
-    """One Parquet file: its path relative to the dataset folder, its rows and its size."""
+    """One Parquet file.
+
+    Attributes:
+        path: Path relative to the dataset folder.
+        num_rows: Number of rows.
+        bytes: Size of the file.
+    """
 
     path: str
     num_rows: int
@@ -47,7 +54,13 @@ class DataFile:
 
 @dataclass(frozen=True)
 class Split:
-    """One part of a dataset. ``label_rate`` is the mean of the label, None without rows."""
+    """One part of a dataset.
+
+    Attributes:
+        num_rows: Number of rows in all files.
+        label_rate: Mean of the label; None without rows.
+        files: Parquet files, in the order of their rows.
+    """
 
     num_rows: int
     label_rate: float | None
@@ -59,11 +72,12 @@ class Vocabulary:
     """How one feature's raw values became ids, counted on the training rows.
 
     Attributes:
-        file: Parquet file (id, key, count) relative to the dataset folder.
-        num_ids: distinct values that have an id of their own.
-        num_dropped: distinct values seen fewer than ``min_count`` times, which share the out-of-vocabulary id.
-        rows_dropped: training rows that hold one of these.
-        rows_missing: training rows without a value.
+        file: Path of the Parquet file (id, key, count), relative to the dataset folder.
+        num_ids: Number of distinct values that have an id of their own.
+        num_dropped: Number of distinct values seen fewer than ``min_count`` times, which share the out-of-vocabulary
+            id.
+        rows_dropped: Number of training rows that hold one of these.
+        rows_missing: Number of training rows without a value.
     """
 
     file: str
@@ -75,7 +89,15 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One raw input file: name (relative to the inputs' common folder), size, checksum and what was found in it."""
+    """One raw input file.
+
+    Attributes:
+        name: Path relative to the folder that the inputs have in common.
+        bytes: Size of the file.
+        sha256: Checksum of the file.
+        num_rows: Number of rows, malformed ones included.
+        num_rejected: Number of malformed rows.
+    """
 
     name: str
     bytes: int
@@ -86,7 +108,13 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Rejected:
-    """Malformed rows: how many, for which reasons, and the file that lists them (None when there are none)."""
+    """The malformed rows of the input.
+
+    Attributes:
+        num_rows: Number of malformed rows.
+        by_reason: Number of malformed rows by reason.
+        file: File that lists them; None where there are none.
+    """
 
     num_rows: int = 0
     by_reason: Mapping[str, int] = field(default_factory=dict)
@@ -95,7 +123,18 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a dataset folder holds. ``preparation`` keeps the options that the data were prepared with."""
+    """What a dataset folder holds.
+
+    Attributes:
+        schema: Columns of the files.
+        splits: Parts of the dataset by name.
+        preparation: Options that the data were prepared with.
+        vocabularies: How raw values became ids, by feature; empty where ids are hashed or were made elsewhere.
+        sources: Raw input files.
+        rejected: Malformed rows of the input.
+        tool_version: Version of distembed that wrote the manifest.
+        format_version: Version of the manifest's format.
+    """
 
     schema: Schema
     splits: Mapping[str, Split]
@@ -108,28 +147,26 @@ class Manifest:
 
     @classmethod
     def load(cls, dataset_dir: str | os.PathLike[str]) -> Manifest:
-        """Read ``dataset_dir/manifest.json``.
+        """Reads ``dataset_dir/manifest.json``.
 
         Raises:
-            UserError: the folder is not a dataset, its format is another version's, or the file is damaged.
+            UserError: The folder is not a dataset, its format is another version's, or the file is damaged.
         """
         path = Path(dataset_dir) / MANIFEST_NAME
         return cls.from_json(_read_json(path), path)
 
     def save(self, dataset_dir: str | os.PathLike[str]) -> Path:
-        """Write ``manifest.json`` whole or not at all and return its path."""
+        """Writes ``manifest.json`` whole or not at all, and returns its path.
+
+        Raises:
+            RunError: The file cannot be written.
+        """
         path = Path(dataset_dir) / MANIFEST_NAME
-        temporary = path.with_name(f".{MANIFEST_NAME}.{os.getpid()}")
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(self.to_json(), file, indent=1)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        write_text(path, json.dumps(self.to_json(), indent=1) + "\n")
         return path
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values, in a fixed order."""
+        """Returns the manifest as plain JSON values, in a fixed order."""
         return {
             "format": "distembed dataset",
             "format_version": self.format_version,
@@ -144,7 +181,15 @@ class Manifest:
 
     @classmethod
     def from_json(cls, value: Any, path: Path) -> Manifest:
-        """Build a manifest from parsed JSON; ``path`` is named in errors."""
+        """Builds a manifest from parsed JSON.
+
+        Args:
+            value: What :meth:`to_json` returned.
+            path: Path of the file, for errors.
+
+        Raises:
+            UserError: The value is no manifest, is another version's, or lacks a part.
+        """
         if not isinstance(value, dict) or value.get("format") != "distembed dataset":
             raise UserError(
                 f"{path} is not the manifest of a distembed dataset; name a folder made by `distembed prepare`"
@@ -168,14 +213,18 @@ class Manifest:
             raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); prepare the data again") from error
 
     def split(self, name: str) -> Split:
-        """The split of this name; UserError with the names that there are otherwise."""
+        """Returns the split of this name.
+
+        Raises:
+            UserError: There is none; the error lists the names that there are.
+        """
         if name not in self.splits:
             raise UserError(f"the dataset has no split {name!r}: it has {', '.join(self.splits) or 'none'}")
         return self.splits[name]
 
 
 def id_fingerprint(dataset_dir: str | os.PathLike[str], manifest: Manifest) -> str:
-    """A checksum of what each id stands for: equal for datasets that a model can be moved between.
+    """Returns a checksum of what each id stands for: equal for datasets that a model can be moved between.
 
     It covers the tables' sizes and, where the dataset has them, its vocabularies or its hash.
     """
@@ -192,15 +241,15 @@ def create_manifest(
     schema: Schema,
     splits: Mapping[str, Sequence[str | os.PathLike[str]]],
 ) -> Manifest:
-    """Write a manifest for Parquet files that were made elsewhere, so that the reader can read them.
+    """Writes a manifest for Parquet files that were made elsewhere, so that the reader can read them.
 
     Args:
-        dataset_dir: the folder that gets ``manifest.json``.
-        schema: what the columns are. Ids are integers in ``[0, num_embeddings)``.
-        splits: name of the split -> its Parquet files, inside ``dataset_dir`` (relative paths are relative to it).
+        dataset_dir: Folder that gets ``manifest.json``.
+        schema: What the columns are; ids are integers in ``[0, num_embeddings)``.
+        splits: Parquet files by the name of their split, inside ``dataset_dir``; relative paths are relative to it.
 
     Raises:
-        UserError: a file is missing, is no Parquet, has other columns, or lies outside the folder.
+        UserError: A file is missing, is no Parquet, has other columns, or lies outside the folder.
     """
     folder = Path(dataset_dir)
     described = {name: _describe_split(folder, schema, files) for name, files in splits.items()}

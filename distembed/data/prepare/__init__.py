@@ -1,1 +1,27 @@
-"""Raw files to Parquet datasets."""
+"""Raw files to Parquet datasets.
+
+- ``criteo.py`` prepares Criteo rows: its options, and the three passes.
+- The first pass: ``source_files.py`` cuts files into blocks of whole lines, ``parse_rows.py`` turns blocks into
+  columns, ``spool.py`` stores these, and ``ingest.py`` does it with several threads.
+- The second: ``split.py`` says which rows train, ``key_counts.py`` counts their keys in bounded memory, and
+  ``vocabulary.py`` gives the ids.
+- The third: ``write_parquet.py`` writes the files.
+- For every kind of preparation: ``inputs.py`` checks the inputs, ``limits.py`` and ``progress.py`` say what it may use
+  and how far it is, and ``staging.py`` makes its output appear at once.
+- ``synthesize.py`` makes a Criteo-format file with a planted signal.
+"""
+
+from distembed.data.prepare.criteo import CriteoOptions, prepare_criteo
+from distembed.data.prepare.limits import ResourceLimits
+from distembed.data.prepare.progress import ProgressCallback, ProgressUpdate
+from distembed.data.prepare.synthesize import SyntheticSummary, synthesize_criteo
+
+__all__ = [
+    "CriteoOptions",
+    "ProgressCallback",
+    "ProgressUpdate",
+    "ResourceLimits",
+    "SyntheticSummary",
+    "prepare_criteo",
+    "synthesize_criteo",
+]

@@ -1,8 +1,7 @@
 """The first pass over raw files: blocks are read, parsed by a few threads and spooled, malformed rows are listed.
 
-One thread reads and takes the checksums; parsing, which is most of the work, runs beside it and leaves the
-interpreter's lock alone. What blocks say is handled in the order of the input, so nothing depends
-on which thread was faster.
+One thread reads and takes the checksums; parsing, which is most of the work, runs beside it and does not hold the
+interpreter's lock. Parsed blocks are handled in the order of the input, so nothing depends on which thread was faster.
 """
 
 from __future__ import annotations
@@ -15,8 +14,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from distembed.data.dataset.manifest import Rejected, SourceFile
-from distembed.data.prepare.parse import REASONS, RejectedRow, parse_block
-from distembed.data.prepare.raw import SourceReader, source_names
+from distembed.data.prepare.inputs import names_in_common_folder
+from distembed.data.prepare.limits import ResourceLimits
+from distembed.data.prepare.parse_rows import REASONS, RejectedRow, parse_block
+from distembed.data.prepare.source_files import SourceReader
 from distembed.data.prepare.spool import SpooledBlock, write_block
 from distembed.errors import UserError
 
@@ -34,10 +35,10 @@ class Ingested:
     """What the first pass found.
 
     Attributes:
-        blocks: spooled blocks with at least one row, in order.
-        sources: the files, with checksums.
-        rejected: counts of malformed rows.
-        examples: the first malformed rows, as file:line and the text.
+        blocks: Spooled blocks with at least one row, in the order of the input.
+        sources: Input files, with checksums.
+        rejected: Counts of malformed rows.
+        examples: The first malformed rows, each as file:line, reason and text.
     """
 
     blocks: list[SpooledBlock] = field(default_factory=list)
@@ -47,18 +48,18 @@ class Ingested:
 
     @property
     def num_rows(self) -> int:
-        """Well-formed rows."""
+        """Number of well-formed rows."""
         return self.blocks[-1].stop_row if self.blocks else 0
 
     @property
     def source_rows(self) -> list[int]:
-        """Well-formed rows of each file."""
+        """Number of well-formed rows in each file."""
         return [source.num_rows - source.num_rejected for source in self.sources]
 
 
 @dataclass(frozen=True)
 class _Parsed:
-    """What is kept in memory of a parsed block."""
+    """What stays in memory of a block whose columns were spooled."""
 
     source: int
     path: Path
@@ -69,36 +70,34 @@ class _Parsed:
 
 
 class Ingestion:
-    """Reads files into a spool folder."""
+    """Reads files into a spool folder.
+
+    Args:
+        sources: Files in time order.
+        folder: Folder that gets ``rejected.tsv`` if there are malformed rows.
+        spool: Existing folder for the blocks.
+        limits: Memory and threads to use.
+        max_rejected: Largest share of malformed rows that is no error.
+        report: Function that is called with the bytes and the rows read so far.
+    """
 
     def __init__(
         self,
         sources: Sequence[Path],
         folder: Path,
         spool: Path,
+        limits: ResourceLimits,
         *,
-        block_bytes: int,
-        threads: int,
         max_rejected: float,
         report: Callable[[int, int], None],
     ) -> None:
-        """Prepare to read.
-
-        Args:
-            sources: files in time order.
-            folder: gets ``rejected.tsv`` if there are malformed rows.
-            spool: an existing folder for the blocks.
-            block_bytes: text of a block.
-            threads: that parse.
-            max_rejected: the largest share of malformed rows that is put up with.
-            report: called with the bytes and the rows read so far.
-        """
-        self._sources, self._names = sources, source_names(sources)
+        self._sources, self._names = sources, names_in_common_folder(sources)
         self._spool = spool
         self._rejected_path = folder / REJECTED_NAME
         self._rejected_file: BinaryIO | None = None
-        self._block_bytes, self._threads = block_bytes, threads
+        self._threads = limits.num_threads
         self._max_rejected, self._report = max_rejected, report
+        block_bytes = limits.block_bytes
         self._readers = [SourceReader(source, block_bytes) for source in sources]
         self._lines = [0] * len(sources)
         self._rejected = [0] * len(sources)
@@ -106,10 +105,10 @@ class Ingestion:
         self._result = Ingested()
 
     def run(self) -> Ingested:
-        """Read everything.
+        """Reads everything.
 
         Raises:
-            UserError: a file cannot be read, no row is well-formed, or too many are malformed.
+            UserError: A file cannot be read, no row is well-formed, or too many are malformed.
         """
         try:
             for parsed in self._parse_in_order():

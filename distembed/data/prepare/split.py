@@ -1,4 +1,4 @@
-"""Where the training, validation and test rows of a file in time order begin and end."""
+"""Where the training, validation and test rows of files in time order begin and end."""
 
 from __future__ import annotations
 
@@ -17,13 +17,21 @@ _DAYS_IN_ONE_FILE = 7
 
 @dataclass(frozen=True)
 class SplitRule:
-    """How to cut: by days (``fractions`` is None) or by these shares of the rows, exact numbers that add up to 1."""
+    """How rows are cut into splits: by days, or by shares.
+
+    Attributes:
+        fractions: Shares of training, validation and test, exact numbers that add up to 1; None cuts by days.
+    """
 
     fractions: tuple[Fraction, Fraction, Fraction] | None
 
     @classmethod
     def parse(cls, text: str) -> SplitRule:
-        """``days``, or three shares such as ``0.8,0.1,0.1``."""
+        """Reads ``days``, or three shares such as ``0.8,0.1,0.1``.
+
+        Raises:
+            UserError: The text is neither.
+        """
         if text == BY_DAYS:
             return cls(None)
         wanted = f"split is {text!r}: it must be 'days', or three positive shares that add up to 1: '0.8,0.1,0.1'"
@@ -36,10 +44,10 @@ class SplitRule:
         return cls((shares[0], shares[1], shares[2]))
 
     def bounds(self, source_rows: Sequence[int]) -> tuple[int, int, int, int]:
-        """Where train begins (0), validation, test, and where test ends, counted in well-formed rows.
+        """Returns the rows where training (0), validation and test begin, and where test ends.
 
         Args:
-            source_rows: well-formed rows of each file, in time order.
+            source_rows: Number of well-formed rows of each file, in time order.
         """
         total = sum(source_rows)
         if self.fractions is not None:

@@ -1,4 +1,4 @@
-"""Parsed blocks on disk until the vocabulary is known: memory stays bounded because what waits lies in these files.
+"""Parsed blocks in files, where they wait until the vocabulary is known, so that memory stays bounded.
 
 A file is its columns' numbers, one column after the other: label, dense, then codes and keys of each id column. Where a
 column begins follows from the numbers of rows and keys, so one column is read without the rest, and without a header
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distembed.data.dataset.schema import CRITEO_DENSE
-from distembed.data.prepare.parse import ParsedBlock, code_dtype
+from distembed.data.prepare.parse_rows import ParsedBlock, code_dtype
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class SpooledBlock:
     """Where a parsed block lies, and which rows it holds.
 
     Attributes:
-        path: the file.
-        index: number of the block among those with rows.
-        first_row: well-formed rows before it, over all files.
-        num_rows: its own.
-        num_keys: keys of each id column.
+        path: File that holds the columns.
+        index: Number of the block among those with rows.
+        first_row: Number of well-formed rows before the block, over all input files.
+        num_rows: Number of rows in the block.
+        num_keys: Number of keys of each id column.
     """
 
     path: Path
@@ -39,33 +39,33 @@ class SpooledBlock:
 
     @property
     def stop_row(self) -> int:
-        """One past the last row."""
+        """Number of well-formed rows up to the block's end."""
         return self.first_row + self.num_rows
 
     @property
     def num_bytes(self) -> int:
-        """Size of the file."""
+        """Size of the file in bytes."""
         return self._offset(len(self.num_keys))
 
     def labels(self) -> NDArray[np.int8]:
-        """0 or 1."""
+        """Reads the labels, 0 or 1."""
         return self._read(np.dtype(np.int8), self.num_rows, 0)
 
     def dense(self, column: int) -> NDArray[np.float32]:
-        """A dense column."""
+        """Reads a dense column."""
         return self._read(np.dtype(np.float32), self.num_rows, self.num_rows * (1 + 4 * column))
 
     def codes(self, feature: int) -> NDArray[Any]:
-        """Codes of an id column."""
+        """Reads the codes of an id column."""
         return self._read(code_dtype(self.num_keys[feature]), self.num_rows, self._offset(feature))
 
     def keys(self, feature: int) -> NDArray[np.uint32]:
-        """Keys of an id column; code c stands for ``keys[c]``, and 0 for a missing value."""
+        """Reads the keys of an id column; code c stands for ``keys[c]``, and 0 for a missing value."""
         codes_bytes = self.num_rows * code_dtype(self.num_keys[feature]).itemsize
         return self._read(np.dtype(np.uint32), self.num_keys[feature], self._offset(feature) + codes_bytes)
 
     def _offset(self, feature: int) -> int:
-        """Where the codes of an id column begin."""
+        """Returns the byte where the codes of an id column begin."""
         before = sum(self.num_rows * code_dtype(keys).itemsize + 4 * keys for keys in self.num_keys[:feature])
         return self.num_rows * (1 + 4 * len(CRITEO_DENSE)) + before
 
@@ -74,7 +74,7 @@ class SpooledBlock:
 
 
 def write_block(path: Path, block: ParsedBlock) -> None:
-    """Write a block's columns."""
+    """Writes a block's columns to a file."""
     with open(path, "wb") as file:
         for column in _columns(block):
             file.write(np.ascontiguousarray(column).data)  # unlike tofile, it says why it fails
@@ -89,7 +89,7 @@ def _columns(block: ParsedBlock) -> Iterator[NDArray[Any]]:
 
 
 def blocks_within(blocks: Sequence[SpooledBlock], start: int, stop: int) -> Sequence[SpooledBlock]:
-    """The blocks that hold any of the rows ``[start, stop)``; the blocks are in the order of their rows."""
+    """Returns the blocks that hold any of the rows ``[start, stop)``; all are in the order of their rows."""
     stops = np.array([block.stop_row for block in blocks], np.int64)
     starts = np.array([block.first_row for block in blocks], np.int64)
     return blocks[int(np.searchsorted(stops, start, "right")) : int(np.searchsorted(starts, stop, "left"))]

@@ -1,8 +1,8 @@
 """A folder that appears whole or not at all.
 
 Everything is written in a hidden folder beside the target, flushed to disk, and renamed. A process that is killed
-leaves the hidden folder behind: the next run on the same target removes it, since the lock that its process held is
-free. A run that finds the lock taken gives way.
+leaves the hidden folder behind: the next run on the same target removes it, since the lock that the process held is
+free. A run that finds the lock taken fails at once and changes nothing.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _LOCK_NAME = ".lock"
 def staged_folder(
     output: Path, *, overwrite: bool, kind: str = "dataset", marker: str = MANIFEST_NAME
 ) -> Iterator[Path]:
-    """Give a folder to write in; it becomes ``output`` when the block ends, and is removed when it fails.
+    """Gives a folder to write in, which becomes ``output`` when the block ends, and is removed when the block fails.
 
     Args:
-        output: the folder to make. Its parents are made as needed.
-        overwrite: replace what is there already, if it is of the same kind. It stays until the new one is complete.
-        kind: what the folder is, in words.
-        marker: the file that every folder of this kind has.
+        output: Folder to make; its parents are made as needed.
+        overwrite: Whether a folder of the same kind is replaced, which stays until the new one is complete.
+        kind: What the folder is, in words.
+        marker: Name of the file that every folder of this kind has.
 
     Raises:
         UserError: ``output`` exists and may not be replaced, or another process is writing it.
@@ -54,6 +54,11 @@ def staged_folder(
 
 
 def _check_target(output: Path, overwrite: bool, kind: str, marker: str) -> None:
+    """Makes sure that nothing is at ``output``, or what may be replaced.
+
+    Raises:
+        UserError: Something is there that may not be replaced.
+    """
     if not os.path.lexists(output):
         return
     if not overwrite:
@@ -63,7 +68,11 @@ def _check_target(output: Path, overwrite: bool, kind: str, marker: str) -> None
 
 
 def _clear_remains(output: Path) -> None:
-    """Remove what processes that are gone left behind; give way to one that is not."""
+    """Removes what processes that are gone left behind.
+
+    Raises:
+        UserError: A process that is writing the same output is not gone.
+    """
     for remains in output.parent.glob(f".{_escaped(output.name)}.preparing-*"):
         try:
             with open(remains / _LOCK_NAME, "r+") as lock:
@@ -83,6 +92,11 @@ def _escaped(name: str) -> str:
 
 
 def _lock(lock: IO[str], output: Path) -> None:
+    """Takes the lock of a folder that is being prepared.
+
+    Raises:
+        UserError: Another process has it.
+    """
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -92,7 +106,7 @@ def _lock(lock: IO[str], output: Path) -> None:
 
 
 def _flush(folder: Path) -> None:
-    """Ask the system to put every file and folder on disk, so that a power cut after the rename loses nothing."""
+    """Makes the system put every file and folder on disk, so that a power cut after the rename loses nothing."""
     for path in [*folder.rglob("*"), folder, folder.parent]:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -102,6 +116,11 @@ def _flush(folder: Path) -> None:
 
 
 def _swap(folder: Path, output: Path, overwrite: bool) -> None:
+    """Gives the complete folder its name, and removes the one that it replaces.
+
+    Raises:
+        UserError: Something has appeared under that name meanwhile.
+    """
     replaced = output.with_name(f".{output.name}.replaced-{os.getpid()}")
     if overwrite and os.path.lexists(output):
         output.rename(replaced)

@@ -1,14 +1,14 @@
-"""A file of Criteo's format whose best possible logloss and AUC are known.
+"""Makes a file of Criteo's format whose best possible logloss and AUC are known.
 
-Rows are drawn in time order, t in [0, 1). Of each feature's ids most follow Zipf's law (rank r with probability about
+Rows are drawn in time order, t in [0, 1). Of each feature's ids most follow Zipf's law (the r-th with probability about
 1/r), and some are fresh: a window of ids that moves with time, so that later rows hold ids that earlier ones do not, as
 in real logs. The label of a row is 1 with probability
 
     p = sigmoid(bias + sum_f w_f[id_f] + sum_(f,g) u_f[id_f] . u_g[id_g] + sum_k a_k z_k + b z_1 z_2 + drift(t))
 
-with normal w and u for every id, and z the standardised log(1 + integer). Nobody who sees only the rows can do better
-than p itself, whose logloss and AUC (in expectation over labels, *Bayes*) are written beside the file. Ids carry most
-of the signal, so tables that make ids share rows lose some of it.
+with normal w and u for every id, and z the standardised log(1 + integer). No model can do better than p itself, whose
+logloss and AUC (in expectation over labels, *Bayes*) are written beside the file. Ids carry most of the signal, so
+tables that make ids share rows lose some of it.
 
 Trade-off: real rows have correlated features; here they are independent given the time, which makes the Bayes figures
 exact and the signal harder to find.
@@ -23,6 +23,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -31,6 +32,7 @@ from numpy.typing import NDArray
 
 from distembed.data.dataset.schema import CRITEO_DENSE, CRITEO_KAGGLE_CARDINALITIES
 from distembed.errors import UserError
+from distembed.files import whole_file, write_text
 
 KAGGLE_ROWS = 45_840_617
 
@@ -77,17 +79,17 @@ class SyntheticSummary:
     """What was written, and what can be learnt from it at best.
 
     Attributes:
-        path: the file.
-        num_rows: its rows.
-        seed: that it was drawn with.
-        bytes: its size.
-        label_rate: the share of labels that are 1.
-        bayes_logloss: expected logloss, in nats, of the true probabilities.
-        bayes_auc: their expected AUC.
-        last_tenth_bayes_logloss: the same over the last tenth of the rows, where a test split would be; None with
-            fewer than ten rows.
-        last_tenth_bayes_auc: the same.
-        cardinalities: ids that each categorical feature can have.
+        path: Path of the file.
+        num_rows: Number of rows.
+        seed: Seed that the rows were drawn with.
+        bytes: Size of the file.
+        label_rate: Share of the labels that are 1.
+        bayes_logloss: Expected logloss, in nats, of the true probabilities.
+        bayes_auc: Expected AUC of the true probabilities.
+        last_tenth_bayes_logloss: Expected logloss over the last tenth of the rows, where a test split would be; None
+            with fewer than ten rows.
+        last_tenth_bayes_auc: Expected AUC over the last tenth of the rows, likewise.
+        cardinalities: Number of ids that each categorical feature can have.
     """
 
     path: str
@@ -110,17 +112,18 @@ def synthesize_criteo(
     overwrite: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> SyntheticSummary:
-    """Write a tab-separated file (gzip when named ``.gz``), and its summary as ``OUTPUT.json``.
+    """Writes a tab-separated file (gzip where its name ends in ``.gz``), and its summary as ``OUTPUT.json``.
 
     Args:
-        output: the file to make. It appears when it is complete.
-        num_rows: 1 or more. Tables grow with it up to the Kaggle file's sizes.
-        seed: 0 or more; the same seed and rows give the same bytes.
-        overwrite: replace a file that is there.
-        progress: called with the rows done so far.
+        output: File to make, which appears when it is complete.
+        num_rows: Number of rows, 1 or more; tables grow with it up to the Kaggle file's sizes.
+        seed: Seed of the rows, 0 or more; the same seed and number of rows give the same bytes.
+        overwrite: Whether a file that is there is replaced.
+        progress: Function that is called with the number of rows written so far.
 
     Raises:
-        UserError: the number of rows or the seed is impossible, or the file exists.
+        UserError: The number of rows or the seed is impossible, the file exists, or its folder does not.
+        RunError: The file cannot be written; nothing was left behind.
     """
     if num_rows < 1:
         raise UserError(f"num_rows is {num_rows}: it must be 1 or more")
@@ -132,22 +135,24 @@ def synthesize_criteo(
     source = _Source(num_rows, seed)
     quality = _BayesQuality()
     positives = 0
-    with _whole_file(path) as (file, summary_file):
-        for start in range(0, num_rows, _CHUNK_ROWS):
-            rows = source.draw(start, min(start + _CHUNK_ROWS, num_rows))
-            file.write(_text_of(rows))
-            positives += int(rows.labels.sum())
-            quality.add(rows.probabilities, rows.times)
-            if progress is not None:
-                progress(start + len(rows.labels))
-        file.close()
+    if not path.parent.is_dir():
+        raise UserError(f"the folder {path.parent} does not exist; make it first")
+    with whole_file(path) as part:
+        with _open_output(path, part) as file:
+            for start in range(0, num_rows, _CHUNK_ROWS):
+                rows = source.draw(start, min(start + _CHUNK_ROWS, num_rows))
+                file.write(_rows_text(rows))
+                positives += int(rows.labels.sum())
+                quality.add(rows.probabilities, rows.times)
+                if progress is not None:
+                    progress(start + len(rows.labels))
         logloss, auc = quality.over(range(_TENTHS))
         last_logloss, last_auc = quality.over(range(_TENTHS - 1, _TENTHS))
         summary = SyntheticSummary(
             path=str(path),
             num_rows=num_rows,
             seed=seed,
-            bytes=_part(path).stat().st_size,
+            bytes=Path(part).stat().st_size,
             label_rate=positives / num_rows,
             bayes_logloss=logloss,
             bayes_auc=auc,
@@ -155,13 +160,15 @@ def synthesize_criteo(
             last_tenth_bayes_auc=last_auc,
             cardinalities=tuple(source.cardinalities),
         )
-        summary_file.write(json.dumps({**asdict(summary), "path": path.name}, indent=1).encode() + b"\n")
+        # before the file itself, so that no file lacks its summary
+        text = json.dumps({**asdict(summary), "path": path.name}, indent=1) + "\n"
+        write_text(path.with_name(path.name + ".json"), text)
     return summary
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows of one chunk; a negative id or an integer below ``_NEGATIVE_INTEGER`` is missing."""
+    """The rows of one chunk; a negative id, or an integer below ``_NEGATIVE_INTEGER``, is a missing value."""
 
     times: NDArray[np.float64]
     labels: NDArray[np.int64]
@@ -172,7 +179,7 @@ class _Rows:
 
 
 class _Source:
-    """The distribution that rows are drawn from: a function of the seed and the number of rows."""
+    """The distribution that rows are drawn from, a function of the seed and the number of rows."""
 
     def __init__(self, num_rows: int, seed: int) -> None:
         self._num_rows, self._seed = num_rows, seed
@@ -199,7 +206,7 @@ class _Source:
         self._bias = _bias_for(self._logits(*pilot))
 
     def draw(self, start: int, stop: int) -> _Rows:
-        """The rows ``[start, stop)``."""
+        """Draws the rows ``[start, stop)``."""
         random = np.random.default_rng([self._seed, 2, start])
         times, dense, ids = self._features(random, np.arange(start, stop) / self._num_rows)
         probabilities = 1 / (1 + np.exp(-self._logits(times, dense, ids)))
@@ -220,7 +227,8 @@ class _Source:
     def _logits(
         self, times: NDArray[np.float64], dense: list[NDArray[np.int64]], ids: list[NDArray[np.int64]]
     ) -> NDArray[np.float64]:
-        """A missing id, which is -1, reads the last id's weight and is then masked."""
+        """Returns the logit of each row."""
+        # a missing id, which is -1, reads the last id's weight and is then masked
         logits = self._bias + _DRIFT * np.sin(2 * math.pi * times)
         for row, weights in zip(ids, self._id_weights, strict=True):
             logits += np.where(row >= 0, weights[row], 0)
@@ -246,7 +254,7 @@ def _draw_integers(random: np.random.Generator, column: int, num_rows: int) -> N
 def _draw_ids(
     random: np.random.Generator, cardinality: int, missing: float, times: NDArray[np.float64]
 ) -> NDArray[np.int64]:
-    """Zipf's law by inversion of its continuous form, n^u; fresh ids for some rows; -1 where missing."""
+    """Draws ids by Zipf's law (inverted in its continuous form, n^u), fresh ids for some rows, -1 for missing ones."""
     uniform = random.random(len(times))
     has_fresh = cardinality >= _FRESH_LEAST_CARDINALITY
     lasting = int(cardinality * (1 - _FRESH_IDS)) if has_fresh else cardinality
@@ -262,7 +270,7 @@ def _draw_ids(
 
 
 def _bias_for(logits: NDArray[np.float64]) -> float:
-    """The bias at which the mean probability is the wanted label rate, by bisection."""
+    """Returns the bias at which the mean probability is the wanted label rate, by bisection."""
     low, high = -20.0, 20.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -274,7 +282,7 @@ def _bias_for(logits: NDArray[np.float64]) -> float:
 
 
 def _keys(feature: int, cardinality: int) -> NDArray[np.uint32]:
-    """Distinct 32-bit keys of the ids: a bijection of 32-bit numbers, another for every feature."""
+    """Returns distinct 32-bit keys for the ids, by a bijection of 32-bit numbers that is another for every feature."""
     keys = (np.arange(cardinality, dtype=np.uint32) + np.uint32(feature * 0x01000193)) * np.uint32(2654435769)
     keys ^= keys >> np.uint32(15)
     keys *= np.uint32(0x2C1B3C6D)
@@ -282,25 +290,24 @@ def _keys(feature: int, cardinality: int) -> NDArray[np.uint32]:
 
 
 def _hex_texts(keys: NDArray[np.uint32]) -> NDArray[np.uint64]:
-    """The 8 bytes of each key's text as one number."""
+    """Returns the 8 bytes of each key's text as one number."""
     nibbles = (keys[:, None] >> np.arange(28, -1, -4, dtype=np.uint32)) & np.uint32(15)
     texts: NDArray[np.uint64] = np.frombuffer(b"0123456789abcdef", np.uint8)[nibbles].view(np.uint64).reshape(-1)
     return texts
 
 
+@cache
 def _integer_texts() -> NDArray[np.uint64]:
-    """Texts of -2 (missing: empty), -1, 0, ..., padded with zero bytes."""
+    """Returns the texts of -2 (a missing value: empty), -1, 0, ..., each padded with zero bytes to 8."""
     texts = [b"", b"-1", *(str(value).encode() for value in range(_DENSE_LIMIT + 1))]
     return np.array(texts, "S8").view(np.uint64)
 
 
-_INTEGER_TEXTS = _integer_texts()
-
-
-def _text_of(rows: _Rows) -> bytes:
-    """All cells padded to 8 bytes with zeros, each with its separator; then the zeros are left out."""
+def _rows_text(rows: _Rows) -> bytes:
+    """Returns the rows' text: all cells padded to 8 bytes with zeros, each with its separator, less the zeros."""
     offset = 1 - _NEGATIVE_INTEGER
-    cells = [_INTEGER_TEXTS[values + offset] for values in (rows.labels, *rows.dense)]
+    integer_texts = _integer_texts()
+    cells = [integer_texts[values + offset] for values in (rows.labels, *rows.dense)]
     texts = np.stack([*cells, *rows.id_texts], axis=1)
     padded = np.empty((*texts.shape, 9), np.uint8)
     padded[:, :, :8] = texts.view(np.uint8).reshape(*texts.shape, 8)
@@ -320,6 +327,7 @@ class _BayesQuality:
         self._negative = np.zeros((_TENTHS, _AUC_BINS))
 
     def add(self, probabilities: NDArray[np.float64], times: NDArray[np.float64]) -> None:
+        """Counts these rows in."""
         tenths = (times * _TENTHS).astype(np.int64)
         p = np.clip(probabilities, 1e-12, 1 - 1e-12)
         self._rows += np.bincount(tenths, minlength=_TENTHS)
@@ -329,7 +337,7 @@ class _BayesQuality:
         self._negative += np.bincount(cell, 1 - p, _TENTHS * _AUC_BINS).reshape(_TENTHS, _AUC_BINS)
 
     def over(self, tenths: range) -> tuple[float, float] | tuple[None, None]:
-        """Logloss and AUC over these tenths; None without rows."""
+        """Returns logloss and AUC over these tenths, None for both without rows."""
         chosen = list(tenths)
         rows = self._rows[chosen].sum()
         if not rows:
@@ -340,26 +348,12 @@ class _BayesQuality:
         return float(self._entropy[chosen].sum() / rows), float(auc)
 
 
-def _part(path: Path) -> Path:
-    """Where a file grows until it is complete."""
-    return path.with_name(f".{path.name}.{os.getpid()}")
-
-
 @contextmanager
-def _whole_file(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """A file and its summary's, renamed when the block ends: the summary first, so that no file lacks one."""
-    if not path.parent.is_dir():
-        raise UserError(f"the folder {path.parent} does not exist; make it first")
-    summary_path = path.with_name(path.name + ".json")
-    part, summary_part = _part(path), _part(summary_path)
-    try:
-        with open(part, "wb") as raw, open(summary_part, "wb") as summary:
-            if path.suffix == ".gz":
-                yield cast(BinaryIO, gzip.GzipFile("", "wb", 1, raw, mtime=0)), summary
-            else:
-                yield raw, summary
-        os.replace(summary_part, summary_path)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-        summary_part.unlink(missing_ok=True)
+def _open_output(path: Path, part: str) -> Iterator[BinaryIO]:
+    """Opens the temporary file that becomes ``path``, compressed where its name says so."""
+    with open(part, "wb") as raw:
+        if path.suffix == ".gz":
+            with gzip.GzipFile("", "wb", 1, raw, mtime=0) as packed:
+                yield cast(BinaryIO, packed)
+        else:
+            yield raw

@@ -4,9 +4,10 @@ By frequency: 0 is a missing value, 1 every value seen fewer than ``min_count`` 
 2, 3, ... are the other values, the most frequent first, equal ones by key. By hashing: 0 is a missing value, and a key
 has the id ``1 + mix(key, seed) % (hash_size - 1)``, whatever the data.
 
-A feature at a time. Its keys are counted block by block; whenever more than ``limit_entries`` of them wait in memory
-they are sorted and written out as a run, and the runs are merged by ranges of keys that fit (``merge.py``). What was
-counted is a pair of mapped files, and ids are given in passes over these, so no step needs memory for all the keys.
+One feature is done at a time. Its keys are counted block by block; whenever more than ``max_keys`` of them wait in
+memory they are sorted and written out as a run, and the runs are merged by ranges of keys that fit
+(``key_counts.py``). The counts are a pair of mapped files, and ids are given in passes over these, so no step needs
+memory for all the keys.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from distembed.data.dataset.manifest import Manifest
-from distembed.data.prepare.merge import Counts, KeyCounter, chunks, create_mapped, sort_keys
+from distembed.data.prepare.key_counts import Counts, KeyCounter, chunks, create_mapped, sort_keys
 from distembed.data.prepare.spool import SpooledBlock
 from distembed.partitions.splitmix import mix64_array
 
@@ -30,55 +31,63 @@ MISSING_ID, OUT_OF_VOCABULARY_ID, FIRST_ID = 0, 1, 2
 
 
 def reserved_ids(manifest: Manifest) -> tuple[int, ...]:
-    """Ids that stand for no single value, in every table: missing, and, with a vocabulary, out-of-vocabulary."""
+    """Returns the ids that stand for no single value in any table: missing and, with a vocabulary, rare or unknown."""
     if manifest.vocabularies:
         return MISSING_ID, OUT_OF_VOCABULARY_ID
     return (MISSING_ID,) if manifest.preparation.get("hash_size") else ()
 
 
 class IdMap(Protocol):
-    """From keys to ids."""
+    """A function from a feature's raw keys to the ids of its table."""
 
     @property
     def num_embeddings(self) -> int:
-        """Ids lie below this."""
+        """Number of ids: they lie in ``[0, num_embeddings)``."""
 
     def ids(self, keys: NDArray[np.uint32]) -> NDArray[np.int64]:
-        """The id of each key."""
+        """Returns the id of each key."""
 
 
 @dataclass(frozen=True)
 class HashMap:
-    """Ids by hashing, without any data."""
+    """Ids by hashing, which needs no data.
+
+    Attributes:
+        hash_size: Number of ids, of which 0 is for missing values.
+        seed: Seed of the hash.
+    """
 
     hash_size: int
     seed: int
 
     @property
     def num_embeddings(self) -> int:
-        """Ids lie below this."""
         return self.hash_size
 
     def ids(self, keys: NDArray[np.uint32]) -> NDArray[np.int64]:
-        """``1 + mix(key, seed) % (hash_size - 1)``."""
+        """Returns ``1 + mix(key, seed) % (hash_size - 1)`` of each key."""
         mixed = mix64_array(keys.astype(np.uint64) + mix64_array(np.array([self.seed], np.uint64)))
         return (mixed % np.uint64(self.hash_size - 1)).astype(np.int64) + 1
 
 
 @dataclass(frozen=True)
 class VocabularyMap:
-    """Ids by a vocabulary: keys in ascending order, and the id of each."""
+    """Ids by a vocabulary.
+
+    Attributes:
+        keys: Keys in ascending order.
+        key_ids: Id of each key.
+    """
 
     keys: NDArray[np.uint32]
     key_ids: NDArray[np.int64]
 
     @property
     def num_embeddings(self) -> int:
-        """Ids lie below this."""
         return FIRST_ID + len(self.keys)
 
     def ids(self, keys: NDArray[np.uint32]) -> NDArray[np.int64]:
-        """The id of each key, 1 for those that the vocabulary lacks."""
+        """Returns the id of each key, 1 for those that the vocabulary lacks."""
         result = np.full(len(keys), OUT_OF_VOCABULARY_ID, np.int64)
         if not len(self.keys):
             return result
@@ -92,7 +101,14 @@ class VocabularyMap:
 
 @dataclass(frozen=True)
 class FeatureCounts:
-    """What the training rows hold of one feature."""
+    """What was counted of one feature over the training rows.
+
+    Attributes:
+        num_ids: Number of distinct values that have an id of their own.
+        num_dropped: Number of distinct values that were seen too rarely for one.
+        rows_dropped: Number of rows that hold one of these.
+        rows_missing: Number of rows without a value.
+    """
 
     num_ids: int
     num_dropped: int
@@ -107,20 +123,20 @@ def build_vocabulary(
     min_count: int,
     vocabulary_file: Path,
     scratch: Path,
-    limit_entries: int,
+    max_keys: int,
 ) -> tuple[VocabularyMap, FeatureCounts]:
-    """Count one feature over the first ``train_rows`` rows, give ids and write ``vocabulary_file`` (id, key, count).
+    """Counts one feature over the training rows, gives ids and writes them down.
 
     Args:
-        blocks: all spooled blocks.
-        feature: its number.
-        train_rows: the rows that are counted; they come first.
-        min_count: the fewest times that a value with an id of its own was seen.
-        vocabulary_file: Parquet, by id.
-        scratch: an existing folder of this feature alone.
-        limit_entries: how many distinct keys may be in memory at a time.
+        blocks: All spooled blocks.
+        feature: Number of the feature.
+        train_rows: Number of rows that are counted; they come first.
+        min_count: Least number of times that a value with an id of its own was seen.
+        vocabulary_file: Parquet file to write, with columns id, key and count, by id.
+        scratch: Existing folder that no other feature uses.
+        max_keys: Most distinct keys that may be in memory at a time.
     """
-    counter = KeyCounter(scratch, limit_entries)
+    counter = KeyCounter(scratch, max_keys)
     rows_missing = 0
     for block in blocks:
         if block.first_row < train_rows:
@@ -131,7 +147,7 @@ def build_vocabulary(
             counter.add(block.keys(feature)[seen], counts[seen])
     counted = counter.finish(min_count)
     key_ids = create_mapped(scratch / "ids", np.int64, len(counted.keys))
-    _write_vocabulary(vocabulary_file, _by_frequency(counted, key_ids, limit_entries))
+    _write_vocabulary(vocabulary_file, _by_frequency(counted, key_ids, max_keys))
     summary = FeatureCounts(len(counted.keys), counter.num_dropped, counter.rows_dropped, rows_missing)
     return VocabularyMap(counted.keys, key_ids), summary
 
@@ -141,7 +157,7 @@ _VOCABULARY_GROUP_ROWS = 131_072
 
 
 def _write_vocabulary(path: Path, parts: Iterator[Counts]) -> None:
-    """Row groups of a fixed size, so that the bytes do not depend on the memory that there was."""
+    """Writes row groups of a fixed size, so that the bytes do not depend on the memory that there was."""
     next_id = FIRST_ID
     with pq.ParquetWriter(path, _VOCABULARY_SCHEMA, compression="zstd") as writer:
         for part in _regrouped(parts):
@@ -152,6 +168,7 @@ def _write_vocabulary(path: Path, parts: Iterator[Counts]) -> None:
 
 
 def _regrouped(parts: Iterator[Counts]) -> Iterator[Counts]:
+    """Yields the same keys and counts in parts of a row group's size, and the rest."""
     keys, counts = np.zeros(0, np.uint32), np.zeros(0, np.int64)
     for part in parts:
         keys, counts = np.concatenate([keys, part.keys]), np.concatenate([counts, part.counts])
@@ -162,14 +179,14 @@ def _regrouped(parts: Iterator[Counts]) -> Iterator[Counts]:
     yield Counts(keys, counts)
 
 
-def _by_frequency(counted: Counts, key_ids: NDArray[np.int64], limit_entries: int) -> Iterator[Counts]:
-    """Fill in ``key_ids``, and give the keys with their counts in the order of the ids.
+def _by_frequency(counted: Counts, key_ids: NDArray[np.int64], max_keys: int) -> Iterator[Counts]:
+    """Fills in ``key_ids``, and yields the keys with their counts in the order of the ids.
 
     A pass takes the keys of a range of counts, as many as fit. Those of a single count need no sorting, however many.
     """
     next_id = FIRST_ID
-    for low, high in _count_ranges(counted.counts, limit_entries):
-        for positions in _positions(counted.counts, low, high, limit_entries):
+    for low, high in _count_ranges(counted.counts, max_keys):
+        for positions in _positions(counted.counts, low, high, max_keys):
             counts = counted.counts[positions]
             order = np.argsort(-counts, kind="stable") if low < high else np.arange(len(counts))
             positions = positions[order]
@@ -178,10 +195,10 @@ def _by_frequency(counted: Counts, key_ids: NDArray[np.int64], limit_entries: in
             next_id += len(positions)
 
 
-def _count_ranges(counts: NDArray[np.int64], limit_entries: int) -> list[tuple[int, int]]:
-    """Ranges of counts, both ends included, highest first, with at most ``limit_entries`` keys, or of one count."""
+def _count_ranges(counts: NDArray[np.int64], max_keys: int) -> list[tuple[int, int]]:
+    """Returns ranges of counts, both ends included, highest first; each has at most ``max_keys`` keys, or one count."""
     histogram: dict[int, int] = {}
-    for chunk in chunks(len(counts), limit_entries):
+    for chunk in chunks(len(counts), max_keys):
         values, frequencies = np.unique(counts[chunk], return_counts=True)
         for value, frequency in zip(values.tolist(), frequencies.tolist(), strict=True):
             histogram[value] = histogram.get(value, 0) + frequency
@@ -189,7 +206,7 @@ def _count_ranges(counts: NDArray[np.int64], limit_entries: int) -> list[tuple[i
     entries = 0
     for value in sorted(histogram, reverse=True):
         entries += histogram[value]
-        if ranges and entries <= limit_entries:
+        if ranges and entries <= max_keys:
             ranges[-1] = (value, ranges[-1][1])
         else:
             ranges.append((value, value))
@@ -197,11 +214,11 @@ def _count_ranges(counts: NDArray[np.int64], limit_entries: int) -> list[tuple[i
     return ranges
 
 
-def _positions(counts: NDArray[np.int64], low: int, high: int, limit_entries: int) -> Iterator[NDArray[np.int64]]:
-    """Where the counts lie in ``[low, high]``: all at once when they have to be sorted, by chunks otherwise."""
+def _positions(counts: NDArray[np.int64], low: int, high: int, max_keys: int) -> Iterator[NDArray[np.int64]]:
+    """Yields where the counts lie in ``[low, high]``: all at once when they have to be sorted, by chunks otherwise."""
     parts = (
         chunk.start + np.flatnonzero((counts[chunk] >= low) & (counts[chunk] <= high))
-        for chunk in chunks(len(counts), limit_entries)
+        for chunk in chunks(len(counts), max_keys)
     )
     if low == high:
         yield from parts
@@ -211,19 +228,25 @@ def _positions(counts: NDArray[np.int64], low: int, high: int, limit_entries: in
 
 @dataclass(frozen=True)
 class LookupTables:
-    """For one feature: the ids of every block's keys, one after the other in one mapped file."""
+    """The ids of one feature's keys, block after block, in one file.
+
+    Attributes:
+        path: File with the ids.
+        dtype: Type of the ids there.
+        starts: Index of each block's first id there.
+    """
 
     path: Path
     dtype: np.dtype[Any]
     starts: tuple[int, ...]
 
     def table(self, block: int, num_keys: int) -> NDArray[Any]:
-        """``table[code]`` is the id, for the codes of this block."""
+        """Returns a block's ids by its codes: ``table[code]`` is the id of what the code stands for."""
         return np.fromfile(self.path, self.dtype, num_keys, offset=self.starts[block] * self.dtype.itemsize)
 
 
 def write_lookup_tables(blocks: Sequence[SpooledBlock], feature: int, id_map: IdMap, path: Path) -> LookupTables:
-    """Map every block's keys; only distinct keys are searched for."""
+    """Writes the ids of every block's keys to a file; what repeats within a block is searched for once."""
     dtype = np.dtype(np.int32 if id_map.num_embeddings <= 2**31 else np.int64)
     starts, position = [], 0
     with open(path, "wb") as file:

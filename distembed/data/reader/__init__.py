@@ -1,1 +1,7 @@
 """Parquet datasets to shuffled batches."""
+
+from distembed.data.reader.batch import Batch
+from distembed.data.reader.order import BatchOrder
+from distembed.data.reader.reader import BatchReader
+
+__all__ = ["Batch", "BatchOrder", "BatchReader"]

@@ -1,4 +1,4 @@
-"""Row groups of Parquet files as blocks of rows that batches are gathered from.
+"""Decodes row groups of Parquet files into blocks of rows that batches are gathered from.
 
 Single-valued columns become one row-major array, so that gathering a random row touches two or three cache lines
 instead of one for each of forty columns::
@@ -8,7 +8,7 @@ instead of one for each of forty columns::
 Dense values and the label are float32 bits in the same array. Multi-hot columns keep their values and offsets.
 
 Every value is checked here, a whole row group at a time: an id outside its table or a label that is not a number would
-otherwise end in a crash of a kernel or a silent NaN hours later.
+otherwise crash a kernel or end in a silent NaN hours later.
 """
 
 from __future__ import annotations
@@ -35,7 +35,13 @@ _TILE_ROWS = 1024
 
 @dataclass(frozen=True)
 class RowGroup:
-    """One row group: where it is and how many rows it has."""
+    """One row group of a file.
+
+    Attributes:
+        path: Path of the file.
+        index: Number of the row group in the file.
+        num_rows: Number of rows.
+    """
 
     path: Path
     index: int
@@ -44,7 +50,14 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class RecordLayout:
-    """Where each single-valued column stands in a record. ``dtype`` is int64 only if a table needs it."""
+    """Where each single-valued column stands in a record.
+
+    Attributes:
+        single: Single-valued features, in the order of their ids in a record.
+        multi_hot: Multi-hot features, which are not in the record.
+        num_dense: Number of dense columns.
+        dtype: int32, or int64 where the ids of a table need it.
+    """
 
     single: tuple[CategoricalFeature, ...]
     multi_hot: tuple[CategoricalFeature, ...]
@@ -53,7 +66,7 @@ class RecordLayout:
 
     @classmethod
     def of(cls, schema: Schema) -> RecordLayout:
-        """The layout of this schema's rows."""
+        """Returns the layout for the rows of this schema."""
         single = tuple(feature for feature in schema.categorical if not feature.multi_hot)
         multi_hot = tuple(feature for feature in schema.categorical if feature.multi_hot)
         wide = any(feature.num_embeddings > 2**31 for feature in single)
@@ -66,30 +79,35 @@ class RecordLayout:
 
     @property
     def width(self) -> int:
-        """Elements of a record, in units of ``dtype``."""
+        """Number of elements of ``dtype`` in a record."""
         floats_each = self.dtype.itemsize // 4
         return len(self.single) + -(-(self.num_dense + 1) // floats_each)
 
 
 @dataclass(frozen=True)
 class Jagged:
-    """One multi-hot column: the ids of all rows, end to end, and where each row's begin; one offset more than rows."""
+    """One multi-hot column.
+
+    Attributes:
+        values: Ids of all rows, end to end.
+        offsets: Where the ids of each row begin, and where the last ones end, ``[num_rows + 1]``.
+    """
 
     values: NDArray[np.int64]
     offsets: NDArray[np.int64]
 
     @classmethod
     def of(cls, values: NDArray[np.int64], lengths: NDArray[np.int64]) -> Jagged:
-        """From the number of ids of each row."""
+        """Returns a column from the number of ids of each row."""
         return cls(values, np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]))
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """The number of ids of each row."""
+        """Number of ids of each row."""
         return np.diff(self.offsets)
 
     def gather(self, rows: NDArray[np.int64]) -> Jagged:
-        """These rows, in this order."""
+        """Returns these rows, in this order."""
         starts = self.offsets[rows]
         lengths = self.offsets[rows + 1] - starts
         shift = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
@@ -98,20 +116,25 @@ class Jagged:
 
 @dataclass(frozen=True)
 class Block:
-    """Decoded rows: the records and, by feature, the multi-hot columns."""
+    """Decoded rows.
+
+    Attributes:
+        records: Row-major array of the single-valued columns, ``[num_rows, width]``; see :class:`RecordLayout`.
+        jagged: Multi-hot columns by feature.
+    """
 
     records: NDArray[Any]
     jagged: dict[str, Jagged]
 
     def gather(self, rows: NDArray[np.int64]) -> Block:
-        """These rows, in this order."""
+        """Returns these rows, in this order."""
         return Block(
             np.take(self.records, rows, axis=0), {name: column.gather(rows) for name, column in self.jagged.items()}
         )
 
     @classmethod
     def concatenate(cls, blocks: Sequence[Block]) -> Block:
-        """The rows of at least one block, end to end."""
+        """Returns the rows of all blocks, of which there is at least one, end to end."""
         records = np.concatenate([block.records for block in blocks])
         return cls(records, {name: _concatenate([b.jagged[name] for b in blocks]) for name in blocks[0].jagged})
 
@@ -122,10 +145,10 @@ def _concatenate(columns: Sequence[Jagged]) -> Jagged:
 
 
 def list_row_groups(dataset_dir: Path, split: Split, schema: Schema) -> tuple[RowGroup, ...]:
-    """The row groups of a split's files, in order.
+    """Returns the row groups of a split's files, in order.
 
     Raises:
-        UserError: a file is missing, has another size or number of rows than the manifest says, or lacks a column.
+        UserError: A file is missing, has another size or number of rows than the manifest says, or lacks a column.
     """
     groups: list[RowGroup] = []
     for file in split.files:
@@ -156,16 +179,24 @@ def _footer(path: Path, schema: Schema) -> pq.FileMetaData:
 
 @dataclass(frozen=True)
 class Decoder:
-    """Reads row groups of one split into blocks."""
+    """Reads row groups of one split into blocks.
+
+    Attributes:
+        schema: Columns to read.
+        groups: Row groups of the split.
+    """
 
     schema: Schema
     groups: tuple[RowGroup, ...]
 
     def decode(self, segments: Sequence[tuple[int, int, int]]) -> Block:
-        """The rows of these (row group, start, stop), end to end.
+        """Reads rows into one block.
+
+        Args:
+            segments: Rows as (number of the row group, first row, row after the last one), end to end.
 
         Raises:
-            UserError: a value is missing, not finite, or an id outside its table; with file, row group and column.
+            UserError: A value is missing, not finite, or an id outside its table; the error says in which column.
         """
         layout = RecordLayout.of(self.schema)
         records = np.empty((sum(stop - start for _, start, stop in segments), layout.width), layout.dtype)

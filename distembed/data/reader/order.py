@@ -1,8 +1,8 @@
-"""The order in which an epoch's rows are handed out: pure arithmetic, the same on every rank.
+"""The order in which an epoch's rows are read: pure arithmetic, the same on every rank.
 
-The *global* sequence of batches is a function of (seed, epoch, batch_size, dataset) and never of the number of ranks,
-so a run can stop on eight ranks and go on with two. To let ranks share the decoding all the same, every batch is made
-of lanes. A batch of b rows with L lanes and W ranks::
+The *global* sequence of batches is a function of (dataset, :class:`BatchOrder`, epoch) and never of the number of
+ranks, so a run can stop on eight ranks and resume on two. So that ranks can share the decoding all the same, every
+batch is made of lanes. A batch of b rows with L lanes and W ranks::
 
     position   0 ........................................ b
     lanes      |  lane 0  |  lane 1  |  lane 2  |  lane 3 |    lane l has [l*b//L, (l+1)*b//L)
@@ -23,6 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from distembed.errors import UserError
+
 MAX_LANES = 8
 WINDOW_ROWS = 131_072
 
@@ -31,8 +33,48 @@ _GROUP_ORDER, _WINDOW_ORDER = 0, 1
 
 
 @dataclass(frozen=True)
+class BatchOrder:
+    """How the rows of a split are ordered and cut into batches.
+
+    Attributes:
+        batch_size: Number of rows of a step over all ranks.
+        shuffle: Whether every epoch has another order; False reads the files in order.
+        seed: Seed of the shuffling, 0 or more.
+        drop_last: Whether the rows that do not fill a batch are left out (others in every epoch, if shuffled).
+
+    Raises:
+        UserError: A number is too small.
+    """
+
+    batch_size: int
+    shuffle: bool = True
+    seed: int = 0
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        require_at_least("batch_size", self.batch_size, 1)
+        require_at_least("seed", self.seed, 0)
+
+
+def require_at_least(name: str, value: int, least: int) -> None:
+    """Makes sure that a setting is large enough.
+
+    Raises:
+        UserError: It is below ``least``.
+    """
+    if value < least:
+        raise UserError(f"{name} is {value}: it must be {least} or more")
+
+
+@dataclass(frozen=True)
 class Segment:
-    """Rows ``[start, stop)`` of one row group."""
+    """Rows ``[start, stop)`` of one row group.
+
+    Attributes:
+        group: Number of the row group.
+        start: First row.
+        stop: Row after the last one.
+    """
 
     group: int
     start: int
@@ -40,13 +82,19 @@ class Segment:
 
     @property
     def num_rows(self) -> int:
-        """How many rows these are."""
+        """Number of rows."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True)
 class Window:
-    """Segments that are decoded and shuffled together: rows ``[start, start + num_rows)`` of their lane."""
+    """Segments that are decoded and shuffled together: rows ``[start, start + num_rows)`` of their lane.
+
+    Attributes:
+        index: Number of the window in its lane.
+        start: First row.
+        segments: Parts of row groups that the window is made of.
+    """
 
     index: int
     start: int
@@ -54,7 +102,7 @@ class Window:
 
     @property
     def num_rows(self) -> int:
-        """How many rows these are."""
+        """Number of rows."""
         return sum(segment.num_rows for segment in self.segments)
 
 
@@ -63,71 +111,72 @@ class EpochOrder:
     """The order of a split's rows for every epoch.
 
     Attributes:
-        group_rows: rows of each row group, in file order.
-        batch_size: rows of a step over all ranks.
-        shuffle: False gives file order in one lane.
-        seed: of the shuffling.
-        drop_last: leave out the rows that do not fill a batch (others in every epoch, if shuffled).
+        group_rows: Number of rows of each row group, in file order.
+        batches: How the rows are ordered and cut into batches.
     """
 
     group_rows: tuple[int, ...]
-    batch_size: int
-    shuffle: bool
-    seed: int
-    drop_last: bool
+    batches: BatchOrder
 
     @property
     def num_rows(self) -> int:
-        """Rows of the split."""
+        """Number of rows in the split."""
         return sum(self.group_rows)
 
     @property
     def num_lanes(self) -> int:
-        """Lanes that a batch is made of."""
-        return min(max(len(self.group_rows), 1), MAX_LANES) if self.shuffle else 1
+        """Number of lanes that a batch is made of."""
+        return min(max(len(self.group_rows), 1), MAX_LANES) if self.batches.shuffle else 1
 
     @property
     def num_batches(self) -> int:
-        """Batches of an epoch."""
-        full, rest = divmod(self.num_rows, self.batch_size)
-        return full + (1 if rest and not self.drop_last else 0)
+        """Number of batches in an epoch."""
+        full, rest = divmod(self.num_rows, self.batches.batch_size)
+        return full + (1 if rest and not self.batches.drop_last else 0)
 
     def batch_rows(self, batch: int) -> int:
-        """Rows of this batch over all ranks: fewer than ``batch_size`` only in the last."""
-        return min(self.batch_size, self.num_rows - batch * self.batch_size)
+        """Returns the number of rows of this batch over all ranks: fewer than ``batch_size`` only in the last."""
+        return min(self.batches.batch_size, self.num_rows - batch * self.batches.batch_size)
 
     def lane_rows(self, lane: int) -> int:
-        """Rows of this lane in an epoch: the sum of its slots over the batches."""
-        full, rest = divmod(self.num_rows, self.batch_size)
-        last = 0 if self.drop_last else _slot_rows(lane, self.num_lanes, rest)
-        return full * _slot_rows(lane, self.num_lanes, self.batch_size) + last
+        """Returns the number of rows of this lane in an epoch: the sum of its slots over the batches."""
+        full, rest = divmod(self.num_rows, self.batches.batch_size)
+        last = 0 if self.batches.drop_last else _slot_rows(lane, self.num_lanes, rest)
+        return full * _slot_rows(lane, self.num_lanes, self.batches.batch_size) + last
 
     def lane_start(self, lane: int, batch: int) -> int:
-        """Where in its lane a batch's slot begins; only the last batch can be short, so no sum is needed."""
-        return batch * _slot_rows(lane, self.num_lanes, self.batch_size)
+        """Returns the row of its lane where a batch's slot begins."""
+        # only the last batch can be short, so no sum over the batches is needed
+        return batch * _slot_rows(lane, self.num_lanes, self.batches.batch_size)
 
     def lane_windows(self, epoch: int, lane: int) -> list[Window]:
-        """What this lane decodes in this epoch, in order."""
+        """Returns what this lane decodes in this epoch, in order."""
         start = sum(self.lane_rows(earlier) for earlier in range(lane))
         segments = _cut(self._group_order(epoch), self.group_rows, start, start + self.lane_rows(lane))
         return _windows(segments)
 
     def window_permutation(self, epoch: int, lane: int, window: Window) -> NDArray[np.int64] | None:
-        """The order of the rows within a window; None for as they stand."""
-        if not self.shuffle:
+        """Returns the order of the rows within a window, None where they stay as they are."""
+        if not self.batches.shuffle:
             return None
-        generator = np.random.default_rng([self.seed, epoch, _WINDOW_ORDER, lane, window.index])
+        generator = np.random.default_rng([self.batches.seed, epoch, _WINDOW_ORDER, lane, window.index])
         return generator.permutation(window.num_rows)
 
     def _group_order(self, epoch: int) -> NDArray[np.int64]:
-        if not self.shuffle:
+        if not self.batches.shuffle:
             return np.arange(len(self.group_rows))
-        return np.random.default_rng([self.seed, epoch, _GROUP_ORDER]).permutation(len(self.group_rows))
+        return np.random.default_rng([self.batches.seed, epoch, _GROUP_ORDER]).permutation(len(self.group_rows))
 
 
 @dataclass(frozen=True)
 class LanePart:
-    """The rows of one lane that one rank takes of one batch: ``[start, stop)`` of the lane's rows."""
+    """The rows of one lane that one rank takes of one batch.
+
+    Attributes:
+        lane: Number of the lane.
+        start: First row, counted in the lane.
+        stop: Row after the last one.
+    """
 
     lane: int
     start: int
@@ -135,7 +184,7 @@ class LanePart:
 
 
 def rank_parts(order: EpochOrder, batch: int, rank: int, world_size: int) -> list[LanePart]:
-    """What this rank takes of this batch, lane by lane; empty when the batch has fewer rows than ranks need."""
+    """Returns what this rank takes of this batch, lane by lane; nothing where there are more ranks than rows."""
     rows, num_lanes = order.batch_rows(batch), order.num_lanes
     first, last = rank * rows // world_size, (rank + 1) * rows // world_size
     parts = []
@@ -149,11 +198,12 @@ def rank_parts(order: EpochOrder, batch: int, rank: int, world_size: int) -> lis
 
 
 def _slot_rows(lane: int, num_lanes: int, rows: int) -> int:
+    """Returns how many of a batch's rows belong to a lane."""
     return (lane + 1) * rows // num_lanes - lane * rows // num_lanes
 
 
 def _cut(groups: NDArray[np.int64], group_rows: Sequence[int], start: int, stop: int) -> list[Segment]:
-    """Rows ``[start, stop)`` of the row groups laid end to end in this order."""
+    """Returns the segments that are the rows ``[start, stop)`` of the row groups laid end to end in this order."""
     segments, position = [], 0
     for group in groups.tolist():
         low, high = max(start - position, 0), min(stop - position, group_rows[group])
@@ -164,7 +214,7 @@ def _cut(groups: NDArray[np.int64], group_rows: Sequence[int], start: int, stop:
 
 
 def _windows(segments: Sequence[Segment]) -> list[Window]:
-    """Segments gathered until a window has enough rows; row groups are never divided for it."""
+    """Returns the segments in windows of at least WINDOW_ROWS rows, but for the last; no segment is divided."""
     windows: list[Window] = []
     waiting: list[Segment] = []
     start = 0

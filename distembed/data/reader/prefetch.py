@@ -1,7 +1,7 @@
-"""Run an iterator ahead in a thread of its own, over a bounded buffer.
+"""Runs an iterator ahead in a thread of its own, over a bounded buffer.
 
-``queue.Queue`` cannot be closed while a producer waits in ``put``; this one can, so that dropping the consumer ends the
-thread at once. The thread holds no reference to the consumer, and an error in it is raised where the consumer waits.
+``queue.Queue`` cannot be closed while a producer waits in ``put``; this buffer can, so that dropping the consumer ends
+the thread at once. The thread holds no reference to the consumer, and its errors are raised where the consumer waits.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ Item = TypeVar("Item")
 
 
 class Prefetcher(Generic[Item]):
-    """Iterates over ``items`` in a background thread, at most ``capacity`` ahead of the consumer."""
+    """Iterates over items that a background thread makes ahead of the consumer.
+
+    Args:
+        make_items: Function that gives the items; it is called in the thread and must not refer to this object.
+        capacity: Most items that wait for the consumer.
+    """
 
     def __init__(self, make_items: Callable[[], Iterator[Item]], capacity: int) -> None:
-        """Start the thread.
-
-        Args:
-            make_items: called in the thread; it must not refer to this object.
-            capacity: the most items that wait for the consumer.
-        """
         self._buffer: _Buffer[Item] = _Buffer(capacity)
         self._thread = threading.Thread(
             target=_produce, args=(make_items, self._buffer), name="distembed-prefetch", daemon=True
@@ -31,21 +30,23 @@ class Prefetcher(Generic[Item]):
         self._thread.start()
 
     def __iter__(self) -> Iterator[Item]:
-        """This object: it can be iterated over once."""
+        """Returns this object, which can be iterated over once."""
         return self
 
     def __next__(self) -> Item:
-        """The next item, or the error that the thread met."""
+        """Returns the next item, or raises what the thread raised."""
         return self._buffer.get()
 
     def close(self) -> None:
-        """End the thread and forget what waits. It may be called any number of times."""
+        """Ends the thread and drops the items that wait; it may be called any number of times."""
         self._buffer.close()
         if self._thread is not threading.current_thread():
             self._thread.join()
 
 
 class _Buffer(Generic[Item]):
+    """The items that wait for the consumer, and whether the producer or the consumer has finished."""
+
     def __init__(self, capacity: int) -> None:
         self._items: deque[Item] = deque()
         self._capacity = capacity
@@ -55,7 +56,7 @@ class _Buffer(Generic[Item]):
         self._error: BaseException | None = None
 
     def put(self, item: Item) -> bool:
-        """Add an item once there is room; False when the consumer has gone."""
+        """Adds an item once there is room; returns False where the consumer has gone."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or len(self._items) < self._capacity)
             if not self._closed:
@@ -64,11 +65,17 @@ class _Buffer(Generic[Item]):
             return not self._closed
 
     def finish(self, error: BaseException | None) -> None:
+        """Notes that no more items come, and the error that is the reason, if one is."""
         with self._changed:
             self._finished, self._error = True, error
             self._changed.notify_all()
 
     def get(self) -> Item:
+        """Returns the next item once there is one.
+
+        Raises:
+            StopIteration: No more items come.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._items or self._finished or self._closed)
             if self._items:
@@ -80,6 +87,7 @@ class _Buffer(Generic[Item]):
             raise StopIteration
 
     def close(self) -> None:
+        """Drops the items, and refuses more."""
         with self._changed:
             self._closed = True
             self._items.clear()
@@ -87,6 +95,7 @@ class _Buffer(Generic[Item]):
 
 
 def _produce(make_items: Callable[[], Iterator[Item]], buffer: _Buffer[Item]) -> None:
+    """Puts all items into the buffer; the thread runs this."""
     error: BaseException | None = None
     try:
         for item in make_items():

@@ -1,8 +1,8 @@
 """Reads a split of a dataset as shuffled batches, one part for each rank, resumable at the exact row.
 
-The order is a function of (seed, epoch, batch_size, dataset) alone (``order.py``), so the state is two numbers: the
-epoch and the batch. Row groups are decoded into row-major blocks (``decode.py``), batches are gathered from these in a
-background thread (``prefetch.py``).
+The order is a function of dataset, :class:`BatchOrder` and epoch alone (``order.py``), so the state is two numbers: the
+epoch and the batch. Row groups are decoded into row-major blocks (``decode.py``), and batches are gathered from these
+in a background thread (``prefetch.py``).
 
 Trade-off: a rank holds one window of rows for each lane that it reads, at most 8 x 131,072 rows (170 MB for Criteo
 rows); row groups much larger than that cost as much more, since a row group is never divided.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,14 @@ from distembed.data.dataset.manifest import MANIFEST_NAME, Manifest
 from distembed.data.dataset.schema import Schema
 from distembed.data.reader.batch import Batch
 from distembed.data.reader.decode import Block, Decoder, RecordLayout, list_row_groups
-from distembed.data.reader.order import EpochOrder, LanePart, Window, rank_parts
+from distembed.data.reader.order import BatchOrder, EpochOrder, LanePart, Window, rank_parts, require_at_least
 from distembed.data.reader.prefetch import Prefetcher
 from distembed.errors import UserError
 
 STATE_VERSION = 1
 
-# Batches smaller than this are made several at a time.
-_ROWS_TOGETHER = 4096
+# Batches of fewer rows than this are made several at a time.
+_ROWS_AT_ONCE = 4096
 
 
 class BatchReader:
@@ -42,53 +43,45 @@ class BatchReader:
 
     Iterating yields the rest of the current epoch; iterating again yields the next epoch. Every rank yields the same
     number of batches; with fewer rows than ranks in the last one, a rank's part may be empty.
+
+    Args:
+        dataset_dir: Folder with ``manifest.json``.
+        split: Name of a split in the manifest, such as ``train``.
+        order: How the rows are ordered and cut into batches, the same on every rank.
+        rank: Rank whose part is read.
+        world_size: Number of ranks that share each batch.
+        prefetch_batches: Number of batches that a thread makes ahead; 0 makes them in the caller's thread.
+
+    Attributes:
+        schema: Columns of the batches.
+
+    Raises:
+        UserError: A setting is impossible, or the dataset is not as its manifest says.
     """
 
     def __init__(
         self,
         dataset_dir: str | os.PathLike[str],
         split: str,
+        order: BatchOrder,
         *,
-        batch_size: int,
         rank: int = 0,
         world_size: int = 1,
-        shuffle: bool = True,
-        seed: int = 0,
-        drop_last: bool = False,
         prefetch_batches: int = 4,
     ) -> None:
-        """Open a split.
-
-        Args:
-            dataset_dir: a folder with ``manifest.json``.
-            split: a split of the manifest, such as ``train``.
-            batch_size: rows of a step over all ranks.
-            rank: which rank's part to yield.
-            world_size: number of ranks that share each batch.
-            shuffle: another order in every epoch; False for the order of the files.
-            seed: of the shuffling, 0 or more.
-            drop_last: leave out a last batch of fewer rows.
-            prefetch_batches: batches to make ahead in a thread; 0 makes them in the caller's thread.
-
-        Raises:
-            UserError: a setting is impossible, or the dataset is not as its manifest says.
-        """
-        _check_settings(batch_size, rank, world_size, seed, prefetch_batches)
+        _check_settings(rank, world_size, prefetch_batches)
         folder = Path(dataset_dir)
         manifest = Manifest.load(folder)
         self.schema = manifest.schema
         groups = list_row_groups(folder, manifest.split(split), manifest.schema)
-        self._order = EpochOrder(tuple(group.num_rows for group in groups), batch_size, shuffle, seed, drop_last)
+        self._order = EpochOrder(tuple(group.num_rows for group in groups), order)
         self._decoder = Decoder(manifest.schema, groups)
         self._rank, self._world_size = rank, world_size
         self._prefetch_batches = prefetch_batches
         self._identity = {
             "dataset": hashlib.sha256((folder / MANIFEST_NAME).read_bytes()).hexdigest()[:16],
             "split": split,
-            "batch_size": batch_size,
-            "shuffle": shuffle,
-            "seed": seed,
-            "drop_last": drop_last,
+            **asdict(order),
         }
         self._epoch, self._batch = 0, 0
         self._prefetcher: Prefetcher[Batch] | None = None
@@ -96,26 +89,26 @@ class BatchReader:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the split, over all ranks."""
+        """Number of rows in the split, over all ranks."""
         return self._order.num_rows
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches of an epoch, the same on every rank."""
+        """Number of batches in an epoch, the same on every rank."""
         return self._order.num_batches
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next batch: it goes up once the last batch of an epoch has been handed out."""
+        """Epoch of the next batch; it goes up when the last batch of an epoch is yielded."""
         return self._epoch
 
     @property
     def batch(self) -> int:
-        """The number, in its epoch, of the next batch."""
+        """Number of the next batch in its epoch."""
         return self._batch
 
     def __iter__(self) -> Iterator[Batch]:
-        """The rest of the current epoch. It ends an earlier iteration that is still under way."""
+        """Yields the rest of the current epoch; an earlier iteration that is still under way ends."""
         self.close()
         return self._iterate(self._iteration)
 
@@ -148,11 +141,14 @@ class BatchReader:
             self._epoch, self._batch = self._epoch + 1, 0
 
     def state_dict(self, in_flight: int = 0) -> dict[str, Any]:
-        """Where the reader stands, for any number of ranks.
+        """Returns where the reader stands, for any number of ranks.
 
         Args:
-            in_flight: batches that were handed out and not used yet, such as those in a training pipeline: the state is
-                as if these had not been handed out, across the end of an epoch too.
+            in_flight: Number of batches that were yielded and not used yet, such as those in a training pipeline: the
+                state is as if these had not been yielded, across the end of an epoch too.
+
+        Raises:
+            UserError: ``in_flight`` is negative, or more than were yielded.
         """
         step = self._epoch * self.batches_per_epoch + self._batch - in_flight
         if in_flight < 0 or step < 0:
@@ -161,10 +157,10 @@ class BatchReader:
         return {"version": STATE_VERSION, **self._identity, "epoch": epoch, "batch": batch}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to where :meth:`state_dict` was taken; the number of ranks may differ.
+        """Moves to where :meth:`state_dict` was taken; the number of ranks may differ.
 
         Raises:
-            UserError: the state belongs to another dataset, split, batch size or order; each difference is named.
+            UserError: The state belongs to another dataset, split, batch size or order; each difference is named.
         """
         mine = {"version": STATE_VERSION, **self._identity}
         differences = [
@@ -180,7 +176,7 @@ class BatchReader:
         self._epoch, self._batch = int(state["epoch"]), int(state["batch"])
 
     def close(self) -> None:
-        """End the thread that reads ahead, and any iteration under way. The reader can be iterated over again."""
+        """Ends the thread that reads ahead, and any iteration under way; the reader can be iterated over again."""
         self._iteration += 1
         prefetcher, self._prefetcher = self._prefetcher, None
         if prefetcher is not None:
@@ -188,7 +184,10 @@ class BatchReader:
 
 
 class _EpochPart:
-    """What one rank reads of one epoch from a batch on. It knows nothing of the reader, so that threads can hold it."""
+    """What one rank reads of one epoch from a batch on.
+
+    It does not refer to the reader, so that the thread that holds it does not hold the reader.
+    """
 
     def __init__(
         self, order: EpochOrder, decoder: Decoder, rank: int, world_size: int, epoch: int, first_batch: int
@@ -200,17 +199,19 @@ class _EpochPart:
         self._lanes: dict[int, _LaneCursor] = {}
 
     def batches(self) -> Iterator[Batch]:
+        """Yields the batches, in order."""
         batch = self._first_batch
         while batch < self._order.num_batches:
-            count = self._batches_together(batch)
+            count = self._num_at_once(batch)
             yield from self._make(batch, count)
             batch += count
 
-    def _batches_together(self, batch: int) -> int:
-        """Small batches are made several at a time: what a call of numpy costs would dominate otherwise."""
-        full_batches = self._order.num_rows // self._order.batch_size - batch
-        rows_each = -(-self._order.batch_size // self._world_size)
-        return 1 if self._layout.multi_hot else max(1, min(full_batches, _ROWS_TOGETHER // rows_each))
+    def _num_at_once(self, batch: int) -> int:
+        """Returns how many batches to make at once: several small ones, so that numpy's calls do not dominate."""
+        batch_size = self._order.batches.batch_size
+        full_batches = self._order.num_rows // batch_size - batch
+        rows_each = -(-batch_size // self._world_size)
+        return 1 if self._layout.multi_hot else max(1, min(full_batches, _ROWS_AT_ONCE // rows_each))
 
     def _make(self, batch: int, count: int) -> Iterator[Batch]:
         layout, schema = self._layout, self._decoder.schema
@@ -231,7 +232,7 @@ class _EpochPart:
             )
 
     def _lane_rows(self, part: LanePart, count: int) -> Block:
-        """One lane's rows of ``count`` batches, batch by batch."""
+        """Returns one lane's rows of ``count`` batches, batch by batch."""
         if part.lane not in self._lanes:
             self._lanes[part.lane] = _LaneCursor(self._order, self._decoder, self._epoch, part.lane)
         starts = self._order.lane_start(part.lane, 1) * np.arange(count)[:, None]
@@ -239,7 +240,7 @@ class _EpochPart:
 
 
 class _LaneCursor:
-    """Hands out a lane's rows from front to back, holding one decoded window."""
+    """Reads a lane's rows from front to back, and holds one decoded window."""
 
     def __init__(self, order: EpochOrder, decoder: Decoder, epoch: int, lane: int) -> None:
         self._order, self._decoder, self._epoch, self._lane = order, decoder, epoch, lane
@@ -249,7 +250,7 @@ class _LaneCursor:
         self._permutation: NDArray[np.int64] | None = None
 
     def gather(self, positions: NDArray[np.int64]) -> Block:
-        """The rows at these places in the lane, which must go up from call to call."""
+        """Returns the rows at these places in the lane, which must go up from call to call."""
         gathered = []
         while len(positions):
             block = self._reach(int(positions[0]))
@@ -260,6 +261,7 @@ class _LaneCursor:
         return gathered[0] if len(gathered) == 1 else Block.concatenate(gathered)
 
     def _reach(self, position: int) -> Block:
+        """Decodes windows until the one that holds a row, and returns its block."""
         while self._block is None or position >= self._window.start + self._window.num_rows:
             self._block = None  # before the next is decoded, so that two are never held
             self._window = next(self._windows)
@@ -271,7 +273,8 @@ class _LaneCursor:
 
 
 def _single_valued(schema: Schema, ids: NDArray[np.int64]) -> KeyedJaggedTensor:
-    """One id a bag: what depends on the shape alone is made once, so that no batch pays for sums of ones."""
+    """Returns a batch of features with one id a row, ``[num_keys, num_rows]``."""
+    # what depends on the shape alone is made once, so that no batch pays for sums of ones
     num_keys, num_rows = ids.shape
     lengths, offsets = _unit_bags(num_keys, num_rows)
     return KeyedJaggedTensor(
@@ -287,12 +290,13 @@ def _single_valued(schema: Schema, ids: NDArray[np.int64]) -> KeyedJaggedTensor:
 
 @lru_cache(maxsize=8)
 def _unit_bags(num_keys: int, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Returns lengths and offsets of bags of one id, int32."""
     bags = num_keys * num_rows
     return torch.ones(bags, dtype=torch.int32), torch.arange(bags + 1, dtype=torch.int32)
 
 
 def _jagged(schema: Schema, ids: NDArray[np.int64], rows: list[Block]) -> KeyedJaggedTensor:
-    """``ids`` of the single-valued features, and the multi-hot ones of these blocks, in the schema's order."""
+    """Returns a batch in the schema's order of ``ids``, single-valued, and of the blocks' multi-hot features."""
     num_rows = ids.shape[1]
     single = iter(ids)
     values, lengths = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
@@ -311,14 +315,8 @@ def _jagged(schema: Schema, ids: NDArray[np.int64], rows: list[Block]) -> KeyedJ
     )
 
 
-def _check_settings(batch_size: int, rank: int, world_size: int, seed: int, prefetch_batches: int) -> None:
-    for name, value, least in (
-        ("batch_size", batch_size, 1),
-        ("world_size", world_size, 1),
-        ("seed", seed, 0),
-        ("prefetch_batches", prefetch_batches, 0),
-    ):
-        if value < least:
-            raise UserError(f"{name} is {value}: it must be {least} or more")
+def _check_settings(rank: int, world_size: int, prefetch_batches: int) -> None:
+    require_at_least("world_size", world_size, 1)
+    require_at_least("prefetch_batches", prefetch_batches, 0)
     if not 0 <= rank < world_size:
         raise UserError(f"rank is {rank}: it must be in [0, {world_size}), the number of ranks")

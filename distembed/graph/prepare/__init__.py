@@ -1,1 +1,13 @@
-"""From files of edges, or of shared attributes, to a graph over a table's ids."""
+"""From files of edges, or of shared attributes, to a graph over a table's ids.
+
+- ``preparation.py`` puts the steps together; ``options.py`` says what the graph depends on besides the input.
+- ``column_batches.py`` reads named columns of files, ``column_numbers.py`` turns these into numbers, and
+  ``value_ids.py`` numbers into ids.
+- ``edge_reader.py`` makes edges of rows, ``shared_attributes.py`` of ids that share a value, and ``sorted_runs.py``
+  sorts them in bounded memory.
+"""
+
+from distembed.graph.prepare.options import GraphOptions, NodeIds
+from distembed.graph.prepare.preparation import describe_graph, prepare_graph
+
+__all__ = ["GraphOptions", "NodeIds", "describe_graph", "prepare_graph"]

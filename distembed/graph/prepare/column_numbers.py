@@ -1,4 +1,4 @@
-"""Columns of integers or texts as numbers, with the values that are none marked rather than refused."""
+"""Reads columns of integers or texts as numbers, and marks the values that are none instead of raising an error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HEX_DIGITS = 8
 
 
 def decimal_numbers(values: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Numbers of 0 to 2^63-1, and which values are none."""
+    """Returns numbers of 0 to 2^63-1, and which values are none."""
     if pa.types.is_integer(values.type):
         numbers = _integers(values)
         return numbers, numbers < 0
@@ -23,7 +23,7 @@ def decimal_numbers(values: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.boo
 
 
 def hexadecimal_keys(values: pa.Array) -> tuple[NDArray[np.uint32], NDArray[np.bool_]]:
-    """Numbers of 32 bits, and which values are none."""
+    """Returns numbers of 32 bits, and which values are none; a text is 1 to 8 hexadecimal digits."""
     if pa.types.is_integer(values.type):
         numbers = _integers(values)
         malformed = (numbers < 0) | (numbers > _MAX_KEY)
@@ -35,7 +35,7 @@ def hexadecimal_keys(values: pa.Array) -> tuple[NDArray[np.uint32], NDArray[np.b
 
 
 def positive_numbers(values: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Finite float64 above 0, and which values are none."""
+    """Returns finite numbers above 0, and which values are none."""
     malformed = values.is_null().to_numpy(zero_copy_only=False)
     try:
         numbers = pc.cast(values, pa.float64(), safe=False)
@@ -48,6 +48,7 @@ def positive_numbers(values: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.
 
 
 def _first_not_cast(values: pa.Array) -> int:
+    """Returns the place of the first text that is no number, by bisection; there is one."""
     start, stop = 0, len(values)
     while stop - start > 1:
         middle = (start + stop) // 2
@@ -60,7 +61,7 @@ def _first_not_cast(values: pa.Array) -> int:
 
 
 def _integers(values: pa.Array) -> NDArray[np.int64]:
-    """Null, and what exceeds 63 bits, becomes negative."""
+    """Returns the integers as int64; null, and what exceeds 63 bits, becomes negative."""
     unsigned = pa.types.is_uint64(values.type)
     filled = values.fill_null(2**64 - 1 if unsigned else -1) if values.null_count else values
     numbers: NDArray[np.int64] = filled.to_numpy().astype(np.int64)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distembed.data.prepare.merge import Counts, KeyCounter, create_mapped
+from distembed.data.prepare.key_counts import Counts, KeyCounter, create_mapped
 from distembed.data.prepare.vocabulary import HashMap, VocabularyMap, _by_frequency
 
 KEYS = st.one_of(st.integers(0, 30), st.integers(0, 2**32 - 1), st.just(2**32 - 1))

@@ -1,8 +1,8 @@
-"""Records sorted by an integer key in bounded memory: sorted runs on disk, merged by ranges of keys.
+"""Sorts records by an integer key in bounded memory: sorted runs on disk are merged by ranges of keys.
 
-Records are filled into arrays of a fixed length. Full, they are sorted and written out as a run; what is never full
-never touches the disk. Records of equal keys keep the order in which they came, so the result does not depend on the
-memory that there was.
+Records are filled into arrays of a fixed length. Full arrays are sorted and written to disk as a run; with fewer
+records nothing touches the disk. Records of equal keys stay in the order in which they came, so the result does not
+depend on the memory that there was.
 """
 
 from __future__ import annotations
@@ -18,22 +18,24 @@ Columns = tuple[NDArray[Any], ...]
 
 _RUN_RECORDS = 2**27
 _MERGED_RECORDS = 2**20
-"""The most of a run, and the most that are merged at a time: more are no faster."""
+"""Most records of a run, and most that are merged at a time: more are no faster."""
 
 
 class SortedRuns:
-    """Takes records in any order and gives them sorted. The first column, int64, is the key."""
+    """Takes records in any order and gives them sorted by their first column.
+
+    Args:
+        folder: Empty folder for what does not fit in memory.
+        dtypes: Types of the columns; the first one, the key, is int64.
+        memory_bytes: Memory that the records may take, sorting included.
+
+    Attributes:
+        num_records: Number of records so far.
+    """
 
     def __init__(self, folder: Path, dtypes: Sequence[Any], memory_bytes: int) -> None:
-        """Hold nothing yet.
-
-        Args:
-            folder: an empty one, for what does not fit.
-            dtypes: of the columns; the first is int64.
-            memory_bytes: what the records may take, sorting included.
-        """
         self._folder = folder
-        self._limit = min(max(1, memory_bytes // bytes_a_record(dtypes)), _RUN_RECORDS)
+        self._limit = min(max(1, memory_bytes // record_bytes(dtypes)), _RUN_RECORDS)
         self._dtypes = tuple(np.dtype(dtype) for dtype in dtypes)
         self._waiting = self._empty()
         self._num_waiting = 0
@@ -44,7 +46,7 @@ class SortedRuns:
         return tuple(np.empty(self._limit, dtype) for dtype in self._dtypes)  # takes memory once it is filled
 
     def add(self, *columns: NDArray[Any]) -> None:
-        """Take these records."""
+        """Takes records, given column by column."""
         start, length = 0, len(columns[0])
         self.num_records += length
         while start < length:
@@ -74,7 +76,7 @@ class SortedRuns:
             values[:] = values[order]
 
     def merged(self) -> Iterator[Columns]:
-        """All records in ascending order of their keys, some at a time; those of equal keys come together."""
+        """Yields all records in ascending order of their keys, some at a time; those of equal keys come in one part."""
         self._sort_waiting()
         runs = [*self._runs, tuple(values[: self._num_waiting] for values in self._waiting)]
         limit = min(self._limit, _MERGED_RECORDS)
@@ -85,8 +87,9 @@ class SortedRuns:
             yield _merge([part for part in parts if len(part[0])])
 
 
-def bytes_a_record(dtypes: Sequence[Any]) -> int:
-    """What a record takes while it is sorted: itself, and with columns beside the key an order and a column's copy."""
+def record_bytes(dtypes: Sequence[Any]) -> int:
+    """Returns the memory that a record takes while it is sorted."""
+    # itself, and with columns beside the key an order and a column's copy
     sizes = [np.dtype(dtype).itemsize for dtype in dtypes]
     return sum(sizes) + (0 if len(sizes) == 1 else 2 * 8 + max(sizes))
 
@@ -103,7 +106,14 @@ def _merge(parts: Sequence[Columns]) -> Columns:
 
 
 def _ranges(keys: Sequence[NDArray[np.int64]], limit: int) -> Iterator[list[tuple[int, int]]]:
-    """Where the records of successive ranges of keys lie in each run: at most ``limit``, or those of a single key."""
+    """Yields where successive ranges of keys lie in each run.
+
+    A range has at most ``limit`` records, or those of a single key.
+
+    Args:
+        keys: Ascending keys of each run.
+        limit: Most records of a range.
+    """
     starts = [0] * len(keys)
     ends = [len(run) for run in keys]
     while starts != ends:
@@ -113,7 +123,7 @@ def _ranges(keys: Sequence[NDArray[np.int64]], limit: int) -> Iterator[list[tupl
 
 
 def _stops(keys: Sequence[NDArray[np.int64]], starts: list[int], ends: list[int], limit: int) -> list[int]:
-    """Where the largest range of keys from ``starts`` on that has at most ``limit`` records ends, by bisection."""
+    """Returns where the largest range of keys from ``starts`` on with at most ``limit`` records ends, by bisection."""
     if sum(ends) - sum(starts) <= limit:
         return ends
     low = min(int(run[start]) for run, start in zip(keys, starts, strict=True) if start < len(run))
@@ -131,4 +141,5 @@ def _stops(keys: Sequence[NDArray[np.int64]], starts: list[int], ends: list[int]
 
 
 def _below(keys: NDArray[np.int64], key: int) -> int:
+    """Returns how many of the ascending keys are below ``key``."""
     return int(np.searchsorted(keys, np.int64(key)))

@@ -1,4 +1,4 @@
-"""Ids that share an attribute, as edges: a group of g ids with the same value has g (g - 1) of them.
+"""Makes edges of ids that share an attribute: a group of g ids with the same value has g (g - 1) of them.
 
 Records (value, id) are sorted by value. Trade-off: the edges are quadratic in the size of a group, and the largest
 groups, such as "unknown", say the least; so groups of more than ``max_shared`` ids are left out.
@@ -15,17 +15,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-Values = tuple[NDArray[np.int64], NDArray[np.int64]]
-
 PAIR_TYPES = (np.int64, np.int64, np.int64)
-"""Records: the two halves of a value's number, and the id."""
+"""Types of a record's columns: the two halves of a value's number, and the id."""
 
 _INTEGER = "^(0|-?[1-9][0-9]{0,17})$"
 _EDGES_AT_A_TIME = 2**19
 
 
-def value_numbers(values: pa.Array) -> Values:
-    """128 bits for each value: an integer and its decimal text have the same, other texts a BLAKE2b hash."""
+def value_numbers(values: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Returns the two halves of a number of 128 bits for each value.
+
+    An integer and its decimal text have the same number, other texts a BLAKE2b hash.
+    """
     if pa.types.is_integer(values.type):
         numbers = values.to_numpy(zero_copy_only=False).astype(np.int64)
         return numbers, np.zeros(len(numbers), np.int64)
@@ -45,16 +46,16 @@ def _digest(text: str) -> bytes:
 
 
 @dataclass
-class SharedValues:
-    """Turns sorted records into edges, and counts what it leaves out.
+class AttributeEdges:
+    """Turns records (value, id), sorted by value, into edges, and counts what it leaves out.
 
     Attributes:
-        num_nodes: of the graph.
-        max_shared: the largest group that is taken.
-        num_values: distinct values so far.
-        num_repeated: records (value, id) that were there already.
-        num_hubs: groups left out.
-        largest_hub: ids of the largest of these.
+        num_nodes: Number of nodes of the graph.
+        max_shared: Most ids that a group may have.
+        num_values: Number of distinct values so far.
+        num_repeated: Number of records that were there already.
+        num_hubs: Number of groups left out.
+        largest_hub: Number of ids in the largest of these.
     """
 
     num_nodes: int
@@ -67,7 +68,13 @@ class SharedValues:
     def edges(
         self, first: NDArray[np.int64], second: NDArray[np.int64], ids: NDArray[np.int64]
     ) -> Iterator[NDArray[np.int64]]:
-        """Keys ``source * num_nodes + target``, both ways, some at a time; all records of a value come at once."""
+        """Yields keys ``source * num_nodes + target`` of edges both ways, some at a time.
+
+        Args:
+            first: First half of each value's number, ascending; all records of a value come in one call.
+            second: Second half of each value's number.
+            ids: Id of each record.
+        """
         order = np.lexsort((ids, second, first))
         first, second, ids = first[order], second[order], ids[order]
         new_value = _changes(first) | _changes(second)
@@ -85,6 +92,7 @@ class SharedValues:
     def _expanded(
         self, ids: NDArray[np.int64], begins: NDArray[np.int64], sizes: NDArray[np.int64]
     ) -> Iterator[NDArray[np.int64]]:
+        """Yields the keys of the groups that begin at these places and have these sizes."""
         members = np.repeat(begins - np.cumsum(sizes) + sizes, sizes) + np.arange(sizes.sum())
         group_begins, group_sizes = np.repeat(begins, sizes), np.repeat(sizes, sizes)
         ends = np.cumsum(group_sizes)
@@ -103,7 +111,7 @@ class SharedValues:
         group_begins: NDArray[np.int64],
         group_sizes: NDArray[np.int64],
     ) -> NDArray[np.int64]:
-        """Every member with every member of its group but itself."""
+        """Returns the keys of edges from every member to every other member of its group."""
         sources = np.repeat(members, group_sizes)
         shift = group_begins - np.cumsum(group_sizes) + group_sizes
         targets = np.arange(len(sources)) + np.repeat(shift, group_sizes)
@@ -112,7 +120,7 @@ class SharedValues:
 
 
 def _changes(values: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Where a value differs from the one before; the first does."""
+    """Returns where a value differs from the one before; the first one does."""
     result = np.ones(len(values), bool)
     np.not_equal(values[1:], values[:-1], out=result[1:])
     return result

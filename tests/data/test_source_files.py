@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distembed.data.prepare.raw import SourceReader, list_sources, source_names
+from distembed.data.prepare.inputs import names_in_common_folder
+from distembed.data.prepare.source_files import SourceReader, list_sources
 from distembed.errors import UserError
 
 
@@ -52,8 +53,8 @@ def test_folders_are_read_in_natural_order(tmp_path: Path) -> None:
 
 def test_names_do_not_depend_on_where_the_folder_lies(tmp_path: Path) -> None:
     paths = [tmp_path / "a" / "x.tsv", tmp_path / "b" / "x.tsv"]
-    assert source_names(paths) == ["a/x.tsv", "b/x.tsv"]
-    assert source_names(paths[:1]) == ["x.tsv"]
+    assert names_in_common_folder(paths) == ["a/x.tsv", "b/x.tsv"]
+    assert names_in_common_folder(paths[:1]) == ["x.tsv"]
 
 
 def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Walker's alias method for the rows of a graph: a neighbour in proportion to its weight, at the cost of two numbers.
+"""Walker's alias method for the rows of a graph: two random numbers draw a neighbour in proportion to its weight.
 
 A row of d edges has d slots of equal size. Slot i belongs to edge i up to ``keep[i]`` and to edge ``alias[i]`` beyond:
 draw a slot and a number u in [0, 1), take the slot's own edge if ``u < keep`` and its alias otherwise (Walker, "An
@@ -27,14 +27,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 BLOCK_EDGES = 2**20
-"""Edges whose tables are made at once; a longer row is a block of its own."""
+"""Number of edges whose tables are made at once; a longer row is a block of its own."""
 
 _SLOT_BITS = 40
 _SUM_BITS = 62
 
 
 def row_blocks(starts: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Rows ``[first, last)`` of at most BLOCK_EDGES edges and as many rows, or of one row."""
+    """Yields blocks of rows ``[first, last)``, each of at most BLOCK_EDGES edges and as many rows, or of one row."""
     first, num_rows = 0, len(starts) - 1
     while first < num_rows:
         window = starts[first : first + BLOCK_EDGES + 1]
@@ -46,14 +46,15 @@ def row_blocks(starts: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
 def alias_tables(
     starts: NDArray[np.int64], weights: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
-    """``keep`` and ``alias`` of every edge of a block of rows.
+    """Computes ``keep`` and ``alias`` of every edge of a block of rows.
 
     Args:
-        starts: where each row begins among the block's edges, and their number: ``starts[0] == 0``.
-        weights: finite and above 0.
+        starts: Where each row begins among the block's edges, from 0, and where the last one ends, ``[rows + 1]``.
+        weights: Weight of each edge, finite and above 0, ``[edges]``.
 
     Returns:
-        The probability that an edge's slot keeps to itself, and the position within the row that it takes otherwise.
+        For each edge the probability that its slot gives the edge itself, and the position within the row of the edge
+        that the slot gives otherwise.
     """
     degrees = np.diff(starts)
     begins, degrees = starts[:-1][degrees > 0], degrees[degrees > 0]
@@ -76,7 +77,7 @@ def alias_tables(
 
 
 def _slot_units(degrees: NDArray[np.int64]) -> NDArray[np.int64]:
-    """T of each row: a block's sums stay below 2^62."""
+    """Returns the number of units T in a slot of each row, such that the sums over a block stay below 2^62."""
     bits = np.frexp(degrees.astype(np.float64))[1]
     return np.left_shift(np.int64(1), np.minimum(_SLOT_BITS, _SUM_BITS - bits).astype(np.int64))
 
@@ -88,7 +89,7 @@ def _units(
     row: NDArray[np.int64],
     slot_units: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """The weights as integers of at least 1 that sum to ``degree * T`` in each row."""
+    """Returns the weights as integers of at least 1 that sum to ``degree * T`` in each row."""
     if not len(weights):
         return np.zeros(0, np.int64)
     shares = weights / np.maximum.reduceat(weights, begins)[row]  # no sum of these overflows

@@ -1,7 +1,7 @@
 """Raw text files, plain or gzip, as blocks of whole lines.
 
 A block ends at a line's end and never spans two files, so blocks can be parsed independently of each other. The
-checksum of a file is taken of the bytes as they are on disk, while they are read: no second pass.
+checksum of a file is taken of the bytes as they are on disk, while they are read, without a second pass.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from distembed.data.prepare.inputs import require_distinct_files
 from distembed.errors import UserError
 
 # A line of Criteo's is about 230 bytes. Anything near this is another kind of file.
@@ -26,30 +27,16 @@ _TEXT_SUFFIXES = {"", ".tsv", ".txt", ".gz"}
 
 
 def list_sources(inputs: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """The files to read: folders become their text files, in natural order (``day_2`` before ``day_10``).
+    """Returns the files to read: folders become their text files, in natural order (``day_2`` before ``day_10``).
 
     Hidden files in folders are left out, and so are those that end in something else than .tsv, .txt, .gz or nothing.
 
     Raises:
-        UserError: nothing was named, a path does not exist, a folder has no such file, or a file is named twice.
+        UserError: Nothing was named, a path does not exist, a folder has no such file, or a file is named twice.
     """
     if not inputs:
         raise UserError("no input was named: give one or more files or folders of tab-separated rows")
-    return named_once([source for path in inputs for source in _expand(Path(path))])
-
-
-def named_once(files: list[Path]) -> list[Path]:
-    """The same files.
-
-    Raises:
-        UserError: one is there twice, under whatever name.
-    """
-    seen: set[Path] = set()
-    for file in files:
-        if file.resolve() in seen:
-            raise UserError(f"{file} is named twice: its rows would be counted twice; name it once")
-        seen.add(file.resolve())
-    return files
+    return require_distinct_files([source for path in inputs for source in _expand(Path(path))])
 
 
 def _expand(path: Path) -> list[Path]:
@@ -69,18 +56,18 @@ def _natural_key(path: Path) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]
 
 
-def source_names(sources: Sequence[Path]) -> list[str]:
-    """Names relative to the sources' common folder: the same wherever that folder lies."""
-    absolute = [source.absolute() for source in sources]
-    common = os.path.commonpath([source.parent for source in absolute])
-    return [source.relative_to(common).as_posix() for source in absolute]
-
-
 class SourceReader:
-    """Streams one file. ``sha256`` and ``bytes_read`` are of the file's own bytes, complete once the blocks are."""
+    """Streams one file, which is opened when its blocks are asked for.
+
+    Args:
+        path: File to read.
+        block_bytes: About how many bytes of text a block has.
+
+    Attributes:
+        bytes_read: Number of bytes read so far, compressed where the file is.
+    """
 
     def __init__(self, path: Path, block_bytes: int) -> None:
-        """Nothing is opened before the blocks are asked for."""
         self._path = path
         self._block_bytes = block_bytes
         self._hash = hashlib.sha256()
@@ -88,14 +75,14 @@ class SourceReader:
 
     @property
     def sha256(self) -> str:
-        """Checksum of what has been read."""
+        """SHA-256 of the bytes read so far: of the whole file once its blocks are exhausted."""
         return self._hash.hexdigest()
 
     def blocks(self) -> Iterator[bytes]:
-        """Whole lines, about ``block_bytes`` at a time; only the last may lack its newline.
+        """Yields whole lines, about ``block_bytes`` at a time; only the last one may lack its newline.
 
         Raises:
-            UserError: a gzip file is cut short or damaged, the file cannot be read, or a line is far too long.
+            UserError: A gzip file is cut short or damaged, the file cannot be read, or a line is far too long.
         """
         try:
             with open(self._path, "rb", buffering=0) as file:
@@ -115,7 +102,7 @@ class SourceReader:
             piece = self._read(file)
 
     def _unzip(self, file: BinaryIO, piece: bytes) -> Iterator[bytes]:
-        """A gzip file is one or more members, one after the other, perhaps with zeros at the end."""
+        """Yields the text of a gzip file: one or more members, one after the other, perhaps with zeros at the end."""
         member = zlib.decompressobj(_GZIP_OR_ZLIB_HEADER)
         while piece:
             yield member.decompress(piece, self._block_bytes)

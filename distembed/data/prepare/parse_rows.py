@@ -1,4 +1,4 @@
-r"""A block of Criteo lines as columns, with the malformed rows set aside.
+r"""Parses a block of Criteo lines into columns, and sets the malformed rows aside.
 
 A row is ``label \t I1 .. I13 \t C1 .. C26``. It is malformed, for the first of these reasons that holds:
 
@@ -7,9 +7,9 @@ A row is ``label \t I1 .. I13 \t C1 .. C26``. It is malformed, for the first of 
 - ``dense``: an integer is neither empty nor ``-?[0-9]+`` within 64 bits;
 - ``id``: an id is neither empty nor 1 to 8 hexadecimal digits, of either case.
 
-Almost every block is well-formed and has ids of 8 digits: a typed parse reads it, and any surprise makes it give the
-whole block over to a parse as text (three times slower) that finds the rows at fault. Each distinct id is decoded once
-a block: ids leave as codes into the block's list of keys (32 bits without a sign: int32 would overflow).
+Almost every block is well-formed and has ids of 8 digits: a typed parse reads it. Where anything else turns up, the
+whole block is parsed again as text, which is three times slower and finds the rows at fault. Each distinct id is
+decoded once a block: a column of ids becomes codes into the block's list of keys, which are uint32.
 """
 
 from __future__ import annotations
@@ -51,7 +51,13 @@ _HEX_VALUE[np.frombuffer(b"ABCDEF", np.uint8)] = range(10, 16)
 
 @dataclass(frozen=True)
 class RejectedRow:
-    """A malformed row: its line in the block, counted from 0, why, and its bytes."""
+    """A malformed row.
+
+    Attributes:
+        line: Number of its line in the block, from 0.
+        reason: One of ``REASONS``.
+        text: Bytes of the line.
+    """
 
     line: int
     reason: str
@@ -60,7 +66,12 @@ class RejectedRow:
 
 @dataclass(frozen=True)
 class IdColumn:
-    """Ids of one feature: row i has ``keys[codes[i]]``, and code 0 is a missing value (keys[0] is unused)."""
+    """Keys of one feature: row i has ``keys[codes[i]]``; code 0 is a missing value, and ``keys[0]`` is not used.
+
+    Attributes:
+        codes: Code of each row, of the smallest unsigned type that holds them.
+        keys: Distinct keys of the block.
+    """
 
     codes: NDArray[Any]
     keys: NDArray[np.uint32]
@@ -71,11 +82,11 @@ class ParsedBlock:
     """The well-formed rows of a block by column, and the others.
 
     Attributes:
-        num_lines: lines of the block, malformed ones included.
-        labels: 0 or 1.
+        num_lines: Number of lines of the block, malformed ones included.
+        labels: Label of each row, 0 or 1.
         dense: log(1 + x) of each integer column; missing and negative values give 0 (Naumov et al. 2019, DLRM).
-        ids: one column for each categorical feature.
-        rejected: the malformed rows, in order.
+        ids: One column for each categorical feature.
+        rejected: The malformed rows, in order.
     """
 
     num_lines: int
@@ -86,16 +97,16 @@ class ParsedBlock:
 
     @property
     def num_rows(self) -> int:
-        """Well-formed rows."""
+        """Number of well-formed rows."""
         return len(self.labels)
 
 
 class _IrregularError(Exception):
-    """The typed parse met something that only the text parse can judge."""
+    """The typed parse met something that only the parse as text can judge."""
 
 
 def parse_block(data: bytes) -> ParsedBlock:
-    """Parse whole lines; nothing in them is an error."""
+    """Parses whole lines; what is wrong with a line makes it a rejected row, never an error."""
     text = data.replace(b"\r\n", b"\n") if b"\r" in data else data
     try:
         return _parse_typed(data, text)
@@ -104,6 +115,11 @@ def parse_block(data: bytes) -> ParsedBlock:
 
 
 def _parse_typed(data: bytes, text: bytes) -> ParsedBlock:
+    """Parses integers and ids of 8 digits by pyarrow's own types.
+
+    Raises:
+        _IrregularError: A field may not be as the grammar says.
+    """
     if not text.isascii() or any(pattern in text for pattern in _SUSPICIOUS):
         raise _IrregularError
     types = [pa.binary(1), *[pa.int64()] * len(CRITEO_DENSE), *[_ID_TEXT] * len(CRITEO_CATEGORICAL)]
@@ -122,7 +138,7 @@ def _parse_typed(data: bytes, text: bytes) -> ParsedBlock:
 
 
 def _parse_text(data: bytes, text: bytes) -> ParsedBlock:
-    """Every field is read as bytes, and judged."""
+    """Reads every field as bytes, and judges it."""
     columns, bad_lines = _read_csv(
         text.removesuffix(b"\r").translate(_HARMLESS), [pa.binary()] * len(_COLUMNS), len(text) + 1
     )
@@ -149,9 +165,10 @@ def _parse_text(data: bytes, text: bytes) -> ParsedBlock:
 
 
 def _read_csv(text: bytes, types: Sequence[pa.DataType], bytes_at_a_time: int) -> tuple[list[pa.Array], list[int]]:
-    """The columns of the rows that have 40 fields, and the lines (from 0) of those that have not.
+    """Returns the columns of the rows that have 40 fields, and the numbers (from 0) of the lines that have not.
 
-    A line longer than ``bytes_at_a_time`` is an error of pyarrow's.
+    Raises:
+        ArrowInvalid: A line is longer than ``bytes_at_a_time``, or a field is not of its type.
     """
     bad_lines: list[int] = []
 
@@ -183,7 +200,7 @@ def _read_csv(text: bytes, types: Sequence[pa.DataType], bytes_at_a_time: int) -
 
 
 def _judge_dense(column: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
-    """The column as int64, and which rows are malformed (null in the column)."""
+    """Returns the column as int64, and which rows are malformed: these are null in the column."""
     wrong = _not(pc.match_substring_regex(column, "^-?[0-9]+$"), column)
     long = np.flatnonzero(pc.fill_null(pc.greater(pc.binary_length(column), 18), False).to_numpy(zero_copy_only=False))
     for row in long.tolist():
@@ -196,14 +213,14 @@ def _judge_dense(column: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
 
 
 def _judge_ids(column: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
-    """The column as text of exactly 8 digits, and which rows are malformed (null in the column)."""
+    """Returns the column as text of exactly 8 digits, and which rows are malformed: these are null in the column."""
     wrong = _not(pc.match_substring_regex(column, "^[0-9a-fA-F]{1,8}$"), column)
     padded = pc.utf8_lpad(pc.cast(_without(column, wrong), pa.string()), width=8, padding="0")
     return pc.cast(pc.cast(padded, pa.binary()), _ID_TEXT), wrong
 
 
 def _not(matches: pa.Array, column: pa.Array | None = None) -> NDArray[np.bool_]:
-    """Where ``matches`` is false; a missing value counts as a match where ``column`` is given."""
+    """Returns where ``matches`` is false; a missing value counts as a match where ``column`` is given."""
     wrong: NDArray[np.bool_] = ~pc.fill_null(matches, column is not None).to_numpy(zero_copy_only=False)
     return wrong
 
@@ -213,13 +230,14 @@ def _without(column: pa.Array, wrong: NDArray[np.bool_]) -> pa.Array:
 
 
 def _log_transform(column: pa.Array) -> NDArray[np.float32]:
+    """Returns log(1 + max(x, 0)) of a column, 0 where it is null."""
     values = (column.fill_null(0) if column.null_count else column).to_numpy()
     result: NDArray[np.float32] = np.maximum(values, 0).astype(np.float32)
     return np.log1p(result, out=result)
 
 
 def _encode_ids(column: pa.Array) -> IdColumn:
-    """Codes and keys of a column of 8-digit texts; the texts are compared as 64-bit numbers."""
+    """Returns codes and keys of a column of 8-digit texts, which are compared as 64-bit numbers."""
     texts = pa.Array.from_buffers(pa.uint64(), len(column), column.buffers(), column.null_count, column.offset)
     encoded = texts.dictionary_encode()
     keys = np.concatenate([np.zeros(1, np.uint32), _decode_hex(encoded.dictionary.to_numpy())])
@@ -230,12 +248,16 @@ def _encode_ids(column: pa.Array) -> IdColumn:
 
 
 def code_dtype(num_keys: int) -> np.dtype[Any]:
-    """The smallest type for codes below ``num_keys``."""
+    """Returns the smallest unsigned type for codes below ``num_keys``."""
     return np.min_scalar_type(max(num_keys - 1, 0))
 
 
 def _decode_hex(texts: NDArray[np.uint64]) -> NDArray[np.uint32]:
-    """Numbers of 8 hexadecimal digits each, given as the 8 bytes of their text."""
+    """Returns the numbers of 8 hexadecimal digits whose texts' 8 bytes are given.
+
+    Raises:
+        _IrregularError: A text is no such number.
+    """
     digits = _HEX_VALUE[texts.view(np.uint8)].reshape(-1, 8)
     if (digits > 15).any():
         raise _IrregularError

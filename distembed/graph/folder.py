@@ -4,8 +4,8 @@
 
     GRAPH/graph.json     nodes, edges, checksums, and what the graph was made of
     GRAPH/starts.bin     int64 [num_nodes + 1]: where the row of each node begins in the others
-    GRAPH/neighbors.bin  int32 [num_edges], or int64 of more than 2^31 nodes
-    GRAPH/keep.bin       float64 [num_edges], weighted graphs only, see graph_alias.py
+    GRAPH/neighbors.bin  int32 [num_edges], or int64 with more than 2^31 nodes
+    GRAPH/keep.bin       float64 [num_edges], weighted graphs only, see alias_method.py
     GRAPH/alias.bin      int32 [num_edges], the same
 
 ``graph.json`` is written last: a folder without it is no graph.
@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from distembed import __version__
 from distembed.errors import UserError
-from distembed.files import whole_file
-from distembed.graph.alias import alias_tables, row_blocks
+from distembed.files import write_text
+from distembed.graph.alias_method import alias_tables, row_blocks
 from distembed.graph.edges import Edges
 
 GRAPH_FILE = "graph.json"
@@ -39,7 +39,7 @@ _REMEDY = "make the graph again with `distembed prepare graph`"
 
 
 def array_types(num_nodes: int, weighted: bool) -> dict[str, np.dtype[Any]]:
-    """The arrays that a graph consists of, and their types."""
+    """Returns the names and types of the arrays that a graph consists of."""
     types = {"starts": "<i8", "neighbors": "<i4" if num_nodes <= 2**31 else "<i8"}
     return {
         name: np.dtype(kind) for name, kind in (types | ({"keep": "<f8", "alias": "<i4"} if weighted else {})).items()
@@ -47,13 +47,20 @@ def array_types(num_nodes: int, weighted: bool) -> dict[str, np.dtype[Any]]:
 
 
 def fingerprint(num_nodes: int, checksums: Mapping[str, str]) -> str:
-    """One checksum for a graph, of its arrays' checksums: equal graphs have equal ones, however they were made."""
+    """Returns one checksum for a graph, of its arrays' checksums: the same for equal graphs, however they were made."""
     return hashlib.sha256(json.dumps([num_nodes, sorted(checksums.items())]).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class StoredArray:
-    """A file of the folder, with its size and checksum."""
+    """One array of the folder.
+
+    Attributes:
+        file: Name of the file.
+        dtype: Type of the numbers, as numpy writes it.
+        bytes: Size of the file.
+        sha256: Checksum of the file.
+    """
 
     file: str
     dtype: str
@@ -62,8 +69,17 @@ class StoredArray:
 
 
 @dataclass(frozen=True)
-class Description:
-    """What ``graph.json`` says. ``details`` is what whoever made the graph adds."""
+class GraphDescription:
+    """What ``graph.json`` says.
+
+    Attributes:
+        num_nodes: Number of nodes.
+        num_edges: Number of edges stored; an undirected edge counts twice.
+        directed: Whether edges were stored one way only.
+        weighted: Whether neighbours are drawn in proportion to weights.
+        arrays: Arrays by name.
+        details: How the graph was prepared, in plain JSON values.
+    """
 
     num_nodes: int
     num_edges: int
@@ -74,11 +90,15 @@ class Description:
 
     @property
     def fingerprint(self) -> str:
-        """Checksum of the contents."""
+        """Checksum of the arrays' contents."""
         return fingerprint(self.num_nodes, {name: array.sha256 for name, array in self.arrays.items()})
 
     def save(self, folder: Path) -> None:
-        """Write ``graph.json`` whole or not at all."""
+        """Writes ``graph.json`` whole or not at all.
+
+        Raises:
+            RunError: The file cannot be written.
+        """
         content = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
@@ -91,15 +111,14 @@ class Description:
             "arrays": {name: asdict(array) for name, array in self.arrays.items()},
             "details": dict(self.details),
         }
-        with whole_file(folder / GRAPH_FILE) as temporary:
-            Path(temporary).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_text(folder / GRAPH_FILE, json.dumps(content, indent=1) + "\n")
 
     @classmethod
-    def load(cls, folder: Path) -> Description:
-        """Read ``graph.json``.
+    def load(cls, folder: Path) -> GraphDescription:
+        """Reads ``graph.json``.
 
         Raises:
-            UserError: the folder is no graph, or its description is damaged or another version's.
+            UserError: The folder is no graph, or its description is damaged or another version's.
         """
         path = folder / GRAPH_FILE
         value = _read_json(path)
@@ -122,6 +141,11 @@ class Description:
         return found
 
     def _require_consistent(self) -> None:
+        """Makes sure that the arrays are those of such a graph.
+
+        Raises:
+            ValueError: An array is missing, or has another type or size.
+        """
         types = array_types(self.num_nodes, self.weighted)
         if {name: np.dtype(array.dtype) for name, array in self.arrays.items()} != types:
             raise ValueError(f"arrays {sorted(self.arrays)} where {sorted(types)} belong, or other types")
@@ -132,10 +156,10 @@ class Description:
 
 
 def map_array(folder: Path, stored: StoredArray) -> NDArray[Any]:
-    """The array as a file in memory.
+    """Maps an array's file into memory.
 
     Raises:
-        UserError: the file is missing, or its size is another.
+        UserError: The file is missing, or its size is another.
     """
     path = folder / stored.file
     if not path.is_file():
@@ -150,7 +174,11 @@ def map_array(folder: Path, stored: StoredArray) -> NDArray[Any]:
 
 
 def require_checksum(folder: Path, stored: StoredArray) -> None:
-    """Read the whole file; UserError where its contents are not those that were written."""
+    """Makes sure that a file's contents are those that were written; it reads the whole file.
+
+    Raises:
+        UserError: They are not.
+    """
     with open(folder / stored.file, "rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != stored.sha256:
             raise UserError(
@@ -159,23 +187,28 @@ def require_checksum(folder: Path, stored: StoredArray) -> None:
 
 
 class ArrayWriter:
-    """A new file that grows, and its checksum."""
+    """Writes one array part by part, with its checksum.
+
+    Args:
+        folder: Existing folder of the graph.
+        name: Name of the array.
+        dtype: Type of its numbers.
+    """
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype[Any]) -> None:
-        """Nothing is written before the first numbers come."""
         self._path, self._dtype = folder / f"{name}.bin", dtype
         self._hash = hashlib.sha256()
         self._bytes = 0
 
     def append(self, values: NDArray[Any]) -> None:
-        """Write these numbers next."""
+        """Writes these numbers next."""
         content = np.ascontiguousarray(values, self._dtype).data.cast("B")
         _append(self._path, content)
         self._hash.update(content)
         self._bytes += len(content)
 
     def finish(self) -> StoredArray:
-        """What was written."""
+        """Returns the description of what was written."""
         return StoredArray(self._path.name, self._dtype.str, self._bytes, self._hash.hexdigest())
 
 
@@ -184,14 +217,18 @@ class GraphWriter:
 
     Memory is needed for the edges that are appended at a time; for a weighted graph also for its longest row.
 
+    Args:
+        folder: Empty folder.
+        num_nodes: Number of nodes.
+        weighted: Whether the edges have weights.
+
     Attributes:
-        num_edges: written so far.
-        num_connected: nodes that have neighbours, once the graph is finished.
-        largest_degree: the most neighbours that a node has, likewise.
+        num_edges: Number of edges written so far.
+        num_connected: Number of nodes that have neighbours, once the graph is finished.
+        largest_degree: Most neighbours that a node has, once the graph is finished.
     """
 
     def __init__(self, folder: Path, num_nodes: int, weighted: bool) -> None:
-        """Begin a graph without edges."""
         self.num_edges = self.num_connected = self.largest_degree = 0
         self._folder, self._num_nodes, self._weighted = folder, num_nodes, weighted
         types = array_types(num_nodes, weighted)
@@ -199,7 +236,7 @@ class GraphWriter:
         self._next_node = self._last_start = 0
 
     def append(self, edges: Edges) -> None:
-        """Add edges, each once, by key, all beyond those before. A row may go on in the next call."""
+        """Writes edges, each once and in the order of their keys, all beyond those before; a row may span calls."""
         if not len(edges):
             return
         sources = edges.keys // self._num_nodes
@@ -210,7 +247,7 @@ class GraphWriter:
         self.num_edges += len(edges)
 
     def _write_starts(self, sources: NDArray[np.int64], end: int) -> None:
-        """Where the rows of nodes before ``end`` begin, as far as that is not written."""
+        """Writes where the rows of nodes before ``end`` begin, as far as that is not written."""
         while self._next_node < end:
             nodes = np.arange(self._next_node, min(end, self._next_node + _PIECE))
             starts = self.num_edges + np.searchsorted(sources, nodes)
@@ -221,7 +258,7 @@ class GraphWriter:
             self._next_node, self._last_start = int(nodes[-1]) + 1, int(starts[-1])
 
     def finish(self) -> dict[str, StoredArray]:
-        """Write what remains, but for ``graph.json``; gives the arrays to describe there."""
+        """Writes what remains but ``graph.json``, and returns the arrays to describe there."""
         self._write_starts(np.zeros(0, np.int64), self._num_nodes + 1)
         if self._weighted:
             self._write_alias_tables()

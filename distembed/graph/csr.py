@@ -1,14 +1,15 @@
-"""A knowledge graph over the ids of one table: the neighbours of every id, at hand in constant time.
+"""A knowledge graph over the ids of one table, with the neighbours of every id at hand in constant time.
 
-Compressed sparse rows. The neighbours of node v are ``neighbors[starts[v] : starts[v + 1]]``; in a weighted graph
-``keep`` and ``alias`` at the same positions draw one of them in proportion to its weight (``graph_alias.py``)::
+It is stored in compressed sparse rows. The neighbours of node v are ``neighbors[starts[v] : starts[v + 1]]``; in a
+weighted graph ``keep`` and ``alias`` at the same positions draw one of them in proportion to its weight
+(``alias_method.py``)::
 
     edges 0-1 1-2 1-4        starts     0 1     4 5 5 6
     (undirected, 5 nodes)    neighbors  1 0 2 4 1   1
                              node       0 1     2 3 4
 
-Built in memory from arrays, or mapped from a folder that ``distembed prepare graph`` made: then it takes no memory but
-for what is looked at, and processes of one machine share that.
+A graph is built in memory from arrays, or mapped from a folder that ``distembed prepare graph`` made: then only what
+is read of it takes memory, which the processes of one machine share.
 """
 
 from __future__ import annotations
@@ -25,24 +26,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distembed.errors import UserError
-from distembed.graph.alias import alias_tables, row_blocks
+from distembed.graph.alias_method import alias_tables, row_blocks
 from distembed.graph.edges import Edges, merge_equal, require_num_nodes, sort_edges, stored_edges
-from distembed.graph.files import ArrayWriter, Description, array_types, fingerprint, map_array, require_checksum
+from distembed.graph.folder import ArrayWriter, GraphDescription, array_types, fingerprint, map_array, require_checksum
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Graph:
-    """Neighbours of every id; make one with :meth:`from_edges` or :meth:`open`. Arrays are not to be written to.
+    """Neighbours of every id; :meth:`from_edges` and :meth:`open` make one. Nothing may write to its arrays.
 
     Attributes:
-        num_nodes: ids lie in ``[0, num_nodes)``.
-        starts: int64 ``[num_nodes + 1]``.
-        neighbors: int32 (int64 of more than 2^31 nodes) ``[num_edges]``; ascending in a row, distinct, never the node.
-        keep: float64 ``[num_edges]``, of weighted graphs: the probability that an edge's slot keeps to itself.
-        alias: int32 ``[num_edges]``, of weighted graphs: the position in the row that the slot takes otherwise.
-        directed: whether edges were stored one way only.
-        folder: that it is mapped from, if it is.
-        description: what ``graph.json`` says there.
+        num_nodes: Number of ids, which lie in ``[0, num_nodes)``.
+        starts: Where the row of each node begins, and where the last one ends, int64 ``[num_nodes + 1]``.
+        neighbors: Neighbours, row after row, int32 (int64 with more than 2^31 nodes) ``[num_edges]``; those of a row
+            are ascending and distinct, and never the node itself.
+        keep: Probability that an edge's slot gives the edge itself, float64 ``[num_edges]``; weighted graphs only.
+        alias: Position in the row that the slot gives otherwise, int32 ``[num_edges]``; weighted graphs only.
+        directed: Whether edges were stored one way only.
+        folder: Folder that the graph is mapped from; None for a graph in memory.
+        description: What ``graph.json`` says in that folder.
     """
 
     num_nodes: int
@@ -52,23 +54,24 @@ class Graph:
     alias: NDArray[np.integer[Any]] | None = None
     directed: bool = False
     folder: Path | None = None
-    description: Description | None = None
+    description: GraphDescription | None = None
 
     @classmethod
     def from_edges(
         cls, num_nodes: int, sources: Any, targets: Any, weights: Any | None = None, directed: bool = False
     ) -> Graph:
-        """Build a graph in memory.
+        """Builds a graph in memory.
 
         Args:
-            num_nodes: ids lie in ``[0, num_nodes)``.
-            sources: one end of each edge: integers, as an array, a tensor or a list.
-            targets: the other end.
-            weights: of each edge, finite and above 0; those of an edge given several times are added up.
-            directed: the target is a neighbour of the source, and not the other way round.
+            num_nodes: Number of ids, which lie in ``[0, num_nodes)``.
+            sources: One end of each edge: integers, as an array, a tensor or a list.
+            targets: The other end of each edge.
+            weights: Weight of each edge, finite and above 0; those of an edge given several times are added up.
+            directed: Whether the target is a neighbour of the source, and not the other way round.
 
         Raises:
-            UserError: an id or weight that cannot be, with its position; or no edge but self-loops, which are dropped.
+            UserError: An id or weight cannot be (the error says which), or there is no edge but self-loops, which are
+                dropped.
         """
         num_nodes = require_num_nodes("num_nodes", num_nodes)
         source_ids, target_ids = (
@@ -95,13 +98,13 @@ class Graph:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Graph:
-        """Map a graph from its folder.
+        """Maps a graph from its folder.
 
         Raises:
-            UserError: the folder is no graph, or a file is missing, damaged or cut short.
+            UserError: The folder is no graph, or a file is missing, damaged or cut short.
         """
         folder = Path(path)
-        description = Description.load(folder)
+        description = GraphDescription.load(folder)
         arrays = {name: map_array(folder, stored) for name, stored in description.arrays.items()}
         if arrays["starts"][0] != 0 or arrays["starts"][-1] != description.num_edges:
             raise UserError(f"{folder} is damaged: its rows do not cover its edges; make the graph again.")
@@ -109,10 +112,10 @@ class Graph:
         return cls(num_nodes, **arrays, directed=directed, folder=folder, description=description)
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the graph to a folder, for :meth:`open`. What is there already is not overwritten.
+        """Writes the graph to a new or empty folder, for :meth:`open`.
 
         Raises:
-            UserError: the folder exists and is not empty.
+            UserError: The folder exists and is not empty.
         """
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
@@ -126,21 +129,21 @@ class Graph:
             writer.append(array)
             stored[name] = writer.finish()
         counts = self.num_nodes, self.num_edges
-        Description(*counts, self.directed, self.weighted, stored, self.details).save(folder)
+        GraphDescription(*counts, self.directed, self.weighted, stored, self.details).save(folder)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Graph:
-        """The graph itself, which nothing changes."""
+        """Returns the graph itself, which nothing changes."""
         return self
 
     def __reduce__(self) -> Any:
-        """Of a graph in a folder a pickle holds the path alone."""
+        """Pickles a graph in a folder as its path alone."""
         if self.folder is not None:
             return Graph.open, (self.folder,)
         return super().__reduce__()
 
     @property
     def num_edges(self) -> int:
-        """Edges stored: an undirected edge counts twice."""
+        """Number of edges stored; an undirected edge counts twice."""
         return len(self.neighbors)
 
     @property
@@ -150,41 +153,43 @@ class Graph:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays, which are not looked at."""
+        """Size of all arrays in bytes; their contents are not read."""
         return sum(array.nbytes for array in self._arrays().values())
 
     @property
     def details(self) -> Mapping[str, Any]:
-        """What ``graph.json`` says of the graph's making; nothing of a graph that was built in memory."""
+        """What ``graph.json`` says about how the graph was prepared; empty for a graph that was built in memory."""
         return {} if self.description is None else self.description.details
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the contents: equal graphs have equal ones, in memory and on disk."""
+        """SHA-256 of the contents, the same for equal graphs in memory and on disk."""
         if self.description is not None:
             return self.description.fingerprint
         checksums = {name: hashlib.sha256(array.data.cast("B")).hexdigest() for name, array in self._arrays().items()}
         return fingerprint(self.num_nodes, checksums)
 
     def neighbors_of(self, node: int) -> NDArray[np.integer[Any]]:
-        """The neighbours of a node, ascending; not a copy.
+        """Returns the neighbours of a node, ascending, as a view.
 
         Raises:
-            UserError: there is no such node.
+            UserError: There is no such node.
         """
         if not 0 <= node < self.num_nodes:
             raise UserError(f"node is {node}; the graph has the nodes 0 to {self.num_nodes - 1}.")
         return self.neighbors[self.starts[node] : self.starts[node + 1]]
 
     def degrees(self) -> NDArray[np.int64]:
-        """How many neighbours each node has, ``[num_nodes]``."""
+        """Returns the number of neighbours of each node, ``[num_nodes]``."""
         return np.diff(self.starts)
 
     def verify(self) -> None:
-        """Compare every file of the folder with its checksum; it reads them whole, about 1 GB/s.
+        """Compares every file of the folder with its checksum, which reads them whole at about 1 GB/s.
+
+        For a graph in memory there is nothing to compare.
 
         Raises:
-            UserError: a file is not as it was written. For a graph in memory there is nothing to compare.
+            UserError: A file is not as it was written.
         """
         if self.folder is not None and self.description is not None:
             for stored in self.description.arrays.values():

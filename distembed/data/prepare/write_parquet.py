@@ -1,4 +1,4 @@
-"""Spooled blocks and the ids of their keys, as the Parquet files of a split.
+"""Writes spooled blocks, with ids for their keys, as the Parquet files of a split.
 
 Where files and row groups end depends on the rows alone, and every row group is written from whole arrays of its own,
 so the bytes do not depend on how the input was cut into blocks, on the threads or on the memory.
@@ -32,7 +32,14 @@ _FILES_WANTED, _FEWEST_GROUPS, _MOST_GROUPS = 64, 2, 32
 
 @dataclass(frozen=True)
 class FilePlan:
-    """One file to be: rows ``[start, stop)`` of the input, counted over the well-formed ones."""
+    """One file to write: rows ``[start, stop)`` of the input, counted over the well-formed ones.
+
+    Attributes:
+        split: Name of the split.
+        path: Path of the file in the dataset folder.
+        start: First row.
+        stop: Row after the last one.
+    """
 
     split: str
     path: str
@@ -41,7 +48,7 @@ class FilePlan:
 
 
 def plan_files(split: str, start: int, stop: int) -> list[FilePlan]:
-    """The files of a split; none when it has no rows."""
+    """Returns the files of a split, none where it has no rows."""
     groups = -(-(stop - start) // ROW_GROUP_ROWS)
     rows = ROW_GROUP_ROWS * min(max(-(-groups // _FILES_WANTED), _FEWEST_GROUPS), _MOST_GROUPS)
     starts = range(start, stop, rows)
@@ -56,10 +63,10 @@ class FileWriter:
     """Writes the planned files; different files can be written at the same time.
 
     Attributes:
-        folder: the dataset's.
-        schema: names of the columns.
-        blocks: all spooled blocks.
-        lookups: for every categorical feature, the ids of the blocks' keys.
+        folder: Dataset folder.
+        schema: Schema that names the columns.
+        blocks: All spooled blocks.
+        lookups: Ids of the blocks' keys, for every categorical feature.
     """
 
     folder: Path
@@ -68,7 +75,7 @@ class FileWriter:
     lookups: Sequence[LookupTables]
 
     def write(self, plan: FilePlan) -> tuple[DataFile, int]:
-        """Write one file; what it is, and how many of its labels are 1."""
+        """Writes one file, and returns what it is and how many of its labels are 1."""
         path = self.folder / plan.path
         positives = 0
         arrow = self._arrow_schema()
@@ -93,7 +100,7 @@ class FileWriter:
         return pa.schema([(self.schema.label, pa.int8()), *dense, *ids])
 
     def _row_groups(self, plan: FilePlan) -> Iterator[list[NDArray[Any]]]:
-        """The columns of one row group after the other, filled from the blocks."""
+        """Yields the columns of one row group after the other, filled from the blocks."""
         stop = min(plan.start + ROW_GROUP_ROWS, plan.stop)
         columns = self._empty_columns(stop - plan.start)
         start = plan.start
@@ -116,7 +123,7 @@ class FileWriter:
 
 
 class _BlockRows:
-    """A block's rows with ids for keys."""
+    """The rows of one block, with ids for their keys."""
 
     def __init__(self, block: SpooledBlock, schema: Schema, lookups: Sequence[LookupTables]) -> None:
         self._first_row = block.first_row
@@ -126,7 +133,7 @@ class _BlockRows:
         self._tables = [table.table(block.index, size) for table, size in zip(lookups, block.num_keys, strict=True)]
 
     def copy(self, start: int, stop: int, out: Sequence[NDArray[Any]]) -> None:
-        """Rows ``[start, stop)`` into these arrays."""
+        """Copies the rows ``[start, stop)`` into these arrays, one for each column."""
         rows = slice(start - self._first_row, stop - self._first_row)
         for target, values in zip(out, self._numbers, strict=False):
             target[:] = values[rows]

@@ -1,6 +1,6 @@
-"""Named columns of Parquet, CSV and TSV files, batch by batch, whatever the kind of file.
+"""Reads named columns of Parquet, CSV and TSV files, batch by batch, whatever the kind of file.
 
-Text files have a header, and every column of theirs is text: what a value means is decided where the column is used.
+Text files have a header, and all their columns are read as text: what a value means is decided where it is used.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.csv as pcsv
 import pyarrow.parquet as pq
 
-from distembed.data.prepare.raw import named_once
+from distembed.data.prepare.inputs import require_distinct_files
 from distembed.errors import UserError
 from distembed.names import nearest
 
@@ -22,23 +22,24 @@ _SEPARATORS = {".csv": ",", ".csv.gz": ",", ".tsv": "\t", ".tsv.gz": "\t"}
 _SUFFIXES = (".parquet", *_SEPARATORS)
 _LEAST_BLOCK_BYTES = 1 << 20
 _BLOCKS_READ_AHEAD = 32
-"""By pyarrow's reader of text."""
+"""Number of blocks that pyarrow's reader of text reads ahead."""
 _BYTES_A_VALUE = 64
-"""Of a Parquet column, with the numbers made of it."""
+"""Memory that a value of a Parquet column takes, with the numbers made of it."""
 
 INTEGER, TEXT, NUMBER = "integer", "text", "number"
 """Kinds of values; a number may have a fraction."""
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Some rows of a file. Texts are of Arrow's type string, other columns as they were.
+class ColumnBatch:
+    """Some rows of a file.
 
     Attributes:
-        path: the file.
-        first_row: number of the first row, counted from 1 without the header.
-        columns: in the order asked for, of equal length.
-        bytes_read: about how far the file is read.
+        path: Path of the file.
+        first_row: Number of the first row, counted from 1 without the header.
+        columns: Columns in the order asked for, of equal length; texts are of Arrow's type string, others as they
+            were.
+        bytes_read: About how many bytes of the file were read so far.
     """
 
     path: Path
@@ -48,19 +49,19 @@ class Batch:
 
     @property
     def num_rows(self) -> int:
-        """Rows of this batch."""
+        """Number of rows."""
         return len(self.columns[0])
 
 
-def list_tables(inputs: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """The files to read; folders become the Parquet, CSV and TSV files that lie in them, by name.
+def list_column_files(inputs: Sequence[str | os.PathLike[str]]) -> list[Path]:
+    """Returns the files to read; folders become the Parquet, CSV and TSV files that lie in them, by name.
 
     Raises:
-        UserError: nothing was named, a path does not exist or is of another kind, or a file is named twice.
+        UserError: Nothing was named, a path does not exist or is of another kind, or a file is named twice.
     """
     if not inputs:
         raise UserError("no input was named: give one or more Parquet, CSV or TSV files, or folders of them.")
-    return named_once([file for path in inputs for file in _expand(Path(path))])
+    return require_distinct_files([file for path in inputs for file in _expand(Path(path))])
 
 
 def _expand(path: Path) -> list[Path]:
@@ -80,16 +81,16 @@ def _suffix(path: Path) -> str:
     return next((suffix for suffix in _SUFFIXES if path.name.lower().endswith(suffix)), "")
 
 
-def read_columns(paths: Sequence[Path], kinds: Mapping[str, Sequence[str]], memory_bytes: int) -> Iterator[Batch]:
-    """All rows of all files, in order.
+def read_columns(paths: Sequence[Path], kinds: Mapping[str, Sequence[str]], memory_bytes: int) -> Iterator[ColumnBatch]:
+    """Yields all rows of all files, in order.
 
     Args:
-        paths: the files, from :func:`list_tables`.
-        kinds: the columns, and the kinds of values that each may hold.
-        memory_bytes: about what a batch may take.
+        paths: Files, from :func:`list_column_files`.
+        kinds: Kinds of values that each column may hold, by the column's name.
+        memory_bytes: About what a batch may take.
 
     Raises:
-        UserError: a file cannot be read, or lacks a column, or has one of a kind that is not allowed.
+        UserError: A file cannot be read, or lacks a column, or has one of a kind that is not allowed.
     """
     for path in paths:
         read = _read_parquet if _suffix(path) == ".parquet" else _read_text
@@ -99,16 +100,18 @@ def read_columns(paths: Sequence[Path], kinds: Mapping[str, Sequence[str]], memo
             raise UserError(f"{path} cannot be read: {error}") from error
 
 
-def _numbered(path: Path, batches: Iterator[tuple[pa.RecordBatch, float]]) -> Iterator[Batch]:
+def _numbered(path: Path, batches: Iterator[tuple[pa.RecordBatch, float]]) -> Iterator[ColumnBatch]:
+    """Yields Arrow's batches of a file with the numbers of their rows; each comes with the share of the file read."""
     num_rows, size = 0, path.stat().st_size
     for batch, share in batches:
         columns = tuple(_plain(column) for column in batch.columns)
         if batch.num_rows:
-            yield Batch(path, num_rows + 1, columns, int(size * min(1.0, share)))
+            yield ColumnBatch(path, num_rows + 1, columns, int(size * min(1.0, share)))
         num_rows += batch.num_rows
 
 
 def _plain(column: pa.Array) -> pa.Array:
+    """Returns a column without a dictionary, and texts of any kind as Arrow's string."""
     column = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
     return column.cast(pa.string()) if _kind(column.type) == TEXT else column
 

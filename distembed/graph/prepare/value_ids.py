@@ -1,4 +1,4 @@
-"""Values of a column as ids of a table: by the dataset's vocabulary, by its hash, or as they are.
+"""Turns values of a column into ids of a table: by the dataset's vocabulary, by its hash, or as they are.
 
 A value is an integer or a text. Where a dataset's keys are 32-bit numbers, as Criteo's are, a text is 1 to 8
 hexadecimal digits, as in the raw files, and an integer is the number that they stand for. Where values are ids already,
@@ -23,23 +23,23 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from distembed.data.dataset.manifest import Manifest
-from distembed.data.prepare.merge import sort_keys
+from distembed.data.prepare.key_counts import sort_keys
 from distembed.data.prepare.vocabulary import OUT_OF_VOCABULARY_ID, HashMap, VocabularyMap
 from distembed.errors import UserError
-from distembed.graph.graph import Graph
-from distembed.graph.prepare.input import INTEGER, TEXT
-from distembed.graph.prepare.values import decimal_numbers, hexadecimal_keys
+from distembed.graph.csr import Graph
+from distembed.graph.prepare.column_batches import INTEGER, TEXT
+from distembed.graph.prepare.column_numbers import decimal_numbers, hexadecimal_keys
 from distembed.names import one_of
 
 
 @dataclass(frozen=True)
 class FoundIds:
-    """The ids of some values.
+    """The ids of a column's values.
 
     Attributes:
-        ids: of each value; meaningless where it is malformed or unknown.
-        malformed: which values are none.
-        unknown: which values the table has no id for.
+        ids: Id of each value; meaningless where the value is malformed or unknown.
+        malformed: Whether each value is none of the kind that is allowed.
+        unknown: Whether the table has no id for each value.
     """
 
     ids: NDArray[np.int64]
@@ -49,7 +49,13 @@ class FoundIds:
 
 @dataclass(frozen=True)
 class ValueMap(ABC):
-    """From a column's values to a table's ids, which lie in ``[0, num_nodes)``."""
+    """A function from a column's values to a table's ids.
+
+    Attributes:
+        num_nodes: Number of ids, which lie in ``[0, num_nodes)``.
+        kinds: Kinds of values that a column may hold, besides text.
+        allowed: What a value must be, in words.
+    """
 
     num_nodes: int
 
@@ -58,17 +64,17 @@ class ValueMap(ABC):
 
     @property
     def unknown_means(self) -> str:
-        """What is said of a value without an id."""
+        """What an error says of a value without an id."""
         return "is not in the table's vocabulary"
 
     @abstractmethod
     def find(self, values: pa.Array) -> FoundIds:
-        """The id of each value."""
+        """Returns the id of each value, and which values have none."""
 
 
 @dataclass(frozen=True)
 class PlainIds(ValueMap):
-    """Values are ids."""
+    """Values that are ids themselves."""
 
     kinds = (INTEGER,)
     allowed = "an integer of 0 or more"
@@ -84,7 +90,11 @@ class PlainIds(ValueMap):
 
 @dataclass(frozen=True)
 class KeyedIds(ValueMap):
-    """Values are 32-bit keys, in a vocabulary or hashed."""
+    """Values that are 32-bit keys, in a vocabulary or hashed.
+
+    Attributes:
+        id_map: Vocabulary, or hash.
+    """
 
     id_map: VocabularyMap | HashMap
 
@@ -100,7 +110,12 @@ class KeyedIds(ValueMap):
 
 @dataclass(frozen=True)
 class TextIds(ValueMap):
-    """Values are texts in a vocabulary."""
+    """Values that are texts in a vocabulary.
+
+    Attributes:
+        keys: Texts of the vocabulary.
+        key_ids: Id of each text.
+    """
 
     keys: pa.Array
     key_ids: NDArray[np.int64]
@@ -116,10 +131,10 @@ class TextIds(ValueMap):
 
 
 def table_ids(dataset: str | os.PathLike[str], table: str) -> tuple[ValueMap, dict[str, Any]]:
-    """How a prepared dataset gives ids to the values of a table, and what tells that from other ways.
+    """Returns how a prepared dataset gives ids to the values of a table, and the :func:`describe_ids` of it.
 
     Raises:
-        UserError: there is no such dataset or table, or its vocabulary cannot be read.
+        UserError: There is no such dataset or table, or its vocabulary cannot be read.
     """
     manifest = Manifest.load(dataset)
     described = describe_ids(dataset, manifest, table)
@@ -132,10 +147,12 @@ def table_ids(dataset: str | os.PathLike[str], table: str) -> tuple[ValueMap, di
 
 
 def describe_ids(dataset: str | os.PathLike[str], manifest: Manifest, table: str) -> dict[str, Any]:
-    """What the ids of a table are; ``fingerprint`` is equal where ids stand for the same values.
+    """Returns what the ids of a table are, in plain JSON values.
+
+    Its ``fingerprint`` is the same where ids stand for the same values.
 
     Raises:
-        UserError: there is no such table, or its vocabulary cannot be read.
+        UserError: There is no such table, or its vocabulary cannot be read.
     """
     one_of("table", table, manifest.schema.categorical_names)
     (feature,) = [feature for feature in manifest.schema.categorical if feature.name == table]
@@ -153,18 +170,20 @@ def describe_ids(dataset: str | os.PathLike[str], manifest: Manifest, table: str
 
 
 def require_same_ids(graph: Graph, dataset: str | os.PathLike[str], manifest: Manifest, table: str) -> None:
-    """Makes sure that a graph over a dataset's table was not prepared for other ids.
+    """Makes sure that a graph was not prepared for other ids than those of a dataset's table.
+
+    A graph over plain ids says nothing of what they stand for, and fits every table of its size.
 
     Raises:
-        UserError: where it was. A graph over plain ids says nothing of what they stand for.
+        UserError: The graph was prepared for other ids.
     """
-    made_for = graph.details.get("ids", {})
-    if "fingerprint" not in made_for:
+    graph_ids = graph.details.get("ids", {})
+    if "fingerprint" not in graph_ids:
         return
     found = describe_ids(dataset, manifest, table)
-    if made_for["fingerprint"] != found["fingerprint"]:
+    if graph_ids["fingerprint"] != found["fingerprint"]:
         raise UserError(
-            f"the graph {graph.folder} was prepared for table {made_for.get('table')!r} of a dataset with other ids "
+            f"the graph {graph.folder} was prepared for table {graph_ids.get('table')!r} of a dataset with other ids "
             f"than table {table!r} of {dataset}; prepare it again with --data {dataset} --table {table}."
         )
 

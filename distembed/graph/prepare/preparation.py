@@ -1,0 +1,183 @@
+"""Prepares a knowledge graph over the ids of one table, from files of edges or of shared attributes.
+
+Rows become edges between ids as they are read (``edge_reader.py``), are sorted in bounded memory (``sorted_runs.py``),
+merged, and written as compressed sparse rows (:mod:`distembed.graph.folder`). The folder appears under its name when it
+is complete, and not before (:mod:`distembed.data.prepare.staging`). Its bytes depend on the rows and the options alone:
+not on the memory, nor, but for the checksums of the input, on the kind of file.
+
+Trade-off: edges that do not fit in memory take 8 bytes each on the output's disk while it runs, 16 with weights.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from distembed.data.prepare.inputs import names_in_common_folder, require_outside
+from distembed.data.prepare.progress import ProgressCallback, ProgressUpdate
+from distembed.data.prepare.staging import staged_folder
+from distembed.errors import RunError, UserError
+from distembed.graph.csr import Graph
+from distembed.graph.edges import Edges, merge_equal, require_num_nodes
+from distembed.graph.folder import GRAPH_FILE, GraphDescription, GraphWriter
+from distembed.graph.prepare.column_batches import list_column_files
+from distembed.graph.prepare.edge_reader import EdgeReader
+from distembed.graph.prepare.options import GraphOptions, NodeIds
+from distembed.graph.prepare.sorted_runs import SortedRuns
+from distembed.graph.prepare.value_ids import PlainIds, ValueMap, table_ids
+
+LEAST_MEMORY_BYTES = 256 << 20
+
+_DROPPED_WORDS = {
+    "duplicates": "given before",
+    "self_loops": "from an id to itself",
+    "unknown": "with a value that the table has no id for",
+    "missing": "without an attribute",
+}
+
+
+def prepare_graph(
+    inputs: Sequence[str | os.PathLike[str]],
+    output: str | os.PathLike[str],
+    nodes: NodeIds,
+    options: GraphOptions | None = None,
+    *,
+    memory_limit_bytes: int = 2 << 30,
+    overwrite: bool = False,
+    progress: ProgressCallback | None = None,
+) -> Graph:
+    """Prepares a graph over the ids of a table.
+
+    Args:
+        inputs: Parquet, CSV or TSV files (``.gz`` too), or folders of them; text files begin with the columns' names.
+        output: Folder to make.
+        nodes: Which ids the graph is over.
+        options: How rows become edges; columns ``source`` and ``target``, both ways, unless given.
+        memory_limit_bytes: Working memory above what the interpreter itself takes; 256 MiB or more.
+        overwrite: Whether a graph at ``output`` is replaced.
+        progress: Function that is called now and then.
+
+    Returns:
+        The graph, mapped from its folder. Its ``details`` say what was dropped.
+
+    Raises:
+        UserError: The memory is too little, or the input cannot be read or has no edges. Nothing was written.
+        RunError: The disk is full. Nothing was left behind.
+    """
+    options = options or GraphOptions()
+    if memory_limit_bytes < LEAST_MEMORY_BYTES:
+        raise UserError(f"memory_limit_bytes is {memory_limit_bytes}: at least {LEAST_MEMORY_BYTES} (256 MiB)")
+    values, ids_described = _value_map(nodes)
+    files = list_column_files(inputs)
+    require_outside(files, Path(output))
+    report = progress or (lambda update: None)
+    with (
+        staged_folder(Path(output), overwrite=overwrite, kind="graph", marker=GRAPH_FILE) as folder,
+        _full_disk_explained(Path(output), folder),
+    ):
+        scratch = folder / ".scratch"
+        scratch.mkdir()
+        reader = EdgeReader(files, options, values, scratch, memory_limit_bytes, report)
+        runs = reader.named_edges() if options.attribute is None else reader.shared_edges()
+        writer = _write(folder, reader, runs)
+        shutil.rmtree(scratch)
+        arrays = writer.finish()
+        details = {
+            "ids": ids_described,
+            "options": options.to_json(),
+            "num_rows": sum(reader.num_rows.values()),
+            "num_connected": writer.num_connected,
+            "largest_degree": writer.largest_degree,
+            "dropped": reader.dropped.to_json(options),
+            "sources": _sources(reader.num_rows),
+        }
+        counts = values.num_nodes, writer.num_edges
+        GraphDescription(*counts, options.directed, options.weighted, arrays, details).save(folder)
+    return Graph.open(output)
+
+
+def describe_graph(graph: Graph) -> list[str]:
+    """Returns lines of text that say what a prepared graph holds and what was left out of it."""
+    details, dropped = graph.details, graph.details["dropped"]
+    left_out = [f"{dropped[name]:,} {words}" for name, words in _DROPPED_WORDS.items() if dropped.get(name)]
+    lines = [
+        f"{graph.num_nodes:,} ids, {graph.num_edges:,} edges stored, {'one way' if graph.directed else 'both ways'}",
+        f"{details['num_connected']:,} ids ({details['num_connected'] / graph.num_nodes:.1%}) have neighbours, "
+        f"{details['largest_degree']:,} at most",
+        f"{details['num_rows']:,} rows; left out: {', '.join(left_out) or 'none'}",
+    ]
+    if dropped.get("hubs"):
+        lines.append(
+            f"attribute values left out: {dropped['hubs']:,} that more than {details['options']['max_shared']:,} ids "
+            f"share, {dropped['largest_hub']:,} at most"
+        )
+    return lines
+
+
+def _value_map(nodes: NodeIds) -> tuple[ValueMap, Mapping[str, Any]]:
+    """Returns how values become ids, and what ``graph.json`` says of it."""
+    if nodes.data is None or nodes.table is None:
+        num_nodes = require_num_nodes("num_embeddings", nodes.num_embeddings)
+        return PlainIds(num_nodes), {"num_embeddings": nodes.num_embeddings}
+    values, described = table_ids(nodes.data, nodes.table)
+    require_num_nodes(f"num_embeddings of table {nodes.table!r}", values.num_nodes)
+    return values, described
+
+
+def _write(folder: Path, reader: EdgeReader, runs: SortedRuns) -> GraphWriter:
+    """Writes the sorted edges, each once.
+
+    Raises:
+        UserError: There is no edge.
+    """
+    options = reader.options
+    writer = GraphWriter(folder, reader.num_nodes, options.weighted)
+    done = 0
+    for columns in runs.merged():
+        writer.append(merge_equal(Edges(columns[0], columns[1] if options.weighted else None)))
+        done += len(columns[0])
+        reader.report(ProgressUpdate("write", done * 8, runs.num_records * 8, done))
+    if options.attribute is None:
+        repeated = runs.num_records - writer.num_edges
+        reader.dropped.duplicates = repeated if options.directed else repeated // 2
+    if not writer.num_edges:
+        dropped = reader.dropped.to_json(options)
+        listed = ", ".join(f"{name} {count:,}" for name, count in dropped.items())
+        rows = sum(reader.num_rows.values())
+        raise UserError(f"the graph has no edge left: {rows:,} rows were read; dropped: {listed}. Give other rows")
+    return writer
+
+
+def _sources(num_rows: Mapping[Path, int]) -> list[dict[str, Any]]:
+    sources = []
+    for name, (file, rows) in zip(names_in_common_folder(list(num_rows)), num_rows.items(), strict=True):
+        with open(file, "rb") as content:
+            checksum = hashlib.file_digest(content, "sha256").hexdigest()
+        sources.append({"name": name, "bytes": file.stat().st_size, "sha256": checksum, "num_rows": rows})
+    return sources
+
+
+@contextmanager
+def _full_disk_explained(output: Path, folder: Path) -> Iterator[None]:
+    """Turns the system's refusal to write more into an error that says how much was written.
+
+    Raises:
+        RunError: The disk, a quota or the limit on a file's size is exhausted.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        raise RunError(
+            f"{output} could not be written ({error.strerror}): {shutil.disk_usage(folder).free >> 20:,} MiB were free "
+            f"after the first {written >> 20:,} MiB of it. Nothing was left behind; free more space, or name an output "
+            "elsewhere"
+        ) from error
