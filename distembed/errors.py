@@ -1,8 +1,8 @@
-"""The kinds of failure that a user sees, and the exit code that the command line gives each.
+"""The kinds of failure that a user sees, and the exit code by which the command line ends for each.
 
 Raise :class:`UserError` for what the user can mend by changing the input (exit code 2) and :class:`RunError`
-for what went wrong while doing what was rightly asked for (exit code 1). Both messages name the field, the value
-received, what is allowed and the remedy; the command line prints them without a traceback.
+for what went wrong while doing what was rightly asked for (exit code 1). The message names the field, the value
+received, what is allowed and the remedy; the command line prints it without a traceback.
 """
 
 
@@ -15,8 +15,8 @@ class RunError(RuntimeError):
 
 
 class Interrupted(RunError):
-    """Ctrl-C, SIGTERM or SIGUSR1, after everything was saved that the user needs to go on (exit code 75)."""
+    """Ctrl-C, SIGTERM or SIGUSR1, after everything was saved that is needed to resume (exit code 75)."""
 
 
 class DoesNotFit(RunError):
-    """What was asked for takes more memory than there is, in any way that was allowed (exit code 3)."""
+    """What was asked for takes more memory than there is, in every way that was allowed (exit code 3)."""

@@ -14,12 +14,12 @@ from distembed.errors import RunError
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[str]:
-    """Gives a temporary file that takes the place of ``path`` once it is whole; on an error it is removed.
+    """Yields the name of a temporary file, which replaces ``path`` at the end of the block, or is removed on an error.
 
-    Its folder is made where it is missing. The file is flushed to disk before it takes its place.
+    The folder of ``path`` is made where it is missing. The file is flushed to disk before it replaces another.
 
     Raises:
-        RunError: The file cannot be written; the error says how much room is left.
+        RunError: The file cannot be written; the error says how much room is left on its disk.
     """
     temporary = None
     try:
@@ -69,6 +69,7 @@ def finite(value: Any) -> Any:
 
 
 def _room_left(folder: Path) -> str:
+    """Returns the end of an error message: the room on a folder's disk, where it is known, and what to do."""
     try:
         return f"; {shutil.disk_usage(folder).free >> 20:,} MiB are left. Free space, or choose another folder."
     except OSError:

@@ -1,6 +1,7 @@
 """Look-ups by name: a name among the known ones, with an error that suggests the nearest; a table's settings.
 
-Sections of a config have a ``default`` for every table, and under ``tables`` what differs for some.
+Sections of a config have settings for every table under ``default``, and under ``tables`` those of single tables that
+differ.
 """
 
 import difflib
@@ -14,16 +15,21 @@ Values = Mapping[str, Any]
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name most like ``name``, or None where none is near."""
+    """Returns the known name that is most like ``name``, or None where none is near."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return matches[0] if matches else None
 
 
 def one_of(field: str, value: T, known: Iterable[T]) -> T:
-    """Returns ``value`` if it is among ``known``.
+    """Returns ``value`` where it is among ``known``.
+
+    Args:
+        field: Name of the option or setting, for the error.
+        value: What the user gave.
+        known: What is allowed.
 
     Raises:
-        UserError: that names the field, the value, the nearest known name, and all known ones.
+        UserError: The value is not known; the error names the nearest known one, and all of them.
     """
     known = list(known)
     if value in known:
@@ -35,16 +41,16 @@ def one_of(field: str, value: T, known: Iterable[T]) -> T:
 
 
 def over_default(default: Values, table: Values) -> dict[str, Any]:
-    """A table's own settings over the default's."""
+    """Returns the default's settings, replaced by the table's own where it has some."""
     return {**default, **table}
 
 
 def complete_tables(values: Any, complete: Callable[[Values, Values], dict[str, Any]] = over_default) -> Any:
-    """Fills every table's settings up from the default's; what is no such section is left to the validation.
+    """Completes every table's settings by the default's; returns what is no such section as it is, for validation.
 
     Args:
-        values: of the section, as the file gives them.
-        complete: of the default and of one table.
+        values: The section, as the config file has it.
+        complete: Returns the settings of one table, from those of the default and its own.
     """
     if not isinstance(values, Mapping):
         return values

@@ -1,7 +1,7 @@
-"""The ranks of a run: joining their process group, and what they find out and decide together.
+"""The ranks of a run: joining their process group, and collectives on Python objects.
 
-The process group is joined from ``torch.distributed.run``'s environment, or made for one process alone. In
-:class:`Collectives` an error on one rank is an error on all, and no rank waits for another that failed.
+The process group is joined by the environment of ``torch.distributed.run``, or made for one process alone. What rank 0
+alone does by :meth:`Collectives.on_first` fails on every rank where it fails, so that none waits for ever.
 """
 
 import os
@@ -19,18 +19,18 @@ from distembed.errors import UserError
 from distembed.host_memory import keep_freed_memory
 
 T = TypeVar("T")
-_PATIENCE = timedelta(hours=2)
+_OWN_GROUP_TIMEOUT = timedelta(hours=2)
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank among all.
+    """This process among the ranks of a run.
 
     Attributes:
-        rank: This process's number.
-        world_size: How many ranks there are.
-        local_world_size: How many of them are on this machine.
-        device: Where this rank computes.
+        rank: Number of this process's rank, from 0.
+        world_size: Number of ranks.
+        local_world_size: Number of ranks on this machine.
+        device: The device on which this rank computes.
     """
 
     rank: int
@@ -45,10 +45,14 @@ class Ranks:
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
-    """Returns the device of ``train.device`` for a local rank.
+    """Returns the device of a local rank.
+
+    Args:
+        name: ``cpu``, ``cuda``, or ``auto`` for CUDA where it is available.
+        local_rank: Number of the rank among those on this machine.
 
     Raises:
-        UserError: CUDA is asked for and absent.
+        UserError: There is no CUDA device for this rank.
     """
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -62,7 +66,14 @@ def choose_device(name: str, local_rank: int) -> torch.device:
 
 @contextmanager
 def process_group(device_name: str) -> Iterator[Ranks]:
-    """Joins (or makes) the process group for the duration of the block; all ranks call it."""
+    """Joins, or makes for one process alone, the process group of the block; all ranks call it.
+
+    Args:
+        device_name: As for :func:`choose_device`; collectives run by nccl on CUDA and by gloo elsewhere.
+
+    Raises:
+        UserError: There is no CUDA device for this rank.
+    """
     keep_freed_memory()
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     local_rank = int(os.environ.get("LOCAL_RANK", 0)) if launched else 0
@@ -83,10 +94,10 @@ def process_group(device_name: str) -> Iterator[Ranks]:
 
 
 class Collectives:
-    """Collectives on Python objects over the ranks of a process group, or of this process alone without one.
+    """Collectives on Python objects over the ranks of a process group, or on this process alone where there is none.
 
     Args:
-        group: Of the collectives; the default group unless given.
+        group: The process group; the default one unless given.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -96,11 +107,11 @@ class Collectives:
 
     @classmethod
     def in_own_group(cls) -> "Collectives":
-        """Puts all ranks in a gloo group of their own, for a thread beside training; all ranks call it.
+        """Returns collectives in a new gloo group, for a thread beside training; all ranks call it.
 
         Its timeout is hours: a rank may write its part of a checkpoint for long while the others have none to write.
         """
-        return cls(dist.new_group(backend="gloo", timeout=_PATIENCE) if dist.is_initialized() else None)
+        return cls(dist.new_group(backend="gloo", timeout=_OWN_GROUP_TIMEOUT) if dist.is_initialized() else None)
 
     def gather(self, value: T) -> list[T]:
         """Returns each rank's value, on every rank; all ranks call it."""
@@ -127,7 +138,7 @@ class Collectives:
 
 
 def _sendable(error: Exception) -> Exception:
-    """Returns the error itself, or where it cannot be pickled one that says the same."""
+    """Returns the error itself or, where it cannot be pickled, one with the same message."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

@@ -17,8 +17,9 @@ def parse_bytes(field: str, text: str) -> int:
     """Returns the bytes of a size: ``2GB`` is 2,000,000,000, ``2GiB`` is 2^31, a plain number is bytes.
 
     Args:
-        field: Named in the error.
-        text: A number and, in any case, one of b, kb, mb, gb, tb (powers of 1000), kib, mib, gib, tib (of 1024).
+        field: Name of the option or setting, for the error.
+        text: A number and one of the units b, kb, mb, gb, tb (powers of 1000), kib, mib, gib, tib (powers of 1024), in
+            small or capital letters.
 
     Raises:
         UserError: The text is no size above 0.
@@ -35,7 +36,7 @@ def parse_bytes(field: str, text: str) -> int:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Returns such as ``1.50 GiB``, with the largest unit that leaves at least 1."""
+    """Returns a size such as ``1.50 GiB``, in the largest unit up to TiB of which it is at least 1."""
     size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1024 and len(units) > 1:
         size, units = size / 1024, units[1:]
@@ -51,6 +52,6 @@ def exact_bytes(num_bytes: int) -> str:
 
 
 def enumerate_names(names: Sequence[str], most: int = 12) -> str:
-    """Returns the names separated by commas; of more than ``most`` the first, and how many more there are."""
+    """Returns names separated by commas; of more than ``most``, the first ones and how many others there are."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

@@ -1,4 +1,4 @@
-"""Why a rank failed, where ``torch.distributed.run`` looks for it: then its summary names the first one that did."""
+"""Why a rank failed, in the file that ``torch.distributed.run`` reads: its summary then names the first that failed."""
 
 import contextlib
 import json
@@ -8,7 +8,10 @@ import traceback
 
 
 def record_error(error: BaseException) -> None:
-    """Writes an error with its traceback into the file that the launcher named, where there is a launcher."""
+    """Writes an error with its traceback into the launcher's file; does nothing without a launcher.
+
+    The file is the one that ``TORCHELASTIC_ERROR_FILE`` names.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return

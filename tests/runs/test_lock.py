@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,9 @@ from distembed.runs.lock import LOCK_NAME, locks_are_local, owned
 
 WAYS = ["flock", "lease"]
 FOR_EVER = 240.0  # seconds; longer than any test takes that goes well
+SPAWN = multiprocessing.get_context("spawn")
+FORKSERVER = multiprocessing.get_context("forkserver")  # imports once for all processes
+FORKSERVER.set_forkserver_preload([__name__])
 
 
 def prepare(way: str, machine: str | None = None) -> None:
@@ -39,15 +43,23 @@ def without_locks(*_: object) -> None:
 
 
 class Process:
-    """A process that owns a folder until it is told to leave, and notes what happens to it."""
+    """A process that owns a folder until it is asked to leave, and notes what happens to it."""
 
-    def __init__(self, folder: Path, way: str, machine: str | None = None, wait_seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        way: str,
+        machine: str | None = None,
+        wait_seconds: float = 0.0,
+        job: str | None = None,
+        is_own_child: bool = False,
+    ) -> None:
         number = sum(1 for _ in folder.parent.glob("notes-*"))
         self._notes = folder.parent / f"notes-{number}"
         self._leave = folder.parent / f"leave-{number}"
         self._notes.touch()
-        arguments = (folder, way, machine, wait_seconds, self._notes, self._leave)
-        self.process = start(own, *arguments)
+        arguments = (folder, way, machine, wait_seconds, job, self._notes, self._leave)
+        self.process = start(own, *arguments, context=SPAWN if is_own_child else FORKSERVER)
 
     @property
     def notes(self) -> str:
@@ -70,14 +82,18 @@ class Process:
         self.process.join()
 
 
-def start(function: Callable[..., None], *arguments: object) -> BaseProcess:
-    process = multiprocessing.get_context("spawn").Process(target=function, args=arguments, daemon=True)
+def start(function: Callable[..., None], *arguments: object, context: Any = FORKSERVER) -> BaseProcess:
+    process: BaseProcess = context.Process(target=function, args=arguments, daemon=True)
     process.start()
     return process
 
 
-def own(folder: Path, way: str, machine: str | None, wait_seconds: float, notes: Path, leave: Path) -> None:
+def own(
+    folder: Path, way: str, machine: str | None, wait_seconds: float, job: str | None, notes: Path, leave: Path
+) -> None:
     prepare(way, machine)
+    if job is not None:
+        os.environ["SLURM_JOB_ID"] = job
     os.dup2(os.open(notes, os.O_WRONLY | os.O_APPEND), 2)
 
     def note(text: str) -> None:
@@ -110,8 +126,8 @@ def started(folder: Path) -> Iterator[Callable[..., Process]]:
     """Starts processes on the folder, and ends those that are left."""
     processes: list[Process] = []
 
-    def start_one(way: str, machine: str | None = None, wait_seconds: float = 0.0) -> Process:
-        processes.append(Process(folder, way, machine, wait_seconds))
+    def start_one(way: str, *arguments: Any, **options: Any) -> Process:
+        processes.append(Process(folder, way, *arguments, **options))
         return processes[-1]
 
     yield start_one
@@ -143,12 +159,8 @@ def test_never_two_own_it(folder: Path, tmp_path: Path, way: str, machines: int)
         assert enters.endswith("enters") and leaves == enters.replace("enters", "leaves")
 
 
-def test_a_second_one_is_refused_with_the_owners_name(
-    started: Callable[..., Process], way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "4711")
-    first = started(way).until("owns")
-    monkeypatch.delenv("SLURM_JOB_ID")
+def test_a_second_one_is_refused_with_the_owners_name(started: Callable[..., Process], way: str) -> None:
+    first = started(way, job="4711").until("owns")
     second = started(way).until("refused")
     second.process.join()
     assert "owns" not in second.notes
@@ -188,7 +200,7 @@ def test_of_a_killed_owner_the_next_one_gets_it_at_once(started: Callable[..., P
 
 
 def test_an_owner_that_nobody_has_waited_for_yet_is_gone(folder: Path, started: Callable[..., Process]) -> None:
-    first = started("lease").until("owns")
+    first = started("lease", is_own_child=True).until("owns")
     assert first.process.pid is not None
     os.kill(first.process.pid, signal.SIGKILL)
     os.waitid(os.P_PID, first.process.pid, os.WEXITED | os.WNOWAIT)  # it stays in the table of processes
