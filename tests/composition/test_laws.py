@@ -55,16 +55,16 @@ def test_embedding_is_composing_id_by_id(name: str, num_ids: int, num_rows: list
     composition = COMPOSITIONS[name]()
     weights = drawn_weights(composition, 6, num_rows, torch.float64)
     rows = skewed_rows(num_rows, num_ids)
-    together = composition.embed(weights, rows)
+    embedded = composition.embed(weights, rows)
     width = 6 * composition.num_vectors(len(num_rows))
-    assert together.shape == (num_ids, width)
+    assert embedded.shape == (num_ids, width)
     padded = torch.cat([torch.zeros(len(num_rows), 1, dtype=torch.int64), rows], dim=1)  # something to stack at no ids
-    one_by_one = [composition.compose([w[r] for w, r in zip(weights, of_id, strict=True)]) for of_id in padded.T]
+    one_by_one = [composition.compose([w[r] for w, r in zip(weights, id_rows, strict=True)]) for id_rows in padded.T]
     reference = torch.stack(one_by_one)[1:]
-    assert torch.allclose(together, reference)
-    weigh = torch.randn_like(together)
+    assert torch.allclose(embedded, reference)
+    weigh = torch.randn_like(embedded)
     for got, expected in zip(
-        torch.autograd.grad((together * weigh).sum(), weights),
+        torch.autograd.grad((embedded * weigh).sum(), weights),
         torch.autograd.grad((reference * weigh).sum(), weights),
         strict=True,
     ):
@@ -122,7 +122,7 @@ def test_a_features_vectors_are_those_of_its_partitions() -> None:
     assert torch.equal(vectors[1], torch.stack([first[0], second[1]]))
 
 
-def test_product_tells_bags_apart_that_pooling_first_would_merge() -> None:
+def test_product_distinguishes_bags_that_pooling_first_would_merge() -> None:
     # {3, 47} and {7, 43} at 10 remainders: the same remainders 3, 7 and the same quotients 0, 4, in other pairs
     torch.manual_seed(0)
     remainder, quotient = torch.randn(10, 4), torch.randn(5, 4)

@@ -102,7 +102,7 @@ def test_many_ids_of_stacked_tables(name: str, num_ids: int) -> None:
 
 @pytest.mark.parametrize("activation", [*ACTIVATIONS, torch.arctan])
 @pytest.mark.parametrize("hidden", [(6,), (5, 3)])
-def test_hidden_values_kept_or_taken_anew_give_the_same_gradients(
+def test_saved_and_recomputed_hidden_values_give_the_same_gradients(
     activation: str | Callable[[Tensor], Tensor], hidden: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
@@ -114,7 +114,7 @@ def test_hidden_values_kept_or_taken_anew_give_the_same_gradients(
     for block_bytes in (2**20, 1):  # one block, and as many as chunks
         monkeypatch.setitem(grouped.BLOCK_BYTES, "cpu", block_bytes)
         outputs = path.apply(inputs, [functions], rows)
-        for _ in range(2):  # nothing that is kept may change
+        for _ in range(2):  # what the first pass saved must not change
             gradients = torch.autograd.grad(outputs.square().sum(), [inputs, functions], retain_graph=True)
             results.append((outputs, *gradients))
     for other in results[1:]:

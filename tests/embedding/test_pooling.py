@@ -21,9 +21,11 @@ def test_bags_equal_a_loop(pooling: str, is_weighted: bool, lengths: list[int]) 
         sizes = torch.tensor(lengths, dtype=kind)
         found = pool(vectors, sizes, pooling, weights if is_weighted else None)  # type: ignore[arg-type]
         expected = torch.zeros(len(lengths), 3, dtype=torch.float64)
-        for bag, (of_bag, of_weights) in enumerate(zip(vectors.split(lengths), weights.split(lengths), strict=True)):
-            factors = of_weights.tolist() if is_weighted else [1.0] * len(of_bag)
-            expected[bag] = pooled(list(of_bag), factors, pooling, 3)
+        for bag, (bag_vectors, bag_weights) in enumerate(
+            zip(vectors.split(lengths), weights.split(lengths), strict=True)
+        ):
+            factors = bag_weights.tolist() if is_weighted else [1.0] * len(bag_vectors)
+            expected[bag] = pooled(list(bag_vectors), factors, pooling, 3)
         torch.testing.assert_close(found, expected)
 
 

@@ -80,7 +80,7 @@ def test_naming_one_of_two_alternatives_takes_the_other_away() -> None:
         schemes(read("{default: {partition: quotient_remainder, collisions: 4, num_buckets: 50}}"))
 
 
-def test_a_mistake_of_the_default_is_told_once() -> None:
+def test_a_mistake_of_the_default_is_reported_once() -> None:
     with pytest.raises(UserError, match="1 mistake in") as error:
         read("{default: {partition: modulo}, tables: {large: {collisions: 2}, small: {collisions: 3}}}")
     assert str(error.value).count("modulo") == 1

@@ -108,9 +108,9 @@ def test_the_inverse_of_every_tuple_of_rows(name: str, n: int) -> None:
         partition = build(name, n, choice)
         if not partition.is_complementary() or any(m > 1000 for m in partition.num_rows):
             continue
-        id_of = {t: x for x, t in enumerate(tuples_of(partition.rows(torch.arange(n))))}
+        ids_by_rows = {t: x for x, t in enumerate(tuples_of(partition.rows(torch.arange(n))))}
         every = torch.cartesian_prod(*[torch.arange(m) for m in partition.num_rows]).view(-1, len(partition.num_rows))
-        assert partition.inverse(every.t()).tolist() == [id_of.get(tuple(t), -1) for t in every.tolist()]
+        assert partition.inverse(every.t()).tolist() == [ids_by_rows.get(tuple(t), -1) for t in every.tolist()]
 
 
 @given(n=st.integers(1, 400), data=st.data())
@@ -222,9 +222,9 @@ def test_many_tables_at_once_give_the_same_rows(name: str) -> None:
     sizes = (10, 1000, STORED_SIZE if name == "explicit" else 10**12)
     partitions = [build(name, n, {}) for n in sizes]
     ids = torch.stack([torch.randint(0, p.num_embeddings, (50,)) for p in partitions])
-    together = PARTITIONS[name].rows_of_tables(partitions, ids)
+    batched = PARTITIONS[name].rows_of_tables(partitions, ids)
     for table, partition in enumerate(partitions):
-        assert torch.equal(together[:, table], partition.rows(ids[table]))
+        assert torch.equal(batched[:, table], partition.rows(ids[table]))
 
 
 @pytest.mark.parametrize("name", PARTITIONS)
