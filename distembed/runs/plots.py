@@ -74,12 +74,11 @@ def parameters_against_logloss(summaries: Sequence[RunSummary]) -> str:
 
     def draw(axes: Axes) -> None:
         for index, run in enumerate(summaries):
-            axes.plot(
-                [run.parameters], [run.metric("logloss")], marker="o", markersize=8, linestyle="", color=colour(index)
-            )
+            place = [run.info.parameters], [run.metric("logloss")]
+            axes.plot(*place, marker="o", markersize=8, linestyle="", color=colour(index))
         axes.set_xscale("log")
         axes.margins(y=0.15)
-        known = [run.parameters for run in summaries if run.parameters > 0]
+        known = [run.info.parameters for run in summaries if run.info.parameters > 0]
         if known:
             axes.set_xlim(min(known) / 1.6, max(known) * 1.6)  # wide enough for a tick or two
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

@@ -188,45 +188,37 @@ class RunSummary:
     Attributes:
         name: The run's name, which no other run of the report has.
         path: The run folder.
-        status: As :attr:`RunInfo.status`.
-        schemes: As :attr:`RunInfo.schemes`.
-        parameters: As :attr:`RunInfo.parameters`.
-        embedding_bytes: As :attr:`RunInfo.embedding_bytes`.
-        evaluated_on: The split that was evaluated last; empty where none was yet.
-        metrics: Name -> value of every known metric of that evaluation.
+        info: What ``run.json`` says.
+        evaluation: The final evaluation, or the last one during training; None where there was none yet.
         samples_per_second: Median over the logged windows of training; NaN where there are none.
     """
 
     name: str
     path: Path
-    status: str
-    schemes: Mapping[str, int]
-    parameters: float
-    embedding_bytes: float
-    evaluated_on: str
-    metrics: Mapping[str, float]
+    info: RunInfo
+    evaluation: MetricsLine | None
     samples_per_second: float
 
     @classmethod
     def from_record(cls, record: RunRecord, name: str) -> "RunSummary":
-        """Sums a run up; where there is no final evaluation, by the last one during training."""
-        evaluation = record.evaluation or (record.evals[-1] if record.evals else None)
+        """Returns a run's summary under a name that no other run of the report has."""
         speeds = [line.metrics["samples_per_second"] for line in record.train if "samples_per_second" in line.metrics]
         return cls(
             name=name,
             path=record.path,
-            status=record.info.status,
-            schemes=record.info.schemes,
-            parameters=record.info.parameters,
-            embedding_bytes=record.info.embedding_bytes,
-            evaluated_on=evaluation.split if evaluation else "",
-            metrics=evaluation.metrics if evaluation else {},
+            info=record.info,
+            evaluation=record.evaluation or (record.evals[-1] if record.evals else None),
             samples_per_second=statistics.median(speeds) if speeds else math.nan,
         )
 
+    @property
+    def evaluated_on(self) -> str:
+        """The split that the metrics were computed on; empty where there are none."""
+        return self.evaluation.split if self.evaluation else ""
+
     def metric(self, name: str) -> float:
-        """Returns the metric's value; NaN where it is unknown."""
-        return self.metrics.get(name, math.nan)
+        """Returns a metric of the evaluation; NaN where it is unknown."""
+        return self.evaluation.metric(name) if self.evaluation else math.nan
 
 
 def unique_names(records: Sequence[RunRecord]) -> list[str]:

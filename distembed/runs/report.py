@@ -30,13 +30,13 @@ class ReportColumn:
     Attributes:
         heading: Text above the column.
         text: Returns the text of a run's cell.
-        rank: Returns the number by which the best of several runs is marked, where lower is better; None to mark none.
+        sort_key: Returns the number that is lowest for the best of several runs, which is marked; None to mark none.
         in_terminal: Whether the narrower table in a terminal has the column too.
     """
 
     heading: str
     text: Callable[[RunSummary], str]
-    rank: Callable[[RunSummary], float] | None = None
+    sort_key: Callable[[RunSummary], float] | None = None
     in_terminal: bool = True
 
 
@@ -64,7 +64,7 @@ class ReportedMetric:
         return ReportColumn(
             self.heading,
             text=lambda run: _format(run.metric(self.name), self.number_format),
-            rank=None if self.better is None else lambda run: sign * run.metric(self.name),
+            sort_key=None if self.better is None else lambda run: sign * run.metric(self.name),
             in_terminal=self.in_terminal,
         )
 
@@ -78,8 +78,8 @@ REPORTED_METRICS = (
 
 COLUMNS = (
     ReportColumn("tables", lambda run: describe_schemes(run), in_terminal=False),
-    ReportColumn("parameters", lambda run: _format(run.parameters, ",.0f")),
-    ReportColumn("embedding MB", lambda run: _format(run.embedding_bytes / 1e6, ",.1f"), in_terminal=False),
+    ReportColumn("parameters", lambda run: _format(run.info.parameters, ",.0f")),
+    ReportColumn("embedding MB", lambda run: _format(run.info.embedding_bytes / 1e6, ",.1f"), in_terminal=False),
     *(metric.column() for metric in REPORTED_METRICS),
     ReportColumn("samples/s", lambda run: _format(run.samples_per_second, ",.0f")),
     ReportColumn("status", lambda run: describe_status(run)),
@@ -146,13 +146,13 @@ def render_run_report(named: dict[str, RunRecord], summaries: Sequence[RunSummar
 
 def describe_schemes(run: RunSummary) -> str:
     """Returns such as ``20 quotient_remainder, 6 full``."""
-    return ", ".join(f"{count} {scheme}" for scheme, count in run.schemes.items()) or UNKNOWN
+    return ", ".join(f"{count} {scheme}" for scheme, count in run.info.schemes.items()) or UNKNOWN
 
 
 def describe_status(run: RunSummary) -> str:
     """Returns such as ``finished``, or with the split that was evaluated last: ``unfinished (validation)``."""
-    is_provisional = run.status != "finished" and run.evaluated_on
-    return f"{run.status} ({run.evaluated_on})" if is_provisional else run.status
+    status = run.info.status
+    return f"{status} ({run.evaluated_on})" if status != "finished" and run.evaluated_on else status
 
 
 def _comparison(summaries: Sequence[RunSummary]) -> str:
@@ -170,7 +170,7 @@ def _cell(column: ReportColumn, run: RunSummary, summaries: Sequence[RunSummary]
     text = escape(column.text(run))
     # metrics on different splits are not compared
     comparable = len(summaries) > 1 and len({other.evaluated_on for other in summaries}) == 1
-    is_best = column.rank is not None and comparable and column.rank(run) == _lowest(column.rank, summaries)
+    is_best = column.sort_key is not None and comparable and column.sort_key(run) == _lowest(column.sort_key, summaries)
     return f"<td>{f'<strong>{text}</strong>' if is_best else text}</td>"
 
 

@@ -119,7 +119,7 @@ def test_each_figure_is_there_and_is_valid_svg(tmp_path: Path, count: int) -> No
 
 def test_numbers_are_those_of_the_run_folder(tmp_path: Path) -> None:
     page, (summary,) = report(tmp_path, make_run(tmp_path / "run"))
-    assert (summary.metric("auc"), summary.metric("logloss"), summary.parameters) == (0.7701, 0.4622, 8_441_404)
+    assert (summary.metric("auc"), summary.metric("logloss"), summary.info.parameters) == (0.7701, 0.4622, 8_441_404)
     assert summary.samples_per_second == 10_015.5, "the median of 10001 ... 10030"
     for text in ("8,441,404", "31.8", "0.7701", "0.4622", "0.8100", "0.991", "20 quotient_remainder, 6 full"):
         assert text in page.text
@@ -150,7 +150,7 @@ def test_metrics_cut_short_leave_the_rest_readable(tmp_path: Path, content: str)
 @pytest.mark.parametrize("steps", [0, 1, 9, 10])
 def test_unfinished_runs_are_shown_as_far_as_they_came(tmp_path: Path, steps: int) -> None:
     page, (summary,) = report(tmp_path, make_run(tmp_path / "run", steps=steps, finished=False))
-    assert summary.status == "unfinished"
+    assert summary.info.status == "unfinished"
     assert summary.evaluated_on == ("validation" if steps == 10 else "")
     assert math.isnan(summary.metric("auc")) == (steps < 10)
     assert math.isnan(summary.samples_per_second) == (steps == 0)
