@@ -75,7 +75,10 @@ def test_all_mistakes_are_listed_with_their_paths() -> None:
         ("train.epochs=1.5", "train.epochs"),
         ("train.dense_optimizer.learning_rate=.nan", "finite"),
         ("train.dense_optimizer.learning_rate=0", "greater than 0"),
-        ("train.dense_optimizer.name=adagrda", "did you mean 'adagrad'?"),
+        (
+            "train.dense_optimizer.name=adagrda",
+            "train.dense_optimizer.name is 'adagrda', which is not known. Did you mean 'adagrad'?",
+        ),
         ("model.name=dlm", "'dlm' is not a model; known: dlrm, dcn"),
         ("model=3", "model: Input should be an object"),
         ("data.path=[", "is not YAML"),

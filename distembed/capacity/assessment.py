@@ -16,7 +16,8 @@ from distembed.config import Config
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.tables import CompositionalTables
 from distembed.errors import RunError, UserError
-from distembed.optim.states import IS_ROW_WISE, TableOptimizers
+from distembed.optim.declared import TableOptimizers
+from distembed.optim.kinds import OPTIMIZERS
 from distembed.planning import Workload, plan_as_json
 from distembed.planning.cluster import Cluster
 from distembed.planning.plan import Planned, find_plan, placements_of, reserved_share
@@ -231,7 +232,7 @@ def _notes(optimizers: TableOptimizers, placements: list[Placement]) -> list[str
         for placement in placements
         if placement.divided is None and 0 < _widest(placement) < width(placement.table)
     ]
-    if by_columns and any(IS_ROW_WISE[optimizers.sparse].values()):
+    if by_columns and OPTIMIZERS[optimizers.sparse].has_row_states:
         return [
             f"{optimizers.sparse} keeps a number for each row of a range of columns, so that tables in several ranges "
             f"train a little otherwise than whole ones: {_enumerated(by_columns)}"

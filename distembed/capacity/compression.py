@@ -38,7 +38,7 @@ from distembed.data.prepare.vocabulary import FIRST_ID
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.settings import EmbeddingConfig, TableConfig, build_tables
 from distembed.errors import DoesNotFit, UserError
-from distembed.optim.states import TableOptimizers
+from distembed.optim.declared import TableOptimizers
 from distembed.planning.cluster import Cluster
 from distembed.planning.storage import function_storage, whole_table_storage
 from distembed.training.build import table_optimizers

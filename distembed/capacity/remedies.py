@@ -13,7 +13,7 @@ from distembed.capacity.assessment import Assessment, assess_capacity
 from distembed.config import Config
 from distembed.embedding.settings import TableConfig, build_tables
 from distembed.errors import UserError
-from distembed.optim.states import IS_ROW_WISE
+from distembed.optim.kinds import OPTIMIZERS
 from distembed.planning.cluster import Cluster
 from distembed.planning.devices import DEVICES
 from distembed.planning.storage import TableStorage, whole_table_storage
@@ -159,7 +159,7 @@ class _Search:
 
     def optimizer(self) -> str | None:
         sparse = self._config.train.sparse_optimizer
-        if all(IS_ROW_WISE[sparse.name].values()):  # it keeps no number for each weight
+        if not OPTIMIZERS[sparse.name].has_weight_states:
             return None
         smaller = dataclasses.replace(sparse, name="row_wise_adagrad")
         train = dataclasses.replace(self._config.train, sparse_optimizer=smaller)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def random_state() -> dict[str, Tensor]:
-    """State of this process's generators, by device type."""
+    """Returns the state of this process's generators, as uint8 tensors, by device type."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -21,13 +21,13 @@ def random_state() -> dict[str, Tensor]:
 
 
 def restore_random_state(first: Tensor, own: Mapping[str, Tensor], rank: int, world_size: int) -> None:
-    """Goes on from a saved state.
+    """Sets this process's generators to continue from a saved state.
 
     Args:
-        first: of the CPU generator of the first rank that saved.
-        own: of this rank's generators, by device type; empty on another number of ranks.
-        rank: of this process.
-        world_size: number of ranks now.
+        first: State of the CPU generator of the first rank that saved.
+        own: States of this rank's generators, by device type; empty where another number of ranks has saved.
+        rank: Number of this process.
+        world_size: Number of ranks now.
     """
     digest = hashlib.sha256(first.numpy().tobytes() + f"{rank}/{world_size}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))  # CUDA's too

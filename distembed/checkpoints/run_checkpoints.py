@@ -9,25 +9,27 @@ from typing import Any
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
-from distembed.checkpoints.checkpoint import CheckpointContent, damaged, load_checkpoint, not_written, write_checkpoint
-from distembed.checkpoints.store import CheckpointStore, naming
+from distembed.checkpoints.checkpoint import load_checkpoint
+from distembed.checkpoints.content import CheckpointContent
+from distembed.checkpoints.store import CheckpointStore, storage_errors
+from distembed.checkpoints.transfer import damaged, not_written, write_checkpoint
 from distembed.errors import UserError
 from distembed.host_memory import available_memory_bytes, give_back_freed_memory
 from distembed.ranks import Collectives, Ranks
 
 PROGRESS_KEYS = ("step", "samples", "seconds", "reader")
-"""What a run tells :meth:`Checkpoints.save` and gets back from :meth:`Checkpoints.load`."""
+"""What a run gives :meth:`Checkpoints.save` as progress, and :meth:`Checkpoints.load` returns."""
 
 _COPY_SHARE = 0.5
-"""Of the available memory, what a copy may take that is written in the background."""
+"""Share of the available host memory that the copies may take which are written beside training."""
 
 
 def checkpoint_place(run_dir: Path, checkpoint_dir: str | None) -> str:
-    """Where the checkpoints of a run are.
+    """Returns the absolute path or the URL where the checkpoints of a run are.
 
     Args:
-        run_dir: the run's folder.
-        checkpoint_dir: ``train.checkpoint_dir``.
+        run_dir: The run's folder.
+        checkpoint_dir: The run's ``train.checkpoint_dir``.
     """
     if checkpoint_dir is not None and "://" in checkpoint_dir:
         return checkpoint_dir
@@ -35,14 +37,18 @@ def checkpoint_place(run_dir: Path, checkpoint_dir: str | None) -> str:
 
 
 def newest_checkpoint(run_dir: Path, checkpoint_dir: str | None = None) -> str:
-    """The newest whole checkpoint of a run.
+    """Returns the path or URL of the newest whole checkpoint of a run.
+
+    Args:
+        run_dir: The run's folder.
+        checkpoint_dir: The run's ``train.checkpoint_dir``.
 
     Raises:
-        UserError: where it has none, or they cannot be got at.
+        UserError: The run has no whole checkpoint, or the place cannot be reached.
     """
     place = checkpoint_place(run_dir, checkpoint_dir)
     store = CheckpointStore(place)
-    with naming(place):
+    with storage_errors(place):
         names = store.names()
     if not names:
         raise UserError(
@@ -52,25 +58,25 @@ def newest_checkpoint(run_dir: Path, checkpoint_dir: str | None = None) -> str:
 
 
 class Checkpoints:
-    """The checkpoints of one run, newest last; all ranks construct and call it together.
+    """The checkpoints of one run, written beside training; all ranks construct it and call its methods collectives.
 
     A checkpoint is copied to host memory and written beside training, in a thread with a process group of its own,
     where the copies of a machine's ranks fit into half of its available memory; else the step waits for it. At most one
     is being written: the next one, the end of the block, and :meth:`wait` wait for it and raise what went wrong.
 
     Args:
-        url: where they lie.
-        keep: how many of the newest are kept.
-        processes: the ranks.
-        owner: names the run, where other runs might be given the same place.
+        url: Local path or URL of the place where the checkpoints lie.
+        keep: Number of newest checkpoints that stay.
+        ranks: This rank among all.
+        owner: Name of the run, where other runs might be given the same place.
     """
 
-    def __init__(self, url: str, keep: int, processes: Ranks, owner: str | None = None) -> None:
+    def __init__(self, url: str, keep: int, ranks: Ranks, owner: str | None = None) -> None:
         self._store = CheckpointStore(url)
         self._keep = keep
-        self._processes = processes
+        self._ranks = ranks
         self._owner = owner
-        self._together = Collectives.in_own_group()
+        self._collectives = Collectives.in_own_group()
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._said_that_steps_wait = False
@@ -87,32 +93,35 @@ class Checkpoints:
                 error.add_note(f"Besides: {self._failure}")
 
     def newest(self) -> str | None:
-        """The newest whole one, the same on all ranks.
+        """Returns the path or URL of the newest whole checkpoint, the same on all ranks; None where there is none.
 
         Raises:
-            UserError: where they cannot be got at.
+            UserError: The place cannot be reached.
         """
-        with naming(self._store.url):
-            names = self._together.on_first(self._store.names)
+        with storage_errors(self._store.url):
+            names = self._collectives.on_first(self._store.names)
         return self._store.path_of(names[-1]) if names else None
 
     def require_usable(self) -> None:
         """Makes sure that every rank can write, and that the first sees what the others wrote.
 
         Raises:
-            UserError: where that is not so, with the reason.
+            UserError: A rank cannot write, the first rank does not see what another wrote, or the place belongs to
+                another run.
         """
-        store, together = self._store, self._together
+        store, collectives = self._store, self._collectives
         problem = None
         try:
-            with naming(store.url):
-                store.write_probe(together.rank)
+            with storage_errors(store.url):
+                store.write_probe(collectives.rank)
         except UserError as error:
             problem = str(error)
-        problems = [found for found in together.gather(problem) if found is not None]
+        problems = [found for found in collectives.gather(problem) if found is not None]
         try:
-            with naming(store.url):
-                unseen = together.on_first(lambda: [r for r in range(together.world_size) if not store.sees_probe(r)])
+            with storage_errors(store.url):
+                unseen = collectives.on_first(
+                    lambda: [r for r in range(collectives.world_size) if not store.sees_probe(r)]
+                )
                 if not problems and unseen:
                     problems = [
                         f"what rank(s) {', '.join(map(str, unseen))} wrote to {store.url} is not seen by rank 0; give "
@@ -120,13 +129,13 @@ class Checkpoints:
                     ]
         finally:
             if problem is None:
-                with naming(store.url):
-                    store.remove_probe(together.rank)
+                with storage_errors(store.url):
+                    store.remove_probe(collectives.rank)
         if problems:
             raise UserError(problems[0])
         if self._owner is not None:
-            with naming(store.url):
-                together.on_first(partial(self._claim, self._owner))
+            with storage_errors(store.url):
+                collectives.on_first(partial(self._claim, self._owner))
 
     def _claim(self, owner: str) -> None:
         if self._store.owner() is None:
@@ -139,15 +148,20 @@ class Checkpoints:
             )
 
     def load(self, checkpoint: str, model: nn.Module, optimizer: KeyedOptimizer) -> dict[str, Any]:
-        """Goes on from a checkpoint: weights, optimizer state, random state.
+        """Reads weights, optimizer state and random state of a checkpoint into the live model.
+
+        Args:
+            checkpoint: Path or URL of the checkpoint.
+            model: The model to restore.
+            optimizer: The optimizer of its parameters.
 
         Returns:
-            What :meth:`save` was told as ``progress``.
+            What :meth:`save` was given as ``progress``.
 
         Raises:
-            UserError: as :func:`load_checkpoint`.
+            UserError: The checkpoint is of another model or of other optimizers, or is damaged.
         """
-        progress = load_checkpoint(checkpoint, model, optimizer, restore_random=True, together=self._together)
+        progress = load_checkpoint(checkpoint, model, optimizer, restore_random=True, collectives=self._collectives)
         missing = [key for key in PROGRESS_KEYS if key not in progress]
         if missing:
             raise damaged(checkpoint, KeyError(f"progress.json has no {', '.join(missing)}"))
@@ -164,27 +178,27 @@ class Checkpoints:
         """Writes a checkpoint, or has it written while training goes on; on failure the older ones stay.
 
         Args:
-            step: number of steps done.
-            model: what was trained.
-            optimizer: of its parameters.
-            progress: what :meth:`load` returns.
-            say: prints a line, when the checkpoint is whole.
+            step: Number of steps done.
+            model: The model as it is now.
+            optimizer: The optimizer of its parameters.
+            progress: What :meth:`load` returns.
+            say: Prints a line, when the checkpoint is whole.
 
         Raises:
-            RunError: where this one could not be written, with the reason. Where the one before could not be, this one
-                is written at once, to see whether that was a passing failure.
+            RunError: This checkpoint could not be written; the error gives the reason. Where the one before could not
+                be, this one is written at once, to see whether that was a passing failure.
         """
         failed_before = self._join()
         name = f"step-{step:08d}"
         try:
-            is_there = self._together.on_first(partial(self._store.is_whole, name))
+            is_there = self._collectives.on_first(partial(self._store.is_whole, name))
         except Exception as error:  # file systems raise errors of their own kinds
             raise not_written(self._store, name, error) from error
         if is_there:
             if failed_before is not None:
                 raise failed_before
             return
-        content = CheckpointContent.of(name, model, optimizer, progress, self._together)
+        content = CheckpointContent.collect(name, model, optimizer, progress, self._collectives)
         if failed_before is None and self._copies_fit(content.num_bytes):
             self._thread = threading.Thread(
                 target=self._write, args=(content.copied_to_host(), say), name=name, daemon=True
@@ -200,17 +214,17 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Returns when nothing is being written.
+        """Waits until nothing is being written.
 
         Raises:
-            RunError: where what was being written could not be.
+            RunError: What was being written could not be.
         """
         failure = self._join()
         if failure is not None:
             raise failure
 
     def _join(self) -> Exception | None:
-        """Returns when nothing is being written, with what went wrong."""
+        """Waits until nothing is being written; returns what went wrong."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -220,12 +234,12 @@ class Checkpoints:
 
     def _write(self, content: CheckpointContent, say: Callable[[str], None]) -> None:
         try:
-            write_checkpoint(self._store, content, self._keep, self._together)
+            write_checkpoint(self._store, content, self._keep, self._collectives)
             say(f"saved {self._store.path_of(content.name)}")
         except Exception as error:  # raised by wait, in the main thread
             self._failure = error
 
     def _copies_fit(self, num_bytes: int) -> bool:
-        most = max(self._together.gather(num_bytes))
-        fits = most * self._processes.local_world_size <= _COPY_SHARE * available_memory_bytes()
-        return all(self._together.gather(fits))
+        most = max(self._collectives.gather(num_bytes))
+        fits = most * self._ranks.local_world_size <= _COPY_SHARE * available_memory_bytes()
+        return all(self._collectives.gather(fits))

@@ -26,10 +26,10 @@ class CheckpointStore:
     """Named checkpoints below one place.
 
     Args:
-        url: a local path, or a URL such as ``s3://bucket/folder``.
+        url: A local path, or a URL such as ``s3://bucket/folder``.
 
     Raises:
-        UserError: for a protocol that fsspec does not know, or whose package is not installed.
+        UserError: Fsspec does not know the URL's protocol, or the package for it is not installed.
     """
 
     def __init__(self, url: str) -> None:
@@ -37,15 +37,15 @@ class CheckpointStore:
         self._files, self._root = open_file_system(url)
 
     def path_of(self, name: str) -> str:
-        """Where a checkpoint is, to give to :func:`distembed.checkpoints.checkpoint.load_checkpoint`."""
+        """Returns the path or URL of a checkpoint, as :func:`distembed.checkpoints.load_checkpoint` takes it."""
         return f"{self.url}/{name}"
 
     def names(self) -> list[str]:
-        """Whole checkpoints, oldest first."""
+        """Returns the names of the whole checkpoints, oldest first."""
         return [name for name in self._names() if self._is_whole(name)]
 
     def is_whole(self, name: str) -> bool:
-        """Whether this checkpoint is there, and whole."""
+        """Returns whether a checkpoint is there and whole."""
         self._files.invalidate_cache()
         return self._is_whole(name)
 
@@ -53,7 +53,7 @@ class CheckpointStore:
         """Makes room for a checkpoint that is about to be written.
 
         Raises:
-            UserError: where other files are in its way.
+            UserError: Other files are in its way.
         """
         if self._files.exists(f"{self._root}/{name}") and not self._is_checkpoint(name):
             raise UserError(
@@ -64,52 +64,57 @@ class CheckpointStore:
         self._files.makedirs(f"{self._root}/{name}", exist_ok=True)
 
     def finish(self, name: str, contents: Mapping[str, Any]) -> None:
-        """Declares a checkpoint whole, with what its last file says."""
+        """Declares a checkpoint whole by writing its last file.
+
+        Args:
+            name: Name of the checkpoint.
+            contents: What the file holds; floats that JSON cannot hold become null.
+        """
         path = f"{self._root}/{name}/{LAST_FILE}"
         with self._files.open(f"{path}.partial", "wb") as file:
             file.write(json.dumps(finite(contents), indent=2).encode())
         self._files.mv(f"{path}.partial", path)
 
     def discard(self, name: str) -> None:
-        """Clears away what could not be written to its end."""
+        """Removes a checkpoint that could not be written to its end; a whole one stays."""
         if not self.is_whole(name):
             self._remove(name)
 
     def keep_newest(self, count: int) -> None:
-        """Removes all others, and what is not whole."""
+        """Removes all checkpoints but the newest ``count`` whole ones."""
         kept = self.names()[-count:]
         for name in self._names():
             if name not in kept and self._is_checkpoint(name):
                 self._remove(name)
 
     def write_probe(self, rank: int) -> None:
-        """Writes a small file to see whether that can be done."""
+        """Writes a small file for this rank, to see whether that can be done."""
         self._files.makedirs(self._root, exist_ok=True)
         with self._files.open(self._probe(rank), "wb") as file:
             file.write(b"written to see whether checkpoints can be")
 
     def sees_probe(self, rank: int) -> bool:
-        """Whether the file that ``rank`` wrote is there."""
+        """Returns whether the small file that ``rank`` wrote is there."""
         self._files.invalidate_cache()
         return bool(self._files.exists(self._probe(rank)))
 
     def remove_probe(self, rank: int) -> None:
-        """Removes this rank's file."""
+        """Removes the small file of this rank, where it is there."""
         if self._files.exists(self._probe(rank)):
             self._files.rm(self._probe(rank))
 
     def owner(self) -> str | None:
-        """Which run keeps its checkpoints here, if any has said so."""
+        """Returns the name of the run whose checkpoints lie here; None where no run has claimed the place."""
         self._files.invalidate_cache()
         path = f"{self._root}/{_OWNER_FILE}"
         return str(self._files.cat_file(path).decode()) if self._files.exists(path) else None
 
     def claim(self, owner: str) -> None:
-        """Says that a run keeps its checkpoints here."""
+        """Marks the place as that of a run's checkpoints, by the run's name."""
         self._files.pipe_file(f"{self._root}/{_OWNER_FILE}", owner.encode())
 
     def room_left(self) -> str:
-        """Free space in words, where it is known."""
+        """Returns the free space in words for an error; empty where it is not known."""
         if not isinstance(self._files, LocalFileSystem):
             return ""
         existing = next(path for path in (Path(self._root), *Path(self._root).parents) if path.exists())
@@ -126,7 +131,7 @@ class CheckpointStore:
         return sorted(name for path in paths if (name := path.rstrip("/").rsplit("/", 1)[-1]).startswith("step-"))
 
     def _is_checkpoint(self, name: str) -> bool:
-        """Whether a folder holds nothing but what checkpoints are made of."""
+        """Returns whether a folder holds nothing but the files of a checkpoint."""
         if not self._files.isdir(f"{self._root}/{name}"):
             return False
         files = [path.rstrip("/").rsplit("/", 1)[-1] for path in self._files.ls(f"{self._root}/{name}", detail=False)]
@@ -144,10 +149,10 @@ class CheckpointStore:
 
 
 def place_and_name(checkpoint: str) -> tuple[str, str]:
-    """Where a checkpoint lies, and its name there.
+    """Returns the folder or URL in which a checkpoint lies, and its name there.
 
     Raises:
-        UserError: for what is no path of a folder that could be made.
+        UserError: The path is none of a folder that could be made.
     """
     protocol, separator, path = checkpoint.rstrip("/").rpartition("://")
     name = path.rpartition("/")[2]
@@ -161,10 +166,10 @@ def place_and_name(checkpoint: str) -> tuple[str, str]:
 
 
 def open_file_system(url: str) -> tuple[Any, str]:
-    """The file system that a URL speaks of, and the path within it.
+    """Returns fsspec's file system for a URL or a local path, and the path within it.
 
     Raises:
-        UserError: as :class:`CheckpointStore`.
+        UserError: Fsspec does not know the URL's protocol, or the package for it is not installed.
     """
     try:
         files, path = fsspec.core.url_to_fs(url)
@@ -178,15 +183,19 @@ def open_file_system(url: str) -> tuple[Any, str]:
 
 
 def read_last_file(checkpoint: str) -> dict[str, Any]:
-    """What :meth:`CheckpointStore.finish` wrote."""
+    """Returns what :meth:`CheckpointStore.finish` wrote."""
     files, path = open_file_system(checkpoint)
     contents: dict[str, Any] = json.loads(files.cat_file(f"{path}/{LAST_FILE}"))
     return contents
 
 
 @contextmanager
-def naming(place: str) -> Iterator[None]:
-    """Turns whatever a file system raises into an error that names the place."""
+def storage_errors(place: str) -> Iterator[None]:
+    """Turns whatever a file system raises within the block into an error that names the place.
+
+    Raises:
+        UserError: A file system raised something; the error names the place and the remedy.
+    """
     try:
         yield
     except UserError:

@@ -4,11 +4,30 @@ from dataclasses import field
 from typing import Annotated, Literal
 
 import pydantic.dataclasses
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
+
+from distembed.errors import UserError
+from distembed.names import one_of
+from distembed.optim.kinds import OPTIMIZERS, dense_names, sparse_names
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
 PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeNumber = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+# the names are looked up when a config is validated: rows may have been added to the table by then
+def _dense_name(name: str) -> str:
+    known = dense_names()
+    if name in OPTIMIZERS and name not in known:
+        raise UserError(f"name is {name!r}, which trains tables only; use one of {', '.join(known)}.")
+    return one_of("name", name, known)
+
+
+def _sparse_name(name: str) -> str:
+    known = sparse_names()
+    if name in OPTIMIZERS and name not in known:
+        raise UserError(f"name is {name!r}, which trains networks only; use one of {', '.join(known)}.")
+    return one_of("name", name, known)
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
@@ -16,9 +35,9 @@ class ScheduleConfig:
     """A learning rate over the steps of a run, as a factor on the optimizer's.
 
     Attributes:
-        warmup: share of the run's steps over which the factor grows linearly to 1.
-        decay: ``none``, ``linear`` or ``cosine``, from the end of the warm-up to the last step.
-        final_factor: what the decay ends at.
+        warmup: Share of the run's steps over which the factor grows linearly to 1.
+        decay: How the factor falls from the end of the warm-up to the last step: ``none``, ``linear`` or ``cosine``.
+        final_factor: The factor at the end of the decay.
     """
 
     warmup: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -31,13 +50,14 @@ class DenseOptimizerConfig:
     """Optimizer of everything but the embedding tables.
 
     Attributes:
-        name: ``adagrad``, ``adam``, ``adamw``, ``amsgrad`` or ``sgd``.
-        learning_rate: at the end of the warm-up.
-        weight_decay: decoupled for ``adamw``, an L2 penalty for the others.
-        schedule: of the learning rate.
+        name: An optimizer that trains networks: ``adagrad``, ``adam``, ``adamw``, ``amsgrad``, ``sgd``, or one that was
+            added to ``distembed.optim.OPTIMIZERS``.
+        learning_rate: The rate at the end of the warm-up.
+        weight_decay: Decay of the weights, decoupled for ``adamw``, an L2 penalty for the others.
+        schedule: The learning rate over the steps.
     """
 
-    name: Literal["adagrad", "adam", "adamw", "amsgrad", "sgd"] = "adagrad"
+    name: Annotated[str, AfterValidator(_dense_name)] = "adagrad"
     learning_rate: PositiveNumber = 0.02
     weight_decay: NonNegativeNumber = 0.0
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -52,24 +72,16 @@ class SparseOptimizerConfig:
     ``lamb`` and the ``partial_row_wise`` ones have none, so that they take no such tables.
 
     Attributes:
-        name: ``row_wise_adagrad`` (one accumulator a row), ``adagrad``, ``sgd``; ``amsgrad``, which is never fused and
-            steps through all rows; on CUDA only: ``adam``, ``partial_row_wise_adam`` (one second moment a row),
-            ``lamb``, ``partial_row_wise_lamb``.
-        learning_rate: at the end of the warm-up.
-        eps: added to the root of the accumulator.
-        schedule: of the learning rate.
+        name: An optimizer that trains tables: ``row_wise_adagrad`` (one accumulator a row), ``adagrad``, ``sgd``;
+            ``amsgrad``, which is never fused and steps through all rows, as do those that were added to
+            ``distembed.optim.OPTIMIZERS`` without a fused class; on CUDA only ``adam``, ``partial_row_wise_adam`` (one
+            second moment a row), ``lamb``, ``partial_row_wise_lamb``.
+        learning_rate: The rate at the end of the warm-up.
+        eps: Small number that is added to the root of the accumulator.
+        schedule: The learning rate over the steps.
     """
 
-    name: Literal[
-        "row_wise_adagrad",
-        "adagrad",
-        "sgd",
-        "amsgrad",
-        "adam",
-        "partial_row_wise_adam",
-        "lamb",
-        "partial_row_wise_lamb",
-    ] = "row_wise_adagrad"
+    name: Annotated[str, AfterValidator(_sparse_name)] = "row_wise_adagrad"
     learning_rate: PositiveNumber = 0.02
     eps: PositiveNumber = 1e-8
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

@@ -1,123 +1,77 @@
-"""Optimizers of the tables and of all else, and the learning rate over the steps.
+"""The optimizers of a model that is sharded: who trains what, and the learning rate over the steps.
 
-Tables are trained by the *sparse* optimizer: within the backward pass where FBGEMM has fused it, else by torch's of the
-same name. Torch trains what every rank has, and all tables under ``amsgrad``, which FBGEMM does not have. All other
-parameters, those of path functions among them, are trained by the *dense* one.
+Vectors of tables are trained by the *sparse* optimizer: within the backward pass where FBGEMM has it fused, else by
+torch's of the same name. Torch trains what every rank has, and all tables under an optimizer that FBGEMM does not have.
+All other parameters, those of path functions among them, are trained by the *dense* one.
 """
 
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.optim import LAMB, PartialRowWiseAdam, PartialRowWiseLAMB
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
-from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from distembed.checkpoints.optimizer_state import set_step
 from distembed.errors import UserError
 from distembed.optim.config import DenseOptimizerConfig, ScheduleConfig, SparseOptimizerConfig
-
-OptimizerFactory = Callable[..., torch.optim.Optimizer]
-
-DENSE_OPTIMIZERS: dict[str, OptimizerFactory] = {
-    "adagrad": torch.optim.Adagrad,
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "amsgrad": lambda params, **settings: torch.optim.Adam(params, amsgrad=True, **settings),
-    "sgd": torch.optim.SGD,
-}
-
-
-@dataclass(frozen=True)
-class SparseOptimizer:
-    """One of the optimizers of tables.
-
-    Attributes:
-        fused: the class by which TorchRec knows FBGEMM's; None where FBGEMM has none.
-        torch_form: makes torch's of ``params``, ``lr`` and, but for SGD, ``eps``; None where torch has none.
-        needs_cuda: whether FBGEMM has it on CUDA only; so it has all that divide by a factor of the number of steps.
-    """
-
-    fused: type[torch.optim.Optimizer] | None
-    torch_form: OptimizerFactory | None
-    needs_cuda: bool = False
-
-
-def _fused_by_torch(factory: OptimizerFactory) -> OptimizerFactory:
-    return lambda params, **settings: factory(params, fused=True, **settings)
-
-
-SPARSE_OPTIMIZERS: dict[str, SparseOptimizer] = {
-    "row_wise_adagrad": SparseOptimizer(RowWiseAdagrad, RowWiseAdagrad),
-    "adagrad": SparseOptimizer(torch.optim.Adagrad, _fused_by_torch(torch.optim.Adagrad)),
-    "sgd": SparseOptimizer(torch.optim.SGD, _fused_by_torch(torch.optim.SGD)),
-    "amsgrad": SparseOptimizer(None, _fused_by_torch(DENSE_OPTIMIZERS["amsgrad"])),
-    "adam": SparseOptimizer(torch.optim.Adam, _fused_by_torch(torch.optim.Adam), needs_cuda=True),
-    "partial_row_wise_adam": SparseOptimizer(PartialRowWiseAdam, None, needs_cuda=True),
-    "lamb": SparseOptimizer(LAMB, None, needs_cuda=True),
-    "partial_row_wise_lamb": SparseOptimizer(PartialRowWiseLAMB, None, needs_cuda=True),
-}
-
-_TABLE = re.compile(r"(^|\.)(embedding_bags|embeddings)\.[^.]+__p\d+\.weight")
+from distembed.optim.kinds import OPTIMIZERS, sparse_names
+from distembed.optim.live_state import set_step_count
+from distembed.optim.tables import table_parameters
 
 
 def needs_dense_kernel(config: SparseOptimizerConfig) -> bool:
-    """Whether tables are to be placed with TorchRec's ``dense`` kernel, which leaves the update to torch."""
-    return SPARSE_OPTIMIZERS[config.name].fused is None
+    """Returns whether tables have to be placed with TorchRec's ``dense`` kernel, which leaves the update to torch."""
+    return OPTIMIZERS[config.name].fused_class is None
 
 
 def fuse_sparse_optimizer(
     parameters: Iterable[nn.Parameter], config: SparseOptimizerConfig, device: torch.device
 ) -> None:
-    """Marks table parameters so that FBGEMM updates them within the backward pass, where it can.
+    """Marks vectors of tables so that FBGEMM updates them within the backward pass, where it can.
+
+    Args:
+        parameters: The vectors, such as :func:`distembed.optim.tables.table_parameters` gives of a model.
+        config: The optimizer.
+        device: The device that will train them.
 
     Raises:
-        UserError: where FBGEMM has no such optimizer on the device.
+        UserError: FBGEMM has the optimizer on CUDA only, and the device is another.
     """
-    optimizer = SPARSE_OPTIMIZERS[config.name]
-    if optimizer.needs_cuda and device.type != "cuda":
-        elsewhere = ", ".join(name for name, other in SPARSE_OPTIMIZERS.items() if not other.needs_cuda)
+    kind = OPTIMIZERS[config.name]
+    if kind.fused_needs_cuda and device.type != "cuda":
+        elsewhere = ", ".join(name for name in sparse_names() if not OPTIMIZERS[name].fused_needs_cuda)
         raise UserError(
             f"train.sparse_optimizer.name is {config.name!r}, which FBGEMM has on CUDA only, and this run is on "
             f"{device.type}; use one of {elsewhere}."
         )
-    if optimizer.fused is not None:
-        apply_optimizer_in_backward(optimizer.fused, parameters, _sparse_settings(config))
+    if kind.fused_class is not None:
+        apply_optimizer_in_backward(kind.fused_class, parameters, _sparse_settings(config))
 
 
-def is_table(name: str) -> bool:
-    """Whether a parameter holds the vectors of a compositional table's partition, from its name in a model."""
-    return _TABLE.search(name) is not None
-
-
-def _sparse_settings(config: SparseOptimizerConfig) -> dict[str, Any]:
-    return {"lr": config.learning_rate} | ({} if config.name == "sgd" else {"eps": config.eps})
+def _sparse_settings(config: SparseOptimizerConfig) -> dict[str, float]:
+    return {"lr": config.learning_rate} | ({"eps": config.eps} if OPTIMIZERS[config.name].has_eps else {})
 
 
 def _sparse_optimizer(tables: Mapping[str, Tensor], config: SparseOptimizerConfig) -> KeyedOptimizer:
-    """Torch's form of the sparse optimizer, over tables that have none fused."""
-    factory = SPARSE_OPTIMIZERS[config.name].torch_form
-    if factory is None:
-        others = ", ".join(name for name, other in SPARSE_OPTIMIZERS.items() if other.torch_form is not None)
+    """Makes torch's form of the sparse optimizer, for tables that FBGEMM does not update."""
+    kind = OPTIMIZERS[config.name]
+    if kind.torch_class is None:
+        others = ", ".join(name for name in sparse_names() if OPTIMIZERS[name].torch_class is not None)
         raise UserError(
             f"train.sparse_optimizer.name is {config.name!r}, which only FBGEMM has, but torch trains what every "
             f"rank has, such as {next(iter(tables))}; place tables table_wise or column_wise, or use one of {others}."
         )
     settings = _sparse_settings(config)
-    return KeyedOptimizerWrapper(tables, lambda params: factory(params, **settings))
+    return KeyedOptimizerWrapper(tables, lambda params: kind.make(params, **settings))
 
 
 def _dense_optimizer(parameters: Mapping[str, Tensor], config: DenseOptimizerConfig) -> KeyedOptimizer:
-    factory = _fused_by_torch(DENSE_OPTIMIZERS[config.name])
+    kind = OPTIMIZERS[config.name]
     return KeyedOptimizerWrapper(
-        parameters, lambda params: factory(params, lr=config.learning_rate, weight_decay=config.weight_decay)
+        parameters, lambda params: kind.make(params, lr=config.learning_rate, weight_decay=config.weight_decay)
     )
 
 
@@ -125,7 +79,16 @@ class Optimizers:
     """All optimizers of a model, each under its learning-rate schedule.
 
     Attributes:
-        combined: what a TorchRec pipeline steps and a checkpoint holds.
+        combined: The one optimizer that a TorchRec pipeline steps and a checkpoint holds.
+
+    Args:
+        model: The sharded model, whose tables :func:`fuse_sparse_optimizer` has marked.
+        dense: The optimizer of everything but vectors of tables.
+        sparse: The optimizer of vectors.
+        num_steps: Number of steps of the whole run, for the schedules.
+
+    Raises:
+        UserError: Torch has to train some tables, and does not have the sparse optimizer.
     """
 
     def __init__(
@@ -141,7 +104,8 @@ class Optimizers:
             for name, parameter in in_backward_optimizer_filter(model.named_parameters())
             if parameter.numel()
         }
-        tables = {name: parameter for name, parameter in parameters.items() if is_table(name)}
+        vectors = {id(parameter) for parameter in table_parameters(model)}
+        tables = {name: parameter for name, parameter in parameters.items() if id(parameter) in vectors}
         others = {name: parameter for name, parameter in parameters.items() if name not in tables}
         self._fused = model.fused_optimizer
         self._scheduled: list[tuple[KeyedOptimizer, SparseOptimizerConfig | DenseOptimizerConfig]] = [
@@ -151,21 +115,29 @@ class Optimizers:
             self._scheduled.append((_sparse_optimizer(tables, sparse), sparse))
         if others:
             self._scheduled.append((_dense_optimizer(others, dense), dense))
-        self._corrects_bias = SPARSE_OPTIMIZERS[sparse.name].needs_cuda
+        kind = OPTIMIZERS[sparse.name]
+        self._fused_corrects_bias = kind.corrects_bias and kind.fused_class is not None
         self._dense = dense
         self._num_steps = num_steps
         self.combined = CombinedOptimizer([optimizer for optimizer, _ in self._scheduled])
 
     def set_learning_rates(self, step: int) -> float:
-        """Applies the schedules to the step that comes next (counted from 0); returns the dense learning rate."""
+        """Applies the schedules to the step that comes next.
+
+        Args:
+            step: Number of the step, counted from 0.
+
+        Returns:
+            The learning rate of the dense optimizer.
+        """
         for optimizer, config in self._scheduled:
             for group in optimizer.param_groups:
                 group["lr"] = self._rate(config, step)
-        # fused updates happen in the backward pass: FBGEMM must know the rate before it, and step() only tells it
+        # fused updates happen in the backward pass: FBGEMM must know the rate before it, which is all that step() does
         self._fused.step()
-        if self._corrects_bias:
+        if self._fused_corrects_bias:
             # FBGEMM counts the batches of evaluations too
-            set_step(self._fused, step)
+            set_step_count(self._fused, step)
         return self._rate(self._dense, step)
 
     def _rate(self, config: SparseOptimizerConfig | DenseOptimizerConfig, step: int) -> float:
@@ -173,7 +145,7 @@ class Optimizers:
 
 
 def learning_rate_factor(schedule: ScheduleConfig, step: int, num_steps: int) -> float:
-    """Factor on the learning rates at ``step``, counted from 0, of a run of ``num_steps``."""
+    """Returns the factor on the learning rates at ``step``, counted from 0, of a run of ``num_steps``."""
     warmup_steps = round(schedule.warmup * num_steps)
     if step < warmup_steps:
         return (step + 1) / warmup_steps

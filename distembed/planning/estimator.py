@@ -40,7 +40,7 @@ from torchrec.distributed.types import ModuleSharder, ParameterSharding, Pipelin
 
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.tables import CompositionalTables
-from distembed.optim.states import TableOptimizers
+from distembed.optim.declared import TableOptimizers
 from distembed.planning.storage import DEFAULT_CACHE_RATIO, TableStorage, function_storage, table_storage
 from distembed.sharding.placement import Placement, place
 

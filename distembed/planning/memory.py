@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from distembed.optim.states import TableOptimizers
+from distembed.optim.declared import TableOptimizers
 from distembed.planning.buffers import SentBytes, Step, StepBuffers
 from distembed.planning.networks import NetworkEstimate
 from distembed.planning.storage import DEFAULT_CACHE_RATIO, TableStorage, table_storage, total

@@ -17,9 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from distembed.models.config import DCNConfig, DLRMConfig, build_model
-from distembed.optim.states import IS_ROW_WISE
-
-_STEP_BYTES = 4  # torch counts the steps of each parameter, but for SGD
+from distembed.optim.kinds import OPTIMIZERS
 
 
 @dataclass(frozen=True)
@@ -116,7 +114,7 @@ def estimate_network(
         embedding_dim: D of each.
         num_dense: number of dense features.
         num_rows: b.
-        optimizer: name of the dense one, a key of ``IS_ROW_WISE``.
+        optimizer: name of the dense one, a key of ``OPTIMIZERS``.
         bf16: whether the networks compute in bf16.
         averages: whether gradients are averaged over ranks, in buckets.
     """
@@ -132,8 +130,8 @@ def estimate_network(
         _step(model, *batch, bf16)
         peak = live.peak - before
     trained = sum(map(_num_bytes, parameters))
-    states = len(IS_ROW_WISE[optimizer])
-    kept = states * trained + (_STEP_BYTES * len(parameters) if states else 0)
+    kind = OPTIMIZERS[optimizer]
+    kept = sum(kind.torch_state_bytes(0, parameter.numel()) for parameter in parameters)
     return NetworkEstimate(
         trained, sum(map(_num_bytes, model.buffers())), trained, kept, peak, counter.get_total_flops()
     )

@@ -17,7 +17,8 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from distembed.embedding.tables import CompositionalTables
 from distembed.errors import RunError, UserError
 from distembed.host_memory import host_memory_bytes
-from distembed.optim.states import IS_ROW_WISE, TableOptimizers, declared_optimizers
+from distembed.optim.declared import TableOptimizers, declared_optimizers
+from distembed.optim.kinds import OPTIMIZERS
 from distembed.planning.cluster import Cluster
 from distembed.planning.config import PlanConfig
 from distembed.planning.devices import device_here
@@ -253,7 +254,7 @@ def _beside_shards(planned: Planned, found: Found, model: nn.Module, optimizers:
 def _declared(model: nn.Module, sharders: list[ModuleSharder[Any]]) -> TableOptimizers:
     """What the tables say themselves; of several the one that keeps most, so that nothing is forgotten."""
     names = {"sgd", *(name or "sgd" for name in declared_optimizers(model, sharders).values())}
-    return TableOptimizers(max(names, key=lambda name: sum(0.01 if row else 1 for row in IS_ROW_WISE[name].values())))
+    return TableOptimizers(max(names, key=lambda name: OPTIMIZERS[name].fused_state_bytes(1, 100)))
 
 
 def _too_full(planned: Planned) -> RunError:

@@ -23,12 +23,13 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.errors import UserError
 from distembed.names import one_of
-from distembed.optim.states import TableOptimizers
+from distembed.optim.declared import TableOptimizers
+from distembed.optim.kinds import OPTIMIZERS
 from distembed.planning.balance import BalancedPartitioner, Choice, Divisible, choose, why_divided
 from distembed.planning.cluster import Cluster
 from distembed.planning.config import PlanConfig, TablePlanConfig
 from distembed.planning.estimator import OncePerSize, Reservation, StorageEstimator, tables_of
-from distembed.planning.storage import bytes_of_a_row, function_storage, whole_table_storage
+from distembed.planning.storage import function_storage, whole_table_storage
 from distembed.planning.times import ComposedPerfEstimator
 from distembed.planning.workload import Workload
 from distembed.sharding.placement import can_be_placed, width
@@ -186,7 +187,7 @@ class Search:
         optimizers = self._optimizers
         whole = whole_table_storage(table, optimizers.sparse, optimizers.dense, optimizers.is_fused)
         total = (whole - function_storage(table, optimizers.dense)).total
-        of_rows = sum(part.num_rows for part in table.lookup_tables()) * bytes_of_a_row(optimizers.sparse)
+        of_rows = sum(part.num_rows for part in table.lookup_tables()) * OPTIMIZERS[optimizers.sparse].row_state_bytes
         return Divisible(width(table), total - of_rows, of_rows, possible, self._min_partition(table))
 
     def _divided(self, choices: Mapping[str, Choice]) -> Found:

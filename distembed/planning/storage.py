@@ -21,15 +21,14 @@ from torchrec.distributed.planner.constants import UVM_CACHING_RATIO
 from torchrec.modules.embedding_configs import DATA_TYPE_NUM_BITS
 
 from distembed.embedding.config import CompositionalEmbeddingConfig
-from distembed.optim.states import IS_ROW_WISE
+from distembed.optim.kinds import OPTIMIZERS
 from distembed.sharding.placement import Placement
 
 DEFAULT_CACHE_RATIO = UVM_CACHING_RATIO
 """Slots of a cache to rows of its table, where nothing else is set: TorchRec's, as well as FBGEMM's."""
 CACHED = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
 IN_HOST_MEMORY = (CACHED, EmbeddingComputeKernel.FUSED_UVM.value)
-_STATE_BYTES = 4  # states are float32, and so are functions
-_STEP_BYTES = 4  # torch counts the steps of each parameter, but for SGD
+_FUNCTION_ITEMSIZE = 4  # functions are float32
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def table_storage(
     Args:
         placements: of all tables.
         world_size: number of ranks.
-        sparse_optimizer: name of the tables' optimizer, a key of ``IS_ROW_WISE``.
+        sparse_optimizer: name of the tables' optimizer, a key of ``OPTIMIZERS``.
         dense_optimizer: name of the one that trains functions.
         cache_ratio: slots of a cache to rows of a table that lies in host memory.
     """
@@ -124,7 +123,7 @@ def whole_table_storage(
 def function_storage(table: CompositionalEmbeddingConfig, dense_optimizer: str) -> TableStorage:
     """Bytes of a path-based table's functions, which every rank has."""
     functions = [
-        _parameter([(part.num_rows, part.dim)], _STATE_BYTES, dense_optimizer, is_fused=False)
+        _parameter([(part.num_rows, part.dim)], _FUNCTION_ITEMSIZE, dense_optimizer, is_fused=False)
         for part in table.function_tables()
     ]
     return sum(functions, TableStorage())
@@ -148,7 +147,7 @@ def _storage_of(
                 storage = _in_host_memory(storage, num_rows, sparse_optimizer, slots)
             yield rank, storage
     for part in placement.replicated:
-        name, size = (dense_optimizer, _STATE_BYTES) if part.is_function else (sparse_optimizer, itemsize)
+        name, size = (dense_optimizer, _FUNCTION_ITEMSIZE) if part.is_function else (sparse_optimizer, itemsize)
         storage = _parameter([(part.num_rows, part.dim)], size, name, is_fused=False)
         yield from ((rank, storage) for rank in range(world_size))
 
@@ -157,15 +156,14 @@ def _parameter(shards: Sequence[tuple[int, int]], itemsize: int, optimizer: str,
     """One parameter on one rank, in shards of some rows and columns."""
     numbers = sum(rows * columns for rows, columns in shards)
     rows = sum(rows for rows, _ in shards)
-    states = IS_ROW_WISE[optimizer]
-    kept = sum(rows if is_row_wise else numbers for is_row_wise in states.values()) * _STATE_BYTES
+    kind = OPTIMIZERS[optimizer]
     if is_fused:
-        return TableStorage(numbers * itemsize, kept)
-    return TableStorage(numbers * itemsize, kept + (_STEP_BYTES if states else 0), numbers * itemsize)
+        return TableStorage(numbers * itemsize, kind.fused_state_bytes(rows, numbers))
+    return TableStorage(numbers * itemsize, kind.torch_state_bytes(rows, numbers), numbers * itemsize)
 
 
 def _in_host_memory(storage: TableStorage, num_rows: int, optimizer: str, cache_ratio: float | None) -> TableStorage:
-    row_states = num_rows * bytes_of_a_row(optimizer)
+    row_states = num_rows * OPTIMIZERS[optimizer].row_state_bytes
     # an int32 a row, and two int64 a slot
     cache = 0 if cache_ratio is None else cache_ratio * storage.weights + num_rows * (4 + 16 * cache_ratio)
     return TableStorage(
@@ -174,11 +172,6 @@ def _in_host_memory(storage: TableStorage, num_rows: int, optimizer: str, cache_
         host_weights=storage.weights,
         host_optimizer_state=storage.optimizer_state - row_states,
     )
-
-
-def bytes_of_a_row(optimizer: str) -> int:
-    """Of the numbers that an optimizer keeps of a row as a whole."""
-    return sum(IS_ROW_WISE[optimizer].values()) * _STATE_BYTES
 
 
 def total(storage: Mapping[str, TableStorage]) -> TableStorage:

@@ -15,8 +15,8 @@ from distembed.data.dataset.schema import Schema
 from distembed.embedding import CompositionalEmbeddingBagCollection, EmbeddingConfig, build_tables, vector_names
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.models.config import DCNConfig, DLRMConfig, build_model
+from distembed.optim.declared import TableOptimizers
 from distembed.optim.optimizers import Optimizers, fuse_sparse_optimizer, needs_dense_kernel
-from distembed.optim.states import TableOptimizers
 from distembed.planning import PlanConfig, make_plan
 from distembed.planning.networks import estimate_network
 from distembed.planning.plan_inputs import PlanInputs, table_plan_inputs

@@ -11,7 +11,7 @@ import pyarrow.csv
 import pyarrow.parquet
 from torch import Tensor
 
-from distembed.checkpoints.checkpoint import load_checkpoint
+from distembed.checkpoints import load_checkpoint
 from distembed.checkpoints.run_checkpoints import newest_checkpoint
 from distembed.config.train import TrainConfig
 from distembed.data.dataset.manifest import Manifest

@@ -19,7 +19,7 @@ from distembed.data.dataset.manifest import Manifest, Split, Vocabulary
 from distembed.data.dataset.schema import CRITEO_KAGGLE_CARDINALITIES, CategoricalFeature, Schema
 from distembed.embedding.settings import EmbeddingConfig, TableConfig, build_tables
 from distembed.errors import DoesNotFit
-from distembed.optim.states import TableOptimizers
+from distembed.optim.declared import TableOptimizers
 from distembed.planning.cluster import Cluster
 from distembed.planning.devices import find_device
 

@@ -14,7 +14,7 @@ from torchrec.distributed.batched_embedding_kernel import EmbeddingFusedOptimize
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from distembed.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from distembed.checkpoints import load_checkpoint, save_checkpoint
 from distembed.checkpoints.shards import MAX_BLOCK_BYTES
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.errors import UserError

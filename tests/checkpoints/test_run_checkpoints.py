@@ -17,8 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
-from distembed.checkpoints import run_checkpoints
-from distembed.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from distembed.checkpoints import load_checkpoint, run_checkpoints, save_checkpoint
 from distembed.checkpoints.run_checkpoints import Checkpoints, checkpoint_place, newest_checkpoint
 from distembed.checkpoints.store import CheckpointStore
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
@@ -316,11 +315,11 @@ def test_a_checkpoint_is_read_where_it_was_written(path: str, tmp_path: Path, mo
 
 
 def test_a_place_belongs_to_one_run(tmp_path: Path) -> None:
-    processes = Ranks(0, 1, 1, torch.device("cpu"))
-    Checkpoints(str(tmp_path), 2, processes, "runs/a").require_usable()
-    Checkpoints(str(tmp_path), 2, processes, "runs/a").require_usable()
+    ranks = Ranks(0, 1, 1, torch.device("cpu"))
+    Checkpoints(str(tmp_path), 2, ranks, "runs/a").require_usable()
+    Checkpoints(str(tmp_path), 2, ranks, "runs/a").require_usable()
     with pytest.raises(UserError, match="keeps the checkpoints of runs/a, not of runs/b"):
-        Checkpoints(str(tmp_path), 2, processes, "runs/b").require_usable()
+        Checkpoints(str(tmp_path), 2, ranks, "runs/b").require_usable()
 
 
 @pytest.mark.parametrize("change", [{"composition": "sum"}, {"pooling": "mean"}, {"pre_hash": KeyedHash(3)}])

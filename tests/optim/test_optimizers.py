@@ -1,27 +1,27 @@
 """Which optimizer trains what, and learning rates over the steps."""
 
 import math
+import re
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from distembed.checkpoints.optimizer_state import IS_ROW_WISE, optimizer_kinds, optimizer_states, set_step
-from distembed.checkpoints.shards import TensorShards
+from distembed.embedding import CompositionalEmbeddingCollection, CompositionalEmbeddingConfig
 from distembed.errors import UserError
 from distembed.optim.config import DenseOptimizerConfig, ScheduleConfig, SparseOptimizerConfig
-from distembed.optim.optimizers import (
-    SPARSE_OPTIMIZERS,
-    Optimizers,
-    fuse_sparse_optimizer,
-    is_table,
-    learning_rate_factor,
-    needs_dense_kernel,
-)
-from tests.layouts import build
+from distembed.optim.kinds import OPTIMIZERS, dense_names, sparse_names
+from distembed.optim.live_state import optimizer_names, parameter_states, set_step_count
+from distembed.optim.local_shards import local_shards
+from distembed.optim.optimizers import Optimizers, fuse_sparse_optimizer, learning_rate_factor, needs_dense_kernel
+from distembed.optim.tables import table_parameters
+from tests.layouts import Head, build
 from tests.ranks import run_on_ranks
 
 
@@ -53,31 +53,70 @@ def test_short_runs_have_positive_rates(num_steps: int) -> None:
     assert all(factor > 0 for factor in factors(num_steps, warmup=0.9, decay="linear"))
 
 
+def test_which_optimizers_train_what() -> None:
+    assert set(dense_names()) == {"adagrad", "adam", "adamw", "amsgrad", "sgd"}
+    only_fused = {"partial_row_wise_adam", "lamb", "partial_row_wise_lamb"}
+    assert set(sparse_names()) == {"row_wise_adagrad", "adagrad", "sgd", "amsgrad", "adam", *only_fused}
+
+
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    ("section", "name", "message"),
     [
-        ("model.embeddings.embedding_bags.C1__p0.weight", True),
-        ("embeddings.C1__p12.weight", True),
-        ("model.embeddings.functions.C1__p1", False),
-        ("model.top.0.weight", False),
-        ("model.my_embeddings.C1__p0.weight", False),
+        (DenseOptimizerConfig, "adagrda", "name is 'adagrda', which is not known. Did you mean 'adagrad'?"),
+        (SparseOptimizerConfig, "row_wise_adagard", "Did you mean 'row_wise_adagrad'? Known: sgd, adagrad, "),
+        (DenseOptimizerConfig, "row_wise_adagrad", "which trains tables only; use one of sgd, adagrad, adam, "),
+        (DenseOptimizerConfig, "lamb", "name is 'lamb', which trains tables only"),
+        (SparseOptimizerConfig, "adamw", "name is 'adamw', which trains networks only; use one of sgd, adagrad, row"),
+        (SparseOptimizerConfig, 3, "valid string"),
     ],
 )
-def test_tables_are_known_by_their_names(name: str, expected: bool) -> None:
-    assert is_table(name) == expected
+def test_other_optimizers_are_refused_by_name(section: type[Any], name: object, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        section(name=name)
+
+
+class NamedLikeATable(nn.Module):
+    """A network that is no table, whatever its names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = nn.ModuleDict({"C1__p0": nn.Linear(2, 2)})
+        self.embedding_bags = nn.ModuleDict({"C1__p0": nn.Linear(2, 2)})
+
+
+def test_tables_are_what_collections_own() -> None:
+    bags = [EmbeddingBagConfig(name="s", embedding_dim=4, num_embeddings=3, feature_names=["s"])]
+    sequences = [EmbeddingConfig(name="q", embedding_dim=4, num_embeddings=3, feature_names=["q"])]
+    model = nn.ModuleDict(
+        {
+            "ours": Head("meta"),
+            "sequences": CompositionalEmbeddingCollection([CompositionalEmbeddingConfig("e", 9, 4, ["e"])]),
+            "stock": EmbeddingBagCollection(bags),
+            "stock_sequences": EmbeddingCollection(tables=sequences),
+            "network": NamedLikeATable(),
+        }
+    )
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = [names[id(parameter)] for parameter in table_parameters(model)]
+    partitions = [f"{table}__p{j}" for table, count in zip("abcde", (2, 2, 1, 1, 2), strict=True) for j in range(count)]
+    assert found == [
+        *[f"ours.embeddings.embedding_bags.{name}.weight" for name in partitions],
+        "sequences.embeddings.e__p0.weight",
+        "stock.embedding_bags.s.weight",
+        "stock_sequences.embeddings.q.weight",
+    ]
 
 
 def test_what_only_cuda_has_is_refused_by_name_elsewhere() -> None:
-    for name, optimizer in SPARSE_OPTIMIZERS.items():
+    for name in sparse_names():
         weight = nn.Parameter(torch.zeros(2, 4))
-        config = SparseOptimizerConfig(name=name)  # type: ignore[arg-type]
-        if optimizer.needs_cuda:
+        config = SparseOptimizerConfig(name=name)
+        if OPTIMIZERS[name].fused_needs_cuda:
             with pytest.raises(UserError, match=f"is '{name}', which FBGEMM has on CUDA only.*use one of .*amsgrad"):
                 fuse_sparse_optimizer([weight], config, torch.device("cpu"))
         fuse_sparse_optimizer([weight], config, torch.device("cuda"))
         assert needs_dense_kernel(config) == (name == "amsgrad")
         assert hasattr(weight, "_optimizer_classes") == (name != "amsgrad")
-        assert name in IS_ROW_WISE
 
 
 def check_who_trains_what(rank: int, world_size: int) -> None:
@@ -90,12 +129,13 @@ def check_who_trains_what(rank: int, world_size: int) -> None:
             (networks,) = (found for found in by_torch if isinstance(found._optimizer, torch.optim.AdamW))
             assert set(networks.params) == {"linear.weight", "linear.bias", "embeddings.functions.c__p1"}
             tables = [found for found in by_torch if found is not networks]
+            vectors = {name for name in trained.model.state_dict() if ".embedding_bags." in name}
             assert bool(tables) == (layout != "table_wise" or name == "amsgrad")
             for found in tables:
-                assert type(found._optimizer) is kind and all(map(is_table, found.params))
+                assert type(found._optimizer) is kind and found.params.keys() <= vectors
                 assert all(parameter.numel() for parameter in found.params.values())
-            kinds = optimizer_kinds(trained.optimizer)
-            assert {kind for parameter, kind in kinds.items() if is_table(parameter)} <= {name}
+            kinds = optimizer_names(trained.optimizer)
+            assert {kind for parameter, kind in kinds.items() if parameter in vectors} <= {name}
             of_ranks: list[dict[str, str]] = [{} for _ in range(world_size)]
             dist.all_gather_object(of_ranks, kinds)
             everything = {parameter for of_rank in of_ranks for parameter in of_rank}
@@ -114,7 +154,7 @@ def test_an_optimizer_without_names_for_its_state_is_refused() -> None:
     for make in (torch.optim.RMSprop, lambda params: torch.optim.SGD(params, momentum=0.9)):
         optimizer = KeyedOptimizerWrapper(dict(nn.Linear(2, 2).named_parameters()), make)
         with pytest.raises(UserError, match=r"is an optimizer whose state a checkpoint has no names for; known: sgd"):
-            optimizer_kinds(CombinedOptimizer([("model", optimizer)]))
+            optimizer_names(CombinedOptimizer([("model", optimizer)]))
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -132,10 +172,10 @@ def test_state_that_torch_has_not_made_yet_is_what_torch_makes(fused: bool, amsg
         )
         for layer in layers
     ]
-    weights = {name: TensorShards.of(value) for name, value in layers[0].state_dict().items()}
+    weights = {name: local_shards(value) for name, value in layers[0].state_dict().items()}
     kind = "amsgrad" if amsgrad else "adamw"
-    for parameter in optimizer_states(OptimizerWrapper(optimizers[0]), weights):
-        assert parameter.kind == kind and list(parameter.states) == list(IS_ROW_WISE[kind])
+    for parameter in parameter_states(OptimizerWrapper(optimizers[0]), weights):
+        assert parameter.optimizer == kind and list(parameter.values) == list(OPTIMIZERS[kind].states)
     for _ in range(2):
         for layer, optimizer in zip(layers, optimizers, strict=True):
             optimizer.zero_grad()
@@ -146,5 +186,5 @@ def test_state_that_torch_has_not_made_yet_is_what_torch_makes(fused: bool, amsg
         made, usual = optimizers[0].state[first], optimizers[1].state[second]
         assert made.keys() == usual.keys(), name
         assert all(torch.equal(made[key], usual[key]) and made[key].dtype == usual[key].dtype for key in usual)
-    set_step(optimizers[0], 5)
+    set_step_count(optimizers[0], 5)
     assert all(state["step"] == 5 for state in optimizers[0].state.values())

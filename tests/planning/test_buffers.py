@@ -28,8 +28,8 @@ from distembed.data.reader.batch import Batch
 from distembed.embedding import EmbeddingConfig, TableConfig
 from distembed.models.config import DCNConfig, DLRMConfig, build_model
 from distembed.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
+from distembed.optim.kinds import OPTIMIZERS
 from distembed.optim.optimizers import Optimizers, fuse_sparse_optimizer, needs_dense_kernel
-from distembed.optim.states import IS_ROW_WISE
 from distembed.planning.buffers import Step, StepBuffers
 from distembed.planning.networks import NetworkEstimate, estimate_network
 from distembed.planning.workload import Workload
@@ -304,7 +304,7 @@ def test_networks_are_estimated_to_a_hundredth(model: str, bf16: bool, num_rows:
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam", "adamw", "amsgrad"])
 def test_states_of_networks_follow_the_optimizer(optimizer: str) -> None:
     network = network_of(Case(("table_wise",), dense=optimizer), 8, averages=True)
-    states = len(IS_ROW_WISE[optimizer])
+    states = len(OPTIMIZERS[optimizer].states)
     steps = 4 * 12 if states else 0  # of six layers' weights and biases
     assert network.optimizer_state == states * network.parameters + steps
 

@@ -27,8 +27,8 @@ from distembed.embedding import (
     CompositionalEmbeddingConfig,
 )
 from distembed.errors import UserError
-from distembed.optim.optimizers import SPARSE_OPTIMIZERS
-from distembed.optim.states import declared_optimizer, declared_optimizers
+from distembed.optim.declared import declared_optimizer, declared_optimizers
+from distembed.optim.kinds import OPTIMIZERS
 from distembed.planning import Workload
 from distembed.planning.cluster import Cluster
 from distembed.planning.devices import find_device
@@ -82,7 +82,7 @@ def stock_storage(declared: Declared, topology: Topology) -> list[Any]:
 
 
 def test_every_fused_optimizer_has_its_name_either_way() -> None:
-    assert {name for name, optimizer in SPARSE_OPTIMIZERS.items() if optimizer.fused is not None} == WAYS.keys()
+    assert {name for name, kind in OPTIMIZERS.items() if kind.fused_class is not None} == WAYS.keys()
     for name in WAYS:
         for declare in (by_class, by_fused_params):
             model, sharder = declare(Head("meta"), name)

@@ -13,7 +13,8 @@ from torchrec.distributed.planner.types import ShardingOption
 
 from distembed.composition import PathMLP
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
-from distembed.optim.states import IS_ROW_WISE, TableOptimizers
+from distembed.optim.declared import TableOptimizers
+from distembed.optim.kinds import OPTIMIZERS
 from distembed.partitions import QuotientRemainder
 from distembed.planning.estimator import Reservation, StorageEstimator
 from distembed.planning.storage import TableStorage, function_storage, table_storage
@@ -54,7 +55,7 @@ def options(sharding_type: str, device: str, optimizers: TableOptimizers, **sett
 @pytest.mark.parametrize("sharding_type", SHARDING_TYPES)
 def test_shards_and_functions_are_what_ranks_hold(sharding_type: str) -> None:
     topology = Topology(world_size=WORLD, local_world_size=2, compute_device="cpu")
-    for sparse, dense, is_fused in itertools.product(IS_ROW_WISE, ["sgd", "adam"], [True, False]):
+    for sparse, dense, is_fused in itertools.product(OPTIMIZERS, ["sgd", "adam"], [True, False]):
         optimizers = TableOptimizers(sparse, dense, is_fused)
         estimator = StorageEstimator(topology, tables(), optimizers)
         functions = sum((function_storage(table, dense) for table in tables()), TableStorage())

@@ -13,7 +13,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.errors import RunError, UserError
-from distembed.optim.states import TableOptimizers
+from distembed.optim.declared import TableOptimizers
 from distembed.partitions import QuotientRemainder
 from distembed.planning import PlanConfig, Workload, describe_plan, make_plan, plan_as_json
 from distembed.planning import plan as plan_module

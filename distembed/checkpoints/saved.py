@@ -1,0 +1,124 @@
+"""What a checkpoint on disk holds, without the numbers themselves, and how it differs from a live model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from distembed.checkpoints.optimizer_state import blend_columns
+from distembed.checkpoints.random_state import random_state
+from distembed.checkpoints.shards import TensorShards
+from distembed.checkpoints.store import read_last_file
+from distembed.checkpoints.transfer import damaged
+from distembed.errors import UserError
+
+_MAX_DIFFERENCES = 10
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """What a checkpoint on disk holds, without the numbers themselves.
+
+    Attributes:
+        path: Local path or URL of the checkpoint.
+        tensors: Sizes and types of its tensors, by section and name.
+        tables: What the weights of compositional tables mean, by module and table.
+        optimizers: Name of the optimizer of every parameter.
+        world_size: Number of ranks that wrote it.
+        progress: What its writer gave as progress.
+    """
+
+    path: str
+    tensors: Mapping[str, TensorStorageMetadata]
+    tables: Mapping[str, str]
+    optimizers: Mapping[str, str]
+    world_size: int
+    progress: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: str) -> "SavedCheckpoint":
+        """Reads what a checkpoint holds.
+
+        Raises:
+            UserError: The checkpoint cannot be reached, or is damaged.
+        """
+        try:
+            last_file = read_last_file(path)
+            entries = FsspecReader(path).read_metadata().state_dict_metadata
+            tensors = {key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+            optimizers = {name: kind for kind, names in last_file["optimizers"].items() for name in names}
+            return cls(path, tensors, last_file["tables"], optimizers, last_file["world_size"], last_file["progress"])
+        except UserError:
+            raise
+        except Exception as error:  # a damaged file may fail to read in any way
+            raise damaged(path, error) from error
+
+    def differences(
+        self, weights: Mapping[str, TensorShards], tables: Mapping[str, str], optimizers: Mapping[str, str] | None
+    ) -> str | None:
+        """Returns how the live model and its optimizers differ from the saved ones; None where they do not.
+
+        Args:
+            weights: The live weights.
+            tables: What those of compositional tables mean.
+            optimizers: Name of the optimizer of every live parameter; None where optimizers do not matter.
+        """
+        saved = {
+            key.removeprefix("model."): _describe(entry.size, entry.properties.dtype)
+            for key, entry in self.tensors.items()
+            if key.startswith("model.")
+        }
+        live = {name: _describe(shards.size(), shards.dtype) for name, shards in weights.items()}
+        differences = _differences(saved, live, "") + _differences(self.tables, tables, "table ")
+        if optimizers is not None:
+            differences += _differences(self.optimizers, optimizers, "optimizer of ")
+        if not differences:
+            return None
+        shown = "\n  ".join(differences[:_MAX_DIFFERENCES])
+        if len(differences) > _MAX_DIFFERENCES:
+            shown += f"\n  and {len(differences) - _MAX_DIFFERENCES} more"
+        return (
+            f"{self.path} is of another model; {len(differences)} of its parameters, tables or optimizers "
+            f"differ:\n  {shown}\nUse the config that the run was started with."
+        )
+
+    def states_to_read(self, states: Mapping[str, TensorShards]) -> dict[str, TensorShards]:
+        """Returns where live optimizer states are read from: the shards to fill, by the saved tensor.
+
+        Args:
+            states: The live states, by ``PARAMETER.STATE``.
+        """
+        saved: dict[str, list[str]] = {}
+        for key in self.tensors:
+            if key.startswith("optimizer."):
+                parameter, _, state = key.removeprefix("optimizer.").rpartition(".")
+                saved.setdefault(parameter, []).append(state)
+        to_read: dict[str, TensorShards] = {}
+        for name, shards in states.items():
+            parameter, _, state = name.rpartition(".")
+            for saved_state, part in blend_columns(state, shards, saved.get(parameter, [])).items():
+                key = f"optimizer.{parameter}.{saved_state}"
+                before = to_read[key].shards if key in to_read else []
+                to_read[key] = TensorShards(part.size(), part.dtype, [*before, *part.shards])
+        return to_read
+
+    def random_state_to_read(self, rank: int) -> dict[str, Tensor]:
+        """Returns tensors to fill with the random state of the first rank and of this one, by the saved tensor."""
+        keys = ["random.cpu.0", *[f"random.{device}.{rank}" for device in random_state()]]
+        return {key: torch.empty(self.tensors[key].size, dtype=torch.uint8) for key in keys if key in self.tensors}
+
+
+def _describe(size: torch.Size, dtype: torch.dtype) -> str:
+    return f"{tuple(size)} {str(dtype).removeprefix('torch.')}"
+
+
+def _differences(saved: Mapping[str, str], live: Mapping[str, str], what: str) -> list[str]:
+    return [
+        f"{what}{name}: {saved.get(name, 'absent')} in the checkpoint, {live.get(name, 'absent')} in the model"
+        for name in sorted(saved.keys() | live.keys())
+        if saved.get(name) != live.get(name)
+    ]

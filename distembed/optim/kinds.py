@@ -1,0 +1,199 @@
+"""The table of optimizers: one row says all that the planner, the trainer, checkpoints and configs need to know of one.
+
+A new optimizer is one more row. A script may add its own before it reads a config::
+
+    from distembed.optim import OPTIMIZERS, NumberPer, OptimizerKind
+
+    OPTIMIZERS["rmsprop"] = OptimizerKind(
+        {"square_avg": NumberPer.WEIGHT}, torch.optim.RMSprop, {"momentum": 0, "centered": False}
+    )
+
+From then on ``rmsprop`` is a name for ``train.dense_optimizer`` and, since torch can train tables from their gradients,
+for ``train.sparse_optimizer``; plans count its states to the byte, and checkpoints hold them under their names.
+"""
+
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
+from torchrec.optim import LAMB, PartialRowWiseAdam, PartialRowWiseLAMB
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+_NUMBER_BYTES = 4  # states are float32, and so are torch's numbers of steps
+
+
+class NumberPer(Enum):
+    """What an optimizer keeps one number of a state for: each weight, each row, or a parameter as a whole."""
+
+    WEIGHT = "weight"
+    ROW = "row"
+    PARAMETER = "parameter"
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """One optimizer: its states, and who computes it.
+
+    Attributes:
+        states: What one number of each state is kept for, by the state's name in torch. Where FBGEMM has the optimizer,
+            its states follow in this order there. Numbers of steps are no states.
+        torch_class: Torch's optimizer, or one of its form. It is called with the parameters, ``settings``, ``lr`` and,
+            for networks, ``weight_decay``, for tables ``eps`` if ``has_eps``. States of rows have the shape
+            ``[rows, 1]``. None where torch has none, so that it trains neither networks nor what every rank has.
+        settings: What makes ``torch_class`` this optimizer; a live one is recognised by its class and these.
+        initial_values: What states begin at, for those that do not begin at 0.
+        counts_steps: Whether torch keeps the number of steps of each parameter, as a float32 named ``step``.
+        corrects_bias: Whether updates depend on the number of steps done.
+        has_eps: Whether a small number is added to a denominator.
+        decouples_weight_decay: Whether its weight decay is all that sets it apart from another optimizer. Tables have
+            no weight decay, so that it does not train them.
+        fused_class: The class by which TorchRec knows FBGEMM's, which updates tables within the backward pass; None
+            where FBGEMM has none, so that torch trains tables from their gradients.
+        fused_needs_cuda: Whether FBGEMM has it on CUDA only.
+    """
+
+    states: Mapping[str, NumberPer]
+    torch_class: type[torch.optim.Optimizer] | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    initial_values: Mapping[str, float] = field(default_factory=dict)
+    counts_steps: bool = True
+    corrects_bias: bool = False
+    has_eps: bool = True
+    decouples_weight_decay: bool = False
+    fused_class: type[torch.optim.Optimizer] | None = None
+    fused_needs_cuda: bool = False
+
+    @property
+    def has_weight_states(self) -> bool:
+        """Whether it keeps a number for each weight."""
+        return NumberPer.WEIGHT in self.states.values()
+
+    @property
+    def has_row_states(self) -> bool:
+        """Whether it keeps a number for each row."""
+        return NumberPer.ROW in self.states.values()
+
+    @property
+    def trains_networks(self) -> bool:
+        """Whether networks can be trained by it: their biases have no rows."""
+        return self.torch_class is not None and not self.has_row_states
+
+    @property
+    def trains_tables(self) -> bool:
+        """Whether tables can be trained by it: torch does so without fusing where states are those of single weights.
+
+        TorchRec's ``dense`` kernel gives torch the weights of a table as one dimension, without rows.
+        """
+        return not self.decouples_weight_decay and (self.fused_class is not None or self.trains_networks)
+
+    @property
+    def row_state_bytes(self) -> int:
+        """Bytes of the states that belong to one row as a whole."""
+        return self._num_states(NumberPer.ROW) * _NUMBER_BYTES
+
+    def fused_state_bytes(self, num_rows: int, num_weights: int) -> int:
+        """Returns the bytes of the states that FBGEMM keeps for a parameter."""
+        by_row, by_weight = self._num_states(NumberPer.ROW), self._num_states(NumberPer.WEIGHT)
+        return (by_row * num_rows + by_weight * num_weights) * _NUMBER_BYTES
+
+    def torch_state_bytes(self, num_rows: int, num_weights: int) -> int:
+        """Returns the bytes of the states that torch keeps for a parameter, and of its number of steps."""
+        single = self._num_states(NumberPer.PARAMETER) + self.counts_steps
+        return self.fused_state_bytes(num_rows, num_weights) + single * _NUMBER_BYTES
+
+    def _num_states(self, per: NumberPer) -> int:
+        return list(self.states.values()).count(per)
+
+    def make(self, parameters: Iterable[nn.Parameter], **settings: float) -> torch.optim.Optimizer:
+        """Makes torch's optimizer of this kind, in torch's fused form where it has one.
+
+        Args:
+            parameters: What it trains.
+            settings: ``lr`` and, where the kind has them, ``weight_decay`` or ``eps``.
+        """
+        assert self.torch_class is not None
+        fused = {"fused": True} if "fused" in inspect.signature(self.torch_class).parameters else {}
+        make: Any = self.torch_class
+        return make(parameters, **self.settings, **fused, **settings)
+
+
+_ADAM = {"exp_avg": NumberPer.WEIGHT, "exp_avg_sq": NumberPer.WEIGHT}
+_PARTIAL_ROW_WISE = {"exp_avg": NumberPer.WEIGHT, "exp_avg_sq": NumberPer.ROW}
+
+OPTIMIZERS: dict[str, OptimizerKind] = {
+    "sgd": OptimizerKind(
+        {}, torch.optim.SGD, {"momentum": 0}, counts_steps=False, has_eps=False, fused_class=torch.optim.SGD
+    ),
+    "adagrad": OptimizerKind({"sum": NumberPer.WEIGHT}, torch.optim.Adagrad, fused_class=torch.optim.Adagrad),
+    "row_wise_adagrad": OptimizerKind({"sum": NumberPer.ROW}, RowWiseAdagrad, fused_class=RowWiseAdagrad),
+    "adam": OptimizerKind(
+        _ADAM,
+        torch.optim.Adam,
+        {"amsgrad": False},
+        corrects_bias=True,
+        fused_class=torch.optim.Adam,
+        fused_needs_cuda=True,
+    ),
+    "adamw": OptimizerKind(
+        _ADAM, torch.optim.AdamW, {"amsgrad": False}, corrects_bias=True, decouples_weight_decay=True
+    ),
+    "amsgrad": OptimizerKind(
+        {**_ADAM, "max_exp_avg_sq": NumberPer.WEIGHT}, torch.optim.Adam, {"amsgrad": True}, corrects_bias=True
+    ),
+    "partial_row_wise_adam": OptimizerKind(
+        _PARTIAL_ROW_WISE, corrects_bias=True, fused_class=PartialRowWiseAdam, fused_needs_cuda=True
+    ),
+    "lamb": OptimizerKind(_ADAM, corrects_bias=True, fused_class=LAMB, fused_needs_cuda=True),
+    "partial_row_wise_lamb": OptimizerKind(
+        _PARTIAL_ROW_WISE, corrects_bias=True, fused_class=PartialRowWiseLAMB, fused_needs_cuda=True
+    ),
+}
+"""All optimizers by the names that configs, plans and checkpoints have for them."""
+
+
+def dense_names() -> list[str]:
+    """Returns the names of the optimizers that can train networks."""
+    return [name for name, kind in OPTIMIZERS.items() if kind.trains_networks]
+
+
+def sparse_names() -> list[str]:
+    """Returns the names of the optimizers that can train tables."""
+    return [name for name, kind in OPTIMIZERS.items() if kind.trains_tables]
+
+
+def name_of_torch(optimizer: torch.optim.Optimizer) -> str | None:
+    """Returns the name of a live torch optimizer; None where its class or its settings are those of none in the table.
+
+    Where several rows match, the one with most settings is meant.
+    """
+    matching = [
+        name
+        for name, kind in OPTIMIZERS.items()
+        if type(optimizer) is kind.torch_class and kind.settings.items() <= optimizer.defaults.items()
+    ]
+    return max(matching, key=lambda name: len(OPTIMIZERS[name].settings), default=None)
+
+
+def name_of_fused(fused: EmbOptimType) -> str | None:
+    """Returns the name of one of FBGEMM's optimizers; None where it is none in the table."""
+    return next((name for name, kind in OPTIMIZERS.items() if _computes(kind, fused)), None)
+
+
+def fused_type(optimizer: type[torch.optim.Optimizer]) -> EmbOptimType | None:
+    """Returns what FBGEMM calls the optimizer of a class; None where it has none such."""
+    try:
+        return optimizer_type_to_emb_opt_type(optimizer)
+    except ValueError:
+        return None
+
+
+def _computes(kind: OptimizerKind, fused: EmbOptimType) -> bool:
+    own = None if kind.fused_class is None else fused_type(kind.fused_class)
+    # the exact forms, which TorchRec takes, and the others keep the same states
+    return own is not None and own.value.removeprefix("exact_") == fused.value.removeprefix("exact_")
