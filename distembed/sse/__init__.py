@@ -9,11 +9,16 @@ SSE-Graph  ``p(j, k) = rho p(j, l)`` for neighbours k and non-neighbours l of j 
 both       ``p(j, j) = 1 - p0``
 ========== =========================================================================== ==========================
 
-Ids are replaced before anything is made of them: before partitions map them to rows, and before the all-to-all sends
-them to their tables' ranks. So all partitions, and all column slices of a table, see the same id.
+Ids are replaced before partitions map them to rows, and before the all-to-all sends them to their tables' ranks. So all
+partitions, and all column slices of a table, see the same id.
 
-Two users: the collections of :mod:`distembed.embedding`, whose tables take ``sse=``, and any model by
-:func:`perturb_inputs` (embeddings of torch) and :class:`IdPerturbation` (labels).
+The collections of :mod:`distembed.embedding` do it for tables with ``sse=``; any other model by :func:`perturb_inputs`
+(for torch's embeddings) and :class:`IdPerturbation` (for labels).
+
+- ``config.py`` reads the ``sse`` section, ``rule.py`` is the rule of one table, ``stream.py`` one feature under it.
+- ``perturbation.py`` holds the modules, and ``replacement.py`` what these do with one batch.
+- ``draws.py`` draws a step's random numbers, ``positions.py`` which ids are replaced, ``neighbors.py`` by which
+  neighbours; ``random_words.py`` makes the numbers, and ``arrays.py`` lets numpy and torch compute alike.
 """
 
 from distembed.graph import Graph

@@ -1,4 +1,4 @@
-"""The ``sse`` section of a YAML file, and the rules that it makes for a dataset's tables."""
+"""The ``sse`` section of a config, and the rules that follow from it for a dataset's tables."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import field
@@ -21,8 +21,8 @@ class WalkConfig:
     """A random walk with restart in the graph; see :class:`distembed.sse.Walk`.
 
     Attributes:
-        restart: probability that the walk ends, before each step after the first.
-        max_steps: that it may take.
+        restart: Probability that the walk ends, before each step after the first.
+        max_steps: Most steps that the walk may take.
     """
 
     restart: _Share = 0.5
@@ -34,14 +34,14 @@ class TableSSEConfig:
     """How the ids of a table are replaced in training; see :class:`distembed.sse.SSE`.
 
     Attributes:
-        p0: probability that an id is replaced; 0 for never.
-        rho: how many times as likely a neighbour in the graph is as another id.
-        graph: folder that ``distembed prepare graph`` made; relative to the working directory.
-        walk: how neighbours are drawn: by a random walk, or next to the id where null.
-        schedule: points ``[step, factor]`` between which p0 is multiplied by a linear factor.
-        reserved: ids that are never drawn; null for those that ``distembed prepare`` gave to missing and
+        p0: Probability that an id is replaced; 0 for never.
+        rho: How many times as likely a neighbour in the graph is as another id.
+        graph: Folder that ``distembed prepare graph`` made; relative to the working directory.
+        walk: Random walk that draws neighbours; null for those next to the id.
+        schedule: Points ``[step, factor]`` between which p0 is multiplied by a linear factor.
+        reserved: Ids that are never drawn; null for those that ``distembed prepare`` gave to missing and
             out-of-vocabulary values.
-        keep_reserved: whether these are never replaced either.
+        keep_reserved: Whether reserved ids are never replaced either.
     """
 
     p0: _Share = 0.0
@@ -59,7 +59,8 @@ class TableSSEConfig:
         return value
 
     @model_validator(mode="after")
-    def _of_a_graph(self) -> "TableSSEConfig":
+    def _require_graph(self) -> "TableSSEConfig":
+        """Refuses settings that mean nothing without a graph."""
         if self.graph is None and (self.rho != 1 or self.walk is not None):
             given = f"rho is {self.rho}" if self.rho != 1 else "walk is given"
             raise ValueError(f"{given}, which means nothing without graph; give the folder of one")
@@ -68,9 +69,11 @@ class TableSSEConfig:
 
 @pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
 class SSEConfig:
-    """The ``sse`` section: ``default`` for every table, ``tables`` for exceptions by the feature's name.
+    """The ``sse`` section of a config.
 
-    In a file an exception gives only what differs from ``default``.
+    Attributes:
+        default: Settings for every table.
+        tables: Exceptions by the feature's name; in a file an exception gives only what differs from ``default``.
     """
 
     default: TableSSEConfig = field(default_factory=TableSSEConfig)
@@ -87,15 +90,15 @@ class SSEConfig:
 
 
 def build_sse(config: SSEConfig, num_embeddings: Mapping[str, int], reserved: Sequence[int]) -> dict[str, SSE]:
-    """The rule of every table whose ids are replaced.
+    """Returns the rule of every table whose ids are replaced, by table.
 
     Args:
-        config: the section.
-        num_embeddings: of each table, by its name.
-        reserved: ids that are reserved in every table unless its settings say otherwise.
+        config: The ``sse`` section.
+        num_embeddings: Number of ids of each table, by table.
+        reserved: Ids that are reserved in every table unless its settings say otherwise.
 
     Raises:
-        UserError: for a table that is not there, or a graph that cannot be read or is not for its table.
+        UserError: A table is not there, or a graph cannot be read.
     """
     for name in config.tables:
         one_of("sse.tables", name, num_embeddings)
@@ -110,22 +113,22 @@ def build_sse(config: SSEConfig, num_embeddings: Mapping[str, int], reserved: Se
                 graph=None if own.graph is None else graphs[own.graph],
                 walk=None if own.walk is None else Walk(own.walk.restart, own.walk.max_steps),
                 schedule=own.schedule,
-                reserved=_of_table(reserved, num_embeddings[name]) if own.reserved is None else own.reserved,
+                reserved=_reserved_below(num_embeddings[name], reserved) if own.reserved is None else own.reserved,
                 keep_reserved=own.keep_reserved,
             )
     return rules
 
 
 def graph_paths(config: SSEConfig) -> list[str]:
-    """Folders of all graphs that the section names and some p0 makes use of."""
+    """Returns the folders of all graphs that are used: those of settings whose p0 is above 0."""
     settings = [config.default, *config.tables.values()]
     return sorted({own.graph for own in settings if own.graph is not None and own.p0 > 0})
 
 
 def graph_fingerprints(rules: Mapping[str, SSE]) -> dict[str, str]:
-    """Checksum of the contents of every graph, by table."""
+    """Returns the checksum of every graph's contents, by table."""
     return {table: rule.graph.fingerprint for table, rule in rules.items() if rule.graph is not None}
 
 
-def _of_table(reserved: Sequence[int], num_embeddings: int) -> list[int]:
+def _reserved_below(num_embeddings: int, reserved: Sequence[int]) -> list[int]:
     return [id for id in reserved if id < num_embeddings]

@@ -1,8 +1,8 @@
-"""SSE-Graph's draw of a neighbour, in constant time and without a look at the other ids.
+"""Draws SSE-Graph's neighbours in constant time, whatever the number of other ids.
 
 With odds rho of a neighbour against another id, ``p(j, k)`` is ``rho c`` for the d neighbours k of j and ``c`` for the
-others (equation 3). That is a mixture: with probability ``(rho - 1) d / ((rho - 1) d + n)`` a neighbour, else any of
-the n other ids, neighbours among them, all alike. So nobody has to ask whether an id is a neighbour.
+others (equation 3). That is a mixture: with probability ``(rho - 1) d / ((rho - 1) d + n)`` a neighbour is drawn, else
+any of the n other ids with equal probability, neighbours among them. So no id has to be looked up among the neighbours.
 """
 
 import copy
@@ -21,9 +21,9 @@ class NeighborDraw:
     """Draws neighbours in one graph.
 
     Args:
-        graph: neighbours of each id; on a GPU it is copied there.
-        walk: how neighbours are found; None for one step.
-        device: of the ids.
+        graph: Neighbours of each id; its arrays are copied to a GPU.
+        walk: Random walk at whose end a neighbour is drawn; None for one step.
+        device: Device of the ids.
     """
 
     def __init__(self, graph: Graph, walk: Walk | None, device: torch.device) -> None:
@@ -36,7 +36,7 @@ class NeighborDraw:
         self._set_walk(walk)
 
     def with_walk(self, walk: Walk | None) -> "NeighborDraw":
-        """Draws by another walk in the same arrays."""
+        """Returns a draw by another walk that shares this one's arrays."""
         other = copy.copy(self)
         other._set_walk(walk)
         return other
@@ -46,26 +46,29 @@ class NeighborDraw:
 
     @property
     def num_words(self) -> int:
-        """Random words that an id needs: for each step whether to take it, which slot, and which end of the slot."""
+        """Number of random words that an id needs.
+
+        Each step takes one for whether it is taken, one for the slot, and in weighted graphs one for the slot's edge.
+        """
         return (2 if self._alias_tables is None else 3) * self._max_steps
 
     def __call__(self, ids: Array, num_others: Array, excess: Array, words: Sequence[Array]) -> tuple[Array, Array]:
-        """Whether each id is replaced by a neighbour, and by which one where it is.
+        """Returns whether each id is replaced by a neighbour, and by which one where it is.
 
         Args:
-            ids: nodes of the graph.
-            num_others: ids that could be drawn in the place of each.
-            excess: rho - 1 of each, above 0.
-            words: random integers below 2^63 of each, ``num_words`` times.
+            ids: Nodes of the graph.
+            num_others: Number of ids that could be drawn in the place of each.
+            excess: rho - 1 for each id, above 0.
+            words: Random integers below 2^63 for each id, ``num_words`` arrays of them.
         """
-        of_step = len(words) // self._max_steps
+        words_per_step = len(words) // self._max_steps
         # both sides divided by rho - 1, so that none overflows
         degrees = as_float64(self._degrees(ids))
         chosen = _unit(words[0]) * (degrees + as_float64(num_others) / excess) < degrees
-        previous, node = ids, self._neighbor(ids, words[1:of_step])
+        previous, node = ids, self._neighbor(ids, words[1:words_per_step])
         walking = chosen
         for step in range(1, self._max_steps):
-            stop, *slot = words[of_step * step : of_step * (step + 1)]
+            stop, *slot = words[words_per_step * step : words_per_step * (step + 1)]
             walking = walking & (_unit(stop) >= self._restart) & (self._degrees(node) > 0)
             previous = where(walking, node, previous)
             node = where(walking, self._neighbor(node, slot), node)
@@ -75,9 +78,9 @@ class NeighborDraw:
         return self._starts.take(ids + 1) - self._starts.take(ids)
 
     def _neighbor(self, ids: Array, words: Sequence[Array]) -> Array:
-        """A neighbour of each id in proportion to its weight; anything for ids without.
+        """Draws a neighbour of each id in proportion to its weight, by Walker's alias method (Walker 1977).
 
-        Walker's alias method: each of d slots holds its own edge and at most one other.
+        What it returns for ids without neighbours has no meaning.
         """
         starts = self._starts.take(ids)
         degrees = (self._starts.take(ids + 1) - starts).clip(1)
@@ -91,5 +94,5 @@ class NeighborDraw:
 
 
 def _unit(words: Array) -> Array:
-    """Numbers in [0, 1) of the upper 53 of 63 bits."""
+    """Turns integers of 63 bits into numbers in [0, 1), by their upper 53 bits."""
     return as_float64(words >> (_WORD_BITS - _UNIT_BITS)) * 2.0**-_UNIT_BITS

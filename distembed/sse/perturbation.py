@@ -1,8 +1,8 @@
-"""Modules that replace ids in training mode, batch after batch, and count what they did.
+"""Modules that replace ids in training mode, batch after batch, and count how many.
 
 They have no parameters and no buffers, so that a state dict is the same with them and without. The step of a batch is
 the number of batches before it in training. The module counts them itself, so that a pipeline may prepare batches as
-far ahead as it likes. After a resume :func:`set_step` says where training stands.
+far ahead as it likes. After a resume :func:`set_step` sets the number.
 """
 
 import dataclasses
@@ -24,15 +24,19 @@ from distembed.sse.stream import IdStream
 
 
 class Perturbation(nn.Module):
-    """Base of the modules.
+    """Base class of the modules.
 
     Attributes:
-        step: of the next batch in training, over all epochs.
-        in_place: whether batches may be written to, which saves a copy where nobody else looks at them later.
+        step: Step of the next batch in training, over all epochs.
+        in_place: Whether batches may be written to, which saves a copy where nothing else reads them later.
 
     Args:
-        streams: of the features whose ids are replaced.
-        rank: of this process, so that ranks draw different numbers; the one in the default process group unless given.
+        streams: Features whose ids are replaced.
+        rank: Rank of this process, so that ranks draw different numbers; the one in the default process group unless
+            given.
+
+    Raises:
+        UserError: The rank is no integer of 0 or more.
     """
 
     _ids_may_be_outside: bool
@@ -57,25 +61,31 @@ class Perturbation(nn.Module):
         return any(stream.sse.p0 > 0 for stream in self._streams)
 
     def take_counts(self) -> dict[str, tuple[int, int]]:
-        """For each table how many ids were replaced, and how many there were, since the last call."""
+        """Returns for each table how many ids were replaced, and how many there were, since the last call."""
         replaced = self._drawn
-        if isinstance(self._kept, Tensor):
-            torch.cuda.synchronize(self._kept.device)  # a pipeline counts on a stream of its own
-            replaced = replaced - self._kept.cpu().numpy()
-        elif self._kept is not None:
-            replaced = replaced - self._kept
+        if isinstance(self._unchanged, Tensor):
+            torch.cuda.synchronize(self._unchanged.device)  # a pipeline counts on a stream of its own
+            replaced = replaced - self._unchanged.cpu().numpy()
+        elif self._unchanged is not None:
+            replaced = replaced - self._unchanged
         counts = zip(replaced.tolist(), self._seen.tolist(), strict=True)
         self._start_counting()
-        return _added((stream.table, count) for stream, count in zip(self._streams, counts, strict=True))
+        return _sums_by_table((stream.table, count) for stream, count in zip(self._streams, counts, strict=True))
 
     def _start_counting(self) -> None:
         self._seen, self._drawn = np.zeros((2, len(self._streams)), np.int64)
-        self._kept: Array | None = None
+        self._unchanged: Array | None = None
 
     def _replace(
         self, ids: Int[Tensor, "*shape"], counts: tuple[int, ...], starts: tuple[int, ...]
     ) -> Int[Tensor, "*shape"]:
-        """The ids of the next step of training."""
+        """Returns the ids of a batch after replacement, as the next step of training, and counts them.
+
+        Args:
+            ids: Ids of all features; those of each lie side by side.
+            counts: Number of ids of each stream.
+            starts: Place of each stream's first id.
+        """
         rank = self._rank
         if rank is None:  # asked anew each time: a module may be copied to other processes
             rank = dist.get_rank() if dist.is_initialized() else 0
@@ -85,16 +95,17 @@ class Perturbation(nn.Module):
         self.step += 1
         self._seen += counts
         self._drawn += result.num_drawn
-        if result.num_kept is not None:
-            self._kept = result.num_kept if self._kept is None else self._kept + result.num_kept
+        if result.num_unchanged is not None:
+            before = self._unchanged
+            self._unchanged = result.num_unchanged if before is None else before + result.num_unchanged
         return result.ids
 
 
 class FeaturePerturbation(Perturbation):
-    """Replaces ids of a KeyedJaggedTensor, each by itself, in bags and sequences alike; arguments as its base's.
+    """Replaces ids of a KeyedJaggedTensor independently of each other, in bags and sequences alike.
 
-    Features without a stream are left alone. A batch may lack features, and have them in any order: the numbers that a
-    feature's ids meet depend on neither.
+    Features without a stream stay as they are. A batch may lack features, and have them in any order: the random
+    numbers of a feature depend on neither. The arguments are those of :class:`Perturbation`.
     """
 
     _ids_may_be_outside = False
@@ -106,10 +117,10 @@ class FeaturePerturbation(Perturbation):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """The same object where nothing is replaced, else one with other ids and all else the same.
+        """Returns the same object where nothing is replaced, else one with other ids and all else the same.
 
         Args:
-            features: whose ids lie in their tables.
+            features: Batch whose ids lie in their tables.
         """
         ids = features.values()
         if not self.training or not self._streams or ids.is_meta:
@@ -129,29 +140,30 @@ class FeaturePerturbation(Perturbation):
             length_per_key=lengths,
             offset_per_key=offsets,
             inverse_indices=features.inverse_indices_or_none(),
-            **_rows_of(features),
+            **_stride_arguments(features),
         )
 
     def _follow_keys(self, keys: list[str]) -> None:
+        """Finds the place of each stream's feature among a batch's keys."""
         if keys != self._keys:
-            place_of = {key: place for place, key in enumerate(keys)}
-            self._keys, self._places = keys, [place_of.get(stream.feature) for stream in self._streams]
+            places = {key: place for place, key in enumerate(keys)}
+            self._keys, self._places = keys, [places.get(stream.feature) for stream in self._streams]
 
 
 class IdPerturbation(Perturbation):
-    """Replaces ids of a tensor of any shape: labels that are ids (p_y in the paper), tokens of a sequence.
+    """Replaces ids of a tensor of any shape: labels that are ids (p_y in the paper), or tokens of a sequence.
 
-    What lies outside of ``[0, num_embeddings)``, such as the -100 that a loss ignores, stays::
+    What lies outside of ``[0, num_embeddings)``, such as the -100 that a loss ignores, stays as it is::
 
         perturb_targets = IdPerturbation(num_items, SSE(p0=0.01), "targets")
         loss = cross_entropy(scores, perturb_targets(targets))
 
     Args:
-        num_embeddings: ids lie in ``[0, num_embeddings)``.
-        sse: how they are replaced.
-        name: of the ids; those of another name or seed meet other random numbers.
-        seed: of the random numbers.
-        rank: as its base's.
+        num_embeddings: Number of ids, which lie in ``[0, num_embeddings)``.
+        sse: Rule by which the ids are replaced.
+        name: Name of the ids; another name or seed gives other random numbers.
+        seed: Seed of the random numbers.
+        rank: Rank of this process; the one in the default process group unless given.
     """
 
     _ids_may_be_outside = True
@@ -161,7 +173,7 @@ class IdPerturbation(Perturbation):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, ids: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
-        """The same object where nothing is replaced, else a copy."""
+        """Returns the same object where nothing is replaced, else a copy with other ids."""
         if not self.training or ids.is_meta:
             return ids
         if self.replaces_ids:
@@ -170,10 +182,10 @@ class IdPerturbation(Perturbation):
 
 
 def require_forward_pass() -> None:
-    """Refuses what activation checkpointing does: to run a forward pass again, for which other ids would be drawn.
+    """Makes sure that activation checkpointing does not run a forward pass again, for which other ids would be drawn.
 
     Raises:
-        UserError: within a backward pass.
+        UserError: It is called within a backward pass.
     """
     if torch._C._current_graph_task_id() != -1:
         raise UserError(
@@ -185,21 +197,25 @@ def require_forward_pass() -> None:
 def perturb_inputs(
     embedding: nn.Embedding | nn.EmbeddingBag, sse: SSE, name: str, *, seed: int = 0, rank: int | None = None
 ) -> IdPerturbation:
-    """Replaces the ids that any embedding of torch is given, while it is in training mode.
+    """Makes any of torch's embeddings replace the ids that it is given in training mode.
 
-    The padding index is never drawn and never replaced, nor are then other reserved ids::
+    The padding index is never drawn and never replaced; where there is one, other reserved ids are never replaced
+    either::
 
         perturb_inputs(model.tokens, SSE(p0=0.01), "tokens")
 
     Args:
-        embedding: gets a hook, and the module as its child ``sse``.
-        sse: how ids are replaced.
-        name: of the ids; those of another name or seed meet other random numbers.
-        seed: of the random numbers.
-        rank: of this process; the one in the default process group unless given.
+        embedding: Embedding that gets a hook, and the module as its child ``sse``.
+        sse: Rule by which ids are replaced.
+        name: Name of the ids; another name or seed gives other random numbers.
+        seed: Seed of the random numbers.
+        rank: Rank of this process; the one in the default process group unless given.
 
     Returns:
-        The module.
+        The module that replaces the ids.
+
+    Raises:
+        UserError: The embedding's ids are replaced already.
     """
     if hasattr(embedding, "sse"):
         raise UserError(f"the ids of {embedding} are replaced already; call perturb_inputs once.")
@@ -213,14 +229,14 @@ def perturb_inputs(
 
 
 def set_step(model: nn.Module, step: int) -> None:
-    """Tells all that replaces ids in a model how many batches it was trained on, after a resume.
+    """Sets the step of every module in a model that replaces ids, after a resume.
 
     Args:
-        model: or any module around it, such as ``DistributedModelParallel``.
-        step: batches so far, over all epochs, as a run without a break would count them.
+        model: The model, or any module around it, such as ``DistributedModelParallel``.
+        step: Number of batches trained on so far, over all epochs, as a run without a break would count them.
 
     Raises:
-        UserError: for what is no integer of 0 or more.
+        UserError: The step is no integer of 0 or more.
     """
     if type(step) is not int or step < 0:
         raise UserError(f"step is {step!r}; it is the number of batches trained on so far, an integer of 0 or more.")
@@ -229,12 +245,12 @@ def set_step(model: nn.Module, step: int) -> None:
 
 
 def take_counts(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """For each table how many ids were replaced on this rank, and how many there were, since the last call."""
-    return _added(count for module in _perturbations(model) for count in module.take_counts().items())
+    """Returns for each table how many ids were replaced on this rank, and how many there were, since the last call."""
+    return _sums_by_table(count for module in _perturbations(model) for count in module.take_counts().items())
 
 
-def _rows_of(features: KeyedJaggedTensor) -> dict[str, Any]:
-    """How many rows there are, for all features or for each."""
+def _stride_arguments(features: KeyedJaggedTensor) -> dict[str, Any]:
+    """Returns the argument that says how many rows there are, for all features or for each."""
     if features.variable_stride_per_key():
         return {"stride_per_key_per_rank": features.stride_per_key_per_rank()}
     return {"stride": features.stride()}
@@ -244,7 +260,8 @@ def _perturbations(model: nn.Module) -> Iterator[Perturbation]:
     return (module for module in model.modules() if isinstance(module, Perturbation))
 
 
-def _added(counts: Iterable[tuple[str, tuple[int, int]]]) -> dict[str, tuple[int, int]]:
+def _sums_by_table(counts: Iterable[tuple[str, tuple[int, int]]]) -> dict[str, tuple[int, int]]:
+    """Returns the sums of both counts over the entries of each table."""
     total: dict[str, tuple[int, int]] = {}
     for table, (replaced, seen) in counts:
         before = total.get(table, (0, 0))
@@ -255,7 +272,7 @@ def _added(counts: Iterable[tuple[str, tuple[int, int]]]) -> dict[str, tuple[int
 def _perturb_input(
     embedding: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A forward hook: ids come first, or under torch's name for them."""
+    """Replaces the ids among a call's arguments, where they come first or under torch's name; a forward hook."""
     perturb = embedding.get_submodule("sse")
     if args:
         return (perturb(args[0]), *args[1:]), kwargs

@@ -1,4 +1,4 @@
-"""Which ids of a batch are replaced: each by itself, at a cost that follows the number of the replaced ones.
+"""Draws which ids of a batch are replaced, independently of each other, at a cost that follows their number.
 
 The gap from one replaced id to the next is geometric (Devroye 1986, X.2): ``1 + floor(log u / log(1 - p))`` for a
 uniform u. So numbers are drawn for the replaced ids and not for all others.
@@ -16,13 +16,13 @@ Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnPlaces:
     """The ids of a batch that are replaced.
 
     Attributes:
-        features: number of each id's feature, rising.
-        places: of each id.
-        states: of each id's random words, of which word 0 is used up.
+        features: Number of each id's feature, rising.
+        places: Place of each id in the batch.
+        states: State of each id's random words, of which word 0 is used up.
     """
 
     features: Integers
@@ -30,14 +30,14 @@ class Drawn:
     states: Words
 
 
-def draw_places(counts: tuple[int, ...], starts: tuple[int, ...], rates: tuple[float, ...], keys: Words) -> Drawn:
+def draw_places(counts: tuple[int, ...], starts: tuple[int, ...], rates: tuple[float, ...], keys: Words) -> DrawnPlaces:
     """Draws which ids are replaced.
 
     Args:
-        counts: ids of each feature.
-        starts: place of each feature's first id; the others follow.
-        rates: probability that an id of the feature is replaced.
-        keys: state of each feature's generator, ``[features]``.
+        counts: Number of ids of each feature.
+        starts: Place of each feature's first id; the others follow.
+        rates: Probability that an id of the feature is replaced.
+        keys: State of each feature's generator, ``[features]``.
     """
     safety = 3.0
     while True:
@@ -47,24 +47,24 @@ def draw_places(counts: tuple[int, ...], starts: tuple[int, ...], rates: tuple[f
         places = _places(gaps, unit(word(states, 0)))
         # every feature's last gap has to reach beyond its last id; else gaps are added to the same ones
         if (places[gaps.lasts] >= gaps.limits[gaps.lasts]).all():
-            kept = np.flatnonzero(places < gaps.limits)
-            return Drawn(gaps.features.take(kept), places.take(kept), states.take(kept))
+            inside = np.flatnonzero(places < gaps.limits)
+            return DrawnPlaces(gaps.features.take(inside), places.take(inside), states.take(inside))
         safety *= 2
 
 
 @dataclass(frozen=True)
 class _GapLayout:
-    """Which gaps are drawn.
+    """Which gaps are drawn for batches of one shape.
 
     Attributes:
-        num_gaps: of each feature, ``[features]``.
-        starts: place of each feature's first id, ``[features]``.
-        features: of each gap.
-        limits: place after the last id of each gap's feature.
-        longest: what a gap is cut to: ids of its feature.
-        offsets: of each gap's words, which it has by its number within the feature.
-        scales: ``1 / log(1 - p)`` of each gap.
-        lasts: index of the last gap of each feature that has some.
+        num_gaps: Number of gaps of each feature, ``[features]``.
+        starts: Place of each feature's first id, ``[features]``.
+        features: Feature of each gap, ``[gaps]``.
+        limits: Place after the last id of each gap's feature, ``[gaps]``.
+        longest: Length that each gap is cut to, the number of ids of its feature, ``[gaps]``.
+        offsets: Offset of each gap's words, by the gap's number within its feature, ``[gaps]``.
+        scales: ``1 / log(1 - p)`` of each gap, ``[gaps]``.
+        lasts: Index of the last gap of each feature that has some.
     """
 
     num_gaps: Integers
@@ -81,7 +81,7 @@ class _GapLayout:
 def _gap_layout(
     counts: tuple[int, ...], starts: tuple[int, ...], rates: tuple[float, ...], safety: float
 ) -> _GapLayout:
-    """Room for the expected number of gaps and ``safety`` standard deviations; batches of one shape share it."""
+    """Returns room for the expected number of gaps and ``safety`` standard deviations."""
     ids, chances = np.array(counts, dtype=np.int64), np.array(rates, dtype=np.float64)
     first = np.array(starts, dtype=np.int64)
     expected = ids * chances
@@ -106,7 +106,7 @@ def _gap_layout(
 
 
 def _places(gaps: _GapLayout, uniform: NDArray[np.float64]) -> Integers:
-    """Place of the id at the end of each gap; it may lie beyond the last one of its feature."""
+    """Returns the place of the id at the end of each gap, which may lie beyond the last one of its feature."""
     lengths = np.log(uniform, out=uniform)
     lengths *= gaps.scales
     # what reaches beyond the feature is cut short before it overflows an integer

@@ -1,14 +1,14 @@
 """Random numbers that are a function of where they are used, not of a generator's hidden state.
 
 A *stream* belongs to one table's feature under one seed. At every step of every rank it is one SplitMix64 generator
-(Steele, Lea, Flood, OOPSLA 2014), and each use there has 64 of its outputs: use n has the words ``64 n`` to ``64 n +
-63``. The generator's state is the exclusive or of two hashes, of the stream's names and of step and rank. Any word can
-be computed at any time. So a resumed run repeats exactly, and how far a pipeline works ahead does not matter.
+(Steele, Lea, Flood, OOPSLA 2014), and each use there has 64 of its outputs, called words: use n has the words ``64 n``
+to ``64 n + 63``. The generator's state is the exclusive or of two hashes, one of the stream's names and one of step and
+rank. Any word can be computed at any time, so a resumed run repeats exactly, however far a pipeline works ahead.
 
-All generators go round one cycle of 2^64 states. Of 10^10 streams at steps with 1,000 uses each some would share a
-stretch of it, at places that have nothing to do with each other.
+All generators go round one cycle of 2^64 states. Among 10^10 pairs of stream and step with 1,000 uses each, some would
+share a stretch of the cycle, at places that have nothing to do with each other.
 
-All is done on the CPU for all devices, so that a GPU follows the same numbers.
+Numbers are made on the CPU for all devices, so that a GPU draws the same ones.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ _TWO_TO_32 = np.uint64(2**32)
 
 
 def stream_key(seed: int, *names: str) -> np.uint64:
-    """The key of a stream; distinct seeds or lists of names give unlike ones."""
+    """Returns the key of a stream, which differs between seeds and between lists of names."""
     digest = hashlib.blake2b(digest_size=8, person=b"distembed stream")
     for name in (str(seed), *names):
         encoded = name.encode("utf-8", errors="surrogatepass")
@@ -34,30 +34,30 @@ def stream_key(seed: int, *names: str) -> np.uint64:
 
 
 def place_key(step: int, rank: int) -> np.uint64:
-    """The key of a step of a rank; the exclusive or with a stream's is the state of its generator there."""
+    """Returns the key of a step of a rank; its exclusive or with a stream's key is the generator's state there."""
     place = step.to_bytes(8, "little") + rank.to_bytes(8, "little")
     return np.frombuffer(hashlib.blake2b(place, digest_size=8, person=b"distembed place.").digest(), dtype=np.uint64)[0]
 
 
 def state_offsets(uses: NDArray[np.int64]) -> Words:
-    """How far each use's words are from the generator's state."""
+    """Returns how far each use's words are from the generator's state, ``[uses]``."""
     return uses.view(np.uint64) * np.uint64(WORDS_A_USE * GOLDEN_GAMMA % 2**64)
 
 
 def word(states: Words, number: int) -> Words:
-    """The word of this number, 0 to 63, of each use."""
+    """Returns the word of this number, 0 to 63, for each use's state."""
     return mix64_array(states + np.uint64(number * GOLDEN_GAMMA % 2**64) if number else states)
 
 
 def below(words: Words, bounds: Words) -> NDArray[np.int64]:
-    """Uniform integers in ``[0, bound)`` of each word; where a word would favour some of them, it is mixed again.
+    """Turns each word into a uniform integer in ``[0, bound)``; a word that would favour some of them is mixed again.
 
-    For bounds of less than 32 bits by a multiplication (Lemire, "Fast Random Integer Generation in an Interval", ACM
-    TOMACS 2019), for others by a division, which takes longer.
+    Bounds below 2^32 take a multiplication (Lemire, "Fast Random Integer Generation in an Interval", ACM TOMACS 2019),
+    others a division, which takes longer.
 
     Args:
-        words: ``[n]``.
-        bounds: 1 to 2^63, ``[n]``.
+        words: Random words, ``[n]``.
+        bounds: Bound of each integer, 1 to 2^63, ``[n]``.
     """
     is_large = np.flatnonzero(bounds >= _TWO_TO_32)
     products = (words >> np.uint64(32)) * bounds
@@ -76,7 +76,7 @@ def below(words: Words, bounds: Words) -> NDArray[np.int64]:
 
 
 def unit(words: Words) -> NDArray[np.float64]:
-    """Uniform numbers inside (0, 1), of 52 bits."""
+    """Turns words into uniform numbers inside (0, 1), of 52 bits."""
     numbers = (words >> np.uint64(12)).astype(np.float64)
     numbers += 0.5
     numbers *= 2.0**-52

@@ -1,7 +1,7 @@
-"""Replaces ids of a batch: a pure function of the ids, the step and the rank.
+"""Replaces ids of a batch, as a pure function of the ids, the step and the rank.
 
 Which ids are replaced, and all random integers, come from the CPU (:mod:`distembed.sse.draws`); what depends on the ids
-themselves happens where they are, without a copy back.
+themselves is computed on their device, without a copy back.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distembed.errors import UserError
-from distembed.sse.arrays import Array, array_of, as_int64, assign, count_each, on_device, where
-from distembed.sse.draws import FIRST_NEIGHBOR_WORD, Drawer, Draws
+from distembed.sse.arrays import Array, as_array, as_int64, assign, count_each, on_device, where
+from distembed.sse.draws import FIRST_NEIGHBOR_WORD, Drawer, StepDraws
 from distembed.sse.neighbors import NeighborDraw
 from distembed.sse.random_words import word
 from distembed.sse.rule import SSE
@@ -25,31 +25,31 @@ _NO_ID = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)
-class Replaced:
-    """A batch after replacement.
+class ReplacedIds:
+    """The ids of a batch after replacement.
 
     Attributes:
-        ids: the tensor that came in where none was drawn, else one with other ids.
-        num_drawn: how many ids of each stream were drawn anew.
-        num_kept: of these, how many stayed as they were, on the ids' device; None where none can.
+        ids: The tensor that came in where none was drawn, else one with other ids.
+        num_drawn: Number of ids of each stream that were drawn to be replaced, ``[streams]``.
+        num_unchanged: Number of these that stayed as they were, ``[streams]`` on the ids' device; None where none can.
     """
 
     ids: Int[Tensor, "*shape"]
     num_drawn: NDArray[np.int64]
-    num_kept: Array | None = None
+    num_unchanged: Array | None = None
 
 
 class Replacer:
-    """Replaces the ids of these streams.
+    """Replaces the ids of a list of streams.
 
     Args:
-        streams: of the features whose ids are replaced.
-        device: of the ids.
-        dtype: of the ids.
-        may_be_outside: whether there are ids that lie outside of their tables, as a label's -100 does; they stay.
+        streams: Features whose ids are replaced.
+        device: Device of the ids.
+        dtype: Type of the ids.
+        may_be_outside: Whether ids may lie outside of their tables, as a label's -100 does; these stay.
 
     Raises:
-        UserError: for a type that does not hold all ids.
+        UserError: The type does not hold all ids.
     """
 
     def __init__(
@@ -60,15 +60,16 @@ class Replacer:
         self._num_streams = len(streams)
         self._draw = Drawer(streams)
         self._has_reserved = any(s.sse.reserved for s in streams)
-        self._num_first = self._of_streams([s.num_first_reserved for s in streams])
-        self._other_reserved = [self._of_streams(row) for row in _other_reserved(streams)]
-        self._num_drawable = self._of_streams([s.num_drawable for s in streams])
-        self._num_embeddings = self._of_streams([s.num_embeddings for s in streams]) if may_be_outside else None
-        keeps = [s.sse.keep_reserved and bool(s.sse.reserved) for s in streams]
-        self._keeps = self._of_streams(keeps) if any(keeps) else None
+        self._num_first = self._per_stream([s.num_first_reserved for s in streams])
+        self._other_reserved = [self._per_stream(row) for row in _other_reserved(streams)]
+        self._num_drawable = self._per_stream([s.num_drawable for s in streams])
+        self._num_embeddings = self._per_stream([s.num_embeddings for s in streams]) if may_be_outside else None
+        keep_reserved = [s.sse.keep_reserved and bool(s.sse.reserved) for s in streams]
+        self._keep_reserved = self._per_stream(keep_reserved) if any(keep_reserved) else None
         self._graphs = list(_graphs(streams, device))
 
-    def _of_streams(self, values: Sequence[int]) -> Array:
+    def _per_stream(self, values: Sequence[int]) -> Array:
+        """Returns one number a stream as an array on the ids' device."""
         return on_device(np.array(values), self.device)
 
     def __call__(
@@ -79,47 +80,48 @@ class Replacer:
         step: int,
         rank: int,
         in_place: bool = False,
-    ) -> Replaced:
+    ) -> ReplacedIds:
         """Replaces ids by the numbers of this step and rank.
 
         Args:
-            ids: of all features; those of each lie side by side.
-            counts: ids of each stream.
-            starts: where those of each stream begin.
-            step: of the run, over all epochs.
-            rank: of this process.
-            in_place: whether ids may be written to, if they are contiguous; else a copy is.
+            ids: Ids of all features; those of each lie side by side.
+            counts: Number of ids of each stream.
+            starts: Place of each stream's first id.
+            step: Step of the run, over all epochs.
+            rank: Rank of this process.
+            in_place: Whether ids may be written to, if they are contiguous; else a copy is.
         """
         draws = self._draw(counts, starts, step, rank)
         num_drawn = np.diff(draws.bounds)
         if not len(draws.places):
-            return Replaced(ids, num_drawn)
+            return ReplacedIds(ids, num_drawn)
         # a view where that is possible; never of what must not be written to
         replaced = ids.detach().reshape(-1) if in_place else ids.detach().reshape(-1).clone()
-        array, places = array_of(replaced), on_device(draws.places, self.device)
+        array, places = as_array(replaced), on_device(draws.places, self.device)
         old, streams = as_int64(array.take(places)), on_device(draws.streams, self.device)
         outside = self._outside(old, streams)
         new, is_reserved = self._another(old, streams, draws)
         for graph in self._graphs:
             inside = old if outside is None else where(outside, self._num_first.take(streams), old)
             graph.put_neighbors(new, inside, is_reserved, self._num_drawable.take(streams), draws)
-        kept = outside
-        if self._keeps is not None:
-            stays = is_reserved & self._keeps.take(streams)
-            kept = stays if kept is None else kept | stays
-        assign(array, places, new if kept is None else where(kept, old, new))
-        num_kept = None if kept is None else count_each(streams, kept, self._num_streams)
-        return Replaced(replaced.view(ids.shape), num_drawn, num_kept)
+        unchanged = outside
+        if self._keep_reserved is not None:
+            stays = is_reserved & self._keep_reserved.take(streams)
+            unchanged = stays if unchanged is None else unchanged | stays
+        assign(array, places, new if unchanged is None else where(unchanged, old, new))
+        num_unchanged = None if unchanged is None else count_each(streams, unchanged, self._num_streams)
+        return ReplacedIds(replaced.view(ids.shape), num_drawn, num_unchanged)
 
     def _outside(self, old: Array, streams: Array) -> Array | None:
+        """Returns which ids lie outside of their tables; None where none may."""
         if self._num_embeddings is None:
             return None
         return (old < 0) | (old >= self._num_embeddings.take(streams))
 
-    def _another(self, old: Array, streams: Array, draws: Draws) -> tuple[Array, Array | None]:
-        """For each id another one that is not reserved, and whether the id itself is; None where none can be.
+    def _another(self, old: Array, streams: Array, draws: StepDraws) -> tuple[Array, Array | None]:
+        """Returns for each id another one that is not reserved, and whether the id itself is; None where none can be.
 
-        The first reserved ids are passed over by a shift, which the drawn numbers contain, each other one by a
+        The reserved ids from 0 on are passed over by a shift, which the drawn numbers contain, each other one by a
         comparison.
         """
         among_others = on_device(draws.among_others, self.device)
@@ -143,11 +145,12 @@ class Replacer:
 
 
 class _GraphDraw:
-    """Neighbours for the streams that have one graph.
+    """Draws neighbours for the streams that share a graph and a walk.
 
     Args:
-        neighbors: draws them.
-        excess: rho - 1 of each stream, and 0 of those that have another graph or none.
+        neighbors: Draws in that graph.
+        excess: rho - 1 of each stream, and 0 for streams that have another graph or walk, or none.
+        device: Device of the ids.
     """
 
     def __init__(self, neighbors: NeighborDraw, excess: NDArray[np.float64], device: torch.device) -> None:
@@ -157,9 +160,17 @@ class _GraphDraw:
         self._device = device
 
     def put_neighbors(
-        self, new: Array, old: Array, is_reserved: Array | None, num_drawable: Array, draws: Draws
+        self, new: Array, old: Array, is_reserved: Array | None, num_drawable: Array, draws: StepDraws
     ) -> None:
-        """Puts neighbours of the old ids in the place of some new ones."""
+        """Replaces some of the new ids by neighbours of the old ones.
+
+        Args:
+            new: New id of each drawn id, which is written to.
+            old: The drawn ids as they were.
+            is_reserved: Whether each of these is reserved; None where none can be.
+            num_drawable: Number of ids that may be drawn in each one's table.
+            draws: Random numbers of the step.
+        """
         chosen = np.flatnonzero(self._has_graph.take(draws.streams))
         states = draws.states.take(chosen)
         numbers = range(FIRST_NEIGHBOR_WORD, FIRST_NEIGHBOR_WORD + self._neighbors.num_words)
@@ -173,7 +184,7 @@ class _GraphDraw:
 
 
 def _graphs(streams: Sequence[IdStream], device: torch.device) -> Iterator[_GraphDraw]:
-    """One for each distinct graph and walk; a graph is on a GPU once."""
+    """Yields one draw for each distinct pair of graph and walk; a graph is copied to a GPU once."""
     kinds = {(id(s.sse.graph), s.sse.walk): s.sse for s in streams if _draws_neighbors(s.sse)}
     placed: dict[int, NeighborDraw] = {}
     for (graph, walk), sse in kinds.items():
@@ -188,18 +199,18 @@ def _draws_neighbors(sse: SSE) -> bool:
 
 
 def graph_bytes(sse: Mapping[str, SSE], device_kind: str = "cuda") -> dict[str, int]:
-    """What the graphs take of the memory of every rank's device: on CUDA, all of their arrays, on each rank.
+    """Returns what the graphs take of the memory of every rank's device, in bytes by table.
 
-    On a CPU a graph that is mapped from its folder counts nothing: ranks of a machine share the file's pages, which the
-    system drops and reads again as it needs to. One that was built in memory counts as it is, in each process. Sizes
-    are those of arrays and files; nothing of them is read.
+    On CUDA every rank has a copy of all arrays. On a CPU a graph that is mapped from its folder counts nothing: ranks
+    of a machine share the file's pages, which the system drops and reads again as it needs to. A graph that was built
+    in memory counts in full, in each process. Sizes are those of arrays and files; their contents are not read.
 
     Args:
-        sse: rules by table, as :func:`distembed.sse.config.build_sse` gives them.
-        device_kind: ``cuda`` or ``cpu``.
+        sse: Rules by table, as :func:`distembed.sse.config.build_sse` returns them.
+        device_kind: Kind of the device, ``cuda`` or ``cpu``.
 
     Returns:
-        Bytes by table; those of a graph of several tables under the first of them, and 0 where there is none.
+        Bytes by table; a graph of several tables counts under the first of them, and tables without one have 0.
     """
     found = dict.fromkeys(sse, 0)
     counted: set[int] = set()
@@ -213,13 +224,21 @@ def graph_bytes(sse: Mapping[str, SSE], device_kind: str = "cuda") -> dict[str, 
 
 
 def _other_reserved(streams: Sequence[IdStream]) -> Iterator[list[int]]:
-    """Reserved ids that are not the first ones: the least of each stream, the second, ...; none is a very large id."""
+    """Yields the reserved ids beyond those from 0 on: the least one of each stream, then the second one, and so on.
+
+    A stream that has no more of them gives an id that is in no table.
+    """
     rest = [s.sse.reserved[s.num_first_reserved :] for s in streams]
     for i in range(max((len(ids) for ids in rest), default=0)):
         yield [ids[i] if i < len(ids) else _NO_ID for ids in rest]
 
 
 def _require_room(streams: Sequence[IdStream], dtype: torch.dtype) -> None:
+    """Makes sure that a type holds every id that may be drawn.
+
+    Raises:
+        UserError: It is no integer type, or too narrow.
+    """
     for stream in streams:
         if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
             raise UserError(f"table {stream.table!r}: ids are of {dtype}, but must be integers; give int64 or int32.")

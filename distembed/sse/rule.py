@@ -1,4 +1,4 @@
-"""How the ids of one table are replaced: settings of SSE-SE and SSE-Graph (Wu et al., NeurIPS 2019, section 3)."""
+"""The rule by which the ids of one table are replaced: SSE-SE or SSE-Graph (Wu et al., NeurIPS 2019, section 3)."""
 
 import math
 from collections.abc import Sequence
@@ -15,15 +15,18 @@ MAX_WALK_STEPS = 20
 
 @dataclass(frozen=True)
 class Walk:
-    """A random walk with restart in the place of one step along an edge.
+    """A random walk with restart, which draws a neighbour instead of one step along an edge.
 
-    The walk takes one step, then before each further one it ends with probability ``restart``, at a node without
-    neighbours, or after ``max_steps``. The node where it ends is drawn, or the node before that where it ends at its
-    beginning.
+    The walk takes one step. Before each further one it ends with probability ``restart``; it also ends at a node
+    without neighbours, and after ``max_steps``. The node where it ends is drawn; where that is the node at which it
+    began, the node before is.
 
-    Args:
-        restart: 0 to 1; at 1 every walk has one step.
-        max_steps: 1 to 20.
+    Attributes:
+        restart: Probability that the walk ends before a step, 0 to 1; at 1 every walk has one step.
+        max_steps: Most steps of a walk, 1 to 20.
+
+    Raises:
+        UserError: A value is out of its range.
     """
 
     restart: float = 0.5
@@ -39,23 +42,24 @@ class Walk:
 class SSE:
     """Stochastic shared embeddings of one table: in training each id is replaced with probability ``p0``.
 
-    Without a graph every other id is as likely (SSE-SE): ``p(j, k) = p0 / (N - 1)`` for ``k != j``. With one,
+    Without a graph every other id is equally likely (SSE-SE): ``p(j, k) = p0 / (N - 1)`` for ``k != j``. With one,
     ``p(j, k) = rho * p(j, l)`` for neighbours k and non-neighbours l of j (SSE-Graph, equation 3), and
-    ``p(j, j) = 1 - p0`` as before. Weights of edges, and a walk, change how that is shared out which neighbours have
-    beyond the part of any other id, not how much it is. Ids without neighbours are replaced as without a graph.
+    ``p(j, j) = 1 - p0`` as before. Neighbours have an extra probability, beyond that of any other id: weights of edges,
+    and a walk, change how it is divided among them, not how much it is. Ids without neighbours are replaced as without
+    a graph.
 
-    Args:
-        p0: probability that an id is replaced, 0 to 1.
-        rho: how many times as likely a neighbour is as another id, at least 1. 1 is SSE-SE.
-        graph: neighbours of each id.
-        walk: draws the neighbour at the end of a walk rather than next to the id.
-        schedule: points ``(step, factor)``, in rising order of steps: p0 is multiplied by the factor, which is linear
+    Attributes:
+        p0: Probability that an id is replaced, 0 to 1.
+        rho: How many times as likely a neighbour is as another id, 1 or more; 1 is SSE-SE.
+        graph: Neighbours of each id; None for SSE-SE.
+        walk: Random walk at whose end the neighbour is drawn; None for neighbours next to the id.
+        schedule: Points ``(step, factor)``, in rising order of steps: p0 is multiplied by the factor, which is linear
             between the points and constant before the first and after the last. Factors lie in 0 to 1.
-        reserved: ids that are never drawn, such as those of missing values and of padding; N counts the others.
-        keep_reserved: whether reserved ids are never replaced either.
+        reserved: Ids that are never drawn, such as those of missing values and of padding; N counts the others.
+        keep_reserved: Whether reserved ids are never replaced either.
 
     Raises:
-        UserError: for a value out of its range; a rho or walk without a graph.
+        UserError: A value is out of its range, or a rho or a walk is given without a graph.
     """
 
     p0: float
@@ -83,21 +87,22 @@ class SSE:
         object.__setattr__(self, "reserved", _checked_reserved(self.reserved))
 
     def rate(self, step: int) -> float:
-        """Probability that an id is replaced at this step."""
+        """Returns the probability that an id is replaced at this step."""
         if not self.schedule:
             return self.p0
         steps, factors = zip(*self.schedule, strict=True)
         return self.p0 * float(np.interp(step, steps, factors))
 
     def require_fit(self, num_embeddings: int, where: str) -> None:
-        """Makes sure that the settings are for this many ids.
+        """Makes sure that the rule fits a table.
 
         Args:
-            num_embeddings: of the table.
-            where: names the table in the error.
+            num_embeddings: Number of ids of the table.
+            where: Name of the table in the error.
 
         Raises:
-            UserError: for a reserved id beyond the table, or a graph of other ids or with edges to reserved ones.
+            UserError: A reserved id lies beyond the table, or the graph has another number of ids or edges to reserved
+                ones.
         """
         for reserved in self.reserved:
             if reserved >= num_embeddings:
@@ -129,10 +134,10 @@ def _require_probability(field: str, value: object) -> None:
 
 
 def checked_schedule(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """The points of a schedule, if they are such.
+    """Returns the points of a schedule, if they are ones.
 
     Raises:
-        UserError: for a step or factor out of its range, or steps that do not rise.
+        UserError: A step or factor is out of its range, or the steps do not rise.
     """
     wanted = "give a list of pairs (step, factor), such as [[0, 0.0], [1000, 1.0]]"
     try:

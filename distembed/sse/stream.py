@@ -1,4 +1,4 @@
-"""The ids of one feature, as far as they are replaced."""
+"""One feature whose ids are replaced."""
 
 from dataclasses import dataclass
 
@@ -7,14 +7,17 @@ from distembed.sse.rule import SSE
 
 @dataclass(frozen=True)
 class IdStream:
-    """The ids of one feature, with random numbers of their own.
+    """The ids of one feature, which are replaced by random numbers of their own.
 
     Attributes:
-        table: that the feature is looked up in.
-        feature: its name.
-        num_embeddings: ids lie in ``[0, num_embeddings)``.
-        sse: how they are replaced.
-        seed: of the random numbers, with both names.
+        table: Name of the table that the feature is looked up in.
+        feature: Name of the feature.
+        num_embeddings: Number of ids, which lie in ``[0, num_embeddings)``.
+        sse: Rule by which the ids are replaced.
+        seed: Seed of the random numbers, which also depend on both names.
+
+    Raises:
+        UserError: The rule does not fit the table.
     """
 
     table: str
@@ -28,14 +31,14 @@ class IdStream:
 
     @property
     def num_drawable(self) -> int:
-        """Ids that may be drawn: all but the reserved ones."""
+        """Number of ids that may be drawn: all but the reserved ones."""
         return self.num_embeddings - len(self.sse.reserved)
 
     @property
     def num_first_reserved(self) -> int:
-        """How many of the first ids are reserved, without a gap."""
+        """Number of reserved ids from 0 on, without a gap."""
         return sum(reserved == expected for expected, reserved in enumerate(self.sse.reserved))
 
     def rate(self, step: int) -> float:
-        """Probability that an id is drawn anew at this step: 0 where there is no other id to draw."""
+        """Returns the probability that an id is replaced at this step: 0 where there is no other id to draw."""
         return self.sse.rate(step) if self.num_drawable > 1 else 0.0

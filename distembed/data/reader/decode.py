@@ -65,7 +65,7 @@ class RecordLayout:
     dtype: np.dtype[Any]
 
     @classmethod
-    def of(cls, schema: Schema) -> RecordLayout:
+    def from_schema(cls, schema: Schema) -> RecordLayout:
         """Returns the layout for the rows of this schema."""
         single = tuple(feature for feature in schema.categorical if not feature.multi_hot)
         multi_hot = tuple(feature for feature in schema.categorical if feature.multi_hot)
@@ -97,7 +97,7 @@ class Jagged:
     offsets: NDArray[np.int64]
 
     @classmethod
-    def of(cls, values: NDArray[np.int64], lengths: NDArray[np.int64]) -> Jagged:
+    def from_lengths(cls, values: NDArray[np.int64], lengths: NDArray[np.int64]) -> Jagged:
         """Returns a column from the number of ids of each row."""
         return cls(values, np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]))
 
@@ -111,7 +111,7 @@ class Jagged:
         starts = self.offsets[rows]
         lengths = self.offsets[rows + 1] - starts
         shift = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
-        return Jagged.of(self.values[shift + np.arange(len(shift))], lengths)
+        return Jagged.from_lengths(self.values[shift + np.arange(len(shift))], lengths)
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Block:
 
 def _concatenate(columns: Sequence[Jagged]) -> Jagged:
     values = np.concatenate([column.values for column in columns])
-    return Jagged.of(values, np.concatenate([column.lengths for column in columns]))
+    return Jagged.from_lengths(values, np.concatenate([column.lengths for column in columns]))
 
 
 def list_row_groups(dataset_dir: Path, split: Split, schema: Schema) -> tuple[RowGroup, ...]:
@@ -198,7 +198,7 @@ class Decoder:
         Raises:
             UserError: A value is missing, not finite, or an id outside its table; the error says in which column.
         """
-        layout = RecordLayout.of(self.schema)
+        layout = RecordLayout.from_schema(self.schema)
         records = np.empty((sum(stop - start for _, start, stop in segments), layout.width), layout.dtype)
         parts: dict[str, list[Jagged]] = {feature.name: [] for feature in layout.multi_hot}
         filled = 0
@@ -252,7 +252,7 @@ def _jagged_column(table: pa.Table, feature: CategoricalFeature, group: RowGroup
     values = flat.to_numpy()
     _check_ids(values, feature, group)
     lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy()
-    return Jagged.of(values.astype(np.int64), lengths.astype(np.int64))
+    return Jagged.from_lengths(values.astype(np.int64), lengths.astype(np.int64))
 
 
 def _float_column(table: pa.Table, name: str, group: RowGroup) -> NDArray[np.float32]:

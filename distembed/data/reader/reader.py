@@ -195,7 +195,7 @@ class _EpochPart:
         self._order, self._decoder = order, decoder
         self._rank, self._world_size = rank, world_size
         self._epoch, self._first_batch = epoch, first_batch
-        self._layout = RecordLayout.of(decoder.schema)
+        self._layout = RecordLayout.from_schema(decoder.schema)
         self._lanes: dict[int, _LaneCursor] = {}
 
     def batches(self) -> Iterator[Batch]:
