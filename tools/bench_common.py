@@ -1,4 +1,4 @@
-"""What the benches of training steps share: skewed ids, and contenders that take turns."""
+"""The common part of the benches of training steps: skewed ids, tables, and contenders that take turns."""
 
 import math
 import platform
@@ -10,8 +10,13 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Int64
 from torch import Tensor
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.composition import Composition
+from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
+from distembed.partitions import Partition
 from distembed.runs.folder import versions
 
 NUM_IDS, COLLISIONS, DIM, LEARNING_RATE = 400_000, 4, 16, 0.01
@@ -23,22 +28,46 @@ Step = Callable[[], object]
 
 
 def draw_ids(count: int, generator: torch.Generator) -> Int64[Tensor, " ids"]:
-    """Ids skewed like Criteo's: log-uniform over the table."""
+    """Draws ids that are skewed like Criteo's: log-uniform over the table."""
     uniform = torch.rand(count, generator=generator, dtype=torch.float64)
     return (torch.exp(uniform * math.log(NUM_IDS)) - 1).long().clamp(max=NUM_IDS - 1)
 
 
 def features_of(ids: Int64[Tensor, " ids"], batch_size: int) -> KeyedJaggedTensor:
-    """Bags of one length from ids, feature after feature."""
+    """Returns ids, feature after feature, as bags of one length."""
     num_bags = len(NAMES) * batch_size
     lengths = torch.full((num_bags,), len(ids) // num_bags, dtype=torch.int32, device=ids.device)
     return KeyedJaggedTensor(NAMES, ids, lengths=lengths)
 
 
+def torchrec_collection(num_rows: int) -> EmbeddingBagCollection:
+    """Returns TorchRec's own tables of that many rows each, on the meta device."""
+    tables = [
+        EmbeddingBagConfig(name=name, num_embeddings=num_rows, embedding_dim=DIM, feature_names=[name])
+        for name in NAMES
+    ]
+    return EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+
+
+def compositional_collection(
+    partition: Partition, composition: Composition | str = "product"
+) -> CompositionalEmbeddingBagCollection:
+    """Returns compositional tables with that scheme, on the meta device."""
+    tables = [CompositionalEmbeddingBagConfig(name, NUM_IDS, DIM, [name], partition, composition) for name in NAMES]
+    return CompositionalEmbeddingBagCollection(tables, device="meta")
+
+
 def take_turns(
     steps: Mapping[str, Step], rounds: int, seconds_a_turn: float, device: torch.device
 ) -> dict[str, list[float]]:
-    """Seconds a step of every contender in every round; all ranks call it, and take equally many steps."""
+    """Returns the seconds of every contender's step in every round; all ranks call it.
+
+    Args:
+        steps: Every contender's step by name; all ranks take equally many.
+        rounds: How often each contender has its turn.
+        seconds_a_turn: The time of one contender's turn, about.
+        device: The device to wait for.
+    """
     counts = {name: _steps_a_turn(step, seconds_a_turn, device) for name, step in steps.items()}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
@@ -48,7 +77,7 @@ def take_turns(
 
 
 def _steps_a_turn(step: Step, seconds: float, device: torch.device) -> int:
-    """As many as this rank takes in that time once it is warm; the first rank's word holds for all."""
+    """Returns how many steps the first rank takes in that time once it is warm; all ranks call it."""
     _seconds_a_step(step, 3, device)
     count = torch.tensor(max(2, round(seconds / _seconds_a_step(step, 3, device))), device=device)
     dist.broadcast(count, src=0)
@@ -56,6 +85,7 @@ def _steps_a_turn(step: Step, seconds: float, device: torch.device) -> int:
 
 
 def _seconds_a_step(step: Step, count: int, device: torch.device) -> float:
+    """Takes ``count`` steps and returns the mean of their seconds; all ranks call it."""
     _wait_for_all(device)
     started = time.perf_counter()
     for _ in range(count):
@@ -65,13 +95,14 @@ def _seconds_a_step(step: Step, count: int, device: torch.device) -> float:
 
 
 def _wait_for_all(device: torch.device) -> None:
+    """Waits until all ranks and their devices have finished; all ranks call it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     dist.barrier()
 
 
 def surroundings(device: torch.device) -> dict[str, Any]:
-    """What a measurement depends on beside the code."""
+    """Returns what a measurement depends on beside the code: device, threads, processor and versions."""
     return {
         "machine": {
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",

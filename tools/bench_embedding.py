@@ -13,7 +13,6 @@ with its optimizer state, read and written once.
 
 import argparse
 import dataclasses
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -29,9 +28,11 @@ from bench_common import (
     NAMES,
     NUM_BATCHES,
     NUM_IDS,
+    compositional_collection,
     draw_ids,
     features_of,
     take_turns,
+    torchrec_collection,
 )
 from bench_common import Step as Turn
 from rich.console import Console
@@ -40,15 +41,13 @@ from torch import Tensor, nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ModuleSharder, ShardingEnv
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.composition import COMPOSITIONS, Composition, PathMLP
-from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.embedding.ids import IdMapper
+from distembed.files import write_json
 from distembed.partitions import ChineseRemainder, MixedRadix, Naive, Partition, QuotientRemainder, Remainder
 from distembed.planning import Workload, make_plan
 from distembed.ranks import process_group
@@ -61,20 +60,27 @@ Step = Callable[[KeyedJaggedTensor], None]
 
 
 def draw_batches(batch_size: int, bag: int) -> list[Tensor]:
-    """Ids of every batch, feature after feature."""
+    """Draws the ids of every batch, feature after feature."""
     generator = torch.Generator().manual_seed(0)
     return [draw_ids(len(NAMES) * batch_size * bag, generator) for _ in range(NUM_BATCHES)]
 
 
 def turn(step: Step, batches: Sequence[Tensor], batch_size: int) -> Turn:
-    """A step on one batch after another; each is fresh, for one that was seen before keeps its offsets."""
+    """Returns a step on one batch after another; each is a new object, as one that was used has its offsets already."""
     in_turn = cycle(batches)
     return lambda: step(features_of(next(in_turn), batch_size))
 
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """One way to embed: how its rows come about (for the floor), and how its step is made."""
+    """One way to embed.
+
+    Attributes:
+        partition: The partitions, for the floor.
+        dims: The dimension of each partition's vectors, for the floor.
+        width: The number of columns of a feature's output.
+        make: Builds the step, which is given the gradient of the output.
+    """
 
     partition: Partition
     dims: tuple[int, ...]
@@ -83,7 +89,7 @@ class Contender:
 
 
 def shard(module: nn.Module, sharder: ModuleSharder) -> nn.Module:
-    """The collection on one rank, with row-wise Adagrad in its backward pass."""
+    """Returns the collection on one rank, with row-wise Adagrad in its backward pass."""
     apply_optimizer_in_backward(
         RowWiseAdagrad, module.get_submodule("e.embedding_bags").parameters(), {"lr": LEARNING_RATE}
     )
@@ -96,11 +102,11 @@ def shard(module: nn.Module, sharder: ModuleSharder) -> nn.Module:
 
 
 def ours(partition: Partition, composition: Composition) -> Contender:
-    """This project's tables."""
-    tables = [CompositionalEmbeddingBagConfig(name, NUM_IDS, DIM, [name], partition, composition) for name in NAMES]
+    """Returns this project's tables."""
+    table = compositional_collection(partition, composition).tables()[0]
 
     def make(gradient: Tensor) -> Step:
-        collection = CompositionalEmbeddingBagCollection(tables, device="meta")
+        collection = compositional_collection(partition, composition)
         sharded = shard(nn.ModuleDict({"e": collection}), CompositionalEmbeddingBagCollectionSharder())
         functions = list(sharded.get_submodule("functions").parameters())
         optimizer = torch.optim.Adagrad(functions, lr=LEARNING_RATE, fused=True) if functions else None
@@ -113,20 +119,16 @@ def ours(partition: Partition, composition: Composition) -> Contender:
 
         return step
 
-    dims = tuple(part.dim for part in tables[0].lookup_tables())
-    return Contender(partition, dims, tables[0].num_vectors * DIM, make)
+    dims = tuple(part.dim for part in table.lookup_tables())
+    return Contender(partition, dims, table.num_vectors * DIM, make)
 
 
 def torchrec_hashed() -> Contender:
-    """TorchRec's own tables of as many rows as collisions leave, fed with hashed ids."""
+    """Returns TorchRec's own tables of as many rows as collisions leave, which get hashed ids."""
     hashed = Remainder(NUM_IDS, collisions=COLLISIONS)
-    configs = [
-        EmbeddingBagConfig(name=name, num_embeddings=hashed.total_rows, embedding_dim=DIM, feature_names=[name])
-        for name in NAMES
-    ]
 
     def make(gradient: Tensor) -> Step:
-        collection = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
+        collection = torchrec_collection(hashed.total_rows)
         sharded = shard(nn.ModuleDict({"e": collection}), EmbeddingBagCollectionSharder())
 
         def step(features: KeyedJaggedTensor) -> None:
@@ -140,9 +142,9 @@ def torchrec_hashed() -> Contender:
 
 
 def id_check() -> Contender:
-    """What every step of ours does first: bring ids inside their tables."""
+    """Returns the check of ids alone, with which every step of this project's tables begins."""
     full = Naive(NUM_IDS)
-    tables = [CompositionalEmbeddingBagConfig(name, NUM_IDS, DIM, [name], full) for name in NAMES]
+    tables = compositional_collection(full).tables()
 
     def make(gradient: Tensor) -> Step:
         map_ids = IdMapper(tables)
@@ -156,7 +158,7 @@ def id_check() -> Contender:
 
 
 def contenders() -> dict[str, Contender]:
-    """Every contender by name."""
+    """Returns every contender by name."""
     quotient_remainder = QuotientRemainder(NUM_IDS, collisions=COLLISIONS)
     by_name = {
         BASELINE: torchrec_hashed(),
@@ -173,17 +175,17 @@ def contenders() -> dict[str, Contender]:
 
 
 def bytes_moved(contender: Contender, batch: Tensor, batch_size: int) -> int:
-    """What a step reads and writes at least; float32 numbers, int64 ids, one float32 of state a row."""
+    """Returns the bytes that a step reads and writes at least: float32 numbers, int64 ids, a float32 of state a row."""
     ids = batch.view(len(NAMES), -1)
     moved = ids.numel() * 8 + 2 * batch_size * len(NAMES) * contender.width * 4
     for j, dim in enumerate(contender.dims):
-        distinct = sum(len(contender.partition.rows(of_table)[j].unique()) for of_table in ids)
+        distinct = sum(len(contender.partition.rows(table_ids)[j].unique()) for table_ids in ids)
         moved += ids.numel() * dim * 4 + distinct * 2 * (dim + 1) * 4
     return moved
 
 
 def copy_bytes_per_second() -> float:
-    """Bytes read and written each second by a copy that no cache holds."""
+    """Returns the bytes that a copy too large for the caches reads and writes in a second."""
     source, target = torch.ones(2**26), torch.empty(2**26)
     target.copy_(source)
     seconds = []
@@ -196,7 +198,7 @@ def copy_bytes_per_second() -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One contender at one batch size and bag; ``ratio`` is the median of the ratios of each round."""
+    """The result of one contender at one batch size and bag; ``ratio`` is the median of the ratios of each round."""
 
     contender: str
     batch_size: int
@@ -207,7 +209,7 @@ class Row:
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measures every contender and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[128, 2048, 8192])
     parser.add_argument("--bags", type=int, nargs="+", default=[1, 10], help="ids of each feature in a row")
@@ -245,7 +247,7 @@ def main() -> None:
     Console(width=110).print(table)
     print(f"{torch.get_num_threads()} threads, copies at {bandwidth / 1e9:.1f} GB/s read and written")
     if options.output is not None:
-        options.output.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=2) + "\n")
+        write_json(options.output, [dataclasses.asdict(row) for row in rows])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Times `distembed prepare graph` on random edges: seconds and peak memory of the whole command.
+"""Measures `distembed prepare graph` on random edges: seconds and peak memory of the whole command.
 
 ::
 
@@ -22,6 +22,8 @@ import pyarrow.parquet
 from rich.console import Console
 from rich.table import Table
 
+from distembed.files import write_json
+
 INPUTS: dict[str, tuple[str, list[str]]] = {
     "edges, Parquet": ("edges.parquet", []),
     "edges, CSV": ("edges.csv", []),
@@ -31,7 +33,7 @@ INPUTS: dict[str, tuple[str, list[str]]] = {
 
 
 def write_edges(folder: Path, num_edges: int, num_ids: int) -> None:
-    """Random edges with weights, and a random attribute that five ids share on average."""
+    """Writes random edges with weights, and a random attribute that five ids share on average."""
     rng = np.random.default_rng(0)
     table = pa.table(
         {
@@ -46,7 +48,7 @@ def write_edges(folder: Path, num_edges: int, num_ids: int) -> None:
 
 
 def measure(folder: Path, name: str, num_ids: int) -> dict[str, Any]:
-    """One command in a process of its own."""
+    """Runs one command in a process of its own, and returns its seconds, peak memory and number of edges."""
     file, options = INPUTS[name]
     output = folder / "graph"
     arguments = ["prepare", "graph", str(folder / file), "--num-embeddings", str(num_ids), "-o", str(output), *options]
@@ -82,7 +84,7 @@ def main() -> None:
         )
     Console(width=100).print(table)
     if options.output is not None:
-        options.output.write_text(json.dumps(results, indent=2) + "\n")
+        write_json(options.output, results)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Trains DLRM on real Criteo rows for several epochs with ids replaced at several rates: test logloss after each epoch.
+"""Trains DLRM on real Criteo rows for several epochs, ids replaced with several probabilities: test logloss by epoch.
 
 ::
 
@@ -19,21 +19,32 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from bench_quality import CONFIGS, distembed
+from bench_quality import CONFIGS, mean_and_deviation, run_distembed
 from rich.console import Console
 from rich.table import Table
+
+from distembed.files import write_json
 
 MODELS = {
     "full": CONFIGS / "criteo_sample.yaml",
     "product, 4 collisions": CONFIGS / "criteo_sample" / "product_4.yaml",
 }
 EPOCHS = 3
-_RATES = [0.0, 0.005, 0.01, 0.02, 0.05, 0.1]
+PROBABILITIES = [0.0, 0.005, 0.01, 0.02, 0.05, 0.1]
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One model at one rate: test logloss and AUC of every seed, after each epoch of a long run and of a short one."""
+    """The test logloss and AUC of one model at one probability, by seed.
+
+    Attributes:
+        model: A name of :data:`MODELS`.
+        p0: The probability with which ids are replaced.
+        logloss: For each epoch of the long runs, the logloss of every seed.
+        auc: For each epoch of the long runs, the AUC of every seed.
+        logloss_of_one_epoch: The logloss of every seed's run of one epoch.
+        auc_of_one_epoch: The AUC of every seed's run of one epoch.
+    """
 
     model: str
     p0: float
@@ -44,39 +55,33 @@ class Row:
 
 
 def evaluations(run: Path) -> list[tuple[float, float]]:
-    """Logloss and AUC on the test split at the end of each epoch."""
+    """Returns logloss and AUC on the test split at the end of each epoch."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     by_step = {line["step"]: (line["logloss"], line["auc"]) for line in lines if line["kind"] == "eval"}
     return [by_step[step] for step in sorted(by_step)]
 
 
 def train(job: tuple[str, float, int], dataset: Path, folder: Path) -> list[list[tuple[float, float]]]:
-    """The evaluations of a run of three epochs, and of one of a single epoch."""
+    """Trains for three epochs, and for one, and returns the evaluations of both runs."""
     model, p0, seed = job
     found = []
     for epochs in (EPOCHS, 1):
         run = folder / f"{list(MODELS).index(model)}-{p0}-{seed}-{epochs}"
         settings = [f"data.path={dataset}", "data.validation=test", f"train.seed={seed}", f"train.epochs={epochs}"]
-        distembed("train", str(MODELS[model]), *settings, f"sse.default.p0={p0}", "--run-dir", str(run))
+        run_distembed("train", str(MODELS[model]), *settings, f"sse.default.p0={p0}", "--run-dir", str(run))
         found.append(evaluations(run))
     return found
 
 
-def summarise(model: str, p0: float, of_seeds: list[list[list[tuple[float, float]]]]) -> Row:
-    """Regrouped by epoch."""
-    long, short = ([seed[i] for seed in of_seeds] for i in (0, 1))
+def summarise(model: str, p0: float, seeds: list[list[list[tuple[float, float]]]]) -> Row:
+    """Returns the evaluations of all seeds' runs, regrouped by epoch."""
+    long, short = ([seed[i] for seed in seeds] for i in (0, 1))
     by_epoch = [[[seed[epoch][i] for seed in long] for epoch in range(EPOCHS)] for i in (0, 1)]
     return Row(model, p0, *by_epoch, *([seed[0][i] for seed in short] for i in (0, 1)))
 
 
-def spread(values: list[float]) -> str:
-    """Mean and standard deviation."""
-    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
-    return f"{statistics.mean(values):.4f} ± {deviation:.4f}"
-
-
 def draw(rows: list[Row], path: Path) -> None:
-    """Test logloss by epoch, a panel a model and a line a rate."""
+    """Draws test logloss by epoch, with a panel for each model and a line for each probability."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -101,11 +106,11 @@ def draw(rows: list[Row], path: Path) -> None:
 
 
 def main() -> None:
-    """Prepares, trains, prints and draws."""
+    """Prepares the rows, trains every variant, prints a table and draws the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tsv", nargs="+", help="raw Criteo files in time order")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--p0", type=float, nargs="+", default=_RATES)
+    parser.add_argument("--p0", type=float, nargs="+", default=PROBABILITIES)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--only", default="", help="models whose name holds this text")
     parser.add_argument("--output", type=Path, help="JSON file to write")
@@ -116,18 +121,19 @@ def main() -> None:
     jobs = [(model, p0, seed) for model, p0 in variants for seed in range(options.seeds)]
     with tempfile.TemporaryDirectory() as folder:
         dataset = Path(folder) / "dataset"
-        distembed("prepare", "criteo", *options.tsv, "--output", str(dataset))
+        run_distembed("prepare", "criteo", *options.tsv, "--output", str(dataset))
         with ThreadPoolExecutor(options.jobs) as pool:
             found = list(pool.map(partial(train, dataset=dataset, folder=Path(folder)), jobs))
-    of_variant = [found[i : i + options.seeds] for i in range(0, len(found), options.seeds)]
-    rows = [summarise(*variant, of_seeds) for variant, of_seeds in zip(variants, of_variant, strict=True)]
+    by_variant = [found[i : i + options.seeds] for i in range(0, len(found), options.seeds)]
+    rows = [summarise(*variant, seeds) for variant, seeds in zip(variants, by_variant, strict=True)]
     epochs = [f"epoch {epoch}" for epoch in range(1, EPOCHS + 1)]
     table = Table("tables", "p0", *epochs, "one epoch alone", title="test logloss")
     for row in rows:
-        table.add_row(row.model, f"{row.p0:g}", *map(spread, row.logloss), spread(row.logloss_of_one_epoch))
+        cells = map(mean_and_deviation, [*row.logloss, row.logloss_of_one_epoch])
+        table.add_row(row.model, f"{row.p0:g}", *cells)
     Console(width=140).print(table)
     if options.output is not None:
-        options.output.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=2) + "\n")
+        write_json(options.output, [dataclasses.asdict(row) for row in rows])
     if options.plot is not None:
         draw(rows, options.plot)
 

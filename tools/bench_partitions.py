@@ -1,4 +1,4 @@
-"""How long it takes to prove that explicit partitions are complementary, and the memory it takes.
+"""Measures the proof that explicit partitions are complementary: its seconds and its memory.
 
 ::
 
@@ -23,17 +23,17 @@ from distembed.partitions import Explicit
 
 
 def two(num_ids: int) -> list[Tensor]:
-    """Quotients and remainders, in a random order of ids."""
+    """Returns quotients and remainders, in a random order of ids."""
     return digits(num_ids, 2)
 
 
 def three(num_ids: int) -> list[Tensor]:
-    """Three digits of every id, in a random order of ids."""
+    """Returns three digits of every id, in a random order of ids."""
     return digits(num_ids, 3)
 
 
 def colliding(num_ids: int) -> list[Tensor]:
-    """The same as ``two``, but for one id that repeats another's rows."""
+    """Returns the assignments of :func:`two`, but for one id that has another's rows."""
     first, second = digits(num_ids, 2)
     first[num_ids // 2], second[num_ids // 2] = first[num_ids - 1].clone(), second[num_ids - 1].clone()
     return [first, second]
@@ -47,7 +47,7 @@ CASES: dict[str, Callable[[int], list[Tensor]]] = {
 
 
 def digits(num_ids: int, count: int) -> list[Tensor]:
-    """``count`` int32 assignments that tell all ids apart."""
+    """Returns ``count`` complementary assignments of int32."""
     base = round(num_ids ** (1 / count)) + 1
     number = torch.randperm(num_ids, generator=torch.Generator().manual_seed(0))
     found = []
@@ -58,7 +58,7 @@ def digits(num_ids: int, count: int) -> list[Tensor]:
 
 
 def run(name: str, num_ids: int, answer: "multiprocessing.SimpleQueue[tuple[float, float, str]]") -> None:
-    """One case: seconds, peak GB, what came out."""
+    """Runs one case and puts its seconds, peak GB and outcome into the queue."""
     assignments = CASES[name](num_ids)
     started = time.perf_counter()
     try:
@@ -70,7 +70,7 @@ def run(name: str, num_ids: int, answer: "multiprocessing.SimpleQueue[tuple[floa
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measures every case and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ids", type=int, default=100_000_000)
     options = parser.parse_args()

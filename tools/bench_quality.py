@@ -24,6 +24,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from distembed.files import write_json
+
 CONFIGS = Path(__file__).parents[1] / "configs"
 _BASE = CONFIGS / "criteo_sample.yaml"
 _PRODUCT = CONFIGS / "criteo_sample" / "product_4.yaml"
@@ -51,7 +53,7 @@ VARIANTS: dict[str, tuple[Path, list[str]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One variant: means and standard deviations over seeds, on the test split."""
+    """The results of one variant on the test split: means and standard deviations over seeds, and each seed's."""
 
     variant: str
     seeds: int
@@ -65,24 +67,24 @@ class Row:
     logloss_of_seed: list[float]
 
 
-def distembed(*arguments: str) -> None:
-    """Runs the command; its output is shown only where it fails."""
+def run_distembed(*arguments: str) -> None:
+    """Runs the command; its output is shown only if it fails, which ends the bench."""
     done = subprocess.run([sys.executable, "-m", "distembed", *arguments], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"distembed {' '.join(arguments)}\n{done.stdout}{done.stderr}")
 
 
 def train(variant: str, dataset: Path, runs: Path, seed: int) -> dict[str, Any]:
-    """One run's evaluation and sizes."""
+    """Trains with one seed, and returns the run's record and evaluation."""
     config, overrides = VARIANTS[variant]
     run = runs / str(seed)
     settings = [f"data.path={dataset}", f"train.seed={seed}", *overrides]
-    distembed("train", str(config), *settings, "--run-dir", str(run))
+    run_distembed("train", str(config), *settings, "--run-dir", str(run))
     return {**json.loads((run / "run.json").read_text()), **json.loads((run / "evaluation.json").read_text())}
 
 
 def summarise(variant: str, runs: list[dict[str, Any]]) -> Row:
-    """Means over seeds."""
+    """Returns means and standard deviations over the seeds' runs."""
     aucs, loglosses = ([run[key] for run in runs] for key in ("auc", "logloss"))
     return Row(
         variant=variant,
@@ -90,16 +92,26 @@ def summarise(variant: str, runs: list[dict[str, Any]]) -> Row:
         parameters=runs[0]["parameters"],
         embedding_parameters=runs[0]["embedding_parameters"],
         auc=statistics.mean(aucs),
-        auc_deviation=statistics.stdev(aucs) if len(aucs) > 1 else 0.0,
+        auc_deviation=deviation(aucs),
         logloss=statistics.mean(loglosses),
-        logloss_deviation=statistics.stdev(loglosses) if len(loglosses) > 1 else 0.0,
+        logloss_deviation=deviation(loglosses),
         auc_of_seed=aucs,
         logloss_of_seed=loglosses,
     )
 
 
+def deviation(values: list[float]) -> float:
+    """Returns the standard deviation, 0 for a single value."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def mean_and_deviation(values: list[float]) -> str:
+    """Returns the mean and the standard deviation as text."""
+    return f"{statistics.mean(values):.4f} ± {deviation(values):.4f}"
+
+
 def main() -> None:
-    """Prepares, trains and prints."""
+    """Prepares the rows, trains every variant and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tsv", nargs="+", help="raw Criteo files in time order")
     parser.add_argument("--seeds", type=int, default=5)
@@ -110,11 +122,11 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         dataset = Path(folder) / "dataset"
-        distembed("prepare", "criteo", *options.tsv, "--output", str(dataset))
+        run_distembed("prepare", "criteo", *options.tsv, "--output", str(dataset))
         with ThreadPoolExecutor(options.jobs) as pool:
             for number, variant in enumerate(name for name in VARIANTS if options.only in name):
-                of_seed = partial(train, variant, dataset, Path(folder) / f"runs-{number}")
-                runs = list(pool.map(of_seed, range(options.seeds)))
+                train_seed = partial(train, variant, dataset, Path(folder) / f"runs-{number}")
+                runs = list(pool.map(train_seed, range(options.seeds)))
                 rows.append(summarise(variant, runs))
     table = Table("variant", "parameters", "in tables", "test AUC", "test logloss")
     for row in rows:
@@ -122,14 +134,14 @@ def main() -> None:
             row.variant,
             f"{row.parameters:,}",
             f"{row.embedding_parameters:,}",
-            f"{row.auc:.4f} ± {row.auc_deviation:.4f}",
-            f"{row.logloss:.4f} ± {row.logloss_deviation:.4f}",
+            mean_and_deviation(row.auc_of_seed),
+            mean_and_deviation(row.logloss_of_seed),
         )
     Console(width=120).print(table)
-    result = json.dumps([dataclasses.asdict(row) for row in rows], indent=2)
-    print(result)
+    values = [dataclasses.asdict(row) for row in rows]
+    print(json.dumps(values, indent=2))
     if options.output is not None:
-        options.output.write_text(result + "\n")
+        write_json(options.output, values)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@
     torchrun --nproc-per-node 2 tools/example_torchrec_dlrm.py
 
 Each of the three lines marked "instead of" stands where a TorchRec script has the class that it names. The data are
-random: every item is clicked either always or never, which only its embedding can learn. Printed is the loss of the
-global batch, which on 1, 2 or 4 ranks is the same.
+random: every item is clicked either always or never, which only its embedding can learn. The script prints the loss of
+the global batch, which is the same on 1, 2 and 4 ranks.
 """
 
 import os
@@ -35,7 +35,7 @@ ADAGRAD = {"lr": 0.05, "eps": 1e-8}
 
 
 def make_model(name: str, device: str) -> DLRMTrain:
-    """``dlrm`` or ``dlrm_dcn``, with its tables on the device."""
+    """Returns ``dlrm`` or ``dlrm_dcn``, with its tables on the device."""
     tables = [
         CompositionalEmbeddingBagConfig(  # instead of EmbeddingBagConfig
             name=f"t_{feature}",
@@ -54,7 +54,10 @@ def make_model(name: str, device: str) -> DLRMTrain:
 
 
 def shard(model: nn.Module, plan: ShardingPlan | None = None) -> DistributedModelParallel:
-    """The model over all ranks, as TorchRec's planner places it; tables are updated within the backward pass."""
+    """Returns the model sharded over all ranks, by TorchRec's planner unless a plan is given; all ranks call it.
+
+    Its tables are updated within the backward pass.
+    """
     tables = model.model.sparse_arch.embedding_bag_collection.embedding_bags
     apply_optimizer_in_backward(torch.optim.Adagrad, tables.parameters(), dict(ADAGRAD))  # TorchRec adds to it
     return DistributedModelParallel(
@@ -66,7 +69,7 @@ def shard(model: nn.Module, plan: ShardingPlan | None = None) -> DistributedMode
 
 
 def random_batches(rank: int, world_size: int) -> Iterator[Batch]:
-    """This rank's rows of every global batch: one item and one shop, and 0 to 5 words."""
+    """Yields this rank's rows of every global batch: one item, one shop, and 0 to 5 words each."""
     generator = torch.Generator().manual_seed(0)
     taste = torch.randn(NUM_IDS["item"], generator=generator)
     start, stop = (GLOBAL_BATCH * r // world_size for r in (rank, rank + 1))
@@ -80,7 +83,7 @@ def random_batches(rank: int, world_size: int) -> Iterator[Batch]:
             uniform = torch.rand(2, int(lengths.sum()), generator=generator).prod(dim=0)
             bags[feature] = (uniform * num_ids).long().split(lengths.tolist())
         labels = taste[torch.cat(bags["item"])] > 0
-        local = [bag for of_feature in bags.values() for bag in of_feature[start:stop]]
+        local = [bag for feature_bags in bags.values() for bag in feature_bags[start:stop]]
         features = KeyedJaggedTensor(
             keys=list(bags), values=torch.cat(local), lengths=torch.tensor([len(bag) for bag in local])
         )
@@ -88,7 +91,7 @@ def random_batches(rank: int, world_size: int) -> Iterator[Batch]:
 
 
 def train(model: DistributedModelParallel) -> list[float]:
-    """Losses of the global batches; all ranks call it."""
+    """Trains the model and returns the losses of the global batches; all ranks call it."""
     dense = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter(model.named_parameters())),
         lambda parameters: torch.optim.Adagrad(parameters, **ADAGRAD),
@@ -100,9 +103,9 @@ def train(model: DistributedModelParallel) -> list[float]:
         loss, _ = model(batch)
         loss.backward()
         optimizer.step()
-        of_all_ranks = loss.detach() / dist.get_world_size()
-        dist.all_reduce(of_all_ranks)
-        losses.append(of_all_ranks.item())
+        global_loss = loss.detach() / dist.get_world_size()
+        dist.all_reduce(global_loss)
+        losses.append(global_loss.item())
     return losses
 
 
