@@ -16,9 +16,9 @@ import typer
 
 from distembed.commands import inspect, plan, prepare, train
 from distembed.commands.error_file import record_error
-from distembed.commands.shared import errors, say
+from distembed.commands.shared import errors
 from distembed.errors import Interrupted, RunError, UserError
-from launch.commands import add_commands
+from launch import commands as launch
 
 INTERRUPTED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again
 
@@ -30,9 +30,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-launch_app = typer.Typer()
-add_commands(launch_app, say)
-for group in (prepare.app, plan.app, train.app, inspect.app, launch_app):
+for group in (prepare.app, plan.app, train.app, inspect.app, launch.app):
     app.add_typer(group)  # without a name: its commands become the app's own
 
 

@@ -50,7 +50,7 @@ from distembed.embedding.ids import IdMapper
 from distembed.files import write_json
 from distembed.partitions import ChineseRemainder, MixedRadix, Naive, Partition, QuotientRemainder, Remainder
 from distembed.planning import Workload, make_plan
-from distembed.ranks import process_group
+from distembed.ranks import Ranks, process_group
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 
 BASELINE = "TorchRec, hashed"
@@ -93,7 +93,7 @@ def shard(module: nn.Module, sharder: ModuleSharder) -> nn.Module:
     apply_optimizer_in_backward(
         RowWiseAdagrad, module.get_submodule("e.embedding_bags").parameters(), {"lr": LEARNING_RATE}
     )
-    plan = make_plan(module, [sharder], device=CPU, world_size=1, local_world_size=1, workload=Workload(512))
+    plan = make_plan(module, [sharder], Ranks(0, 1, 1, CPU), Workload(512))
     env = ShardingEnv.from_process_group(dist.group.WORLD)
     sharded = DistributedModelParallel(
         module, env=env, device=CPU, plan=plan, sharders=[sharder], init_data_parallel=False

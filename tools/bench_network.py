@@ -36,10 +36,10 @@ from distembed.data.dataset.schema import CRITEO_KAGGLE_CARDINALITIES, Schema, c
 from distembed.data.reader.batch import Batch
 from distembed.embedding import EmbeddingConfig, TableConfig
 from distembed.models.config import DLRMConfig
-from distembed.planning import PlanConfig
+from distembed.planning import PlanConfig, describe_plan
 from distembed.planning.buffers import SentBytes
 from distembed.planning.buffers import Step as StepEstimate
-from distembed.planning.plan import describe_plan, placements_of
+from distembed.planning.estimated_plan import plan_placements
 from distembed.ranks import Ranks, process_group
 from distembed.training.build import TrainingState, build_plannable, build_training_state, workload_of
 
@@ -147,7 +147,7 @@ def estimated_bytes(
     settings = DLRMConfig(), embedding, train, schema, world_size
     task = build_plannable(*settings, device, training_state.bf16)
     workload = workload_of(task, *settings, training_state.bf16, device.type)
-    step = StepEstimate(placements_of(task, training_state.plan, world_size), world_size, workload, device.type)
+    step = StepEstimate(plan_placements(task, training_state.plan, world_size), world_size, workload, device.type)
     return sum((step.sent_bytes(rank) for rank in range(world_size)), SentBytes())
 
 

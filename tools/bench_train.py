@@ -106,9 +106,7 @@ def torchrec(batch_size: int, processes: Ranks, fused: bool) -> Step:
     apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": LEARNING_RATE})
     task = _TorchRecTask(TorchRecDLRM(collection, 13, [512, 256, 64, DIM], [512, 256, 1]))
     sharders = [EmbeddingBagCollectionSharder()]
-    plan = make_plan(
-        task, sharders, device=processes.device, world_size=1, local_world_size=1, workload=Workload(batch_size)
-    )
+    plan = make_plan(task, sharders, processes, Workload(batch_size))
     model = DistributedModelParallel(
         task,
         env=ShardingEnv.from_process_group(dist.group.WORLD),

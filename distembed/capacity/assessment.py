@@ -18,9 +18,10 @@ from distembed.embedding.tables import CompositionalTables
 from distembed.errors import RunError, UserError
 from distembed.optim.declared import TableOptimizers
 from distembed.optim.kinds import OPTIMIZERS
-from distembed.planning import Workload, plan_as_json
+from distembed.planning import PlanRequest, Workload, plan_as_json
 from distembed.planning.cluster import Cluster
-from distembed.planning.plan import Planned, find_plan, placements_of, reserved_share
+from distembed.planning.estimated_plan import EstimatedPlan, plan_placements
+from distembed.planning.plan import find_plan
 from distembed.planning.plan_inputs import PlanInputs
 from distembed.planning.storage import TableStorage, whole_table_storage
 from distembed.planning.workload import pipeline_depth
@@ -56,7 +57,7 @@ class Assessment:
     reserve: float
     tables: list[CompositionalEmbeddingConfig]
     whole: Mapping[str, TableStorage]
-    planned: Planned | None
+    planned: EstimatedPlan | None
     planner_says: str
     placements: list[Placement]
     plan_inputs: PlanInputs
@@ -114,7 +115,7 @@ class Assessment:
             "made_for": self.plan_inputs.as_json(),
         }
 
-    def _rank(self, planned: Planned, rank: int) -> dict[str, Any]:
+    def _rank(self, planned: EstimatedPlan, rank: int) -> dict[str, Any]:
         memory = planned.memory[rank]
         of_host = sum(memory.tables.values(), TableStorage())
         return {
@@ -181,17 +182,18 @@ def assess_capacity(config: Config, cluster: Cluster) -> Assessment:
     assert isinstance(collection, CompositionalTables)
     tables = list(collection.tables())
     sharders: list[Any] = [CompositionalEmbeddingBagCollectionSharder(host_memory=config.plan.host_memory)]
+    request = PlanRequest(task, sharders, cluster, workload, config.plan, optimizers)
+    reserve = request.reserved_share
     planned, planner_says, placements = None, "", list[Placement]()
     try:
-        planned = find_plan(task, sharders, cluster, workload, config.plan, optimizers)
-        placements = placements_of(task, planned.plan, world_size)
+        planned = find_plan(request)
+        placements = plan_placements(task, planned.plan, world_size)
     except RunError as error:
         planner_says = str(error)
     whole = {
         table.name: whole_table_storage(table, optimizers.sparse, optimizers.dense, optimizers.is_fused)
         for table in tables
     }
-    reserve = reserved_share(config.plan, workload)
     of_ranks = world_size, cluster.gpus, device.type
     made = plan_inputs(config.model, config.train, tables, *of_ranks)
     return Assessment(cluster, workload, optimizers, reserve, tables, whole, planned, planner_says, placements, made)

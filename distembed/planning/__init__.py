@@ -1,7 +1,9 @@
 """Placement of tables on ranks, by TorchRec's planner."""
 
 from distembed.planning.config import PlanConfig
-from distembed.planning.plan import describe_plan, make_plan, plan_as_json
+from distembed.planning.plan import make_plan
+from distembed.planning.plan_summary import describe_plan, plan_as_json
+from distembed.planning.request import PlanRequest
 from distembed.planning.workload import Workload
 
-__all__ = ["PlanConfig", "Workload", "describe_plan", "make_plan", "plan_as_json"]
+__all__ = ["PlanConfig", "PlanRequest", "Workload", "describe_plan", "make_plan", "plan_as_json"]

@@ -25,7 +25,7 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import DATA_TYPE_NUM_BITS
 
-from distembed.planning.lookups import Lookup, LookupCost, Lookups, is_everywhere, shards_of
+from distembed.planning.lookups import Lookup, LookupCost, Lookups, exchange_key, is_everywhere, shards_of
 from distembed.planning.networks import NetworkEstimate
 from distembed.planning.workload import Workload, pipeline_depth
 from distembed.sharding.placement import Placement, width
@@ -101,10 +101,9 @@ class Step:
         self._workload, self._network = workload, workload.network or NetworkEstimate()
         self._num_rows = workload.rows_of_rank(world_size)
         self._lookups = Lookups(placements, world_size, workload)
-        self._sharding_types = list(dict.fromkeys(placement.unit.sharding_type for placement in placements))
+        self._exchange_keys = list(dict.fromkeys(map(exchange_key, placements)))
         self._on_all_ranks = {
-            sharding_type: self._exchange(sharding_type, lookups)
-            for sharding_type, lookups in self._lookups.of_all_ranks().items()
+            key: self._exchange(key, lookups) for key, lookups in self._lookups.of_all_ranks().items()
         }
         self._batches = pipeline_depth(device_kind, world_size) * self._batch_bytes()
         self._sent_ids = sum(self._sent_id_bytes(placement) for placement in placements)
@@ -160,8 +159,8 @@ class Step:
             ids=math.ceil(self._ids_of(placement)) * _LONG + bags * _INT, gradients=bags * columns * _FLOAT
         )
 
-    def _exchange(self, sharding_type: str, lookups: Sequence[Lookup]) -> "_Exchange":
-        tables = [p.table for p in self._placements if p.unit.sharding_type == sharding_type]
+    def _exchange(self, key: tuple[str, str], lookups: Sequence[Lookup]) -> "_Exchange":
+        tables, (_, sharding_type) = [p.table for p in self._placements if exchange_key(p) == key], key
         columns = sum(width(table) * len(table.feature_names) for table in tables)
         made = sum(lookup.output_bytes for lookup in lookups)
         is_sent = _is_sent(sharding_type, self._world_size)
@@ -172,13 +171,11 @@ class Step:
         return _Exchange(made, sent, self._num_rows * columns * _FLOAT, arriving, costs, is_sent)
 
     def _exchanges(self, rank: int) -> list["_Exchange"]:
-        """By sharding type; those of which the rank has no table as well, for it receives vectors."""
+        """Those of which the rank has no table as well, for it receives vectors."""
         of_rank = self._lookups.of_rank(rank)
         return [
-            self._on_all_ranks[sharding_type]
-            if sharding_type in self._on_all_ranks
-            else self._exchange(sharding_type, of_rank.get(sharding_type, []))
-            for sharding_type in self._sharding_types
+            self._on_all_ranks[key] if key in self._on_all_ranks else self._exchange(key, of_rank.get(key, []))
+            for key in self._exchange_keys
         ]
 
     def _moments(self, rank: int) -> Iterator[StepBuffers]:

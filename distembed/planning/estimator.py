@@ -39,10 +39,9 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ModuleSharder, ParameterSharding, PipelineType, ShardingType, ShardMetadata
 
 from distembed.embedding.config import CompositionalEmbeddingConfig
-from distembed.embedding.tables import CompositionalTables
 from distembed.optim.declared import TableOptimizers
 from distembed.planning.storage import DEFAULT_CACHE_RATIO, TableStorage, function_storage, table_storage
-from distembed.sharding.placement import Placement, place
+from distembed.sharding.placement import Placement, place_table
 
 
 class StorageEstimator(ShardEstimator):
@@ -93,7 +92,7 @@ class StorageEstimator(ShardEstimator):
         kernel = option.compute_kernel
         if not self._optimizers.is_fused:
             kernel = EmbeddingComputeKernel.DENSE.value
-        return place(table, _on_ranks_of_their_own(option, kernel), world_size=option.num_shards)
+        return place_table(table, _on_ranks_of_their_own(option, kernel), world_size=option.num_shards)
 
     def _buffers(self, option: ShardingOption) -> list[Storage]:
         """Ids and vectors of a step, by TorchRec's sizes; the pipeline has the ids of two steps."""
@@ -229,8 +228,3 @@ def storage_on(device: str, num_bytes: int) -> Storage:
 
 def _own_memory(topology: Topology, device: DeviceHardware) -> int:
     return int(device.storage.ddr if topology.compute_device == "cpu" else device.storage.hbm)
-
-
-def tables_of(model: nn.Module) -> list[CompositionalEmbeddingConfig]:
-    """All compositional tables of a model, in order."""
-    return [table for module in model.modules() if isinstance(module, CompositionalTables) for table in module.tables()]

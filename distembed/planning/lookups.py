@@ -302,21 +302,21 @@ class Lookups:
         """Tables of which a rank has a range ``[start, stop)`` of the output's columns, or all of them."""
         return self._on_rank[rank]
 
-    def of_all_ranks(self) -> dict[str, list[Lookup]]:
-        """By sharding type, lookups that are the same on every rank."""
+    def of_all_ranks(self) -> dict[tuple[str, str], list[Lookup]]:
+        """By collection and sharding type, lookups that are the same on every rank."""
         return self._grouped(self._everywhere)
 
-    def of_rank(self, rank: int) -> dict[str, list[Lookup]]:
-        """By sharding type, all others of a rank."""
+    def of_rank(self, rank: int) -> dict[tuple[str, str], list[Lookup]]:
+        """By collection and sharding type, all others of a rank."""
         return self._grouped(self._on_rank[rank])
 
-    def _grouped(self, ranges: Sequence[tuple[Placement, int, int]]) -> dict[str, list[Lookup]]:
-        groups: dict[str, dict[Any, Lookup]] = {}
+    def _grouped(self, ranges: Sequence[tuple[Placement, int, int]]) -> dict[tuple[str, str], list[Lookup]]:
+        groups: dict[tuple[str, str], dict[Any, Lookup]] = {}
         for placement, start, stop in ranges:
             lookup = self._empty(placement, start, stop)
             shape = (lookup.partitions, lookup.dims, lookup.replicated, lookup.columns)
             key = (*kind(placement.table), *shape, placement.unit.compute_kernel)
-            lookup = groups.setdefault(placement.unit.sharding_type, {}).setdefault(key, lookup)
+            lookup = groups.setdefault(exchange_key(placement), {}).setdefault(key, lookup)
             share = self._world_size if placement.divided is not None else 1
             for name in placement.table.feature_names:
                 lookup.tables.append(placement.table)
@@ -324,7 +324,7 @@ class Lookups:
                 ids_per_row = self._workload.ids_per_row.get(name, 1.0)
                 lookup.occurrences.append(lookup.bags_per_feature * ids_per_row / share)
                 lookup.are_bags.append(self._workload.has_bags(name))
-        return {sharding_type: list(of_type.values()) for sharding_type, of_type in groups.items()}
+        return {key: list(lookups.values()) for key, lookups in groups.items()}
 
     def _empty(self, placement: Placement, start: int, stop: int) -> Lookup:
         pieces = placement.pieces(start, stop)
@@ -341,6 +341,11 @@ class Lookups:
             are_bags=[],
             copies_gradients=self._world_size > 1,
         )
+
+
+def exchange_key(placement: Placement) -> tuple[str, str]:
+    """Returns collection and sharding type, which a table shares with those that are communicated together."""
+    return placement.collection, placement.unit.sharding_type
 
 
 def is_everywhere(sharding_type: str) -> bool:

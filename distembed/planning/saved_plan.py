@@ -29,7 +29,7 @@ from torchrec.distributed.types import (
 from distembed.embedding.config import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig
 from distembed.errors import UserError
 from distembed.planning.plan_inputs import PlanInputs
-from distembed.sharding.placement import COMPUTE_KERNELS, SHARDING_TYPES, place, unit_size
+from distembed.sharding.placement import COMPUTE_KERNELS, SHARDING_TYPES, place_table, unit_size
 from distembed.sharding.shardings import SEQUENCE_SHARDING_TYPES
 
 _DENSE = EmbeddingComputeKernel.DENSE.value
@@ -243,7 +243,7 @@ def _differences_of_table(table: CompositionalEmbeddingConfig, own: SavedTable, 
     yield from (f"{where} {difference}" for difference in found)
     if not found and own.compute_kernel in COMPUTE_KERNELS:
         try:
-            place(table, ranks.sharding(own), ranks.world_size)
+            place_table(table, ranks.sharding(own), ranks.world_size)
         except UserError as error:
             yield str(error)
 

@@ -8,9 +8,7 @@ than half, or ranks are many, tables are divided so that all ranks have about as
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
 from torchrec.distributed.planner.constants import DEFAULT_PERF_ESTIMATOR
@@ -18,46 +16,42 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.estimator import EmbeddingPerfEstimatorFactory
 from torchrec.distributed.planner.proposers import GreedyProposer
 from torchrec.distributed.planner.types import Partitioner, PlannerError, PlannerErrorType, Proposer, ShardingOption
-from torchrec.distributed.types import ModuleSharder, ShardingPlan
+from torchrec.distributed.types import ShardingPlan
 
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.errors import UserError
 from distembed.names import one_of
-from distembed.optim.declared import TableOptimizers
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.planning.balance import BalancedPartitioner, Choice, Divisible, choose, why_divided
-from distembed.planning.cluster import Cluster
 from distembed.planning.config import PlanConfig, TablePlanConfig
-from distembed.planning.estimator import OncePerSize, Reservation, StorageEstimator, tables_of
+from distembed.planning.estimator import OncePerSize, Reservation, StorageEstimator
+from distembed.planning.request import PlanRequest
 from distembed.planning.storage import function_storage, whole_table_storage
 from distembed.planning.times import ComposedPerfEstimator
-from distembed.planning.workload import Workload
-from distembed.sharding.placement import can_be_placed, width
+from distembed.sharding.placement import can_be_placed, is_pooled, width
 
 MANY_RANKS = 32
-"""Ranks of which all get about as many bytes, whatever their memory."""
+"""Number of ranks from which on all get about as many bytes, whatever their memory."""
 _ROOMY = 0.5
 """Share of its memory for tables up to which one of few ranks may have more than others."""
 _BALANCED = 0.05
 """Share of their mean by which bytes of ranks may differ from it before tables are divided further."""
 _DIVISORS = (1, 2, 4, 8, 16, 32)
-"""Of a rank's share, to the widest ranges of columns."""
+"""Divisors of a rank's share of all bytes that limit the widest range of columns, in the order they are tried."""
 _TORCHREC_MIN_PARTITION = 128
-_BY_COLUMNS = ("table_wise", "column_wise")
-_BY_ROWS_TOO = (*_BY_COLUMNS, "row_wise")
 _OWN_MEMORY = [EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.DENSE.value]
 
 
 @dataclass(frozen=True)
-class Found:
-    """What came of one search.
+class SearchResult:
+    """Outcome of one search.
 
     Attributes:
-        answer: a plan, or why there is none.
-        fullness: of the fullest rank, as a share of its memory for tables.
-        imbalance: by what share of their mean some rank's tables' bytes differ from it, at most.
-        options: what the planner chose, with ranks, memory and times.
-        why: each table is placed so.
+        answer: TorchRec's plan, or the error that says why there is none.
+        fullness: Bytes of the fullest rank, as a share of its memory for tables.
+        imbalance: Largest difference of a rank's bytes of tables from their mean over ranks, as a share of that mean.
+        options: Sharding options that the planner chose, with ranks, storage and perf of their shards.
+        why: The reason why each compositional table is placed as it is, by table.
     """
 
     answer: ShardingPlan | Exception
@@ -68,12 +62,12 @@ class Found:
 
     @property
     def is_plan(self) -> bool:
-        """Whether there is one."""
+        """Whether there is a plan."""
         return isinstance(self.answer, ShardingPlan)
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether all memory together is too little."""
+        """Whether the memory of all ranks together is too little."""
         error = self.answer
         return isinstance(error, PlannerError) and error.error_type == PlannerErrorType.INSUFFICIENT_STORAGE
 
@@ -82,93 +76,74 @@ class Search:
     """Looks for a plan.
 
     Args:
-        model: holds the tables, on the meta device.
-        sharders: of the modules to place.
-        cluster: to plan for.
-        workload: what a step brings along.
-        config: how tables may be placed.
-        optimizers: what trains them.
-        reserved_share: of each device's memory, that is kept free.
-        reserved_bytes: of each device's memory beside that, for all but tables.
+        request: Model and cluster to plan for, and the ways in which tables may be placed.
+        reserved_bytes: Bytes of each rank's memory, beside the request's reserved share, for all but tables.
 
     Raises:
-        UserError: for a table that does not exist, or that cannot be placed in any way that is allowed.
+        UserError: The config names a table that does not exist, or allows no way for one that does.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        sharders: list[ModuleSharder[Any]],
-        cluster: Cluster,
-        workload: Workload,
-        config: PlanConfig,
-        optimizers: TableOptimizers,
-        reserved_share: float,
-        reserved_bytes: int,
-    ) -> None:
-        self._model, self._sharders, self._cluster, self._workload = model, sharders, cluster, workload
-        self._config, self._optimizers = config, optimizers
-        self._reserved_share, self._reserved_bytes = reserved_share, reserved_bytes
-        self._topology, self._batch_size = cluster.topology(), max(1, workload.rows_of_rank(cluster.world_size))
-        self._tables = tables_of(model)
-        one_rank = cluster.world_size == 1
-        self._by_columns = possible_types(self._tables, config, _BY_COLUMNS)
-        self._by_rows_too = self._by_columns if one_rank else possible_types(self._tables, config, _BY_ROWS_TOO)
+    def __init__(self, request: PlanRequest, reserved_bytes: int) -> None:
+        cluster = request.cluster
+        self._request, self._reserved_bytes = request, reserved_bytes
+        self._tables, self._config, self._optimizers = request.tables, request.config, request.table_optimizers
+        self._topology = cluster.topology()
+        self._batch_size = max(1, request.workload.rows_of_rank(cluster.world_size))
+        self._without_rows = possible_types(self._tables, self._config, with_rows=False)
+        self._with_rows = possible_types(self._tables, self._config, with_rows=cluster.world_size > 1)
 
-    def best(self) -> Found:
-        """A plan, or why there is none."""
+    def best(self) -> SearchResult:
+        """Returns the plan to take, or why there is none."""
         if self._topology.world_size >= MANY_RANKS:
-            found = self.by_bytes(self._by_rows_too)
-            return found if found.is_plan or not self._config.host_memory else self.by_time()
-        by_time = self.by_time()
-        if self._topology.world_size == 1 or by_time.fullness <= _ROOMY:
-            return by_time
+            balanced = self.balanced(self._with_rows)
+            return balanced if balanced.is_plan or not self._config.host_memory else self.fastest()
+        fastest = self.fastest()
+        if self._topology.world_size == 1 or fastest.fullness <= _ROOMY:
+            return fastest
         # where ranks are few, that one has more than others is no reason to divide a table by rows
-        by_bytes = self.by_bytes(self._by_columns)
-        if not by_bytes.is_plan:
-            by_bytes = self.by_bytes(self._by_rows_too)
-        return by_time if by_time.is_plan and not by_bytes.is_plan else by_bytes
+        balanced = self.balanced(self._without_rows)
+        if not balanced.is_plan:
+            balanced = self.balanced(self._with_rows)
+        return fastest if fastest.is_plan and not balanced.is_plan else balanced
 
-    def by_time(self) -> Found:
-        """By TorchRec's search of what is fastest."""
-        worth_trying = {table.name: self._worth_trying(table) for table in self._tables}
+    def fastest(self) -> SearchResult:
+        """Returns the result of TorchRec's search for the least time."""
+        types = {table.name: self._types_worth_trying(table) for table in self._tables}
         constraints = {
-            table.name: self._constraints(table, worth_trying[table.name], self._min_partition(table))
+            table.name: self._constraints(table, types[table.name], self._min_partition(table))
             for table in self._tables
         }
-        found = self._plan(constraints, None, None)
-        why = {
-            name: "" if len(kinds) == 1 else f"fastest of {', '.join(kinds)}" for name, kinds in worth_trying.items()
-        }
-        return replace(found, why=self._why(why))
+        result = self._plan(constraints, None, None)
+        why = {name: "" if len(tried) == 1 else f"fastest of {', '.join(tried)}" for name, tried in types.items()}
+        return replace(result, why=self._complete_reasons(why))
 
-    def by_bytes(self, possible: Mapping[str, list[str]]) -> Found:
-        """With tables divided until all ranks have about as many bytes.
+    def balanced(self, types: Mapping[str, list[str]]) -> SearchResult:
+        """Returns a plan whose tables are divided until all ranks have about as many bytes, or why there is none.
 
         Args:
-            possible: sharding types of each table.
+            types: Possible sharding types of each table, by its name.
         """
         world_size = self._topology.world_size
-        divisible = {table.name: self._divisible(table, possible[table.name]) for table in self._tables}
+        divisible = {table.name: self._divisible(table, types[table.name]) for table in self._tables}
         choices = choose(divisible, world_size, _DIVISORS[0])
-        best, placed = self._divided(choices), choices
+        best, best_choices = self._divided(choices), choices
         for divisor in _DIVISORS[1:]:
             if best.imbalance <= _BALANCED or best.is_hopeless:
                 break
             last, choices = choices, choose(divisible, world_size, divisor)
-            found = self._divided(choices) if choices != last else best
-            if found.imbalance <= best.imbalance:
-                best, placed = found, choices
-        why = why_divided(divisible, placed, world_size)
-        return replace(best, why=self._why(why))
+            result = self._divided(choices) if choices != last else best
+            if result.imbalance <= best.imbalance:
+                best, best_choices = result, choices
+        why = why_divided(divisible, best_choices, world_size)
+        return replace(best, why=self._complete_reasons(why))
 
-    def _why(self, found: Mapping[str, str]) -> dict[str, str]:
-        """With the reason of those tables for which there was nothing to choose, and of torch's kernel."""
-        why = {table.name: found[table.name] or self._only_choice(table) for table in self._tables}
+    def _complete_reasons(self, why: Mapping[str, str]) -> dict[str, str]:
+        """Adds the reason of those tables that had one sharding type only, and of torch's kernel."""
+        complete = {table.name: why[table.name] or self._only_choice(table) for table in self._tables}
         if self._optimizers.is_fused:
-            return why
-        trained = f"dense kernel: FBGEMM has no {self._optimizers.sparse}"
-        return {name: f"{reason}; {trained}" for name, reason in why.items()}
+            return complete
+        kernel = f"dense kernel: FBGEMM has no {self._optimizers.sparse}"
+        return {name: f"{reason}; {kernel}" for name, reason in complete.items()}
 
     def _only_choice(self, table: CompositionalEmbeddingConfig) -> str:
         own = self._config.tables.get(table.name, TablePlanConfig()).sharding_types
@@ -177,48 +152,53 @@ class Search:
                 return f"of {', '.join(allowed)}, as {name}.sharding_types has it"
         if self._topology.world_size == 1:
             return "there is one rank"
+        if not is_pooled(table):
+            return "tables of sequences are divided by columns only where plan.sharding_types allows it"
         if not can_be_placed(table, "column_wise"):
             return f"{table.combine.name} needs all columns together"
         return (
             f"{width(table)} columns, and plan.min_partition is {self._min_partition(table) or _TORCHREC_MIN_PARTITION}"
         )
 
-    def _divisible(self, table: CompositionalEmbeddingConfig, possible: list[str]) -> Divisible:
+    def _divisible(self, table: CompositionalEmbeddingConfig, types: list[str]) -> Divisible:
         optimizers = self._optimizers
         whole = whole_table_storage(table, optimizers.sparse, optimizers.dense, optimizers.is_fused)
         total = (whole - function_storage(table, optimizers.dense)).total
-        of_rows = sum(part.num_rows for part in table.lookup_tables()) * OPTIMIZERS[optimizers.sparse].row_state_bytes
-        return Divisible(width(table), total - of_rows, of_rows, possible, self._min_partition(table))
+        row_state_bytes = OPTIMIZERS[optimizers.sparse].row_state_bytes
+        row_bytes = sum(part.num_rows for part in table.lookup_tables()) * row_state_bytes
+        return Divisible(width(table), total - row_bytes, row_bytes, types, self._min_partition(table))
 
-    def _divided(self, choices: Mapping[str, Choice]) -> Found:
+    def _divided(self, choices: Mapping[str, Choice]) -> SearchResult:
         constraints = {
             table.name: self._constraints(
                 table, [choices[table.name].sharding_type], choices[table.name].columns, _OWN_MEMORY
             )
             for table in self._tables
         }
-        partitioner = BalancedPartitioner(self._estimator().table_bytes)
-        found = self._plan(constraints, GreedyProposer(), partitioner)
-        return replace(found, imbalance=partitioner.imbalance) if found.is_plan else found
+        partitioner = BalancedPartitioner(self._storage_estimator().table_bytes)
+        result = self._plan(constraints, GreedyProposer(), partitioner)
+        return replace(result, imbalance=partitioner.imbalance) if result.is_plan else result
 
     def _plan(
         self,
         constraints: dict[str, ParameterConstraints],
         proposer: Proposer | None,
         partitioner: Partitioner | None,
-    ) -> Found:
-        reservation = Reservation(self._reserved_share, self._tables, self._optimizers, self._reserved_bytes)
-        plain = EmbeddingPerfEstimatorFactory.create(
+    ) -> SearchResult:
+        request, cluster = self._request, self._request.cluster
+        reservation = Reservation(request.reserved_share, self._tables, self._optimizers, self._reserved_bytes)
+        plain_perf = EmbeddingPerfEstimatorFactory.create(
             DEFAULT_PERF_ESTIMATOR, topology=self._topology, constraints=constraints
         )
-        world_size, device = self._cluster.world_size, self._cluster.device
-        time = ComposedPerfEstimator(plain, self._tables, world_size, device, self._workload.bf16)
+        perf = ComposedPerfEstimator(
+            plain_perf, self._tables, cluster.world_size, cluster.device, request.workload.bf16
+        )
         planner = EmbeddingShardingPlanner(
             topology=self._topology,
             batch_size=self._batch_size,
             constraints=constraints,
             enumerator=EmbeddingEnumerator(
-                self._topology, self._batch_size, constraints, estimator=[OncePerSize(time), self._estimator()]
+                self._topology, self._batch_size, constraints, estimator=[OncePerSize(perf), self._storage_estimator()]
             ),
             proposer=proposer,
             partitioner=partitioner,
@@ -226,13 +206,13 @@ class Search:
             stats=[],
         )
         try:
-            plan = planner.plan(self._model, self._sharders)
+            plan = planner.plan(request.model, list(request.sharders))
         except (PlannerError, RuntimeError) as error:
-            return Found(error)
+            return SearchResult(error)
         options = planner._best_plan or []
-        return Found(plan, reservation.fullness(options), options=options)
+        return SearchResult(plan, reservation.fullness(options), options=options)
 
-    def _estimator(self) -> StorageEstimator:
+    def _storage_estimator(self) -> StorageEstimator:
         return StorageEstimator(self._topology, self._tables, self._optimizers)
 
     def _constraints(
@@ -242,21 +222,22 @@ class Search:
         min_partition: int | None,
         compute_kernels: list[str] | None = None,
     ) -> ParameterConstraints:
+        ids_per_row = self._request.workload.ids_per_row
         return ParameterConstraints(
             sharding_types=sharding_types,
             compute_kernels=compute_kernels,
             min_partition=min_partition,
-            pooling_factors=[self._workload.ids_per_row.get(name, 1.0) for name in table.feature_names],
+            pooling_factors=[ids_per_row.get(name, 1.0) for name in table.feature_names],
         )
 
-    def _worth_trying(self, table: CompositionalEmbeddingConfig) -> list[str]:
-        possible = self._by_columns[table.name]
+    def _types_worth_trying(self, table: CompositionalEmbeddingConfig) -> list[str]:
+        possible = self._without_rows[table.name]
         own = self._config.tables.get(table.name, TablePlanConfig())
         if own.sharding_types or self._config.sharding_types or len(possible) == 1:
             return possible
         # where all columns are one range, column-wise is table-wise by another name
         is_one_range = width(table) <= (self._min_partition(table) or _TORCHREC_MIN_PARTITION)
-        return [kind for kind in possible if not (is_one_range and kind == "column_wise")]
+        return [sharding_type for sharding_type in possible if not (is_one_range and sharding_type == "column_wise")]
 
     def _min_partition(self, table: CompositionalEmbeddingConfig) -> int | None:
         own = self._config.tables.get(table.name, TablePlanConfig())
@@ -264,22 +245,29 @@ class Search:
 
 
 def possible_types(
-    tables: Sequence[CompositionalEmbeddingConfig], config: PlanConfig, default: Sequence[str]
+    tables: Sequence[CompositionalEmbeddingConfig], config: PlanConfig, with_rows: bool
 ) -> dict[str, list[str]]:
-    """Sharding types that each table may have.
+    """Returns the sharding types that each table may have, by its name.
+
+    Args:
+        tables: Compositional tables of the model.
+        config: Sharding types that are allowed.
+        with_rows: Whether tables may be divided by rows where the config says nothing.
 
     Raises:
-        UserError: for a table that does not exist, or that cannot be placed in any way that is allowed.
+        UserError: The config names a table that does not exist, or allows no way for one that does.
     """
     for name in config.tables:
         one_of("plan.tables", name, [table.name for table in tables])
-    return {table.name: _possible_types_of(table, config, default) for table in tables}
+    return {table.name: _possible_types_of(table, config, with_rows) for table in tables}
 
 
-def _possible_types_of(table: CompositionalEmbeddingConfig, config: PlanConfig, default: Sequence[str]) -> list[str]:
+def _possible_types_of(table: CompositionalEmbeddingConfig, config: PlanConfig, with_rows: bool) -> list[str]:
     own = config.tables.get(table.name, TablePlanConfig())
+    # ranges of columns have to be equally wide in all tables of a sequence collection, which no search heeds
+    default = ["table_wise"] + ["column_wise"] * is_pooled(table) + ["row_wise"] * with_rows
     allowed = own.sharding_types or config.sharding_types or default
-    possible = [kind for kind in allowed if can_be_placed(table, kind)]
+    possible = [sharding_type for sharding_type in allowed if can_be_placed(table, sharding_type)]
     if not possible:
         raise UserError(
             f"plan: table {table.name!r} may only be placed {', '.join(allowed)}, but it cannot be: "
@@ -293,8 +281,10 @@ def _hindrance(table: CompositionalEmbeddingConfig) -> str:
         return "FBGEMM has vectors of a multiple of 4 numbers only"
     if not can_be_placed(table, "column_wise"):
         return f"{table.combine.name} needs all columns on one rank"
+    if not is_pooled(table):
+        return "TorchRec has no such sharding of sequences"
     return "a maximum needs all ids of a bag on one rank"
 
 
 def _remedy(table: CompositionalEmbeddingConfig) -> str:
-    return " or ".join(kind for kind in ("table_wise", "data_parallel") if can_be_placed(table, kind))
+    return " or ".join(name for name in ("table_wise", "data_parallel") if can_be_placed(table, name))

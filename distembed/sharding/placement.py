@@ -53,16 +53,18 @@ class Placement:
     """One table and where its parameters go.
 
     Attributes:
-        table: the table.
-        unit: where the unit goes; neighbouring columns on one rank are one shard.
-        sharded: by name, where the weights of the partitions go that are sharded; all others are replicated.
-        divided: the partition that is divided by rows, or None.
+        table: The table.
+        unit: Where the table's unit goes; neighbouring columns on one rank are one shard.
+        sharded: Where the weights of the sharded partitions go, by partition table's name; all others are replicated.
+        divided: Number of the partition that is divided by rows, or None.
+        collection: Path of the table's collection within the model; collections communicate one after the other.
     """
 
     table: CompositionalEmbeddingConfig
     unit: ParameterSharding
     sharded: dict[str, ParameterSharding]
     divided: int | None = None
+    collection: str = ""
 
     @cached_property
     def parts(self) -> list[PartitionTable]:
@@ -90,11 +92,18 @@ def unit_size(table: CompositionalEmbeddingConfig) -> tuple[int, int]:
     return -(-numbers // width(table)), width(table)
 
 
+def is_pooled(table: CompositionalEmbeddingConfig) -> bool:
+    """Whether the ids of a bag give one vector; else, in a sequence, each id gives its own."""
+    return isinstance(table, CompositionalEmbeddingBagConfig)
+
+
 def can_be_placed(table: CompositionalEmbeddingConfig, sharding_type: str) -> bool:
     """Whether a table can be placed so, in as many shards as the planner may make."""
     if sharding_type == ShardingType.DATA_PARALLEL.value:
         return True
     if any(part.dim % 4 for part in table.lookup_tables()):
+        return False
+    if sharding_type == ShardingType.TABLE_COLUMN_WISE.value and not is_pooled(table):
         return False
     if sharding_type in (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value):
         return table.combine.columns(table.embedding_dim, len(table.scheme.num_rows)) is not None
@@ -103,16 +112,19 @@ def can_be_placed(table: CompositionalEmbeddingConfig, sharding_type: str) -> bo
     return sharding_type in SHARDING_TYPES
 
 
-def place(table: CompositionalEmbeddingConfig, unit: ParameterSharding, world_size: int) -> Placement:
-    """Where a table's parameters go if the planner places its unit so.
+def place_table(
+    table: CompositionalEmbeddingConfig, unit: ParameterSharding, world_size: int, collection: str = ""
+) -> Placement:
+    """Returns where a table's parameters go if the planner places its unit so.
 
     Args:
-        table: the table.
-        unit: the planner's answer.
-        world_size: number of ranks.
+        table: The table.
+        unit: The planner's answer for the table as a whole.
+        world_size: Number of ranks.
+        collection: Path of the table's collection within the model.
 
     Raises:
-        UserError: for what compositional tables cannot do, or a plan that was made for another table.
+        UserError: Compositional tables cannot be placed so, or the plan was made for another table.
     """
     where = f"table {table.name!r}"
     if unit.sharding_type not in SHARDING_TYPES:
@@ -126,7 +138,7 @@ def place(table: CompositionalEmbeddingConfig, unit: ParameterSharding, world_si
             f"{_one_of(COMPUTE_KERNELS)}."
         )
     if unit.sharding_type == ShardingType.DATA_PARALLEL.value:
-        return Placement(table, unit, {})
+        return Placement(table, unit, {}, collection=collection)
     ranks = [_rank(shard) for shard in _shards(table, unit)]
     is_by_rows = unit.sharding_type == ShardingType.ROW_WISE.value
     if max(ranks) >= world_size or (is_by_rows and ranks != list(range(world_size))):
@@ -134,12 +146,10 @@ def place(table: CompositionalEmbeddingConfig, unit: ParameterSharding, world_si
             f"{where} is planned {unit.sharding_type} on ranks {ranks}, but there are {world_size} ranks; the plan was "
             "made for another number of them. Plan anew."
         )
-    if unit.sharding_type == ShardingType.ROW_WISE.value:
-        return _by_rows(table, unit)
-    return _by_columns(table, unit)
+    return _by_rows(table, unit, collection) if is_by_rows else _by_columns(table, unit, collection)
 
 
-def _by_rows(table: CompositionalEmbeddingConfig, unit: ParameterSharding) -> Placement:
+def _by_rows(table: CompositionalEmbeddingConfig, unit: ParameterSharding, collection: str) -> Placement:
     if isinstance(table, CompositionalEmbeddingBagConfig) and table.pooling == "max":
         raise UserError(
             f"table {table.name!r} has pooling max and is planned row_wise, where each rank has only some ids of a bag "
@@ -155,10 +165,11 @@ def _by_rows(table: CompositionalEmbeddingConfig, unit: ParameterSharding) -> Pl
         for start, shard in zip(range(0, largest.num_rows, block), units, strict=False)
     ]
     names = [part.name for part in table.partition_tables()]
-    return Placement(table, unit, {largest.name: _with_shards(unit, shards)}, names.index(largest.name))
+    sharded = {largest.name: _with_shards(unit, shards)}
+    return Placement(table, unit, sharded, names.index(largest.name), collection)
 
 
-def _by_columns(table: CompositionalEmbeddingConfig, unit: ParameterSharding) -> Placement:
+def _by_columns(table: CompositionalEmbeddingConfig, unit: ParameterSharding, collection: str) -> Placement:
     shards = _merge_neighbours(_shards(table, unit))
     _require_all_columns(table, shards)
     parts = table.partition_tables()
@@ -181,7 +192,8 @@ def _by_columns(table: CompositionalEmbeddingConfig, unit: ParameterSharding) ->
                 f"{width(table)}."
             )
     merged = _with_shards(unit, shards)
-    return Placement(table, merged, {name: _with_shards(unit, pieces) for name, pieces in sharded.items()})
+    by_name = {name: _with_shards(unit, pieces) for name, pieces in sharded.items()}
+    return Placement(table, merged, by_name, collection=collection)
 
 
 def _pieces(table: CompositionalEmbeddingConfig, parts: Sequence[PartitionTable], start: int, stop: int) -> list[Piece]:

@@ -175,9 +175,7 @@ def build_training_state(
         plan = make_plan(
             task,
             sharders,
-            device=processes.device,
-            world_size=processes.world_size,
-            local_world_size=processes.local_world_size,
+            processes,
             workload=workload_of(
                 task,
                 model_config,

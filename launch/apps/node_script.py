@@ -11,6 +11,7 @@ from pathlib import PurePosixPath
 
 from torchx.specs import macros
 
+from launch.apps.request import ElasticRequest
 from launch.apps.shape import Shape
 
 # SIGUSR1 beside those of torch.distributed.run: Slurm sends it some time before a time limit.
@@ -18,40 +19,24 @@ _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
 def quoted(word: object) -> str:
-    """The word as the shell takes it literally, with every ``$`` kept from TorchX's macros."""
+    """Returns the word as the shell takes it literally, with every ``$`` kept from TorchX's macros."""
     return shlex.quote(str(word)).replace("$", "$$")
 
 
 def log_dir(run_dir: str) -> str:
-    """Folder of a node's logs within the run folder, for the shell; a requeued job keeps it."""
+    """Returns the folder of a node's logs within the run folder, for the shell; a requeued job keeps it."""
     return f'{quoted(PurePosixPath(run_dir) / "launch" / "logs")}/"{macros.app_id}"/node-"{macros.replica_id}"'
 
 
-def elastic_script(
-    shape: Shape,
-    module: Sequence[str],
-    *,
-    run_dir: str,
-    python: str,
-    max_restarts: int,
-    rdzv_port: int,
-    join_timeout: int,
-    last_call_timeout: int,
-    grace_seconds: int,
-) -> str:
-    """Runs ``python -m MODULE ...`` on every rank under ``torch.distributed.run``, restarted in place.
+def elastic_script(shape: Shape, module: Sequence[str], run_dir: str, request: ElasticRequest) -> str:
+    """Returns the script that runs ``python -m MODULE ...`` on every rank under ``torch.distributed.run``.
 
     Args:
         shape: Nodes and processes.
         module: Name of the module, and its arguments.
         run_dir: Run folder; the logs of every rank go to ``launch/logs/APP/node-N`` in it, and ``error.json`` there is
             the traceback of the rank that failed first on this node.
-        python: Interpreter.
-        max_restarts: How often the ranks are started again on the nodes that they run on.
-        rdzv_port: Port of node 0 at which nodes meet.
-        join_timeout: Seconds that nodes wait for one another.
-        last_call_timeout: Seconds that an elastic job waits for more nodes when it has the fewest that it needs.
-        grace_seconds: Seconds that ranks have to save their state when the job is told to end.
+        request: How the ranks are started, and started again.
     """
     lines = ["set -u", f"logs={log_dir(run_dir)}", 'mkdir -p "$$logs" || exit', 'rm -f "$$logs/error.json"']
     # the launcher writes here what its ranks died of
@@ -63,31 +48,33 @@ def elastic_script(
     lines += ["export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank $${rank}]:'"]
     # A single node takes any free port, so that several jobs fit on one machine.
     endpoint = "localhost:0"
-    conf = f"join_timeout={join_timeout},last_call_timeout={last_call_timeout}"
+    conf = f"join_timeout={request.join_timeout},last_call_timeout={request.last_call_timeout}"
+    python = quoted(request.python)
     if shape.max_nodes > 1:
         # Empty on node 0 itself on AWS Batch.
         lines += [f'host="$${{{macros.rank0_env}:-localhost}}"']
         # Node 0 would wait for itself, where its own name is not "localhost".
-        awaits = f'{quoted(python)} -m launch.await_host "$$host" {rdzv_port} --seconds {join_timeout}'
-        lines += [f'test "{macros.replica_id}" = 0 || {awaits} || exit']
-        endpoint = f'"$$host":{rdzv_port}'
-        # Told, not guessed from names: a node may have several. And where the port is taken this node fails, in place
-        # of joining whoever has it.
+        waiting = f'{python} -m launch.await_host "$$host" {request.rdzv_port} --seconds {request.join_timeout}'
+        lines += [f'test "{macros.replica_id}" = 0 || {waiting} || exit']
+        endpoint = f'"$$host":{request.rdzv_port}'
+        # Set here, not guessed from names: a node may have several. And where the port is taken this node fails, in
+        # place of joining whoever has it.
         lines += [f'if test "{macros.replica_id}" = 0; then is_host=1; else is_host=0; fi']
         conf += ',is_host="$$is_host"'
+    limits = f"--max-restarts {request.max_restarts} --signals-to-handle {_SIGNALS}"
     launcher = [
         f"--nnodes {shape.nodes} --nproc-per-node {shape.processes}",
         f'--rdzv-backend c10d --rdzv-endpoint {endpoint} --rdzv-id "{macros.app_id}"',
         f"--rdzv-conf {conf}",
-        f"--max-restarts {max_restarts} --signals-to-handle {_SIGNALS} --shutdown-timeout {grace_seconds}",
+        f"{limits} --shutdown-timeout {request.grace_seconds}",
         '--tee 3 --log-dir "$$logs"',
         f"-m {' '.join(map(quoted, module))}",
     ]
     # torchrun may not be on PATH where its interpreter is. exec: signals are for the launcher, not for a shell.
-    lines += [" \\\n    ".join([f"exec {quoted(python)} -m torch.distributed.run", *launcher])]
+    lines += [" \\\n    ".join([f"exec {python} -m torch.distributed.run", *launcher])]
     return "\n".join(lines) + "\n"
 
 
 def single_script(command: Sequence[str]) -> str:
-    """Runs one command in the place of the shell."""
+    """Returns the script that runs one command in the place of the shell."""
     return f"exec {' '.join(map(quoted, command))}\n"

@@ -1,4 +1,4 @@
-"""The role of an application: what each node runs and needs, and what some schedulers have to be told of it."""
+"""The role of an application: what its nodes have, and what some schedulers cannot do for it."""
 
 import re
 from dataclasses import dataclass
@@ -7,24 +7,25 @@ from typing import Any
 from torchx import specs
 
 from distembed.errors import UserError
+from launch.apps.request import NodeRequest
 from launch.apps.shape import Shape
 
 ELASTIC = ("docker", "kubernetes", "local", "ray", "slurm")
-"""Schedulers, by TorchX's names of their back ends, on which a job goes on with fewer nodes."""
+"""Schedulers, by TorchX's names of their back ends, on which a job continues with fewer nodes."""
 NEED_IMAGE = ("aws_batch", "docker", "kubernetes")
 """Schedulers that run containers."""
 MOUNT_NOTHING = ("local", "ray", "slurm")
 """Schedulers whose processes see the files of the machine that they run on."""
 GRACE_SECONDS = "distembed.grace_seconds"
-"""Key of a role's metadata: seconds that its processes have to save their state when they are told to end."""
+"""Key of a role's metadata: seconds that its processes have to save their state when they are asked to end."""
 
 # With TorchX's suffix (15), that of a pod ("-evaluate-999-0") and a rest, within the 63 of a DNS label.
 _LONGEST_NAME = 32
 
 
 @dataclass
-class Nodes(specs.Role):
-    """A role whose request is looked at once more when the scheduler is known."""
+class NodeRole(specs.Role):
+    """A role that is checked once more when its scheduler is known."""
 
     def pre_proc(self, scheduler: str, dryrun_info: Any) -> Any:
         elastic = self.min_replicas is not None and self.min_replicas < self.num_replicas
@@ -44,18 +45,18 @@ class Nodes(specs.Role):
                 f"mounts are for containers; on {scheduler} the job sees the files of its nodes: leave them out"
             )
         if scheduler == "docker":
-            _mend_docker_names(dryrun_info.request)
+            _correct_docker_names(dryrun_info.request)
         return dryrun_info
 
 
 def job_name(text: str) -> str:
-    """A name made of ``text`` that every scheduler takes: a DNS-1035 label of at most 32 characters.
+    """Returns a name made of ``text`` that every scheduler takes: a DNS-1035 label of at most 32 characters.
 
     TorchX drops what Kubernetes does not allow and may leave a name that starts with a digit: its Service, and with
     it the names of the nodes, would be refused when the job has been accepted.
 
     Raises:
-        UserError: Nothing is left of it.
+        UserError: No letter is left of the text.
     """
     name = re.sub(r"[^a-z0-9]+", "-", text.lower())
     name = re.sub(r"^[^a-z]+", "", name)[:_LONGEST_NAME].rstrip("-")
@@ -64,26 +65,26 @@ def job_name(text: str) -> str:
     return name
 
 
-def find_resource(h: str | None, cpu: int | None, gpu: int | None, memory_mb: int | None) -> specs.Resource:
-    """What a node needs: a named resource, or its numbers; 2 CPUs and 4096 MB where nothing is said.
+def find_resource(request: NodeRequest) -> specs.Resource:
+    """Returns what a node has: a named resource, or its numbers; 2 CPUs and 4096 MB where nothing is given.
 
     Raises:
-        UserError: A name that is not registered, numbers beside a name, or a number below its least.
+        UserError: The name is not registered, there are numbers beside a name, or a number is below its least.
     """
-    numbers = {"cpu": cpu, "gpu": gpu, "memMB": memory_mb}
+    h, numbers = request.h, {"cpu": request.cpu, "gpu": request.gpu, "memMB": request.memMB}
     given = {field: _whole(field, value) for field, value in numbers.items() if value is not None}
     if h is not None:
         if given:
-            said = ", ".join(f"{field}={value}" for field, value in given.items())
-            raise UserError(f"h is {h!r}, which says all that a node has, beside {said}; give one or the other")
+            beside = ", ".join(f"{field}={value}" for field, value in given.items())
+            raise UserError(f"h is {h!r}, which says all that a node has, beside {beside}; give one or the other")
         try:
             return specs.named_resources[h]
         except KeyError as error:
             raise UserError(f"h is {h!r}: {error.args[0]} Or give cpu, gpu and memMB instead.") from error
     if given.get("gpu", 0) > 0 and len(given) < len(numbers):
         raise UserError(
-            f"gpu is {gpu} without cpu and memMB, of which {gpu} processes would need more than the 2 and 4096 that a "
-            "node gets unless told; say what a node has, or choose a named resource such as gpu_8_h100"
+            f"gpu is {request.gpu} without cpu and memMB, of which {request.gpu} processes would need more than the "
+            "default of 2 and 4096; say what a node has, or choose a named resource such as gpu_8_h100"
         )
     for field, value in given.items():
         least = 0 if field == "gpu" else 1
@@ -93,7 +94,7 @@ def find_resource(h: str | None, cpu: int | None, gpu: int | None, memory_mb: in
 
 
 def _whole(field: str, value: int) -> int:
-    # TorchX hands over what was typed where an argument may be None
+    # TorchX hands over the text of the command line where an argument may be None
     try:
         return int(value)
     except ValueError:
@@ -101,7 +102,11 @@ def _whole(field: str, value: int) -> int:
 
 
 def require_gpus(shape: Shape, resource: specs.Resource) -> None:
-    """Refuses more processes on a node than it has GPUs, where it has any: NCCL does not share a GPU."""
+    """Refuses more processes on a node than it has GPUs, where it has any: NCCL does not share a GPU.
+
+    Raises:
+        UserError: There are more processes than GPUs.
+    """
     if 0 < resource.gpu < shape.processes:
         raise UserError(
             f"j is '{shape}', {shape.processes} processes on a node of {resource.gpu} GPUs; "
@@ -110,15 +115,15 @@ def require_gpus(shape: Shape, resource: specs.Resource) -> None:
 
 
 def threads_per_process(resource: specs.Resource, processes: int) -> str:
-    """A process's share of the CPUs: else each would take all of them, or, under torch.distributed.run, one."""
+    """Returns a process's share of the CPUs: else each would take all, or, under ``torch.distributed.run``, one."""
     return str(max(1, int(resource.cpu) // processes))
 
 
 def parse_mounts(mounts: list[str] | None) -> list[Any]:
-    """Mounts of TorchX from ``type=bind,src=/host,dst=/container[,readonly]``, split at the commas.
+    """Returns TorchX's mounts from ``type=bind,src=/host,dst=/container[,readonly]``, split at the commas.
 
     Raises:
-        UserError: One that TorchX cannot read.
+        UserError: TorchX cannot read one of them.
     """
     try:
         return specs.parse_mounts(mounts) if mounts else []
@@ -129,8 +134,8 @@ def parse_mounts(mounts: list[str] | None) -> list[Any]:
         ) from error
 
 
-def _mend_docker_names(request: Any) -> None:
-    """TorchX cuts long names to their last 30 characters; Docker refuses one that now starts with a dash."""
+def _correct_docker_names(request: Any) -> None:
+    """Removes leading dashes: TorchX cuts names to their last 30 characters, and Docker refuses one that has them."""
     for container in request.containers:
         options = container.kwargs
         options["name"] = options["hostname"] = options["name"].lstrip("-")

@@ -5,7 +5,7 @@ A run folder holds, beside what the run itself leaves (:class:`distembed.runs.fo
     launch/
       config.yaml       the resolved config that every node reads
       plan.json         where each table goes on all of the nodes asked for
-      job.json          what was asked for, and a line for each time that it was submitted
+      job.json          what was asked for, and each time that it was submitted
       submission-1/     what was installed when it was submitted first
         git.txt         revision of distembed's working tree, and files in it that git does not know
         git.diff        what was changed since
@@ -13,8 +13,6 @@ A run folder holds, beside what the run itself leaves (:class:`distembed.runs.fo
       logs/             of every rank; error.json in a node's is the traceback of the rank that failed first
 """
 
-import inspect
-import json
 import os
 import sys
 import zlib
@@ -30,11 +28,13 @@ from torchx import specs
 from torchx.runner import Runner
 
 from distembed.errors import RunError, UserError
-from distembed.files import whole_file
+from distembed.files import write_json, write_text
+from distembed.host_memory import host_memory_bytes
 from distembed.names import one_of
 from distembed.runs.lock import owned
+from launch.apps.applications import training_app
+from launch.apps.request import ElasticRequest
 from launch.apps.shape import parse_shape
-from launch.components import train
 from launch.jobs.versions import keep_versions
 
 FOLDER = "launch"
@@ -49,9 +49,9 @@ class Submission:
     """One time that a job was handed to its scheduler.
 
     Attributes:
-        handle: by which TorchX knows it, ``slurm://session/123``.
-        time: when, in UTC.
-        j: ``[MIN:]NODESxPROCESSES``.
+        handle: TorchX's name of the job, ``slurm://session/123``.
+        time: When it was submitted, in UTC.
+        j: Nodes and processes, ``[MIN:]NODESxPROCESSES``.
     """
 
     handle: str
@@ -61,37 +61,37 @@ class Submission:
 
 @dataclass(frozen=True)
 class Job:
-    """A training job.
+    """A training job, as ``job.json`` keeps it.
 
     Attributes:
-        run_dir: run folder, which every node must see.
-        scheduler: one of TorchX's.
-        j: ``[MIN:]NODESxPROCESSES``.
-        options: of the scheduler, such as Slurm's partition.
-        component: other arguments of ``launch.components.train``, such as ``image`` or ``max_restarts``.
-        gpu: device of each process, as ``distembed plan --gpu`` takes it; None for that of the named resource, or CPUs.
-        submissions: the newest last.
+        run_dir: Run folder, which every node must see.
+        scheduler: Name of the scheduler, one of TorchX's.
+        j: Nodes and processes, ``[MIN:]NODESxPROCESSES``.
+        options: Options of the scheduler, such as Slurm's partition.
+        component: What the nodes must have, and how their ranks are started: arguments of ``launch.components.train``.
+        gpu: Device of each process, as ``distembed plan --gpu`` takes it; None for that of the named resource, or CPUs.
+        submissions: Each time that the job was submitted, the newest last.
     """
 
     run_dir: str
     scheduler: str
     j: str
     options: Mapping[str, str] = field(default_factory=dict)
-    component: Mapping[str, Any] = field(default_factory=dict)
+    component: ElasticRequest = ElasticRequest()
     gpu: str | None = None
     submissions: tuple[Submission, ...] = ()
 
     @property
     def folder(self) -> Path:
-        """Where the run folder keeps what launching leaves."""
+        """The folder within the run folder that holds what is described above."""
         return Path(self.run_dir) / FOLDER
 
     @property
     def handle(self) -> str:
-        """Of the newest submission.
+        """TorchX's name of the newest submission.
 
         Raises:
-            UserError: It was never submitted.
+            UserError: The job was never submitted.
         """
         if not self.submissions:
             raise UserError(f"{self.run_dir} was prepared, but not submitted; start it with `distembed resume`.")
@@ -99,7 +99,7 @@ class Job:
 
     @property
     def app_id(self) -> str:
-        """The scheduler's own name of the newest submission."""
+        """The scheduler's own name of the newest submission, such as Slurm's number."""
         return self.handle.rpartition("/")[2]
 
     @property
@@ -112,31 +112,29 @@ class Job:
         j: str | None = None,
         options: Mapping[str, str] | None = None,
         device: str | None = None,
-        **arguments: Any,
+        **fields: Any,
     ) -> "Job":
-        """The same job with what is given in the place of what it has; None and what is empty change nothing.
+        """Returns the job with other values; None and what is empty change nothing.
 
-        A named resource, ``h``, says all that a node has, and takes the place of its numbers and its GPU.
+        Args:
+            j: Nodes and processes.
+            options: Options of the scheduler, in addition to those that there are.
+            device: Device of each process; that of a named resource, ``h``, unless given.
+            **fields: Fields of the component, as :meth:`~launch.apps.request.NodeRequest.changed` takes them.
         """
-        given = {name: value for name, value in arguments.items() if value not in (None, "", {}, [])}
-        kept = dict(self.component)
-        if "h" in given:
-            kept = {name: value for name, value in kept.items() if name not in ("cpu", "gpu", "memMB")}
-        if "env" in given:
-            given["env"] = {**kept.get("env", {}), **given["env"]}
         return replace(
             self,
             j=j or self.j,
             options={**self.options, **(options or {})},
-            component={**kept, **given},
-            gpu=device or (None if "h" in given else self.gpu),
+            component=self.component.changed(**fields),
+            gpu=device or (None if fields.get("h") else self.gpu),
         )
 
     def require_new(self) -> None:
-        """Makes sure that its run folder is free for a new run.
+        """Makes sure that the run folder is free for a new run.
 
         Raises:
-            UserError: A run was started there, or a job was submitted.
+            UserError: A run was started in the folder, or a job was submitted.
         """
         if self._file.exists() and _read(self._file).submissions:
             raise UserError(
@@ -153,23 +151,25 @@ class Job:
         require_new_or_resume(Path(self.run_dir), resume=False)
 
     def app(self) -> specs.AppDef:
-        """The application that TorchX submits."""
-        folder, arguments = self.folder.absolute(), dict(self.component)
-        if self.gpu is not None and not self.gpu.startswith("cpu") and "h" not in arguments:
-            arguments.setdefault("gpu", parse_shape(self.j).processes)
-        return train(
-            config=str(folder / "config.yaml"),
+        """Returns the application that TorchX submits; each process has a GPU where only the kind of GPU is given."""
+        folder, request = self.folder.absolute(), self.component
+        if self.gpu is not None and not self.gpu.startswith("cpu") and request.h is None and request.gpu is None:
+            request = replace(request, gpu=parse_shape(self.j).processes)
+        return training_app(
+            str(folder / "config.yaml"),
+            [],
             run_dir=str(Path(self.run_dir).absolute()),
             j=self.j,
             plan=str(folder / "plan.json"),
-            **arguments,
+            name=None,
+            request=request,
         )
 
     def dry_run(self, runner: Runner) -> Any:
-        """The scheduler's request.
+        """Returns what would be submitted, in the scheduler's own form.
 
         Raises:
-            UserError: for options that the scheduler does not have, or does not take.
+            UserError: The scheduler does not have an option, or refuses it.
             RunError: The scheduler cannot be asked.
         """
         one_of("--scheduler", self.scheduler, runner.scheduler_backends())
@@ -178,11 +178,11 @@ class Job:
             return runner.dryrun(app, self.scheduler, cfg=self._options(runner))
 
     def prepare(self, config_yaml: str, plan: Mapping[str, Any]) -> None:
-        """Keeps in the run folder what is asked for, and what the nodes read.
+        """Writes into the run folder what is asked for, and what the nodes read.
 
         Args:
-            config_yaml: the resolved config.
-            plan: as ``distembed plan --json`` gives it.
+            config_yaml: The resolved config.
+            plan: The plan, as ``distembed plan --json`` prints it.
 
         Raises:
             UserError: The job was submitted by another process since it was read.
@@ -191,13 +191,15 @@ class Job:
         with self._alone():
             if self._file.exists():
                 self._require_unchanged()
-            for name, text in (("config.yaml", config_yaml), ("plan.json", json.dumps(plan, indent=2) + "\n")):
-                with whole_file(self.folder / name) as temporary:
-                    Path(temporary).write_text(text)
+            write_text(self.folder / "config.yaml", config_yaml)
+            write_json(self.folder / "plan.json", plan)
             self._save()  # last: a job that is there is whole
 
     def submit(self, runner: Runner) -> "Job":
-        """Hands it to the scheduler, and notes so in the run folder.
+        """Submits the job to its scheduler, and notes so in the run folder.
+
+        Returns:
+            The job with one submission more.
 
         Raises:
             UserError: It was submitted by another process since it was read.
@@ -227,15 +229,14 @@ class Job:
         return self.folder / "job.json"
 
     def _save(self) -> None:
-        with whole_file(self._file) as temporary:
-            Path(temporary).write_text(json.dumps(asdict(self), indent=2) + "\n")
+        write_json(self._file, asdict(self))
 
     def _alone(self) -> AbstractContextManager[None]:
-        """One process at a time makes or submits the job."""
+        """Locks the folder, so that one process at a time prepares or submits the job."""
         return owned(self.folder, refusal="{folder.parent} is being launched by {owner}; wait for it.")
 
     def _options(self, runner: Runner) -> dict[str, Any]:
-        """Options as the scheduler has them; its logs go into the run folder where it asks for a place."""
+        """Returns options as the scheduler types them; its logs go into the run folder where it asks for a place."""
         known = runner.scheduler_run_opts(self.scheduler)
         types = {name: option.opt_type for name, option in known}
         logs = {"log_dir": str((self.folder / "logs").absolute())} if "log_dir" in types else {}
@@ -252,27 +253,27 @@ class Job:
 _ADAPTER = TypeAdapter(Job)
 
 
-def default_arguments(scheduler: str, run_dir: str, j: str) -> dict[str, Any]:
-    """Arguments of the component where nothing else is asked for.
+def default_request(scheduler: str, run_dir: str, j: str) -> ElasticRequest:
+    """Returns what a job asks of its nodes where nothing else is given.
 
     Nodes of a job on this machine share all of it, those outside of containers run this interpreter, and a run folder
     has a port of its own, so that jobs which share a node do not meet.
     """
-    arguments: dict[str, Any] = {"rdzv_port": 20000 + zlib.crc32(str(Path(run_dir).absolute()).encode()) % 10000}
+    request = ElasticRequest(rdzv_port=20000 + zlib.crc32(str(Path(run_dir).absolute()).encode()) % 10000)
     if scheduler in ("local_cwd", "slurm"):
-        arguments["python"] = sys.executable
+        request = replace(request, python=sys.executable)
     if scheduler in LOCAL:
-        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         nodes = parse_shape(j).max_nodes
-        arguments |= {"cpu": max(1, (os.cpu_count() or 1) // nodes), "memMB": (memory_bytes >> 20) // nodes}
-    return arguments
+        cpus = max(1, (os.cpu_count() or 1) // nodes)
+        request = replace(request, cpu=cpus, memMB=(host_memory_bytes() >> 20) // nodes)
+    return request
 
 
 def load_job(run: str) -> Job:
-    """The job of a run, by its folder or by its name under ``runs``.
+    """Returns the job of a run, by its folder or by its name under ``runs``.
 
     Raises:
-        UserError: There is none.
+        UserError: There is no such job, or its file is damaged.
     """
     for folder in (Path(run), Path("runs") / run):
         file = folder / FOLDER / "job.json"
@@ -288,9 +289,6 @@ def load_job(run: str) -> Job:
 def _read(file: Path) -> Job:
     try:
         job = _ADAPTER.validate_json(file.read_bytes())
-        unknown = set(job.component) - set(inspect.signature(train).parameters)
-        if unknown:
-            raise ValueError(f"unknown arguments of the component: {', '.join(sorted(unknown))}")
         parse_shape(job.j)
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read: {error}; start the run anew in another folder.") from error
@@ -300,7 +298,12 @@ def _read(file: Path) -> Job:
 
 @contextmanager
 def asking(scheduler: str) -> Iterator[None]:
-    """Names the scheduler in whatever its client raises: each has errors of its own, and no common one."""
+    """Names the scheduler in whatever its client raises: each has errors of its own, and no common one.
+
+    Raises:
+        UserError: The scheduler refuses the job.
+        RunError: The scheduler cannot be used.
+    """
     try:
         yield
     except (UserError, RunError):

@@ -30,15 +30,15 @@ def start(job: Job, config: Config, *, dry_run: bool, detach: bool, say: Say) ->
     """Checks a job and submits it, for the first time or again.
 
     Args:
-        job: what is asked for.
-        config: of the training.
-        dry_run: say what would be submitted, with the plan, and submit nothing.
-        detach: do not follow it.
-        say: prints a line.
+        job: The job that is asked for.
+        config: The training's config.
+        dry_run: Whether to print what would be submitted, with the plan, and to submit nothing.
+        detach: Whether to return once it is submitted, without following it.
+        say: Prints a line.
 
     Raises:
-        UserError: What cannot be asked for at all.
-        typer.Exit: with code 3, a check that fails.
+        UserError: The scheduler or the nodes cannot be asked for this at all.
+        typer.Exit: A check fails; the exit code is 3.
         RunError: The job has failed.
     """
     config = with_absolute_paths(config)
@@ -62,7 +62,12 @@ def start(job: Job, config: Config, *, dry_run: bool, detach: bool, say: Say) ->
 
 
 def _require_resource(job: Job) -> None:
-    if job.scheduler not in LOCAL and "h" not in job.component and not {"cpu", "memMB"} <= job.component.keys():
+    """Refuses a job on a cluster that does not say what its nodes have.
+
+    Raises:
+        UserError: There is no named resource, and the CPUs or the memory are missing.
+    """
+    if job.scheduler not in LOCAL and job.component.h is None and None in (job.component.cpu, job.component.memMB):
         raise UserError(
             f"what a node of {job.scheduler} has is not said, and TorchX would ask for 2 CPUs and 4096 MB: give "
             "--resource NAME, such as gpu_8_h100, or --cpus and --memory-mb."
@@ -70,16 +75,16 @@ def _require_resource(job: Job) -> None:
 
 
 def _cluster(job: Job) -> Cluster:
-    """What is planned for: as many nodes as the job takes at most.
+    """Returns what is planned for: as many nodes as the job takes at most.
 
     Raises:
-        UserError: The nodes have GPUs, and nobody says which, or it is said twice and differs.
+        UserError: The nodes have GPUs of an unknown kind, or of two kinds at once.
     """
     shape, resource = parse_shape(job.j), job.app().roles[0].resource
     named = gpu_name(resource)
     given = job.gpu.partition(",")[0] if job.gpu else None
     if named and given in DEVICES and given != named:
-        raise UserError(f"--gpu is {job.gpu}, and --resource {job.component.get('h')} has {named}: leave --gpu out.")
+        raise UserError(f"--gpu is {job.gpu}, and --resource {job.component.h} has {named}: leave --gpu out.")
     name = job.gpu or named
     if name is None and resource.gpu:
         raise UserError(
@@ -98,6 +103,7 @@ def _cluster(job: Job) -> Cluster:
 
 
 def _checks(job: Job, request: Any, config: Config, fit: Assessment) -> Sequence[Finding]:
+    """Returns what every check finds that applies to the job's scheduler."""
     shape, folder, resource = parse_shape(job.j), Path(job.run_dir), job.app().roles[0].resource
     fewest = assess_capacity(config, dataclasses.replace(fit.cluster, nodes=shape.min_nodes)) if shape.elastic else fit
     findings = [
@@ -107,7 +113,7 @@ def _checks(job: Job, request: Any, config: Config, fit: Assessment) -> Sequence
         preflight.check_writable("run folder", folder),
         preflight.check_checkpoints(config, folder, is_new=not job.submissions),
     ]
-    if job.component.get("python") == sys.executable:
+    if job.component.python == sys.executable:
         findings.append(preflight.check_build(fit.cluster.device.kind))
     if job.scheduler in CONTAINERS:
         findings.append(preflight.check_mounts(config, folder, job.app().roles[0].mounts))

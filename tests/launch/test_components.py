@@ -25,6 +25,7 @@ from torchx.specs.builders import materialize_appdef
 from distembed.errors import UserError
 from distembed.planning.devices import DEVICES
 from launch import await_host, components, resources
+from launch.apps.request import NodeRequest
 from launch.apps.roles import find_resource, job_name
 from launch.apps.shape import Shape, parse_shape
 from launch.await_host import await_host as wait
@@ -181,7 +182,7 @@ def test_threads_are_shared_out_among_processes() -> None:
     assert threads(h="gpu_8_h100", j="2x8") == "12"
     assert threads(cpu=2, j="4") == "1"
     assert threads(cpu=64, env={"OMP_NUM_THREADS": "7"}) == "7"
-    assert find_resource(None, None, None, None) == specs.Resource(cpu=2, gpu=0, memMB=4096)
+    assert find_resource(NodeRequest()) == specs.Resource(cpu=2, gpu=0, memMB=4096)
 
 
 def test_the_command_line_of_torchx_reaches_the_component() -> None:

@@ -12,9 +12,10 @@ import pytest
 from torchx.runner import Runner, get_runner
 
 from distembed.errors import RunError, UserError
-from launch.jobs.job import Job, default_arguments, load_job
+from launch.apps.request import ElasticRequest
+from launch.jobs.job import Job, default_request, load_job
 
-NUMBERS = {"cpu": 8, "memMB": 1000}
+NUMBERS = ElasticRequest(cpu=8, memMB=1000)
 
 
 @pytest.fixture
@@ -109,14 +110,14 @@ def test_of_several_that_submit_at_once_one_does(tmp_path: Path) -> None:
 
 
 def test_a_change_replaces_what_it_names_and_nothing_else(tmp_path: Path) -> None:
-    job = job_at(tmp_path, options={"time": "1:00:00", "partition": "gpu"}, component={**NUMBERS, "env": {"A": "1"}})
+    job = job_at(tmp_path, options={"time": "1:00:00", "partition": "gpu"}, component=replace(NUMBERS, env={"A": "1"}))
     assert job.changed() == job
     assert job.changed(memMB=None, image="", env={}) == job
     changed = job.changed("1x4", {"time": "2:00:00"}, memMB=2000, env={"B": "2"})
     assert changed.j == "1x4" and changed.options == {"time": "2:00:00", "partition": "gpu"}
-    assert changed.component == {"cpu": 8, "memMB": 2000, "env": {"A": "1", "B": "2"}}
+    assert changed.component == ElasticRequest(cpu=8, memMB=2000, env={"A": "1", "B": "2"})
     named = replace(changed, gpu="a100-40gb").changed(h="gpu_8_h100")
-    assert named.component == {"h": "gpu_8_h100", "env": {"A": "1", "B": "2"}} and named.gpu is None
+    assert named.component == ElasticRequest(h="gpu_8_h100", env={"A": "1", "B": "2"}) and named.gpu is None
     # not taken for a job without GPUs
     with pytest.raises(UserError, match="beside memMB=9000; give one or the other"):
         named.changed(memMB=9000).app()
@@ -128,20 +129,20 @@ def test_a_process_has_a_gpu_where_one_is_named(tmp_path: Path) -> None:
 
     assert gpus(gpu="h100-80gb") == 4
     assert gpus(gpu="h100-80gb", j="8") == 8
-    assert gpus(gpu="h100-80gb", component={**NUMBERS, "gpu": 6}) == 6
+    assert gpus(gpu="h100-80gb", component=replace(NUMBERS, gpu=6)) == 6
     assert gpus(gpu="cpu-256gb") == 0 == gpus()
-    assert gpus(component={"h": "gpu_8_h100"}) == 8
+    assert gpus(component=ElasticRequest(h="gpu_8_h100")) == 8
 
 
 def test_jobs_meet_at_ports_by_their_run_folder_and_run_by_this_interpreter(tmp_path: Path) -> None:
-    ports = [default_arguments("slurm", str(tmp_path / str(number)), "2x1")["rdzv_port"] for number in range(50)]
+    ports = [default_request("slurm", str(tmp_path / str(number)), "2x1").rdzv_port for number in range(50)]
     assert len(set(ports)) > 45 and all(20000 <= port < 30000 for port in ports)
-    assert default_arguments("slurm", str(tmp_path / "0"), "2x1")["rdzv_port"] == ports[0]
+    assert default_request("slurm", str(tmp_path / "0"), "2x1").rdzv_port == ports[0]
     for scheduler in ("slurm", "local_cwd"):
-        assert default_arguments(scheduler, "run", "1x1")["python"] == sys.executable
-    whole, half = (default_arguments("local_cwd", "run", j)["memMB"] for j in ("1x4", "2x1"))
+        assert default_request(scheduler, "run", "1x1").python == sys.executable
+    whole, half = (default_request("local_cwd", "run", j).memMB for j in ("1x4", "2x1"))
     assert half == whole // 2
-    assert "python" not in default_arguments("kubernetes", "run", "1x1")
+    assert default_request("kubernetes", "run", "1x1").python == "python"
 
 
 @pytest.mark.parametrize(
@@ -168,6 +169,22 @@ def test_a_damaged_job_is_refused_with_its_file(tmp_path: Path, content: str, sa
     with pytest.raises(UserError, match=r"job\.json cannot be read") as refused:
         load_job(str(tmp_path))
     assert said in str(refused.value)
+
+
+def test_a_job_that_names_only_some_of_what_it_asks_for_is_read_with_the_defaults(tmp_path: Path) -> None:
+    values = {
+        **{"run_dir": "/elsewhere", "scheduler": "kubernetes", "j": "2:4x8", "options": {"queue": "q"}, "gpu": None},
+        "component": {"h": "gpu_8_h100", "image": "x", "env": {"A": "1"}, "rdzv_port": 23456, "max_retries": 2},
+        "submissions": [{"handle": "kubernetes://torchx/ml:a-1", "time": "2026-01-01T00:00:00+00:00", "j": "4x8"}],
+    }
+    file = tmp_path / "launch" / "job.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps(values))
+    job = load_job(str(tmp_path))
+    assert job.component == ElasticRequest(
+        h="gpu_8_h100", image="x", env={"A": "1"}, rdzv_port=23456, max_retries=2, python="python", grace_seconds=120
+    )
+    assert (job.run_dir, job.j, job.app_id, len(job.nodes)) == (str(tmp_path), "2:4x8", "ml:a-1", 4)
 
 
 def test_a_folder_of_something_else_is_no_place_for_a_job(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import typer
 
 from distembed.config import Config, validate
 from distembed.errors import UserError
-from launch.jobs.job import Job, default_arguments
+from launch.apps.request import ElasticRequest
+from launch.jobs.job import Job, default_request
 from launch.jobs.start import start
 from tests.small_runs import write_dataset
 
@@ -30,7 +31,8 @@ def dry(config: Config, tmp_path: Path) -> Dry:
 
     def run(scheduler: str, code: int = 0, **values: Any) -> str:
         said: list[str] = []
-        job = Job(str(tmp_path / "run"), scheduler, **{"j": "1x4", **values})
+        component = ElasticRequest(**values.pop("component", {}))
+        job = Job(str(tmp_path / "run"), scheduler, **{"j": "1x4", "component": component, **values})
         try:
             start(job, config, dry_run=True, detach=False, say=said.append)
             assert code == 0
@@ -140,7 +142,7 @@ def test_paths_are_those_of_the_folder_that_it_was_launched_from(
     monkeypatch.setattr("launch.jobs.start.submit_and_follow", stop)
     run = str(tmp_path / "run")
     with pytest.raises(Stop):
-        job = Job(run, "local_cwd", "1x2", component=default_arguments("local_cwd", run, "1x2"))
+        job = Job(run, "local_cwd", "1x2", component=default_request("local_cwd", run, "1x2"))
         start(job, relative, dry_run=False, detach=False, say=lambda _: None)
     kept = (tmp_path / "run" / "launch" / "config.yaml").read_text()
     assert f"path: {config.data.path}\n" in kept

@@ -29,13 +29,13 @@ from distembed.embedding import (
 from distembed.errors import UserError
 from distembed.optim.declared import declared_optimizer, declared_optimizers
 from distembed.optim.kinds import OPTIMIZERS
-from distembed.planning import Workload
+from distembed.planning import PlanRequest, Workload
 from distembed.planning.cluster import Cluster
 from distembed.planning.devices import find_device
 from distembed.planning.plan import find_plan
 from distembed.planning.storage import table_storage, total
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, CompositionalEmbeddingCollectionSharder
-from distembed.sharding.placement import place
+from distembed.sharding.placement import place_table
 from tests.layouts import Head, batch, tables
 from tests.ranks import run_on_ranks
 
@@ -148,7 +148,7 @@ def test_mlperfs_tables_take_their_weights_and_their_states(declare: Any, name: 
     (sparse,) = set(declared_optimizers(model, sharders).values())
     assert sparse is not None
     collection: Any = model.get_submodule("embeddings")
-    placements = [place(table, plan[table.name], world_size=8) for table in collection.tables()]
+    placements = [place_table(table, plan[table.name], world_size=8) for table in collection.tables()]
     of_ranks = [total(of_rank) for of_rank in table_storage(placements, 8, sparse, "adagrad")]
     assert sum(rank.weights for rank in of_ranks) == 204_184_588 * DIM * 4
     assert sum(rank.optimizer_state for rank in of_ranks) == states * 204_184_588 * DIM * 4
@@ -217,7 +217,7 @@ def test_plans_count_what_tables_declare(name: str, factor: float) -> None:
         if fused_params is None:
             apply_optimizer_in_backward(by_class, collection.embedding_bags.parameters(), {"lr": 0.1})
         sharders: list[Any] = [CompositionalEmbeddingBagCollectionSharder(fused_params)]
-        planned = find_plan(nn.ModuleDict({"e": collection}), sharders, cluster, Workload(1024))
+        planned = find_plan(PlanRequest(nn.ModuleDict({"e": collection}), sharders, cluster, Workload(1024)))
         return [rank.items() for rank in planned.memory]
 
     declared = memory(None)

@@ -19,7 +19,7 @@ from distembed.partitions import QuotientRemainder
 from distembed.planning.estimator import Reservation, StorageEstimator
 from distembed.planning.storage import TableStorage, function_storage, table_storage
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
-from distembed.sharding.placement import SHARDING_TYPES, can_be_placed, place
+from distembed.sharding.placement import SHARDING_TYPES, can_be_placed, place_table
 
 WORLD = 4
 
@@ -70,7 +70,7 @@ def test_shards_and_functions_are_what_ranks_hold(sharding_type: str) -> None:
         if not is_fused:
             for sharding in plan.values():  # type: ignore[attr-defined]
                 sharding.compute_kernel = "dense"
-        placements = [place(table, plan[table.name], WORLD) for table in tables()]  # type: ignore[index]
+        placements = [place_table(table, plan[table.name], WORLD) for table in tables()]  # type: ignore[index]
         held = [sum(rank.values(), TableStorage()).total for rank in table_storage(placements, WORLD, sparse, dense)]
         assert estimated == held, (sparse, dense, is_fused)
 

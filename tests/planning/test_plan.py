@@ -7,15 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.errors import RunError, UserError
 from distembed.optim.declared import TableOptimizers
 from distembed.partitions import QuotientRemainder
-from distembed.planning import PlanConfig, Workload, describe_plan, make_plan, plan_as_json
+from distembed.planning import PlanConfig, PlanRequest, Workload, describe_plan, make_plan, plan_as_json
 from distembed.planning import plan as plan_module
 from distembed.planning.cluster import Cluster
 from distembed.planning.config import TablePlanConfig
@@ -23,8 +20,9 @@ from distembed.planning.devices import find_device
 from distembed.planning.networks import NetworkEstimate
 from distembed.planning.plan import find_plan
 from distembed.planning.storage import table_storage, total
+from distembed.ranks import Ranks
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
-from distembed.sharding.placement import place
+from distembed.sharding.placement import place_table
 from tests.ranks import run_on_ranks
 
 GIB = 2**30
@@ -57,11 +55,9 @@ def plan(
     made = make_plan(
         model,
         [CompositionalEmbeddingBagCollectionSharder()],
-        device=torch.device("cpu"),
-        world_size=world,
-        local_world_size=world,
-        workload=workload or Workload(8 * world),
-        config=config,
+        Ranks(dist.get_rank(), world, world, torch.device("cpu")),
+        workload or Workload(8 * world),
+        config,
         **settings,
     )
     assert describe_plan(made).count("shards by rank") == 1
@@ -126,16 +122,18 @@ def large_tables(num_tables: int) -> list[CompositionalEmbeddingBagConfig]:
 def test_many_ranks_have_loads_alike(num_tables: int, nodes: int, optimizer: str) -> None:
     of_tables, world_size = large_tables(num_tables), 8 * nodes
     made = find_plan(
-        nn.ModuleDict({"e": CompositionalEmbeddingBagCollection(of_tables, device="meta")}),
-        [CompositionalEmbeddingBagCollectionSharder()],
-        Cluster(find_device("a100-80gb"), nodes, 8),
-        Workload(512 * world_size),
-        optimizers=TableOptimizers(optimizer),
+        PlanRequest(
+            nn.ModuleDict({"e": CompositionalEmbeddingBagCollection(of_tables, device="meta")}),
+            [CompositionalEmbeddingBagCollectionSharder()],
+            Cluster(find_device("a100-80gb"), nodes, 8),
+            Workload(512 * world_size),
+            optimizers=TableOptimizers(optimizer),
+        )
     )
     planned = made.plan.plan["e"]
     assert list(planned) == [table.name for table in of_tables]  # type: ignore[call-overload]
     # refuses what is not placed once and whole
-    placements = [place(table, planned[table.name], world_size) for table in of_tables]  # type: ignore[index]
+    placements = [place_table(table, planned[table.name], world_size) for table in of_tables]  # type: ignore[index]
     held = [total(rank).total for rank in table_storage(placements, world_size, optimizer, "adagrad")]
     assert max(held) <= 1.1 * np.mean(held) and min(held) >= 0.9 * np.mean(held)
     # buffers are not balanced, and are most of what such small tables need
@@ -144,27 +142,6 @@ def test_many_ranks_have_loads_alike(num_tables: int, nodes: int, optimizer: str
     for placement in placements:
         ranks = placement.unit.ranks or []
         assert len(set(ranks)) == len(ranks) > 0
-
-
-def test_plain_tables_beside_compositional_ones_are_planned_too() -> None:
-    plain = EmbeddingBagConfig(name="plain", embedding_dim=64, num_embeddings=10**6, feature_names=["p"])
-    made = find_plan(
-        nn.ModuleDict(
-            {
-                "ours": CompositionalEmbeddingBagCollection(tables(), device="meta"),
-                "theirs": EmbeddingBagCollection([plain], device="meta"),  # type: ignore[arg-type]
-            }
-        ),
-        [CompositionalEmbeddingBagCollectionSharder(), EmbeddingBagCollectionSharder()],  # type: ignore[list-item]
-        Cluster(find_device("a100-80gb"), 1, 8),
-        Workload(4096),
-    )
-    assert list(plan_as_json(made.plan)["theirs"]) == ["plain"]
-    assert list(made.why) == list(plan_as_json(made.plan)["ours"]) == ["a", "b", "c"]
-    # and are counted where they lie
-    (rank,) = plan_as_json(made.plan)["theirs"]["plain"]["ranks"]
-    of_ranks = [memory.items()["plain_tables"] for memory in made.memory]
-    assert of_ranks[rank] >= 10**6 * 64 * 4 and sum(of_ranks) == of_ranks[rank]
 
 
 @pytest.mark.distributed

@@ -12,7 +12,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from distembed.composition import PathMLP
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.partitions import MixedRadix, QuotientRemainder
-from distembed.planning import PlanConfig, Workload
+from distembed.planning import PlanConfig, PlanRequest, Workload
 from distembed.planning.cluster import Cluster
 from distembed.planning.devices import Device, find_device
 from distembed.planning.networks import NetworkEstimate
@@ -39,9 +39,8 @@ def times(
     cluster = Cluster(device or find_device("a100-80gb"), nodes, gpus)
     workload = Workload(ROWS * cluster.world_size, {"f": ids_per_row}, network=network, bf16=bf16)
     model = nn.ModuleDict({"e": CompositionalEmbeddingBagCollection([table], device="meta")})
-    return find_plan(
-        model, [CompositionalEmbeddingBagCollectionSharder()], cluster, workload, PlanConfig(["table_wise"])
-    ).times
+    sharders = [CompositionalEmbeddingBagCollectionSharder()]
+    return find_plan(PlanRequest(model, sharders, cluster, workload, PlanConfig(["table_wise"]))).times
 
 
 def test_a_plain_table_takes_what_torchrec_says() -> None:
@@ -119,13 +118,8 @@ def test_networks_take_their_operations_or_their_activations() -> None:
 def test_gradients_of_data_parallel_tables_are_counted_once() -> None:
     table = CompositionalEmbeddingBagConfig("t", NUM_IDS, DIM, ["f"])
     model = nn.ModuleDict({"e": CompositionalEmbeddingBagCollection([table], device="meta")})
-    planned = find_plan(
-        model,
-        [CompositionalEmbeddingBagCollectionSharder()],
-        Cluster(find_device("a100-80gb"), 1, 8),
-        Workload(ROWS),
-        PlanConfig(["data_parallel"]),
-    )
+    cluster, sharders = Cluster(find_device("a100-80gb"), 1, 8), [CompositionalEmbeddingBagCollectionSharder()]
+    planned = find_plan(PlanRequest(model, sharders, cluster, Workload(ROWS), PlanConfig(["data_parallel"])))
     for own in planned.times:
         # in a ring of n ranks each sends 2 (n - 1) / n of them
         sent = 2 * 7 / 8 * NUM_IDS * DIM * 4

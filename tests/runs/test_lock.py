@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,13 @@ from typing import Any
 import pytest
 
 from distembed.errors import RunError, UserError
-from distembed.runs import lock as ownership
-from distembed.runs.lock import LOCK_NAME, locks_are_local, owned
+from distembed.runs import owner
+from distembed.runs.flock import locks_are_local
+from distembed.runs.lease import LeaseTimes
+from distembed.runs.lock import LOCK_NAME, owned
 
 WAYS = ["flock", "lease"]
+TIMES = LeaseTimes(renew_seconds=0.1, lease_seconds=4.0, settle_seconds=0.5, poll_seconds=0.02)
 FOR_EVER = 240.0  # seconds; longer than any test takes that goes well
 SPAWN = multiprocessing.get_context("spawn")
 FORKSERVER = multiprocessing.get_context("forkserver")  # imports once for all processes
@@ -27,15 +29,11 @@ FORKSERVER.set_forkserver_preload([__name__])
 
 
 def prepare(way: str, machine: str | None = None) -> None:
-    """In a process of its own: short times, no locks for a lease, and another machine where one is named."""
-    ownership.RENEW_SECONDS = 0.1
-    ownership.LEASE_SECONDS = 4.0
-    ownership.SETTLE_SECONDS = 0.5
-    ownership.POLL_SECONDS = 0.02
+    """In a process of its own: no locks for a lease, and another machine where one is named."""
     if way == "lease":
         fcntl.flock = without_locks  # type: ignore[assignment]
     if machine is not None:
-        ownership._machine = lambda: machine
+        owner.machine_id = lambda: machine
 
 
 def without_locks(*_: object) -> None:
@@ -101,7 +99,7 @@ def own(
             file.write(f"{text}\n")
 
     try:
-        with owned(folder, wait_seconds, say=lambda text: note(f"says {text}")):
+        with owned(folder, wait_seconds, say=lambda text: note(f"says {text}"), times=TIMES):
             note("owns")
             while not leave.exists():
                 time.sleep(0.01)
@@ -139,7 +137,7 @@ def contend(folder: Path, way: str, machine: str | None, log: Path, times: int) 
     prepare(way, machine)
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
     for _ in range(times):
-        with owned(folder, FOR_EVER, say=lambda _: None):
+        with owned(folder, FOR_EVER, say=lambda _: None, times=TIMES):
             os.write(descriptor, f"{os.getpid()} enters\n".encode())
             time.sleep(0.05)
             os.write(descriptor, f"{os.getpid()} leaves\n".encode())
@@ -259,7 +257,7 @@ def test_on_one_machine_a_suspended_owner_stays_the_owner(started: Callable[...,
     first = started("lease").until("owns")
     assert first.process.pid is not None
     os.kill(first.process.pid, signal.SIGSTOP)
-    second = started("lease", wait_seconds=5.0).until("refused")  # longer than a lease
+    second = started("lease", wait_seconds=TIMES.lease_seconds + 0.5).until("refused")
     assert "owns" not in second.notes
     os.kill(first.process.pid, signal.SIGCONT)
     first.leave()
@@ -275,7 +273,7 @@ def test_an_owner_whose_folder_is_gone_ends(folder: Path, started: Callable[...,
 def own_until_nothing_can_be_written(folder: Path, errors: Path) -> None:
     prepare("lease")
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
-    with owned(folder):
+    with owned(folder, times=TIMES):
         os.replace = without_space
         time.sleep(FOR_EVER)
 
@@ -291,16 +289,7 @@ def test_an_owner_whose_lease_cannot_be_renewed_ends(folder: Path, tmp_path: Pat
     assert "could not be renewed for 4 s ([Errno 28] No space left" in (tmp_path / "errors").read_text()
 
 
-@contextmanager
-def own_here(folder: Path) -> Iterator[str]:
-    """Yields the first text of an owner in this process."""
-    with owned(folder):
-        yield (folder / LOCK_NAME).read_text()
-
-
 def test_a_renewal_is_tried_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("RENEW_SECONDS", 0.05), ("SETTLE_SECONDS", 0.05)):
-        monkeypatch.setattr(ownership, name, seconds)
     monkeypatch.setattr(fcntl, "flock", without_locks)
     failed, really = threading.Event(), os.replace
 
@@ -308,7 +297,8 @@ def test_a_renewal_is_tried_again(folder: Path, monkeypatch: pytest.MonkeyPatch)
         failed.set()
         without_space()
 
-    with own_here(folder) as text:
+    with owned(folder, times=LeaseTimes(renew_seconds=0.05, settle_seconds=0.05)):
+        text = (folder / LOCK_NAME).read_text()
         monkeypatch.setattr(os, "replace", fail)
         failed.wait()
         monkeypatch.setattr(os, "replace", really)

@@ -21,6 +21,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.partitions import QuotientRemainder
 from distembed.planning import PlanConfig, Workload, make_plan
+from distembed.ranks import Ranks
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from tests.ranks import run_on_ranks
 
@@ -73,10 +74,8 @@ def build(kind: str, composition: str, optimizer: type[torch.optim.Optimizer], n
     plan = make_plan(
         model,
         sharders,
-        device=cpu,
-        world_size=world_size,
-        local_world_size=world_size,
-        workload=Workload(8 * world_size),
+        Ranks(dist.get_rank(), world_size, world_size, cpu),
+        Workload(8 * world_size),
         # of two vectors an id has 32 columns
         config=PlanConfig([kind], min_partition=DIM if composition == "feature" else DIM // 2),
     )

@@ -26,7 +26,7 @@ from distembed.embedding import CompositionalEmbeddingBagCollection
 from distembed.models.mlp import MLP
 from distembed.planning import PlanConfig, Workload, make_plan
 from distembed.planning.config import TablePlanConfig
-from distembed.ranks import process_group
+from distembed.ranks import Ranks, process_group
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, lookup
 from distembed.sharding.placement import width
 from distembed.tasks.click import ClickTask
@@ -91,10 +91,8 @@ def shard(
     plan = make_plan(
         model,
         sharders,
-        device=device,
-        world_size=world_size,
-        local_world_size=world_size,
-        workload=Workload(ROWS * world_size),
+        Ranks(dist.get_rank(), world_size, world_size, device),
+        Workload(ROWS * world_size),
         config=PlanConfig(tables=own),
     )
     if kernel is not None:

@@ -10,7 +10,7 @@ from distembed.composition import COMPOSITIONS, Concat
 from distembed.embedding import CompositionalEmbeddingBagConfig
 from distembed.errors import UserError
 from distembed.partitions import MixedRadix, QuotientRemainder
-from distembed.sharding.placement import place, unit_size, width
+from distembed.sharding.placement import place_table, unit_size, width
 
 
 def table(composition: object = "product", dim: int = 16, **settings: object) -> CompositionalEmbeddingBagConfig:
@@ -44,7 +44,7 @@ def test_columns_of_all_ranks_together_are_each_partition_once(name: str, widths
     ends = [4 * scale * sum(widths[: i + 1]) for i in range(len(widths))]
     starts = [0, *ends[:-1]]
     columns_of_ranks = [(i, a, b) for i, (a, b) in enumerate(zip(starts, ends, strict=True))]
-    placement = place(made, planned("column_wise", *columns_of_ranks), len(widths))
+    placement = place_table(made, planned("column_wise", *columns_of_ranks), len(widths))
     assert not placement.replicated
     for part in made.lookup_tables():
         columns = sorted((offsets[1], sizes[1]) for offsets, sizes in shards(placement.sharded[part.name]))
@@ -68,20 +68,20 @@ def test_columns_of_all_ranks_together_are_each_partition_once(name: str, widths
 
 
 def test_a_concatenation_is_divided_between_its_partitions() -> None:
-    placement = place(table(Concat([8, 8])), planned("column_wise", (0, 0, 8), (1, 8, 16)), 2)
+    placement = place_table(table(Concat([8, 8])), planned("column_wise", (0, 0, 8), (1, 8, 16)), 2)
     assert shards(placement.sharded["t__p0"]) == [([0, 0], [250, 8])]
     assert shards(placement.sharded["t__p1"]) == [([0, 0], [4, 8])]
 
 
 def test_neighbouring_columns_of_one_rank_are_one_shard() -> None:
-    placement = place(table(), planned("column_wise", (0, 0, 4), (0, 4, 8), (1, 8, 16)), 2)
+    placement = place_table(table(), planned("column_wise", (0, 0, 4), (0, 4, 8), (1, 8, 16)), 2)
     assert shards(placement.sharded["t__p0"]) == [([0, 0], [250, 8]), ([0, 8], [250, 8])]
     assert placement.unit.ranks == [0, 1]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 300])
 def test_row_wise_divides_the_largest_partition_and_replicates_the_others(ranks: int) -> None:
-    placement = place(table(), planned("row_wise", *[(rank, 0, 16) for rank in range(ranks)]), ranks)
+    placement = place_table(table(), planned("row_wise", *[(rank, 0, 16) for rank in range(ranks)]), ranks)
     assert placement.divided == 0
     assert [part.name for part in placement.replicated] == ["t__p1"]
     block = -(-250 // ranks)
@@ -90,7 +90,7 @@ def test_row_wise_divides_the_largest_partition_and_replicates_the_others(ranks:
 
 
 def test_data_parallel_replicates_everything() -> None:
-    placement = place(table("path_mlp"), planned("data_parallel"), 2)
+    placement = place_table(table("path_mlp"), planned("data_parallel"), 2)
     assert [part.name for part in placement.replicated] == ["t__p0", "t__p1"]
 
 
@@ -121,4 +121,4 @@ def test_what_cannot_be_is_refused_by_name(
     made: CompositionalEmbeddingBagConfig, sharding: ParameterSharding, message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        place(made, sharding, 2)
+        place_table(made, sharding, 2)

@@ -1,0 +1,117 @@
+"""What a plan is made from: the model, its sharders, the cluster, a step's workload, and what the config allows."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+from torchrec.distributed.types import ModuleSharder
+
+from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.embedding.tables import CompositionalTables
+from distembed.errors import UserError
+from distembed.optim.declared import TableOptimizers, declared_optimizers
+from distembed.optim.kinds import OPTIMIZERS
+from distembed.planning.cluster import Cluster
+from distembed.planning.config import PlanConfig
+from distembed.planning.storage import DEFAULT_CACHE_RATIO
+from distembed.planning.workload import Workload
+
+_UNKNOWN_NETWORKS = 0.1
+"""Share of a device's memory left to networks and activations of which nothing is known."""
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """A model to be planned for a cluster; several collections, plain ones of TorchRec among them, share one plan.
+
+    Attributes:
+        model: Module that holds the collections, on the meta device.
+        sharders: TorchRec's sharders of the collections to place.
+        cluster: Ranks to plan for; they need not exist.
+        workload: Rows, ids and networks of a training step.
+        config: Ways in which tables may be placed.
+        optimizers: Optimizers of the compositional tables; None for what the tables declare themselves.
+
+    Raises:
+        UserError: Two tables of the model have one name, or no sharder takes a compositional collection.
+    """
+
+    model: nn.Module
+    sharders: Sequence[ModuleSharder[Any]]
+    cluster: Cluster
+    workload: Workload
+    config: PlanConfig = field(default_factory=PlanConfig)
+    optimizers: TableOptimizers | None = None
+
+    def __post_init__(self) -> None:
+        path_of_table: dict[str, str] = {}
+        for path, module, sharder in _sharded_modules(self.model, self.sharders):
+            for name in sharder.shardable_parameters(module):
+                if name in path_of_table:
+                    raise UserError(
+                        f"the model has two tables named {name!r}, in {path_of_table[name]!r} and in {path!r}; a plan "
+                        "tells tables apart by name, whatever their collection: rename one of the two."
+                    )
+                path_of_table[name] = path
+        sharded = {sharder.module_type for sharder in self.sharders}
+        for path, collection in self.collections.items():
+            if type(collection) not in sharded:
+                raise UserError(
+                    f"no sharder takes the {type(collection).__name__} {path!r}; add one of distembed.sharding's to "
+                    "sharders."
+                )
+
+    @cached_property
+    def collections(self) -> dict[str, CompositionalTables[Any]]:
+        """Compositional collections, by their path within the model."""
+        modules = self.model.named_modules()
+        return {path: module for path, module in modules if isinstance(module, CompositionalTables)}
+
+    @cached_property
+    def tables(self) -> list[CompositionalEmbeddingConfig]:
+        """Compositional tables of all collections, in the model's order."""
+        return [table for collection in self.collections.values() for table in collection.tables()]
+
+    @cached_property
+    def table_optimizers(self) -> TableOptimizers:
+        """Optimizers of the tables: as given, or of those that tables declare the one with the largest states."""
+        if self.optimizers is not None:
+            return self.optimizers
+        names = {"sgd", *(name or "sgd" for name in declared_optimizers(self.model, self.sharders).values())}
+        # a number a row is next to nothing beside a number an element
+        return TableOptimizers(max(names, key=lambda name: OPTIMIZERS[name].fused_state_bytes(1, 100)))
+
+    @property
+    def reserved_share(self) -> float:
+        """Share of each device's memory that nothing is planned into."""
+        return min(self.config.reserve + (_UNKNOWN_NETWORKS if self.workload.network is None else 0.0), 1.0)
+
+    @property
+    def plannable_bytes(self) -> int:
+        """Bytes of each rank's memory that a plan may fill."""
+        return self.cluster.rank_bytes - round(self.reserved_share * self.cluster.rank_bytes)
+
+    @property
+    def cache_ratio(self) -> float:
+        """Cached rows of a table in host memory, as a share of its rows: what the first sharder that sets it says."""
+        ratios = [(getattr(sharder, "fused_params", None) or {}).get("cache_load_factor") for sharder in self.sharders]
+        return next((ratio for ratio in ratios if ratio is not None), DEFAULT_CACHE_RATIO)
+
+
+def _sharded_modules(
+    model: nn.Module, sharders: Sequence[ModuleSharder[Any]]
+) -> Iterator[tuple[str, nn.Module, ModuleSharder[Any]]]:
+    """Yields path, module and sharder of what is planned; as TorchRec does, looks inside of other modules only."""
+    sharder_of_type = {sharder.module_type: sharder for sharder in sharders}
+    waiting, seen = [("", model)], set[int]()
+    while waiting:
+        path, module = waiting.pop(0)
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        if type(module) in sharder_of_type:
+            yield path, module, sharder_of_type[type(module)]
+        else:
+            waiting += [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]

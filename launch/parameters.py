@@ -1,0 +1,71 @@
+"""Functions that take the many options of a command line as a few values.
+
+typer and TorchX make a command line of a function's signature, one option for each parameter. Options that belong
+together are a frozen dataclass here, which a function takes as one parameter, and :func:`flattened` shows the fields
+of the dataclass in its place::
+
+    @dataclass(frozen=True)
+    class Size:
+        width: int
+        height: int = 1
+
+    @flattened
+    def draw(title: str, *, size: Size) -> None: ...
+
+    draw("a", width=3)  # as if it were draw(title: str, *, width: int, height: int = 1)
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar, get_type_hints
+
+Result = TypeVar("Result")
+
+
+def flattened(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Returns the function with the fields of its dataclass parameters as keyword parameters of its own.
+
+    Args:
+        function: A function, some of whose keyword-only parameters are annotated with a dataclass. No two of its
+            parameters and their fields have the same name.
+    """
+    signature = inspect.signature(function)
+    groups = dataclass_parameters(function)
+
+    @functools.wraps(function)
+    def flat(*arguments: Any, **named: Any) -> Result:
+        for name, group in groups.items():
+            given = {field.name for field in dataclasses.fields(group)} & named.keys()
+            named[name] = group(**{field: named.pop(field) for field in given})
+        return function(*arguments, **named)
+
+    parameters = [
+        shown
+        for name, parameter in signature.parameters.items()
+        for shown in (_field_parameters(groups[name]) if name in groups else [parameter])
+    ]
+    vars(flat)["__signature__"] = signature.replace(parameters=parameters)
+    flat.__annotations__ = {shown.name: shown.annotation for shown in parameters}
+    return flat
+
+
+def dataclass_parameters(function: Callable[..., object]) -> dict[str, Any]:
+    """Returns the dataclasses that a function takes, by the names of its parameters."""
+    annotations = {name: parameter.annotation for name, parameter in inspect.signature(function).parameters.items()}
+    return {name: annotation for name, annotation in annotations.items() if dataclasses.is_dataclass(annotation)}
+
+
+def _field_parameters(group: Any) -> list[inspect.Parameter]:
+    """Returns a keyword-only parameter for each field of a dataclass."""
+    annotations = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default,
+            annotation=annotations[field.name],
+        )
+        for field in dataclasses.fields(group)
+    ]
