@@ -14,31 +14,32 @@ POLL_SECONDS = 1.0
 
 
 def await_host(host: str, port: int, seconds: float) -> str:
-    """Returns once ``port`` of ``host`` takes connections, or at once where the host is this one.
+    """Waits until ``port`` of ``host`` accepts connections; does not wait where the host is this one.
 
     Args:
         host: Name or address.
         port: TCP port.
-        seconds: How long to wait.
+        seconds: How long to wait at most.
 
     Returns:
-        "" when it does, else what was wrong last.
+        "" once it accepts connections, else what was wrong last.
     """
     if host in LOCAL:
         return ""
     deadline = time.monotonic() + seconds
-    said = ""
+    printed = ""
     while True:
         reason = _unreachable(host, port)
         if not reason or time.monotonic() >= deadline:
             return reason
-        if reason != said:
+        if reason != printed:
             print(f"waiting up to {seconds:g} s for {host}:{port}: {reason}", file=sys.stderr, flush=True)
-            said = reason
+            printed = reason
         time.sleep(min(POLL_SECONDS, max(deadline - time.monotonic(), 0)))
 
 
 def _unreachable(host: str, port: int) -> str:
+    """Returns why a port accepts no connections; "" where it does."""
     try:
         socket.create_connection((host, port), timeout=5).close()
     except socket.gaierror as error:
@@ -49,7 +50,7 @@ def _unreachable(host: str, port: int) -> str:
 
 
 def main() -> int:
-    """The command; exit code 0 once the host can be reached, else 1."""
+    """Runs the command; returns 0 once the host can be reached, else 1."""
     parser = argparse.ArgumentParser(prog="python -m launch.await_host", description=__doc__)
     parser.add_argument("host")
     parser.add_argument("port", type=int)

@@ -13,9 +13,9 @@ class Shape:
     """Nodes of a job and processes on each of them.
 
     Args:
-        min_nodes: Fewest nodes that the job starts, and goes on, with.
-        max_nodes: Most nodes that it takes.
-        processes: Ranks, and ranks, on each node.
+        min_nodes: Fewest nodes that the job starts and continues with.
+        max_nodes: Most nodes that the job takes.
+        processes: Ranks on each node.
     """
 
     min_nodes: int
@@ -40,7 +40,7 @@ def parse_shape(j: str) -> Shape:
     """Reads ``4x8`` (4 nodes, 8 processes each), ``2:4x8`` (2 to 4 nodes) or ``8`` (8 processes on one node).
 
     Raises:
-        UserError: Another form, a zero, or more nodes at least than at most.
+        UserError: The text has another form, holds a zero, or asks for more nodes at least than at most.
     """
     forms = "give NODESxPROCESSES such as 4x8, MIN:NODESxPROCESSES such as 2:4x8, or PROCESSES of one node such as 8"
     found = _FORM.fullmatch(j.strip())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# What a rank says when another one has gone.
+# What a rank prints when another one has died.
 _IS_CONSEQUENCE = re.compile(
     r"^(DistBackendError|DistNetworkError|DistStoreError|Rendezvous\w*|SignalException)\b"
     r"|Connection (closed|reset) by peer|Broken pipe|\bnccl\w*Error\b"
@@ -16,13 +16,13 @@ _IS_CONSEQUENCE = re.compile(
 
 @dataclass(frozen=True)
 class Failure:
-    """How the rank that failed first did.
+    """The error of a rank.
 
     Attributes:
-        where: file that says so; its folder is that of the node's logs.
-        message: the error.
-        traceback: of Python; "" where there is none.
-        time: seconds since 1970.
+        where: File that holds the error; its folder is that of the node's logs.
+        message: Type and text of the error.
+        traceback: Python's traceback; "" where there is none.
+        time: When the error was noted, in seconds since 1970.
     """
 
     where: Path
@@ -32,13 +32,13 @@ class Failure:
 
 
 def first_failure(logs: Path, since: float = 0.0) -> Failure | None:
-    """The error that ranks have noted first in the last start of a job; None where none has.
+    """Returns the error that a rank has noted first in the last start of a job; None where no rank has noted one.
 
-    One that only says that another rank has gone comes after all others: clocks of machines differ.
+    One that only follows from the death of another rank comes after all others: clocks of machines differ.
 
     Args:
-        logs: folder of all nodes' logs; see :func:`launch.apps.node_script.log_dir`.
-        since: seconds since 1970; errors of earlier starts are left out.
+        logs: Folder of all nodes' logs; see :func:`launch.apps.node_script.log_dir`.
+        since: Seconds since 1970; errors that were noted before are left out.
     """
     files = (file for node in sorted(logs.rglob("node-*")) for file in _error_files(node))
     found = [failure for file in files if (failure := _read(file)) and failure.time >= since]
@@ -46,7 +46,7 @@ def first_failure(logs: Path, since: float = 0.0) -> Failure | None:
 
 
 def _error_files(node: Path) -> Iterator[Path]:
-    """Of the last time that a node's ranks were started; the launcher keeps all, as RUN/attempt_N/RANK/error.json."""
+    """Yields the error files of a node's last start; the launcher keeps those of all, RUN/attempt_N/RANK/error.json."""
     yield from node.glob("error.json")
     starts = [folder for folder in node.iterdir() if folder.is_dir()]
     if starts:
@@ -56,6 +56,7 @@ def _error_files(node: Path) -> Iterator[Path]:
 
 
 def _read(file: Path) -> Failure | None:
+    """Reads the error that a rank or torch has written; None where the file is damaged."""
     try:
         noted: Any = json.loads(file.read_text())["message"]
         if isinstance(noted, str):

@@ -1,4 +1,4 @@
-"""What a job says while it runs, to its end."""
+"""Follows a job to its end: its state, and the lines that its nodes print."""
 
 import queue
 import re
@@ -16,24 +16,24 @@ from launch.jobs.job import LOCAL, Job
 from launch.schedulers.slurm.scheduler import create_scheduler
 
 Say = Callable[[str], None]
-"""Prints a line."""
+"""A function that prints a line."""
 ROLE = "train"
-"""Of the component that trains."""
+"""Name of the one role of the component that trains."""
 _POLL_SECONDS = 1.0
 _PATIENCE_SECONDS = 300.0
 _NOT_STARTED = (AppState.PENDING, AppState.SUBMITTED, AppState.UNSUBMITTED)
-_AGAIN_SECONDS = 5.0
-"""After which a log whose stream has broken off is read again."""
+_REREAD_SECONDS = 5.0
+"""Seconds after which a log whose stream has broken off is read again."""
 # Kubernetes puts a time before each line.
-_OF_RANK = re.compile(r"^(?:node \d+: )?(?:\d{4}-\S+Z )?\[rank (\d+)\]:")
+_RANK_PREFIX = re.compile(r"^(?:node \d+: )?(?:\d{4}-\S+Z )?\[rank (\d+)\]:")
 
 
 def submit_and_follow(job: Job, runner: Runner, *, detach: bool, say: Say) -> None:
-    """Hands a job to its scheduler, and follows it unless that is not wanted.
+    """Submits a job to its scheduler, and follows it unless ``detach`` is set.
 
     Raises:
-        RunError: It has failed.
-        Interrupted: Ctrl-C. A job on this machine has ended with it, any other goes on.
+        RunError: The job has failed.
+        Interrupted: Ctrl-C was pressed. A job on this machine has ended with it, any other continues.
     """
     started = time.time()
     job = job.submit(runner)
@@ -56,14 +56,15 @@ def submit_and_follow(job: Job, runner: Runner, *, detach: bool, say: Say) -> No
         say(f"run {job.run_dir}")
         return
     if ended is None or ended.state != AppState.CANCELLED:
-        _say_failure(job, started, say)
+        _print_failure(job, started, say)
     raise RunError(
         f"the job {job.app_id} has ended: {'its state is not known' if ended is None else state_text(ended)}. Logs are "
         f"in {job.folder / 'logs'}; go on with `distembed resume {job.run_dir}`."
     )
 
 
-def _say_failure(job: Job, started: float, say: Say) -> None:
+def _print_failure(job: Job, started: float, say: Say) -> None:
+    """Prints the error of the rank that failed first since ``started``, in seconds since 1970, if one has noted it."""
     logs = job.folder / "logs"
     own = logs / job.app_id.rpartition(":")[2]  # Kubernetes puts its namespace before the name
     failure = first_failure(own) if own.is_dir() else first_failure(logs, since=started)
@@ -73,42 +74,45 @@ def _say_failure(job: Job, started: float, say: Say) -> None:
 
 
 def state_text(status: AppStatus) -> str:
-    """A job's state, with what its scheduler says of it."""
+    """Returns a job's state, with its scheduler's message where there is one."""
     msg = "" if status.msg in ("", NONE) else f": {status.msg}"
     return f"{status.state.name.lower()}{msg}"
 
 
 def follow(job: Job, runner: Runner, say: Say) -> AppStatus | None:
-    """Prints what rank 0 and the launchers print until the job has ended; its state then, None where none is known.
+    """Prints what rank 0 and the launchers print until the job has ended.
+
+    Returns:
+        The job's last state; None where the scheduler knows no such job.
 
     Raises:
         RunError: The scheduler has not answered for minutes.
     """
     watch = Watch(runner, job.handle, say)
-    said = None
+    printed = None
     while (status := watch.status()) is not None and status.state in _NOT_STARTED:
-        if status.msg != said:
+        if status.msg != printed:
             say(f"waiting: {status.msg or status.state.name.lower()}")
-            said = status.msg
+            printed = status.msg
         time.sleep(_POLL_SECONDS)
     if status is not None:  # a short job may have ended by now
         # rank 0 may be on any node: nodes are numbered anew as they meet
         for line in node_lines(job, runner, job.nodes, watch.has_ended):
-            of_rank = _OF_RANK.match(line)
-            if of_rank is None:
+            prefix = _RANK_PREFIX.match(line)
+            if prefix is None:
                 say(line)
-            elif of_rank[1] == "0":
-                say(line[of_rank.end() :])
+            elif prefix[1] == "0":
+                say(line[prefix.end() :])
     return watch.status()
 
 
 class Watch:
-    """The state of a job, for many threads that ask; it is patient with a scheduler that does not answer.
+    """The state of a job, for many threads that ask; a scheduler that does not answer is asked again for minutes.
 
     Args:
-        runner: of TorchX.
-        handle: of the job.
-        say: is told what the scheduler says instead of an answer.
+        runner: TorchX's runner.
+        handle: TorchX's name of the job.
+        say: Prints the scheduler's errors while it does not answer.
     """
 
     def __init__(self, runner: Runner, handle: str, say: Say) -> None:
@@ -120,16 +124,16 @@ class Watch:
         self._asked: float | None = None
 
     def has_ended(self) -> bool:
-        """Whether the job has, or nothing is known of it.
+        """Returns whether the job has ended, or the scheduler knows no such job.
 
         Raises:
-            RunError: as :meth:`status` does.
+            RunError: The scheduler has not answered for minutes.
         """
         status = self.status()
         return status is None or status.is_terminal()
 
     def status(self) -> AppStatus | None:
-        """The job's state, which may be a second old; None where there is no such job.
+        """Returns the job's state, which may be a second old; None where there is no such job.
 
         Raises:
             RunError: The scheduler has not answered for minutes.
@@ -158,13 +162,13 @@ class Watch:
 def node_lines(
     job: Job, runner: Runner, nodes: Sequence[int], has_ended: Callable[[], bool] | None = None
 ) -> Iterator[str]:
-    """Lines of several nodes' logs as they come, each with its node's number where there are several.
+    """Yields the lines of several nodes' logs as they come, each with its node's number where there are several.
 
     Args:
-        job: whose logs they are.
-        runner: of TorchX.
-        nodes: their numbers.
-        has_ended: whether the job has, until which logs are read on; None to read what is there.
+        job: The job that writes the logs.
+        runner: TorchX's runner.
+        nodes: Numbers of the nodes.
+        has_ended: Whether the job has ended; until then logs are read on. None to read only what is there now.
 
     Raises:
         RunError: None of the nodes has a log.
@@ -173,7 +177,7 @@ def node_lines(
 
     def read(node: int) -> None:
         try:
-            for line in _lines_of(job, runner, node, has_ended):
+            for line in _node_log_lines(job, runner, node, has_ended):
                 lines.put(("line", f"node {node}: {line}" if len(nodes) > 1 else line))
         except Exception as error:  # a node without a log is no reason to lose sight of the others
             lines.put(("error", f"node {node}: {error}" if len(nodes) > 1 else str(error)))
@@ -195,9 +199,9 @@ def node_lines(
         yield line
 
 
-def _lines_of(job: Job, runner: Runner, node: int, has_ended: Callable[[], bool] | None) -> Iterator[str]:
-    """Lines of one node's log, each once, though its stream may break off and be read again from its beginning."""
-    first, seen, said = "", 0, ""
+def _node_log_lines(job: Job, runner: Runner, node: int, has_ended: Callable[[], bool] | None) -> Iterator[str]:
+    """Yields the lines of one node's log, each once; a stream that breaks off is read again from its start."""
+    first, seen, reported = "", 0, ""
     while True:
         try:
             for number, line in enumerate(_log(job, runner, node, should_tail=has_ended is not None)):
@@ -209,15 +213,16 @@ def _lines_of(job: Job, runner: Runner, node: int, has_ended: Callable[[], bool]
         except Exception as error:
             if has_ended is None or has_ended():
                 raise
-            if str(error) != said:
-                said = str(error)
-                yield said
+            if str(error) != reported:
+                reported = str(error)
+                yield reported
         if has_ended is None or has_ended():
             return
-        time.sleep(_AGAIN_SECONDS)
+        time.sleep(_REREAD_SECONDS)
 
 
 def _log(job: Job, runner: Runner, node: int, should_tail: bool) -> Iterable[str]:
+    """Returns the lines of one node's log, as the scheduler streams them."""
     if job.scheduler == "slurm":
         # not by the runner, which has no logs of a job that Slurm has forgotten
         scheduler = create_scheduler("", log_dir=job.options.get("log_dir") or str(job.folder / "logs"))

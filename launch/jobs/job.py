@@ -41,7 +41,7 @@ FOLDER = "launch"
 LOCAL = ("local_cwd", "local_docker")
 """Schedulers whose jobs end with the command that submitted them."""
 CONTAINERS = ("local_docker", "kubernetes", "aws_batch")
-"""Schedulers whose jobs see nothing of a node but what is mounted."""
+"""Schedulers whose jobs see nothing of a node but its mounts."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class Job:
             UserError: The job was submitted by another process since it was read.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        with self._alone():
+        with self._locked():
             if self._file.exists():
                 self._require_unchanged()
             write_text(self.folder / "config.yaml", config_yaml)
@@ -205,7 +205,7 @@ class Job:
             UserError: It was submitted by another process since it was read.
         """
         request = self.dry_run(runner)
-        with self._alone():
+        with self._locked():
             self._require_unchanged()
             keep_versions(self.folder / f"submission-{len(self.submissions) + 1}")
             with asking(self.scheduler):
@@ -220,6 +220,11 @@ class Job:
         return submitted
 
     def _require_unchanged(self) -> None:
+        """Makes sure that no other process has submitted the job.
+
+        Raises:
+            UserError: Another process has.
+        """
         there = _read(self._file).submissions
         if len(there) != len(self.submissions):
             raise UserError(f"{self.run_dir} was submitted by another process meanwhile, as {there[-1].handle}.")
@@ -231,7 +236,7 @@ class Job:
     def _save(self) -> None:
         write_json(self._file, asdict(self))
 
-    def _alone(self) -> AbstractContextManager[None]:
+    def _locked(self) -> AbstractContextManager[None]:
         """Locks the folder, so that one process at a time prepares or submits the job."""
         return owned(self.folder, refusal="{folder.parent} is being launched by {owner}; wait for it.")
 
@@ -287,6 +292,11 @@ def load_job(run: str) -> Job:
 
 
 def _read(file: Path) -> Job:
+    """Reads a job; its run folder is the one that the file lies in.
+
+    Raises:
+        UserError: The file is damaged.
+    """
     try:
         job = _ADAPTER.validate_json(file.read_bytes())
         parse_shape(job.j)

@@ -1,4 +1,4 @@
-"""What is checked before a job is submitted: each check gives a finding, and none of them submits anything."""
+"""Checks before a job is submitted: each returns a finding, and none of them submits anything."""
 
 import os
 import tempfile
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 def check_trio() -> list[Finding]:
-    """Whether the versions that distembed is tested with are installed here."""
+    """Checks that the versions which distembed is tested with are installed here."""
     installed = installed_versions()
     return check_trio_versions(installed, chosen_device(installed, nvidia_smi_works()))
 
 
 def check_build(device_kind: str) -> Finding:
-    """Whether the trio that is installed here, and that the nodes use as well, is for their devices."""
+    """Checks that torch and FBGEMM in this environment, which the nodes share, are built for the nodes' devices."""
     build = chosen_device(installed_versions(), nvidia_smi_works())
     if device_kind == "cuda" and build == "cpu":
         return _wrong(
@@ -39,7 +39,7 @@ def check_build(device_kind: str) -> Finding:
 
 
 def check_fit(fit: "Assessment", shape: Shape) -> Finding:
-    """Whether the plan fits; an elastic job is checked on the fewest nodes, where each rank holds most."""
+    """Checks that the plan fits; an elastic job is planned on the fewest nodes, where each rank holds most."""
     from distembed.capacity.texts import shortage_lines
     from distembed.units import format_bytes
 
@@ -49,12 +49,12 @@ def check_fit(fit: "Assessment", shape: Shape) -> Finding:
         return _wrong("plan", f"the model does not fit {where}: {shortage}", "`distembed plan` names remedies")
     fullest = max(fit.rank_total(rank) for rank in range(fit.cluster.world_size))
     fewest = ", the fewest nodes" if shape.elastic else ""
-    of_rank = f"{format_bytes(fullest)} of {format_bytes(fit.cluster.rank_bytes)} a rank"
-    return Finding("plan", "ok", f"fits {where}{fewest}: {of_rank}")
+    rank_memory = f"{format_bytes(fullest)} of {format_bytes(fit.cluster.rank_bytes)} a rank"
+    return Finding("plan", "ok", f"fits {where}{fewest}: {rank_memory}")
 
 
 def check_dataset(config: "Config") -> Finding:
-    """Whether the dataset is there, whole as far as its manifest says."""
+    """Checks that the dataset is there, with all files of its manifest."""
     from distembed.data.dataset.manifest import Manifest
 
     try:
@@ -71,7 +71,7 @@ def check_dataset(config: "Config") -> Finding:
 
 
 def check_writable(what: str, folder: Path) -> Finding:
-    """Whether files can be made in a folder, or in the one that it would be made in."""
+    """Checks that files can be made in a folder, or in the nearest folder above it that exists."""
     there = folder
     try:
         while not there.exists():
@@ -84,12 +84,12 @@ def check_writable(what: str, folder: Path) -> Finding:
 
 
 def check_checkpoints(config: "Config", run_dir: Path, is_new: bool) -> Finding:
-    """Whether the place for checkpoints can be reached and written, and holds none of another run.
+    """Checks that the place for checkpoints can be reached and written, and holds none of another run.
 
     Args:
-        config: of the training.
-        run_dir: run folder.
-        is_new: whether the run has none yet.
+        config: The training's config.
+        run_dir: Run folder.
+        is_new: Whether the run was never submitted, so that it has no checkpoints of its own yet.
     """
     from distembed.checkpoints.run_checkpoints import checkpoint_place
     from distembed.checkpoints.store import CheckpointStore
@@ -107,12 +107,12 @@ def check_checkpoints(config: "Config", run_dir: Path, is_new: bool) -> Finding:
 
 
 def check_mounts(config: "Config", run_dir: Path, mounts: Sequence[Any]) -> Finding:
-    """Whether containers see what the nodes read and write, under the same paths.
+    """Checks that containers see what the nodes read and write, under the same paths.
 
     Args:
-        config: of the training, with absolute paths.
-        run_dir: run folder.
-        mounts: of TorchX.
+        config: The training's config, with absolute paths.
+        run_dir: Run folder.
+        mounts: TorchX's mounts of the containers.
     """
     from distembed.checkpoints.run_checkpoints import checkpoint_place
     from distembed.config import input_paths
@@ -138,6 +138,7 @@ def check_mounts(config: "Config", run_dir: Path, mounts: Sequence[Any]) -> Find
 
 
 def _is_mounted(path: str, mounts: Sequence[Any], to_write: bool) -> bool:
+    """Returns whether containers see a path under the same name, and can write there if they have to."""
     if "://" in path:
         return True
     own = PurePosixPath(os.path.normpath(path))
@@ -148,12 +149,12 @@ def _is_mounted(path: str, mounts: Sequence[Any], to_write: bool) -> bool:
 
 
 def check_partition(shape: Shape, resource: specs.Resource, partition: str | None) -> Finding:
-    """Whether Slurm's partition has so many nodes of such a size, busy ones too.
+    """Checks that Slurm's partition has as many nodes of the size that the job needs, busy ones included.
 
     Args:
-        shape: of the job.
-        resource: that each of its nodes needs.
-        partition: its name, several with commas between them, or None for the cluster's default.
+        shape: Nodes and processes of the job.
+        resource: What each of the nodes must have.
+        partition: Name of the partition, several with commas between them, or None for the cluster's default.
     """
     try:
         nodes = list_nodes()
@@ -181,7 +182,7 @@ def check_partition(shape: Shape, resource: specs.Resource, partition: str | Non
 
 
 def check_acceptance(request: SlurmJob) -> Finding:
-    """Whether Slurm would take the job: its account, limits, features and all else that only the controller knows."""
+    """Checks that Slurm would accept the job: account, limits, features and all else that only the controller knows."""
     try:
         return Finding("submission", "ok", expected_start(request.command, request.script()))
     except (UserError, RunError) as error:
@@ -189,7 +190,8 @@ def check_acceptance(request: SlurmJob) -> Finding:
 
 
 def _suffices(node: NodeRecord, need: specs.Resource) -> bool:
-    # a cluster that does not say how much memory its nodes have says 1 MB
+    """Returns whether a node is up and has what a job needs."""
+    # a cluster that does not report the memory of its nodes reports 1 MB
     has_memory = node.memory_mb <= 1000 or node.memory_mb >= need.memMB
     return node.is_up and has_memory and node.cpus >= need.cpu and node.gpus >= need.gpu
 

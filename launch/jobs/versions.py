@@ -1,4 +1,4 @@
-"""Which code a job was submitted from: distembed's revision and what was changed since, and the packages."""
+"""Records which code a job was submitted from: distembed's revision, what was changed since, and the packages."""
 
 import subprocess
 from importlib.metadata import distributions
@@ -8,10 +8,10 @@ from distembed import __version__
 
 
 def keep_versions(folder: Path) -> None:
-    """Writes ``git.txt``, ``git.diff`` and ``packages.txt`` into a folder, which is made.
+    """Writes ``git.txt``, ``git.diff`` and ``packages.txt`` into a folder, which is made where it is missing.
 
     The revision is that of the code which runs, wherever the command is given. Of files that git does not know, only
-    the names are kept: they may be large.
+    the names are written: they may be large.
     """
     folder.mkdir(exist_ok=True)
     root = Path(__file__).parents[2]
@@ -28,6 +28,7 @@ def keep_versions(folder: Path) -> None:
 
 
 def _git(*arguments: str) -> str:
+    """Returns what git prints; "" where it fails or is not installed."""
     try:
         answer = subprocess.run(["git", *arguments], capture_output=True, text=True, errors="replace")
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""TorchX's scheduler for AWS Batch, mended: TorchX 0.7.0 takes the number of retries for that of attempts.
+"""TorchX's scheduler for AWS Batch, corrected: TorchX 0.7.0 takes the number of retries for that of attempts.
 
 One retry is no retry there. And AWS Batch refuses more than 10 attempts only when the job is submitted.
 """
@@ -29,5 +29,5 @@ class AWSBatchScheduler(aws_batch_scheduler.AWSBatchScheduler):
 def create_scheduler(
     session_name: str, client: Any = None, log_client: Any = None, docker_client: Any = None, **_: Any
 ) -> AWSBatchScheduler:
-    """What the entry point calls."""
+    """Returns the scheduler; TorchX calls this for ``-s aws_batch``."""
     return AWSBatchScheduler(session_name, client=client, log_client=log_client, docker_client=docker_client)

@@ -1,12 +1,12 @@
-"""TorchX's scheduler for Kubernetes with Volcano, mended.
+"""TorchX's scheduler for Kubernetes with Volcano, corrected.
 
-Against the one of TorchX 0.7.0:
+What differs from the scheduler of TorchX 0.7.0:
 
 ============================================  ======================================================================
-there                                         here
+TorchX                                        here
 ============================================  ======================================================================
 the gang's size is left to Volcano's webhook  the job says how many pods must start together
-a lost pod of an elastic job restarts it all  its pod alone comes back; the job ends when its first node cannot go on
+a lost pod of an elastic job restarts it all  its pod alone comes back; the job ends when its first node has failed
 an elastic job waits for pods never started   it is complete when one of its nodes has completed
 a job without retries waits for its timeouts  it ends when a pod has failed, and gives back the others' nodes
 pods are killed 30 seconds after SIGTERM      after the seconds that the role asks for, and 30 more
@@ -24,7 +24,7 @@ from torchx.specs import AppDef, AppDryRunInfo, AppState, Role
 from launch.apps.roles import GRACE_SECONDS
 
 _FAILURES = ["PodFailed", "PodEvicted"]
-# After the grace the launcher still has to end its processes and to say what they died of.
+# After the grace the launcher still has to end its processes and to print their errors.
 _AFTER_GRACE_SECONDS = 30
 
 # The job's processes are being ended because one of its tasks has completed. TorchX's table lacks it.
@@ -39,7 +39,7 @@ class KubernetesScheduler(kubernetes_scheduler.KubernetesScheduler):
             # It warns of every retry that Volcano 1.4 had faults.
             warnings.filterwarnings("ignore", message=r"\s*Role .* configured with restarts")
             dryrun_info = super()._submit_dryrun(app, cfg)
-        _mend(app, dryrun_info.request.resource["spec"])
+        _correct(app, dryrun_info.request.resource["spec"])
         return dryrun_info
 
     def describe(self, app_id: str) -> DescribeAppResponse | None:
@@ -54,12 +54,12 @@ class KubernetesScheduler(kubernetes_scheduler.KubernetesScheduler):
 
 
 def create_scheduler(session_name: str, client: Any = None, docker_client: Any = None, **_: Any) -> KubernetesScheduler:
-    """What the entry point calls."""
+    """Returns the scheduler; TorchX calls this for ``-s kubernetes``."""
     return KubernetesScheduler(session_name, client=client, docker_client=docker_client)
 
 
-def _mend(app: AppDef, spec: dict[str, Any]) -> None:
-    """Changes the specification of a Volcano job, whose tasks are the replicas of all roles in their order."""
+def _correct(app: AppDef, spec: dict[str, Any]) -> None:
+    """Corrects the specification of a Volcano job, whose tasks are the replicas of all roles in their order."""
     spec["minAvailable"] = sum(_fewest(role) for role in app.roles)
     tasks = iter(spec["tasks"])
     for role in app.roles:
@@ -75,9 +75,9 @@ def _mend(app: AppDef, spec: dict[str, Any]) -> None:
 
 
 def _policies(role: Role, replica: int) -> list[dict[str, Any]]:
-    """What is done when a replica's pod has failed or was evicted; [] for nothing."""
+    """Returns what Volcano does when a replica's pod has failed or was evicted; [] for nothing."""
     if _is_elastic(role) and replica > 0:
-        # A task is one pod. Replica 0 is where the others meet: without it they cannot go on.
+        # A task is one pod. Replica 0 is where the others meet: without it they cannot continue.
         return [{"events": _FAILURES, "action": "RestartTask"}] if role.max_retries else []
     return [{"events": _FAILURES, "action": "RestartJob" if role.max_retries else "TerminateJob"}]
 

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def create_scheduler(session_name: str, **options: Any) -> Any:
-    """What the entry point calls.
+    """Returns the scheduler; TorchX calls this for ``-s ray``.
 
     Raises:
         ModuleNotFoundError: Ray is not installed. TorchX's commands that list schedulers expect this one.

@@ -1,1 +1,1 @@
-"""Slurm: TorchX's scheduler with what real clusters need besides, from the batch script to the states of a job."""
+"""TorchX's scheduler for Slurm: the batch script of a job, Slurm's commands, and what its states mean."""

@@ -1,4 +1,4 @@
-"""Lines of a log that a job on other machines writes into a folder which this machine sees as well."""
+"""Reads a log that a job on other machines writes into a folder which this machine sees as well."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -7,26 +7,26 @@ from pathlib import Path
 from distembed.errors import RunError
 
 ASK_SECONDS = 3.0
-"""How often it is asked whether the job has ended."""
+"""Seconds between two questions whether the job has ended."""
 LOOK_SECONDS = 0.2
-"""How often the log is looked at."""
+"""Seconds between two looks at the log."""
 LATE_SECONDS = 2.0
-"""How long after the job's end what it has written may take to be seen here."""
+"""Seconds that lines may take to be seen here after the job has ended."""
 
 
 def log_lines(path: Path, has_ended: Callable[[], bool] | None, remedy: str) -> Iterator[str]:
     """Yields the lines of a log, each with its end; the last may have none.
 
     Args:
-        path: The log. It need not be there yet, or not for a while: a job may wait long.
+        path: The log, which need not be there yet: a job may wait long.
         has_ended: Whether the job has ended; None to read only what is there now.
-        remedy: What to say to someone whose log is nowhere.
+        remedy: End of the error where there is no log.
 
     Raises:
         RunError: There is no log, and there will be none.
     """
-    goes_on = iter([False, False]) if has_ended is None else _goes_on(has_ended)
-    while not path.is_file() and next(goes_on):
+    running = iter([False, False]) if has_ended is None else _is_running(has_ended)
+    while not path.is_file() and next(running):
         time.sleep(LOOK_SECONDS)
     if not path.is_file():
         raise RunError(f"there is no log {path}. {remedy}")
@@ -34,7 +34,7 @@ def log_lines(path: Path, has_ended: Callable[[], bool] | None, remedy: str) -> 
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         begun = ""
         # Asked before it is read: what a job has written before its end is read after that end.
-        for more in goes_on:
+        for more in running:
             for text in file:
                 begun += text
                 if begun.endswith("\n"):
@@ -47,8 +47,8 @@ def log_lines(path: Path, has_ended: Callable[[], bool] | None, remedy: str) -> 
             yield begun
 
 
-def _goes_on(has_ended: Callable[[], bool]) -> Iterator[bool]:
-    """True until the job has ended, which is asked only now and then: each time is a request to a busy scheduler."""
+def _is_running(has_ended: Callable[[], bool]) -> Iterator[bool]:
+    """Yields True until the job has ended, then False; it asks only now and then, which is work for the scheduler."""
     asked = None
     while True:
         if asked is None or time.monotonic() - asked >= ASK_SECONDS:

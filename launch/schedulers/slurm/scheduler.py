@@ -1,13 +1,13 @@
-"""TorchX's scheduler for Slurm, mended: what is submitted, and what is said of it afterwards.
+"""TorchX's scheduler for Slurm, corrected.
 
-Against the one of TorchX 0.7.0:
+What differs from the scheduler of TorchX 0.7.0:
 
 ===============================================  ====================================================================
-there                                            here
+TorchX                                           here
 ===============================================  ====================================================================
 a heterogeneous job, one component a node        one plain job, elastic where the role is (``script``)
 ``status`` asserts on "CANCELLED by 0"           every state has an answer, UNKNOWN where it is a new one
-a job requeued after NODE_FAIL is failed         it is pending or running, as the controller says
+a job requeued after NODE_FAIL is failed         it is pending or running, as the controller has it
 without accounting there is no status            the controller is asked first (``queries``)
 values of variables end at a comma               they arrive as they are
 sbatch's reason is lost                          it is the message of the error
@@ -15,7 +15,7 @@ logs are found only where the job was submitted  they are found by the job's num
 following a log asks Slurm ten times a second    every few seconds, however many nodes are followed
 following ends when the controller is busy       it is asked again for some minutes
 a retry counts preemptions and dead nodes        it counts failures
-``cancel`` kills after half a minute at most     a job that has something to save is told, and given its time
+``cancel`` kills after half a minute at most     a job that has something to save is given its time
 ===============================================  ====================================================================
 """
 
@@ -74,7 +74,7 @@ class SlurmScheduler(slurm_scheduler.SlurmScheduler):  # type: ignore[misc,unuse
 
     Args:
         session_name: TorchX's session.
-        log_dir: Where logs are sought of a job whose folder neither the controller nor accounting knows.
+        log_dir: Folder for the logs of a job whose own folder neither the controller nor accounting knows.
     """
 
     def __init__(self, session_name: str, log_dir: str | None = None) -> None:
@@ -118,6 +118,7 @@ class SlurmScheduler(slurm_scheduler.SlurmScheduler):  # type: ignore[misc,unuse
         return AppDryRunInfo(self._job(app.name, app.roles[0], cfg), str)
 
     def _job(self, name: str, role: Role, cfg: Mapping[str, Any]) -> SlurmJob:
+        """Returns the job whose nodes are the replicas of the role."""
         if role.entrypoint == MISSING:
             raise UserError(f"the role {role.name!r} has no entrypoint, the program to run")
         # The macros that differ between jobs and nodes are left standing: the script fills them in.
@@ -145,7 +146,7 @@ class SlurmScheduler(slurm_scheduler.SlurmScheduler):  # type: ignore[misc,unuse
         )
 
     def _partition_memmb(self, partition: str | None) -> int | None:
-        """The largest memory of a partition's nodes; None where Slurm does not tell."""
+        """Returns the largest memory of a partition's nodes, in MB; None where Slurm does not know it."""
         try:
             nodes = queries.list_nodes()
         except (UserError, RunError):
@@ -154,7 +155,7 @@ class SlurmScheduler(slurm_scheduler.SlurmScheduler):  # type: ignore[misc,unuse
         return max((node.memory_mb for node in nodes if node.partition in names), default=None)
 
     def _resources(self, role: Role, cfg: Mapping[str, Any]) -> dict[str, str]:
-        """Options for what the role needs of a node; what is not known or zero is not asked for."""
+        """Returns sbatch's options for what the role needs of a node; what is unknown or zero is not asked for."""
         options = {}
         if role.resource.cpu > 0:
             options["cpus-per-task"] = str(role.resource.cpu)
@@ -178,10 +179,10 @@ class SlurmScheduler(slurm_scheduler.SlurmScheduler):  # type: ignore[misc,unuse
         return job_id
 
     def describe(self, app_id: str) -> DescribeAppResponse | None:
-        """What is known of a job, which may be some seconds old.
+        """Returns what is known of a job, which may be some seconds old; None where there is no such job.
 
-        Its state is UNKNOWN where accounting says that it has ended while the controller does not answer: it may have
-        been requeued.
+        Its state is UNKNOWN where accounting has it as ended while the controller does not answer: it may have been
+        requeued.
 
         Raises:
             RunError: Slurm does not answer.
@@ -219,7 +220,7 @@ class SlurmScheduler(slurm_scheduler.SlurmScheduler):  # type: ignore[misc,unuse
             )
 
     def log_file(self, app_id: str, role_name: str = "", k: int = 0) -> Path:
-        """File that holds what replica ``k`` of the role has printed, or Slurm's own messages without a role."""
+        """Returns the file of what replica ``k`` of the role has printed, or of Slurm's own messages without a role."""
         record = followed_jobs.answer(app_id).record
         folder = Path(self._log_dir or os.getcwd())
         if record is not None and record.output is not None:
@@ -237,7 +238,7 @@ class SlurmScheduler(slurm_scheduler.SlurmScheduler):  # type: ignore[misc,unuse
         should_tail: bool = False,
         streams: Stream | None = None,
     ) -> Iterable[str]:
-        """Lines that a replica has printed, on both streams in the order in which they came, of all its starts.
+        """Yields the lines that a replica has printed on both streams, in their order, of all its starts.
 
         Raises:
             RunError: There is no log, and there will be none.
@@ -256,17 +257,17 @@ class SlurmScheduler(slurm_scheduler.SlurmScheduler):  # type: ignore[misc,unuse
 
 
 def create_scheduler(session_name: str, log_dir: str | None = None, **kwargs: Any) -> SlurmScheduler:
-    """What TorchX calls for ``-s slurm``; it hands over arguments of other schedulers too."""
+    """Returns the scheduler; TorchX calls this for ``-s slurm``, with arguments of other schedulers too."""
     return SlurmScheduler(session_name, log_dir)
 
 
 def _role_name(record: JobRecord) -> str:
-    """The role that a job's name ends with; the whole name of a job that was not submitted here."""
+    """Returns the role that a job's name ends with; its number where there is no name."""
     return record.name.rpartition("/")[2] or record.job_id
 
 
 def _message(record: JobRecord, has_ended: bool) -> str:
-    """A job's state in Slurm's words, with the reason, and whether it is still saving after it was cancelled."""
+    """Returns a job's state in Slurm's words, with the reason, and whether it is saving after it was cancelled."""
     reasons = [record.reason] if record.reason else []
     if not has_ended and submission.is_being_cancelled(record):
         reasons.append("told to end")
@@ -274,10 +275,16 @@ def _message(record: JobRecord, has_ended: bool) -> str:
 
 
 def _chosen(cfg: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the options of sbatch that are given."""
     return {name: str(cfg[name]) for name in SBATCH_OPTIONS if cfg.get(name) not in (None, "")}
 
 
 def _warning_seconds(cfg: Mapping[str, Any], grace_seconds: int) -> int:
+    """Returns how long before its time limit the job is sent SIGUSR1; 0 for never.
+
+    Raises:
+        UserError: The time does not suffice to save the state, or the job would be interrupted as soon as it starts.
+    """
     seconds = cfg.get("signal_seconds")
     if seconds is None:
         # one that is killed at the end of its grace is seen to be, which counts, before Slurm ends the job for good

@@ -1,17 +1,17 @@
 """The batch script of a job on Slurm: one plain job whose nodes all run the same command.
 
 TorchX makes a heterogeneous job with one component a node. Such a job starts only when every component can, is
-requeued as a whole and cannot lose a node. All replicas of a role are alike, so that a plain job says the same
-and can be elastic: it takes as many nodes as are free from a range, and goes on when one of them dies.
+requeued as a whole and cannot lose a node. All replicas of a role are alike, so that a plain job does the same
+and can be elastic: it takes as many nodes as are free from a range, and continues when one of them dies.
 
 What the script does about the end of a step::
 
     exit code 0                      the job has succeeded
     cancelled                        the script cancels its own job once the step has saved what it has
-    75, or not 0 after a warning     interrupted, can go on: back into the queue, however often that happens
+    75, or not 0 after a warning     interrupted, can resume: back into the queue, however often that happens
     fewer nodes left than needed     back into the queue, however often that happens (elastic jobs)
     any other                        back into the queue, at most `max_retries` times; then the job has failed
-    a node died                      Slurm itself requeues the job (elastic ones go on with the nodes left)
+    a node died                      Slurm itself requeues the job (elastic ones continue with the nodes left)
     the first node of an elastic     the tasks of the other nodes see that Slurm has taken it from the job, and requeue
     job died                         the job: script, step and meeting point were lost with it
 
@@ -44,21 +44,21 @@ OWN_OPTIONS = tuple(
 )
 """Options of sbatch that the script has from elsewhere, or that it would not work with."""
 CANCEL_SECONDS = 30
-"""How long after its grace a job that was told to end is cancelled by Slurm."""
+"""How long after its grace period a job that was asked to end is cancelled by Slurm."""
 INTERRUPTED = 75
-"""Exit code of a command that was interrupted and can go on later, ``EX_TEMPFAIL``."""
+"""Exit code of a command that was interrupted and can resume later, ``EX_TEMPFAIL``."""
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 # A step that is killed by --wait had a minute to end after the first of its tasks has.
 _FIXED_STEP = ["--kill-on-bad-exit=0", "--wait=60"]
-# Those left decide for themselves whether they go on.
+# The nodes that are left decide for themselves whether they continue.
 _ELASTIC_STEP = ["--kill-on-bad-exit=0", "--wait=0", "--no-kill"]
 
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """What is asked of Slurm; :meth:`script` and :attr:`command` say it in its language.
+    """What is asked of Slurm, as a batch script and the command that submits it.
 
     Args:
         name: Name of the application.
@@ -66,18 +66,18 @@ class SlurmJob:
         program: The command of each node and its arguments, which may hold :data:`JOB_ID` and :data:`REPLICA_ID`.
         log_dir: Absolute path of the folder for logs, which every node must see.
         environment: Variables of the command; their values may hold the same two.
-        min_nodes: Fewest nodes that the job starts, and goes on, with.
+        min_nodes: Fewest nodes that the job starts and continues with.
         max_nodes: Most nodes that it takes.
         options: Options of sbatch by their names without dashes.
         directory: Where the command runs; "" for where sbatch is called.
         max_retries: How often the job is started again after it has failed.
         warning_seconds: How long before its time limit the job is sent SIGUSR1; 0 for never.
-        grace_seconds: How long the command may take to save what it has when it is told to end; 0 where that is not
+        grace_seconds: How long the command may take to save its state when it is asked to end; 0 where that is not
             known, or there is nothing to save.
         further: More options of sbatch, as :func:`further_options` returns them.
 
     Raises:
-        UserError: A name or a variable that cannot be written into a script.
+        UserError: A name or a variable cannot be written into a script, or the numbers of nodes are no range.
     """
 
     name: str
@@ -111,22 +111,23 @@ class SlurmJob:
 
     @property
     def full_name(self) -> str:
-        """What Slurm calls it."""
+        """Slurm's name of the job."""
         return f"{self.name}/{self.role}"
 
     @property
     def elastic(self) -> bool:
-        """Whether it can run on fewer nodes than it asks for."""
+        """Whether the job can run on fewer nodes than it asks for."""
         return self.min_nodes < self.max_nodes
 
     @property
     def command(self) -> list[str]:
-        """The command that submits the script, which it reads from its standard input."""
+        """The command that submits the script, which the command reads from its standard input."""
         command = ["sbatch", "--parsable", f"--output={log_pattern(self.log_dir)}"]
         # accounting keeps this line, so that the logs of a job are found long after the controller has forgotten it
         return [*command, f"--chdir={self.directory}"] if self.directory else command
 
     def script(self) -> str:
+        """Returns the batch script."""
         task = self._task()
         mark = "END_OF_TASK"
         while mark in task:
@@ -151,6 +152,7 @@ class SlurmJob:
         return f"{shlex.join(self.command)} <<'END_OF_SCRIPT'\n{self.script()}END_OF_SCRIPT\n"
 
     def _options(self) -> list[str]:
+        """Returns the options in the head of the script."""
         nodes = [f"--nodes={self.max_nodes}", "--ntasks-per-node=1"]
         if self.elastic:
             # no --ntasks-per-node: with it, Slurm takes the fewest nodes that hold the tasks and not the most
@@ -163,6 +165,7 @@ class SlurmJob:
         return [*own, *self.further]
 
     def _step_options(self) -> list[str]:
+        """Returns the options of srun, which starts the task on every node."""
         nodes = '"$SLURM_JOB_NUM_NODES"'
         options = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
         if "cpus-per-task" in self.options:
@@ -174,6 +177,7 @@ class SlurmJob:
         return [*options, "--export=ALL", "--open-mode=append", f"--output={output}", *fate]
 
     def _task(self) -> str:
+        """Returns the shell script that every node runs."""
         return (
             (ELASTIC_TASK if self.elastic else FIXED_TASK)
             .substitute(
@@ -188,20 +192,20 @@ class SlurmJob:
 
 
 def log_pattern(log_dir: Path, role: str = "", replica: str = "") -> Path:
-    """Name of a log, of the whole job or of one replica, as Slurm's options take it: ``%j`` is the job's number."""
+    """Returns the path of a log, of the whole job or of one replica; in it ``%j`` stands for the job's number."""
     end = f"-{role}-{replica}" if role else ""
     return Path(str(log_dir).replace("%", "%%")) / f"slurm-%j{end}.out"
 
 
 def further_options(text: str, known: Collection[str] = ()) -> list[str]:
-    """More options of sbatch, given as one text such as ``--exclusive --nodelist=n[1-4]``, one by one.
+    """Returns options of sbatch one by one from a text such as ``--exclusive --nodelist=n[1-4]``.
 
     Args:
         text: The options, with quotes as the shell takes them. A value is joined to its option by ``=``.
-        known: Options that there is another way to give, ``-o NAME=VALUE``.
+        known: Options that are given in another way, ``-o NAME=VALUE``.
 
     Raises:
-        UserError: One that is none, or that is decided elsewhere.
+        UserError: A word is no option, or the option is decided elsewhere.
     """
     try:
         words = shlex.split(text)
@@ -221,10 +225,10 @@ def further_options(text: str, known: Collection[str] = ()) -> list[str]:
 
 
 def time_limit_seconds(text: str) -> int | None:
-    """Seconds of a time limit as sbatch takes it, such as 90, 1:30:00 or 2-12; None for no limit.
+    """Returns the seconds of a time limit as sbatch takes it, such as 90, 1:30:00 or 2-12; None for no limit.
 
     Raises:
-        UserError: It is none of Slurm's forms.
+        UserError: The text has none of Slurm's forms.
     """
     if text.upper() in ("UNLIMITED", "INFINITE"):
         return None
@@ -244,14 +248,14 @@ def time_limit_seconds(text: str) -> int | None:
 
 
 def _quoted(value: str) -> str:
-    """A value in a line of options. Slurm reads them itself: a backslash protects what follows, within quotes too."""
+    """Returns a value for a line of options, which Slurm reads itself: a backslash escapes, within quotes too."""
     if "\n" in value:
         raise UserError(f"the option {value!r} has more than one line, which sbatch cannot read")
     return value if re.fullmatch(r"[\w@%+=:,./*-]+", value) else '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
 
 
 def _shell_text(text: str) -> str:
-    """A word of the shell that is exactly ``text``, but for the macros, which become what they stand for."""
+    """Returns a word that the shell reads as exactly ``text``, but for the macros, which become variables."""
     variables = {JOB_ID: '"$SLURM_JOB_ID"', REPLICA_ID: '"$SLURM_PROCID"'}
     parts = re.split(f"({re.escape(JOB_ID)}|{re.escape(REPLICA_ID)})", text)
     # an empty part beside a macro is nothing; an empty text is a word

@@ -1,18 +1,18 @@
 """The shell of a job on Slurm: its batch script, and the task that runs on every node.
 
-What the script decides, and why, is said in :mod:`launch.schedulers.slurm.script`, which fills it in.
+What the script decides, and why, stands in :mod:`launch.schedulers.slurm.script`, which fills it in.
 """
 
 from string import Template
 
 
 class ShellTemplate(Template):
-    """Text of the shell with ``@name`` for what is filled in."""
+    """A shell script with ``@name`` for what is filled in."""
 
     delimiter = "@"  # the script is full of dollars
 
 
-# What the controller says of the job, in the script and in the tasks of an elastic one.
+# What the controller knows of the job, in the script and in the tasks of an elastic one.
 RECORD = r"""
 field() { [[ $record =~ (^|[[:space:]])$1=([^[:space:]]*) ]] && echo "${BASH_REMATCH[2]}"; }
 """
@@ -147,7 +147,7 @@ exec @program
 """)
 
 # The shell stays to see whether the first node is still there: script, srun and meeting point are lost with it, and
-# Slurm, told to keep the job alive, would leave the others idle until the time limit. Launchers may fail at once or
+# Slurm, which keeps the job alive, would leave the others idle until the time limit. Launchers may fail at once or
 # hang. Slurm takes its time to notice a dead node; so they wait for that after a failure, or for the end of the first.
 # Signals reach every process of the step: the shell has only to survive them.
 ELASTIC_TASK = ShellTemplate("""\

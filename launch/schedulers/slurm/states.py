@@ -1,4 +1,4 @@
-"""What Slurm's states mean to TorchX, and what is known of jobs while the controller may be busy."""
+"""What Slurm's states mean to TorchX, and what is known of jobs while the controller does not answer."""
 
 import math
 import re
@@ -30,22 +30,22 @@ STATES = {
 """TorchX's state of each of Slurm's."""
 
 FOLLOW_PATIENCE_SECONDS = 600.0
-"""How long a job is followed while the controller does not answer; then accounting has the word."""
+"""How long a job is followed while the controller does not answer; then accounting is believed."""
 
 
 def app_state(state: str) -> AppState:
-    """TorchX's state for one of Slurm's, such as "CANCELLED by 0" or "COMPLETING+"; UNKNOWN for any other word."""
+    """Returns TorchX's state for one of Slurm's, as "CANCELLED by 0" or "COMPLETING+"; UNKNOWN for any other word."""
     word = re.match(r"[A-Z_]+", state.strip())
     return STATES.get(word[0], AppState.UNKNOWN) if word else AppState.UNKNOWN
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What was said of a job.
+    """An answer of Slurm about a job.
 
     Attributes:
-        record: What Slurm knows of it; None where it surely knows no such job.
-        time: When it was said, in seconds of the monotonic clock.
+        record: What Slurm knows of the job; None where it surely knows no such job.
+        time: When it answered, in seconds of the monotonic clock.
         heard: When the controller answered last; where it never did, when accounting did first.
     """
 
@@ -55,17 +55,17 @@ class Answer:
 
     @property
     def is_certain(self) -> bool:
-        """Whether the controller says so, or accounting of a job that the controller has forgotten."""
+        """Whether the controller has answered, or accounting about a job that the controller has forgotten."""
         return self.record is None or self.record.is_certain
 
     @property
     def silent_seconds(self) -> float:
-        """How long the controller has not answered."""
+        """How long the controller has not answered, in seconds."""
         return self.time - self.heard
 
     @property
     def state(self) -> AppState:
-        """TorchX's state; UNKNOWN for an end that only accounting knows of, until it is believed."""
+        """TorchX's state of the job; UNKNOWN for an end that only accounting knows of, until it is believed."""
         if self.record is None:
             return AppState.UNKNOWN
         state = app_state(self.record.state)
@@ -79,11 +79,11 @@ class Answer:
 
 
 class FollowedJobs:
-    """What Slurm says of jobs: all who ask together, as the threads that read their logs, ask it once.
+    """Slurm's answers about jobs, shared by all threads that read their logs.
 
-    An answer is kept for :data:`ASK_SECONDS`, and so is that there is none. A job that cannot be asked after has not
-    ended, as far as is known; neither has one of which only accounting speaks. After :data:`FOLLOW_PATIENCE_SECONDS`
-    accounting is believed.
+    An answer holds for :data:`ASK_SECONDS`, and so does a failure to answer. A job that cannot be asked about has not
+    ended, as far as is known; neither has one whose end only accounting knows of. After
+    :data:`FOLLOW_PATIENCE_SECONDS` accounting is believed.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class FollowedJobs:
         self._host_names: dict[str, list[str]] = {}
 
     def answer(self, job_id: str) -> Answer:
-        """What is known of a job, which may be some seconds old.
+        """Returns what is known of a job, which may be some seconds old.
 
         Raises:
             RunError: Slurm does not answer, and nothing is known of the job from before; or it has not for minutes.
@@ -113,15 +113,15 @@ class FollowedJobs:
             return self._answers[job_id]
 
     def has_ended(self, job_id: str) -> bool:
-        """Whether a job has surely ended.
+        """Returns whether a job has surely ended.
 
         Raises:
-            RunError: As :meth:`answer`.
+            RunError: Slurm does not answer, as in :meth:`answer`.
         """
         return self.answer(job_id).has_ended
 
     def host_names(self, nodes: str) -> list[str]:
-        """Names of nodes from Slurm's short form, which it is asked for once; [] where it cannot tell."""
+        """Returns names of nodes from their short form, for which Slurm is asked once; [] where it does not know."""
         with self._lock:
             if not self._host_names.get(nodes):
                 self._host_names[nodes] = queries.host_names(nodes)
@@ -129,7 +129,11 @@ class FollowedJobs:
 
 
 def _ask(job_id: str, last: Answer | None) -> Answer:
-    """Asks Slurm what it knows of a job, of which it has said ``last``."""
+    """Asks Slurm what it knows of a job, after the answer ``last``; None where there was none before.
+
+    Raises:
+        RunError: Slurm does not answer, and ``last`` does not suffice.
+    """
     if last is None:
         record = query_job(job_id)
         now = time.monotonic()
@@ -150,4 +154,4 @@ def _ask(job_id: str, last: Answer | None) -> Answer:
 
 
 followed_jobs = FollowedJobs()
-"""Of this process: TorchX gives threads that follow one job schedulers of their own."""
+"""The answers that this process has: TorchX gives each thread that follows a job a scheduler of its own."""
