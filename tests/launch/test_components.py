@@ -196,7 +196,7 @@ def program(folder: Path) -> Path:
     """An interpreter that notes each call's arguments and what it would write a failure to."""
     path = folder / "python"
     path.write_text(
-        f"#!{sys.executable}\nimport json, os, sys\n"
+        f"#!{sys.executable} -S\nimport json, os, sys\n"
         f"with open({str(folder / 'calls')!r}, 'a') as calls:\n"
         "    print(json.dumps([sys.argv[1:], os.environ.get('TORCHELASTIC_ERROR_FILE')]), file=calls)\n"
     )
@@ -218,15 +218,13 @@ def macro_values(replica: int) -> Any:
     return specs.macros.Values(img_root="", app_id="app-1", replica_id=str(replica), rank0_env="FIRST")
 
 
-@settings(max_examples=25)
-@given(TEXT, TEXT)
-def test_arguments_arrive_as_they_were_given(tmp_path_factory: pytest.TempPathFactory, first: str, second: str) -> None:
+@settings(max_examples=8)
+@given(st.lists(TEXT, min_size=1, max_size=12))
+def test_arguments_arrive_as_they_were_given(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
     folder = tmp_path_factory.mktemp("node")
-    application = train(
-        first, second, config="$HOME ${app_id}", run_dir=str(folder), name="a", python=str(program(folder))
-    )
+    application = train(*texts, config="$HOME ${app_id}", run_dir=str(folder), name="a", python=str(program(folder)))
     ((arguments, _),) = run_node(application, folder, 0, None)
-    expected = ["train", "$HOME ${app_id}", first, second, "--run-dir", str(folder), "--resume-or-start"]
+    expected = ["train", "$HOME ${app_id}", *texts, "--run-dir", str(folder), "--resume-or-start"]
     assert arguments[arguments.index("distembed") :] == ["distembed", *expected]
 
 
@@ -321,11 +319,12 @@ def test_a_name_that_resolves_late_is_waited_for(monkeypatch: pytest.MonkeyPatch
     assert answers == []
 
 
-def test_a_port_that_opens_late_is_waited_for() -> None:
+def test_a_port_that_opens_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     with socket.socket() as server:
         server.bind(("127.0.0.2", port))
-        threading.Timer(0.3, server.listen).start()
+        threading.Timer(0.05, server.listen).start()
+        monkeypatch.setattr(await_host, "POLL_SECONDS", 0.1)
         assert wait("127.0.0.2", port, 60) == ""
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -70,20 +71,24 @@ sys.exit(1)
 
 
 def test_an_error_that_was_recovered_from_is_not_the_one_that_ended_the_job(tmp_path: Path) -> None:
-    """What the launcher itself leaves of two starts."""
+    """What the launcher itself leaves of two starts of its ranks, and of the whole job."""
     (tmp_path / "fails.py").write_text(TWICE)
     node = tmp_path / "logs" / "app" / "node-0"
-    for _ in range(2):  # the whole job is started again as well
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--max-restarts", "1"]
-        ended = subprocess.run(
-            [*launcher, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--monitor-interval", "0.1"]
-            + ["--log-dir", str(node), str(tmp_path / "fails.py")],
-            capture_output=True,
-            cwd=Path(__file__).parents[2],
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-            timeout=120,
-        )
-        assert ended.returncode != 0
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--max-restarts", "1"]
+    ended = subprocess.run(
+        [*launcher, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--monitor-interval", "0.1"]
+        + ["--log-dir", str(node), str(tmp_path / "fails.py")],
+        capture_output=True,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        timeout=120,
+    )
+    assert ended.returncode != 0
+    # the launcher gives each start of the job a folder of its own; this one has another name and is older
+    (start,) = node.iterdir()
+    shutil.copytree(start, node / f"{start.name}-earlier")
+    an_hour_ago = start.stat().st_mtime - 3600
+    os.utime(node / f"{start.name}-earlier", (an_hour_ago, an_hour_ago))
     assert len(list(node.rglob("error.json"))) == 4
     failure = first_failure(tmp_path / "logs")
     assert failure is not None and failure.message == "RuntimeError: of start 1 on rank 0"
