@@ -50,7 +50,7 @@ class FakeRunner:
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follow, "_POLL_SECONDS", 0.0)
-    monkeypatch.setattr(follow, "_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(follow, "_REREAD_SECONDS", 0.0)
 
 
 def job(nodes: int = 1, scheduler: str = "kubernetes") -> Job:

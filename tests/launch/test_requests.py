@@ -322,8 +322,10 @@ def test_ray_that_is_missing_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_docker_takes_the_names_of_containers() -> None:
-    for length in range(1, 33):
-        request = dry_run(app(j="2x1", image="x", name="-".join("a" * length)), "local_docker")
+    with get_runner() as runner:
+        named = (app(j="2x1", image="x", name="-".join("a" * length)) for length in range(1, 33))
+        requests = [runner.dryrun(one, "local_docker").request for one in named]
+    for request in requests:
         names = [container.kwargs["name"] for container in request.containers]
         assert len(set(names)) == 2
         for container in request.containers:

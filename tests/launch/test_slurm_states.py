@@ -323,6 +323,13 @@ def test_a_job_that_slurm_may_have_taken_is_no_refusal(
     assert "squeue" not in str(raised.value), "nothing was to be submitted"
 
 
+@pytest.fixture
+def hurried_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ASK_SECONDS", "LOOK_SECONDS", "LATE_SECONDS"):
+        monkeypatch.setattr(f"launch.schedulers.slurm.log_lines.{name}", 0.05)
+
+
+@pytest.mark.usefixtures("hurried_log")
 def test_a_log_is_followed_to_its_end(tmp_path: Path) -> None:
     path = tmp_path / "log"
     asked = []
@@ -336,6 +343,7 @@ def test_a_log_is_followed_to_its_end(tmp_path: Path) -> None:
     assert list(log_lines(path, None, "")) == ["one\n", "two\r\n", "three"]
 
 
+@pytest.mark.usefixtures("hurried_log")
 def test_a_log_that_never_comes_is_an_error(tmp_path: Path) -> None:
     for has_ended in (None, lambda: True):
         with pytest.raises(RunError, match="ask the cluster's staff"):
