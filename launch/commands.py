@@ -24,11 +24,12 @@ _SHAPE = typer.Option("-j", help="[MIN:]NODESxPROCESSES: 4x8, or 2:4x8 to contin
 
 
 @app.command(
+    "launch",
     epilog="Example: `distembed launch configs/criteo_kaggle.yaml data.path=/shared/criteo -s slurm -j 4x8 "
-    "--resource gpu_8_h100 --run-dir /shared/runs/big -o partition=gpu -o time=24:00:00`"
+    "--resource gpu_8_h100 --run-dir /shared/runs/big -o partition=gpu -o time=24:00:00`",
 )
 @flattened
-def launch(
+def launch_command(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
     *,
@@ -62,8 +63,8 @@ def launch(
     start(job, loaded, dry_run=submit.dry_run, detach=submit.detach, say=say)
 
 
-@app.command(epilog="Example: `distembed status runs/big`")
-def status(run: RunArgument) -> None:
+@app.command("status", epilog="Example: `distembed status runs/big`")
+def status_command(run: RunArgument) -> None:
     """Print the state of a launched run."""
     job = _load(run)
     from torchx.runner import get_runner
@@ -81,8 +82,8 @@ def status(run: RunArgument) -> None:
         raise RunError(f"{job.scheduler} knows nothing of {job.app_id}, or nothing any longer.")
 
 
-@app.command(epilog="Example: `distembed logs runs/big --node 1 --follow`")
-def logs(
+@app.command("logs", epilog="Example: `distembed logs runs/big --node 1 --follow`")
+def logs_command(
     run: RunArgument,
     node: Annotated[int | None, typer.Option(min=0, help="Number of the only node to show.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue until the job has ended.")] = False,
@@ -105,8 +106,8 @@ def logs(
             say(line)
 
 
-@app.command(epilog="Example: `distembed cancel runs/big`")
-def cancel(run: RunArgument) -> None:
+@app.command("cancel", epilog="Example: `distembed cancel runs/big`")
+def cancel_command(run: RunArgument) -> None:
     """End a launched run; `distembed resume` continues it."""
     job = _load(run)
     from torchx.runner import get_runner
@@ -125,9 +126,9 @@ def cancel(run: RunArgument) -> None:
     say(f"told to end: {job.scheduler} {job.app_id}")
 
 
-@app.command(epilog="Example: `distembed resume runs/big -o time=48:00:00`")
+@app.command("resume", epilog="Example: `distembed resume runs/big -o time=48:00:00`")
 @flattened
-def resume(
+def resume_command(
     run: RunArgument, *, j: Annotated[str | None, _SHAPE] = None, asked: JobOptions, submit: SubmitOptions
 ) -> None:
     """Check and submit a launched run again, with what is changed here; it resumes from its newest checkpoint."""

@@ -87,6 +87,7 @@ def benchmark_app(benchmark: str, arguments: Sequence[str], *, name: str | None,
 
 
 def _single_node_app(role: str, command: Sequence[str], shape: Shape, name: str, request: NodeRequest) -> specs.AppDef:
+    """Returns the application whose one node runs the command."""
     node = _role(role, single_script(command), shape, request)
     return specs.AppDef(name=_name(name), roles=[node])
 
@@ -136,6 +137,11 @@ def _require_elastic(request: ElasticRequest, shape: Shape, j: str) -> None:
 
 
 def _require_at_least(least: int, **numbers: int) -> None:
+    """Refuses numbers below the least one.
+
+    Raises:
+        UserError: A number is too small; the message has its name.
+    """
     for field, value in numbers.items():
         if value < least:
             raise UserError(f"{field} is {value}; it starts at {least}")

@@ -94,6 +94,11 @@ def find_resource(request: NodeRequest) -> specs.Resource:
 
 
 def _whole(field: str, value: int) -> int:
+    """Returns the value as a whole number.
+
+    Raises:
+        UserError: It is none.
+    """
     # TorchX hands over the text of the command line where an argument may be None
     try:
         return int(value)

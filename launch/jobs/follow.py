@@ -145,6 +145,11 @@ class Watch:
             return self._last
 
     def _ask(self) -> AppStatus | None:
+        """Asks the scheduler, again and again for minutes while it fails; once where the job runs on this machine.
+
+        Raises:
+            RunError: It has not answered.
+        """
         is_here = self._handle.partition("://")[0] in LOCAL
         deadline = time.monotonic() + (0 if is_here else _PATIENCE_SECONDS)
         while True:

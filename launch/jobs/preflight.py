@@ -197,4 +197,5 @@ def _suffices(node: NodeRecord, need: specs.Resource) -> bool:
 
 
 def _wrong(what: str, detail: str, remedy: str = "") -> Finding:
+    """Returns the finding of a check that fails."""
     return Finding(what, "wrong", detail, remedy)

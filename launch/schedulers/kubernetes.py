@@ -83,8 +83,10 @@ def _policies(role: Role, replica: int) -> list[dict[str, Any]]:
 
 
 def _fewest(role: Role) -> int:
+    """Returns the fewest replicas that the role starts with."""
     return role.num_replicas if role.min_replicas is None else int(role.min_replicas)
 
 
 def _is_elastic(role: Role) -> bool:
+    """Returns whether the role can run on fewer replicas than it asks for."""
     return _fewest(role) < int(role.num_replicas)

@@ -1,20 +1,25 @@
 """``distembed launch`` on a real Slurm: what is refused, what is kept, what a killed process and a dead node do."""
 
+import io
 import json
 import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
 from torchx.runner import get_runner
 from torchx.specs import AppState
 
+from distembed.cli import main
 from launch.jobs.job import load_job
 from tests.launch.conftest import MiniSlurm
 from tests.small_runs import ROWS, write_dataset
@@ -41,13 +46,24 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def here(slurm: MiniSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MiniSlurm]:
     monkeypatch.chdir(tmp_path)
+    for name, value in (("OMP_NUM_THREADS", "1"), ("GLOO_SOCKET_IFNAME", "lo")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("launch.schedulers.slurm.states.ASK_SECONDS", 0.3)
     yield slurm
 
 
 def distembed(*arguments: object, code: int = 0) -> str:
-    """What the command prints, errors too."""
-    done = run_directly(*arguments, code=code)
-    return done.stdout + done.stderr
+    """What the command prints, errors too. It runs in this process, which loads what all the commands need once."""
+    printed = io.StringIO()
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(sys, "argv", ["distembed", *map(str, arguments)]))
+        stack.enter_context(mock.patch.dict(os.environ))
+        stack.enter_context(redirect_stdout(printed))
+        stack.enter_context(redirect_stderr(printed))
+        ended = stack.enter_context(pytest.raises(SystemExit))
+        main()
+    assert ended.value.code == code, f"exit code {ended.value.code}\n{printed.getvalue()}"
+    return printed.getvalue()
 
 
 def launch(config: Path, run: str, *arguments: object, code: int = 0) -> str:
