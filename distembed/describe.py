@@ -1,17 +1,18 @@
-"""What a config amounts to: every embedding table and dense layer, counted without making any of them."""
+"""What a config amounts to: every embedding table and dense layer, counted without making any table."""
 
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from torch import nn
 
 from distembed.config import Config
-from distembed.embedding import CompositionalEmbeddingBagConfig, build_tables, reason_to_stay_full, vector_names
-from distembed.models.config import build_model
+from distembed.data.dataset.schema import CategoricalFeature
+from distembed.embedding import CompositionalEmbeddingConfig, reason_to_stay_full
+from distembed.embedding.modules import embedding_modules, table_configs
+from distembed.models import ModelInputs
 from distembed.units import format_bytes
 
 
@@ -27,15 +28,19 @@ def describe(config: Config) -> dict[str, Any]:
         compression is the full table's parameters over this one's.
     """
     schema = config.data.load_schema()
-    built = build_tables(schema.categorical, config.embedding)
-    reasons = [reason_to_stay_full(f, config.embedding.for_table(f.name)) for f in schema.categorical]
-    tables = [describe_table(table, reason) for table, reason in zip(built, reasons, strict=True)]
-    dim = config.embedding.default.embedding_dim
-    with torch.device("meta"):
-        model = build_model(config.model, nn.Identity(), vector_names(built), dim, len(schema.dense))
+    features = {feature.name: feature for feature in schema.categorical}
+    model = config.model.build(ModelInputs.from_config(schema, config.embedding))
+    collections = embedding_modules(model)
+    tables = [
+        describe_table(table, _reason_to_stay_full(table, features, config))
+        for module in collections.values()
+        for table in table_configs(module)
+    ]
+    in_collections = {id(weight) for module in collections.values() for weight in module.parameters()}
     dense: list[dict[str, Any]] = [
         {"name": name, "shape": list(parameter.shape), "parameters": parameter.numel()}
         for name, parameter in model.named_parameters()
+        if id(parameter) not in in_collections
     ]
     embedding_parameters = sum(table["parameters"] for table in tables)
     dense_parameters = sum(layer["parameters"] for layer in dense)
@@ -50,7 +55,17 @@ def describe(config: Config) -> dict[str, Any]:
     }
 
 
-def describe_table(table: CompositionalEmbeddingBagConfig, full_because: str | None = None) -> dict[str, Any]:
+def _reason_to_stay_full(
+    table: CompositionalEmbeddingConfig, features: Mapping[str, CategoricalFeature], config: Config
+) -> str | None:
+    """Returns why a table is full although a scheme is set for its feature; None where it is not, or none is set."""
+    feature = features.get(table.feature_names[0])
+    if feature is None or table.scheme.name != "naive":
+        return None
+    return reason_to_stay_full(feature, config.embedding.for_table(feature.name))
+
+
+def describe_table(table: CompositionalEmbeddingConfig, full_because: str | None = None) -> dict[str, Any]:
     """One of the ``tables`` of :func:`describe`."""
     full = table.num_embeddings * table.embedding_dim
     hash_seed = None if table.pre_hash is None else table.pre_hash.seed
@@ -64,7 +79,7 @@ def describe_table(table: CompositionalEmbeddingBagConfig, full_because: str | N
         "dim": table.embedding_dim,
         "dims": [part.dim for part in table.partition_tables()],
         "vectors": table.num_vectors,
-        "pooling": table.pooling,
+        "pooling": getattr(table, "pooling", None),
         "id_policy": table.id_policy,
         "hash_seed": hash_seed,
         "parameters": table.num_parameters,

@@ -4,7 +4,9 @@ Sections of a config have settings for every table under ``default``, and under 
 differ.
 """
 
+import dataclasses
 import difflib
+import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -61,3 +63,50 @@ def complete_tables(values: Any, complete: Callable[[Values, Values], dict[str, 
         name: complete(default, table) if isinstance(table, Mapping) else table for name, table in tables.items()
     }
     return {**values, "tables": completed}
+
+
+class ByName:
+    """Marks a section of a config that is one of several dataclasses, told apart by its key ``name``.
+
+    The table of names is looked at when a config is validated, so that what a user registers is known at once.
+
+    Args:
+        known: Pydantic dataclass by name.
+        kind: What they are, for the error.
+        default: Name where the section gives none.
+    """
+
+    def __init__(self, known: Mapping[str, Any], kind: str, default: str) -> None:
+        self.known, self.kind, self.default = known, kind, default
+
+    def __get_pydantic_core_schema__(self, _source: Any, _handler: Any) -> Any:
+        from pydantic_core import core_schema  # this module is needed where pydantic is not
+
+        return core_schema.no_info_plain_validator_function(self.validate)
+
+    def class_of(self, section: Any) -> Any:
+        """Returns the dataclass of a section in plain values; None where it names none that is known."""
+        name = section.get("name", self.default) if isinstance(section, Mapping) else self.default
+        return self.known.get(name) if isinstance(name, str) else None
+
+    def validate(self, section: Any) -> Any:
+        """Returns the section as an instance of its dataclass; one that is an instance already is left as it is.
+
+        Raises:
+            PydanticCustomError: The name is not known.
+            ValidationError: A value of the section is wrong.
+        """
+        from pydantic import TypeAdapter
+        from pydantic_core import PydanticCustomError
+
+        if dataclasses.is_dataclass(section) and not isinstance(section, type):
+            return section
+        if not isinstance(section, Mapping):
+            raise PydanticCustomError("section_type", "Input should be an object")
+        chosen = self.class_of(section)
+        if chosen is None:
+            names = ", ".join(self.known)
+            text = f"{section.get('name')!r} is not a {self.kind}; known: {names}"
+            raise PydanticCustomError("unknown_name", "{text}", {"text": text})
+        # strictness lets a section be given as a mapping only where the input is JSON
+        return TypeAdapter(chosen).validate_json(json.dumps({"name": self.default, **section}, default=str))

@@ -16,8 +16,8 @@ from distembed.config import load_config
 from distembed.data.dataset.schema import CRITEO_KAGGLE_CARDINALITIES
 from distembed.describe import describe, describe_table, kept_full
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
+from distembed.models import ModelInputs
 from distembed.partitions import PARTITIONS
-from distembed.training.build import build_unsharded
 from distembed.units import format_bytes
 
 KAGGLE = Path(__file__).parents[1] / "configs" / "criteo_kaggle.yaml"
@@ -50,7 +50,7 @@ def test_counts_equal_those_of_the_modules(partition: str, composition: str) -> 
     settings = [f"embedding.default.{key}" for key in (f"partition={partition}", f"composition={composition}")]
     config = load_config(KAGGLE, [*settings, "embedding.default.force=true"])
     found = describe(config)
-    model = build_unsharded(config.model, config.embedding, config.data.load_schema())
+    model = config.model.build(ModelInputs.from_config(config.data.load_schema(), config.embedding))
     assert found["parameters"] == sum(parameter.numel() for parameter in model.parameters())
     tables = {name: weight.numel() for name, weight in model.embeddings.named_parameters()}
     for table in found["tables"]:

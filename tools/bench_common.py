@@ -15,6 +15,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.composition import Composition
+from distembed.data.reader.batch import Batch
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.partitions import Partition
 from distembed.runs.folder import versions
@@ -55,6 +56,11 @@ def compositional_collection(
     """Returns compositional tables with that scheme, on the meta device."""
     tables = [CompositionalEmbeddingBagConfig(name, NUM_IDS, DIM, [name], partition, composition) for name in NAMES]
     return CompositionalEmbeddingBagCollection(tables, device="meta")
+
+
+def make_batch(dense: Tensor, features: KeyedJaggedTensor, labels: Tensor, batch_size: int) -> Batch:
+    """Returns a batch of rows of clicks."""
+    return Batch({"dense_features": dense, "sparse_features": features, "labels": labels}, batch_size)
 
 
 def take_turns(

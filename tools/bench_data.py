@@ -65,7 +65,7 @@ def bench_reader(dataset: Path, batch_size: int, prefetch_batches: int) -> float
     """Rows per second over one epoch of the training split."""
     reader = BatchReader(dataset, "train", BatchOrder(batch_size), prefetch_batches=prefetch_batches)
     start = time.perf_counter()
-    num_rows = sum(len(batch.labels) for batch in reader)
+    num_rows = sum(len(batch["labels"]) for batch in reader)
     return num_rows / (time.perf_counter() - start)
 
 

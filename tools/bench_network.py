@@ -29,19 +29,18 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench_common import COLLISIONS, DIM, NUM_BATCHES, NUM_IDS, Step, draw_ids, features_of, surroundings
+from bench_common import COLLISIONS, DIM, NUM_BATCHES, NUM_IDS, Step, draw_ids, features_of, make_batch, surroundings
 
-from distembed.config.train import TrainConfig
+from distembed.config import Config, TrainConfig
 from distembed.data.dataset.schema import CRITEO_KAGGLE_CARDINALITIES, Schema, criteo_schema
 from distembed.data.reader.batch import Batch
 from distembed.embedding import EmbeddingConfig, TableConfig
-from distembed.models.config import DLRMConfig
-from distembed.planning import PlanConfig, describe_plan
+from distembed.planning import describe_plan
 from distembed.planning.buffers import SentBytes
 from distembed.planning.buffers import Step as StepEstimate
 from distembed.planning.estimated_plan import plan_placements
 from distembed.ranks import Ranks, process_group
-from distembed.training.build import TrainingState, build_plannable, build_training_state, workload_of
+from distembed.training.build import Blueprint, build_training_state
 
 HOSTS = Path(__file__).with_name("two_hosts.sh")
 NUM_HOSTS = 2
@@ -106,48 +105,43 @@ class Row:
     ratio: float
 
 
-def draw_batches(schema: Schema, batch_size: int, processes: Ranks) -> list[Batch]:
+def draw_batches(schema: Schema, batch_size: int, ranks: Ranks) -> list[Batch]:
     """The same for every contender, others on every rank."""
-    generator = torch.Generator().manual_seed(processes.rank)
-    num_local = batch_size // processes.world_size
+    generator = torch.Generator().manual_seed(ranks.rank)
+    num_local = batch_size // ranks.world_size
     sizes = torch.tensor([feature.num_embeddings for feature in schema.categorical])
     batches = []
     for _ in range(NUM_BATCHES):
         ids = draw_ids(len(sizes) * num_local, generator).view(len(sizes), num_local) % sizes[:, None]
         dense = torch.rand(num_local, len(schema.dense), generator=generator)
         labels = (torch.rand(num_local, generator=generator) < 0.25).float()
-        batches.append(Batch(dense, features_of(ids.flatten(), num_local), labels, batch_size))
+        batches.append(make_batch(dense, features_of(ids.flatten(), num_local), labels, batch_size))
     return batches
 
 
-def make_contender(tables: str, batch_size: int, processes: Ranks) -> Contender:
+def make_contender(tables: str, batch_size: int, ranks: Ranks) -> Contender:
     """This project's trainer; all ranks call it."""
     schema = criteo_schema([min(size, NUM_IDS) for size in CRITEO_KAGGLE_CARDINALITIES])
     embedding = EmbeddingConfig(default=TABLES[tables])
     train = TrainConfig(batch_size=batch_size, precision="fp32")
-    training_state = build_training_state(
-        DLRMConfig(), embedding, train, PlanConfig(), schema, processes, num_steps=1000
-    )
-    outputs = training_state.pipeline.outputs(cycle(draw_batches(schema, batch_size, processes)))
+    config = Config(embedding=embedding, train=train)
+    blueprint = Blueprint.for_ranks(config, schema, ranks, {})
+    state = build_training_state(blueprint, ranks, num_steps=1000)
+    outputs = state.pipeline.outputs(cycle(draw_batches(schema, batch_size, ranks)))
 
     def step() -> None:
-        training_state.optimizers.set_learning_rates(0)
-        loss, _, _ = next(outputs)
+        state.optimizers.set_learning_rates(0)
+        loss, _ = next(outputs)
         loss.item()
 
-    estimate = estimated_bytes(training_state, embedding, train, schema, processes)
-    return Contender(tables, batch_size, step, describe_plan(training_state.plan), estimate)
+    return Contender(tables, batch_size, step, describe_plan(state.plan), estimated_bytes(blueprint, state.plan))
 
 
-def estimated_bytes(
-    training_state: TrainingState, embedding: EmbeddingConfig, train: TrainConfig, schema: Schema, processes: Ranks
-) -> SentBytes:
-    """Sent by all ranks together in a step, as a plan reckons with it."""
-    world_size, device = processes.world_size, processes.device
-    settings = DLRMConfig(), embedding, train, schema, world_size
-    task = build_plannable(*settings, device, training_state.bf16)
-    workload = workload_of(task, *settings, training_state.bf16, device.type)
-    step = StepEstimate(plan_placements(task, training_state.plan, world_size), world_size, workload, device.type)
+def estimated_bytes(blueprint: Blueprint, plan: ShardingPlan) -> SentBytes:
+    """Returns what all ranks together send in a step, as it is estimated for a plan."""
+    world_size = blueprint.world_size
+    placements = plan_placements(blueprint.build_plannable(), plan, world_size)
+    step = StepEstimate(placements, world_size, blueprint.workload(), blueprint.device.type)
     return sum((step.sent_bytes(rank) for rank in range(world_size)), SentBytes())
 
 
@@ -178,25 +172,25 @@ def take_turn(step: Step, num_steps: int) -> Turn:
     return Turn(seconds / num_steps, (bytes_after - bytes_before) / counted, (packets_after - packets_before) / counted)
 
 
-def set_limit(limit: str, processes: Ranks) -> None:
+def set_limit(limit: str, ranks: Ranks) -> None:
     """Of what each host sends; all ranks call it."""
-    if processes.is_first:
+    if ranks.is_first:
         subprocess.run([HOSTS, "limit", limit], check=True)
     dist.barrier()
 
 
 def take_turns(
-    contenders: Sequence[Contender], options: argparse.Namespace, processes: Ranks
+    contenders: Sequence[Contender], options: argparse.Namespace, ranks: Ranks
 ) -> dict[tuple[str, int, str], list[list[Turn]]]:
     """Every contender's turns by limit, batch size and tables, each with one turn a rank; all ranks call it."""
     for contender in contenders:
         take_turn(contender.step, 3)
     turns: dict[tuple[str, int, str], list[list[Turn]]] = {}
     for _, limit in product(range(options.rounds), options.limits):
-        set_limit(limit, processes)
+        set_limit(limit, ranks)
         for contender in contenders:
             own = take_turn(contender.step, options.steps)
-            of_ranks: list[Turn] = [own] * processes.world_size
+            of_ranks: list[Turn] = [own] * ranks.world_size
             dist.all_gather_object(of_ranks, own)
             turns.setdefault((limit, contender.batch_size, contender.tables), []).append(of_ranks)
     return turns
@@ -257,16 +251,14 @@ def markdown(rows: Sequence[Row], contenders: Sequence[Contender]) -> str:
 def run_rank(options: argparse.Namespace) -> None:
     """On one host; the first rank prints and writes."""
     torch.set_num_threads(1)
-    with process_group("cpu") as processes:
-        contenders = [
-            make_contender(name, batch_size, processes) for batch_size in options.batch_sizes for name in TABLES
-        ]
-        turns = take_turns(contenders, options, processes)
-        if processes.is_first:
+    with process_group("cpu") as ranks:
+        contenders = [make_contender(name, batch_size, ranks) for batch_size in options.batch_sizes for name in TABLES]
+        turns = take_turns(contenders, options, ranks)
+        if ranks.is_first:
             rows = list(summarise(contenders, turns, options.limits))
             print(markdown(rows, contenders))
             setting = {"rounds": options.rounds, "steps": options.steps}
-            result = {**surroundings(processes.device), **setting, "rows": [dataclasses.asdict(row) for row in rows]}
+            result = {**surroundings(ranks.device), **setting, "rows": [dataclasses.asdict(row) for row in rows]}
             if options.output is not None:
                 options.output.write_text(json.dumps(result, indent=2) + "\n")
 

@@ -174,7 +174,7 @@ def make_step(model: DistributedModelParallel, contender: Contender, part: str, 
     replicated = [weight for _, weight in in_backward_optimizer_filter(model.named_parameters())]
     optimizer = torch.optim.Adagrad(replicated, lr=LEARNING_RATE, fused=True) if replicated else None
     hashed = cycle([dataclasses.replace(batch, ids=batch.ids % contender.num_rows) for batch in batches])
-    num_local = len(batches[0].labels)
+    num_local = len(batches[0]["labels"])
     gradient = torch.randn(num_local, len(NAMES) * DIM, device=batches[0].dense.device) * 1e-3
 
     def step() -> None:
@@ -186,7 +186,7 @@ def make_step(model: DistributedModelParallel, contender: Contender, part: str, 
         if part == ALONE:
             output.backward(gradient)
         else:
-            nn.functional.binary_cross_entropy_with_logits(output, batch.labels).backward()
+            nn.functional.binary_cross_entropy_with_logits(output, batch["labels"]).backward()
         if optimizer is not None:
             optimizer.step()
 

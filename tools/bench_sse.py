@@ -22,13 +22,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from distembed.config.train import TrainConfig
+from distembed.config import Config, TrainConfig
 from distembed.embedding import EmbeddingConfig, TableConfig
-from distembed.models.config import DLRMConfig
-from distembed.planning import PlanConfig
 from distembed.ranks import Ranks, process_group
 from distembed.sse import SSE, FeaturePerturbation, Graph
-from distembed.training.build import build_training_state
+from distembed.training.build import Blueprint, build_training_state
 
 _RESERVED = (0, 1)
 
@@ -77,28 +75,21 @@ def random_graph(num_edges: int) -> Graph:
     return Graph.from_edges(NUM_IDS, ends[0], ends[1])
 
 
-def measure(name: str, rule: SSE, batch_size: int, precision: str, steps: int, processes: Ranks) -> Measured:
+def measure(name: str, rule: SSE, batch_size: int, precision: str, steps: int, ranks: Ranks) -> Measured:
     """Steps a model of its own, and looks at the replacement within."""
     table = TableConfig(partition="quotient_remainder", collisions=COLLISIONS, embedding_dim=DIM)
     train = TrainConfig(batch_size=batch_size, precision=precision)  # type: ignore[arg-type]
-    training_state = build_training_state(
-        DLRMConfig(),
-        EmbeddingConfig(default=table),
-        train,
-        PlanConfig(),
-        SCHEMA,
-        processes,
-        num_steps=1000,
-        sse=dict.fromkeys(NAMES, rule),
-    )
-    (perturbation,) = [module for module in training_state.model.modules() if isinstance(module, FeaturePerturbation)]
+    config = Config(embedding=EmbeddingConfig(default=table), train=train)
+    blueprint = Blueprint.for_ranks(config, SCHEMA, ranks, dict.fromkeys(NAMES, rule))
+    state = build_training_state(blueprint, ranks, num_steps=1000)
+    (perturbation,) = [module for module in state.model.modules() if isinstance(module, FeaturePerturbation)]
     watch = Stopwatch(perturbation)
-    outputs = training_state.pipeline.outputs(cycle(draw_batches(batch_size, NUM_IDS)))
+    outputs = state.pipeline.outputs(cycle(draw_batches(batch_size, NUM_IDS)))
     seconds = []
     for _ in range(steps):
         started = time.perf_counter()
-        training_state.optimizers.set_learning_rates(0)
-        loss, _, _ = next(outputs)
+        state.optimizers.set_learning_rates(0)
+        loss, _ = next(outputs)
         loss.item()
         seconds.append(time.perf_counter() - started)
     warm = steps // 5
@@ -118,13 +109,13 @@ def main() -> None:
     graph = random_graph(5 * NUM_IDS)
     table = Table("batch", "precision", "rule", "p0", "replacement, ms", "step, ms", "share of the step")
     results = []
-    with process_group("auto") as processes:
+    with process_group("auto") as ranks:
         for batch_size in options.batch_sizes:
             for precision in options.precisions:
                 for p0 in options.p0:
                     for name, rule in rules(p0, graph).items():
                         steps = max(25, round(options.seconds * 40_000 / batch_size))
-                        result = measure(name, rule, batch_size, precision, steps, processes)
+                        result = measure(name, rule, batch_size, precision, steps, ranks)
                         results.append(result)
                         table.add_row(
                             str(batch_size),
@@ -137,7 +128,7 @@ def main() -> None:
                         )
         Console(width=120).print(table)
         if options.output is not None:
-            values = {**surroundings(processes.device), "results": [dataclasses.asdict(result) for result in results]}
+            values = {**surroundings(ranks.device), "results": [dataclasses.asdict(result) for result in results]}
             options.output.write_text(json.dumps(values, indent=2) + "\n")
 
 

@@ -27,6 +27,7 @@ from bench_common import (
     Step,
     draw_ids,
     features_of,
+    make_batch,
     surroundings,
     take_turns,
 )
@@ -46,15 +47,14 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.config.train import TrainConfig
+from distembed.config import Config, TrainConfig
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.data.reader.batch import Batch
 from distembed.embedding import EmbeddingConfig, TableConfig
 from distembed.models import DLRM
-from distembed.models.config import DLRMConfig
-from distembed.planning import PlanConfig, Workload, make_plan
+from distembed.planning import Workload, make_plan
 from distembed.ranks import Ranks, process_group
-from distembed.training.build import build_training_state
+from distembed.training.build import Blueprint, build_training_state
 
 SCHEMA = Schema("label", tuple(f"I{i}" for i in range(1, 14)), tuple(CategoricalFeature(n, NUM_IDS) for n in NAMES))
 
@@ -67,22 +67,21 @@ def draw_batches(batch_size: int, num_ids: int) -> list[Batch]:
         features = features_of(draw_ids(26 * batch_size, generator) % num_ids, batch_size)
         dense = torch.rand(batch_size, 13, generator=generator)
         labels = (torch.rand(batch_size, generator=generator) < 0.25).float()
-        batches.append(Batch(dense, features, labels, batch_size))
+        batches.append(make_batch(dense, features, labels, batch_size))
     return batches
 
 
-def ours(batch_size: int, processes: Ranks, precision: str) -> Step:
+def ours(batch_size: int, ranks: Ranks, precision: str) -> Step:
     """A step of this project's trainer with quotient-remainder tables."""
     table = TableConfig(partition="quotient_remainder", collisions=COLLISIONS, embedding_dim=DIM)
     train = TrainConfig(batch_size=batch_size, precision=precision)  # type: ignore[arg-type]
-    training_state = build_training_state(
-        DLRMConfig(), EmbeddingConfig(default=table), train, PlanConfig(), SCHEMA, processes, num_steps=1000
-    )
-    outputs = training_state.pipeline.outputs(cycle(draw_batches(batch_size, NUM_IDS)))
+    config = Config(embedding=EmbeddingConfig(default=table), train=train)
+    state = build_training_state(Blueprint.for_ranks(config, SCHEMA, ranks, {}), ranks, num_steps=1000)
+    outputs = state.pipeline.outputs(cycle(draw_batches(batch_size, NUM_IDS)))
 
     def step() -> None:
-        training_state.optimizers.set_learning_rates(0)
-        loss, _, _ = next(outputs)
+        state.optimizers.set_learning_rates(0)
+        loss, _ = next(outputs)
         loss.item()
 
     return step
@@ -94,23 +93,23 @@ class _TorchRecTask(nn.Module):
         self.model = model
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        logits = self.model(batch.dense_features, batch.sparse_features).squeeze(1)
-        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
+        logits = self.model(batch["dense_features"], batch["sparse_features"]).squeeze(1)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch["labels"])
         return loss, loss.detach()
 
 
-def torchrec(batch_size: int, processes: Ranks, fused: bool) -> Step:
+def torchrec(batch_size: int, ranks: Ranks, fused: bool) -> Step:
     """A step of TorchRec's own DLRM and pipeline with hashed tables."""
     tables = [EmbeddingBagConfig(name=n, num_embeddings=NUM_ROWS, embedding_dim=DIM, feature_names=[n]) for n in NAMES]
     collection = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
     apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": LEARNING_RATE})
     task = _TorchRecTask(TorchRecDLRM(collection, 13, [512, 256, 64, DIM], [512, 256, 1]))
     sharders = [EmbeddingBagCollectionSharder()]
-    plan = make_plan(task, sharders, processes, Workload(batch_size))
+    plan = make_plan(task, sharders, ranks, Workload(batch_size))
     model = DistributedModelParallel(
         task,
         env=ShardingEnv.from_process_group(dist.group.WORLD),
-        device=processes.device,
+        device=ranks.device,
         plan=plan,
         sharders=sharders,
     )
@@ -118,7 +117,7 @@ def torchrec(batch_size: int, processes: Ranks, fused: bool) -> Step:
         dict(in_backward_optimizer_filter(model.named_parameters())),
         lambda params: torch.optim.Adagrad(params, lr=LEARNING_RATE, fused=fused),
     )
-    pipeline = TrainPipelineBase(model, CombinedOptimizer([model.fused_optimizer, dense]), processes.device)
+    pipeline = TrainPipelineBase(model, CombinedOptimizer([model.fused_optimizer, dense]), ranks.device)
     batches = cycle(draw_batches(batch_size, NUM_ROWS))
     return lambda: pipeline.progress(batches).item()
 
@@ -152,7 +151,7 @@ def plain(batch_size: int) -> Step:
     def step() -> None:
         batch = next(batches)
         loss = nn.functional.binary_cross_entropy_with_logits(
-            model(batch.dense_features, batch.sparse_features), batch.labels
+            model(batch["dense_features"], batch["sparse_features"]), batch["labels"]
         )
         for optimizer in (sparse, dense):
             optimizer.zero_grad()
@@ -164,14 +163,14 @@ def plain(batch_size: int) -> Step:
     return step
 
 
-def contenders(batch_size: int, processes: Ranks) -> dict[str, Step]:
+def contenders(batch_size: int, ranks: Ranks) -> dict[str, Step]:
     """Every contender's step, by name."""
     return {
         "nn.EmbeddingBag, hashed, fp32": plain(batch_size),
-        "TorchRec DLRM, hashed, fp32": torchrec(batch_size, processes, fused=False),
-        "TorchRec DLRM, hashed, fp32, fused dense optimizer": torchrec(batch_size, processes, fused=True),
-        "distembed, quotient-remainder, fp32": ours(batch_size, processes, "fp32"),
-        "distembed, quotient-remainder, bf16": ours(batch_size, processes, "bf16"),
+        "TorchRec DLRM, hashed, fp32": torchrec(batch_size, ranks, fused=False),
+        "TorchRec DLRM, hashed, fp32, fused dense optimizer": torchrec(batch_size, ranks, fused=True),
+        "distembed, quotient-remainder, fp32": ours(batch_size, ranks, "fp32"),
+        "distembed, quotient-remainder, bf16": ours(batch_size, ranks, "bf16"),
     }
 
 
@@ -204,10 +203,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
     rows = []
-    with process_group("cpu") as processes:
+    with process_group("cpu") as ranks:
         for batch_size in options.batch_sizes:
-            steps = contenders(batch_size, processes)
-            seconds = take_turns(steps, options.rounds, options.seconds, processes.device)
+            steps = contenders(batch_size, ranks)
+            seconds = take_turns(steps, options.rounds, options.seconds, ranks.device)
             rows += list(summarise(seconds, batch_size))
     table = Table("contender", "batch", "samples/s", "to TorchRec")
     for row in rows:

@@ -14,7 +14,7 @@ from torchrec.distributed.types import ShardingType
 
 from distembed.config import Config
 from distembed.embedding.config import CompositionalEmbeddingConfig
-from distembed.embedding.tables import CompositionalTables
+from distembed.embedding.modules import embedding_modules, table_configs
 from distembed.errors import RunError, UserError
 from distembed.optim.declared import TableOptimizers
 from distembed.optim.kinds import OPTIMIZERS
@@ -25,12 +25,10 @@ from distembed.planning.plan import find_plan
 from distembed.planning.plan_inputs import PlanInputs
 from distembed.planning.storage import TableStorage, whole_table_storage
 from distembed.planning.workload import pipeline_depth
-from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from distembed.sharding.placement import Placement, width
 from distembed.sse.config import build_sse
-from distembed.training.build import build_plannable, plan_inputs, table_optimizers, use_bf16, workload_of
+from distembed.training.build import Blueprint, table_optimizers, use_bf16
 
-_MODULE = "model.embeddings"
 _MOST_NAMES = 8
 
 
@@ -171,31 +169,26 @@ def assess_capacity(config: Config, cluster: Cluster) -> Assessment:
             "plan.host_memory lets tables lie in the machines' memory, and how much each machine has of it is not "
             "known: say so with --host-memory, such as --host-memory 1TiB, or set plan.host_memory=false."
         )
-    schema, device, world_size = config.data.load_schema(), torch.device(cluster.device.kind), cluster.world_size
+    schema, device = config.data.load_schema(), torch.device(cluster.device.kind)
     # all CUDA devices of the catalogue have bf16
     bf16 = config.train.precision != "fp32" if is_cuda else use_bf16(config.train.precision, device)
     sse = build_sse(config.sse, {feature.name: feature.num_embeddings for feature in schema.categorical}, ())
-    settings = config.model, config.embedding, config.train, schema, world_size
-    task = build_plannable(*settings, device, bf16)
-    workload = workload_of(task, *settings, bf16, device.type, sse)
-    collection, optimizers = task.get_submodule(_MODULE), table_optimizers(config.train)
-    assert isinstance(collection, CompositionalTables)
-    tables = list(collection.tables())
-    sharders: list[Any] = [CompositionalEmbeddingBagCollectionSharder(host_memory=config.plan.host_memory)]
-    request = PlanRequest(task, sharders, cluster, workload, config.plan, optimizers)
-    reserve = request.reserved_share
+    blueprint = Blueprint(config, schema, cluster.world_size, cluster.gpus, device, bf16, sse)
+    model, workload, optimizers = blueprint.build_plannable(), blueprint.workload(), table_optimizers(config.train)
+    tables = [table for module in embedding_modules(model).values() for table in table_configs(module)]
+    request = PlanRequest(model, blueprint.sharders, cluster, workload, config.plan, optimizers)
     planned, planner_says, placements = None, "", list[Placement]()
     try:
         planned = find_plan(request)
-        placements = plan_placements(task, planned.plan, world_size)
+        placements = plan_placements(model, planned.plan, cluster.world_size)
     except RunError as error:
         planner_says = str(error)
     whole = {
         table.name: whole_table_storage(table, optimizers.sparse, optimizers.dense, optimizers.is_fused)
         for table in tables
     }
-    of_ranks = world_size, cluster.gpus, device.type
-    made = plan_inputs(config.model, config.train, tables, *of_ranks)
+    reserve = request.reserved_share
+    made = blueprint.plan_inputs(model)
     return Assessment(cluster, workload, optimizers, reserve, tables, whole, planned, planner_says, placements, made)
 
 

@@ -1,20 +1,12 @@
 """The commands ``distembed train``, ``evaluate``, ``predict`` and ``materialise``: a run, and what is made of it."""
 
-import dataclasses
 import json
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from distembed.commands.shared import ConfigArgument, OverridesArgument, console, say
-from distembed.errors import UserError
-
-if TYPE_CHECKING:
-    from distembed.config import Config
-    from distembed.planning.saved_plan import SavedPlan
-    from distembed.ranks import Ranks
 
 app = typer.Typer()
 
@@ -52,42 +44,17 @@ def train_command(
 ) -> None:
     """Train a model, evaluate it on the test split, and keep all that is needed to repeat it."""
     from distembed.config import load_config
-    from distembed.planning.saved_plan import read_saved_plan
-    from distembed.ranks import Collectives, process_group
-    from distembed.runs.folder import holds_run, require_new_or_resume
-    from distembed.runs.lock import DEAD_MACHINE_SECONDS
-    from distembed.training.resume import plan_of_run, require_same_config, require_same_graphs
-    from distembed.training.trainer import describe_metrics, run_training
+    from distembed.ranks import process_group
+    from distembed.training.run import RunOptions, train_run
 
+    options = RunOptions(run_dir, config.stem, resume, resume_or_start, plan)
     loaded = load_config(config, overrides or [])
-    if (resume or resume_or_start) and run_dir is None:
-        raise UserError("--resume needs --run-dir, the folder of the run to go on with.")
-    with process_group(loaded.train.device) as processes:
-        folder = _agree_on_run_dir(run_dir or _default_run_dir(config), processes)
-        if resume_or_start:
-            resume = Collectives().on_first(lambda: holds_run(folder))
-        if processes.is_first:
-            require_new_or_resume(folder, resume)
-            if resume:
-                require_same_config(folder, loaded)
-        strict = None if resume_or_start else plan
-        previous = None
-        if resume and strict is None:
-            previous = Collectives().on_first(lambda: plan_of_run(folder, loaded, say))
-        if previous is None and resume_or_start and plan is not None:
-            previous = read_saved_plan(plan)
-        settings = _settings(loaded, strict, previous)
-        if processes.is_first:
-            if resume:
-                require_same_graphs(folder, settings.info["graphs"])
-            for line in settings.info["kept_full"]:
-                say(line)
-        wait_seconds = DEAD_MACHINE_SECONDS if resume_or_start else 0.0
-        evaluation = run_training(settings, folder, processes, resume, console, wait_seconds)
-        if processes.is_first and evaluation is not None:
-            say(describe_metrics(evaluation))
-        if processes.is_first:
-            say(f"run {folder}")
+    with process_group(loaded.train.device) as ranks:
+        finished = train_run(loaded, options, ranks, console, say)
+        if ranks.is_first:
+            if finished.described is not None:
+                say(finished.described)
+            say(f"run {finished.folder}")
 
 
 @app.command("evaluate", epilog="Example: `distembed evaluate runs/first --split validation`")
@@ -100,23 +67,16 @@ def evaluate_command(
     """Evaluate a run's newest checkpoint: logloss, AUC, normalised entropy, calibration, accuracy."""
     from distembed.files import finite
     from distembed.ranks import process_group
-    from distembed.training.evaluation import score_split
-    from distembed.training.inference import load_training_state
+    from distembed.training.inference import describe_metrics, evaluate_split, load_training_state
     from distembed.training.resume import config_of_run, dataset_for
-    from distembed.training.trainer import describe_metrics
 
     loaded = config_of_run(run)
     dataset = dataset_for(run, loaded, data)
-    with process_group("auto") as processes:
-        training_state = load_training_state(
-            run, dataset, loaded.model, loaded.embedding, loaded.train, loaded.plan, processes
-        )
-        metrics = {
-            "split": split,
-            **dataclasses.asdict(score_split(training_state, dataset, split, processes).metrics()),
-        }
-        if processes.is_first:
-            print(json.dumps(finite(metrics), indent=2) if as_json else describe_metrics(metrics))
+    with process_group("auto") as ranks:
+        state = load_training_state(run, dataset, loaded, ranks)
+        metrics = evaluate_split(state, dataset, split, ranks)
+        if ranks.is_first:
+            print(json.dumps(finite(metrics), indent=2) if as_json else describe_metrics(state, metrics))
 
 
 @app.command("predict", epilog="Example: `distembed predict runs/first --split test --output predictions.parquet`")
@@ -133,12 +93,9 @@ def predict_command(
 
     loaded = config_of_run(run)
     dataset = dataset_for(run, loaded, data)
-    with process_group("auto") as processes:
-        training_state = load_training_state(
-            run, dataset, loaded.model, loaded.embedding, loaded.train, loaded.plan, processes
-        )
-        num_rows = predict_split(training_state, dataset, split, output, processes)
-        if processes.is_first:
+    with process_group("auto") as ranks:
+        num_rows = predict_split(load_training_state(run, dataset, loaded, ranks), dataset, split, output, ranks)
+        if ranks.is_first:
             say(f"{output}: {num_rows:,} predictions")
 
 
@@ -155,69 +112,11 @@ def materialise_command(
 ) -> None:
     """Write the composed vectors of a run's tables, one a row, for serving."""
     from distembed.data.dataset.manifest import Manifest
-    from distembed.embedding import build_tables
     from distembed.training.materialise import materialise_run
     from distembed.training.resume import config_of_run, dataset_for
 
     loaded = config_of_run(run)
     schema = Manifest.load(dataset_for(run, loaded, data)).schema
-    tables = build_tables(schema.categorical, loaded.embedding, loaded.train.seed)
-    for written in materialise_run(run, tables, output, table or [], ids, overwrite, loaded.train.checkpoint_dir):
+    for written in materialise_run(run, loaded, schema, output, table or [], ids, overwrite):
         rows_per_second = written.num_rows / written.seconds
         say(f"{written.path}: {written.num_rows:,} vectors, {rows_per_second:,.0f} rows/s")
-
-
-def _settings(config: "Config", plan: Path | None, previous_plan: "SavedPlan | None") -> Any:
-    from distembed.data.dataset.manifest import Manifest, id_fingerprint
-    from distembed.data.prepare.vocabulary import reserved_ids
-    from distembed.describe import describe, kept_full
-    from distembed.embedding import assignment_checksums
-    from distembed.graph.prepare.value_ids import require_same_ids
-    from distembed.planning.saved_plan import read_saved_plan
-    from distembed.sse.config import build_sse, graph_fingerprints
-    from distembed.training.trainer import RunSettings
-
-    dataset = config.data.require_path()
-    manifest = Manifest.load(dataset)
-    num_embeddings = {feature.name: feature.num_embeddings for feature in manifest.schema.categorical}
-    sse = build_sse(config.sse, num_embeddings, reserved_ids(manifest))
-    for table, rule in sse.items():
-        if rule.graph is not None:
-            require_same_ids(rule.graph, dataset, manifest, table)
-    description = describe(config)
-    schemes = [table["scheme"] for table in description["tables"]]
-    return RunSettings(
-        dataset=dataset,
-        splits=(config.data.train, config.data.validation, config.data.test),
-        model=config.model,
-        embedding=config.embedding,
-        train=config.train,
-        plan=config.plan,
-        sse=sse,
-        config_yaml=config.to_yaml(),
-        info={
-            "seed": config.train.seed,
-            "batch_size": config.train.batch_size,
-            "id_fingerprint": id_fingerprint(dataset, manifest),
-            "graphs": graph_fingerprints(sse),
-            "assignments": assignment_checksums(config.embedding),
-            "kept_full": kept_full(description),
-            "schemes": {scheme: schemes.count(scheme) for scheme in dict.fromkeys(schemes)},
-            **{key: description[key] for key in ("parameters", "embedding_parameters", "embedding_bytes")},
-        },
-        saved_plan=None if plan is None else read_saved_plan(plan),
-        previous_plan=previous_plan,
-    )
-
-
-def _default_run_dir(config: Path) -> Path:
-    return Path("runs") / f"{config.stem}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
-
-
-def _agree_on_run_dir(path: Path, processes: "Ranks") -> Path:
-    """Rank 0's folder on every rank: the clock that names it may differ."""
-    import torch.distributed as dist
-
-    agreed = [str(path.absolute())]
-    dist.broadcast_object_list(agreed, src=0, device=processes.device)
-    return Path(agreed[0])

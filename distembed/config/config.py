@@ -1,7 +1,7 @@
 """The config of a run: YAML and overrides, merged, then validated once, with every mistake in one error.
 
-A file has the top keys ``data``, ``model``, ``embedding``, ``train``, ``plan`` and ``sse``, each a frozen dataclass
-beside the code that it configures. ``extends: other.yaml``, beside the file, gives what the file leaves out.
+A file has the top keys ``data``, ``model``, ``embedding``, ``train``, ``plan``, ``sse`` and ``task``, each a frozen
+dataclass beside the code that it configures. ``extends: other.yaml``, beside the file, gives what the file leaves out.
 ``dotted.key=value`` overrides are parsed as YAML. What is dumped reads back exactly.
 """
 
@@ -23,10 +23,11 @@ from distembed.config.train import TrainConfig
 from distembed.data.dataset.config import DataConfig
 from distembed.embedding.settings import EmbeddingConfig
 from distembed.errors import UserError
-from distembed.models.config import MODELS, DLRMConfig, ModelConfig
-from distembed.names import nearest
+from distembed.models import DLRMConfig, ModelSection
+from distembed.names import ByName, nearest
 from distembed.planning import PlanConfig
 from distembed.sse.config import SSEConfig
+from distembed.tasks import ClickConfig, TaskSection
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
@@ -34,11 +35,12 @@ class Config:
     """Everything that a run depends on."""
 
     data: DataConfig = field(default_factory=DataConfig)
-    model: ModelConfig = field(default_factory=DLRMConfig)
+    model: ModelSection = field(default_factory=DLRMConfig)
     embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     sse: SSEConfig = field(default_factory=SSEConfig)
+    task: TaskSection = field(default_factory=ClickConfig)
 
     def to_yaml(self) -> str:
         """YAML that :func:`load_config` reads back to an equal config."""
@@ -86,13 +88,11 @@ def input_paths(config: Config) -> list[str]:
 
 def validate(values: Mapping[str, Any], source: str) -> Config:
     """The config of nested plain values; ``source`` names them in the error."""
-    if isinstance(values.get("model"), dict):
-        values = {**values, "model": {"name": "dlrm", **values["model"]}}
     try:
         # strictness lets a section be given as a mapping only where the input is JSON
         return _ADAPTER.validate_json(json.dumps(values, default=str))
     except ValidationError as error:
-        mistakes = [_describe(mistake) for mistake in _once(error.errors(include_url=False))]
+        mistakes = [_describe(mistake, values) for mistake in _once(error.errors(include_url=False))]
         count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
         listed = "\n".join(f"  {mistake}" for mistake in mistakes)
         raise UserError(f"{count} in {source}:\n{listed}") from None
@@ -111,21 +111,16 @@ def _once(mistakes: Sequence[Any]) -> list[dict[str, Any]]:
     return [mistake for mistake, inherited in zip(mistakes, inherits, strict=True) if not inherited]
 
 
-def _describe(mistake: dict[str, Any]) -> str:
-    # pydantic names the chosen model's class within the path: the user wrote no such key
+def _describe(mistake: dict[str, Any], values: Mapping[str, Any]) -> str:
     path = [str(part) for part in mistake["loc"]]
-    if path[:1] == ["model"] and len(path) > 1 and path[1] in MODELS:
-        model = path.pop(1)
-    else:
-        model = "dlrm"
     where = ".".join(path)
     if mistake["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        known = _keys_at(path[:-1], model)
+        known = _keys_at(path[:-1], values)
         guess = nearest(path[-1], known)
         hint = f"did you mean {'.'.join([*path[:-1], guess])}?" if guess else f"known here: {', '.join(known)}"
         return f"{where}: unknown key; {hint}"
-    if mistake["type"] == "union_tag_invalid":
-        return f"{where}.name: {mistake['input'].get('name')!r} is not a model; known: {', '.join(MODELS)}"
+    if mistake["type"] == "unknown_name":
+        return f"{where}.name: {mistake['msg']}"
     message = str(mistake.get("ctx", {}).get("error") or mistake["msg"])
     if mistake["type"] == "literal_error":
         guess = nearest(str(mistake["input"]), re.findall(r"'([^']*)'", message))
@@ -135,18 +130,22 @@ def _describe(mistake: dict[str, Any]) -> str:
     return f"{where}: {message}; got {mistake['input']!r} ({type(mistake['input']).__name__})"
 
 
-def _keys_at(path: Sequence[str], model: str) -> list[str]:
-    """Keys that are valid within the section at ``path``."""
+def _keys_at(path: Sequence[str], values: Mapping[str, Any]) -> list[str]:
+    """Returns the keys that are valid within the section at ``path`` of these values."""
     kind: Any = Config
     for part in path:
         if not dataclasses.is_dataclass(kind):
             kind = typing.get_args(kind)[-1] if typing.get_origin(kind) is dict else None
             continue
-        kind = MODELS[model] if part == "model" else _section(typing.get_type_hints(kind).get(part))
+        kind = _section(typing.get_type_hints(kind, include_extras=True).get(part), values.get(part))
     return [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
 
 
-def _section(kind: Any) -> Any:
+def _section(kind: Any, values: Any) -> Any:
+    """Returns the type of a section, whose annotation may name several."""
+    if typing.get_origin(kind) is typing.Annotated:
+        kind, *marks = typing.get_args(kind)
+        kind = next((mark.class_of(values) for mark in marks if isinstance(mark, ByName)), kind)
     if isinstance(kind, types.UnionType):
         return next(arg for arg in typing.get_args(kind) if arg is not type(None))
     return kind

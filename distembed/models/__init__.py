@@ -1,7 +1,21 @@
-"""Click-through models, unaware of ranks: any module that maps a KeyedJaggedTensor to a KeyedTensor feeds them."""
+"""Models, unaware of ranks: each a file with its config beside it, and the name table.
 
-from distembed.models.config import MODELS, ModelConfig, build_model
-from distembed.models.dcn import DCN
-from distembed.models.dlrm import DLRM
+A model of one's own is a config with ``name`` and ``build``, registered by ``MODELS["mine"] = MyConfig``; see
+:mod:`distembed.models.base`.
+"""
 
-__all__ = ["DCN", "DLRM", "MODELS", "ModelConfig", "build_model"]
+from typing import Annotated
+
+from distembed.models.base import Model, ModelConfig
+from distembed.models.dcn import DCN, DCNConfig
+from distembed.models.dlrm import DLRM, DLRMConfig
+from distembed.models.inputs import ModelInputs
+from distembed.names import ByName
+
+MODELS: dict[str, type[ModelConfig]] = {"dlrm": DLRMConfig, "dcn": DCNConfig}
+"""Config class by model name."""
+
+ModelSection = Annotated[ModelConfig, ByName(MODELS, "model", default="dlrm")]
+"""The ``model`` section of a config, whose key ``name`` says which model it is of."""
+
+__all__ = ["DCN", "MODELS", "DCNConfig", "DLRM", "DLRMConfig", "Model", "ModelConfig", "ModelInputs", "ModelSection"]

@@ -5,14 +5,41 @@ Dense features and all embeddings, side by side, go through a deep network and b
 """
 
 from collections.abc import Sequence
+from dataclasses import field
+from typing import Literal
 
+import pydantic.dataclasses
 import torch
 from jaxtyping import Float
+from pydantic import PositiveInt
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.data.dataset.schema import DENSE_FEATURES, SPARSE_FEATURES
+from distembed.models.base import STRICT, Model, Sizes
 from distembed.models.embedded import StackFeatures
+from distembed.models.inputs import ModelInputs
 from distembed.models.mlp import MLP, make_linear
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class DCNConfig:
+    """Sizes of :class:`DCN`.
+
+    Attributes:
+        name: ``dcn``.
+        deep: Hidden sizes of the deep network.
+        num_cross_layers: Number of cross layers beside it.
+    """
+
+    name: Literal["dcn"] = "dcn"
+    deep: Sizes = field(default_factory=lambda: [512, 256, 64])
+    num_cross_layers: PositiveInt = 6
+
+    def build(self, inputs: ModelInputs) -> Model:
+        """Builds the model over all features of the dataset."""
+        embeddings, vector_names = inputs.pooled_embeddings()
+        return DCN(embeddings, vector_names, inputs.embedding_dim, inputs.num_dense, self.deep, self.num_cross_layers)
 
 
 class CrossLayers(nn.Module):
@@ -31,8 +58,10 @@ class CrossLayers(nn.Module):
         return crossed
 
 
-class DCN(nn.Module):
+class DCN(Model):
     """Dense [B, I] and ids -> logits [B]; arguments as those of :class:`distembed.models.DLRM`."""
+
+    batch_fields = (DENSE_FEATURES, SPARSE_FEATURES)
 
     def __init__(
         self,

@@ -5,19 +5,45 @@ self-products, go with it into a top network that ends in one logit.
 """
 
 from collections.abc import Sequence
+from dataclasses import field
+from typing import Literal
 
+import pydantic.dataclasses
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.data.dataset.schema import DENSE_FEATURES, SPARSE_FEATURES
 from distembed.errors import UserError
+from distembed.models.base import STRICT, Model, Sizes
 from distembed.models.embedded import StackFeatures
+from distembed.models.inputs import ModelInputs
 from distembed.models.interaction import PairwiseDots
 from distembed.models.mlp import MLP
 
 
-class DLRM(nn.Module):
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class DLRMConfig:
+    """Hidden sizes of :class:`DLRM`; its input, D and 1 follow from the data and the tables.
+
+    Attributes:
+        name: ``dlrm``.
+        bottom: Hidden sizes of the network over the dense features, which ends in D.
+        top: Hidden sizes of the network over the interactions, which ends in 1.
+    """
+
+    name: Literal["dlrm"] = "dlrm"
+    bottom: Sizes = field(default_factory=lambda: [512, 256, 64])
+    top: Sizes = field(default_factory=lambda: [512, 256])
+
+    def build(self, inputs: ModelInputs) -> Model:
+        """Builds the model over all features of the dataset."""
+        embeddings, vector_names = inputs.pooled_embeddings()
+        return DLRM(embeddings, vector_names, inputs.embedding_dim, inputs.num_dense, self.bottom, self.top)
+
+
+class DLRM(Model):
     """Dense [B, I] and ids -> logits [B].
 
     Args:
@@ -28,6 +54,8 @@ class DLRM(nn.Module):
         bottom: hidden sizes of the bottom network, which ends in D.
         top: hidden sizes of the top network, which ends in 1.
     """
+
+    batch_fields = (DENSE_FEATURES, SPARSE_FEATURES)
 
     def __init__(
         self,

@@ -3,21 +3,29 @@
 Only shapes exist of these: a step of any size takes no memory, and no GPU.
 """
 
+import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
-from torchrec.sparse.jagged_tensor import KeyedTensor
+from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from distembed.models.config import DCNConfig, DLRMConfig, build_model
+from distembed.data.dataset.schema import BatchField, Schema
+from distembed.data.reader.batch import Batch
+from distembed.embedding import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig, vector_names
+from distembed.embedding.modules import embedding_modules, table_configs
+from distembed.models import Model, ModelConfig, ModelInputs
 from distembed.optim.kinds import OPTIMIZERS
+from distembed.tasks import Task
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,7 @@ class _LiveBytes(TorchDispatchMode):
 
 
 class _Arrived(torch.autograd.Function):
-    """Pooled vectors out of nothing, which only autograd keeps, and whose gradient goes nowhere."""
+    """Makes vectors out of nothing, which only autograd keeps, and whose gradient goes nowhere."""
 
     @staticmethod
     def forward(ctx: Any, origin: Tensor, num_rows: int, num_columns: int) -> Tensor:
@@ -82,52 +90,84 @@ class _Arrived(torch.autograd.Function):
         return None, None, None
 
 
-class _Tables(nn.Module):
-    """Gives a batch's pooled vectors without tables."""
+class _Vectors(nn.Module):
+    """Stands in for an embedding collection: gives the vectors that it would give, without tables."""
 
-    def __init__(self, names: Sequence[str], dim: int) -> None:
+    def __init__(self, tables: Sequence[CompositionalEmbeddingConfig]) -> None:
         super().__init__()
-        self._names, self._dim = list(names), dim
+        self._tables = tables
         self._origin = torch.empty(0, requires_grad=True)
 
-    def forward(self, num_rows: int) -> KeyedTensor:
-        count = len(self._names)
-        values = _Arrived.apply(self._origin, num_rows, count * self._dim)  # type: ignore[no-untyped-call]
-        return KeyedTensor(self._names, [self._dim] * count, values)
+    def _arrived(self, num_rows: int, num_columns: int) -> Tensor:
+        arrived: Tensor = _Arrived.apply(self._origin, num_rows, num_columns)  # type: ignore[no-untyped-call]
+        return arrived
+
+
+class _PooledVectors(_Vectors):
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        keys = {name: table.embedding_dim for table in self._tables for name in vector_names([table])}
+        return KeyedTensor(list(keys), list(keys.values()), self._arrived(features.stride(), sum(keys.values())))
+
+
+class _SequenceVectors(_Vectors):
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        outputs = {}
+        for table in self._tables:
+            for feature in table.feature_names:
+                ids = features[feature]
+                for name in table.vector_names(feature):
+                    vectors = self._arrived(len(ids.values()), table.embedding_dim)
+                    outputs[name] = JaggedTensor(vectors, lengths=ids.lengths())
+        return outputs
+
+
+class _VectorInputs(ModelInputs):
+    """Gives a model stand-ins in the place of embedding collections."""
+
+    def _make_pooled(self, tables: Sequence[CompositionalEmbeddingBagConfig]) -> nn.Module:
+        return _PooledVectors(tables)
+
+    def _make_sequences(self, tables: Sequence[CompositionalEmbeddingConfig]) -> nn.Module:
+        return _SequenceVectors(tables)
 
 
 def estimate_network(
-    config: DLRMConfig | DCNConfig,
-    vector_names: Sequence[str],
-    embedding_dim: int,
-    num_dense: int,
+    model_config: ModelConfig,
+    inputs: ModelInputs,
+    task: Task,
     num_rows: int,
     optimizer: str,
     bf16: bool,
     averages: bool,
-) -> NetworkEstimate:
+) -> NetworkEstimate | None:
     """Runs a step of a model's networks on fake tensors, which take no memory.
 
     Args:
-        config: of the model.
-        vector_names: of the pooled vectors that it takes, as for :func:`build_model`.
-        embedding_dim: D of each.
-        num_dense: number of dense features.
-        num_rows: b.
-        optimizer: name of the dense one, a key of ``OPTIMIZERS``.
-        bf16: whether the networks compute in bf16.
-        averages: whether gradients are averaged over ranks, in buckets.
+        model_config: Of the model.
+        inputs: What it is built from; embedding tables do not count here.
+        task: What it learns.
+        num_rows: b, rows of a step on one rank.
+        optimizer: Name of the dense one, a key of ``OPTIMIZERS``.
+        bf16: Whether the networks compute in bf16.
+        averages: Whether gradients are averaged over ranks, in buckets.
+
+    Returns:
+        None for a model whose step depends on values, which fake tensors do not have.
     """
     with FakeTensorMode(), FlopCounterMode(display=False) as counter, _LiveBytes() as live:
-        model = build_model(config, _Tables(vector_names, embedding_dim), vector_names, embedding_dim, num_dense)
+        model = model_config.build(_VectorInputs(inputs.schema, inputs.tables, inputs.embedding_dim))
+        _replace_collections(model)
         parameters = list(model.parameters())
         if averages:
             # a gradient goes into its bucket as soon as it is there
             for parameter in parameters:
                 parameter.register_post_accumulate_grad_hook(_drop_gradient)
-        batch = torch.empty(num_rows, num_dense), torch.empty(num_rows)
+        batch = _empty_batch(inputs.schema, num_rows)
         before = live.peak = live.now
-        _step(model, *batch, bf16)
+        try:
+            _step(model, task, batch, bf16)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            return None
         peak = live.peak - before
     trained = sum(map(_num_bytes, parameters))
     kind = OPTIMIZERS[optimizer]
@@ -137,10 +177,37 @@ def estimate_network(
     )
 
 
-def _step(model: nn.Module, dense_features: Tensor, labels: Tensor, bf16: bool) -> None:
+def _replace_collections(model: nn.Module) -> None:
+    """Puts stand-ins in the place of the collections that the model has made itself, such as TorchRec's."""
+    for path, module in embedding_modules(model).items():
+        is_pooled = isinstance(module, EmbeddingBagCollectionInterface)
+        stand_in = (_PooledVectors if is_pooled else _SequenceVectors)(table_configs(module))
+        model.set_submodule(path, stand_in)
+
+
+def _empty_batch(schema: Schema, num_rows: int) -> Batch:
+    """Returns a batch of the schema's fields, with as many ids as there are on average."""
+
+    def empty(field: BatchField) -> Tensor | KeyedJaggedTensor:
+        if not field.is_jagged:
+            return torch.empty(num_rows) if field.is_vector else torch.empty(num_rows, len(field.columns))
+        counts = [math.ceil(num_rows * feature.mean_ids_per_row) for feature in schema.categorical]
+        return KeyedJaggedTensor(
+            list(field.columns),
+            torch.empty(sum(counts), dtype=torch.int64),
+            lengths=torch.empty(num_rows * len(counts), dtype=torch.int32),
+            stride=num_rows,
+            length_per_key=counts,
+            offset_per_key=list(accumulate(counts, initial=0)),
+        )
+
+    return Batch({field.name: empty(field) for field in schema.fields}, num_rows)
+
+
+def _step(model: Model, task: Task, batch: Batch, bf16: bool) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
-        logits = model(dense_features, len(labels))
-    loss = nn.functional.binary_cross_entropy_with_logits(logits.float(), labels, reduction="sum")
+        outputs = model(*[batch[name] for name in model.batch_fields])
+    loss = task.step(outputs, batch)[0]
     loss.backward()
 
 

@@ -20,6 +20,7 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.utils import placement
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
+    ModuleShardingPlan,
     ParameterSharding,
     ShardingPlan,
     ShardingType,
@@ -145,25 +146,23 @@ def _explained(error: Any) -> str:
 
 
 def apply_saved_plan(
-    kept: SavedPlan,
-    module: str,
-    tables: Sequence[CompositionalEmbeddingConfig],
+    saved: SavedPlan,
+    tables: Mapping[str, Sequence[CompositionalEmbeddingConfig]],
     now: PlanInputs,
     fused: bool = True,
 ) -> ShardingPlan:
-    """The plan for TorchRec, if it was made for what runs now.
+    """Returns the plan for TorchRec, if it is for what runs now.
 
     Args:
-        kept: as it was read.
-        module: path of the collection within the model.
-        tables: of the collection.
-        now: what runs.
-        fused: whether FBGEMM has the tables' optimizer; else they need dense kernels.
+        saved: The plan as it was read.
+        tables: Of each collection of the model, by its path.
+        now: What runs.
+        fused: Whether FBGEMM has the tables' optimizer; else they need dense kernels.
 
     Raises:
-        UserError: with every difference, where it was made for something else, or places other tables than it says.
+        UserError: The plan is for something else, or places other tables than it says; with every difference.
     """
-    changed = kept.plan_inputs.differences(now)
+    changed = saved.plan_inputs.differences(now)
     if changed:
         nodes, listed = now.world_size // now.local_world_size, "\n  ".join(changed)
         raise UserError(
@@ -171,18 +170,23 @@ def apply_saved_plan(
             f"{nodes} --gpus {now.local_world_size} --gpu DEVICE --output FILE`, or leave --plan out:\n  {listed}"
         )
     ranks = _Ranks(now.world_size, now.local_world_size, now.device_kind, fused)
-    differences = list(_differences(kept, module, {table.name: table for table in tables}, ranks))
+    differences = [
+        difference
+        for module, own in tables.items()
+        for difference in _differences(saved, module, {table.name: table for table in own}, ranks)
+    ]
     if differences:
         listed = "\n  ".join(differences)
         raise UserError(
             "the plan does not place what it was made for, and must have been changed; plan anew, with `distembed plan "
             f"CONFIG --output FILE`:\n  {listed}"
         )
-    planned = kept.modules[module]
-    sharded = EmbeddingModuleShardingPlan()
-    for table in tables:
-        sharded[table.name] = ranks.sharding(planned[table.name])
-    return ShardingPlan({module: sharded})
+    plan: dict[str, ModuleShardingPlan] = {}
+    for module, own in tables.items():
+        plan[module] = sharded = EmbeddingModuleShardingPlan()
+        for table in own:
+            sharded[table.name] = ranks.sharding(saved.modules[module][table.name])
+    return ShardingPlan(plan)
 
 
 @dataclass(frozen=True)
@@ -213,12 +217,12 @@ class _Ranks:
 
 
 def _differences(
-    kept: SavedPlan, module: str, tables: Mapping[str, CompositionalEmbeddingConfig], ranks: _Ranks
+    saved: SavedPlan, module: str, tables: Mapping[str, CompositionalEmbeddingConfig], ranks: _Ranks
 ) -> Iterator[str]:
-    if module not in kept.modules:
-        yield f"module {module!r} is in the model and not in the plan, which has {', '.join(map(repr, kept.modules))}"
+    if module not in saved.modules:
+        yield f"module {module!r} is in the model and not in the plan, which has {', '.join(map(repr, saved.modules))}"
         return
-    planned = kept.modules[module]
+    planned = saved.modules[module]
     yield from (f"table {name!r} is in the plan and not in the model" for name in planned if name not in tables)
     for name, table in tables.items():
         if name in planned:

@@ -1,1 +1,19 @@
-"""What is learnt: the loss and the outputs of a batch, and the metrics of an evaluation."""
+"""What is learnt: each task a file with its config beside it, and the name table.
+
+A task of one's own is a config with ``name`` and ``build``, registered by ``TASKS["mine"] = MyConfig``; see
+:mod:`distembed.tasks.base`.
+"""
+
+from typing import Annotated
+
+from distembed.names import ByName
+from distembed.tasks.base import Task, TaskConfig, TaskModel
+from distembed.tasks.click import ClickConfig, ClickTask
+
+TASKS: dict[str, type[TaskConfig]] = {"click": ClickConfig}
+"""Config class by task name."""
+
+TaskSection = Annotated[TaskConfig, ByName(TASKS, "task", default="click")]
+"""The ``task`` section of a config, whose key ``name`` says which task it is of."""
+
+__all__ = ["TASKS", "ClickConfig", "ClickTask", "Task", "TaskConfig", "TaskModel", "TaskSection"]

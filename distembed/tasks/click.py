@@ -1,34 +1,65 @@
-"""What a pipeline steps: a model with its loss, and the TorchRec pipeline around it."""
+"""Whether a row is clicked: binary cross-entropy of a logit, and the metrics of a binary classifier."""
 
-import torch
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pydantic.dataclasses
 from jaxtyping import Float
+from pydantic import ConfigDict
 from torch import Tensor, nn
 
+from distembed.data.dataset.schema import LABELS
 from distembed.data.reader.batch import Batch
+from distembed.tasks.base import Outputs, Rows, Task
+from distembed.tasks.binary_metrics import BinaryMetrics, calibration_bins, exact_auc, sigmoid
 
-StepOutput = tuple[Float[Tensor, ""], Float[Tensor, " batch"], Float[Tensor, " batch"]]
-"""This rank's share of the mean loss times the number of ranks, its logits, its labels."""
+
+@pydantic.dataclasses.dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
+class ClickConfig:
+    """The ``task`` section of a config for :class:`ClickTask`, which has no settings."""
+
+    name: Literal["click"] = "click"
+
+    def build(self) -> Task:
+        """Builds the task."""
+        return ClickTask()
 
 
-class ClickTask(nn.Module):
-    """Batch -> (loss, step output), with the networks in bf16 where asked.
+class ClickTask(Task):
+    """Predicts the label, 0 or 1, of each row from a model that returns logits [batch]."""
 
-    A rank's loss is the sum over its own rows times ``world_size / global_batch_size``: the gradients' mean over ranks
-    is then that of the whole batch, also when ranks hold unequally many rows.
-    """
+    batch_fields = (LABELS,)
+    outputs = ("logits", "labels")
+    headline = "auc"
+    higher_is_better = True
+    prediction_columns = ("prediction", "label")
 
-    def __init__(self, model: nn.Module, world_size: int, device: torch.device, bf16: bool) -> None:
-        super().__init__()
-        self.model = model
-        self._world_size = world_size
-        self._device_type = device.type
-        self._bf16 = bf16
+    def step(self, outputs: Float[Tensor, " batch"], batch: Batch) -> tuple[Tensor, Outputs]:
+        logits, labels = outputs.float(), batch[LABELS]
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+        return loss, {"logits": logits, "labels": labels}
 
-    def forward(self, batch: Batch) -> tuple[Tensor, StepOutput]:
-        """Runs the model on this rank's rows."""
-        with torch.autocast(self._device_type, dtype=torch.bfloat16, enabled=self._bf16):
-            logits = self.model(batch.dense_features, batch.sparse_features)
-        logits = logits.float()
-        total = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels, reduction="sum")
-        loss = total * (self._world_size / batch.global_batch_size)
-        return loss, (loss.detach(), logits.detach(), batch.labels)
+    def metrics(self, rows: Rows) -> dict[str, float]:
+        return dataclasses.asdict(BinaryMetrics.of(rows["logits"], rows["labels"]))
+
+    def training_metrics(self, rows: Rows) -> dict[str, float]:
+        return {"auc": exact_auc(rows["logits"], rows["labels"])}
+
+    def predictions(self, rows: Rows) -> dict[str, npt.NDArray[np.float32]]:
+        return {"prediction": sigmoid(rows["logits"]).astype(np.float32), "label": rows["labels"]}
+
+    def details(self, rows: Rows) -> dict[str, Any]:
+        return {"calibration_bins": calibration_bins(rows["logits"], rows["labels"])}
+
+    def describe(self, metrics: Mapping[str, Any]) -> str:
+        return (
+            f"logloss {metrics['logloss']:.4f}  AUC {metrics['auc']:.4f}  "
+            f"normalised entropy {metrics['normalized_entropy']:.4f}  calibration {metrics['calibration']:.4f}  "
+            f"accuracy {metrics['accuracy']:.4f}  ({metrics['rows']:,} rows)"
+        )
+
+    def describe_training(self, metrics: Mapping[str, Any]) -> str:
+        return f"AUC {metrics['auc']:.4f}"

@@ -1,40 +1,171 @@
-"""From a config to a model that is ready to step."""
+"""From a config and a dataset's schema to a model that is ready to step, or to be planned for absent ranks."""
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 
-from distembed.config.train import TrainConfig
+from distembed.config import Config, TrainConfig
 from distembed.data.dataset.schema import Schema
-from distembed.embedding import CompositionalEmbeddingBagCollection, EmbeddingConfig, build_tables, vector_names
-from distembed.embedding.config import CompositionalEmbeddingConfig
-from distembed.models.config import DCNConfig, DLRMConfig, build_model
+from distembed.embedding.modules import embedding_modules, table_configs, vector_parameters
+from distembed.models import Model, ModelInputs
 from distembed.optim.declared import TableOptimizers
 from distembed.optim.optimizers import Optimizers, fuse_sparse_optimizer, needs_dense_kernel
-from distembed.planning import PlanConfig, make_plan
+from distembed.planning import make_plan
 from distembed.planning.networks import estimate_network
 from distembed.planning.plan_inputs import PlanInputs, table_plan_inputs
 from distembed.planning.saved_plan import SavedPlan, apply_saved_plan
 from distembed.planning.workload import Workload
 from distembed.ranks import Ranks
-from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
+from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, CompositionalEmbeddingCollectionSharder
 from distembed.sse import SSE, graph_bytes
 from distembed.sse.perturbation import Perturbation
-from distembed.tasks.click import ClickTask
+from distembed.tasks import Task, TaskModel
+from distembed.tasks.base import require_fields
 from distembed.training.pipeline import StepPipeline
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A config on a dataset, for ranks of one kind: all that a model and its plan follow from.
+
+    Attributes:
+        config: The whole config.
+        schema: Of the dataset.
+        world_size: Number of ranks.
+        local_world_size: Number of ranks on a machine.
+        device: Of a rank; of a CUDA device that is not there its type is enough.
+        bf16: Whether the networks compute in bf16.
+        sse: By feature, how ids are replaced in training.
+    """
+
+    config: Config
+    schema: Schema
+    world_size: int
+    local_world_size: int
+    device: torch.device
+    bf16: bool
+    sse: Mapping[str, SSE] = field(default_factory=dict)
+
+    @classmethod
+    def for_ranks(cls, config: Config, schema: Schema, ranks: Ranks, sse: Mapping[str, SSE]) -> "Blueprint":
+        """Returns that of the ranks that are here."""
+        bf16 = use_bf16(config.train.precision, ranks.device)
+        return cls(config, schema, ranks.world_size, ranks.local_world_size, ranks.device, bf16, sse)
+
+    @cached_property
+    def task(self) -> Task:
+        """What the model learns."""
+        return self.config.task.build()
+
+    @cached_property
+    def model_inputs(self) -> ModelInputs:
+        """What the model is built from."""
+        return ModelInputs.from_config(self.schema, self.config.embedding, self.config.train.seed, self.sse)
+
+    @property
+    def sharders(self) -> list[ModuleSharder[Any]]:
+        """The sharders of every collection that a model may have, ours and TorchRec's."""
+        host_memory = self.config.plan.host_memory
+        return [
+            CompositionalEmbeddingBagCollectionSharder(host_memory=host_memory),
+            CompositionalEmbeddingCollectionSharder(host_memory=host_memory),
+            EmbeddingBagCollectionSharder(),
+            EmbeddingCollectionSharder(),
+        ]
+
+    def build_unsharded(self) -> Model:
+        """Builds the model with its tables on the meta device, where they take no memory.
+
+        Raises:
+            UserError: The dataset's batches lack a field that the model or the task takes, or a table cannot be made as
+                it is set.
+        """
+        model = self.config.model.build(self.model_inputs)
+        require_fields(model, self.task, {each.name: each for each in self.schema.fields})
+        return model
+
+    def build_plannable(self) -> TaskModel:
+        """Builds the model with its loss as it is planned: tables are on the meta device, marked with their optimizer.
+
+        Raises:
+            UserError: As :meth:`build_unsharded`, or FBGEMM has no such optimizer on the device.
+        """
+        model = self.build_unsharded()
+        # functions of path-based tables are trained with the networks
+        vectors = [weight for module in embedding_modules(model).values() for weight in vector_parameters(module)]
+        fuse_sparse_optimizer(vectors, self.config.train.sparse_optimizer, self.device)
+        return TaskModel(model, self.task, self.world_size, self.device, self.bf16)
+
+    def workload(self) -> Workload:
+        """Estimates what a step takes beside the tables."""
+        train, features = self.config.train, self.schema.categorical
+        network = estimate_network(
+            self.config.model,
+            self.model_inputs,
+            self.task,
+            math.ceil(train.batch_size / self.world_size),
+            train.dense_optimizer.name,
+            self.bf16,
+            averages=self.world_size > 1,
+        )
+        return Workload(
+            batch_size=train.batch_size,
+            ids_per_row={feature.name: feature.mean_ids_per_row for feature in features},
+            multi_hot={feature.name for feature in features if feature.multi_hot},
+            num_dense=len(self.schema.dense),
+            network=network,
+            bf16=self.bf16,
+            logged_steps=train.log_every,
+            graph_bytes=graph_bytes(self.sse, self.device.type),
+        )
+
+    def plan_inputs(self, model: nn.Module) -> PlanInputs:
+        """Returns what a plan of this model is for, as it is saved beside the plan."""
+        tables = [table for module in embedding_modules(model).values() for table in table_configs(module)]
+        return PlanInputs(
+            world_size=self.world_size,
+            local_world_size=self.local_world_size,
+            device_kind=self.device.type,
+            batch_size=self.config.train.batch_size,
+            model=dataclasses.asdict(self.config.model),
+            sparse_optimizer=self.config.train.sparse_optimizer.name,
+            dense_optimizer=self.config.train.dense_optimizer.name,
+            tables=table_plan_inputs(tables),
+        )
+
+
+def table_optimizers(train: TrainConfig) -> TableOptimizers:
+    """Returns what trains the tables, by name."""
+    is_fused = not needs_dense_kernel(train.sparse_optimizer)
+    return TableOptimizers(train.sparse_optimizer.name, train.dense_optimizer.name, is_fused)
 
 
 @dataclass
 class TrainingState:
-    """A sharded model, its optimizers and the pipeline that steps them; its plan, and what that was made for."""
+    """A sharded model, its optimizers and the pipeline that steps them, with its plan.
+
+    Attributes:
+        model: The task's model under ``DistributedModelParallel``.
+        task: What it learns.
+        optimizers: Of all its parameters.
+        pipeline: Steps it.
+        plan: Where its tables are.
+        plan_inputs: What the plan is for.
+        bf16: Whether the networks compute in bf16.
+    """
 
     model: DistributedModelParallel
+    task: Task
     optimizers: Optimizers
     pipeline: StepPipeline
     plan: ShardingPlan
@@ -42,182 +173,79 @@ class TrainingState:
     bf16: bool
 
 
-def build_unsharded(
-    model: DLRMConfig | DCNConfig,
-    embedding: EmbeddingConfig,
-    schema: Schema,
-    seed: int = 0,
-    sse: Mapping[str, SSE] | None = None,
-) -> nn.Module:
-    """The model with its tables on the meta device, which takes no memory for them."""
-    tables = build_tables(schema.categorical, embedding, seed, sse)
-    collection = CompositionalEmbeddingBagCollection(tables, device="meta")
-    names = vector_names(tables)
-    return build_model(model, collection, names, embedding.default.embedding_dim, len(schema.dense))
+@dataclass(frozen=True)
+class PlanChoice:
+    """Plans from before, which are taken in place of a new one.
 
+    Attributes:
+        required: A plan that has to be for what is built; None where there is none such.
+        preferred: A plan that is taken where it is for what is built; else tables are planned anew.
+    """
 
-def build_plannable(
-    model: DLRMConfig | DCNConfig,
-    embedding: EmbeddingConfig,
-    train: TrainConfig,
-    schema: Schema,
-    world_size: int,
-    device: torch.device,
-    bf16: bool = False,
-    sse: Mapping[str, SSE] | None = None,
-) -> ClickTask:
-    """The model with its loss as a plan is made for it: tables on the meta device, marked with their optimizer."""
-    unsharded = build_unsharded(model, embedding, schema, train.seed, sse)
-    # functions of path-based tables are trained with the networks
-    vectors = unsharded.get_submodule("embeddings.embedding_bags").parameters()
-    fuse_sparse_optimizer(vectors, train.sparse_optimizer, device)
-    return ClickTask(unsharded, world_size, device, bf16)
+    required: SavedPlan | None = None
+    preferred: SavedPlan | None = None
 
-
-def workload_of(
-    task: ClickTask,
-    model: DLRMConfig | DCNConfig,
-    embedding: EmbeddingConfig,
-    train: TrainConfig,
-    schema: Schema,
-    world_size: int,
-    bf16: bool,
-    device_kind: str,
-    sse: Mapping[str, SSE] | None = None,
-) -> Workload:
-    """What a step of a plannable model brings along, as a plan reckons with it."""
-    collection = task.model.get_submodule("embeddings")
-    assert isinstance(collection, CompositionalEmbeddingBagCollection)
-    network = estimate_network(
-        model,
-        vector_names(collection.tables()),
-        embedding.default.embedding_dim,
-        len(schema.dense),
-        math.ceil(train.batch_size / world_size),
-        train.dense_optimizer.name,
-        bf16,
-        averages=world_size > 1,
-    )
-    return Workload(
-        batch_size=train.batch_size,
-        ids_per_row={feature.name: feature.mean_ids_per_row for feature in schema.categorical},
-        multi_hot={feature.name for feature in schema.categorical if feature.multi_hot},
-        num_dense=len(schema.dense),
-        network=network,
-        bf16=bf16,
-        logged_steps=train.log_every,
-        graph_bytes=graph_bytes(sse or {}, device_kind),
-    )
-
-
-def table_optimizers(train: TrainConfig) -> TableOptimizers:
-    """What trains the tables, as a plan reckons with it."""
-    is_fused = not needs_dense_kernel(train.sparse_optimizer)
-    return TableOptimizers(train.sparse_optimizer.name, train.dense_optimizer.name, is_fused)
-
-
-def plan_inputs(
-    model: DLRMConfig | DCNConfig,
-    train: TrainConfig,
-    tables: Sequence[CompositionalEmbeddingConfig],
-    world_size: int,
-    local_world_size: int,
-    device_kind: str,
-) -> PlanInputs:
-    """What a plan of these tables is made for, as it is kept beside the plan."""
-    return PlanInputs(
-        world_size=world_size,
-        local_world_size=local_world_size,
-        device_kind=device_kind,
-        batch_size=train.batch_size,
-        model=dataclasses.asdict(model),
-        sparse_optimizer=train.sparse_optimizer.name,
-        dense_optimizer=train.dense_optimizer.name,
-        tables=table_plan_inputs(tables),
-    )
+    def for_inputs(self, inputs: PlanInputs) -> SavedPlan | None:
+        """Returns the plan to apply; None where tables are to be planned anew."""
+        if self.required is None and self.preferred is not None and not self.preferred.plan_inputs.differences(inputs):
+            return self.preferred
+        return self.required
 
 
 def build_training_state(
-    model_config: DLRMConfig | DCNConfig,
-    embedding_config: EmbeddingConfig,
-    train: TrainConfig,
-    plan_config: PlanConfig,
-    schema: Schema,
-    processes: Ranks,
-    num_steps: int,
-    sse: Mapping[str, SSE] | None = None,
-    saved_plan: SavedPlan | None = None,
-    previous_plan: SavedPlan | None = None,
+    blueprint: Blueprint, ranks: Ranks, num_steps: int, plans: PlanChoice | None = None
 ) -> TrainingState:
-    """Builds, plans and shards; the weights depend on the seed alone. All ranks call it.
+    """Builds, plans and shards a model; the weights depend on the seed alone. All ranks call it.
 
-    With ``sse`` ids of the named tables are replaced in training. With ``saved_plan`` nothing is planned anew,
-    nor with ``previous_plan`` where that was made for what is built here.
+    Args:
+        blueprint: What is built, for these ranks.
+        ranks: This rank among all.
+        num_steps: Of the run, for the schedules of learning rates.
+        plans: Plans from before.
 
     Raises:
-        UserError: where ``saved_plan`` was made for something else.
+        UserError: A required plan is for something else.
+        RunError: The tables do not fit.
     """
-    torch.manual_seed(train.seed)
-    bf16 = use_bf16(train.precision, processes.device)
-    task = build_plannable(
-        model_config, embedding_config, train, schema, processes.world_size, processes.device, bf16, sse
-    )
-    _move_dense(task.model, processes.device)
-    sharders = [CompositionalEmbeddingBagCollectionSharder(host_memory=plan_config.host_memory)]
-    path, collection = _collection_of(task)
-    sizes = processes.world_size, processes.local_world_size
-    now = plan_inputs(model_config, train, collection.tables(), *sizes, processes.device.type)
-    if saved_plan is None and previous_plan is not None and not previous_plan.plan_inputs.differences(now):
-        saved_plan = previous_plan
-    if saved_plan is not None:
-        plan = apply_saved_plan(saved_plan, path, collection.tables(), now, table_optimizers(train).is_fused)
+    torch.manual_seed(blueprint.config.train.seed)
+    task_model, sharders = blueprint.build_plannable(), blueprint.sharders
+    collections = embedding_modules(task_model)
+    _move_networks(task_model, set(collections), ranks.device)
+    inputs = blueprint.plan_inputs(task_model)
+    tables_trained_by = table_optimizers(blueprint.config.train)
+    saved = (plans or PlanChoice()).for_inputs(inputs)
+    if saved is not None:
+        tables = {path: table_configs(module) for path, module in collections.items()}
+        plan = apply_saved_plan(saved, tables, inputs, tables_trained_by.is_fused)
     else:
         plan = make_plan(
-            task,
+            task_model,
             sharders,
-            processes,
-            workload=workload_of(
-                task,
-                model_config,
-                embedding_config,
-                train,
-                schema,
-                processes.world_size,
-                bf16,
-                processes.device.type,
-                sse,
-            ),
-            config=plan_config,
-            optimizers=table_optimizers(train),
+            ranks,
+            workload=blueprint.workload(),
+            config=blueprint.config.plan,
+            optimizers=tables_trained_by,
         )
     model = DistributedModelParallel(
-        task,
+        task_model,
         env=ShardingEnv.from_process_group(torch.distributed.group.WORLD),
-        device=processes.device,
+        device=ranks.device,
         plan=plan,
         sharders=sharders,
         # one rank has nothing to average: without DistributedDataParallel its small steps are faster
-        init_data_parallel=processes.world_size > 1,
+        init_data_parallel=ranks.world_size > 1,
     )
     for module in model.modules():
         if isinstance(module, Perturbation):
             module.in_place = True  # nobody looks at a batch of the reader's but the model, and once
+    train = blueprint.config.train
     optimizers = Optimizers(model, train.dense_optimizer, train.sparse_optimizer, num_steps)
-    return TrainingState(model, optimizers, StepPipeline(model, optimizers.combined, processes), plan, now, bf16)
-
-
-def _collection_of(task: ClickTask) -> tuple[str, CompositionalEmbeddingBagCollection]:
-    """The model's one collection, and its path."""
-    (found,) = [
-        (name, module)
-        for name, module in task.named_modules()
-        if isinstance(module, CompositionalEmbeddingBagCollection)
-    ]
-    return found
+    pipeline = StepPipeline(model, optimizers.combined, ranks)
+    return TrainingState(model, task_model.task, optimizers, pipeline, plan, inputs, blueprint.bf16)
 
 
 def use_bf16(precision: str, device: torch.device) -> bool:
-    """Whether the networks compute in bf16; ``auto`` says yes where the processor does so natively."""
+    """Returns whether networks compute in bf16; ``auto`` says yes where the processor does so natively."""
     if precision != "auto":
         return precision == "bf16"
     if device.type == "cuda":
@@ -226,9 +254,14 @@ def use_bf16(precision: str, device: torch.device) -> bool:
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("bf16"))
 
 
-def _move_dense(model: nn.Module, device: torch.device) -> None:
-    for name, child in model.named_children():
-        if name != "embeddings":
-            child.to(device)
-    for name, buffer in model.named_buffers(recurse=False):
-        setattr(model, name, buffer.to(device))
+def _move_networks(module: nn.Module, collections: set[str], device: torch.device, path: str = "") -> None:
+    """Moves all but the embedding collections, which lie on the meta device, to the device."""
+    for name, child in module.named_children():
+        child_path = f"{path}.{name}" if path else name
+        if child_path in collections:
+            continue
+        _move_networks(child, collections, device, child_path)
+    for parameter in module.parameters(recurse=False):
+        parameter.data = parameter.data.to(device)
+    for name, buffer in module.named_buffers(recurse=False):
+        setattr(module, name, buffer.to(device))

@@ -1,7 +1,6 @@
-"""Evaluation on a split: every row once, over all ranks, with exact metrics on rank 0."""
+"""Evaluation on a split: every row once, over all ranks, with the task's metrics on rank 0."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -11,71 +10,61 @@ from torch import Tensor
 
 from distembed.data.reader import BatchOrder, BatchReader
 from distembed.ranks import Ranks
-from distembed.tasks.binary_metrics import BinaryMetrics, calibration_bins
+from distembed.tasks.base import Outputs, Rows
 from distembed.training.build import TrainingState
 
 EVALUATION_BATCH_SIZE = 8192
 """Rows a rank; larger than a training batch, since nothing is kept for a backward pass."""
 
 
-@dataclass(frozen=True)
-class Scores:
-    """Logits [N] and labels [N] of a split's rows, gathered on rank 0 and empty elsewhere."""
+def score_split(state: TrainingState, dataset: str, split: str, ranks: Ranks) -> Rows:
+    """Returns the task's outputs of all rows of a split, in no particular order; all ranks call it.
 
-    logits: npt.NDArray[np.float32]
-    labels: npt.NDArray[np.float32]
-
-    def metrics(self) -> BinaryMetrics:
-        """All metrics of the rows."""
-        return BinaryMetrics.of(self.logits, self.labels)
-
-    def calibration_bins(self) -> list[dict[str, float]]:
-        """The reliability diagram's points."""
-        return calibration_bins(self.logits, self.labels)
+    Returns:
+        Each output by its name on rank 0, and no rows of it elsewhere.
+    """
+    outputs: dict[str, list[Tensor]] = {name: [torch.empty(0)] for name in state.task.outputs}
+    for batch_outputs in score_batches(state, dataset, split, ranks):
+        for name, values in batch_outputs.items():
+            outputs[name].append(values)
+    return {name: gather_rows(torch.cat(values), ranks) for name, values in outputs.items()}
 
 
-def score_split(training_state: TrainingState, dataset: str, split: str, processes: Ranks) -> Scores:
-    """Scores of all rows of a split, in no particular order; all ranks call it."""
-    logits, labels = [torch.empty(0)], [torch.empty(0)]
-    for batch_logits, batch_labels in score_batches(training_state, dataset, split, processes):
-        logits.append(batch_logits)
-        labels.append(batch_labels)
-    return Scores(gather_rows(torch.cat(logits), processes), gather_rows(torch.cat(labels), processes))
-
-
-def score_batches(
-    training_state: TrainingState, dataset: str, split: str, processes: Ranks
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's logits and labels of each global batch, in file order; all ranks call it."""
+def score_batches(state: TrainingState, dataset: str, split: str, ranks: Ranks) -> Iterator[Outputs]:
+    """Yields the task's outputs of this rank's rows of each global batch, in the file's order; all ranks call it."""
     reader = BatchReader(
         dataset,
         split,
-        BatchOrder(EVALUATION_BATCH_SIZE * processes.world_size, shuffle=False),
-        rank=processes.rank,
-        world_size=processes.world_size,
+        BatchOrder(EVALUATION_BATCH_SIZE * ranks.world_size, shuffle=False),
+        rank=ranks.rank,
+        world_size=ranks.world_size,
     )
-    was_training = training_state.model.training
-    training_state.model.eval()
+    was_training = state.model.training
+    state.model.eval()
     try:
         with torch.no_grad():
-            for _, logits, labels in training_state.pipeline.outputs(iter(reader)):
-                yield logits.cpu(), labels.cpu()
+            for _, outputs in state.pipeline.outputs(iter(reader)):
+                yield {name: values.cpu() for name, values in outputs.items()}
     finally:
-        training_state.model.train(was_training)
+        state.model.train(was_training)
         reader.close()
 
 
-def gather_rows(rows: Tensor, processes: Ranks) -> npt.NDArray[np.float32]:
-    """Rows [n] of all ranks, rank after rank, on rank 0, which may be unequally many; all ranks call it."""
-    if processes.world_size == 1:
+def gather_rows(rows: Tensor, ranks: Ranks) -> npt.NDArray[np.float32]:
+    """Gathers rows [n, ...] of all ranks, which may be unequally many, rank after rank; all ranks call it.
+
+    Returns:
+        All rows on rank 0, and none elsewhere.
+    """
+    if ranks.world_size == 1:
         return rows.cpu().numpy()
-    rows = rows.to(processes.device)
-    counts = [torch.zeros(1, dtype=torch.long, device=rows.device) for _ in range(processes.world_size)]
+    rows = rows.to(ranks.device)
+    counts = [torch.zeros(1, dtype=torch.long, device=rows.device) for _ in range(ranks.world_size)]
     dist.all_gather(counts, torch.tensor([len(rows)], device=rows.device))
     longest = int(max(count.item() for count in counts))
-    padded = torch.cat([rows, rows.new_zeros(longest - len(rows))])
-    gathered = [torch.empty_like(padded) for _ in counts] if processes.is_first else None
+    padded = torch.cat([rows, rows.new_zeros(longest - len(rows), *rows.shape[1:])])
+    gathered = [torch.empty_like(padded) for _ in counts] if ranks.is_first else None
     dist.gather(padded, gathered, dst=0)
     if gathered is None:
-        return np.empty(0, np.float32)
+        return np.empty((0, *rows.shape[1:]), np.float32)
     return torch.cat([part[: int(n)] for part, n in zip(gathered, counts, strict=True)]).cpu().numpy()

@@ -1,87 +1,84 @@
 """A trained run, read back: evaluated on a split, or used to predict one."""
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
-from torch import Tensor
 
 from distembed.checkpoints import load_checkpoint
 from distembed.checkpoints.run_checkpoints import newest_checkpoint
-from distembed.config.train import TrainConfig
+from distembed.config import Config
 from distembed.data.dataset.manifest import Manifest
-from distembed.embedding import EmbeddingConfig
 from distembed.errors import UserError
 from distembed.files import whole_file
-from distembed.models.config import DCNConfig, DLRMConfig
 from distembed.optim.config import SparseOptimizerConfig
-from distembed.planning import PlanConfig
 from distembed.ranks import Ranks
-from distembed.tasks.binary_metrics import sigmoid
-from distembed.training.build import TrainingState, build_training_state
-from distembed.training.evaluation import gather_rows, score_batches
+from distembed.training.build import Blueprint, TrainingState, build_training_state
+from distembed.training.evaluation import gather_rows, score_batches, score_split
 
 PREDICTION_FORMATS = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWriter}
 """Writer class by the output file's suffix."""
 
-_COLUMNS = pa.schema([("prediction", pa.float32()), ("label", pa.float32())])
 
+def load_training_state(run_dir: Path, dataset: str, config: Config, ranks: Ranks) -> TrainingState:
+    """Returns the model of a run's newest checkpoint, shaped for the given dataset; all ranks call it.
 
-def load_training_state(
-    run_dir: Path,
-    dataset: str,
-    model: DLRMConfig | DCNConfig,
-    embedding: EmbeddingConfig,
-    train: TrainConfig,
-    plan: PlanConfig,
-    processes: Ranks,
-) -> TrainingState:
-    """The model of a run's newest checkpoint, shaped for the given dataset; all ranks call it.
+    Args:
+        run_dir: The run's folder.
+        dataset: The folder of a dataset with the same tables.
+        config: Of the run.
+        ranks: This rank among all.
 
     Raises:
-        UserError: where the run has no checkpoint, or the dataset has other tables than the run was trained on.
+        UserError: The run has no checkpoint, or the dataset has other tables than the run was trained on.
     """
-    checkpoint = newest_checkpoint(run_dir, train.checkpoint_dir)
+    checkpoint = newest_checkpoint(run_dir, config.train.checkpoint_dir)
     # nothing is trained: any optimizer will do that every device has
-    train = dataclasses.replace(train, sparse_optimizer=SparseOptimizerConfig(name="sgd"))
-    training_state = build_training_state(
-        model, embedding, train, plan, Manifest.load(dataset).schema, processes, num_steps=1
-    )
-    load_checkpoint(checkpoint, training_state.model)
-    return training_state
+    train = dataclasses.replace(config.train, sparse_optimizer=SparseOptimizerConfig(name="sgd"))
+    config = dataclasses.replace(config, train=train)
+    blueprint = Blueprint.for_ranks(config, Manifest.load(dataset).schema, ranks, {})
+    state = build_training_state(blueprint, ranks, num_steps=1)
+    load_checkpoint(checkpoint, state.model)
+    return state
 
 
-def predict_split(training_state: TrainingState, dataset: str, split: str, output: Path, processes: Ranks) -> int:
-    """Writes a row a sample, in the split's order: probability of a click, and the label; all ranks call it.
+def evaluate_split(state: TrainingState, dataset: str, split: str, ranks: Ranks) -> dict[str, Any]:
+    """Returns the name of a split and the task's metrics of it on rank 0 (elsewhere of no rows); all ranks call it."""
+    return {"split": split, **state.task.metrics(score_split(state, dataset, split, ranks))}
+
+
+def describe_metrics(state: TrainingState, metrics: dict[str, Any]) -> str:
+    """Returns one line of what :func:`evaluate_split` returned."""
+    return f"{metrics['split']}: {state.task.describe(metrics)}"
+
+
+def predict_split(state: TrainingState, dataset: str, split: str, output: Path, ranks: Ranks) -> int:
+    """Writes what the task predicts of each row, in the split's order, one a row; all ranks call it.
 
     Returns:
         The number of rows, on rank 0.
 
     Raises:
-        UserError: for a file suffix other than ``.parquet`` and ``.csv``.
-        RunError: where the file cannot be written.
+        UserError: The file's suffix is neither ``.parquet`` nor ``.csv``.
+        RunError: The file cannot be written.
     """
     if output.suffix not in PREDICTION_FORMATS:
         raise UserError(f"--output {output} ends in {output.suffix!r}; known: {', '.join(PREDICTION_FORMATS)}.")
-    if not processes.is_first:
-        for logits, labels in score_batches(training_state, dataset, split, processes):
-            _gather(logits, labels, processes)
+    if not ranks.is_first:
+        for outputs in score_batches(state, dataset, split, ranks):
+            for values in outputs.values():
+                gather_rows(values, ranks)
         return 0
     num_rows = 0
-    with whole_file(output) as temporary, PREDICTION_FORMATS[output.suffix](temporary, _COLUMNS) as writer:
-        for logits, labels in score_batches(training_state, dataset, split, processes):
-            columns = _gather(logits, labels, processes)
-            num_rows += len(columns["label"])
-            writer.write_table(pa.table(dict(columns), schema=_COLUMNS))
+    columns = pa.schema([(name, pa.float32()) for name in state.task.prediction_columns])
+    with whole_file(output) as temporary, PREDICTION_FORMATS[output.suffix](temporary, columns) as writer:
+        for outputs in score_batches(state, dataset, split, ranks):
+            # ranks hold neighbouring slices of a batch, so rank after rank is the file's order
+            rows = {name: gather_rows(values, ranks) for name, values in outputs.items()}
+            table = pa.table(state.task.predictions(rows), schema=columns)
+            num_rows += len(table)
+            writer.write_table(table)
     return num_rows
-
-
-def _gather(logits: Tensor, labels: Tensor, processes: Ranks) -> Mapping[str, Any]:
-    # ranks hold neighbouring slices of a batch, so rank after rank is the file's order
-    logits_of_all, labels_of_all = gather_rows(logits, processes), gather_rows(labels, processes)
-    return {"prediction": sigmoid(logits_of_all).astype(np.float32), "label": labels_of_all}

@@ -10,8 +10,12 @@ import pyarrow.parquet as pq
 
 from distembed.checkpoints.checkpoint import load_weights
 from distembed.checkpoints.run_checkpoints import newest_checkpoint
-from distembed.embedding import CompositionalEmbeddingBagConfig, materialise
+from distembed.config import Config
+from distembed.data.dataset.schema import Schema
+from distembed.embedding import materialise
+from distembed.embedding.modules import embedding_modules, table_configs, weight_names_of_table
 from distembed.errors import UserError
+from distembed.models import ModelInputs
 from distembed.names import one_of
 
 _FEW = 5
@@ -29,29 +33,36 @@ class MaterialisedTable:
 
 def materialise_run(
     run_dir: Path,
-    tables: Sequence[CompositionalEmbeddingBagConfig],
+    config: Config,
+    schema: Schema,
     output: Path,
     names: Sequence[str] = (),
     ids_file: Path | None = None,
     overwrite: bool = False,
-    checkpoint_dir: str | None = None,
 ) -> Iterator[MaterialisedTable]:
-    """Writes ``<output>/<table>.parquet`` for one table after the other, and tells of each when it is there.
+    """Writes ``<output>/<table>.parquet`` for one table after the other, and yields each once it is written.
 
     Args:
-        run_dir: of a run with a checkpoint.
-        tables: all of the run's.
-        output: folder, made if it is not there.
-        names: tables to write; all unless given.
+        run_dir: The folder of a run with a checkpoint.
+        config: Of the run.
+        schema: Of its dataset.
+        output: A folder, made if it is not there.
+        names: Tables to write; all unless given.
         ids_file: Parquet file of the ids to write, for one table; all ids of a table unless given.
-        overwrite: whether files that are there are replaced.
-        checkpoint_dir: the run's ``train.checkpoint_dir``.
+        overwrite: Whether files that are there are replaced.
 
     Raises:
-        UserError: for a table that the run does not have, a file that is there, ids that cannot be read, or a table
-            that hashes its ids when none are given.
-        RunError: where a file cannot be written.
+        UserError: The run has no such table, a file is there, ids cannot be read, or none are given and a table hashes
+            its ids.
+        RunError: A file cannot be written.
     """
+    collections = embedding_modules(config.model.build(ModelInputs.from_config(schema, config.embedding)))
+    tables = [table for module in collections.values() for table in table_configs(module)]
+    weight_names = {
+        table.name: weight_names_of_table(module, table)
+        for module in collections.values()
+        for table in table_configs(module)
+    }
     known = {table.name: table for table in tables}
     wanted = [known[one_of("--table", name, known)] for name in dict.fromkeys(names)] or list(tables)
     if ids_file is not None and len(wanted) != 1:
@@ -69,10 +80,10 @@ def materialise_run(
     if there and not overwrite:
         raise UserError(f"{there[0]} is there already; add --overwrite to replace it, or give another --output.")
     column = None if ids_file is None else _id_column(ids_file)
-    checkpoint = newest_checkpoint(run_dir, checkpoint_dir)
+    checkpoint = newest_checkpoint(run_dir, config.train.checkpoint_dir)
     for table, path in zip(wanted, paths, strict=True):
         started = time.perf_counter()
-        weights = load_weights(checkpoint, _weight_names(table))
+        weights = load_weights(checkpoint, weight_names[table.name])
         ids = None if ids_file is None or column is None else _read_ids(ids_file, column)
         num_rows = materialise(table, weights, path, ids)
         yield MaterialisedTable(table.name, path, num_rows, time.perf_counter() - started)
@@ -83,13 +94,6 @@ def _others(names: Sequence[str]) -> str:
         return ""
     more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
     return f" Without --ids, --table takes any of the others: {', '.join(names[:_FEW])}{more}."
-
-
-def _weight_names(table: CompositionalEmbeddingBagConfig) -> list[str]:
-    return [
-        f"functions.{part.name}" if part.is_function else f"embedding_bags.{part.name}.weight"
-        for part in table.partition_tables()
-    ]
 
 
 def _id_column(path: Path) -> str:

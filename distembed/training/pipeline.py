@@ -1,4 +1,4 @@
-"""The TorchRec pipeline around a task, which overlaps the ids' all-to-all with the step before."""
+"""The TorchRec pipeline around a task's model, which overlaps the ids' all-to-all with the step before."""
 
 from collections.abc import Iterator
 
@@ -9,16 +9,22 @@ from torchrec.optim.keyed import KeyedOptimizer
 from distembed.data.reader.batch import Batch
 from distembed.planning.workload import overlaps
 from distembed.ranks import Ranks
-from distembed.tasks.click import StepOutput
+from distembed.tasks.base import StepOutput
 
 
 class StepPipeline:
-    """TorchRec's pipeline: overlaps the ids' all-to-all with the step, where there is anything to overlap."""
+    """Steps a model through batches; works ahead of the step where there is a transfer or an exchange to overlap.
 
-    def __init__(self, task: nn.Module, optimizer: KeyedOptimizer, processes: Ranks) -> None:
-        works_ahead = overlaps(processes.device.type, processes.world_size)
+    Args:
+        model: A :class:`distembed.tasks.TaskModel` under ``DistributedModelParallel``.
+        optimizer: Of all its parameters.
+        ranks: This rank among all.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: KeyedOptimizer, ranks: Ranks) -> None:
+        works_ahead = overlaps(ranks.device.type, ranks.world_size)
         pipeline = TrainPipelineSparseDist if works_ahead else TrainPipelineBase
-        self._pipeline = pipeline(task, optimizer, processes.device)
+        self._pipeline = pipeline(model, optimizer, ranks.device)
         self._restarts = not works_ahead
 
     def outputs(self, batches: Iterator[Batch]) -> Iterator[StepOutput]:

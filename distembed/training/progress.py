@@ -1,7 +1,4 @@
-"""What a run prints: a live bar in a terminal, plain lines elsewhere, nothing on ranks other than 0."""
-
-from collections.abc import Mapping
-from typing import Any
+"""Progress of a run: a live bar in a terminal, plain lines elsewhere, nothing on ranks other than 0."""
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -45,15 +42,16 @@ class TrainingProgress:
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
 
-    def show(self, step: int, values: Mapping[str, Any]) -> None:
-        """Shows a line of training metrics."""
-        shown = (
-            f"loss {values['loss']:.4f}  AUC {values['auc']:.4f}  {values['samples_per_second']:,.0f} samples/s  "
-            f"lr {values['learning_rate']:.3g}"
-        )
+    def show(self, step: int, shown: str, steps_per_second: float) -> None:
+        """Shows a line of training metrics.
+
+        Args:
+            step: Number of steps done.
+            shown: The line.
+            steps_per_second: Lately, to estimate how long the rest takes.
+        """
         if self._bar is not None:
             self._bar.update(self._task, shown=shown)
         else:
-            rate = values["samples_per_second"] / max(1, values["batch_size"])
-            left = (self._num_steps - step) / rate if rate else 0.0
+            left = (self._num_steps - step) / steps_per_second if steps_per_second else 0.0
             self.say(f"step {step}/{self._num_steps}  {shown}  {left:,.0f} s left")

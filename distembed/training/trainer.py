@@ -5,7 +5,6 @@ pipeline works ahead of the step it trains on; at the end of a segment it is emp
 training is left in it when the model is evaluated or saved.
 """
 
-import dataclasses
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,21 +16,19 @@ import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.checkpoints.run_checkpoints import Checkpoints, checkpoint_place
-from distembed.config.train import TrainConfig
+from distembed.config import Config
 from distembed.data.reader import Batch, BatchOrder, BatchReader
-from distembed.embedding import EmbeddingConfig
 from distembed.errors import Interrupted, RunError, UserError
 from distembed.files import write_json
-from distembed.models.config import DCNConfig, DLRMConfig
-from distembed.planning import PlanConfig, describe_plan, plan_as_json
-from distembed.planning.saved_plan import SavedPlan
+from distembed.planning import describe_plan, plan_as_json
 from distembed.ranks import Ranks
 from distembed.runs.folder import RunFolder
 from distembed.sse import SSE, set_step
-from distembed.tasks.binary_metrics import exact_auc
-from distembed.training.build import build_training_state
+from distembed.tasks.base import Outputs
+from distembed.training.build import Blueprint, PlanChoice, build_training_state
 from distembed.training.evaluation import gather_rows, score_split
 from distembed.training.interruption import Interruption
 from distembed.training.progress import TrainingProgress
@@ -39,39 +36,34 @@ from distembed.training.replaced_shares import replaced_shares
 
 
 @dataclass(frozen=True)
-class RunSettings:
-    """What a training run is given, whole.
+class RunStart:
+    """How a run starts.
 
     Attributes:
-        dataset: the prepared dataset's folder.
-        splits: names of the training, validation and test split; the last two may be None.
-        sse: by table, how ids are replaced in training.
-        saved_plan: where tables go, if that was decided before; else they are planned.
-        previous_plan: of the run that is resumed, taken up where it was made for what runs now.
-        config_yaml: the resolved config, kept in the run folder.
-        info: what else the run folder's ``run.json`` records.
+        resume: Whether it goes on from the newest checkpoint, if there is one.
+        plans: Plans from before, in place of a new one.
+        wait_seconds: For how long another process that trains into the folder is waited for.
     """
 
-    dataset: str
-    splits: tuple[str, str | None, str | None]
-    model: DLRMConfig | DCNConfig
-    embedding: EmbeddingConfig
-    train: TrainConfig
-    plan: PlanConfig
-    sse: Mapping[str, SSE]
-    config_yaml: str
-    info: Mapping[str, Any]
-    saved_plan: SavedPlan | None = None
-    previous_plan: SavedPlan | None = None
+    resume: bool = False
+    plans: PlanChoice = PlanChoice()
+    wait_seconds: float = 0.0
 
 
 @dataclass
 class _Window:
-    """Steps since the last line of metrics."""
+    """Steps since the last line of metrics.
+
+    Attributes:
+        losses: Of each step, times its rows: this rank's share times the number of ranks.
+        outputs: The task's, by name, of each step.
+        rows: Number of rows, over all ranks.
+        started: When the first step began, in seconds.
+        paused: Seconds spent on evaluations and checkpoints since then.
+    """
 
     losses: list[Tensor] = field(default_factory=list)
-    logits: list[Tensor] = field(default_factory=list)
-    labels: list[Tensor] = field(default_factory=list)
+    outputs: dict[str, list[Tensor]] = field(default_factory=dict)
     rows: int = 0
     started: float = field(default_factory=time.perf_counter)
     paused: float = 0.0
@@ -81,34 +73,61 @@ class _Window:
         """Time spent training, without evaluations and checkpoints."""
         return time.perf_counter() - self.started - self.paused
 
+    def add(self, loss: Tensor, outputs: Outputs, rows: int) -> None:
+        """Adds a step."""
+        self.rows += rows
+        self.losses.append(loss * rows)
+        for name, values in outputs.items():
+            self.outputs.setdefault(name, []).append(values)
 
-class Run:
-    """One training run on this rank; all ranks construct it and call :meth:`train` together."""
+
+class Trainer:
+    """One training run on this rank; all ranks construct it and call :meth:`train` together.
+
+    What cannot be done is found while it is constructed, before anything is written.
+
+    Args:
+        config: The whole config.
+        sse: By feature, how ids are replaced in training.
+        folder: The run's.
+        ranks: This rank among all.
+        start: How the run starts.
+        console: Where rank 0 shows how it goes; None for nowhere.
+
+    Raises:
+        UserError: There are no rows to train on, the folder is in use, the place for checkpoints holds another run's,
+            or a plan is for something else.
+        RunError: The tables do not fit.
+    """
 
     def __init__(
         self,
-        settings: RunSettings,
+        config: Config,
+        sse: Mapping[str, SSE],
         folder: RunFolder,
-        processes: Ranks,
-        resume: bool,
+        ranks: Ranks,
+        start: RunStart,
         console: Console | None,
-        wait_seconds: float,
     ) -> None:
-        train = settings.train
-        self._settings = settings
+        train = config.train
+        self._config = config
+        self._dataset = config.data.require_path()
         self._folder = folder
-        self._processes = processes
-        self._console = console if processes.is_first else None
+        self._ranks = ranks
+        self._start = start
+        self._rates = sorted({rule.p0 for rule in sse.values()})
+        self._num_replaced_tables = len(sse)
+        self._console = console if ranks.is_first else None
         self._reader = self._make_reader()
         if self._reader.num_rows == 0:
-            raise UserError(f"split {settings.splits[0]!r} of {settings.dataset} has no rows to train on.")
+            raise UserError(f"split {config.data.train!r} of {self._dataset} has no rows to train on.")
         place = checkpoint_place(folder.path, train.checkpoint_dir)
         owner = None if train.checkpoint_dir is None else str(folder.path.absolute())
-        self._checkpoints = Checkpoints(place, train.keep_checkpoints, processes, owner)
-        if processes.is_first:
-            folder.require_free(wait_seconds)
+        self._checkpoints = Checkpoints(place, train.keep_checkpoints, ranks, owner)
+        if ranks.is_first:
+            folder.require_free(start.wait_seconds)
         checkpoint = self._checkpoints.newest()
-        if checkpoint is not None and not resume:
+        if checkpoint is not None and not start.resume:
             raise UserError(
                 f"train.checkpoint_dir is {train.checkpoint_dir!r}, but {place} holds checkpoints of another run; give "
                 "an empty place, or none for the run's own folder."
@@ -116,18 +135,8 @@ class Run:
         self.num_steps = train.epochs * self._reader.batches_per_epoch
         if train.max_steps is not None:
             self.num_steps = min(self.num_steps, train.max_steps)
-        self._training_state = build_training_state(
-            settings.model,
-            settings.embedding,
-            train,
-            settings.plan,
-            self._reader.schema,
-            processes,
-            self.num_steps,
-            settings.sse,
-            settings.saved_plan,
-            settings.previous_plan,
-        )
+        blueprint = Blueprint.for_ranks(config, self._reader.schema, ranks, sse)
+        self._state = build_training_state(blueprint, ranks, self.num_steps, start.plans)
         self._step = 0
         self._samples = 0
         self._seconds = 0.0
@@ -138,11 +147,11 @@ class Run:
 
     def _make_reader(self, prefetch_batches: int = 4) -> BatchReader:
         return BatchReader(
-            self._settings.dataset,
-            self._settings.splits[0],
-            BatchOrder(self._settings.train.batch_size, seed=self._settings.train.seed),
-            rank=self._processes.rank,
-            world_size=self._processes.world_size,
+            self._dataset,
+            self._config.data.train,
+            BatchOrder(self._config.train.batch_size, seed=self._config.train.seed),
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
             prefetch_batches=prefetch_batches,
         )
 
@@ -154,7 +163,7 @@ class Run:
     @property
     def precision(self) -> str:
         """What the networks compute in: ``bf16`` or ``fp32``."""
-        return "bf16" if self._training_state.bf16 else "fp32"
+        return "bf16" if self._state.bf16 else "fp32"
 
     def train(self) -> None:
         """Trains to the end, or until interrupted, and saves a checkpoint either way.
@@ -165,14 +174,14 @@ class Run:
             UserError: where there is no place for checkpoints.
         """
         self._checkpoints.require_usable()
-        if self._processes.is_first:
-            plan_inputs, plan = self._training_state.plan_inputs, self._training_state.plan
+        if self._ranks.is_first:
+            plan_inputs, plan = self._state.plan_inputs, self._state.plan
             write_json(self._folder.path / "plan.json", {"made_for": plan_inputs.as_json(), "plan": plan_as_json(plan)})
             if self._step == self.num_steps:
-                self._folder.drop_evaluations(self._settings.splits[2])
+                self._folder.drop_evaluations(self._config.data.test)
         with (
             TrainingProgress(self._console, self.num_steps) as self._progress,
-            Interruption(self._processes) as stop,
+            Interruption(self._ranks) as stop,
             self._checkpoints,
         ):
             self._say_start()
@@ -186,25 +195,25 @@ class Run:
         self._reader.close()
 
     def evaluate(self, split: str) -> dict[str, Any]:
-        """Metrics of a whole split, on rank 0 (elsewhere of no rows); all ranks call it."""
+        """Returns the metrics of a whole split, on rank 0 (elsewhere of no rows); all ranks call it."""
         started = time.perf_counter()
-        scores = score_split(self._training_state, self._settings.dataset, split, self._processes)
-        values = {"split": split, "samples": self._samples, **dataclasses.asdict(scores.metrics())}
+        task, rows = self._state.task, score_split(self._state, self._dataset, split, self._ranks)
+        values = {"split": split, "samples": self._samples, **task.metrics(rows)}
         values["seconds"] = time.perf_counter() - started
-        if self._processes.is_first:
+        if self._ranks.is_first:
             self._folder.record("eval", self._step, values)
-        return {**values, "step": self._step, "calibration_bins": scores.calibration_bins()}
+        return {**values, "step": self._step, **task.details(rows)}
 
     def _run_segment(self, stop: Interruption) -> bool:
         """Steps until something else is due; returns whether to stop."""
         end = self._end_of_segment()
         self._handed_out = 0
-        set_step(self._training_state.model, self._step)
-        for loss, logits, labels in self._training_state.pipeline.outputs(self._batches(end - self._step)):
+        set_step(self._state.model, self._step)
+        for loss, outputs in self._state.pipeline.outputs(self._batches(end - self._step)):
             self._step += 1
             self._handed_out -= 1
-            self._account(loss, logits, labels)
-            if self._step % self._settings.train.log_every == 0 or self._step == self.num_steps:
+            self._account(loss, outputs)
+            if self._step % self._config.train.log_every == 0 or self._step == self.num_steps:
                 self._log()
             self._progress.advance(self._step)
             if stop.requested(self._step):
@@ -219,10 +228,10 @@ class Run:
             yield batch
 
     def _set_learning_rates(self) -> None:
-        self._learning_rate = self._training_state.optimizers.set_learning_rates(self._step)
+        self._learning_rate = self._state.optimizers.set_learning_rates(self._step)
 
     def _end_of_segment(self) -> int:
-        train = self._settings.train
+        train = self._config.train
         per_epoch = self._reader.batches_per_epoch
         ends = [self.num_steps, (self._step // per_epoch + 1) * per_epoch]
         ends += [(self._step // every + 1) * every for every in (train.evaluate_every, train.checkpoint_every) if every]
@@ -230,25 +239,21 @@ class Run:
 
     def _between_segments(self) -> None:
         started = time.perf_counter()
-        train, split = self._settings.train, self._settings.splits[1]
+        train, split = self._config.train, self._config.data.validation
         at_epoch_end = self._step % self._reader.batches_per_epoch == 0 or self._step == self.num_steps
         if at_epoch_end or (train.checkpoint_every and self._step % train.checkpoint_every == 0):
             self._save()
         if split is not None and (at_epoch_end or (train.evaluate_every and self._step % train.evaluate_every == 0)):
             values = self.evaluate(split)
-            self._progress.say(f"step {self._step}/{self.num_steps}  {describe_metrics(values)}")
+            self._progress.say(f"step {self._step}/{self.num_steps}  {split}: {self._state.task.describe(values)}")
         self._window.paused += time.perf_counter() - started
 
-    def _account(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
-        rows = min(
-            self._settings.train.batch_size,
-            self._reader.num_rows - (self._step - 1) % self._reader.batches_per_epoch * self._settings.train.batch_size,
-        )
+    def _account(self, loss: Tensor, outputs: Outputs) -> None:
+        batch_size = self._config.train.batch_size
+        done = (self._step - 1) % self._reader.batches_per_epoch * batch_size
+        rows = min(batch_size, self._reader.num_rows - done)
         self._samples += rows
-        self._window.rows += rows
-        self._window.losses.append(loss * rows)
-        self._window.logits.append(logits)
-        self._window.labels.append(labels)
+        self._window.add(loss, outputs, rows)
         if loss.device.type == "cpu":  # on a GPU looking stops the stream: there the window is looked at as a whole
             self._require_finite()
 
@@ -266,36 +271,37 @@ class Run:
     def _log(self) -> None:
         self._require_finite()
         window = self._window
-        replaced = replaced_shares(self._training_state.model, self._processes)
-        losses = gather_rows(torch.stack(window.losses).sum().unsqueeze(0), self._processes)
-        logits = gather_rows(torch.cat(window.logits), self._processes)
-        labels = gather_rows(torch.cat(window.labels), self._processes)
+        replaced = replaced_shares(self._state.model, self._ranks)
+        losses = gather_rows(torch.stack(window.losses).sum().unsqueeze(0), self._ranks)
+        rows = {name: gather_rows(torch.cat(values), self._ranks) for name, values in window.outputs.items()}
         seconds = window.seconds
         self._seconds += seconds
         self._window = _Window()
-        if not self._processes.is_first:
+        if not self._ranks.is_first:
             return
         # each rank's loss is its share times the number of ranks
-        loss = float(np.sum(losses, dtype=np.float64)) / window.rows / self._processes.world_size
-        values = {
+        loss = float(np.sum(losses, dtype=np.float64)) / window.rows / self._ranks.world_size
+        values: dict[str, Any] = {
             "epoch": (self._step - 1) // self._reader.batches_per_epoch,
             "samples": self._samples,
             "seconds": self._seconds,
             "loss": loss,
-            "auc": exact_auc(logits, labels),
+            **self._state.task.training_metrics(rows),
             "samples_per_second": window.rows / seconds,
             "learning_rate": self._learning_rate,
             **({"replaced_share": replaced} if replaced else {}),
         }
         self._folder.record("train", self._step, values)
-        self._progress.show(self._step, {**values, "batch_size": self._settings.train.batch_size})
+        self._progress.show(
+            self._step, self._shown(values), values["samples_per_second"] / self._config.train.batch_size
+        )
 
     def _fail_not_finite(self, loss: float, step: int) -> None:
         epoch, batch = divmod(step - 1, self._reader.batches_per_epoch)
-        path = self._folder.path / f"not-finite-step-{step}-rank-{self._processes.rank}.npz"
+        path = self._folder.path / f"not-finite-step-{step}-rank-{self._ranks.rank}.npz"
         self._write_batch(epoch, batch, path)
         raise RunError(
-            f"The loss is {loss} at step {step} (epoch {epoch}, batch {batch}, rank {self._processes.rank}). "
+            f"The loss is {loss} at step {step} (epoch {epoch}, batch {batch}, rank {self._ranks.rank}). "
             f"This rank's rows of that batch are in {path}; look for extreme values among the dense features. "
             "Checkpoints are from before it. Try lower train.dense_optimizer.learning_rate and "
             "train.sparse_optimizer.learning_rate, a warm-up (train.dense_optimizer.schedule.warmup=0.1), "
@@ -306,16 +312,14 @@ class Run:
         state = {**self._reader.state_dict(), "epoch": epoch, "batch": batch}
         reader = self._make_reader(prefetch_batches=0)
         reader.load_state_dict(state)
-        rows = next(iter(reader))
-        features = rows.sparse_features
-        np.savez(
-            path,
-            dense_features=rows.dense_features.numpy(),
-            labels=rows.labels.numpy(),
-            feature_names=np.array(features.keys()),
-            ids=features.values().numpy(),
-            lengths=features.lengths().numpy(),
-        )
+        arrays: dict[str, np.ndarray] = {}
+        for name, values in next(iter(reader)).fields.items():
+            if isinstance(values, KeyedJaggedTensor):
+                arrays["feature_names"] = np.array(values.keys())
+                arrays |= {"ids": values.values().numpy(), "lengths": values.lengths().numpy()}
+            else:
+                arrays[name] = values.numpy()
+        np.savez(path, **arrays)  # type: ignore[arg-type]
 
     def _save(self) -> None:
         self._require_finite()  # weights that have met a NaN must not replace good ones
@@ -325,85 +329,40 @@ class Run:
             "seconds": self._seconds,
             "reader": self._reader.state_dict(in_flight=self._handed_out),
         }
-        step, training_state = f"step {self._step}/{self.num_steps}", self._training_state
+        step, state = f"step {self._step}/{self.num_steps}", self._state
         self._checkpoints.save(
             self._step,
-            training_state.model,
-            training_state.optimizers.combined,
+            state.model,
+            state.optimizers.combined,
             progress,
             say=lambda text: self._progress.say(f"{step}  {text}"),
         )
 
     def _restore(self, checkpoint: str) -> None:
-        progress = self._checkpoints.load(
-            checkpoint, self._training_state.model, self._training_state.optimizers.combined
-        )
+        progress = self._checkpoints.load(checkpoint, self._state.model, self._state.optimizers.combined)
         self._reader.load_state_dict(progress["reader"])
         self._step, self._samples, self._seconds = progress["step"], progress["samples"], progress["seconds"]
 
     def _say_start(self) -> None:
-        where = f"{self._processes.world_size} x {self._processes.device.type}"
+        where = f"{self._ranks.world_size} x {self._ranks.device.type}"
         begin = f"resuming at step {self._step} of" if self._step else "training"
         self._progress.say(
-            f"{begin} {self.num_steps} steps of {self._settings.train.batch_size} rows on {where} in {self.precision}; "
+            f"{begin} {self.num_steps} steps of {self._config.train.batch_size} rows on {where} in {self.precision}; "
             f"run folder {self._folder.path}"
         )
-        self._progress.say(f"plan: {describe_plan(self._training_state.plan)}")
-        previous = self._settings.previous_plan
-        changed = [] if previous is None else previous.plan_inputs.differences(self._training_state.plan_inputs)
+        self._progress.say(f"plan: {describe_plan(self._state.plan)}")
+        preferred = None if self._start.plans.required is not None else self._start.plans.preferred
+        changed = [] if preferred is None else preferred.plan_inputs.differences(self._state.plan_inputs)
         if changed:
             self._progress.say(f"planned anew, since the run's plan was made for something else: {'; '.join(changed)}")
-        if self._settings.sse:
-            rates = sorted({rule.p0 for rule in self._settings.sse.values()})
-            self._progress.say(f"ids replaced: {len(self._settings.sse)} tables, p0 {', '.join(map(str, rates))}")
+        if self._rates:
+            self._progress.say(
+                f"ids replaced: {self._num_replaced_tables} tables, p0 {', '.join(map(str, self._rates))}"
+            )
 
-
-def describe_metrics(values: Mapping[str, Any]) -> str:
-    """One line of an evaluation."""
-    return (
-        f"{values['split']}: logloss {values['logloss']:.4f}  AUC {values['auc']:.4f}  "
-        f"normalised entropy {values['normalized_entropy']:.4f}  calibration {values['calibration']:.4f}  "
-        f"accuracy {values['accuracy']:.4f}  ({values['rows']:,} rows)"
-    )
-
-
-def run_training(
-    settings: RunSettings,
-    run_dir: Path,
-    processes: Ranks,
-    resume: bool,
-    console: Console | None,
-    wait_seconds: float = 0.0,
-) -> dict[str, Any] | None:
-    """Trains, evaluates on the test split and returns that evaluation; all ranks call it.
-
-    Args:
-        settings: what is trained.
-        run_dir: the run's folder.
-        processes: the ranks.
-        resume: whether to go on from the newest checkpoint, if there is one.
-        console: where rank 0 shows how it goes.
-        wait_seconds: for which another process that trains into the folder is waited for.
-    """
-    folder = RunFolder(run_dir)
-    # what the settings cannot do is found here, before anything is written
-    run = Run(settings, folder, processes, resume, console, wait_seconds)
-    if not processes.is_first:
-        return _train_and_evaluate(run, settings.splits[2])
-    info = {
-        **settings.info,
-        "world_size": processes.world_size,
-        "device": processes.device.type,
-        "precision": run.precision,
-    }
-    with folder.open(settings.config_yaml, info, run.step):
-        evaluation = _train_and_evaluate(run, settings.splits[2])
-        if evaluation is not None:
-            write_json(folder.path / "evaluation.json", evaluation)
-        folder.end("finished")
-        return evaluation
-
-
-def _train_and_evaluate(run: Run, test_split: str | None) -> dict[str, Any] | None:
-    run.train()
-    return run.evaluate(test_split) if test_split is not None else None
+    def _shown(self, values: Mapping[str, Any]) -> str:
+        """Returns a line of training metrics for a reader."""
+        return (
+            f"loss {values['loss']:.4f}  {self._state.task.describe_training(values)}  "
+            f"{values['samples_per_second']:,.0f} samples/s  lr {values['learning_rate']:.3g}"
+        )

@@ -79,14 +79,14 @@ def open_reader(
 
 def rows_of(batch: Batch) -> list[int]:
     """The rows of a batch, after checking that every column says the same."""
-    rows = batch.sparse_features["row"].values().tolist()
-    assert batch.labels.tolist() == [float(row % 3 == 0) for row in rows]
-    assert batch.dense_features.tolist() == [[row * 0.5, row - 5.0] for row in rows]
-    assert batch.sparse_features["bucket"].values().tolist() == [row % 7 for row in rows]
-    assert batch.sparse_features.stride() == len(rows)
-    assert batch.sparse_features.values().dtype == torch.int64
-    if "tags" in batch.sparse_features.keys():  # noqa: SIM118 (a method of TorchRec's)
-        tags = batch.sparse_features["tags"].to_dense()
+    rows = batch["sparse_features"]["row"].values().tolist()
+    assert batch["labels"].tolist() == [float(row % 3 == 0) for row in rows]
+    assert batch["dense_features"].tolist() == [[row * 0.5, row - 5.0] for row in rows]
+    assert batch["sparse_features"]["bucket"].values().tolist() == [row % 7 for row in rows]
+    assert batch["sparse_features"].stride() == len(rows)
+    assert batch["sparse_features"].values().dtype == torch.int64
+    if "tags" in batch["sparse_features"].keys():  # noqa: SIM118 (a method of TorchRec's)
+        tags = batch["sparse_features"]["tags"].to_dense()
         assert [ids.tolist() for ids in tags] == [tags_of(row) or [] for row in rows]
     return rows
 
@@ -116,7 +116,7 @@ def test_each_row_once_and_the_same_global_batches_on_any_number_of_ranks(
         for step, rows in enumerate(whole):
             assert sum((rows_of(part[step]) for part in parts), []) == rows
             assert {part[step].global_batch_size for part in parts} == {len(rows)}
-            sizes = [len(part[step].labels) for part in parts]
+            sizes = [len(part[step]["labels"]) for part in parts]
             assert max(sizes) - min(sizes) <= 1
     if not shuffle:
         assert sum(whole, []) == list(range(313))
@@ -237,7 +237,7 @@ def test_hardly_any_rows(tmp_path: Path, num_rows: int, world_size: int, prefetc
         batches = list(each)
         assert len(batches) == min(num_rows, 1) and each.epoch == 1 and each.num_rows == num_rows
         for batch in batches:
-            assert batch.dense_features.shape == (len(batch.labels), 2)
+            assert batch["dense_features"].shape == (len(batch["labels"]), 2)
             seen += rows_of(batch)
         assert each.state_dict()["epoch"] == 1
     assert sorted(seen) == list(range(num_rows))
@@ -250,7 +250,9 @@ def test_a_split_without_files(tmp_path: Path) -> None:
 
 def test_only_multi_hot_and_no_dense(tmp_path: Path) -> None:
     folder = make_dataset(tmp_path / "d", 40, schema=Schema("clicked", (), (SCHEMA.categorical[1],)))
-    tags = [ids.tolist() for b in open_reader(folder, 7, shuffle=False) for ids in b.sparse_features["tags"].to_dense()]
+    tags = [
+        ids.tolist() for b in open_reader(folder, 7, shuffle=False) for ids in b["sparse_features"]["tags"].to_dense()
+    ]
     assert tags == [tags_of(row) or [] for row in range(40)]
 
 
@@ -260,8 +262,8 @@ def test_any_kind_of_list(tmp_path: Path, kind: pa.DataType) -> None:
     pq.write_table(pa.table({"y": [0.0, 1.0, 1.0], "t": pa.array(values, kind)}), tmp_path / "a.parquet")
     create_manifest(tmp_path, Schema("y", (), (CategoricalFeature("t", 7, multi_hot=True),)), {"all": ["a.parquet"]})
     (batch,) = open_reader(tmp_path, shuffle=False)
-    assert batch.sparse_features.values().tolist() == [1, 2, 3, 4, 5, 6]
-    assert batch.labels.tolist() == [0.0, 1.0, 1.0]
+    assert batch["sparse_features"].values().tolist() == [1, 2, 3, 4, 5, 6]
+    assert batch["labels"].tolist() == [0.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("num_dense", [0, 1, 2])
@@ -272,10 +274,14 @@ def test_ids_beyond_32_bits(tmp_path: Path, num_dense: int) -> None:
     features = (CategoricalFeature("a", 2**41), CategoricalFeature("b", 4))
     create_manifest(tmp_path, Schema("y", tuple(columns), features), {"all": ["a.parquet"]})
     (batch,) = open_reader(tmp_path, shuffle=False)
-    assert batch.sparse_features["a"].values().tolist() == ids
-    assert batch.sparse_features["b"].values().tolist() == [1, 2, 3]
-    assert batch.labels.tolist() == [0.0, 1.0, 0.0]
-    assert batch.dense_features.tolist() == [[0.25 + i for i in range(num_dense)], [1.0] * num_dense, [2.0] * num_dense]
+    assert batch["sparse_features"]["a"].values().tolist() == ids
+    assert batch["sparse_features"]["b"].values().tolist() == [1, 2, 3]
+    assert batch["labels"].tolist() == [0.0, 1.0, 0.0]
+    assert batch["dense_features"].tolist() == [
+        [0.25 + i for i in range(num_dense)],
+        [1.0] * num_dense,
+        [2.0] * num_dense,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -436,6 +442,6 @@ def test_batches_can_be_moved(tmp_path: Path) -> None:
 def test_single_valued_bags_know_their_sums(tmp_path: Path) -> None:
     """What TorchRec would compute from the lengths is what the batch brings along."""
     (batch,) = open_reader(make_dataset(tmp_path / "d", 9, schema=SINGLE))
-    features = batch.sparse_features
+    features = batch["sparse_features"]
     assert features.lengths().tolist() == [1] * 18 and features.offsets().tolist() == list(range(19))
     assert features.length_per_key() == [9, 9] and features.offset_per_key() == [0, 9, 18]

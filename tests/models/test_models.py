@@ -1,5 +1,7 @@
 """DLRM and DCN against their papers' formulas, written out again."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +9,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from distembed.data.dataset.schema import SCHEMAS
 from distembed.errors import UserError
-from distembed.models import DCN, DLRM, MODELS, build_model
+from distembed.models import DCN, DLRM, MODELS
 from distembed.models.dcn import CrossLayers
 from distembed.models.interaction import PairwiseDots
 
@@ -22,6 +24,18 @@ class FakeEmbeddings(nn.Module):
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         dims = [self.vectors[key].shape[1] for key in self.keys]
         return KeyedTensor(self.keys, dims, torch.cat([self.vectors[key] for key in self.keys], dim=1))
+
+
+@dataclass
+class FakeInputs:
+    """What a model is built from, with these embeddings in the place of tables."""
+
+    embeddings: nn.Module
+    num_dense: int
+    embedding_dim: int = 4
+
+    def pooled_embeddings(self) -> tuple[nn.Module, list[str]]:
+        return self.embeddings, list("abc")
 
 
 def ids(batch: int) -> KeyedJaggedTensor:
@@ -50,7 +64,7 @@ def test_dlrm_equals_its_formula(batch: int) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_batch_without_rows_goes_forward_and_back(name: str) -> None:
     vectors = {key: torch.randn(0, 4, requires_grad=True) for key in "abc"}
-    model = build_model(MODELS[name](), FakeEmbeddings("abc", vectors), "abc", 4, 2)
+    model = MODELS[name]().build(FakeInputs(FakeEmbeddings("abc", vectors), 2))
     model(torch.randn(0, 2), ids(0)).sum().backward()
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in model.parameters() if p.grad is not None)
     assert vectors["a"].grad.shape == (0, 4)
@@ -59,7 +73,7 @@ def test_a_batch_without_rows_goes_forward_and_back(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_the_order_of_keys_does_not_matter(name: str) -> None:
     vectors = {key: torch.randn(3, 4) for key in "abc"}
-    model = build_model(MODELS[name](), FakeEmbeddings("abc", vectors), "abc", 4, 2)
+    model = MODELS[name]().build(FakeInputs(FakeEmbeddings("abc", vectors), 2))
     dense = torch.randn(3, 2)
     before = model(dense, ids(3))
     model.embeddings.keys = list("cab")
@@ -91,9 +105,7 @@ def test_paper_sizes() -> None:
 @pytest.mark.parametrize("num_dense", [0, 2])
 @pytest.mark.parametrize("name", MODELS)
 def test_models_take_datasets_without_dense_features(name: str, num_dense: int) -> None:
-    model = build_model(
-        MODELS[name](), FakeEmbeddings("abc", {k: torch.randn(3, 4) for k in "abc"}), "abc", 4, num_dense
-    )
+    model = MODELS[name]().build(FakeInputs(FakeEmbeddings("abc", {k: torch.randn(3, 4) for k in "abc"}), num_dense))
     assert model(torch.randn(3, num_dense), ids(3)).shape == (3,)
 
 

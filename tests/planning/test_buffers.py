@@ -26,7 +26,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.data.reader.batch import Batch
 from distembed.embedding import EmbeddingConfig, TableConfig
-from distembed.models.config import DCNConfig, DLRMConfig, build_model
+from distembed.models import DCNConfig, DLRMConfig, ModelInputs
 from distembed.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.optim.optimizers import Optimizers, fuse_sparse_optimizer, needs_dense_kernel
@@ -36,8 +36,7 @@ from distembed.planning.workload import Workload
 from distembed.ranks import Ranks
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from distembed.sharding.bag_collection import ShardedCompositionalEmbeddingBagCollection
-from distembed.tasks.click import ClickTask
-from distembed.training.build import build_unsharded
+from distembed.tasks import ClickTask, TaskModel
 from distembed.training.pipeline import StepPipeline
 from tests.ranks import run_on_ranks
 
@@ -124,15 +123,19 @@ def batches(case: Case, rank: int, num_rows: int, count: int) -> Iterator[Batch]
             lengths=torch.from_numpy(lengths).int(),
             stride=num_rows,
         )
-        yield Batch(torch.zeros(num_rows, NUM_DENSE), features, torch.zeros(num_rows), case.batch_size)
+        fields = {"dense_features": torch.zeros(num_rows, NUM_DENSE), "labels": torch.zeros(num_rows)}
+        yield Batch({**fields, "sparse_features": features}, case.batch_size)
 
 
 def sharded(case: Case, world_size: int) -> tuple[DistributedModelParallel, Optimizers]:
     cpu = torch.device("cpu")
-    model = build_unsharded(MODELS[case.model], case.embedding, case.schema)  # type: ignore[arg-type]
+    model = MODELS[case.model].build(ModelInputs.from_config(case.schema, case.embedding))
     sparse = SparseOptimizerConfig(name=case.sparse)  # type: ignore[arg-type]
     fuse_sparse_optimizer(model.get_submodule("embeddings.embedding_bags").parameters(), sparse, cpu)
-    task, sharders = ClickTask(model, world_size, cpu, case.bf16), [CompositionalEmbeddingBagCollectionSharder()]
+    task, sharders = (
+        TaskModel(model, ClickTask(), world_size, cpu, case.bf16),
+        [CompositionalEmbeddingBagCollectionSharder()],
+    )
     constraints = {
         name: ParameterConstraints(sharding_types=[layout], min_partition=8)
         for name, layout in zip(case.schema.categorical_names, itertools.cycle(case.layouts), strict=False)
@@ -191,19 +194,10 @@ def workload_of(case: Case, network: NetworkEstimate) -> Workload:
 
 
 def network_of(case: Case, num_rows: int, averages: bool) -> NetworkEstimate:
-    names = list(case.schema.categorical_names)
-    if case.composition == "feature":
-        names = [f"{name}.{j}" for name in names for j in range(2)]
-    return estimate_network(
-        MODELS[case.model],  # type: ignore[arg-type]
-        names,
-        case.dim,
-        NUM_DENSE,
-        num_rows,
-        case.dense,
-        case.bf16,
-        averages,
-    )
+    inputs, model = ModelInputs.from_config(case.schema, case.embedding), MODELS[case.model]
+    network = estimate_network(model, inputs, ClickTask(), num_rows, case.dense, case.bf16, averages)
+    assert network is not None
+    return network
 
 
 def check(rank: int, world_size: int, cases: list[Case]) -> None:
@@ -289,7 +283,8 @@ def test_networks_are_estimated_to_a_hundredth(model: str, bf16: bool, num_rows:
     case = Case(("table_wise",), model=model, bf16=bf16)
     names = list(case.schema.categorical_names)
     with Alive() as alive:
-        net = build_model(MODELS[model], Pooled(names, case.dim), names, case.dim, NUM_DENSE)  # type: ignore[arg-type]
+        net = MODELS[model].build(ModelInputs.from_config(case.schema, case.embedding))
+        net.embeddings = Pooled(names, case.dim)
         dense_features, labels = torch.zeros(num_rows, NUM_DENSE), torch.zeros(num_rows)
         before = alive.peak = alive.bytes
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
@@ -311,7 +306,10 @@ def test_states_of_networks_follow_the_optimizer(optimizer: str) -> None:
 
 @pytest.mark.parametrize("num_dense", [0, 1])
 def test_a_rank_without_tables_and_features_takes_what_the_networks_take(num_dense: int) -> None:
-    network = estimate_network(MODELS["dcn"], ["a"], 4, num_dense, 8, "sgd", False, averages=True)  # type: ignore[arg-type]
+    schema = Schema("label", tuple(f"I{i}" for i in range(num_dense)), (CategoricalFeature("a", 10),))
+    inputs = ModelInputs.from_config(schema, EmbeddingConfig(default=TableConfig(embedding_dim=4)))
+    network = estimate_network(MODELS["dcn"], inputs, ClickTask(), 8, "sgd", False, averages=True)
+    assert network is not None
     buffers = Step([], 2, Workload(16, num_dense=num_dense, network=network), "cpu").buffers(0)
     assert buffers.lookups == buffers.outputs == 0
     assert buffers.gradients == network.gradients

@@ -79,7 +79,7 @@ def take_up_file(content: Json, now: PlanInputs, **arguments: Any) -> Json:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kept.json"
         path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
-        return plan_as_json(apply_saved_plan(read_saved_plan(path), MODULE, tables(), now, **arguments))
+        return plan_as_json(apply_saved_plan(read_saved_plan(path), {MODULE: tables()}, now, **arguments))
 
 
 def take_up(plan: Json, world_size: int = 4, device: str = "cpu", **arguments: Any) -> Json:
@@ -336,10 +336,10 @@ def test_sequences_are_not_placed_as_bags_only_are() -> None:
             path.write_text(json.dumps(file_of({MODULE: {"s": {"sharding_type": kind, **own}}}, now)))
             kept = read_saved_plan(path)
             if is_possible:
-                apply_saved_plan(kept, MODULE, [sequence], now)
+                apply_saved_plan(kept, {MODULE: [sequence]}, now)
             else:
                 with pytest.raises(UserError, match="'s' is planned 'table_column_wise', and can be placed table_wise"):
-                    apply_saved_plan(kept, MODULE, [sequence], now)
+                    apply_saved_plan(kept, {MODULE: [sequence]}, now)
 
 
 def test_all_that_is_wrong_with_a_plan_is_told_at_once() -> None:

@@ -29,7 +29,8 @@ from distembed.planning.config import TablePlanConfig
 from distembed.ranks import Ranks, process_group
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, lookup
 from distembed.sharding.placement import width
-from distembed.tasks.click import ClickTask
+from distembed.tasks import ClickTask, TaskModel
+from distembed.tasks.base import StepOutput
 from tests.ranks import run_on_ranks
 from tests.sharding.test_sharded_equals_unsharded import (
     SHARDING_TYPES,
@@ -50,6 +51,8 @@ SPLITS = [2, 0, 7, 3, 4]
 class Clicks(nn.Module):
     """All compositions, and a network over their vectors and dense features."""
 
+    batch_fields = ("dense_features", "sparse_features")
+
     def __init__(self, tables_on: str, weighted: bool) -> None:
         super().__init__()
         # maxima go with no weights
@@ -63,11 +66,11 @@ class Clicks(nn.Module):
         return self.network(torch.cat([dense, self.embeddings(features).values()], dim=1)).squeeze(1)
 
 
-def task(tables_on: str, world_size: int, weighted: bool = False, device: torch.device = CPU) -> ClickTask:
+def task(tables_on: str, world_size: int, weighted: bool = False, device: torch.device = CPU) -> TaskModel:
     """The model with its loss, the network on the device."""
     model = Clicks(tables_on, weighted)
     model.network.to(device)
-    return ClickTask(model, world_size, device, bf16=False)
+    return TaskModel(model, ClickTask(), world_size, device, bf16=False)
 
 
 def shard(
@@ -113,9 +116,11 @@ def draw_batches(bags: str, count: int = len(SPLITS)) -> list[Batch]:
     generator = torch.Generator().manual_seed(1)
     return [
         Batch(
-            torch.randn(ROWS, NUM_DENSE, generator=generator),
-            draw(ROWS, bags, generator),
-            torch.randint(0, 2, (ROWS,), generator=generator).float(),
+            {
+                "dense_features": torch.randn(ROWS, NUM_DENSE, generator=generator),
+                "sparse_features": draw(ROWS, bags, generator),
+                "labels": torch.randint(0, 2, (ROWS,), generator=generator).float(),
+            },
             global_batch_size=ROWS,
         )
         for _ in range(count)
@@ -124,19 +129,19 @@ def draw_batches(bags: str, count: int = len(SPLITS)) -> list[Batch]:
 
 def rows_of_rank(batch: Batch, rank: int, split: int) -> Batch:
     rows = (slice(0, split), slice(split, ROWS))[rank]
-    features = part(batch.sparse_features, rows.start, rows.stop)
-    return Batch(batch.dense_features[rows], features, batch.labels[rows], ROWS)
+    own = {name: batch[name][rows] for name in ("dense_features", "labels")}
+    return Batch({**own, "sparse_features": part(batch["sparse_features"], rows.start, rows.stop)}, ROWS)
 
 
-def losses_of(outputs: Iterable[tuple[Tensor, Tensor, Tensor]]) -> list[float]:
+def losses_of(outputs: Iterable[StepOutput]) -> list[float]:
     """Of the global batches, from each rank's share times the number of ranks; all ranks call it."""
-    shares = torch.stack([loss for loss, _, _ in outputs])
+    shares = torch.stack([loss for loss, _ in outputs])
     if dist.get_world_size() > 1:
         dist.all_reduce(shares)
     return (shares / dist.get_world_size()).tolist()
 
 
-def run(pipeline: Any, batches: Sequence[Batch]) -> list[tuple[Tensor, Tensor, Tensor]]:
+def run(pipeline: Any, batches: Sequence[Batch]) -> list[StepOutput]:
     """Steps through all batches, which leaves the pipeline empty."""
     remaining = iter(batches)
     outputs = [pipeline.progress(remaining) for _ in batches]
@@ -145,7 +150,7 @@ def run(pipeline: Any, batches: Sequence[Batch]) -> list[tuple[Tensor, Tensor, T
     return outputs
 
 
-def train_unsharded(batches: Sequence[Batch], weighted: bool) -> tuple[ClickTask, list[float]]:
+def train_unsharded(batches: Sequence[Batch], weighted: bool) -> tuple[TaskModel, list[float]]:
     model = task("cpu", 1, weighted)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     losses = []
@@ -164,7 +169,7 @@ def check_pipelines(rank: int, kind: str, bags: str) -> None:
     own = [rows_of_rank(batch, rank, split) for batch, split in zip(batches, SPLITS, strict=True)]
     reference, expected = train_unsharded(batches, weighted)
     with torch.no_grad():
-        _, (_, expected_logits, _) = reference(batches[0])
+        _, (_, unsharded) = reference(batches[0])
     curves = []
     for make in PIPELINES:
         model = shard(task("meta", 2, weighted), kind)
@@ -173,8 +178,8 @@ def check_pipelines(rank: int, kind: str, bags: str) -> None:
         check_weights(model, reference)
         model.eval()
         with torch.no_grad():
-            ((_, logits, _),) = run(pipeline, own[:1])
-        torch.testing.assert_close(logits, expected_logits[:2] if rank == 0 else expected_logits[2:])
+            ((_, outputs),) = run(pipeline, own[:1])
+        torch.testing.assert_close(outputs["logits"], unsharded["logits"][:2] if rank == 0 else unsharded["logits"][2:])
         check_weights(model, reference)
     assert curves[0] == pytest.approx(expected, rel=1e-5)
     # in the same order, to the last bit
@@ -207,7 +212,7 @@ def check_prefetched(rank: int, bags: str) -> None:
     module = model.module.get_submodule("model.embeddings")
     inputs = []
     for batch in draw_batches(bags, 3):
-        features = rows_of_rank(batch, rank, 3).sparse_features
+        features = rows_of_rank(batch, rank, 3)["sparse_features"]
         inputs.append(module.input_dist(module.create_context(), features).wait().wait())
     for of_rank, *held in zip(module._lookups, *inputs, strict=True):
         looked_up, prefetched = record_requests(of_rank)

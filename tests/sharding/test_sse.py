@@ -132,7 +132,7 @@ def check_pipelines(rank: int) -> None:
     expected = train_on_replaced(reference, tables, of_ranks)
     reference.eval()
     with torch.no_grad():
-        _, (_, expected_logits, _) = reference(of_ranks[rank][0])
+        _, (_, unsharded) = reference(of_ranks[rank][0])
     for make in pipelines.PIPELINES:
         model = pipelines.shard(clicks("meta", 2), "mixed")
         pipeline = make(model, pipelines.optimizer_of(model), pipelines.CPU)
@@ -140,8 +140,8 @@ def check_pipelines(rank: int) -> None:
         assert losses == pytest.approx(expected, rel=1e-5)
         model.eval()
         with torch.no_grad():
-            ((_, logits, _),) = pipelines.run(pipeline, of_ranks[rank][:1])
-        torch.testing.assert_close(logits, expected_logits)
+            ((_, outputs),) = pipelines.run(pipeline, of_ranks[rank][:1])
+        torch.testing.assert_close(outputs["logits"], unsharded["logits"])
     check_early_evaluation(of_ranks[rank])
     check_looked_up_early(of_ranks[rank])
     check_resumed(of_ranks[rank], expected)
@@ -154,7 +154,7 @@ def train_on_replaced(model: Any, tables: Sequence[Any], of_ranks: Sequence[Sequ
         optimizer.zero_grad()
         loss = torch.zeros(())
         for rank, batch in enumerate(parts):
-            features = replaced(tables, batch.sparse_features, rank, step)
+            features = replaced(tables, batch["sparse_features"], rank, step)
             loss = loss + model(dataclasses.replace(batch, sparse_features=features))[0]
         loss.backward()
         optimizer.step()
@@ -184,7 +184,9 @@ def check_looked_up_early(own: Sequence[Batch]) -> None:
             else sequences.shard(model, torch.optim.SGD, RATE, "table_wise")
         )
         embeddings = sharded.module.get_submodule(module)
-        features = own[2].sparse_features if module.startswith("model") else sequences.draw([2, 1], torch.Generator())
+        features = (
+            own[2]["sparse_features"] if module.startswith("model") else sequences.draw([2, 1], torch.Generator())
+        )
         context = embeddings.create_context()
         awaited = embeddings.compute_and_output_dist(context, embeddings.input_dist(context, features).wait().wait())
         sharded.eval()

@@ -13,11 +13,11 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from typer.testing import CliRunner
 
 from distembed.cli import app
-from distembed.config import load_config
+from distembed.config import Config, load_config
 from distembed.data.dataset.manifest import Manifest
-from distembed.embedding import CompositionalEmbeddingBagConfig, build_tables
+from distembed.data.dataset.schema import CategoricalFeature, Schema
+from distembed.embedding import CompositionalEmbeddingBagConfig, EmbeddingConfig, TableConfig, build_tables
 from distembed.errors import UserError
-from distembed.partitions import KeyedHash
 from distembed.training.materialise import materialise_run
 from tests.embedding.reference import vector_of
 from tests.small_runs import SIZES, distembed, write_dataset
@@ -88,12 +88,13 @@ def test_vectors_are_those_of_the_checkpoint(run: Path, tmp_path: Path) -> None:
 
 
 def test_a_few_of_the_tables_that_can_be_written_are_named(tmp_path: Path) -> None:
-    tables = [CompositionalEmbeddingBagConfig(f"C{i}", 9, 4, [f"C{i}"]) for i in range(8)]
-    hashing = CompositionalEmbeddingBagConfig("H", 9, 4, ["H"], pre_hash=KeyedHash(1))
+    names = ["H", *(f"C{i}" for i in range(8))]
+    schema = Schema("label", (), tuple(CategoricalFeature(name, 9) for name in names))
+    config = Config(embedding=EmbeddingConfig(tables={"H": TableConfig(hash_seed=1)}))
     with pytest.raises(UserError, match="'H' hashes its ids.* others: C0, C1, C2, C3, C4 and 3 more"):
-        next(materialise_run(tmp_path, [hashing, *tables], tmp_path))
+        next(materialise_run(tmp_path, config, schema, tmp_path))
     with pytest.raises(UserError, match="for one --table.$"):
-        next(materialise_run(tmp_path, [hashing, *tables], tmp_path, names=["H"]))
+        next(materialise_run(tmp_path, config, schema, tmp_path, names=["H"]))
 
 
 def test_given_ids_are_hashed_as_in_training(run: Path, tmp_path: Path) -> None:

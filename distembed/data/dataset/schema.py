@@ -53,6 +53,27 @@ class CategoricalFeature:
             )
 
 
+LABELS, DENSE_FEATURES, SPARSE_FEATURES = "labels", "dense_features", "sparse_features"
+"""Names of the fields of a batch."""
+
+
+@dataclass(frozen=True)
+class BatchField:
+    """A field of every batch.
+
+    Attributes:
+        name: By which models and tasks take it.
+        columns: Of the dataset, in the field's order.
+        is_jagged: Whether it is a ``KeyedJaggedTensor`` of ids, with a key a column; else it is a float32 tensor.
+        is_vector: Whether such a tensor has one dimension, for its one column; else its shape is ``[batch, columns]``.
+    """
+
+    name: str
+    columns: tuple[str, ...]
+    is_jagged: bool = False
+    is_vector: bool = False
+
+
 @dataclass(frozen=True)
 class Schema:
     """The columns that a dataset is trained on: names of the label and of the dense columns, categorical features."""
@@ -74,6 +95,15 @@ class Schema:
     def categorical_names(self) -> tuple[str, ...]:
         """Names of the categorical features, in order: the keys of every batch's KeyedJaggedTensor."""
         return tuple(feature.name for feature in self.categorical)
+
+    @property
+    def fields(self) -> tuple[BatchField, ...]:
+        """The fields that every batch of the dataset has: labels [batch], dense features [batch, dense], and ids."""
+        return (
+            BatchField(DENSE_FEATURES, self.dense),
+            BatchField(SPARSE_FEATURES, self.categorical_names, is_jagged=True),
+            BatchField(LABELS, (self.label,), is_vector=True),
+        )
 
     @property
     def columns(self) -> tuple[str, ...]:

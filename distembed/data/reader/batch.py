@@ -1,4 +1,4 @@
-"""One training batch, ready for TorchRec's pipelines.
+"""One training batch, ready for TorchRec's pipelines: named fields, which the dataset's schema declares.
 
 Ids are a ``KeyedJaggedTensor`` with the features in the schema's order, feature by feature::
 
@@ -9,51 +9,49 @@ Ids are a ``KeyedJaggedTensor`` with the features in the schema's order, feature
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
+
+Field: TypeAlias = Tensor | KeyedJaggedTensor
 
 
 @dataclass
 class Batch(Pipelineable):
     """Rows of one step on one rank.
 
+    Models and tasks take a field by its name, ``batch["labels"]``, which TorchRec's pipelines understand too.
+
     Attributes:
-        dense_features: float32, one row a sample.
-        sparse_features: int64 ids of every categorical feature; its stride is the number of rows.
-        labels: float32, one a sample.
-        global_batch_size: rows of this step over all ranks, to weigh a rank's share of the loss.
+        fields: By name: a float32 tensor with one row a sample, or the int64 ids of features, of which the stride is
+            the number of samples; see :attr:`distembed.data.Schema.fields`.
+        global_batch_size: Rows of this step over all ranks, to weigh a rank's share of the loss.
     """
 
-    dense_features: Float[Tensor, "batch dense"]
-    sparse_features: KeyedJaggedTensor
-    labels: Float[Tensor, " batch"]
+    fields: Mapping[str, Field]
     global_batch_size: int
 
+    def __getitem__(self, name: str) -> Field:
+        """Returns the field of this name."""
+        return self.fields[name]
+
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        """This batch on another device."""
-        return Batch(
-            dense_features=self.dense_features.to(device=device, non_blocking=non_blocking),
-            sparse_features=self.sparse_features.to(device=device, non_blocking=non_blocking),
-            labels=self.labels.to(device=device, non_blocking=non_blocking),
-            global_batch_size=self.global_batch_size,
-        )
+        """Returns this batch on another device."""
+        return self._each(lambda field: field.to(device=device, non_blocking=non_blocking))
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory until the work queued on this stream has used it."""
-        self.dense_features.record_stream(stream)
-        self.sparse_features.record_stream(stream)
-        self.labels.record_stream(stream)
+        """Keeps the memory until the work that is queued on this stream has used it."""
+        for field in self.fields.values():
+            field.record_stream(stream)
 
     def pin_memory(self) -> Batch:
-        """This batch in page-locked memory, for asynchronous copies to a GPU."""
-        return Batch(
-            dense_features=self.dense_features.pin_memory(),
-            sparse_features=self.sparse_features.pin_memory(),
-            labels=self.labels.pin_memory(),
-            global_batch_size=self.global_batch_size,
-        )
+        """Returns this batch in page-locked memory, for asynchronous copies to a GPU."""
+        return self._each(lambda field: field.pin_memory())
+
+    def _each(self, change: Callable[[Field], Field]) -> Batch:
+        return Batch({name: change(field) for name, field in self.fields.items()}, self.global_batch_size)

@@ -25,7 +25,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.data.dataset.manifest import MANIFEST_NAME, Manifest
-from distembed.data.dataset.schema import Schema
+from distembed.data.dataset.schema import DENSE_FEATURES, LABELS, SPARSE_FEATURES, Schema
 from distembed.data.reader.batch import Batch
 from distembed.data.reader.decode import Block, Decoder, RecordLayout, list_row_groups
 from distembed.data.reader.order import BatchOrder, EpochOrder, LanePart, Window, rank_parts, require_at_least
@@ -222,14 +222,13 @@ class _EpochPart:
         dense, labels = np.ascontiguousarray(floats[:, :, :-1]), np.ascontiguousarray(floats[:, :, -1])
         ids = np.ascontiguousarray(records[:, :, : len(layout.single)].transpose(0, 2, 1)).astype(np.int64)
         for index in range(count):
-            yield Batch(
-                dense_features=torch.from_numpy(dense[index]),
-                sparse_features=_jagged(schema, ids[0], rows)
-                if layout.multi_hot
-                else _single_valued(schema, ids[index]),
-                labels=torch.from_numpy(labels[index]),
-                global_batch_size=self._order.batch_rows(batch + index),
-            )
+            features = _jagged(schema, ids[0], rows) if layout.multi_hot else _single_valued(schema, ids[index])
+            fields = {
+                DENSE_FEATURES: torch.from_numpy(dense[index]),
+                SPARSE_FEATURES: features,
+                LABELS: torch.from_numpy(labels[index]),
+            }
+            yield Batch(fields, self._order.batch_rows(batch + index))
 
     def _lane_rows(self, part: LanePart, count: int) -> Block:
         """Returns one lane's rows of ``count`` batches, batch by batch."""

@@ -1,0 +1,102 @@
+"""What a model is built from: a dataset's dense features, and embedding collections over its categorical ones."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+from torch import nn
+
+from distembed.data.dataset.schema import Schema
+from distembed.embedding import (
+    CompositionalEmbeddingBagCollection,
+    CompositionalEmbeddingBagConfig,
+    CompositionalEmbeddingCollection,
+    CompositionalEmbeddingConfig,
+    EmbeddingConfig,
+    build_tables,
+    vector_names,
+)
+from distembed.names import one_of
+from distembed.sse import SSE
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """A dataset's features and the table of each categorical one.
+
+    A model makes as many collections of them as it needs, each over the features that it names. Weights lie on the meta
+    device and take no memory, until ``DistributedModelParallel`` makes them where they are placed.
+
+    Attributes:
+        schema: Of the dataset.
+        tables: By feature, named like it.
+        embedding_dim: Dimension D of a composed vector, the same for all tables.
+    """
+
+    schema: Schema
+    tables: Mapping[str, CompositionalEmbeddingBagConfig]
+    embedding_dim: int
+
+    @classmethod
+    def from_config(
+        cls, schema: Schema, embedding: EmbeddingConfig, seed: int = 0, sse: Mapping[str, SSE] | None = None
+    ) -> "ModelInputs":
+        """Makes the tables of a dataset's features.
+
+        Args:
+            schema: Of the dataset.
+            embedding: The ``embedding`` section of a config.
+            seed: Of the initial values, and of what ``sse`` draws.
+            sse: By feature, how ids are replaced in training.
+
+        Raises:
+            UserError: The section names a feature that is not there, or a table cannot be made as it is set.
+        """
+        tables = build_tables(schema.categorical, embedding, seed, sse)
+        return cls(schema, {table.name: table for table in tables}, embedding.default.embedding_dim)
+
+    @property
+    def num_dense(self) -> int:
+        """Number of dense features."""
+        return len(self.schema.dense)
+
+    def pooled_embeddings(self, features: Sequence[str] | None = None, suffix: str = "") -> tuple[nn.Module, list[str]]:
+        """Makes a collection that maps ids to one vector a row and feature.
+
+        Args:
+            features: Names of categorical features; all unless given.
+            suffix: Added to the tables' names, where several collections have tables of the same features.
+
+        Returns:
+            The collection, from KeyedJaggedTensor to KeyedTensor, and the keys of that.
+
+        Raises:
+            UserError: A feature is not in the schema.
+        """
+        tables = self._chosen(features, suffix)
+        return self._make_pooled(tables), vector_names(tables)
+
+    def sequence_embeddings(
+        self, features: Sequence[str] | None = None, suffix: str = ""
+    ) -> tuple[nn.Module, list[str]]:
+        """Makes a collection that maps ids to one vector an id; arguments and errors as :meth:`pooled_embeddings`.
+
+        Returns:
+            The collection, from KeyedJaggedTensor to a dictionary of JaggedTensors, and the keys of that.
+        """
+        names = [each.name for each in fields(CompositionalEmbeddingConfig)]
+        tables = [
+            CompositionalEmbeddingConfig(**{name: getattr(table, name) for name in names})
+            for table in self._chosen(features, suffix)
+        ]
+        return self._make_sequences(tables), vector_names(tables)
+
+    def _make_pooled(self, tables: Sequence[CompositionalEmbeddingBagConfig]) -> nn.Module:
+        return CompositionalEmbeddingBagCollection(tables, device="meta")
+
+    def _make_sequences(self, tables: Sequence[CompositionalEmbeddingConfig]) -> nn.Module:
+        return CompositionalEmbeddingCollection(tables, device="meta")
+
+    def _chosen(self, features: Sequence[str] | None, suffix: str) -> list[CompositionalEmbeddingBagConfig]:
+        names = self.tables if features is None else features
+        tables = [self.tables[one_of("feature of an embedding collection", name, self.tables)] for name in names]
+        return [replace(table, name=table.name + suffix) for table in tables] if suffix else tables

@@ -1,0 +1,178 @@
+"""A whole run from its config: which folder, whether it resumes, which plan counts, then training and evaluation."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from rich.console import Console
+
+from distembed.config import Config
+from distembed.data.dataset.manifest import Manifest, id_fingerprint
+from distembed.data.prepare.vocabulary import reserved_ids
+from distembed.describe import describe, kept_full
+from distembed.embedding import assignment_checksums
+from distembed.errors import UserError
+from distembed.files import write_json
+from distembed.graph.prepare.value_ids import require_same_ids
+from distembed.planning.saved_plan import read_saved_plan
+from distembed.ranks import Collectives, Ranks
+from distembed.runs.folder import RunFolder, holds_run, require_new_or_resume
+from distembed.runs.lock import DEAD_MACHINE_SECONDS
+from distembed.sse import SSE
+from distembed.sse.config import build_sse, graph_fingerprints
+from distembed.training.build import PlanChoice
+from distembed.training.resume import plan_of_run, require_same_config, require_same_graphs
+from distembed.training.trainer import RunStart, Trainer
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What is asked of a run beside its config.
+
+    Attributes:
+        run_dir: Its folder; None for one in ``runs`` that is named after the config and the time.
+        name: What a folder is named after in that case.
+        resume: Whether to go on from the newest checkpoint of the folder.
+        resume_or_start: Whether to do so where the folder holds a run, and to start it where it does not; then an owner
+            of the folder is waited for, who may be a dead machine's.
+        plan: A file of ``distembed plan --output`` that says where tables go; with ``resume_or_start`` it counts only
+            where it is for as many ranks as there are, and a resumed run's own plan comes before it.
+    """
+
+    run_dir: Path | None = None
+    name: str = "run"
+    resume: bool = False
+    resume_or_start: bool = False
+    plan: Path | None = None
+
+    def __post_init__(self) -> None:
+        if (self.resume or self.resume_or_start) and self.run_dir is None:
+            raise UserError("--resume needs --run-dir, the folder of the run to go on with.")
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A run that came to its end.
+
+    Attributes:
+        folder: Its folder.
+        evaluation: Metrics of the final evaluation on rank 0; None elsewhere, and where there is no test split.
+        described: The same in one line.
+    """
+
+    folder: Path
+    evaluation: dict[str, Any] | None
+    described: str | None
+
+
+def train_run(
+    config: Config, options: RunOptions, ranks: Ranks, console: Console | None, say: Callable[[str], None]
+) -> FinishedRun:
+    """Trains a config and evaluates it on its test split; all ranks call it.
+
+    Args:
+        config: The whole config.
+        options: Folder, resuming and plan.
+        ranks: This rank among all.
+        console: Where rank 0 shows how it goes; None for nowhere.
+        say: Prints a line; called on rank 0 only.
+
+    Raises:
+        UserError: The folder, the dataset, a plan or a setting cannot be used as they are.
+        RunError: The tables do not fit, the loss is not finite, or a checkpoint cannot be written.
+        Interrupted: After a signal, once a checkpoint is written.
+    """
+    collectives = Collectives()
+    folder = _agree_on_folder(options, ranks)
+    resume = options.resume
+    if options.resume_or_start:
+        resume = collectives.on_first(lambda: holds_run(folder))
+    if ranks.is_first:
+        require_new_or_resume(folder, resume)
+        if resume:
+            require_same_config(folder, config)
+    start = RunStart(
+        resume,
+        _choose_plans(config, options, folder, resume, collectives, say),
+        DEAD_MACHINE_SECONDS if options.resume_or_start else 0.0,
+    )
+    dataset = config.data.require_path()
+    manifest = Manifest.load(dataset)
+    sse = _replaced_ids(config, dataset, manifest)
+    info = _run_info(config, dataset, manifest, sse)
+    if ranks.is_first:
+        if resume:
+            require_same_graphs(folder, info["graphs"])
+        for line in info["kept_full"]:
+            say(line)
+    run_folder = RunFolder(folder)
+    trainer = Trainer(config, sse, run_folder, ranks, start, console)
+    if not ranks.is_first:
+        trainer.train()
+        if config.data.test is not None:
+            trainer.evaluate(config.data.test)
+        return FinishedRun(folder, None, None)
+    info |= {"world_size": ranks.world_size, "device": ranks.device.type, "precision": trainer.precision}
+    with run_folder.open(config.to_yaml(), info, trainer.step):
+        trainer.train()
+        evaluation = described = None
+        if config.data.test is not None:
+            evaluation = trainer.evaluate(config.data.test)
+            described = f"{config.data.test}: {config.task.build().describe(evaluation)}"
+            write_json(folder / "evaluation.json", evaluation)
+        run_folder.end("finished")
+    return FinishedRun(folder, evaluation, described)
+
+
+def _agree_on_folder(options: RunOptions, ranks: Ranks) -> Path:
+    """Returns rank 0's folder on every rank: the clock that names it may differ."""
+    own = options.run_dir or Path("runs") / f"{options.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    agreed = [str(own.absolute())]
+    dist.broadcast_object_list(agreed, src=0, device=ranks.device)
+    return Path(agreed[0])
+
+
+def _choose_plans(
+    config: Config,
+    options: RunOptions,
+    folder: Path,
+    resume: bool,
+    collectives: Collectives,
+    say: Callable[[str], None],
+) -> PlanChoice:
+    """Returns which plan counts: a given one, else that of the run that is resumed, else none."""
+    if options.plan is not None and not options.resume_or_start:
+        return PlanChoice(required=read_saved_plan(options.plan))
+    preferred = collectives.on_first(lambda: plan_of_run(folder, config, say)) if resume else None
+    if preferred is None and options.plan is not None:
+        preferred = read_saved_plan(options.plan)
+    return PlanChoice(preferred=preferred)
+
+
+def _replaced_ids(config: Config, dataset: str, manifest: Manifest) -> dict[str, SSE]:
+    """Returns how ids are replaced in training, by feature; graphs have to be over the ids of their tables."""
+    num_embeddings = {feature.name: feature.num_embeddings for feature in manifest.schema.categorical}
+    sse = build_sse(config.sse, num_embeddings, reserved_ids(manifest))
+    for table, rule in sse.items():
+        if rule.graph is not None:
+            require_same_ids(rule.graph, dataset, manifest, table)
+    return sse
+
+
+def _run_info(config: Config, dataset: str, manifest: Manifest, sse: dict[str, SSE]) -> dict[str, Any]:
+    """Returns what ``run.json`` records of the config and the dataset."""
+    description = describe(config)
+    schemes = [table["scheme"] for table in description["tables"]]
+    return {
+        "seed": config.train.seed,
+        "batch_size": config.train.batch_size,
+        "id_fingerprint": id_fingerprint(dataset, manifest),
+        "graphs": graph_fingerprints(sse),
+        "assignments": assignment_checksums(config.embedding),
+        "kept_full": kept_full(description),
+        "schemes": {scheme: schemes.count(scheme) for scheme in dict.fromkeys(schemes)},
+        **{key: description[key] for key in ("parameters", "embedding_parameters", "embedding_bytes")},
+    }
