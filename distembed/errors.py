@@ -18,5 +18,5 @@ class Interrupted(RunError):
     """Ctrl-C, SIGTERM or SIGUSR1, after everything was saved that is needed to resume (exit code 75)."""
 
 
-class DoesNotFit(RunError):
+class InsufficientMemory(RunError):
     """What was asked for takes more memory than there is, in every way that was allowed (exit code 3)."""

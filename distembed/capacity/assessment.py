@@ -4,32 +4,119 @@ The plan is the one that ``distembed train`` would make there. It is made on thi
 device: no GPU, no other process, no memory for the tables.
 """
 
-import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
 import torch
-from torchrec.distributed.types import ShardingType
+from torchrec.distributed.types import ShardingPlan, ShardingType
 
 from distembed.config import Config
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.modules import embedding_modules, table_configs
 from distembed.errors import RunError, UserError
-from distembed.optim.declared import TableOptimizers
 from distembed.optim.kinds import OPTIMIZERS
-from distembed.planning import PlanRequest, Workload, plan_as_json
+from distembed.planning import PlanRequest, Workload
 from distembed.planning.cluster import Cluster
 from distembed.planning.estimated_plan import EstimatedPlan, plan_placements
+from distembed.planning.memory import RankMemory
 from distembed.planning.plan import find_plan
 from distembed.planning.plan_inputs import PlanInputs
-from distembed.planning.storage import TableStorage, whole_table_storage
-from distembed.planning.workload import pipeline_depth
+from distembed.planning.storage import TableStorage, total, whole_table_storage
+from distembed.planning.times import StepTime
 from distembed.sharding.placement import Placement, width
 from distembed.sse.config import build_sse
 from distembed.training.build import Blueprint, table_optimizers, use_bf16
+from distembed.units import enumerate_names
 
-_MOST_NAMES = 8
+_MAX_NAMES = 8
+
+
+@dataclass(frozen=True)
+class AssessedRank:
+    """What one rank holds, and how long a step takes it, under a plan.
+
+    Attributes:
+        rank: Number of the rank.
+        memory: Memory at the fullest moment of a step, item by item; the allocator's reserve is not among it.
+        allocator_bytes: Memory of the device that is kept free for the allocator.
+        capacity_bytes: Memory of the device.
+        host_capacity_bytes: Share of the node's host memory in which this rank's tables may lie.
+        times: Estimated times of a step.
+    """
+
+    rank: int
+    memory: RankMemory
+    allocator_bytes: int
+    capacity_bytes: int
+    host_capacity_bytes: int
+    times: StepTime
+
+    @cached_property
+    def storage(self) -> TableStorage:
+        """Returns the storage of all tables on this rank."""
+        return total(self.memory.tables)
+
+    @property
+    def total_bytes(self) -> int:
+        """Returns the memory of the device that is in use or kept free."""
+        return self.memory.total + self.allocator_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Returns whether the device and the host have room."""
+        return self.total_bytes <= self.capacity_bytes and self.storage.host <= self.host_capacity_bytes
+
+
+@dataclass(frozen=True)
+class TablePlacement:
+    """Where a plan puts a table.
+
+    Attributes:
+        sharding_type: TorchRec's name of the way in which the table is divided.
+        compute_kernel: TorchRec's name of the kernel that looks rows up.
+        ranks: Rank of each shard; empty where every rank holds the whole table.
+        columns: First column of each shard, and the one behind its last.
+        storage: Storage of the table on all ranks together.
+        reason: Why the planner chose this placement.
+    """
+
+    sharding_type: str
+    compute_kernel: str
+    ranks: tuple[int, ...]
+    columns: tuple[tuple[int, int], ...]
+    storage: TableStorage
+    reason: str
+
+
+@dataclass(frozen=True)
+class AssessedTable:
+    """A table of the model, and where it goes.
+
+    Attributes:
+        name: Name of the table.
+        scheme: Name of its partition scheme.
+        composition: Name of its composition.
+        num_embeddings: Number of ids.
+        num_rows: Number of rows of each partition.
+        ids_per_row: Mean number of ids that a row of the batch looks up.
+        one_copy: Storage of the table if one rank held it whole.
+        placement: Where the plan puts it; None where there is no plan.
+    """
+
+    name: str
+    scheme: str
+    composition: str
+    num_embeddings: int
+    num_rows: tuple[int, ...]
+    ids_per_row: float
+    one_copy: TableStorage
+    placement: TablePlacement | None
+
+    @property
+    def storage(self) -> TableStorage:
+        """Returns the storage of the table on all ranks together, which is zero where there is no plan."""
+        return TableStorage() if self.placement is None else self.placement.storage
 
 
 @dataclass(frozen=True)
@@ -37,131 +124,63 @@ class Assessment:
     """Whether and how a config fits a cluster.
 
     Attributes:
-        cluster: that was planned for.
-        workload: of a step.
-        optimizers: of the tables.
-        reserve: share of a device's memory that is kept free.
-        tables: of the model.
-        whole: bytes of each table if one rank held it alone.
-        planned: None where the planner finds no plan that fits.
-        planner_says: why there is none.
-        placements: of the tables, where there is a plan.
-        plan_inputs: what the plan is for, which whoever takes it up compares.
+        cluster: Cluster that is planned for.
+        workload: Rows, ids and networks of a training step.
+        reserve: Share of a device's memory that is kept free for the allocator.
+        tables: Tables of the model.
+        ranks: Ranks of the cluster; empty where there is no plan.
+        plan: TorchRec's plan; None where the planner finds none.
+        planner_error: Why the planner finds no plan; empty where it finds one.
+        plan_inputs: What the plan was made for, to compare when it is used again.
+        notes: What else the reader should know of the plan, a sentence each.
     """
 
     cluster: Cluster
     workload: Workload
-    optimizers: TableOptimizers
     reserve: float
-    tables: list[CompositionalEmbeddingConfig]
-    whole: Mapping[str, TableStorage]
-    planned: EstimatedPlan | None
-    planner_says: str
-    placements: list[Placement]
+    tables: tuple[AssessedTable, ...]
+    ranks: tuple[AssessedRank, ...]
+    plan: ShardingPlan | None
+    planner_error: str
     plan_inputs: PlanInputs
-
-    @property
-    def needed(self) -> TableStorage:
-        """Of all tables together, each of them once."""
-        return sum(self.whole.values(), TableStorage())
-
-    @property
-    def allocator_bytes(self) -> int:
-        """Of each rank's memory, kept free."""
-        return round(self.reserve * self.cluster.rank_bytes)
-
-    def rank_total(self, rank: int) -> int:
-        """Bytes of a rank, with what is kept free."""
-        assert self.planned is not None
-        return self.planned.memory[rank].total + self.allocator_bytes
-
-    @property
-    def beside_tables(self) -> dict[str, int]:
-        """Bytes of each rank beside tables and what a step looks up and exchanges, by item."""
-        return {**self.workload.kept_bytes(self.cluster.world_size), "allocator": self.allocator_bytes}
-
-    @property
-    def left_for_tables(self) -> int:
-        """Bytes that this leaves of all ranks together."""
-        return max(0, self.cluster.rank_bytes - sum(self.beside_tables.values())) * self.cluster.world_size
+    notes: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
-        """Whether every rank has room."""
-        return self.planned is not None and self.planned.fits
+        """Returns whether there is a plan under which every rank has room."""
+        return self.plan is not None and all(rank.fits for rank in self.ranks)
 
-    def as_json(self) -> dict[str, Any]:
-        """All of it in plain values, in bytes; README.md of :mod:`distembed.planning` says what is what."""
-        cluster, planned = self.cluster, self.planned
-        return {
-            "fits": self.fits,
-            "device": dataclasses.asdict(cluster.device),
-            "nodes": cluster.nodes,
-            "gpus": cluster.gpus,
-            "batch_size": self.workload.batch_size,
-            "pipeline_depth": pipeline_depth(cluster.device.kind, cluster.world_size),
-            "reserve": self.reserve,
-            "needed_by_tables": _of_table(self.needed),
-            "host_capacity": cluster.host_bytes,
-            "beside_tables": self.beside_tables,
-            "left_for_tables": self.left_for_tables,
-            "planner_says": self.planner_says,
-            "ranks": [] if planned is None else [self._rank(planned, rank) for rank in range(cluster.world_size)],
-            "tables": self._tables(),
-            "notes": [] if planned is None else _notes(self.optimizers, self.placements),
-            "plan": None if planned is None else plan_as_json(planned.plan),
-            "made_for": self.plan_inputs.as_json(),
-        }
+    @property
+    def one_copy(self) -> TableStorage:
+        """Returns the storage of all tables, each of them once."""
+        return sum((table.one_copy for table in self.tables), TableStorage())
 
-    def _rank(self, planned: EstimatedPlan, rank: int) -> dict[str, Any]:
-        memory = planned.memory[rank]
-        of_host = sum(memory.tables.values(), TableStorage())
-        return {
-            "rank": rank,
-            "memory": {**memory.items(), "allocator": self.allocator_bytes},
-            "fullest_moment": memory.step.moment,
-            "total": self.rank_total(rank),
-            "capacity": self.cluster.rank_bytes,
-            "host_memory": {
-                "table_weights": of_host.host_weights,
-                "table_optimizer_state": of_host.host_optimizer_state,
-            },
-            "host_capacity": self.cluster.host_bytes,
-            "milliseconds": planned.times[rank].as_json(),
-            "sent_bytes": dataclasses.asdict(memory.sent),
-            "tables": {name: _of_table(storage) for name, storage in memory.tables.items()},
-        }
+    @property
+    def allocator_bytes(self) -> int:
+        """Returns the memory that each rank keeps free for the allocator."""
+        return reserve_bytes(self.reserve, self.cluster)
 
-    def _tables(self) -> list[dict[str, Any]]:
-        placed = {placement.table.name: placement for placement in self.placements}
-        of_ranks = [] if self.planned is None else [memory.tables for memory in self.planned.memory]
-        described = []
-        for table in self.tables:
-            own = sum((of_rank[table.name] for of_rank in of_ranks if table.name in of_rank), TableStorage())
-            described.append(
-                {
-                    "name": table.name,
-                    "scheme": table.scheme.name,
-                    "composition": table.combine.name,
-                    "num_embeddings": table.num_embeddings,
-                    "rows": list(table.scheme.num_rows),
-                    "ids_per_row": sum(self.workload.ids_per_row.get(name, 1.0) for name in table.feature_names),
-                    "bytes_of_one_copy": self.whole[table.name].total,
-                    "bytes_on_all_ranks": own.total,
-                    "host_bytes": own.host,
-                    "cache_bytes": own.cache,
-                    **_where(placed.get(table.name)),
-                    "why": "" if self.planned is None else self.planned.why[table.name],
-                }
-            )
-        return described
+    @property
+    def bytes_beside_tables(self) -> dict[str, int]:
+        """Returns by item what each rank needs without any tables, lookups and exchanges."""
+        return {**self.workload.kept_bytes(self.cluster.world_size), "allocator": self.allocator_bytes}
+
+    @property
+    def bytes_left_for_tables(self) -> int:
+        """Returns the memory of all ranks together that :attr:`bytes_beside_tables` leaves."""
+        return max(0, self.cluster.rank_bytes - sum(self.bytes_beside_tables.values())) * self.cluster.world_size
+
+
+def reserve_bytes(reserve: float, cluster: Cluster) -> int:
+    """Returns the bytes of a share of a rank's memory."""
+    return round(reserve * cluster.rank_bytes)
 
 
 def assess_capacity(config: Config, cluster: Cluster) -> Assessment:
-    """Plans a config for a cluster.
+    """Plans a config for a cluster that need not be there.
 
     Raises:
-        UserError: for settings that cannot be planned at all.
+        UserError: The settings cannot be planned at all.
     """
     is_cuda = cluster.device.kind == "cuda"
     if config.plan.host_memory and is_cuda and not cluster.host_memory_bytes:
@@ -177,69 +196,101 @@ def assess_capacity(config: Config, cluster: Cluster) -> Assessment:
     model, workload, optimizers = blueprint.build_plannable(), blueprint.workload(), table_optimizers(config.train)
     tables = [table for module in embedding_modules(model).values() for table in table_configs(module)]
     request = PlanRequest(model, blueprint.sharders, cluster, workload, config.plan, optimizers)
-    planned, planner_says, placements = None, "", list[Placement]()
+    planned, planner_error, placements = None, "", list[Placement]()
     try:
         planned = find_plan(request)
         placements = plan_placements(model, planned.plan, cluster.world_size)
     except RunError as error:
-        planner_says = str(error)
-    whole = {
-        table.name: whole_table_storage(table, optimizers.sparse, optimizers.dense, optimizers.is_fused)
-        for table in tables
-    }
+        planner_error = str(error)
+    one_copies = [
+        whole_table_storage(table, optimizers.sparse, optimizers.dense, optimizers.is_fused) for table in tables
+    ]
     reserve = request.reserved_share
-    made = blueprint.plan_inputs(model)
-    return Assessment(cluster, workload, optimizers, reserve, tables, whole, planned, planner_says, placements, made)
+    return Assessment(
+        cluster,
+        workload,
+        reserve,
+        _assessed_tables(tables, one_copies, workload, _table_placements(planned, placements)),
+        () if planned is None else _assessed_ranks(planned, cluster, reserve_bytes(reserve, cluster)),
+        None if planned is None else planned.plan,
+        planner_error,
+        blueprint.plan_inputs(model),
+        _notes(optimizers.sparse, placements),
+    )
 
 
-def _of_table(storage: TableStorage) -> dict[str, int]:
-    return {
-        "weights": storage.weights,
-        "optimizer_state": storage.optimizer_state,
-        "gradients": storage.gradients,
-        "cache": storage.cache,
-        "host": storage.host,
-    }
+def _assessed_ranks(planned: EstimatedPlan, cluster: Cluster, allocator_bytes: int) -> tuple[AssessedRank, ...]:
+    """Returns every rank with what the plan gives it."""
+    return tuple(
+        AssessedRank(rank, memory, allocator_bytes, cluster.rank_bytes, cluster.host_bytes, times)
+        for rank, (memory, times) in enumerate(zip(planned.memory, planned.times, strict=True))
+    )
 
 
-def _where(placement: Placement | None) -> dict[str, Any]:
-    """Ranks of a table, and the range of columns of each; none where every rank has all of it."""
-    if placement is None:
-        return {"sharding_type": None, "compute_kernel": None, "ranks": [], "columns": []}
-    unit = placement.unit
-    ranks, columns = [], []
-    if unit.sharding_type != ShardingType.DATA_PARALLEL.value:
-        for shard in unit.sharding_spec.shards:
-            start = shard.shard_offsets[1]
-            ranks.append(shard.placement.rank())
-            columns.append([start, start + shard.shard_sizes[1]])
-    return {
-        "sharding_type": unit.sharding_type,
-        "compute_kernel": unit.compute_kernel,
-        "ranks": ranks,
-        "columns": columns,
-    }
+def _assessed_tables(
+    tables: Sequence[CompositionalEmbeddingConfig],
+    one_copies: Sequence[TableStorage],
+    workload: Workload,
+    placements: Mapping[str, TablePlacement],
+) -> tuple[AssessedTable, ...]:
+    """Returns every table with its place, where the plan says one."""
+    return tuple(
+        AssessedTable(
+            name=table.name,
+            scheme=table.scheme.name,
+            composition=table.combine.name,
+            num_embeddings=table.num_embeddings,
+            num_rows=tuple(table.scheme.num_rows),
+            ids_per_row=sum(workload.ids_per_row.get(name, 1.0) for name in table.feature_names),
+            one_copy=one_copy,
+            placement=placements.get(table.name),
+        )
+        for table, one_copy in zip(tables, one_copies, strict=True)
+    )
 
 
-def _notes(optimizers: TableOptimizers, placements: list[Placement]) -> list[str]:
-    by_columns = [
+def _table_placements(planned: EstimatedPlan | None, placements: Sequence[Placement]) -> dict[str, TablePlacement]:
+    """Returns by table where it goes and what it takes there; nothing where there is no plan."""
+    return {} if planned is None else {own.table.name: _table_placement(own, planned) for own in placements}
+
+
+def _table_placement(placement: Placement, planned: EstimatedPlan) -> TablePlacement:
+    """Returns where a table goes, and what it takes there."""
+    name, unit, columns = placement.table.name, placement.unit, _column_ranges(placement)
+    storages = [memory.tables[name] for memory in planned.memory if name in memory.tables]
+    return TablePlacement(
+        sharding_type=unit.sharding_type,
+        compute_kernel=unit.compute_kernel,
+        ranks=tuple(shard.placement.rank() for shard in unit.sharding_spec.shards) if columns else (),
+        columns=columns,
+        storage=sum(storages, TableStorage()),
+        reason=planned.why[name],
+    )
+
+
+def _column_ranges(placement: Placement) -> tuple[tuple[int, int], ...]:
+    """Returns the range of columns of each shard; none where every rank holds the whole table."""
+    if placement.unit.sharding_type == ShardingType.DATA_PARALLEL.value:
+        return ()
+    starts_and_sizes = [(shard.shard_offsets[1], shard.shard_sizes[1]) for shard in placement.unit.sharding_spec.shards]
+    return tuple((start, start + size) for start, size in starts_and_sizes)
+
+
+def _notes(sparse_optimizer: str, placements: Sequence[Placement]) -> tuple[str, ...]:
+    """Returns the note that an optimizer trains tables in several ranges of columns a little otherwise than whole."""
+    divided_by_columns = [
         placement.table.name
         for placement in placements
-        if placement.divided is None and 0 < _widest(placement) < width(placement.table)
+        if placement.divided is None and 0 < _widest_range(placement) < width(placement.table)
     ]
-    if by_columns and OPTIMIZERS[optimizers.sparse].has_row_states:
-        return [
-            f"{optimizers.sparse} keeps a number for each row of a range of columns, so that tables in several ranges "
-            f"train a little otherwise than whole ones: {_enumerated(by_columns)}"
-        ]
-    return []
+    if not divided_by_columns or not OPTIMIZERS[sparse_optimizer].has_row_states:
+        return ()
+    return (
+        f"{sparse_optimizer} keeps a number for each row of a range of columns, so that tables in several ranges "
+        f"train a little otherwise than whole ones: {enumerate_names(divided_by_columns, _MAX_NAMES)}",
+    )
 
 
-def _enumerated(names: list[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more
-
-
-def _widest(placement: Placement) -> int:
-    """Columns of a table's widest range."""
-    return max((stop - start for start, stop in _where(placement)["columns"]), default=0)
+def _widest_range(placement: Placement) -> int:
+    """Returns the number of columns of a table's widest shard; 0 where every rank holds the whole table."""
+    return max((stop - start for start, stop in _column_ranges(placement)), default=0)

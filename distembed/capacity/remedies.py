@@ -1,132 +1,140 @@
 """What would make a config fit: each remedy is planned as it would be typed before it is named.
 
 The search is bounded, since a plan for many ranks or columns takes seconds. What cannot help is not planned at all:
-tables of more bytes than ranks could have room for if a batch had no rows.
+tables that take more bytes than all ranks would have for them if a batch had no rows.
 """
 
 import dataclasses
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from distembed.capacity.assessment import Assessment, assess_capacity
+from distembed.capacity.assessment import Assessment, assess_capacity, reserve_bytes
 from distembed.config import Config
 from distembed.embedding.settings import TableConfig, build_tables
 from distembed.errors import UserError
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.planning.cluster import Cluster
-from distembed.planning.devices import DEVICES
+from distembed.planning.devices import DEVICES, Device
 from distembed.planning.storage import TableStorage, whole_table_storage
 from distembed.training.build import table_optimizers
+from distembed.units import exact_bytes
 
-SECONDS = 20.0
-"""After which no other plan is begun."""
-UNFINISHED = "more remedies were not looked for: planning takes too long here"
+MAX_SECONDS = 20.0
+"""Seconds after which the search begins no other plan."""
 
-_MOST_RANKS = 4096
-_MOST_NODES = 64
-"""Times as many as there are."""
-_MOST_GPUS = 8
-_MOST_COLLISIONS = 2**20
+_MAX_RANKS = 4096
+_MAX_NODES_FACTOR = 64
+_MAX_GPUS = 8
+_MAX_COLLISIONS = 2**20
 _GIB = 2**30
+_HASHED = ("quotient_remainder", "remainder")
+"""Partition schemes that a number of collisions, or of buckets, compresses."""
 
 
-class Remedies(list[str]):
-    """Remedies, each as it would be typed behind the command.
+@dataclass(frozen=True)
+class Remedies:
+    """Changes that make a config fit.
 
     Attributes:
-        is_complete: whether every kind was looked for to the end; else the reader is to be told ``UNFINISHED``.
+        arguments: What to type behind the command, one remedy each.
+        is_complete: Whether every kind of remedy was looked for to the end.
     """
 
-    is_complete = True
+    arguments: tuple[str, ...] = ()
+    is_complete: bool = True
 
 
 class _OutOfTimeError(Exception):
-    """No other plan may be begun."""
+    """Says that the search may begin no other plan."""
 
 
 def find_remedies(
     config: Config,
     cluster: Cluster,
     memory_is_given: bool = False,
-    found: Assessment | None = None,
-    seconds: float = SECONDS,
+    assessment: Assessment | None = None,
+    max_seconds: float = MAX_SECONDS,
 ) -> Remedies:
-    """One of each kind that makes the config fit: the smallest change of its kind, or the smallest found in time.
+    """Finds one remedy of each kind: the smallest change of its kind, or the smallest found in time.
 
     Args:
-        config: that does not fit.
-        cluster: that it does not fit.
-        memory_is_given: whether ``--memory`` was typed, which holds for any device.
-        found: what came of planning it; it is planned once more unless given.
-        seconds: after which no other plan is begun.
+        config: Config that does not fit.
+        cluster: Cluster that it does not fit.
+        memory_is_given: Whether ``--memory`` was typed, which holds for any device.
+        assessment: Result of planning the config for the cluster; it is planned once more unless given.
+        max_seconds: Seconds after which no other plan is begun.
     """
-    search = _Search(config, cluster, found if found is not None else assess_capacity(config, cluster))
+    search = _Search(config, cluster, assessment if assessment is not None else assess_capacity(config, cluster))
     kinds: list[Callable[[], str | None]] = [search.gpus, search.nodes]
     kinds += [search.memory if memory_is_given else search.device, search.batch_size]
     # where networks alone are too large, smaller tables or other places for them are none
-    if search.found.left_for_tables:
+    if search.assessment.bytes_left_for_tables:
         kinds += [search.sharding, search.optimizer, search.host_memory, search.collisions]
-    remedies, end = Remedies(), time.monotonic() + seconds
+    arguments, end = list[str](), time.monotonic() + max_seconds
     for i, kind in enumerate(kinds):
         # a share of what is left each, so that none takes all
         now = time.monotonic()
-        search.until = now + (end - now) / (len(kinds) - i)
+        search.deadline = now + (end - now) / (len(kinds) - i)
         try:
-            remedy = kind()
+            argument = kind()
         except _OutOfTimeError:
-            remedy = None
-        remedies += [] if remedy is None else [remedy]
-    remedies.is_complete = not search.was_cut_short
-    return remedies
+            argument = None
+        arguments += [] if argument is None else [argument]
+    return Remedies(tuple(arguments), is_complete=not search.was_cut_short)
 
 
 class _Search:
-    """Looks for remedies.
+    """Looks for remedies: a method a kind, which returns what to type, or None where no change of the kind helps.
 
     Attributes:
-        until: when no other plan is begun.
-        was_cut_short: whether there was a plan that was not begun.
+        assessment: Result of planning the config as it is.
+        deadline: Time of the monotonic clock after which no other plan is begun.
+        was_cut_short: Whether there was a plan that was not begun.
     """
 
-    def __init__(self, config: Config, cluster: Cluster, found: Assessment) -> None:
-        self._config, self._cluster, self.found = config, cluster, found
-        self.until, self.was_cut_short = 0.0, False
+    def __init__(self, config: Config, cluster: Cluster, assessment: Assessment) -> None:
+        self._config, self._cluster, self.assessment = config, cluster, assessment
+        self.deadline, self.was_cut_short = 0.0, False
 
     def gpus(self) -> str | None:
+        """Adds GPUs to the only node; on a CPU further ranks would share its memory."""
         cluster = self._cluster
-        if cluster.nodes > 1 or cluster.device.kind == "cpu":  # more ranks on a CPU share its memory
+        if cluster.nodes > 1 or cluster.device.kind == "cpu":
             return None
-        numbers = range(cluster.gpus + 1, _MOST_GPUS + 1)
+        numbers = range(cluster.gpus + 1, _MAX_GPUS + 1)
         fitting = (n for n in numbers if self._fits(cluster=dataclasses.replace(cluster, gpus=n)))
         number = next(fitting, None)
         return None if number is None else f"--gpus {number}"
 
     def nodes(self) -> str | None:
+        """Adds nodes."""
         cluster = self._cluster
         number = self._least(
             lambda n: self._fits(cluster=dataclasses.replace(cluster, nodes=n)),
             cluster.nodes,
-            cluster.nodes * _MOST_NODES,
+            cluster.nodes * _MAX_NODES_FACTOR,
         )
         return None if number is None else f"--nodes {number}"
 
     def device(self) -> str | None:
-        """Another device, with all that it is."""
+        """Takes another device of the catalogue."""
         for device in self._larger_devices():
             if self._fits(cluster=dataclasses.replace(self._cluster, device=device)):
                 return f"--gpu {device.name}"
         return None
 
     def memory(self) -> str | None:
-        """The memory of another device, in place of what was typed."""
+        """Takes the memory of another device of the catalogue, in place of what was typed."""
         for device in self._larger_devices():
             larger = dataclasses.replace(self._cluster.device, memory_bytes=device.memory_bytes)
             if self._fits(cluster=dataclasses.replace(self._cluster, device=larger)):
-                return f"--memory {_typed(device.memory_bytes)}"
+                return f"--memory {exact_bytes(device.memory_bytes)}"
         return None
 
-    def _larger_devices(self) -> list[Any]:
+    def _larger_devices(self) -> list[Device]:
+        """Returns the devices of the catalogue that have more memory, by their memory."""
         own = self._cluster.device
         larger = [
             device for device in DEVICES.values() if device.kind == own.kind and device.memory_bytes > own.memory_bytes
@@ -134,21 +142,21 @@ class _Search:
         return sorted(larger, key=lambda device: device.memory_bytes)
 
     def batch_size(self) -> str | None:
-        """Halved as seldom as it takes."""
+        """Halves the batch, as seldom as it takes and not below a row for each rank."""
         rows = self._config.train.batch_size
 
         def fits(halvings: int) -> bool:
             train = dataclasses.replace(self._config.train, batch_size=rows >> halvings)
             return self._fits(dataclasses.replace(self._config, train=train))
 
-        most = (rows // self._cluster.world_size).bit_length() - 1  # with a row for each rank
+        most = (rows // self._cluster.world_size).bit_length() - 1
         if most < 1 or not fits(most):
             return None
-        halvings = self._halved(fits, 0, most)
+        halvings = self._bisect(fits, 0, most)
         return f"train.batch_size={rows >> halvings}"
 
     def sharding(self) -> str | None:
-        """Without what the config says of how tables may be placed."""
+        """Drops what the config says of how tables may be placed."""
         free: dict[str, Any] = {"sharding_types": None, "min_partition": None, "tables": {}}
         changed = {name: value for name, value in free.items() if getattr(self._config.plan, name) != value}
         if not changed:
@@ -158,6 +166,7 @@ class _Search:
         return settings if self._fits(dataclasses.replace(self._config, plan=plan)) else None
 
     def optimizer(self) -> str | None:
+        """Takes an optimizer that keeps a number for each row, where the config's keeps some for each weight."""
         sparse = self._config.train.sparse_optimizer
         if not OPTIMIZERS[sparse.name].has_weight_states:
             return None
@@ -167,7 +176,7 @@ class _Search:
         return f"train.sparse_optimizer.name={smaller.name}" if self._fits(changed) else None
 
     def host_memory(self) -> str | None:
-        """In whole gibibytes of each machine, where tables may lie there."""
+        """Adds host memory to each node, in whole gibibytes, where tables may lie in it."""
         cluster = self._cluster
         if not self._config.plan.host_memory or cluster.device.kind == "cpu":
             return None
@@ -175,17 +184,17 @@ class _Search:
         def fits(gibibytes: int) -> bool:
             return self._fits(cluster=dataclasses.replace(cluster, host_memory_bytes=gibibytes * _GIB))
 
-        # all tables on any one rank, whose share of its machine's this is
-        enough = cluster.gpus * (self.found.needed.total // _GIB + 1)
-        known_not = cluster.host_memory_bytes // _GIB
-        if known_not >= enough or not fits(enough):
+        # all tables on any one rank, whose share of its node's this is
+        enough = cluster.gpus * (self.assessment.one_copy.total // _GIB + 1)
+        too_few = cluster.host_memory_bytes // _GIB
+        if too_few >= enough or not fits(enough):
             return None
-        return f"--host-memory {self._halved(fits, known_not, enough)}GiB"
+        return f"--host-memory {self._bisect(fits, too_few, enough)}GiB"
 
     def collisions(self) -> str | None:
-        """More ids to a row of the default's tables; those of tables with settings of their own stay."""
+        """Compresses the default's tables; those of tables with settings of their own stay as they are."""
         default = self._config.embedding.default
-        if default.partition not in ("naive", "quotient_remainder", "remainder"):
+        if default.partition not in ("naive", *_HASHED):
             return None
         scheme = "quotient_remainder" if default.partition == "naive" else default.partition
 
@@ -195,80 +204,84 @@ class _Search:
             return dataclasses.replace(self._config, embedding=embedding)
 
         before = 1 if default.partition == "naive" else default.collisions or 1
-        collisions = self._least(lambda number: self._fits(compressed(number)), before, _MOST_COLLISIONS)
+        collisions = self._least(lambda number: self._fits(compressed(number)), before, _MAX_COLLISIONS)
         if collisions is None:
             return None
         settings = [] if scheme == default.partition else [f"embedding.default.partition={scheme}"]
         settings += [] if default.num_buckets is None else ["embedding.default.num_buckets=null"]
         settings.append(f"embedding.default.collisions={collisions}")
         for name, table in self._config.embedding.tables.items():
-            settings += [f"embedding.tables.{name}.{kept}" for kept in _kept(table, default, scheme)]
+            settings += [f"embedding.tables.{name}.{own}" for own in _settings_to_repeat(table, default, scheme)]
         return " ".join(settings)
 
     def _fits(self, config: Config | None = None, cluster: Cluster | None = None) -> bool:
+        """Plans a changed config, or a changed cluster; False too where the change does not go with other settings.
+
+        Raises:
+            _OutOfTimeError: There are too many ranks to plan for, or there is no time left.
+        """
         config, cluster = config or self._config, cluster or self._cluster
         try:
-            if _table_bytes(config) > self._most_room(cluster):
+            if _table_bytes(config) > self._max_table_bytes(cluster):
                 return False
-            if cluster.world_size > _MOST_RANKS or time.monotonic() >= self.until:
+            if cluster.world_size > _MAX_RANKS or time.monotonic() >= self.deadline:
                 self.was_cut_short = True
                 raise _OutOfTimeError
             return assess_capacity(config, cluster).fits
-        except UserError:  # what does not go with other settings is no remedy
+        except UserError:
             return False
 
-    def _most_room(self, cluster: Cluster) -> int:
-        """For the tables of all ranks if a batch had no rows: more than there can be."""
-        network = self.found.workload.network
+    def _max_table_bytes(self, cluster: Cluster) -> int:
+        """Returns the bytes that all ranks would have for tables if a batch had no rows, which is more than they do."""
+        workload = self.assessment.workload
+        network = workload.network
         assert network is not None
         beside = network.parameters + network.buffers + network.optimizer_state + network.gradients
-        beside += sum(self.found.workload.graph_bytes.values()) + round(self.found.reserve * cluster.rank_bytes)
-        hosted = cluster.host_bytes if self._config.plan.host_memory else 0
-        return (max(0, cluster.rank_bytes - beside) + hosted) * cluster.world_size
+        beside += sum(workload.graph_bytes.values()) + reserve_bytes(self.assessment.reserve, cluster)
+        host_bytes = cluster.host_bytes if self._config.plan.host_memory else 0
+        return (max(0, cluster.rank_bytes - beside) + host_bytes) * cluster.world_size
 
-    def _least(self, fits: Callable[[int], bool], known_not: int, most: int) -> int | None:
-        """The least number above ``known_not`` for which something fits, up to ``most``: by doubling, then halving."""
-        low, high = known_not, 2 * known_not
+    def _least(self, fits: Callable[[int], bool], too_few: int, most: int) -> int | None:
+        """Returns the least number above ``too_few`` and up to ``most`` that fits, by doubling and then bisecting."""
+        low, high = too_few, 2 * too_few
         while high <= most and not fits(high):
             low, high = high, 2 * high
-        return self._halved(fits, low, high) if high <= most else None
+        return self._bisect(fits, low, high) if high <= most else None
 
-    def _halved(self, fits: Callable[[int], bool], low: int, high: int) -> int:
-        """The least number above ``low``, which is too few, up to ``high``, which fits; or the least found in time."""
+    def _bisect(self, fits: Callable[[int], bool], too_few: int, enough: int) -> int:
+        """Returns the least number that fits, or the least found in time."""
         try:
-            while high - low > 1:
-                middle = (low + high) // 2
-                low, high = (low, middle) if fits(middle) else (middle, high)
+            while enough - too_few > 1:
+                middle = (too_few + enough) // 2
+                too_few, enough = (too_few, middle) if fits(middle) else (middle, enough)
         except _OutOfTimeError:
             pass
-        return high
+        return enough
 
 
-def _kept(table: TableConfig, default: TableConfig, scheme: str) -> list[str]:
-    """What to say of a table that keeps its settings, where it may have them of a default that is changed."""
-    kept = []
+def _settings_to_repeat(table: TableConfig, default: TableConfig, scheme: str) -> list[str]:
+    """Returns what to type of a table that keeps its settings, where it may have them from the changed default.
+
+    Args:
+        table: Settings of the table.
+        default: Settings of the default before the change.
+        scheme: Partition scheme of the default after the change.
+    """
+    settings = []
     if table.partition == default.partition and scheme != default.partition:
-        kept.append(f"partition={table.partition}")
-    has_rows = table.partition in ("quotient_remainder", "remainder")
-    if has_rows and (table.collisions, table.num_buckets) == (default.collisions, default.num_buckets):
+        settings.append(f"partition={table.partition}")
+    is_hashed = table.partition in _HASHED
+    if is_hashed and (table.collisions, table.num_buckets) == (default.collisions, default.num_buckets):
         is_given = table.num_buckets is not None
-        kept.append(f"num_buckets={table.num_buckets}" if is_given else f"collisions={table.collisions or 4}")
-    return kept
+        settings.append(f"num_buckets={table.num_buckets}" if is_given else f"collisions={table.collisions or 4}")
+    return settings
 
 
 def _table_bytes(config: Config) -> int:
-    """Of all tables, each of them once."""
+    """Returns the bytes of all tables, each of them once."""
     optimizers = table_optimizers(config.train)
-    stored = [
+    storages = [
         whole_table_storage(table, optimizers.sparse, optimizers.dense, optimizers.is_fused)
         for table in build_tables(config.data.load_schema().categorical, config.embedding)
     ]
-    return sum(stored, TableStorage()).total
-
-
-def _typed(num_bytes: int) -> str:
-    """A size that is read back as the same number of bytes."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("GB", 10**9), ("MB", 10**6)):
-        if num_bytes % size == 0:
-            return f"{num_bytes // size}{unit}"
-    return str(num_bytes)
+    return sum(storages, TableStorage()).total

@@ -1,17 +1,22 @@
-"""What is said of a plan: columns of its tables and sentences below them, out of the values of ``plan --json``.
+"""What is said of an assessment: columns of its tables, and sentences below them.
 
 The terminal (:mod:`distembed.capacity.terminal`) and the page (:mod:`distembed.capacity.page`) show the same texts.
 They are plain: what shows them escapes them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Generic, TypeVar
 
-from distembed.units import format_bytes
+from distembed.capacity.assessment import AssessedRank, AssessedTable, Assessment
+from distembed.planning.cluster import Cluster
+from distembed.planning.workload import pipeline_depth
+from distembed.units import enumerate_names, format_bytes
 
-_MOST_NAMES = 12
-_LONG_REASON = 300  # characters
+_MAX_REASON_CHARACTERS = 300
+
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
@@ -19,257 +24,271 @@ class MemoryItem:
     """Something that takes memory on a device.
 
     Attributes:
-        name: for the reader.
-        keys: of ``ranks[...]["memory"]`` that it is the sum of.
-        is_rare: whether there is nothing to say of it where no rank has any.
+        name: Name for the reader.
+        bytes_on: Returns its bytes on one rank.
+        is_rare: Whether it is left out where no rank has any of it.
     """
 
     name: str
-    keys: tuple[str, ...]
+    bytes_on: Callable[[AssessedRank], int]
     is_rare: bool = False
 
-    def bytes_on(self, rank: Mapping[str, Any]) -> int:
-        """Bytes on one of ``values["ranks"]``."""
-        return sum(int(rank["memory"][key]) for key in self.keys)
+
+def _network_bytes(rank: AssessedRank) -> int:
+    network = rank.memory.network
+    return network.parameters + network.buffers + network.optimizer_state
 
 
 MEMORY_ITEMS = (
-    MemoryItem("tables", ("table_weights",)),
-    MemoryItem("optimizer", ("table_optimizer_state",)),
-    MemoryItem("cache", ("table_cache",), is_rare=True),
-    MemoryItem("SSE graphs", ("sse_graphs",), is_rare=True),
-    MemoryItem("networks", ("network_weights", "network_optimizer_state")),
-    MemoryItem("gradients", ("gradients",)),
-    MemoryItem("step buffers", ("inputs", "outputs")),
-    MemoryItem("lookups", ("lookups",)),
-    MemoryItem("activations", ("activations",)),
-    MemoryItem("allocator", ("allocator",)),
+    MemoryItem("tables", lambda rank: rank.storage.weights + rank.memory.plain_tables),
+    MemoryItem("optimizer", lambda rank: rank.storage.optimizer_state),
+    MemoryItem("cache", lambda rank: rank.storage.cache, is_rare=True),
+    MemoryItem("SSE graphs", lambda rank: rank.memory.graph_bytes, is_rare=True),
+    MemoryItem("networks", _network_bytes),
+    MemoryItem("gradients", lambda rank: rank.memory.step.gradients),
+    MemoryItem("step buffers", lambda rank: rank.memory.step.inputs + rank.memory.step.outputs),
+    MemoryItem("lookups", lambda rank: rank.memory.step.lookups),
+    MemoryItem("activations", lambda rank: rank.memory.step.activations),
+    MemoryItem("allocator", lambda rank: rank.allocator_bytes),
 )
-"""They add up to a rank's total."""
+"""Items that add up to a rank's total, in the order in which they are stacked."""
 
 
 @dataclass(frozen=True)
-class Column:
+class PlanColumn(Generic[Row]):
     """A column of a table that is shown.
 
     Attributes:
-        heading: above it.
-        text: of one of ``values["tables"]`` or ``values["ranks"]``.
-        is_number: whether it stands to the right.
+        heading: Text above the column.
+        text: Returns the cell of one line.
+        is_number: Whether the cells stand to the right.
     """
 
     heading: str
-    text: Callable[[Mapping[str, Any]], str]
+    text: Callable[[Row], str]
     is_number: bool = True
 
 
-def items_of(values: Mapping[str, Any]) -> list[MemoryItem]:
-    """The items that are shown, in the order in which they are stacked."""
-    return [item for item in MEMORY_ITEMS if not item.is_rare or any(map(item.bytes_on, values["ranks"]))]
+def shown_items(assessment: Assessment) -> list[MemoryItem]:
+    """Returns the items that are shown, in the order in which they are stacked."""
+    return [item for item in MEMORY_ITEMS if not item.is_rare or any(map(item.bytes_on, assessment.ranks))]
 
 
-def table_columns(values: Mapping[str, Any]) -> list[Column]:
-    """Of the table by table: sizes alone where there is no plan, host memory only where some table lies there."""
+def table_columns(assessment: Assessment) -> list[PlanColumn[AssessedTable]]:
+    """Returns the columns of the table by table.
+
+    Where there is no plan they say sizes alone; host memory is a column only where some table lies there.
+    """
     columns = [
-        Column("table", lambda table: str(table["name"]), is_number=False),
-        Column("scheme", lambda table: str(table["scheme"]), is_number=False),
-        Column("rows", lambda table: " + ".join(f"{rows:,}" for rows in table["rows"])),
+        PlanColumn[AssessedTable]("table", lambda table: table.name, is_number=False),
+        PlanColumn[AssessedTable]("scheme", lambda table: table.scheme, is_number=False),
+        PlanColumn[AssessedTable]("rows", lambda table: " + ".join(f"{rows:,}" for rows in table.num_rows)),
     ]
-    if not values["ranks"]:
-        return [*columns, Column("memory, one copy", lambda table: format_bytes(table["bytes_of_one_copy"]))]
+    if not assessment.ranks:
+        return [*columns, PlanColumn("memory, one copy", lambda table: format_bytes(table.one_copy.total))]
+    world_size = assessment.cluster.world_size
     columns += [
-        Column("placed", _placed, is_number=False),
-        Column("ranks", lambda table: _ranks_of(table, world_size(values)), is_number=False),
-        Column("memory, all ranks", lambda table: format_bytes(table["bytes_on_all_ranks"])),
+        PlanColumn("placed", _sharding_text, is_number=False),
+        PlanColumn("ranks", lambda table: _ranks_text(table, world_size), is_number=False),
+        PlanColumn("memory, all ranks", lambda table: format_bytes(table.storage.total)),
     ]
-    if any(map(in_host_memory, values["tables"])):
-        columns.append(Column("host memory", lambda table: _or_none(table["host_bytes"])))
-        columns.append(Column("cache", lambda table: _or_none(table["cache_bytes"])))
-    return [*columns, Column("why", lambda table: str(table["why"]), is_number=False)]
+    if any(map(is_in_host_memory, assessment.tables)):
+        columns.append(PlanColumn("host memory", lambda table: _bytes_or_dash(table.storage.host)))
+        columns.append(PlanColumn("cache", lambda table: _bytes_or_dash(table.storage.cache)))
+    return [*columns, PlanColumn("why", _reason, is_number=False)]
 
 
-def step_columns(values: Mapping[str, Any]) -> list[Column]:
-    """Of the table by rank, beside those of :func:`items_of`; host memory only where some table lies there."""
+def step_columns(assessment: Assessment) -> list[PlanColumn[AssessedRank]]:
+    """Returns the columns of the table by rank that stand beside its items.
+
+    Host memory is a column only where some table lies there.
+    """
     columns = [
-        Column("ms a step", lambda rank: _milliseconds(rank["milliseconds"]["total"])),
-        Column("sent a step", lambda rank: format_bytes(sum(rank["sent_bytes"].values()))),
+        PlanColumn[AssessedRank]("ms a step", lambda rank: _format_milliseconds(rank.times.total)),
+        PlanColumn[AssessedRank]("sent a step", lambda rank: format_bytes(_sent_bytes(rank))),
     ]
-    if any(map(host_bytes_on, values["ranks"])):
-        columns.insert(0, Column("host memory", lambda rank: _or_none(host_bytes_on(rank))))
+    if any(rank.storage.host for rank in assessment.ranks):
+        columns.insert(0, PlanColumn("host memory", lambda rank: _bytes_or_dash(rank.storage.host)))
     return columns
 
 
-def in_host_memory(table: Mapping[str, Any]) -> bool:
-    """Whether one of ``values["tables"]`` lies in host memory, be it in part."""
-    return int(table["host_bytes"]) > 0
+def is_in_host_memory(table: AssessedTable) -> bool:
+    """Returns whether a table, or part of it, lies in host memory beside a device."""
+    return table.storage.host > 0
 
 
-def host_bytes_on(rank: Mapping[str, Any]) -> int:
-    """Host memory of one of ``values["ranks"]``."""
-    return sum(map(int, rank["host_memory"].values()))
+def shown_ranks(assessment: Assessment, max_ranks: int) -> tuple[list[AssessedRank], str]:
+    """Returns the ranks to show, and what to say of those that are left out.
 
-
-def world_size(values: Mapping[str, Any]) -> int:
-    """Ranks."""
-    return int(values["nodes"]) * int(values["gpus"])
-
-
-def rank_bytes(values: Mapping[str, Any]) -> int:
-    """Memory of a rank; ranks on a CPU share their machine's."""
-    if values["ranks"]:
-        return int(values["ranks"][0]["capacity"])
-    device = values["device"]
-    return int(device["memory_bytes"]) // (int(values["gpus"]) if device["kind"] == "cpu" else 1)
-
-
-def shown_ranks(values: Mapping[str, Any], most: int) -> tuple[list[Mapping[str, Any]], str]:
-    """At most so many ranks, and what to say of those that are left out.
-
-    All of them by their number; or the fullest and the emptiest, from the fullest to the emptiest.
+    All ranks are shown by their number where they are not too many; else the fullest and the emptiest, from the fullest
+    to the emptiest.
     """
-    ranks: list[Mapping[str, Any]] = list(values["ranks"])
-    if len(ranks) <= most:
+    ranks = list(assessment.ranks)
+    if len(ranks) <= max_ranks:
         return ranks, ""
-    ranks.sort(key=lambda rank: -rank["total"])
-    left_out = len(ranks) - most
-    said = f"the fullest and the emptiest; {left_out:,} ranks between them are left out"
-    return ranks[: most - most // 2] + ranks[-(most // 2) :], said
+    ranks.sort(key=lambda rank: -rank.total_bytes)
+    num_left_out = len(ranks) - max_ranks
+    text = f"the fullest and the emptiest; {num_left_out:,} ranks between them are left out"
+    return ranks[: max_ranks - max_ranks // 2] + ranks[-(max_ranks // 2) :], text
 
 
-def verdict(values: Mapping[str, Any]) -> str:
-    """``fits: 1 x 8 h100-80gb (79.65 GiB a rank)``."""
-    memory = f"({format_bytes(rank_bytes(values))} a rank)"
-    return f"{'fits' if values['fits'] else 'does not fit'}: {devices(values)} {memory}"
+def verdict(assessment: Assessment) -> str:
+    """Returns such as ``fits: 1 x 8 h100-80gb (79.65 GiB a rank)``."""
+    memory = f"({format_bytes(assessment.cluster.rank_bytes)} a rank)"
+    return f"{'fits' if assessment.fits else 'does not fit'}: {cluster_text(assessment.cluster)} {memory}"
 
 
-def devices(values: Mapping[str, Any]) -> str:
-    """``1 x 8 h100-80gb``."""
-    return f"{values['nodes']} x {values['gpus']} {values['device']['name']}"
+def cluster_text(cluster: Cluster) -> str:
+    """Returns such as ``1 x 8 h100-80gb``."""
+    return f"{cluster.nodes} x {cluster.gpus} {cluster.device.name}"
 
 
-def step_lines(values: Mapping[str, Any]) -> list[str]:
-    """The fullest rank, the slowest rank, and what is estimated of a step; [] where there is no plan."""
-    ranks = values["ranks"]
-    if not ranks:
+def step_lines(assessment: Assessment) -> list[str]:
+    """Returns the fullest rank, the slowest rank, and what a step is taken to be; [] where there is no plan."""
+    if not assessment.ranks:
         return []
-    fullest = max(ranks, key=lambda rank: rank["total"])
-    slowest = max(ranks, key=lambda rank: rank["milliseconds"]["total"])
-    parts = {name: took for name, took in slowest["milliseconds"].items() if name != "total"}
-    took = ", ".join(f"{name.replace('_', '-')} {_milliseconds(part)}" for name, part in parts.items())
+    fullest = max(assessment.ranks, key=lambda rank: rank.total_bytes)
+    slowest = max(assessment.ranks, key=lambda rank: rank.times.total)
+    parts = dataclasses.asdict(slowest.times)
+    times = ", ".join(f"{name.replace('_', '-')} {_format_milliseconds(part)}" for name, part in parts.items())
+    cluster = assessment.cluster
+    depth = pipeline_depth(cluster.device.kind, cluster.world_size)
     return [
-        f"fullest: rank {fullest['rank']}, {format_bytes(fullest['total'])} of {format_bytes(fullest['capacity'])}; "
-        f"fullest moment of its step: {fullest['fullest_moment']}",
-        f"slowest: rank {slowest['rank']}, {_milliseconds(slowest['milliseconds']['total'])} ms a step ({took})",
-        f"a step has {values['batch_size']:,} rows on all ranks, and {values['pipeline_depth']} batch(es) are on a "
+        f"fullest: rank {fullest.rank}, {format_bytes(fullest.total_bytes)} of {format_bytes(fullest.capacity_bytes)}; "
+        f"fullest moment of its step: {fullest.memory.step.moment}",
+        f"slowest: rank {slowest.rank}, {_format_milliseconds(slowest.times.total)} ms a step ({times})",
+        f"a step has {assessment.workload.batch_size:,} rows on all ranks, and {depth} batch(es) are on a "
         "device at once; times are estimates, without what starting kernels takes",
     ]
 
 
-def host_lines(values: Mapping[str, Any]) -> list[str]:
-    """Which tables lie in host memory; [] where none does."""
-    tables = list(filter(in_host_memory, values["tables"]))
+def host_lines(assessment: Assessment) -> list[str]:
+    """Returns which tables lie in host memory, with their bytes there; [] where none does."""
+    tables = list(filter(is_in_host_memory, assessment.tables))
     if not tables:
         return []
-    in_host, cached = (sum(int(table[key]) for table in tables) for key in ("host_bytes", "cache_bytes"))
-    names = _enumerate([table["name"] for table in tables])
-    caches = f", with {format_bytes(cached)} of cache on the devices" if cached else ", with no cache on the devices"
-    return [f"in host memory: {names}: {format_bytes(in_host)}{caches}"]
+    host_bytes = sum(table.storage.host for table in tables)
+    cache_bytes = sum(table.storage.cache for table in tables)
+    cache = f"{format_bytes(cache_bytes)} of" if cache_bytes else "no"
+    names = enumerate_names([table.name for table in tables])
+    return [f"in host memory: {names}: {format_bytes(host_bytes)}, with {cache} cache on the devices"]
 
 
-def why_lines(values: Mapping[str, Any]) -> list[str]:
-    """A line for each reason for which tables are placed as they are."""
-    names: dict[str, list[str]] = {}
-    for table in values["tables"]:
-        if table["why"]:
-            names.setdefault(table["why"], []).append(table["name"])
-    of_all = len(values["tables"])
-    return [f"why ({'all tables' if len(own) == of_all else _enumerate(own)}): {why}" for why, own in names.items()]
+def reason_lines(assessment: Assessment) -> list[str]:
+    """Returns a line for each reason why tables are placed as they are, with their names."""
+    names_by_reason: dict[str, list[str]] = {}
+    for table in assessment.tables:
+        if reason := _reason(table):
+            names_by_reason.setdefault(reason, []).append(table.name)
+    num_tables = len(assessment.tables)
+    return [
+        f"why ({'all tables' if len(names) == num_tables else enumerate_names(names)}): {reason}"
+        for reason, names in names_by_reason.items()
+    ]
 
 
-def shortage_lines(values: Mapping[str, Any]) -> list[str]:
-    """What is short, in bytes, and what the planner says; [] where the tables fit."""
-    if values["fits"]:
+def shortage_lines(assessment: Assessment) -> list[str]:
+    """Returns what is short, in bytes, and what the planner says; [] where the config fits."""
+    if assessment.fits:
         return []
-    if sum(values["beside_tables"].values()) > rank_bytes(values):
+    if sum(assessment.bytes_beside_tables.values()) > assessment.cluster.rank_bytes:
         # then tables have no part in it, whatever the planner says
-        return [_beside(values)]
-    reason = str(values["planner_says"]).strip()
-    if len(reason) > _LONG_REASON:
+        return [_shortage_without_tables(assessment)]
+    reason = assessment.planner_error.strip()
+    if len(reason) > _MAX_REASON_CHARACTERS:
         reason = reason.splitlines()[0]
     planner = [f"the planner: {' '.join(reason.split())}"] if reason else []
-    return [_needed(values), *_over(values), *planner]
+    return [_table_demand(assessment), *_overfull_ranks(assessment), *planner]
 
 
-def _beside(values: Mapping[str, Any]) -> str:
-    beside = sum(values["beside_tables"].values())
+def _shortage_without_tables(assessment: Assessment) -> str:
+    """Returns by how much each rank lacks memory before it has any tables."""
+    beside, capacity = sum(assessment.bytes_beside_tables.values()), assessment.cluster.rank_bytes
     return (
-        f"without any tables each rank needs {format_bytes(beside)}, {format_bytes(beside - rank_bytes(values))} more "
-        f"than it has: {_beside_items(values)}"
+        f"without any tables each rank needs {format_bytes(beside)}, {format_bytes(beside - capacity)} more "
+        f"than it has: {_items_beside_tables(assessment)}"
     )
 
 
-def _beside_items(values: Mapping[str, Any]) -> str:
-    items = sorted(values["beside_tables"].items(), key=lambda item: -item[1])
-    return ", ".join(f"{name.replace('_', ' ')} {format_bytes(int(count))}" for name, count in items if count)
+def _items_beside_tables(assessment: Assessment) -> str:
+    """Returns what each rank needs beside tables, item by item, the largest first."""
+    items = sorted(assessment.bytes_beside_tables.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name.replace('_', ' ')} {format_bytes(count)}" for name, count in items if count)
 
 
-def _needed(values: Mapping[str, Any]) -> str:
-    needed = sum(map(int, values["needed_by_tables"].values()))
-    left, ranks = int(values["left_for_tables"]), world_size(values)
-    largest = max(values["tables"], key=lambda table: table["bytes_of_one_copy"])
-    host = values["host_capacity"] * ranks
-    of_host = f", and {format_bytes(host)} of host memory" if host else ""
+def _table_demand(assessment: Assessment) -> str:
+    """Returns what all tables take, and what is left for them."""
+    world_size, left = assessment.cluster.world_size, assessment.bytes_left_for_tables
+    largest = max(assessment.tables, key=lambda table: table.one_copy.total)
+    host_bytes = assessment.cluster.host_bytes * world_size
+    host = f", and {format_bytes(host_bytes)} of host memory" if host_bytes else ""
+    needed = assessment.one_copy
     return (
-        f"tables with their optimizer take {format_bytes(needed)}, the largest ({largest['name']}) "
-        f"{format_bytes(largest['bytes_of_one_copy'])}; {format_bytes(left)} are left for them on {ranks} rank(s)"
-        f"{of_host}, beside on each: {_beside_items(values)}; what a step looks up and exchanges comes on top"
+        f"tables with their optimizer take {format_bytes(needed.total + needed.host)}, the largest ({largest.name}) "
+        f"{format_bytes(largest.one_copy.total)}; {format_bytes(left)} are left for them on {world_size} rank(s)"
+        f"{host}, beside on each: {_items_beside_tables(assessment)}; what a step looks up and exchanges comes on top"
     )
 
 
-def _over(values: Mapping[str, Any]) -> list[str]:
-    ranks = values["ranks"]
+def _overfull_ranks(assessment: Assessment) -> list[str]:
+    """Returns a line for the memory of devices, and one for host memory, where some rank has too little of it."""
     lines = []
-    over = [rank for rank in ranks if rank["total"] > rank["capacity"]]
+    over = [rank for rank in assessment.ranks if rank.total_bytes > rank.capacity_bytes]
     if over:
-        fullest = max(over, key=lambda rank: rank["total"] - rank["capacity"])
-        items = sorted(items_of(values), key=lambda item: -item.bytes_on(fullest))[:3]
+        fullest = max(over, key=lambda rank: rank.total_bytes - rank.capacity_bytes)
+        items = sorted(shown_items(assessment), key=lambda item: -item.bytes_on(fullest))[:3]
         largest = ", ".join(f"{item.name} {format_bytes(item.bytes_on(fullest))}" for item in items)
-        lines.append(_over_line(over, fullest, fullest["total"], fullest["capacity"], "memory") + f"; most: {largest}")
-    over = [rank for rank in ranks if host_bytes_on(rank) > rank["host_capacity"]]
+        shortage = _shortage(fullest, fullest.total_bytes, fullest.capacity_bytes, "memory", len(over) - 1)
+        lines.append(f"{shortage}; most: {largest}")
+    over = [rank for rank in assessment.ranks if rank.storage.host > rank.host_capacity_bytes]
     if over:
-        fullest = max(over, key=lambda rank: host_bytes_on(rank) - rank["host_capacity"])
-        lines.append(_over_line(over, fullest, host_bytes_on(fullest), fullest["host_capacity"], "host memory"))
+        fullest = max(over, key=lambda rank: rank.storage.host - rank.host_capacity_bytes)
+        used, capacity = fullest.storage.host, fullest.host_capacity_bytes
+        lines.append(_shortage(fullest, used, capacity, "host memory", len(over) - 1))
     return lines
 
 
-def _over_line(over: Sequence[Any], fullest: Mapping[str, Any], used: int, capacity: int, memory: str) -> str:
-    others = f" (and {len(over) - 1:,} other rank(s) by less or as much)" if len(over) > 1 else ""
+def _shortage(rank: AssessedRank, used_bytes: int, capacity_bytes: int, memory: str, num_others: int) -> str:
+    """Returns by how much a rank lacks a kind of memory, and how many others do."""
+    others = f" (and {num_others:,} other rank(s) by less or as much)" if num_others else ""
     return (
-        f"rank {fullest['rank']} needs {format_bytes(used)} of {memory}, {format_bytes(used - capacity)} more than "
-        f"the {format_bytes(capacity)} it has{others}"
+        f"rank {rank.rank} needs {format_bytes(used_bytes)} of {memory}, {format_bytes(used_bytes - capacity_bytes)} "
+        f"more than the {format_bytes(capacity_bytes)} it has{others}"
     )
 
 
-def _placed(table: Mapping[str, Any]) -> str:
-    kernel = "" if table["compute_kernel"] == "fused" else f" ({table['compute_kernel']})"
-    return f"{table['sharding_type']}{kernel}"
+def _sharding_text(table: AssessedTable) -> str:
+    """Returns the sharding type, with the kernel where that is not the usual one."""
+    placement = table.placement
+    if placement is None:
+        return ""
+    kernel = "" if placement.compute_kernel == "fused" else f" ({placement.compute_kernel})"
+    return f"{placement.sharding_type}{kernel}"
 
 
-def _ranks_of(table: Mapping[str, Any], of_all: int) -> str:
-    ranks = sorted(set(table["ranks"]))
+def _ranks_text(table: AssessedTable, world_size: int) -> str:
+    """Returns the ranks that hold a table, or how many they are."""
+    ranks = sorted(set(table.placement.ranks)) if table.placement is not None else []
     if not ranks:
         return "all"
-    return ", ".join(map(str, ranks)) if len(ranks) <= 4 else f"{len(ranks):,} of {of_all:,}"
+    return ", ".join(map(str, ranks)) if len(ranks) <= 4 else f"{len(ranks):,} of {world_size:,}"
 
 
-def _milliseconds(milliseconds: float) -> str:
+def _reason(table: AssessedTable) -> str:
+    """Returns why a table is placed as it is; empty where there is no plan."""
+    return "" if table.placement is None else table.placement.reason
+
+
+def _sent_bytes(rank: AssessedRank) -> int:
+    """Returns what a rank sends to others in a step."""
+    return sum(dataclasses.astuple(rank.memory.sent))
+
+
+def _format_milliseconds(milliseconds: float) -> str:
+    """Returns the number with at least three digits."""
     return f"{milliseconds:,.{1 if milliseconds >= 100 else 2 if milliseconds >= 10 else 3}f}"
 
 
-def _or_none(count: int) -> str:
-    return format_bytes(count) if count else "-"
-
-
-def _enumerate(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more
+def _bytes_or_dash(num_bytes: int) -> str:
+    """Returns a size, and a dash for none."""
+    return format_bytes(num_bytes) if num_bytes else "-"

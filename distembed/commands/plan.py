@@ -35,8 +35,9 @@ def plan_command(
     report: Annotated[
         Path | None, typer.Option("--report", help="Page or chart of the plan to write: .html, .png or .svg.")
     ] = None,
-    fit: Annotated[
-        Path | None, typer.Option("--fit", help="New YAML file to write: the config, compressed as little as fits.")
+    compress: Annotated[
+        Path | None,
+        typer.Option("--compress", "--fit", help="New YAML file to write: the config, compressed as little as fits."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
@@ -44,7 +45,7 @@ def plan_command(
 
     Exit code 0 where it fits, 3 where it does not.
     """
-    from distembed.capacity.output import PlanFiles, run_plan
+    from distembed.capacity.run_plan import PlanFiles, run_plan
     from distembed.config import load_config
     from distembed.planning.cluster import Cluster
     from distembed.planning.devices import find_device
@@ -54,7 +55,7 @@ def plan_command(
         device = dataclasses.replace(device, memory_bytes=parse_bytes("--memory", memory))
     host_memory_bytes = 0 if host_memory is None else parse_bytes("--host-memory", host_memory)
     cluster = Cluster(device, nodes, gpus, host_memory_bytes)
-    files = PlanFiles(output, fit, report)
+    files = PlanFiles(output, compress, report)
     loaded = load_config(config, overrides or [])
     given = memory is not None
     if not run_plan(loaded, cluster, files, memory_is_given=given, as_json=as_json, console=console, errors=errors):

@@ -45,9 +45,9 @@ def check_fit(fit: "Assessment", shape: Shape) -> Finding:
 
     where = f"{fit.cluster.nodes} x {fit.cluster.gpus} {fit.cluster.device.name}"
     if not fit.fits:
-        shortage = "; ".join(shortage_lines(fit.as_json()))
+        shortage = "; ".join(shortage_lines(fit))
         return _wrong("plan", f"the model does not fit {where}: {shortage}", "`distembed plan` names remedies")
-    fullest = max(fit.rank_total(rank) for rank in range(fit.cluster.world_size))
+    fullest = max(rank.total_bytes for rank in fit.ranks)
     fewest = ", the fewest nodes" if shape.elastic else ""
     rank_memory = f"{format_bytes(fullest)} of {format_bytes(fit.cluster.rank_bytes)} a rank"
     return Finding("plan", "ok", f"fits {where}{fewest}: {rank_memory}")

@@ -12,6 +12,7 @@ from typing import Any
 import typer
 from torchx.runner import get_runner
 
+from distembed.capacity.as_json import assessment_as_json
 from distembed.capacity.assessment import Assessment, assess_capacity
 from distembed.config import Config, with_absolute_paths
 from distembed.doctor import Finding
@@ -52,12 +53,12 @@ def start(job: Job, config: Config, *, dry_run: bool, detach: bool, say: Say) ->
             say(f"{finding.status:5}  {finding.subject}: {finding.detail}{remedy}")
         if dry_run:
             say(str(request))
-            say(f"plan: {describe_plan(fit.planned.plan) if fit.planned else 'none'}")
+            say(f"plan: {describe_plan(fit.plan) if fit.plan else 'none'}")
         if any(finding.status == "wrong" for finding in findings):
             say("nothing was submitted")
             raise typer.Exit(3)
         if not dry_run:
-            job.prepare(config.to_yaml(), fit.as_json())
+            job.prepare(config.to_yaml(), assessment_as_json(fit))
             submit_and_follow(job, runner, detach=detach, say=say)
 
 

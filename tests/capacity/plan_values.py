@@ -1,122 +1,174 @@
-"""Values as ``distembed plan --json`` prints them, invented: every number is one that no other place holds."""
+"""Assessments as ``distembed plan`` makes them, invented: every number is one that no other place holds."""
 
+import dataclasses
 import random
+from collections.abc import Sequence
 from typing import Any
 
+from torchrec.distributed.types import ShardingPlan
+
+from distembed.capacity.assessment import AssessedRank, AssessedTable, Assessment, TablePlacement
+from distembed.capacity.remedies import Remedies
+from distembed.capacity.report import CapacityReport
+from distembed.planning.buffers import SentBytes, StepBuffers
+from distembed.planning.cluster import Cluster
+from distembed.planning.devices import find_device
+from distembed.planning.memory import RankMemory
+from distembed.planning.networks import NetworkEstimate
+from distembed.planning.plan_inputs import PlanInputs
+from distembed.planning.storage import TableStorage
+from distembed.planning.times import StepTime
+from distembed.planning.workload import Workload
+
 GIB, MIB = 2**30, 2**20
-MEMORY = (
-    "table_weights",
-    "table_optimizer_state",
-    "table_cache",
-    "sse_graphs",
-    "network_weights",
-    "network_optimizer_state",
-    "gradients",
-    "inputs",
-    "outputs",
-    "lookups",
-    "activations",
-    "allocator",
-)
+CAPACITY, ALLOCATOR = 81_559 * MIB, 4 * GIB
 
 
-def plan_values(
+def plan_assessment(
     nodes: int = 1, gpus: int = 2, num_tables: int = 4, host_memory: bool = False, seed: int = 0
-) -> dict[str, Any]:
-    """Values of a plan that fits."""
+) -> Assessment:
+    """A plan that fits; one copy of its tables has 5 GiB of weights, 3 of optimizer state and 1 of gradients."""
     draw = random.Random(seed)
     ranks = [_rank(rank, draw, host_memory) for rank in range(nodes * gpus)]
-    tables = [_table(f"C{i + 1}", nodes * gpus, draw) for i in range(num_tables)]
+    tables = [_table(f"C{i + 1}", nodes * gpus, draw) for i in range(num_tables - 1)]
+    rest = TableStorage(5 * GIB, 3 * GIB, GIB) - sum((table.one_copy for table in tables), TableStorage())
+    tables.append(_table(f"C{num_tables}", nodes * gpus, draw, rest))
+    found = Assessment(
+        cluster=Cluster(find_device("h100-80gb"), nodes, gpus, 200 * GIB * gpus if host_memory else 0),
+        workload=Workload(65_536, network=NetworkEstimate(parameters=GIB, peak=14 * GIB)),
+        reserve=ALLOCATOR / CAPACITY,
+        tables=tuple(tables),
+        ranks=tuple(ranks),
+        plan=ShardingPlan({}),
+        planner_error="",
+        plan_inputs=PlanInputs(nodes * gpus, gpus, "cuda", 65_536, {}, "adagrad", "adam", {}),
+    )
     if host_memory:
-        tables[-1] |= {"host_bytes": 11 * GIB, "cache_bytes": 2 * GIB, "compute_kernel": "fused_uvm_caching"}
-    return {
-        "fits": True,
-        "device": {"name": "h100-80gb", "kind": "cuda", "memory_bytes": 81_559 * MIB, "memory_bandwidth": 3.35e12},
-        "nodes": nodes,
-        "gpus": gpus,
-        "batch_size": 65_536,
-        "pipeline_depth": 3,
-        "reserve": 0.05,
-        "needed_by_tables": {"weights": 5 * GIB, "optimizer_state": 3 * GIB, "gradients": GIB},
-        "host_capacity": 200 * GIB if host_memory else 0,
-        "beside_tables": {"network_weights": GIB, "activations": 14 * GIB, "allocator": 4 * GIB, "sse_graphs": 0},
-        "left_for_tables": 60 * GIB * nodes * gpus,
-        "planner_says": "",
-        "ranks": ranks,
-        "tables": tables,
-        "notes": [],
-        "plan": {"model.embeddings": {}},
-        "remedies": [],
-    }
+        storage = TableStorage(draw.randrange(MIB, GIB), 0, 0, 2 * GIB, 10 * GIB, GIB)
+        found = with_placement(found, -1, storage=storage, compute_kernel="fused_uvm_caching")
+    return found
 
 
-def without_plan(values: dict[str, Any], planner_says: str = "no room for a shard\nproposal 1\n") -> dict[str, Any]:
-    """The same, where the planner found none."""
-    unplaced: dict[str, Any] = {
-        "bytes_on_all_ranks": 0,
-        "sharding_type": None,
-        "compute_kernel": None,
-        "ranks": [],
-        "why": "",
-    }
-    tables = [{**table, **unplaced} for table in values["tables"]]
-    nothing = {"fits": False, "plan": None, "ranks": [], "tables": tables, "planner_says": planner_says}
-    return {**values, **nothing, "left_for_tables": 6 * GIB, "remedies": ["--nodes 2", "--gpu b200-180gb"]}
+def without_plan(found: Assessment, planner_error: str = "no room for a shard\nproposal 1\n") -> CapacityReport:
+    """The same, where the planner found none, with remedies; 6 GiB of all ranks are left for tables."""
+    peak = CAPACITY - GIB - ALLOCATOR - 6 * GIB // found.cluster.world_size
+    workload = dataclasses.replace(found.workload, network=NetworkEstimate(parameters=GIB, peak=peak))
+    tables = tuple(dataclasses.replace(table, placement=None) for table in found.tables)
+    found = dataclasses.replace(
+        found, workload=workload, tables=tables, ranks=(), plan=None, planner_error=planner_error
+    )
+    return CapacityReport(found, Remedies(("--nodes 2", "--gpu b200-180gb")))
 
 
-def overfull(values: dict[str, Any], rank: int, by: int) -> dict[str, Any]:
+def overfull(found: Assessment, rank: int, by: int) -> Assessment:
     """The same with one rank over its capacity by so many bytes, for its activations."""
-    own = values["ranks"][rank]
-    own["memory"]["activations"] += own["capacity"] + by - own["total"]
-    own["total"] = own["capacity"] + by
-    return {**values, "fits": False}
+    own = found.ranks[rank]
+    activations = own.memory.step.activations + own.capacity_bytes + by - own.total_bytes
+    step = dataclasses.replace(own.memory.step, activations=activations)
+    return with_rank(found, rank, memory=dataclasses.replace(own.memory, step=step))
 
 
-def milliseconds(rank: dict[str, Any]) -> str:
+def with_rank(found: Assessment, index: int, **changes: Any) -> Assessment:
+    """The same with one rank changed."""
+    ranks = list(found.ranks)
+    ranks[index] = dataclasses.replace(ranks[index], **changes)
+    return dataclasses.replace(found, ranks=tuple(ranks))
+
+
+def with_table(found: Assessment, index: int, **changes: Any) -> Assessment:
+    """The same with one table changed."""
+    tables = list(found.tables)
+    tables[index] = dataclasses.replace(tables[index], **changes)
+    return dataclasses.replace(found, tables=tuple(tables))
+
+
+def with_placement(found: Assessment, index: int, **changes: Any) -> Assessment:
+    """The same with one table placed in another way."""
+    placement = found.tables[index].placement
+    assert placement is not None
+    return with_table(found, index, placement=dataclasses.replace(placement, **changes))
+
+
+def with_device(found: Assessment, **changes: Any) -> Assessment:
+    """The same for other devices."""
+    device = dataclasses.replace(found.cluster.device, **changes)
+    return dataclasses.replace(found, cluster=dataclasses.replace(found.cluster, device=device))
+
+
+def mostly_free(rank: AssessedRank) -> AssessedRank:
+    """The same rank with a 99th in use, beside the allocator's reserve."""
+
+    def divided(values: Sequence[int]) -> list[int]:
+        return [value // 99 for value in values]
+
+    memory = rank.memory
+    moment, *buffers = dataclasses.astuple(memory.step)
+    memory = dataclasses.replace(
+        memory,
+        tables={name: TableStorage(*divided(dataclasses.astuple(own))) for name, own in memory.tables.items()},
+        plain_tables=memory.plain_tables // 99,
+        network=NetworkEstimate(*divided(dataclasses.astuple(memory.network))),
+        step=StepBuffers(moment, *divided(buffers)),
+    )
+    return dataclasses.replace(rank, memory=memory)
+
+
+def memory_values(rank: AssessedRank) -> dict[str, int]:
+    """Bytes of a rank by item, as the JSON has them."""
+    return {**rank.memory.items(), "allocator": rank.allocator_bytes}
+
+
+def sent_bytes(rank: AssessedRank) -> int:
+    """Of a step, to other ranks."""
+    return sum(vars(rank.memory.sent).values())
+
+
+def milliseconds(rank: AssessedRank) -> str:
     """Of a step, as it is shown: with at least two digits after the point below 100, three below 10."""
-    total = rank["milliseconds"]["total"]
+    total = rank.times.total
     return f"{total:.3f}" if total < 10 else f"{total:.2f}"
 
 
-def _rank(rank: int, draw: random.Random, host_memory: bool) -> dict[str, Any]:
-    capacity = 81_559 * MIB
-    memory = {item: draw.randrange(GIB // 4, 5 * GIB) for item in MEMORY}
-    if not host_memory:
-        memory["table_cache"] = 0
-    memory["sse_graphs"] = 0
-    memory["allocator"] = round(0.05 * capacity)
+def reason(table: AssessedTable) -> str:
+    """Why a table of a plan is placed as it is."""
+    assert table.placement is not None
+    return table.placement.reason
+
+
+def _rank(rank: int, draw: random.Random, host_memory: bool) -> AssessedRank:
+    def size() -> int:
+        return draw.randrange(GIB // 4, 5 * GIB)
+
     host = (draw.randrange(GIB, 9 * GIB), draw.randrange(GIB, 9 * GIB)) if host_memory else (0, 0)
-    times = {name: draw.uniform(0.1, 9) for name in ("lookup", "exchange", "networks", "all_reduce")}
-    return {
-        "rank": rank,
-        "memory": memory,
-        "fullest_moment": "output gradients",
-        "total": sum(memory.values()),
-        "capacity": capacity,
-        "host_memory": dict(zip(("table_weights", "table_optimizer_state"), host, strict=True)),
-        "host_capacity": 200 * GIB if host_memory else 0,
-        "milliseconds": {**times, "total": sum(times.values())},
-        "sent_bytes": {name: draw.randrange(MIB, GIB) for name in ("ids", "vectors", "gradients", "all_reduce")},
-        "tables": {},
-    }
+    memory = RankMemory(
+        tables={"C1": TableStorage(size(), size(), 0, size() if host_memory else 0, *host)},
+        plain_tables=size(),
+        network=NetworkEstimate(parameters=size(), buffers=size(), optimizer_state=size()),
+        graph_bytes=0,
+        step=StepBuffers("output gradients", size(), size(), size(), size(), size()),
+        sent=SentBytes(*(draw.randrange(MIB, GIB) for _ in range(4))),
+    )
+    times = StepTime(*(draw.uniform(0.1, 9) for _ in range(4)))
+    return AssessedRank(rank, memory, ALLOCATOR, CAPACITY, 200 * GIB if host_memory else 0, times)
 
 
-def _table(name: str, world_size: int, draw: random.Random) -> dict[str, Any]:
-    rank, size = draw.randrange(world_size), draw.randrange(MIB, GIB)
-    return {
-        "name": name,
-        "scheme": "quotient_remainder",
-        "composition": "product",
-        "num_embeddings": 1460,
-        "rows": [draw.randrange(100, 99_999), 4],
-        "bytes_of_one_copy": size,
-        "bytes_on_all_ranks": size,
-        "host_bytes": 0,
-        "cache_bytes": 0,
-        "ids_per_row": 1.0,
-        "sharding_type": "table_wise",
-        "compute_kernel": "fused",
-        "ranks": [rank],
-        "columns": [[0, 16]],
-        "why": "as TorchRec's planner finds fastest",
-    }
+def _table(name: str, world_size: int, draw: random.Random, one_copy: TableStorage | None = None) -> AssessedTable:
+    if one_copy is None:
+        one_copy = TableStorage(*(draw.randrange(MIB, most * MIB) for most in (150, 90, 30)))
+    return AssessedTable(
+        name=name,
+        scheme="quotient_remainder",
+        composition="product",
+        num_embeddings=1460,
+        num_rows=(draw.randrange(100, 99_999), 4),
+        ids_per_row=1.0,
+        one_copy=one_copy,
+        placement=TablePlacement(
+            sharding_type="table_wise",
+            compute_kernel="fused",
+            ranks=(draw.randrange(world_size),),
+            columns=((0, 16),),
+            storage=TableStorage(draw.randrange(MIB, GIB)),
+            reason="as TorchRec's planner finds fastest",
+        ),
+    )

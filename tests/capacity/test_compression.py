@@ -13,12 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distembed.capacity.assessment import assess_capacity
-from distembed.capacity.compression import CompressibleTable, CountedIds, ZipfIds, compress_config, give_out
+from distembed.capacity.compressible_table import CompressibleTable
+from distembed.capacity.compression import allocate_buckets, compress_config
+from distembed.capacity.id_counts import CountedIds, ZipfIds
 from distembed.config import Config, load_config
 from distembed.data.dataset.manifest import Manifest, Split, Vocabulary
 from distembed.data.dataset.schema import CRITEO_KAGGLE_CARDINALITIES, CategoricalFeature, Schema
 from distembed.embedding.settings import EmbeddingConfig, TableConfig, build_tables
-from distembed.errors import DoesNotFit
+from distembed.errors import InsufficientMemory
 from distembed.optim.declared import TableOptimizers
 from distembed.planning.cluster import Cluster
 from distembed.planning.devices import find_device
@@ -32,12 +34,12 @@ OPTIMIZERS = TableOptimizers("adagrad", "adam", True)
 
 
 @given(st.lists(falling_counts, min_size=1, max_size=3), st.floats(0, 10))
-def test_no_other_way_to_give_out_the_rows_covers_more(tables: list[list[int]], level: float) -> None:
-    given_out = [CountedIds(np.array(own)).seen_more_often(level) for own in tables]
-    covered = sum(sum(own[:m]) for own, m in zip(tables, given_out, strict=True))
+def test_no_other_allocation_of_the_rows_covers_more(tables: list[list[int]], threshold: float) -> None:
+    allocated = [CountedIds(np.array(own)).num_ids_above(threshold) for own in tables]
+    covered = sum(sum(own[:m]) for own, m in zip(tables, allocated, strict=True))
     choices = itertools.product(*[range(len(own) + 1) for own in tables])
     best = max(
-        sum(sum(own[:m]) for own, m in zip(tables, ms, strict=True)) for ms in choices if sum(ms) == sum(given_out)
+        sum(sum(own[:m]) for own, m in zip(tables, ms, strict=True)) for ms in choices if sum(ms) == sum(allocated)
     )
     assert covered == best
 
@@ -45,17 +47,17 @@ def test_no_other_way_to_give_out_the_rows_covers_more(tables: list[list[int]], 
 @given(falling_counts, st.integers(0, 10))
 def test_ids_of_one_count_get_rows_by_and_by(own: list[int], count: int) -> None:
     ids = CountedIds(np.array(own))
-    assert ids.seen_more_often(count) == sum(other > count for other in own)
-    between = [ids.seen_more_often(count + share) for share in np.linspace(0, 1, 50)]
+    assert ids.num_ids_above(count) == sum(other > count for other in own)
+    between = [ids.num_ids_above(count + share) for share in np.linspace(0, 1, 50)]
     assert between == sorted(between, reverse=True)
     assert set(between) == set(range(between[-1], between[0] + 1))
 
 
 @given(st.integers(1, 50), st.floats(0.001, 1000), st.floats(0, 100))
-def test_ids_without_counts_follow_zipf(num_ids: int, of_first: float, level: float) -> None:
-    counts = of_first / np.arange(1, num_ids + 1)
-    fewest, most = (counts > level * (1 + 1e-9)).sum(), (counts >= level * (1 - 1e-9)).sum()
-    assert fewest <= ZipfIds(num_ids, of_first).seen_more_often(level) <= most
+def test_ids_without_counts_follow_zipf(num_ids: int, first_count: float, threshold: float) -> None:
+    counts = first_count / np.arange(1, num_ids + 1)
+    fewest, most = (counts > threshold * (1 + 1e-9)).sum(), (counts >= threshold * (1 - 1e-9)).sum()
+    assert fewest <= ZipfIds(num_ids, first_count).num_ids_above(threshold) <= most
 
 
 def bytes_of_table(size: int, settings: TableConfig, ranks: int) -> int:
@@ -82,10 +84,10 @@ def test_no_other_buckets_take_fewer_bytes(composition: str, force: bool, ranks:
             }
             whole = bytes_of_table(size, TableConfig(embedding_dim=4), ranks)
             assert table.whole_bytes == whole
-            assert table.least_bytes == min(whole, *by_buckets.values())
+            assert table.min_bytes == min(whole, *by_buckets.values())
             # and what it is said to take it does, with any number of rows
-            for level in (1.0, 0.2, 0.02, 0.004, 0.0):
-                buckets = table.buckets(level, stays_compressed=False)
+            for threshold in (1.0, 0.2, 0.02, 0.004, 0.0):
+                buckets = table.num_buckets(threshold, stays_compressed=False)
                 assert table.num_bytes(buckets) == (whole if buckets is None else by_buckets[buckets])
 
 
@@ -96,9 +98,9 @@ def test_bytes_that_are_left_over_would_not_do_for_more_rows(composition: str) -
         CompressibleTable(CategoricalFeature(f"C{size}", size), settings, OPTIMIZERS, 1, ZipfIds(size))
         for size in (7, 60, 300, 310, 900)
     ]
-    least, whole = sum(table.least_bytes for table in tables), sum(table.whole_bytes for table in tables)
+    least, whole = sum(table.min_bytes for table in tables), sum(table.whole_bytes for table in tables)
     for there_is in np.linspace(least, whole, 40).astype(int).tolist():
-        buckets = give_out(tables, there_is)
+        buckets = allocate_buckets(tables, there_is)
         spent = sum(table.num_bytes(buckets[table.name]) for table in tables)
         assert spent <= there_is
         for table in tables:
@@ -109,7 +111,7 @@ def test_bytes_that_are_left_over_would_not_do_for_more_rows(composition: str) -
         row_bytes, quotient_bytes = 8 * 2 * 4, 8 * 2 * 4 if composition == "product" else (8 * 8 + 8) * 4 * 4
         compressed = sum(own is not None for own in buckets.values())
         assert composition == "concat" or there_is - spent < max(1, 2 * compressed * (row_bytes + quotient_bytes))
-    assert set(give_out(tables, whole).values()) == {None}
+    assert set(allocate_buckets(tables, whole).values()) == {None}
 
 
 def cluster(memory_bytes: int, gpus: int = 1) -> Cluster:
@@ -120,20 +122,20 @@ def buckets(config: Config) -> dict[str, int | None]:
     return {name: table.num_buckets for name, table in config.embedding.tables.items()}
 
 
-def test_the_fitted_config_fits_and_uses_what_there_is() -> None:
+def test_the_compressed_config_fits_and_uses_what_there_is() -> None:
     config = load_config(KAGGLE, ["embedding.default.partition=naive", "embedding.tables.C4.partition=naive"])
     there_is = cluster(10**9)
     assert not assess_capacity(config, there_is).fits
-    fitted = compress_config(config, there_is)
-    fit = assess_capacity(fitted, there_is)
-    assert fit.fits and fit.rank_total(0) > 0.97 * 10**9
+    compressed = compress_config(config, there_is)
+    fit = assess_capacity(compressed, there_is)
+    assert fit.fits and fit.ranks[0].total_bytes > 0.97 * 10**9
     # the small ones are whole, the large ones have as many rows as each other, and C4 what the config says
     sizes = {f"C{i}": size for i, size in enumerate(CRITEO_KAGGLE_CARDINALITIES, start=1)}
-    found = {name: rows for name, rows in buckets(fitted).items() if rows is not None}
+    found = {name: rows for name, rows in buckets(compressed).items() if rows is not None}
     assert len(set(found.values())) == 1
     (rows,) = set(found.values())
     assert found.keys() == {name for name, size in sizes.items() if size > rows and name != "C4"}
-    assert fitted.embedding.tables["C4"] == config.embedding.tables["C4"]
+    assert compressed.embedding.tables["C4"] == config.embedding.tables["C4"]
     # what fits is left as it is
     assert compress_config(config, cluster(80 * 10**9)) is config
 
@@ -141,12 +143,12 @@ def test_the_fitted_config_fits_and_uses_what_there_is() -> None:
 def test_a_model_of_more_than_a_terabyte_is_made_to_fit_eight_devices() -> None:
     config, there_is = load_config(KAGGLE, TERABYTE), Cluster(find_device("a100-80gb"), 1, 8)
     fit = assess_capacity(config, there_is)
-    assert not fit.fits and fit.needed.total > 1.3e12
+    assert not fit.fits and fit.one_copy.total > 1.3e12
     assert assess_capacity(compress_config(config, there_is), there_is).fits
 
 
 def test_where_nothing_helps_it_says_so() -> None:
-    with pytest.raises(DoesNotFit, match="no compression of the tables makes the model fit"):
+    with pytest.raises(InsufficientMemory, match="no compression of the tables makes the model fit"):
         compress_config(load_config(KAGGLE), cluster(9_000_000))
 
 
@@ -164,7 +166,7 @@ def test_every_kind_of_table_uses_all_but_a_hundredth(settings: list[str], there
     config = load_config(KAGGLE, settings)
     fit = assess_capacity(compress_config(config, there_is), there_is)
     assert fit.fits
-    fullest = max(fit.rank_total(rank) for rank in range(there_is.world_size))
+    fullest = max(rank.total_bytes for rank in fit.ranks)
     assert fullest > 0.99 * there_is.rank_bytes
 
 
@@ -178,7 +180,7 @@ def test_counts_of_a_dataset_are_of_use_only_where_ids_are_in_their_order(tmp_pa
         load_config(KAGGLE, [*common, f"embedding.default={{{table}{more}}}"]) for more in ("", ", hash_seed: 1")
     )
     whole = assess_capacity(by_count, cluster(10**9))
-    needed = whole.rank_total(0) - whole.allocator_bytes
+    needed = whole.ranks[0].total_bytes - whole.allocator_bytes
     there_is = cluster(round((needed - 80_000) / 0.95))
     rows = {name: 1000 if own is None else own for name, own in buckets(compress_config(by_count, there_is)).items()}
     # even ids are all seen more often than most of the steep ones

@@ -1,6 +1,6 @@
 """The whole JSON of plans, compared with what was looked through once by a person.
 
-After a change that is meant: ``python -m tests.test_plan_golden`` writes the files anew; read their difference.
+After a change that is meant: ``python -m tests.capacity.test_golden`` writes the files anew; read their difference.
 """
 
 import json

@@ -1,5 +1,6 @@
 """Laws of a plan's page and chart: bars as high as the values, all of it escaped, nothing fetched, whole files only."""
 
+import dataclasses
 import io
 import re
 from html.parser import HTMLParser
@@ -12,14 +13,31 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from distembed.capacity.page import draw_needed, draw_ranks, write_report
+from distembed.capacity.assessment import Assessment
+from distembed.capacity.chart import draw_demand, draw_ranks
+from distembed.capacity.remedies import Remedies
+from distembed.capacity.report import CapacityReport
+from distembed.capacity.report_file import write_capacity_report
 from distembed.errors import RunError, UserError
 from distembed.units import format_bytes
-from tests.capacity.plan_values import GIB, MEMORY, milliseconds, overfull, plan_values, without_plan
+from tests.capacity.plan_values import (
+    GIB,
+    memory_values,
+    milliseconds,
+    mostly_free,
+    overfull,
+    plan_assessment,
+    reason,
+    sent_bytes,
+    with_device,
+    with_placement,
+    with_table,
+    without_plan,
+)
 
 SVG = "{http://www.w3.org/2000/svg}"
 ITEMS = {  # from the bottom
-    "tables": ("table_weights",),
+    "tables": ("table_weights", "plain_tables"),
     "optimizer": ("table_optimizer_state",),
     "cache": ("table_cache",),
     "networks": ("network_weights", "network_optimizer_state"),
@@ -69,19 +87,23 @@ class Page(HTMLParser):
             self.tables[-1][-1][-1] += data
 
 
-def page(values: dict[str, Any], folder: Path) -> Page:
-    write_report(values, folder / "plan.html")
+def write(found: Assessment | CapacityReport, file: Path) -> None:
+    write_capacity_report(found if isinstance(found, CapacityReport) else CapacityReport(found), file)
+
+
+def page(found: Assessment | CapacityReport, folder: Path) -> Page:
+    write(found, folder / "plan.html")
     return Page((folder / "plan.html").read_text(encoding="utf-8"))
 
 
-def axes_of(values: dict[str, Any], close_up: bool = False) -> Any:
+def axes_of(found: Assessment, close_up: bool = False) -> Any:
     axes = Figure().add_subplot()
-    draw_ranks(values, axes, close_up)
+    draw_ranks(found, axes, close_up)
     return axes
 
 
-def expected(values: dict[str, Any], item: str) -> list[int]:
-    return [sum(rank["memory"][key] for key in ITEMS[item]) for rank in values["ranks"]]
+def expected(found: Assessment, item: str) -> list[int]:
+    return [sum(memory_values(rank)[key] for key in ITEMS[item]) for rank in found.ranks]
 
 
 def capacity_of(axes: Any) -> float:
@@ -93,8 +115,8 @@ def capacity_of(axes: Any) -> float:
 @pytest.mark.parametrize("num_ranks", [1, 2, 8, 64])
 @pytest.mark.parametrize("close_up", [False, True])
 def test_bars_are_as_high_as_the_values_and_stand_on_each_other(num_ranks: int, close_up: bool) -> None:
-    values = plan_values(1, num_ranks, host_memory=True)
-    axes = axes_of(values, close_up)
+    found = plan_assessment(1, num_ranks, host_memory=True)
+    axes = axes_of(found, close_up)
     bars = {bar.get_gid(): bar for bar in axes.patches}
     items = [item for item in ITEMS if not (close_up and item == "allocator")]
     assert len(bars) == len(items) * num_ranks
@@ -102,34 +124,34 @@ def test_bars_are_as_high_as_the_values_and_stand_on_each_other(num_ranks: int, 
     for item in items:
         own = [bars[f"{'close-up' if close_up else 'all'}-rank-{rank}-{item}"] for rank in range(num_ranks)]
         assert [bar.get_x() + bar.get_width() / 2 for bar in own] == pytest.approx(range(num_ranks))
-        assert [bar.get_height() * GIB for bar in own] == pytest.approx(expected(values, item))
+        assert [bar.get_height() * GIB for bar in own] == pytest.approx(expected(found, item))
         assert [bar.get_y() * GIB for bar in own] == pytest.approx(bottom, abs=1)
-        bottom += expected(values, item)
-    reserved = np.array([rank["memory"]["allocator"] if close_up else 0 for rank in values["ranks"]])
-    assert bottom + reserved == pytest.approx([rank["total"] for rank in values["ranks"]])
+        bottom += expected(found, item)
+    reserved = np.array([rank.allocator_bytes if close_up else 0 for rank in found.ranks])
+    assert bottom + reserved == pytest.approx([rank.total_bytes for rank in found.ranks])
     assert bottom.max() / GIB < axes.get_ylim()[1], "no bar is cut off"
     if not close_up:
-        assert capacity_of(axes) * GIB == pytest.approx(values["ranks"][0]["capacity"])
+        assert capacity_of(axes) * GIB == pytest.approx(found.ranks[0].capacity_bytes)
 
 
 def test_many_ranks_are_areas_that_stand_on_each_other() -> None:
-    values = overfull(plan_values(128, 8), 77, by=9 * GIB)
-    axes = axes_of(values)
+    found = overfull(plan_assessment(128, 8), 77, by=9 * GIB)
+    axes = axes_of(found)
     bottom = np.zeros(1024)
     items = [item for item in ITEMS if item != "cache"]
     for item, area in zip(items, axes.patches, strict=True):
         top, edges, baseline = area.get_data()
         assert edges == pytest.approx(np.arange(1025) - 0.5)
         assert baseline * GIB == pytest.approx(bottom, abs=1)
-        bottom += expected(values, item)
+        bottom += expected(found, item)
         assert top * GIB == pytest.approx(bottom)
-    assert bottom == pytest.approx([rank["total"] for rank in values["ranks"]])
+    assert bottom == pytest.approx([rank.total_bytes for rank in found.ranks])
     assert capacity_of(axes) < bottom.max() / GIB < axes.get_ylim()[1], "what is over the line is seen"
 
 
 def test_the_svg_has_a_bar_of_the_right_height_for_each_item_of_each_rank(tmp_path: Path) -> None:
-    values = plan_values(1, 3)
-    write_report(values, tmp_path / "plan.svg")
+    found = plan_assessment(1, 3)
+    write(found, tmp_path / "plan.svg")
     root = ElementTree.parse(tmp_path / "plan.svg").getroot()
     heights = {}
     for group in root.iter(f"{SVG}g"):
@@ -140,7 +162,7 @@ def test_the_svg_has_a_bar_of_the_right_height_for_each_item_of_each_rank(tmp_pa
     wanted = {
         f"all-rank-{rank}-{item}": size
         for item in ITEMS
-        for rank, size in enumerate(expected(values, item))
+        for rank, size in enumerate(expected(found, item))
         if item != "cache"
     }
     assert heights.keys() == wanted.keys()
@@ -151,7 +173,7 @@ def test_the_svg_has_a_bar_of_the_right_height_for_each_item_of_each_rank(tmp_pa
 
 def test_what_is_needed_stands_beside_what_is_left() -> None:
     drawn: Any = Figure().add_subplot()
-    draw_needed(without_plan(plan_values(1, 2)), drawn)
+    draw_demand(without_plan(plan_assessment(1, 2)).assessment, drawn)
     widths = {bar.get_gid(): (bar.get_x(), bar.get_width()) for bar in drawn.patches}
     assert widths == {
         "needed-weights": (0, 5),
@@ -165,11 +187,11 @@ def test_what_is_needed_stands_beside_what_is_left() -> None:
 @pytest.mark.parametrize("kind", ["fits", "over", "no plan", "host"])
 @pytest.mark.parametrize("suffix", [".html", ".svg", ".png"])
 def test_every_plan_can_be_written_in_every_form(num_ranks: int, kind: str, suffix: str, tmp_path: Path) -> None:
-    values = plan_values(num_ranks, 1, host_memory=kind == "host")
-    values = overfull(values, 0, by=GIB) if kind == "over" else values
-    values = without_plan(values) if kind == "no plan" else values
+    found = plan_assessment(num_ranks, 1, host_memory=kind == "host")
+    found = overfull(found, 0, by=GIB) if kind == "over" else found
+    report = without_plan(found) if kind == "no plan" else CapacityReport(found)
     file = tmp_path / "new" / f"plan{suffix}"
-    write_report(values, file)
+    write(report, file)
     content = file.read_bytes()
     assert [path.name for path in file.parent.iterdir()] == [file.name]
     assert len(content) < 2**21
@@ -179,14 +201,14 @@ def test_every_plan_can_be_written_in_every_form(num_ranks: int, kind: str, suff
         assert image.format == "PNG" and image.width == 1500 and 400 <= image.height <= 1300
         assert len(image.convert("RGB").getcolors(2**24) or []) > 5, "there is something on it"
         return
-    verdict = "fits: " if values["fits"] else "does not fit: "
+    verdict = "fits: " if kind in ("fits", "host") else "does not fit: "
     assert f"{verdict}{num_ranks} x 1 h100-80gb (79.65 GiB a rank)" in content.decode()
     if suffix == ".svg":
         assert ElementTree.fromstring(content).tag == f"{SVG}svg"
 
 
 def test_a_page_fetches_nothing(tmp_path: Path) -> None:
-    shown = page(plan_values(1, 2), tmp_path)
+    shown = page(plan_assessment(1, 2), tmp_path)
     assert not {"script", "link", "img", "iframe"} & set(shown.seen)
     assert all(reference.startswith("#") for reference in shown.references)
     html = (tmp_path / "plan.html").read_text()
@@ -198,8 +220,8 @@ def test_a_page_fetches_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 64, 1024])
 def test_the_page_tells_the_values_of_tables_and_ranks(num_ranks: int, tmp_path: Path) -> None:
-    values = plan_values(num_ranks, 1, host_memory=True)
-    tables, ranks = page(values, tmp_path).tables
+    found = plan_assessment(num_ranks, 1, host_memory=True)
+    tables, ranks = page(found, tmp_path).tables
     assert tables[0] == [
         "table",
         "scheme",
@@ -211,78 +233,77 @@ def test_the_page_tells_the_values_of_tables_and_ranks(num_ranks: int, tmp_path:
         "cache",
         "why",
     ]
-    for table, row in zip(values["tables"], tables[1:], strict=True):
-        placed = "table_wise" if table["compute_kernel"] == "fused" else "table_wise (fused_uvm_caching)"
+    for table, row in zip(found.tables, tables[1:], strict=True):
+        assert table.placement is not None
+        placed = "table_wise" if table is not found.tables[-1] else "table_wise (fused_uvm_caching)"
         assert row[:5] == [
-            table["name"],
+            table.name,
             "quotient_remainder",
-            f"{table['rows'][0]:,} + 4",
+            f"{table.num_rows[0]:,} + 4",
             placed,
-            str(table["ranks"][0]),
+            str(table.placement.ranks[0]),
         ]
-        assert row[5] == format_bytes(table["bytes_on_all_ranks"]) and row[8] == table["why"]
+        assert row[5] == format_bytes(table.storage.total) and row[8] == reason(table)
     assert tables[-1][6:8] == ["11.00 GiB", "2.00 GiB"]
-    by_total = sorted(values["ranks"], key=lambda rank: -rank["total"])
-    shown = values["ranks"] if num_ranks <= 64 else by_total[:32] + by_total[-32:]
+    by_total = sorted(found.ranks, key=lambda rank: -rank.total_bytes)
+    shown = found.ranks if num_ranks <= 64 else by_total[:32] + by_total[-32:]
     for rank, row in zip(shown, ranks[1:], strict=True):
-        items = [sum(rank["memory"][key] for key in keys) for keys in ITEMS.values()]
+        items = [sum(memory_values(rank)[key] for key in keys) for keys in ITEMS.values()]
         assert row == [
-            str(rank["rank"]),
-            *map(format_bytes, [*items, rank["total"]]),
+            str(rank.rank),
+            *map(format_bytes, [*items, rank.total_bytes]),
             "output gradients",
-            format_bytes(sum(rank["host_memory"].values())),
+            format_bytes(rank.storage.host),
             milliseconds(rank),
-            format_bytes(sum(rank["sent_bytes"].values())),
+            format_bytes(sent_bytes(rank)),
         ]
 
 
 def test_a_page_without_a_plan_tells_sizes_and_remedies(tmp_path: Path) -> None:
-    values = without_plan(plan_values(1, 2))
-    shown = page(values, tmp_path)
+    found = plan_assessment(1, 2)
+    shown = page(without_plan(found), tmp_path)
     (tables,) = shown.tables
-    assert [row[3] for row in tables[1:]] == [format_bytes(table["bytes_of_one_copy"]) for table in values["tables"]]
+    assert [row[3] for row in tables[1:]] == [format_bytes(table.one_copy.total) for table in found.tables]
     for text in ("take 9.00 GiB", "fits with --nodes 2", "the planner: no room", "needed: 9.00 GiB", "left: 6.00 GiB"):
         assert text in shown.text
 
 
 def test_a_plan_that_leaves_most_free_is_drawn_once_more_from_near(tmp_path: Path) -> None:
-    values = plan_values(1, 2)
-    assert "Close-up" not in page(overfull(values, 0, by=1), tmp_path).text
-    for rank in values["ranks"]:
-        rank["memory"] |= {key: rank["memory"][key] // 99 for key in MEMORY if key != "allocator"}
-        rank["total"] = sum(rank["memory"].values())
-    assert "Close-up" in page(values, tmp_path).text
-    highest = axes_of(values, close_up=True).get_ylim()[1]
-    assert highest < axes_of(values).get_ylim()[1] * 2**10 / 10, "MiB, of a tenth of the capacity at most"
+    found = plan_assessment(1, 2)
+    assert "Close-up" not in page(overfull(found, 0, by=1), tmp_path).text
+    found = dataclasses.replace(found, ranks=tuple(map(mostly_free, found.ranks)))
+    assert "Close-up" in page(found, tmp_path).text
+    highest = axes_of(found, close_up=True).get_ylim()[1]
+    assert highest < axes_of(found).get_ylim()[1] * 2**10 / 10, "MiB, of a tenth of the capacity at most"
 
 
 def test_bars_tell_their_bytes_to_who_points_at_them(tmp_path: Path) -> None:
-    values = plan_values(1, 2)
-    write_report(values, tmp_path / "plan.html")
-    told = re.findall(r"<title>(rank .*?)</title>", (tmp_path / "plan.html").read_text())
-    for rank in values["ranks"]:
-        assert f"rank {rank['rank']}: lookups {format_bytes(rank['memory']['lookups'])}" in told
+    found = plan_assessment(1, 2)
+    write(found, tmp_path / "plan.html")
+    titles = re.findall(r"<title>(rank .*?)</title>", (tmp_path / "plan.html").read_text())
+    for rank in found.ranks:
+        assert f"rank {rank.rank}: lookups {format_bytes(memory_values(rank)['lookups'])}" in titles
 
 
 @pytest.mark.parametrize("attack", ["<script>alert(1)</script>", '[red]"a"&', "</td></table><b>", "$x_1$ $"])
 def test_texts_are_escaped(attack: str, tmp_path: Path) -> None:
-    values = {**plan_values(1, 2), "notes": [attack]}
-    values["device"]["name"] = attack
-    values["tables"][0] |= {"name": attack, "why": attack}
-    for shown in (values, {**without_plan(values, attack), "remedies": [attack]}):
+    found = with_placement(with_table(plan_assessment(1, 2), 0, name=attack), 0, reason=attack)
+    found = dataclasses.replace(with_device(found, name=attack), notes=(attack,))
+    lacking = dataclasses.replace(without_plan(found, attack), remedies=Remedies((attack,)))
+    for shown in (found, lacking):
         read = page(shown, tmp_path)
         assert "script" not in read.seen
         assert read.text.count(attack) >= 5, "title, heading, verdict, table, notes"
-        write_report(shown, tmp_path / "plan.svg")
+        write(shown, tmp_path / "plan.svg")
         texts = "".join(ElementTree.parse(tmp_path / "plan.svg").getroot().itertext())
         assert attack in texts
-        write_report(shown, tmp_path / "plan.png")
+        write(shown, tmp_path / "plan.png")
 
 
 @pytest.mark.parametrize("name", ["plan.pdf", "plan", "plan.html.gz"])
 def test_other_suffixes_are_refused_with_those_there_are(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"plan.*suffix|ends in") as caught:
-        write_report(plan_values(), tmp_path / name)
+        write(plan_assessment(), tmp_path / name)
     assert (Path(name).suffix or "no suffix") in str(caught.value)
     assert all(suffix in str(caught.value) for suffix in (".html", ".png", ".svg"))
     assert list(tmp_path.iterdir()) == []
@@ -291,8 +312,8 @@ def test_other_suffixes_are_refused_with_those_there_are(name: str, tmp_path: Pa
 def test_a_folder_is_refused_and_capitals_are_not(tmp_path: Path) -> None:
     (tmp_path / "folder.html").mkdir()
     with pytest.raises(UserError, match="is a folder"):
-        write_report(plan_values(), tmp_path / "folder.html")
-    write_report(plan_values(), tmp_path / "PLAN.HTML")
+        write(plan_assessment(), tmp_path / "folder.html")
+    write(plan_assessment(), tmp_path / "PLAN.HTML")
     assert Page((tmp_path / "PLAN.HTML").read_text()).tables
 
 
@@ -301,9 +322,9 @@ def test_a_failed_write_leaves_the_file_that_was_there(
     suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / f"plan{suffix}"
-    write_report(plan_values(), file)
+    write(plan_assessment(), file)
     before = file.read_bytes()
-    write_report(plan_values(), file)
+    write(plan_assessment(), file)
     assert file.read_bytes() == before, "the same values give the same bytes"
 
     def fail(*_: Any) -> None:
@@ -311,5 +332,5 @@ def test_a_failed_write_leaves_the_file_that_was_there(
 
     monkeypatch.setattr("os.replace", fail)
     with pytest.raises(RunError, match="no space left"):
-        write_report(plan_values(seed=1), file)
+        write(plan_assessment(seed=1), file)
     assert file.read_bytes() == before and list(tmp_path.iterdir()) == [file]

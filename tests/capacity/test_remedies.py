@@ -41,7 +41,7 @@ def holds(arguments: list[str], remedy: str) -> bool:
 
 
 def kinds(found: Remedies) -> set[str]:
-    return {remedy.replace("=", " ").split()[0] for remedy in found}
+    return {remedy.replace("=", " ").split()[0] for remedy in found.arguments}
 
 
 CASES: dict[str, tuple[list[str], list[str], Cluster, set[str]]] = {
@@ -72,16 +72,16 @@ def test_each_holds_as_it_is_typed_behind_the_command(case: str) -> None:
     settings, options, there_is, expected = CASES[case]
     typed = [str(KAGGLE), *settings, *options, "--memory", str(there_is.device.memory_bytes)]
     typed += ["--nodes", str(there_is.nodes), "--gpus", str(there_is.gpus)]
-    found = find_remedies(load_config(KAGGLE, settings), there_is, memory_is_given=True, seconds=600)
+    found = find_remedies(load_config(KAGGLE, settings), there_is, memory_is_given=True, max_seconds=600)
     assert found.is_complete and kinds(found) == expected
-    for remedy in found:
+    for remedy in found.arguments:
         assert holds(typed, remedy), remedy
 
 
 def test_without_a_memory_that_was_typed_another_device_is_one() -> None:
     config, there_is = load_config(KAGGLE, [NAIVE, "embedding.default.embedding_dim=512"]), cluster("40GiB")
-    found = find_remedies(config, there_is)
-    (device,) = [remedy for remedy in found if remedy.startswith("--gpu ")]
+    found = find_remedies(config, there_is, max_seconds=600)
+    (device,) = [remedy for remedy in found.arguments if remedy.startswith("--gpu ")]
     assert holds([str(KAGGLE), NAIVE, "embedding.default.embedding_dim=512", "--gpus", "1"], device)
     larger = [other for other in DEVICES.values() if other.kind == "cuda" and other.memory_bytes > 40 * 2**30]
     fitting = [other for other in larger if assess_capacity(config, dataclasses.replace(there_is, device=other)).fits]
@@ -91,19 +91,20 @@ def test_without_a_memory_that_was_typed_another_device_is_one() -> None:
 def test_each_number_is_the_least() -> None:
     """Against trying one number after another."""
     config, there_is = load_config(KAGGLE, [NAIVE]), cluster("700MB")
-    found = find_remedies(config, there_is, seconds=600)
+    found = find_remedies(config, there_is, max_seconds=600)
 
     def first(change: Any) -> int:
         return next(n for n in itertools.count(1) if change(n).fits)
 
     gpus = first(lambda n: assess_capacity(config, dataclasses.replace(there_is, gpus=n)))
     nodes = first(lambda n: assess_capacity(config, dataclasses.replace(there_is, nodes=n)))
-    assert f"--gpus {gpus}" in found and f"--nodes {nodes}" in found
+    assert {f"--gpus {gpus}", f"--nodes {nodes}"} <= set(found.arguments)
     compressed = "embedding.default.partition=quotient_remainder embedding.default.collisions="
     collisions = first(lambda n: assess_capacity(load_config(KAGGLE, f"{compressed}{n}".split()), there_is))
-    assert f"{compressed}{collisions}" in found
+    assert f"{compressed}{collisions}" in found.arguments
     large_batches = load_config(KAGGLE, ["train.batch_size=1000001"])
-    (smaller,) = [one for one in find_remedies(large_batches, cluster("2GB")) if one.startswith("train.batch_size")]
+    found = find_remedies(large_batches, cluster("2GB"), max_seconds=600)
+    (smaller,) = [one for one in found.arguments if one.startswith("train.batch_size")]
     fitting = [1_000_001 >> n for n in range(19) if assess_capacity(batches_of(1_000_001 >> n), cluster("2GB")).fits]
     assert smaller == f"train.batch_size={max(fitting)}"
 
@@ -116,13 +117,13 @@ def test_tables_with_settings_of_their_own_keep_them(tmp_path: Path) -> None:
     file = tmp_path / "exceptions.yaml"
     file.write_text(WITH_EXCEPTIONS)
     config = load_config(file)
-    found = find_remedies(config, cluster("1GB"))
-    (remedy,) = [one for one in found if one.startswith("embedding.")]
+    found = find_remedies(config, cluster("1GB"), max_seconds=600)
+    (remedy,) = [one for one in found.arguments if one.startswith("embedding.")]
     typed = load_config(file, shlex.split(remedy))
     assert assess_capacity(typed, cluster("1GB")).fits
     for name, rows in (("C3", (4_000_000, 3)), ("C12", (-(-8_351_593 // 6), 6)), ("C21", (7_046_547,))):
         (table,) = [one for one in assess_capacity(typed, cluster("1GB")).tables if one.name == name]
-        assert table.scheme.num_rows == rows
+        assert table.num_rows == rows
     collisions = typed.embedding.default.collisions
     assert collisions is not None
     fewer = remedy.replace(f"default.collisions={collisions}", f"default.collisions={collisions - 1}")
@@ -131,14 +132,14 @@ def test_tables_with_settings_of_their_own_keep_them(tmp_path: Path) -> None:
 
 def test_what_is_not_planned_would_not_have_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
     config, there_is = load_config(KAGGLE, [NAIVE]), cluster("400MB", 1, 2)
-    bounded = find_remedies(config, there_is, seconds=600)
+    bounded = find_remedies(config, there_is, max_seconds=600)
     monkeypatch.setattr(remedies, "_table_bytes", lambda config: 0)
-    assert bounded == find_remedies(config, there_is, seconds=600) != []
+    assert bounded == find_remedies(config, there_is, max_seconds=600) != Remedies()
 
 
 def test_smaller_tables_are_no_remedy_for_networks_that_are_too_large() -> None:
     config = load_config(KAGGLE, ["model.top=[4096, 4096]", "train.sparse_optimizer.name=adam"])
-    found = find_remedies(config, cluster("300MB"))
+    found = find_remedies(config, cluster("300MB"), max_seconds=600)
     assert kinds(found) == {"--gpu"}
 
 
@@ -151,8 +152,8 @@ def test_the_search_ends_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     monkeypatch.setattr(remedies, "assess_capacity", does_not_fit)
-    nothing = find_remedies(config, there_is, found=found, seconds=0)
-    assert nothing == [] and not nothing.is_complete and not planned
-    many = find_remedies(config, dataclasses.replace(there_is, nodes=500, gpus=8), found=found, seconds=600)
-    assert many == [] and not many.is_complete
+    nothing = find_remedies(config, there_is, assessment=found, max_seconds=0)
+    assert nothing == Remedies(is_complete=False) and not planned
+    many = find_remedies(config, dataclasses.replace(there_is, nodes=500, gpus=8), assessment=found, max_seconds=600)
+    assert many == Remedies(is_complete=False)
     assert max(planned) == 4000

@@ -72,8 +72,8 @@ def test_the_tables_of_mlperf_with_their_optimizer(optimizer: str, factor: float
     fit = assess_capacity(load_config(KAGGLE, settings), Cluster(find_device("h100-80gb"), 1, 8))
     weights = sum(CRITEO_TERABYTE_CARDINALITIES) * 128 * 4
     assert weights / GIB == pytest.approx(97.4, abs=0.05)
-    assert fit.needed.weights == weights and fit.needed.total == round(weights * factor)
-    assert fit.fits and not fit.needed.gradients
+    assert fit.one_copy.weights == weights and fit.one_copy.total == round(weights * factor)
+    assert fit.fits and not fit.one_copy.gradients
 
 
 def test_what_does_not_fit_is_refused_with_remedies_that_hold() -> None:
@@ -137,14 +137,14 @@ def test_files_that_cannot_be_written_are_refused_before_anything_is_planned(
     def unwanted(*_: object) -> None:
         raise AssertionError("it was planned")
 
-    for planner in ("assess_capacity", "compress_config"):
-        monkeypatch.setattr(f"distembed.capacity.output.{planner}", unwanted)
+    for planner in ("report_capacity", "compress_config"):
+        monkeypatch.setattr(f"distembed.capacity.run_plan.{planner}", unwanted)
     there = tmp_path / "there.svg"
     there.write_text("old")
-    for option in ("--output", "--fit"):
+    for option in ("--output", "--compress"):
         with pytest.raises(UserError, match=f"{option} .*there.svg exists already; name a new file"):
             plan(option, there)
-    for option, name in (("--output", "folder"), ("--fit", "folder"), ("--report", "folder.svg")):
+    for option, name in (("--output", "folder"), ("--compress", "folder"), ("--report", "folder.svg")):
         (tmp_path / name).mkdir(exist_ok=True)
         with pytest.raises(UserError, match=f"{name} is a folder; name"):
             plan(option, tmp_path / name)
@@ -152,8 +152,10 @@ def test_files_that_cannot_be_written_are_refused_before_anything_is_planned(
             plan(option, there / "below.svg")
         with pytest.raises(RunError, match=f"{option} /proc/new/plan.svg cannot be written"):
             plan(option, "/proc/new/plan.svg")
-    with pytest.raises(UserError, match="--output and --fit both name"):
-        plan("--output", tmp_path / "one", "--fit", tmp_path / "one")
+    with pytest.raises(UserError, match="--compress .*there.svg exists already"):
+        plan("--fit", there)  # its other name
+    with pytest.raises(UserError, match="--output and --compress both name"):
+        plan("--output", tmp_path / "one", "--compress", tmp_path / "one")
     assert there.read_text() == "old" and not (tmp_path / "one").exists()
 
 
@@ -178,7 +180,7 @@ def test_a_plan_that_does_not_fit_is_not_written_and_that_is_said(tmp_path: Path
         assert plan("--gpus", 1, "--memory", "20MB", "--output", tmp_path / "kept.json")[0] == 3
     assert f"not written: --output {tmp_path}/kept.json, since the config does not fit" in said.get()
     # not even compressed: what is printed is the config as it is, and what would do
-    files = ["--output", tmp_path / "kept.json", "--fit", tmp_path / "fitted.yaml"]
+    files = ["--output", tmp_path / "kept.json", "--compress", tmp_path / "compressed.yaml"]
     with errors.capture() as said:
         code, values = plan("--gpus", 1, "--memory", "20MB", *files)
     assert code == 3 and not values["fits"] and values["remedies"]

@@ -1,0 +1,95 @@
+"""The plain values of ``distembed plan --json``; the README of :mod:`distembed.planning` says what they mean.
+
+Sizes are in bytes, times in milliseconds.
+"""
+
+import dataclasses
+from typing import Any
+
+from distembed.capacity.assessment import AssessedRank, AssessedTable, Assessment
+from distembed.capacity.report import CapacityReport
+from distembed.planning import plan_as_json
+from distembed.planning.storage import TableStorage
+from distembed.planning.workload import pipeline_depth
+
+
+def report_as_json(report: CapacityReport) -> dict[str, Any]:
+    """Returns the values of an assessment, with all notes and the remedies."""
+    values = assessment_as_json(report.assessment)
+    return {**values, "notes": list(report.notes), "remedies": list(report.remedies.arguments)}
+
+
+def assessment_as_json(assessment: Assessment) -> dict[str, Any]:
+    """Returns what a saved plan holds: the plan, what it was made for, and what every rank holds under it."""
+    cluster = assessment.cluster
+    return {
+        "fits": assessment.fits,
+        "device": dataclasses.asdict(cluster.device),
+        "nodes": cluster.nodes,
+        "gpus": cluster.gpus,
+        "batch_size": assessment.workload.batch_size,
+        "pipeline_depth": pipeline_depth(cluster.device.kind, cluster.world_size),
+        "reserve": assessment.reserve,
+        "needed_by_tables": _storage_values(assessment.one_copy),
+        "host_capacity": cluster.host_bytes,
+        "beside_tables": assessment.bytes_beside_tables,
+        "left_for_tables": assessment.bytes_left_for_tables,
+        "planner_says": assessment.planner_error,
+        "ranks": [_rank_values(rank) for rank in assessment.ranks],
+        "tables": [_table_values(table) for table in assessment.tables],
+        "notes": list(assessment.notes),
+        "plan": None if assessment.plan is None else plan_as_json(assessment.plan),
+        "made_for": assessment.plan_inputs.as_json(),
+    }
+
+
+def _rank_values(rank: AssessedRank) -> dict[str, Any]:
+    """Returns the values of one rank."""
+    return {
+        "rank": rank.rank,
+        "memory": {**rank.memory.items(), "allocator": rank.allocator_bytes},
+        "fullest_moment": rank.memory.step.moment,
+        "total": rank.total_bytes,
+        "capacity": rank.capacity_bytes,
+        "host_memory": {
+            "table_weights": rank.storage.host_weights,
+            "table_optimizer_state": rank.storage.host_optimizer_state,
+        },
+        "host_capacity": rank.host_capacity_bytes,
+        "milliseconds": rank.times.as_json(),
+        "sent_bytes": dataclasses.asdict(rank.memory.sent),
+        "tables": {name: _storage_values(storage) for name, storage in rank.memory.tables.items()},
+    }
+
+
+def _table_values(table: AssessedTable) -> dict[str, Any]:
+    """Returns the values of one table; those of its place are empty where there is no plan."""
+    placement = table.placement
+    return {
+        "name": table.name,
+        "scheme": table.scheme,
+        "composition": table.composition,
+        "num_embeddings": table.num_embeddings,
+        "rows": list(table.num_rows),
+        "ids_per_row": table.ids_per_row,
+        "bytes_of_one_copy": table.one_copy.total,
+        "bytes_on_all_ranks": table.storage.total,
+        "host_bytes": table.storage.host,
+        "cache_bytes": table.storage.cache,
+        "sharding_type": None if placement is None else placement.sharding_type,
+        "compute_kernel": None if placement is None else placement.compute_kernel,
+        "ranks": [] if placement is None else list(placement.ranks),
+        "columns": [] if placement is None else [list(columns) for columns in placement.columns],
+        "why": "" if placement is None else placement.reason,
+    }
+
+
+def _storage_values(storage: TableStorage) -> dict[str, int]:
+    """Returns the bytes of one table, or of several together."""
+    return {
+        "weights": storage.weights,
+        "optimizer_state": storage.optimizer_state,
+        "gradients": storage.gradients,
+        "cache": storage.cache,
+        "host": storage.host,
+    }

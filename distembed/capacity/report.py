@@ -1,0 +1,45 @@
+"""All that ``distembed plan`` finds out: an assessment, and what would make the config fit."""
+
+from dataclasses import dataclass
+
+from distembed.capacity.assessment import Assessment, assess_capacity
+from distembed.capacity.remedies import Remedies, find_remedies
+from distembed.config import Config
+from distembed.planning.cluster import Cluster
+
+UNFINISHED_SEARCH = "more remedies were not looked for: planning takes too long here"
+
+
+@dataclass(frozen=True)
+class CapacityReport:
+    """Whether a config fits a cluster, and what would make it fit.
+
+    Attributes:
+        assessment: How the config fits the cluster.
+        remedies: Changes that make it fit; none where it fits.
+    """
+
+    assessment: Assessment
+    remedies: Remedies = Remedies()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Returns the notes of the assessment, and whether the search for remedies was cut short."""
+        return (*self.assessment.notes, *(() if self.remedies.is_complete else (UNFINISHED_SEARCH,)))
+
+
+def report_capacity(config: Config, cluster: Cluster, memory_is_given: bool) -> CapacityReport:
+    """Plans a config for a cluster and, where it does not fit, looks for remedies.
+
+    Args:
+        config: Config to plan.
+        cluster: Cluster to plan for.
+        memory_is_given: Whether ``--memory`` says what a device has, so that no other device would have more.
+
+    Raises:
+        UserError: The settings cannot be planned at all.
+    """
+    assessment = assess_capacity(config, cluster)
+    if assessment.fits:
+        return CapacityReport(assessment)
+    return CapacityReport(assessment, find_remedies(config, cluster, memory_is_given, assessment))
