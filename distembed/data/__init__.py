@@ -6,7 +6,7 @@
 - ``reader/`` reads it: ``order.py`` decides which row comes when, ``decode.py`` reads row groups, ``prefetch.py`` runs
   ahead in a thread, and ``reader.py`` makes the ``Batch`` of ``batch.py``.
 
-Only ``reader/`` makes tensors, and it is imported by itself.
+Only ``reader/`` needs torch, and it is imported by itself, so that preparing data starts at once.
 """
 
 from distembed.data.dataset.manifest import Manifest, create_manifest

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from distembed.errors import UserError
 from distembed.partitions.base import require_positive
-from distembed.partitions.splitmix import GOLDEN_GAMMA, MULTIPLIERS, SHIFTS
+from distembed.splitmix import GOLDEN_GAMMA, MULTIPLIERS, SHIFTS
 
 _MAX_SEED = 2**63 - 1
 _NEGLIGIBLE_BITS = 64

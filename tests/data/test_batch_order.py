@@ -1,0 +1,206 @@
+"""Laws of the reader's order: each row once, the same on any number of ranks, resumable anywhere."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distembed.data import Schema, create_manifest
+from distembed.data.reader import BatchOrder, BatchReader, order, reader
+from distembed.errors import UserError
+from tests.data.small_dataset import SCHEMA, SINGLE, make_dataset, open_reader, rows_of, take
+
+
+@pytest.fixture
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a hundred rows make many windows, and many batches are made at once."""
+    monkeypatch.setattr(order, "WINDOW_ROWS", 8)
+    monkeypatch.setattr(reader, "_ROWS_AT_ONCE", 24)
+
+
+@pytest.mark.usefixtures("small_windows")
+@pytest.mark.parametrize("schema", [SCHEMA, SINGLE], ids=["multi_hot", "single"])
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("batch_size", [1, 7, 64, 1000])
+def test_each_row_once_and_the_same_global_batches_on_any_number_of_ranks(
+    tmp_path: Path, schema: Schema, shuffle: bool, batch_size: int
+) -> None:
+    folder = make_dataset(tmp_path / "d", 151, schema=schema, group_rows=5)
+    alone = open_reader(folder, batch_size, shuffle=shuffle, seed=5)
+    readers = [
+        [open_reader(folder, batch_size, rank=r, world_size=size, shuffle=shuffle, seed=5) for r in range(size)]
+        for size in (2, 3, 5)
+    ]
+    for _ in range(2):
+        whole = [rows_of(batch) for batch in alone]
+        assert sorted(sum(whole, [])) == list(range(151))
+        assert len(whole) == alone.batches_per_epoch == -(-151 // batch_size)
+        for ranks in readers:
+            parts = [list(each) for each in ranks]
+            assert {len(part) for part in parts} == {len(whole)}
+            for step, rows in enumerate(whole):
+                assert sum((rows_of(part[step]) for part in parts), []) == rows
+                assert {part[step].global_batch_size for part in parts} == {len(rows)}
+                sizes = [len(part[step]["labels"]) for part in parts]
+                assert max(sizes) - min(sizes) <= 1
+    if not shuffle:
+        assert sum(whole, []) == list(range(151))
+
+
+@pytest.mark.usefixtures("small_windows")
+def test_every_epoch_has_another_order_and_every_seed_its_own(tmp_path: Path) -> None:
+    folder = make_dataset(tmp_path / "d", 100, group_rows=5)
+    orders = {}
+    for seed in (0, 1):
+        for repeat in (0, 1):
+            each = open_reader(folder, 16, seed=seed)
+            for epoch in range(3):
+                assert each.epoch == epoch
+                orders[seed, epoch, repeat] = sum((rows_of(batch) for batch in each), [])
+    distinct = {tuple(rows) for rows in orders.values()}
+    assert len(distinct) == 6
+    assert all(orders[seed, epoch, 0] == orders[seed, epoch, 1] for seed, epoch, _ in orders)
+
+
+@pytest.mark.usefixtures("small_windows")
+def test_the_order_is_well_mixed(tmp_path: Path) -> None:
+    folder = make_dataset(tmp_path / "d", 2000, group_rows=50)
+    rows = np.array(sum((rows_of(batch) for batch in open_reader(folder, 100)), []))
+    correlation = np.corrcoef(rows, np.arange(2000))[0, 1]
+    assert abs(correlation) < 0.3
+    means = rows.reshape(20, 100).mean(1)
+    assert means.std() < 300  # batches in file order would have 577
+
+
+@pytest.mark.usefixtures("small_windows")
+@pytest.mark.parametrize("schema", [SCHEMA, SINGLE], ids=["multi_hot", "single"])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_resume_from_any_step_on_any_number_of_ranks(tmp_path: Path, schema: Schema, shuffle: bool) -> None:
+    folder = make_dataset(tmp_path / "d", 71, schema=schema, group_rows=5)
+    settings = {"shuffle": shuffle, "seed": 3}
+    whole: list[list[int]] = []
+    states = []
+    first = open_reader(folder, **settings)
+    for _ in range(2):
+        for batch in first:
+            whole.append(rows_of(batch))
+            states.append(first.state_dict())
+    assert len(whole) == 16
+    for step, state in enumerate(states):
+        world_size = 1 + step % 3
+        parts = []
+        for rank in range(world_size):
+            resumed = open_reader(folder, rank=rank, world_size=world_size, prefetch_batches=0, **settings)
+            resumed.load_state_dict(state)
+            parts.append([rows_of(b) for b in itertools.chain(resumed, resumed)])
+        rest = [sum(together, []) for together in zip(*parts, strict=True)]
+        # What is left of an epoch and the next one; the state after the last batch is the next epoch's start.
+        compared = min(len(rest), 15 - step)
+        assert rest[:compared] == whole[step + 1 : step + 1 + compared]
+        assert len(rest) == (8 - (step + 1) % 8) + 8
+
+
+@pytest.mark.usefixtures("small_windows")
+@pytest.mark.parametrize("in_flight", [0, 1, 3, 10])
+def test_batches_in_flight_are_read_again(tmp_path: Path, in_flight: int) -> None:
+    folder = make_dataset(tmp_path / "d", 71, group_rows=5)
+    ahead = open_reader(folder)
+    whole = take(itertools.chain(*[ahead] * 5), 40)
+    for step in (10, 16, 17):
+        pulling = open_reader(folder)
+        batches = itertools.chain(pulling, pulling, pulling)
+        take(batches, step)
+        resumed = open_reader(folder, rank=0, world_size=1)
+        resumed.load_state_dict(pulling.state_dict(in_flight=in_flight))
+        used = step - in_flight
+        assert resumed.epoch == used // 8 and resumed.batch == used % 8
+        assert take(itertools.chain(resumed, resumed), 9) == whole[used : used + 9]
+        pulling.close()
+
+
+def test_more_in_flight_than_were_read(tmp_path: Path) -> None:
+    each = open_reader(make_dataset(tmp_path / "d", 50))
+    take(iter(each), 2)
+    for in_flight in (3, -1):
+        with pytest.raises(UserError, match="in_flight"):
+            each.state_dict(in_flight=in_flight)
+
+
+def test_iterating_again_goes_on_where_it_was(tmp_path: Path) -> None:
+    folder = make_dataset(tmp_path / "d", 100)
+    whole = take(iter(open_reader(folder)), 10)
+    each = open_reader(folder)
+    assert take(iter(each), 4) == whole[:4]
+    old = iter(each)
+    assert next(old) is not None
+    assert [rows_of(batch) for batch in each] == whole[5:]
+    with pytest.raises(RuntimeError, match="iterated over"):
+        next(old)
+
+
+def test_drop_last(tmp_path: Path) -> None:
+    folder = make_dataset(tmp_path / "d", 313)
+    each = open_reader(folder, 50, drop_last=True)
+    left_out = []
+    for _ in range(2):
+        batches = [rows_of(batch) for batch in each]
+        assert [len(rows) for rows in batches] == [50] * 6 and each.batches_per_epoch == 6
+        seen = set(sum(batches, []))
+        assert len(seen) == 300
+        left_out.append(set(range(313)) - seen)
+    assert left_out[0] != left_out[1]
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 2])
+@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize("prefetch_batches", [0, 2])
+def test_hardly_any_rows(tmp_path: Path, num_rows: int, world_size: int, prefetch_batches: int) -> None:
+    folder = make_dataset(tmp_path / "d", num_rows)
+    seen = []
+    for rank in range(world_size):
+        each = open_reader(folder, 8, rank=rank, world_size=world_size, prefetch_batches=prefetch_batches)
+        batches = list(each)
+        assert len(batches) == min(num_rows, 1) and each.epoch == 1 and each.num_rows == num_rows
+        for batch in batches:
+            assert batch["dense_features"].shape == (len(batch["labels"]), 2)
+            seen += rows_of(batch)
+        assert each.state_dict()["epoch"] == 1
+    assert sorted(seen) == list(range(num_rows))
+
+
+def test_a_split_without_files(tmp_path: Path) -> None:
+    create_manifest(tmp_path, SCHEMA, {"all": []})
+    assert list(open_reader(tmp_path)) == []
+
+
+def test_a_state_of_other_settings_is_refused(tmp_path: Path) -> None:
+    folder = make_dataset(tmp_path / "d", 100)
+    other = make_dataset(tmp_path / "e", 101)
+    state = open_reader(folder).state_dict()
+    for changed, name in (
+        (open_reader(folder, seed=1), "seed is 0 in the state and 1 here"),
+        (open_reader(folder, 11), "batch_size is 10 in the state and 11 here"),
+        (open_reader(folder, shuffle=False), "shuffle"),
+        (open_reader(folder, drop_last=True), "drop_last"),
+        (open_reader(other), "dataset"),
+    ):
+        with pytest.raises(UserError, match=name):
+            changed.load_state_dict(state)
+    with pytest.raises(UserError, match="split is 'x' in the state.*; batch_size"):
+        open_reader(folder, 3).load_state_dict({**state, "split": "x"})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"batch_size": 0}, {"rank": 2, "world_size": 2}, {"rank": -1}, {"world_size": 0}, {"seed": -1},
+     {"prefetch_batches": -1}],
+)  # fmt: skip
+def test_impossible_settings(tmp_path: Path, wrong: dict) -> None:
+    with pytest.raises(UserError, match=next(iter(wrong))):
+        open_reader(make_dataset(tmp_path / "d", 10), **{"batch_size": 4, **wrong})
+
+
+def test_an_unknown_split(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no split 'train': it has all"):
+        BatchReader(make_dataset(tmp_path / "d", 10), "train", BatchOrder(1))
