@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 DIGITS = set(b"0123456789")
 HEX = set(b"0123456789abcdefABCDEF")
@@ -98,3 +99,7 @@ def content(num_rows: int, seed: int, *, malformed: float = 0.0, short: float = 
         make = malformed_line if draw < malformed else short_ids_line if draw < malformed + short else good_line
         lines.append(make(rng))
     return newline.join([*lines, b""])
+
+
+def folder_bytes(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -15,6 +15,7 @@ from distembed.data.prepare import CriteoOptions, ProgressUpdate, ResourceLimits
 from distembed.data.prepare.parse_rows import parse_block
 from distembed.errors import UserError
 from tests.data import reference
+from tests.data.reference import folder_bytes
 
 SPLITS = ("train", "validation", "test")
 CATEGORICAL = [f"C{i}" for i in range(1, 27)]
@@ -30,10 +31,6 @@ def read_split(dataset: Path, manifest: Manifest, name: str) -> tuple[np.ndarray
     ids = [np.stack([table[column].to_numpy() for column in CATEGORICAL], 1) for table in tables]
     empty = [np.zeros(0), np.zeros((0, 13)), np.zeros((0, 26))]
     return tuple(np.concatenate([part, *parts]) for part, parts in zip(empty, (labels, dense, ids), strict=True))
-
-
-def bytes_of(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def check_against_reference(
@@ -149,10 +146,10 @@ def test_bytes_depend_on_rows_and_options_alone(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(ResourceLimits, "block_bytes", 30_011)
     monkeypatch.setattr(ResourceLimits, "vocabulary_keys", 50)
     prepare_criteo([source], tmp_path / "blocks", limits=ResourceLimits(threads=2))
-    first = bytes_of(tmp_path / "once")
+    first = folder_bytes(tmp_path / "once")
     assert len(first) == 1 + 1 + 26 + 2 + 1 + 1
     for name in ["again", "threads", "memory", "blocks"]:
-        assert bytes_of(tmp_path / name) == first, name
+        assert folder_bytes(tmp_path / name) == first, name
 
 
 def test_gzip_gives_the_same_rows(tmp_path: Path) -> None:
@@ -162,7 +159,7 @@ def test_gzip_gives_the_same_rows(tmp_path: Path) -> None:
     (tmp_path / "zipped.gz").write_bytes(gzip.compress(content[:1000]) + gzip.compress(content[1000:]) + b"\0" * 600)
     prepare_criteo([tmp_path / "plain.tsv"], tmp_path / "a")
     prepare_criteo([tmp_path / "zipped.gz"], tmp_path / "b")
-    one, other = bytes_of(tmp_path / "a"), bytes_of(tmp_path / "b")
+    one, other = folder_bytes(tmp_path / "a"), folder_bytes(tmp_path / "b")
     assert one.keys() == other.keys()
     assert all(one[name] == other[name] for name in one if name != "manifest.json")
 
@@ -209,7 +206,7 @@ def test_the_vocabulary_comes_from_the_training_part_alone(tmp_path: Path) -> No
     one = prepare_criteo([tmp_path / "a.tsv"], tmp_path / "a")
     other = prepare_criteo([tmp_path / "b.tsv"], tmp_path / "b")
     assert one.schema == other.schema and one.vocabularies == other.vocabularies
-    a, b = bytes_of(tmp_path / "a"), bytes_of(tmp_path / "b")
+    a, b = folder_bytes(tmp_path / "a"), folder_bytes(tmp_path / "b")
     assert all(a[name] == b[name] for name in a if name.startswith(("vocabulary", "train")))
 
 

@@ -14,7 +14,7 @@ from distembed.data.prepare import CriteoOptions, criteo, ingest, prepare_criteo
 from distembed.data.prepare.staging import staged_folder
 from distembed.errors import RunError, UserError
 from tests.data import reference
-from tests.data.test_prepare import bytes_of
+from tests.data.reference import folder_bytes
 
 # Prepares, and waits for ever at the given step so that it can be killed there.
 PREPARE_AND_HANG = """
@@ -77,7 +77,7 @@ def test_killed_while_overwriting_the_old_dataset_stays(source: Path, tmp_path: 
     """Also between the two renames: the next run puts the old one back before it does anything else."""
     output = tmp_path / "out"
     prepare_criteo([source], output, CriteoOptions(min_count=5))
-    before = bytes_of(output)
+    before = folder_bytes(output)
     kill(hanging(source, output, step, "overwrite"))
     assert output.exists() == (step == "write")
     with pytest.raises(UserError, match="exists already|has no rows"):
@@ -87,7 +87,7 @@ def test_killed_while_overwriting_the_old_dataset_stays(source: Path, tmp_path: 
             prepare_criteo([tmp_path / "empty"], output)
         else:
             prepare_criteo([source], output)
-    assert bytes_of(output) == before
+    assert folder_bytes(output) == before
     prepare_criteo([source], output, overwrite=True)
     assert Manifest.load(output).preparation["min_count"] == 2
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]

@@ -4,7 +4,6 @@ import copy
 import json
 import pickle
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,54 +17,7 @@ from distembed.errors import UserError
 from distembed.graph import Graph, alias_method
 from distembed.graph.edges import MAX_NODES, stored_edges
 from distembed.graph.folder import array_types
-
-Rows = dict[int, dict[int, float]]
-
-
-def reference_rows(edges: Iterable[tuple[int, int, float]], directed: bool) -> Rows:
-    """node -> neighbour -> sum of weights, edge by edge."""
-    rows: Rows = {}
-    for source, target, weight in edges:
-        for a, b in [(source, target)] if directed else [(source, target), (target, source)]:
-            if a != b:
-                row = rows.setdefault(a, {})
-                row[b] = row.get(b, 0.0) + weight
-    return rows
-
-
-def probabilities(graph: Graph, node: int) -> dict[int, float]:
-    """How likely each neighbour is drawn, slot by slot as Walker's method says."""
-    neighbors = graph.neighbors_of(node).tolist()
-    result = dict.fromkeys(neighbors, 0.0)
-    for slot, neighbor in enumerate(neighbors):
-        edge = int(graph.starts[node]) + slot
-        keep, alias = (1.0, 0) if graph.keep is None else (float(graph.keep[edge]), int(graph.alias[edge]))
-        assert 0 <= keep <= 1 and 0 <= alias < len(neighbors)
-        result[neighbor] += keep / len(neighbors)
-        result[neighbors[alias]] += (1 - keep) / len(neighbors)
-    return result
-
-
-def check_graph(graph: Graph, num_nodes: int, rows: Rows) -> None:
-    assert graph.num_nodes == num_nodes and graph.starts.shape == (num_nodes + 1,)
-    assert graph.num_edges == sum(map(len, rows.values()))
-    assert graph.degrees().tolist() == [len(rows.get(node, ())) for node in range(num_nodes)]
-    for node in range(num_nodes):
-        row = rows.get(node, {})
-        assert graph.neighbors_of(node).tolist() == sorted(row)
-        if graph.weighted:
-            total = sum(row.values())
-            wanted = {neighbor: weight / total for neighbor, weight in row.items()}
-            assert probabilities(graph, node) == pytest.approx(wanted, abs=1e-9)
-
-
-def random_edges(
-    num_nodes: int, num_edges: int, seed: int, decades: float = 1.0
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(seed)
-    ends = rng.integers(0, num_nodes, (2, num_edges))
-    return ends[0], ends[1], 10 ** rng.uniform(-decades / 2, decades / 2, num_edges)
-
+from tests.graph.reference import check_graph, probabilities, random_edges, reference_rows
 
 weights = st.one_of(st.just(1.0), st.floats(1e-6, 1e6), st.sampled_from([1e-300, 1e300, 5e-324]))
 edge_lists = st.integers(2, 12).flatmap(
