@@ -142,20 +142,20 @@ def test_ids_that_share_an_attribute_are_neighbours(
     tmp_path: Path, small_memory: dict[str, int], name: str, as_text: bool, count_shared: bool
 ) -> None:
     rng = np.random.default_rng(2)
-    ids = rng.integers(0, 60, 500).tolist()
-    values = (200 * rng.random(500) ** 3).astype(np.int64).tolist()
+    ids = rng.integers(0, 30, 200).tolist()
+    values = (80 * rng.random(200) ** 3).astype(np.int64).tolist()
     column = [f'{v}°,"{v}' if v % 3 else str(v) for v in values] if as_text else [v - 100 for v in values]
     column[5] = column[77] = None
     file = write(tmp_path / name, pa.table({"film": ids, "person": column}))
-    nodes = NodeIds(num_embeddings=60)
-    options = GraphOptions("film", attribute="person", max_shared=15, count_shared=count_shared)
+    nodes = NodeIds(num_embeddings=30)
+    options = GraphOptions("film", attribute="person", max_shared=8, count_shared=count_shared)
     graph = prepare_graph([file], tmp_path / "out", nodes, options)
-    rows, hubs = shared_rows(list(zip(ids, column, strict=True)), 15)
+    rows, hubs = shared_rows(list(zip(ids, column, strict=True)), 8)
     assert len(hubs) > 1
-    check_graph(graph, 60, rows)
+    check_graph(graph, 30, rows)
     distinct = {(i, v) for i, v in zip(ids, column, strict=True) if v is not None}
     assert graph.details["dropped"] == {
-        "duplicates": 498 - len(distinct),
+        "duplicates": 198 - len(distinct),
         "unknown": 0,
         "missing": 2,
         "hubs": len(hubs),
