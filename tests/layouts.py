@@ -1,4 +1,4 @@
-"""One small model under every layout, trained alike, and what it holds put together again."""
+"""Small models under every layout, trained alike, and all numbers that their ranks hold."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -10,26 +10,46 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.types import ShardingEnv
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.composition import PathMLP
-from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
+from distembed.embedding import (
+    CompositionalEmbeddingBagCollection,
+    CompositionalEmbeddingBagConfig,
+    CompositionalEmbeddingCollection,
+    CompositionalEmbeddingConfig,
+)
+from distembed.embedding.tables import CompositionalTables
 from distembed.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
 from distembed.optim.optimizers import Optimizers, fuse_sparse_optimizer, needs_dense_kernel
+from distembed.optim.tables import table_parameters
 from distembed.partitions import ChineseRemainder, QuotientRemainder
-from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
+from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, CompositionalEmbeddingCollectionSharder
 
 LAYOUTS = ("plain", "table_wise", "column_wise", "table_column_wise", "row_wise", "data_parallel")
-OPTIMIZERS = ("sgd", "adagrad", "row_wise_adagrad", "amsgrad")
+OPTIMIZER_NAMES = ("sgd", "adagrad", "row_wise_adagrad", "amsgrad")
+"""Of the tables; each of them can be had on a CPU."""
 DIM = 16
 ROWS = 8
 SIZES = {"a": 101, "b": 60, "c": 90, "d": 37, "e": 50}
 RATE, EPS = 0.1, 1e-3
+PLAIN_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "row_wise_adagrad": RowWiseAdagrad,
+    "adam": torch.optim.Adam,
+    "amsgrad": lambda params, **chosen: torch.optim.Adam(params, amsgrad=True, **chosen),
+}
+"""What trains models that are not sharded."""
+WITHOUT_EPS = {"sgd"}
 
 
 def tables(dim: int = DIM) -> list[CompositionalEmbeddingBagConfig]:
@@ -55,6 +75,33 @@ class Head(nn.Module):
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         embedded = self.embeddings(features).to_dict()
         return self.linear(torch.cat([embedded[name] for name in SIZES], dim=1))
+
+
+class SeveralCollections(nn.Module):
+    """Compositional bags, compositional sequences and TorchRec's own bags, and one linear layer."""
+
+    def __init__(self, device: str, dim: int = DIM) -> None:
+        super().__init__()
+        by_name = {table.name: table for table in tables(dim)}
+        self.bags = CompositionalEmbeddingBagCollection([by_name["a"], by_name["c"]], device=device)
+        make = CompositionalEmbeddingConfig
+        sequences = [
+            make("b", 60, dim, ["b"], QuotientRemainder(60, collisions=5), "sum"),
+            make("d", 37, dim, ["d"], QuotientRemainder(37, collisions=3), PathMLP(hidden=[5])),
+        ]
+        self.sequences = CompositionalEmbeddingCollection(sequences, device=device)
+        stock = EmbeddingBagConfig(name="e", embedding_dim=dim, num_embeddings=50, feature_names=["e"])
+        self.stock = EmbeddingBagCollection([stock], device=torch.device(device))
+        torch.manual_seed(0)
+        self.linear = nn.Linear(len(SIZES) * dim, 1)
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        pooled = {**self.bags(features).to_dict(), **self.stock(features).to_dict()}
+        for name, sequence in self.sequences(features).items():
+            rows = torch.repeat_interleave(torch.arange(features.stride()), sequence.lengths())
+            empty = sequence.values().new_zeros(features.stride(), sequence.values().shape[1])
+            pooled[name] = empty.index_add(0, rows, sequence.values())
+        return self.linear(torch.cat([pooled[name] for name in SIZES], dim=1))
 
 
 @dataclass
@@ -88,49 +135,55 @@ def batch(number: int, start: int, stop: int) -> KeyedJaggedTensor:
 
 
 def build(layout: str, optimizer: str, dense: str = "adam", dim: int = DIM) -> Trained:
-    """The model with its first weights; all ranks call it."""
-    return _build_plain(optimizer, dim) if layout == "plain" else shard(Head("meta", dim), layout, optimizer, dense)
+    """The model of one collection with its first weights; all ranks call it."""
+    if layout == "plain":
+        return _build_plain(optimizer, dense, dim)
+    return shard(Head("meta", dim), layout, optimizer, dense)
 
 
-def _build_plain(optimizer: str, dim: int) -> Trained:
+def _build_plain(optimizer: str, dense: str, dim: int) -> Trained:
     model = Head("cpu", dim)
-    settings: dict[str, Any] = {"lr": RATE} if optimizer == "sgd" else {"lr": RATE, "eps": EPS}
-    makers: dict[str, Callable[..., torch.optim.Optimizer]] = {
-        "sgd": torch.optim.SGD,
-        "adagrad": torch.optim.Adagrad,
-        "row_wise_adagrad": RowWiseAdagrad,
-        "amsgrad": lambda params, **chosen: torch.optim.Adam(params, amsgrad=True, **chosen),
-    }
+    settings = {"lr": RATE} if optimizer in WITHOUT_EPS else {"lr": RATE, "eps": EPS}
     named = dict(model.named_parameters())
     in_tables = {name: p for name, p in named.items() if ".embedding_bags." in name}
     others = {name: p for name, p in named.items() if name not in in_tables}
     wrappers = [
-        KeyedOptimizerWrapper(in_tables, lambda params: makers[optimizer](params, **settings)),
-        KeyedOptimizerWrapper(others, lambda params: torch.optim.Adam(params, lr=RATE)),
+        KeyedOptimizerWrapper(in_tables, lambda params: PLAIN_OPTIMIZERS[optimizer](params, **settings)),
+        KeyedOptimizerWrapper(others, lambda params: PLAIN_OPTIMIZERS[dense](params, lr=RATE)),
     ]
     return Trained(model, CombinedOptimizer(wrappers), False, lambda step: None)
 
 
 def shard(model: nn.Module, layout: str, optimizer: str, dense: str = "adam") -> Trained:
-    """Places all tables of ``model.embeddings`` alike; all ranks call it."""
+    """Places all tables of a model alike; all ranks call it."""
     cpu, world = torch.device("cpu"), dist.get_world_size()
-    sparse = SparseOptimizerConfig(name=optimizer, learning_rate=RATE, eps=EPS)  # type: ignore[arg-type]
-    fuse_sparse_optimizer(model.get_submodule("embeddings.embedding_bags").parameters(), sparse, cpu)
-    sharders: list[Any] = [CompositionalEmbeddingBagCollectionSharder()]
-    constraints = {}
-    for table in model.get_submodule("embeddings").tables():
-        # a function needs whole vectors
-        own_layout = "table_wise" if table.function_tables() and "column" in layout else layout
-        constraints[table.name] = ParameterConstraints(sharding_types=[own_layout], min_partition=4)
+    sparse = SparseOptimizerConfig(name=optimizer, learning_rate=RATE, eps=EPS)
+    fuse_sparse_optimizer(table_parameters(model), sparse, cpu)
+    sharders: list[Any] = [
+        CompositionalEmbeddingBagCollectionSharder(),
+        CompositionalEmbeddingCollectionSharder(),
+        EmbeddingBagCollectionSharder(),
+    ]
+    constraints = dict.fromkeys(SIZES, ParameterConstraints(sharding_types=[layout], min_partition=4))
+    for module in model.modules():
+        for table in module.tables() if isinstance(module, CompositionalTables) else ():
+            # a function needs whole vectors
+            if table.function_tables() and "column" in layout:
+                constraints[table.name] = ParameterConstraints(sharding_types=["table_wise"])
+        if isinstance(module, EmbeddingBagCollection) and layout == "row_wise":  # TorchRec has that on CUDA only
+            constraints |= {
+                table.name: ParameterConstraints(sharding_types=["table_wise"])
+                for table in module.embedding_bag_configs()
+            }
     topology = Topology(world_size=world, local_world_size=world, compute_device="cpu")
     planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
     if needs_dense_kernel(sparse):
-        for placed in plan.plan["embeddings"].values():  # type: ignore[attr-defined]
+        for placed in (placed for module_plan in plan.plan.values() for placed in module_plan.values()):
             placed.compute_kernel = "dense"
     env = ShardingEnv.from_process_group(dist.group.WORLD)
     sharded = DistributedModelParallel(model, env=env, device=cpu, plan=plan, sharders=sharders)
-    config = DenseOptimizerConfig(name=dense, learning_rate=RATE)  # type: ignore[arg-type]
+    config = DenseOptimizerConfig(name=dense, learning_rate=RATE)
     optimizers = Optimizers(sharded, config, sparse, num_steps=10)
     return Trained(sharded, optimizers.combined, True, optimizers.set_learning_rates)
 
@@ -144,8 +197,8 @@ class Whole:
 
     Attributes:
         weights: by name.
-        states: by parameter and state, of the parameter's shape; where a row has one number a slice of columns, that
-            number in each of them.
+        states: by parameter and state, of the parameter's shape; where a row has one number a slice of columns, or the
+            parameter has one, that number in each of them.
         slices: ``[start, stop]`` of the slices of such states.
     """
 
@@ -154,20 +207,20 @@ class Whole:
     slices: Mapping[str, list[tuple[int, int]]]
 
 
-def put_together(trained: Trained) -> Whole:
-    """Gathers everything; all ranks call it."""
+def gather_numbers(trained: Trained) -> Whole:
+    """What all ranks hold; all ranks call it."""
     local = list(_local(trained))
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, local)
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, local)
     weights: Arrays = {}
     states: Arrays = {}
     slices: dict[str, set[tuple[int, int]]] = {}
-    for kind, name, size, offsets, values, columns in (item for of_rank in of_ranks for item in of_rank):
+    for kind, name, size, offsets, values, columns in (item for items in by_rank for item in items):
         whole = (weights if kind == "weight" else states).setdefault(name, np.full(size, np.nan, np.float32))
-        box = tuple(slice(start, start + length) for start, length in zip(offsets, values.shape, strict=True))
-        seen = whole[box]
+        place = tuple(slice(start, start + length) for start, length in zip(offsets, values.shape, strict=True))
+        seen = whole[place]
         assert np.isnan(seen).all() or np.array_equal(seen, values), name  # equal where replicated
-        whole[box] = values
+        whole[place] = values
         if columns is not None:
             slices.setdefault(name, set()).add(columns)
     for name, values in {**weights, **states}.items():
@@ -178,17 +231,17 @@ def put_together(trained: Trained) -> Whole:
 def _local(trained: Trained) -> Iterator[tuple[Any, ...]]:
     """(weight or state, name, size of the whole, offsets, values, columns of a row's number) of this rank."""
     state_dict = trained.model.state_dict()
-    shards_of: dict[str, list[tuple[tuple[int, ...], Tensor]]] = {}
+    local_weights: dict[str, list[tuple[tuple[int, ...], Tensor]]] = {}
     for name, value in state_dict.items():
         if isinstance(value, ShardedTensor):
             shards = [(tuple(shard.metadata.shard_offsets), shard.tensor) for shard in value.local_shards()]
         else:
             shards = [((0,) * value.dim(), value)]
-        shards_of[name] = shards
+        local_weights[name] = shards
         for offsets, values in shards:
             yield "weight", name, tuple(value.size()), offsets, values.detach().numpy().copy(), None
     for name, state in trained.optimizer.state_dict()["state"].items():
-        shards, size = shards_of[name], tuple(state_dict[name].size())
+        shards, size = local_weights[name], tuple(state_dict[name].size())
         for key, value in state.items():
             if key == "step":
                 continue
@@ -199,9 +252,13 @@ def _local(trained: Trained) -> Iterator[tuple[Any, ...]]:
             else:  # one behind the other
                 row_wise = value.numel() < sum(weight.numel() for _, weight in shards)
                 counts = [len(weight) if row_wise else weight.numel() for _, weight in shards]
-                local = list(value.flatten().split(counts))
+                # a number of the parameter is that of each of its shards
+                local = list(value.flatten().split(counts)) if value.dim() else [value] * len(shards)
             for (offsets, weight), values in zip(shards, local, strict=True):
-                row_wise = weight.dim() == 2 and values.numel() == len(weight)
-                expanded = values.view(-1, 1).expand_as(weight) if row_wise else values.view(weight.shape)
+                row_wise = values.dim() > 0 and weight.dim() == 2 and values.numel() == len(weight)
+                if values.dim() == 0:
+                    expanded = values.expand_as(weight)
+                else:
+                    expanded = values.view(-1, 1).expand_as(weight) if row_wise else values.view(weight.shape)
                 columns = (offsets[1], offsets[1] + weight.shape[1]) if row_wise else None
                 yield "state", f"{name}.{key}", size, offsets, expanded.detach().numpy().copy(), columns

@@ -18,7 +18,7 @@ from distembed.checkpoints import load_checkpoint, save_checkpoint
 from distembed.checkpoints.shards import MAX_BLOCK_BYTES
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.errors import UserError
-from tests.layouts import LAYOUTS, OPTIMIZERS, Trained, Whole, build, put_together, shard
+from tests.layouts import LAYOUTS, OPTIMIZER_NAMES, Trained, Whole, build, gather_numbers, shard
 from tests.ranks import run_on_ranks
 
 # without a process group torch says that it takes this for one process, which it is
@@ -28,40 +28,44 @@ STEPS = 3
 
 
 def save_all(rank: int, world_size: int, folder: Path) -> None:
-    """Every layout with every optimizer, with what it held then and a step later."""
+    """Every layout with every optimizer."""
     for layout in LAYOUTS:
-        for optimizer in OPTIMIZERS:
-            trained = build(layout, optimizer)
-            for number in range(STEPS):
-                trained.step(number)
-            path = folder / f"{layout}-{optimizer}"
-            save_checkpoint(path, trained.model, trained.optimizer, {"step": STEPS, "note": [1, "x"]})
-            saved = put_together(trained)
-            trained.step(STEPS)
-            later = put_together(trained)
-            if rank == 0:
-                torch.save((saved, later), f"{path}.pt")
+        for optimizer in OPTIMIZER_NAMES:
+            save_trained(folder / f"{layout}-{optimizer}", build(layout, optimizer))
+
+
+def save_trained(path: Path, trained: Trained) -> None:
+    """Some steps, a checkpoint, and beside it what the model held then and a step later; all ranks call it."""
+    for number in range(STEPS):
+        trained.step(number)
+    save_checkpoint(path, trained.model, trained.optimizer, {"step": STEPS, "note": [1, "x"]})
+    saved = gather_numbers(trained)
+    trained.step(STEPS)
+    later = gather_numbers(trained)
+    if dist.get_rank() == 0:
+        torch.save((saved, later), f"{path}.pt")
 
 
 def load_all(rank: int, world_size: int, folder: Path, turn: int) -> None:
     """Every layout from every other, the optimizers taking turns."""
     for i, before in enumerate(LAYOUTS):
         for j, now in enumerate(LAYOUTS):
-            optimizer = OPTIMIZERS[(i + j + turn) % len(OPTIMIZERS)]
+            optimizer = OPTIMIZER_NAMES[(i + j + turn) % len(OPTIMIZER_NAMES)]
             check_load(folder / f"{before}-{optimizer}", build(now, optimizer))
     if world_size > 1:
         check_refusals(folder)
 
 
 def check_load(path: Path, trained: Trained) -> None:
+    """The numbers of the checkpoint, and those of a step after it; all ranks call it."""
     saved, later = torch.load(f"{path}.pt", weights_only=False)
     progress = load_checkpoint(path, trained.model, trained.optimizer)
     assert progress == {"step": STEPS, "note": [1, "x"]}
-    loaded = put_together(trained)
+    loaded = gather_numbers(trained)
     require_equal(loaded, saved, path.name)
     trained.step(STEPS)
     if loaded.slices == saved.slices:
-        after = put_together(trained)
+        after = gather_numbers(trained)
         for name, expected in {**later.weights, **later.states}.items():
             found = after.weights.get(name, after.states.get(name))
             np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-6, err_msg=f"{path.name} {name}")
@@ -84,7 +88,7 @@ def check_refusals(folder: Path) -> None:
     """Every rank raises, those too that hold nothing of what differs, and what is live stays as it was."""
     path = folder / "table_wise-adagrad"
     trained = build("table_wise", "adagrad")
-    before = put_together(trained)
+    before = gather_numbers(trained)
     for other, message in [
         (build("table_wise", "adagrad", dim=8), r"a__p0.weight: \(26, 16\) float32 in the checkpoint, \(26, 8\)"),
         (build("table_wise", "row_wise_adagrad"), r"optimizer of embeddings.*: adagrad in the .*row_wise_adagrad in"),
@@ -102,10 +106,10 @@ def check_refusals(folder: Path) -> None:
     dist.barrier()
     if dist.get_rank() == 1:
         (path / "hidden").rename(path / ".metadata")
-    require_equal(put_together(trained), before, "refused")
+    require_equal(gather_numbers(trained), before, "refused")
     dist.barrier()
     load_checkpoint(path, trained.model)  # weights alone, as to predict
-    after = put_together(trained)
+    after = gather_numbers(trained)
     assert all(np.array_equal(after.states[name], values) for name, values in before.states.items())
     assert np.array_equal(after.weights["embeddings.embedding_bags.d__p0.weight"], saved)
     check_numbers_of_steps(trained, path)

@@ -11,7 +11,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from distembed.planning.storage import table_storage, total
 from distembed.sharding.bag_collection import ShardedCompositionalEmbeddingBagCollection
-from tests.layouts import LAYOUTS, OPTIMIZERS, Trained, build
+from tests.layouts import LAYOUTS, OPTIMIZER_NAMES, Trained, build
 from tests.ranks import run_on_ranks
 
 
@@ -44,7 +44,7 @@ def check(rank: int, layout: str, sparse: str, dense: str) -> None:
 
 def check_all(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
-    cases = [*itertools.product(LAYOUTS[1:], OPTIMIZERS, ["adam"]), ("row_wise", "adagrad", "sgd")]
+    cases = [*itertools.product(LAYOUTS[1:], OPTIMIZER_NAMES, ["adam"]), ("row_wise", "adagrad", "sgd")]
     for layout, sparse, dense in cases:
         try:
             check(rank, layout, sparse, dense)
