@@ -17,6 +17,7 @@ from distembed.optim.kinds import name_of_torch
 from tests import layouts
 from tests.checkpoints.test_checkpoint import check_load, save_trained
 from tests.layouts import build, gather_numbers
+from tests.optim.test_optimizers import check_first_state
 from tests.planning.test_storage import check as check_storage
 from tests.ranks import run_on_ranks
 
@@ -95,6 +96,12 @@ def test_added_optimizers_are_planned_trained_and_saved_like_any(tmp_path: Path)
     run_on_ranks(2, train_and_save, tmp_path)
     run_on_ranks(2, load, tmp_path)
     run_on_ranks(1, load, tmp_path)
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_their_first_state_is_what_they_make_themselves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OPTIMIZERS, name, ADDED[name])
+    check_first_state(name, lambda params: ADDED[name].make(params, lr=0.1))
 
 
 @pytest.mark.parametrize("section", ["dense_optimizer", "sparse_optimizer"])
