@@ -1,0 +1,229 @@
+"""An optimizer, a model, a task, a partition scheme of one's own: registered in a few lines, trained on two ranks."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pydantic.dataclasses
+import pytest
+import torch
+import yaml
+from jaxtyping import Int64
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from distembed.capacity.assessment import assess_capacity
+from distembed.config import load_config
+from distembed.data.reader.batch import Batch
+from distembed.describe import describe
+from distembed.models import MODELS, Model, ModelInputs
+from distembed.optim import OPTIMIZERS, NumberPer, OptimizerKind
+from distembed.partitions import PARTITIONS
+from distembed.partitions.base import Partition
+from distembed.planning.cluster import Cluster
+from distembed.planning.devices import find_device
+from distembed.ranks import Ranks
+from distembed.tasks import TASKS, Task
+from distembed.tasks.base import Rows
+from distembed.training.inference import evaluate_split, load_training_state
+from distembed.training.resume import config_of_run
+from distembed.training.run import RunOptions, train_run
+from tests.ranks import run_on_ranks
+from tests.small_runs import SIZES, config_values
+
+# ------------------------------------------------------------------------------------------------- what users write
+
+
+def register_optimizer() -> dict[str, Any]:
+    OPTIMIZERS["rmsprop"] = OptimizerKind({"square_avg": NumberPer.WEIGHT}, torch.optim.RMSprop, {"momentum": 0})
+    rates = {"name": "rmsprop", "learning_rate": 0.001}
+    return {"train": {"dense_optimizer": rates, "sparse_optimizer": rates}}
+
+
+class Reversed(Partition):
+    """One partition: the rows of a full table from the last to the first."""
+
+    name = "reversed"
+
+    def __init__(self, num_embeddings: int) -> None:
+        super().__init__(num_embeddings)
+        self.num_rows = (num_embeddings,)
+
+    @property
+    def description(self) -> str:
+        return f"p_1(x) = {self.num_embeddings - 1} - x"
+
+    def rows(self, ids: Int64[Tensor, "*shape"]) -> Int64[Tensor, "1 *shape"]:
+        return (self.num_embeddings - 1 - ids).unsqueeze(0)
+
+    def colliding_ids(self) -> None:
+        return None
+
+    def _candidates(self, rows: Int64[Tensor, "1 *shape"]) -> Int64[Tensor, "*shape"]:
+        return self.num_embeddings - 1 - rows[0]
+
+
+def register_partition() -> dict[str, Any]:
+    PARTITIONS["reversed"] = Reversed
+    return {"embedding": {"default": {"partition": "reversed", "force": True, "embedding_dim": 8}}}
+
+
+class SquaredError(Task):
+    """Predicts the label itself, by its squared error."""
+
+    batch_fields = ("labels",)
+    outputs = ("predicted", "labels")
+    headline = "rmse"
+    higher_is_better = False
+    prediction_columns = ("prediction",)
+
+    def step(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        predicted, labels = outputs.float(), batch["labels"]
+        return ((predicted - labels) ** 2).sum(), {"predicted": predicted, "labels": labels}
+
+    def metrics(self, rows: Rows) -> dict[str, float]:
+        return {"rows": len(rows["labels"]), **self.training_metrics(rows)}
+
+    def training_metrics(self, rows: Rows) -> dict[str, float]:
+        return {"rmse": float(np.sqrt(np.mean((rows["predicted"] - rows["labels"]) ** 2)))}
+
+    def predictions(self, rows: Rows) -> dict[str, np.ndarray]:
+        return {"prediction": rows["predicted"]}
+
+    def describe(self, metrics: Mapping[str, Any]) -> str:
+        return f"RMSE {metrics['rmse']:.4f}"
+
+    describe_training = describe
+
+
+@pydantic.dataclasses.dataclass(frozen=True)
+class SquaredErrorConfig:
+    name: Literal["squared_error"] = "squared_error"
+
+    def build(self) -> Task:
+        return SquaredError()
+
+
+def register_task() -> dict[str, Any]:
+    TASKS["squared_error"] = SquaredErrorConfig
+    return {"task": {"name": "squared_error"}}
+
+
+class ThreeCollections(Model):
+    """Bags and sequences of compositional tables, and a collection of TorchRec's own, each of some features."""
+
+    batch_fields = ("dense_features", "sparse_features")
+
+    def __init__(self, inputs: ModelInputs, hidden: int) -> None:
+        super().__init__()
+        dim = inputs.embedding_dim
+        self.bags, self.bag_names = inputs.pooled_embeddings(["C2", "C3"])
+        self.history, _ = inputs.sequence_embeddings(["M"], suffix="_history")
+        plain = EmbeddingBagConfig(
+            name="plain", num_embeddings=SIZES["C1"], embedding_dim=dim, feature_names=["C1"], init_fn=_fill
+        )
+        self.plain = EmbeddingBagCollection(tables=[plain], device=torch.device("meta"))
+        self.network = nn.Sequential(nn.Linear(inputs.num_dense + 4 * dim, hidden), nn.ReLU(), nn.Linear(hidden, 1))
+
+    def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
+        bags, plain = self.bags(sparse_features), self.plain(sparse_features)
+        history = self.history(sparse_features)["M"].to_padded_dense(3).sum(1)
+        vectors = [dense_features, *(bags[name] for name in self.bag_names), plain["C1"], history]
+        return self.network(torch.cat(vectors, dim=1)).squeeze(1)
+
+
+@torch.no_grad()
+def _fill(weight: Tensor) -> Tensor:
+    return weight.copy_(torch.linspace(-0.1, 0.1, weight.numel()).view_as(weight))
+
+
+@pydantic.dataclasses.dataclass(frozen=True)
+class ThreeCollectionsConfig:
+    name: Literal["three"] = "three"
+    hidden: int = 8
+
+    def build(self, inputs: ModelInputs) -> Model:
+        return ThreeCollections(inputs, self.hidden)
+
+
+def register_model() -> dict[str, Any]:
+    MODELS["three"] = ThreeCollectionsConfig
+    return {"model": {"name": "three", "hidden": 12}}
+
+
+REGISTER = {
+    "optimizer": register_optimizer,
+    "partition": register_partition,
+    "task": register_task,
+    "model": register_model,
+}
+
+# ------------------------------------------------------------------------------------------------------- what they get
+
+
+def write_config(path: Path, dataset: Path, changes: Mapping[str, Any]) -> Path:
+    values = config_values(dataset)
+    for section, own in changes.items():
+        values[section] = {**({} if "name" in own else values.get(section, {})), **own}
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def train(rank: int, world_size: int, kind: str, folder: Path, dataset: Path) -> None:
+    """Trains an epoch, and evaluates what it has saved; on one rank as well, with the losses of two."""
+    file = write_config(folder / f"{rank}-of-{world_size}.yaml", dataset, REGISTER[kind]())
+    run, ranks = folder / f"run-{world_size}", Ranks(rank, world_size, world_size, torch.device("cpu"))
+    finished = train_run(load_config(file), RunOptions(run), ranks, None, lambda text: None)
+    again = evaluate_split(
+        load_training_state(run, str(dataset), config_of_run(run), ranks), str(dataset), "test", ranks
+    )
+    if rank == 0:
+        assert finished.evaluation is not None
+        assert again.pop("split") == "test"
+        assert {key: finished.evaluation[key] for key in again} == pytest.approx(again, rel=1e-5)
+
+
+def losses(run: Path) -> list[float]:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if line["kind"] == "train"]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", REGISTER)
+def test_what_is_registered_outside_of_the_package_trains_on_two_ranks(
+    kind: str, tmp_path: Path, dataset: Path
+) -> None:
+    for world_size in (2, 1):
+        run_on_ranks(world_size, train, kind, tmp_path, dataset)
+    one, two = losses(tmp_path / "run-1"), losses(tmp_path / "run-2")
+    assert one == pytest.approx(two, rel=1e-4) and len(one) == 31
+    assert np.mean(one[-5:]) < np.mean(one[:5]), "it learns"
+    evaluation = json.loads((tmp_path / "run-2" / "evaluation.json").read_text())
+    assert evaluation[SquaredError.headline if kind == "task" else "auc"] > 0
+
+
+@pytest.fixture
+def _names_as_before() -> Iterator[None]:
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (names, dict(names)) for names in (OPTIMIZERS, PARTITIONS, TASKS, MODELS)
+    ]
+    yield
+    for names, own in before:
+        names.clear()
+        names.update(own)
+
+
+@pytest.mark.usefixtures("_names_as_before")
+@pytest.mark.parametrize("kind", REGISTER)
+def test_it_can_be_described_and_planned(kind: str, tmp_path: Path, dataset: Path) -> None:
+    config = load_config(write_config(tmp_path / "config.yaml", dataset, REGISTER[kind]()))
+    described = describe(config)
+    tables = ["C2", "C3", "M_history", "plain"] if kind == "model" else list(SIZES)
+    assert [table["name"] for table in described["tables"]] == tables
+    assessment = assess_capacity(config, Cluster(find_device("cpu-256gb"), 1, 2))
+    assert assessment.fits
+    assert [table.name for table in assessment.tables] == tables
