@@ -21,11 +21,11 @@ from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.planning.buffers import SentBytes
 from distembed.planning.devices import Device
 from distembed.planning.workload import Workload
-from distembed.sharding.placement import width
+from distembed.sharding.groups import group_type
+from distembed.sharding.placement import is_pooled
 
 UTILISATION = 0.4
 """Share of a device's operations a second that networks of this kind reach."""
-_FLOAT = 4
 _MS = 1e3
 
 
@@ -87,22 +87,18 @@ class ComposedPerfEstimator(ShardEstimator):
 
     def _extended(self, option: ShardingOption, columns: int, perf: Perf) -> Perf:
         table = self._tables[option.name]
-        read = sum(part.dim for part in table.lookup_tables()) / width(table)
         is_local = option.sharding_type == ShardingType.DATA_PARALLEL.value
-        rows = option.batch_size * (1 if is_local else self._world_size)
-        ids = rows * sum(option.input_lengths)
+        num_rows = option.batch_size * (1 if is_local else self._world_size)
+        num_ids = num_rows * sum(option.input_lengths)
         if option.sharding_type == ShardingType.ROW_WISE.value:
-            ids /= self._world_size
-        composed = rows * option.num_inputs if table.combine.commutes_with_sum else ids
-        is_composed = len(table.scheme.num_rows) > 1
-        num_bytes = composed * columns * (read + 1) * _FLOAT if is_composed else 0.0
-        operations = 2 * ids * sum(part.dim for part in table.function_tables())
+            num_ids /= self._world_size
+        work = group_type(table, is_pooled(table)).work(table, columns, num_ids, num_rows * option.num_inputs)
+        forward = _MS * (work.moved_bytes / self._device.memory_bandwidth + work.operations / self._flops)
         # gradients of both the inputs and the weights: twice as much of either
-        forward = _MS * (num_bytes / self._device.memory_bandwidth + operations / self._flops)
         return replace(
             perf,
-            fwd_compute=perf.fwd_compute * read + forward,
-            bwd_compute=perf.bwd_compute * read + 2 * forward,
+            fwd_compute=perf.fwd_compute * work.read_share + forward,
+            bwd_compute=perf.bwd_compute * work.read_share + 2 * forward,
         )
 
 

@@ -23,21 +23,21 @@ class DistinctIds:
     """Ids without repetitions, feature after feature.
 
     Attributes:
-        ids: the distinct ids.
-        counts: how many each feature has.
-        of_id: where in ``ids`` each of the given ids is.
-        order: the given ids' places, sorted by ``of_id``.
-        first: where in ``order`` the occurrences of each distinct id begin.
+        ids: The distinct ids.
+        counts: Number of distinct ids of each feature.
+        inverse: Index in ``ids`` of each given id.
+        order: Indices of the given ids, sorted by ``inverse``.
+        starts: Index in ``order`` of the first occurrence of each distinct id.
     """
 
     ids: Int64[Tensor, " distinct"]
     counts: list[int]
-    of_id: Int64[Tensor, " ids"]
+    inverse: Int64[Tensor, " ids"]
     order: Int64[Tensor, " ids"]
-    first: Int64[Tensor, " distinct"]
+    starts: Int64[Tensor, " distinct"]
 
     def slots(self) -> Int64[Tensor, " distinct"]:
-        """Where each stands when features are padded to one length and laid side by side, ``[positions, features]``."""
+        """Returns each id's place when features, padded to one length, lie side by side, ``[positions, features]``."""
         counts = torch.tensor(self.counts, device=self.ids.device)
         total = len(self.ids)
         starts = torch.repeat_interleave(counts.cumsum(0) - counts, counts, output_size=total)
@@ -56,10 +56,10 @@ class DistinctIds:
         No gradient flows to the weights.
         """
         if pooling == "max":
-            pooled = nn.functional.embedding_bag(self.of_id, vectors, offsets, mode="max", include_last_offset=True)
+            pooled = nn.functional.embedding_bag(self.inverse, vectors, offsets, mode="max", include_last_offset=True)
             return pooled
         summed = _SumBags.apply(  # type: ignore[no-untyped-call]
-            vectors, self.of_id, offsets, self.order, self.first, weights
+            vectors, self.inverse, offsets, self.order, self.starts, weights
         )
         return cast(Tensor, summed)
 
@@ -68,34 +68,39 @@ def distinct_ids(ids: Int64[Tensor, " ids"], counts: Sequence[int], num_embeddin
     """Finds the distinct ids of every feature.
 
     Args:
-        ids: feature after feature, in ``[0, num_embeddings)``.
-        counts: how many of them each feature has.
-        num_embeddings: more than the largest id.
+        ids: Ids in ``[0, num_embeddings)``, feature after feature.
+        counts: Number of ids of each feature.
+        num_embeddings: A number above the largest id.
     """
     values = None
     if len(counts) * num_embeddings > _MAX:
         values, ids = torch.unique(ids, return_inverse=True)
         num_embeddings = len(values)
     # one sort for all: ids of feature f are moved to [f * num_embeddings, (f + 1) * num_embeddings)
-    starts = torch.arange(len(counts), device=ids.device) * num_embeddings
+    shifts = torch.arange(len(counts), device=ids.device) * num_embeddings
     lengths = torch.tensor(counts, device=ids.device)
-    moved = ids + torch.repeat_interleave(starts, lengths, output_size=len(ids))
+    moved = ids + torch.repeat_interleave(shifts, lengths, output_size=len(ids))
     # narrow keys sort faster
     moved, order = torch.sort(moved.int() if len(counts) * num_embeddings <= _MAX_INT32 else moved)
     is_first = torch.ones_like(moved, dtype=torch.bool)
     torch.ne(moved[1:], moved[:-1], out=is_first[1:])
-    of_id = torch.empty_like(order).scatter_(0, order, is_first.cumsum(0) - 1)
-    first = is_first.nonzero().squeeze(1)
-    distinct = moved[first].long()
-    ends = torch.searchsorted(distinct, starts + num_embeddings)
+    inverse = torch.empty_like(order).scatter_(0, order, is_first.cumsum(0) - 1)
+    starts = is_first.nonzero().squeeze(1)
+    distinct = moved[starts].long()
+    ends = torch.searchsorted(distinct, shifts + num_embeddings)
     distinct_counts = ends.diff(prepend=ends.new_zeros(1))
-    distinct = distinct - torch.repeat_interleave(starts, distinct_counts, output_size=len(distinct))
-    found = distinct if values is None else values[distinct]
-    return DistinctIds(found, distinct_counts.tolist(), of_id, order, first)
+    distinct = distinct - torch.repeat_interleave(shifts, distinct_counts, output_size=len(distinct))
+    return DistinctIds(
+        ids=distinct if values is None else values[distinct],
+        counts=distinct_counts.tolist(),
+        inverse=inverse,
+        order=order,
+        starts=starts,
+    )
 
 
 def take_once(vectors: Float[Tensor, "places dim"], places: Int64[Tensor, " taken"]) -> Float[Tensor, "taken dim"]:
-    """``vectors[places]`` for places that differ, so that gradients are put back rather than added up."""
+    """Returns ``vectors[places]`` for places that differ, so that gradients are put back rather than added up."""
     taken: Tensor = _TakeOnce.apply(vectors, places)  # type: ignore[no-untyped-call]
     return taken
 
@@ -111,8 +116,8 @@ class _TakeOnce(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
         (places,) = ctx.saved_tensors
         (gradient,) = gradients
-        of_vectors = gradient.new_zeros(ctx.num_places, gradient.shape[1])
-        return of_vectors.index_copy_(0, places, gradient), None
+        vector_gradients = gradient.new_zeros(ctx.num_places, gradient.shape[1])
+        return vector_gradients.index_copy_(0, places, gradient), None
 
 
 class _SumBags(torch.autograd.Function):
@@ -122,24 +127,24 @@ class _SumBags(torch.autograd.Function):
     def forward(
         ctx: Any,
         vectors: Tensor,
-        of_id: Tensor,
+        inverse: Tensor,
         offsets: Tensor,
         order: Tensor,
-        first: Tensor,
+        starts: Tensor,
         weights: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(offsets, order, first, weights)
-        return _sum_bags(of_id, vectors, offsets, weights)
+        ctx.save_for_backward(offsets, order, starts, weights)
+        return _sum_bags(inverse, vectors, offsets, weights)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None, None, None]:
-        offsets, order, first, weights = ctx.saved_tensors
+        offsets, order, starts, weights = ctx.saved_tensors
         bags = torch.arange(len(offsets) - 1, device=offsets.device)
         bag_of_id = torch.repeat_interleave(bags, offsets.diff(), output_size=len(order))
-        ends = nn.functional.pad(first, (0, 1), value=len(order))
+        ends = nn.functional.pad(starts, (0, 1), value=len(order))
         ordered_weights = None if weights is None else weights[order]
-        of_vectors = _sum_bags(bag_of_id[order], gradients[0].contiguous(), ends, ordered_weights)
-        return of_vectors, None, None, None, None, None
+        vector_gradients = _sum_bags(bag_of_id[order], gradients[0].contiguous(), ends, ordered_weights)
+        return vector_gradients, None, None, None, None, None
 
 
 def _sum_bags(rows: Tensor, vectors: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:

@@ -1,7 +1,7 @@
 """TorchRec's lookup of the tables of one rank, group by group (:mod:`distembed.sharding.groups`)."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import groupby, islice
 from typing import Any
 
@@ -13,24 +13,24 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel, Grouped
 from torchrec.distributed.types import ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.sharding.groups import LocalTable, Request, group_key, make_group
-from distembed.sharding.placement import Piece
+from distembed.sharding.groups import LocalTable, LookupRequest, group_key, make_group
+from distembed.sharding.placement import PartitionSlice
 
 
 class CompositionalLookup(GroupedPooledEmbeddingsLookup):
-    """Ids of all tables of one rank -> [B, sum of their columns], features in the order of ``tables``.
+    """Looks the ids of one rank's tables up, ``[B, sum of their columns]``, features in the order of ``tables``.
 
     Attributes:
-        replicated_names: partition tables whose replicated weights are used here.
+        replicated_names: Names of the partition tables whose replicated weights are used here.
 
     Args:
-        tables: what this rank owns; neighbours that agree in scheme, composition and dimensions form a group.
-        replicated: weights that are the same on every rank, by partition table's name.
-        averages_ranks: whether gradients that come back are of all ranks' rows, as those of TorchRec's dists; those of
+        tables: What this rank holds; neighbours that agree in scheme, composition and dimensions form a group.
+        replicated: Weights that are the same on every rank, by partition table's name.
+        averages_ranks: Whether gradients that come back are of all ranks' rows, as those of TorchRec's dists; those of
             replicated weights, which are averaged over the ranks once more, are then multiplied by their number.
-        env: the process group that the tables are sharded over.
-        device: of the weights.
-        pools: whether ids are pooled over bags; else each gives a vector.
+        env: The process group that the tables are sharded over.
+        device: Device of the weights.
+        pools: Whether ids are pooled over bags; else each gets its vector.
     """
 
     def __init__(
@@ -42,25 +42,25 @@ class CompositionalLookup(GroupedPooledEmbeddingsLookup):
         device: torch.device | None,
         pools: bool = True,
     ) -> None:
-        groups = [list(group) for _, group in groupby(tables, group_key)]
+        groups = [list(group) for _, group in groupby(tables, _local_key)]
         configs = [config for group in groups for config in _tbe_configs(group)]
         super().__init__(configs, pg=env.process_group, device=device, env=env)
         scale = env.world_size if averages_ranks else 1
         self._groups = [make_group(group, replicated, scale, pools) for group in groups]
         self._feature_splits = [group.num_features for group in self._groups]
-        self._shards = [shard for group in groups for shard in _shards_in_order(group)]
+        self._shards = [shard for group in groups for tbe_shards in _shards_by_tbe(group) for shard in tbe_shards]
         self._pools = pools
         self.replicated_names = {
             part.name
             for local in tables
-            if local.pieces
+            if local.slice.partitions
             for part in local.table.partition_tables()
             if part.name in replicated
         }
-        self._prefetched: deque[tuple[KeyedJaggedTensor, list[Request]]] = deque()
+        self._prefetched: deque[tuple[KeyedJaggedTensor, list[LookupRequest]]] = deque()
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Looks up, composes and pools."""
+        """Looks up, composes and pools a batch's ids, as they came from all ranks."""
         if not self._groups:
             return self._dummy_embs_tensor.view(sparse_features.stride() if self._pools else 0, 0)
         if self._prefetched and self._prefetched[0][0] is sparse_features:
@@ -78,7 +78,7 @@ class CompositionalLookup(GroupedPooledEmbeddingsLookup):
 
     @property
     def module(self) -> "CompositionalLookup":
-        """This one: TorchRec takes data-parallel lookups of sequences to be wrapped."""
+        """This lookup: TorchRec takes data-parallel lookups of sequences to be wrapped."""
         return self
 
     def prefetch(self, sparse_features: KeyedJaggedTensor, forward_stream: Any = None) -> None:
@@ -93,46 +93,49 @@ class CompositionalLookup(GroupedPooledEmbeddingsLookup):
         self._prefetched.append((sparse_features, requests))
 
     def reset_parameters(self) -> None:
-        """Draws the weights of this rank's shards, the same numbers as these have in the whole table."""
+        """Draws the weights of this rank's shards, the same numbers as the whole table has there."""
         weights = [weight for kernel in self._emb_modules for weight in kernel.split_embedding_weights()]
-        for (piece, shard), weight in zip(self._shards, weights, strict=True):
+        for (own, shard), weight in zip(self._shards, weights, strict=True):
             assert shard.local_metadata is not None
             first_row, first_column = shard.local_metadata.shard_offsets
-            piece.part.init.fill_part(weight.detach().view(-1, shard.local_cols), first_row, first_column)
+            own.part.init.fill_part(weight.detach().view(-1, shard.local_cols), first_row, first_column)
         self.purge()  # of rows that are cached
 
-    def _requests(self, features: KeyedJaggedTensor) -> list[Request]:
+    def _requests(self, features: KeyedJaggedTensor) -> list[LookupRequest]:
         with torch.no_grad():
-            pieces = features.split(self._feature_splits)
-            return [group.request(piece) for group, piece in zip(self._groups, pieces, strict=True)]
+            by_group = zip(self._groups, features.split(self._feature_splits), strict=True)
+            return [group.request(own) for group, own in by_group]
 
     def _tbes_of_groups(self) -> list[list[nn.Module]]:
         tbes = iter(kernel.emb_module for kernel in self._emb_modules)
         return [list(islice(tbes, group.num_tbes)) for group in self._groups]
 
 
-def _sharded_pieces(local: LocalTable) -> list[Piece]:
-    return [piece for piece in local.pieces if piece.partition in local.sharded]
+def _local_key(local: LocalTable) -> Hashable:
+    """Returns what tables of one group share: beside the group's key, kernel and settings of their TBEs."""
+    first = next(iter(local.shards.values()), None)
+    if first is None:
+        return group_key(local.slice), None
+    settings = tuple(sorted((key, str(value)) for key, value in (first.fused_params or {}).items()))
+    return group_key(local.slice), (first.compute_kernel, settings)
+
+
+def _shards_by_tbe(group: Sequence[LocalTable]) -> list[list[tuple[PartitionSlice, ShardedEmbeddingTable]]]:
+    """Returns, for each partition that is sharded, every table's slice and shard of it."""
+    by_table = [
+        [(own, local.shards[own.partition]) for own in local.slice.partitions if own.partition in local.shards]
+        for local in group
+    ]
+    return [list(shards) for shards in zip(*by_table, strict=True)]
 
 
 def _tbe_configs(group: Sequence[LocalTable]) -> list[GroupedEmbeddingConfig]:
-    """The TBE of each piece that is sharded, from each table's."""
+    """Returns TorchRec's config of the TBE of each partition that is sharded."""
     configs = []
-    for pieces in zip(*[_sharded_pieces(local) for local in group], strict=True):
-        shards = [local.sharded[piece.partition] for local, piece in zip(group, pieces, strict=True)]
-        (config,) = group_tables([shards])[0]
+    for tbe_shards in _shards_by_tbe(group):
+        (config,) = group_tables([[shard for _, shard in tbe_shards]])[0]
         configs.append(config)
     return configs
-
-
-def _shards_in_order(group: Sequence[LocalTable]) -> list[tuple[Piece, ShardedEmbeddingTable]]:
-    """The same shards, in the same order, with their pieces."""
-    columns = zip(*[_sharded_pieces(local) for local in group], strict=True)
-    return [
-        (piece, local.sharded[piece.partition])
-        for pieces in columns
-        for local, piece in zip(group, pieces, strict=True)
-    ]
 
 
 def _is_cached(config: GroupedEmbeddingConfig) -> bool:

@@ -18,7 +18,7 @@ from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.ids import IdMapper
 from distembed.embedding.tables import CompositionalTables, empty_weight, lookup_table_configs
 from distembed.errors import UserError
-from distembed.sharding.groups import kind
+from distembed.sharding.groups import lookup_formula
 from distembed.sharding.lookup import CompositionalLookup
 from distembed.sharding.placement import place_table
 from distembed.sse import FeaturePerturbation
@@ -174,7 +174,7 @@ def in_groups(tables: Sequence[CompositionalEmbeddingConfig]) -> list[Compositio
     """Tables of one kind side by side, so that they are looked up together, in order of first appearance."""
     groups: dict[Any, list[CompositionalEmbeddingConfig]] = {}
     for table in tables:
-        groups.setdefault(kind(table), []).append(table)
+        groups.setdefault(lookup_formula(table), []).append(table)
     return [table for group in groups.values() for table in group]
 
 

@@ -39,13 +39,47 @@ COMPUTE_KERNELS = tuple(
 
 
 @dataclass(frozen=True)
-class Piece:
-    """The columns of one partition's weight that take part in a range of the output's columns."""
+class PartitionSlice:
+    """Columns ``[start, stop)`` of one partition's weight, which take part in a range of the output's columns.
+
+    Attributes:
+        part: The partition's parameters.
+        partition: Number of the partition.
+        start: First of the columns.
+        stop: The column behind the last.
+    """
 
     part: PartitionTable
     partition: int
     start: int
     stop: int
+
+    @property
+    def num_columns(self) -> int:
+        """Number of columns."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class TableSlice:
+    """Columns of a table's output that one rank composes, and what it composes them from.
+
+    Attributes:
+        table: The table.
+        num_columns: Number of columns of the output.
+        partitions: The partitions' columns that take part; empty where this rank has no rows of the table.
+        sharded: Numbers of the partitions whose weights are sharded; those of others are the same on every rank.
+    """
+
+    table: CompositionalEmbeddingConfig
+    num_columns: int
+    partitions: tuple[PartitionSlice, ...]
+    sharded: frozenset[int]
+
+    @property
+    def shape(self) -> tuple[tuple[int, int, bool], ...]:
+        """Number, columns and whether it is sharded, of each partition that takes part."""
+        return tuple((part.partition, part.num_columns, part.partition in self.sharded) for part in self.partitions)
 
 
 @dataclass(frozen=True)
@@ -68,26 +102,28 @@ class Placement:
 
     @cached_property
     def parts(self) -> list[PartitionTable]:
-        """The table's partitions."""
+        """Parameters of the table's partitions."""
         return self.table.partition_tables()
 
     @property
     def replicated(self) -> list[PartitionTable]:
-        """The partitions, functions too, whose weights are the same on every rank."""
+        """Parameters of the partitions, functions too, whose weights are the same on every rank."""
         return [part for part in self.parts if part.name not in self.sharded]
 
-    def pieces(self, start: int, stop: int) -> list[Piece]:
-        """The partitions' columns that take part in columns ``[start, stop)`` of the output."""
-        return _pieces(self.table, self.parts, start, stop)
+    def slice(self, start: int, stop: int) -> TableSlice:
+        """Returns columns ``[start, stop)`` of the output, and the partitions' columns that take part in them."""
+        partitions = tuple(_partition_slices(self.table, self.parts, start, stop))
+        sharded = frozenset(own.partition for own in partitions if own.part.name in self.sharded)
+        return TableSlice(self.table, stop - start, partitions, sharded)
 
 
 def width(table: CompositionalEmbeddingConfig) -> int:
-    """Columns of the output: those of all vectors that an id gives."""
+    """Returns the number of columns of a table's output: those of all vectors that an id has."""
     return table.num_vectors * table.embedding_dim
 
 
 def unit_size(table: CompositionalEmbeddingConfig) -> tuple[int, int]:
-    """``[rows, columns]`` of the unit of placement: as many numbers as are looked up, as wide as the output."""
+    """Returns rows and columns of a table's unit of placement: numbers that are looked up, as wide as the output."""
     numbers = sum(part.num_parameters for part in table.lookup_tables())
     return -(-numbers // width(table)), width(table)
 
@@ -98,7 +134,7 @@ def is_pooled(table: CompositionalEmbeddingConfig) -> bool:
 
 
 def can_be_placed(table: CompositionalEmbeddingConfig, sharding_type: str) -> bool:
-    """Whether a table can be placed so, in as many shards as the planner may make."""
+    """Whether a table can have a sharding type, in as many shards as the planner may make."""
     if sharding_type == ShardingType.DATA_PARALLEL.value:
         return True
     if any(part.dim % 4 for part in table.lookup_tables()):
@@ -177,26 +213,29 @@ def _by_columns(table: CompositionalEmbeddingConfig, unit: ParameterSharding, co
     widths: dict[tuple[str, int], set[int]] = {}
     for shard in shards:
         rank = _rank(shard)
-        for piece in _pieces(table, parts, shard.shard_offsets[1], shard.shard_offsets[1] + shard.shard_sizes[1]):
-            columns = piece.stop - piece.start
-            _require_multiple_of_four(table, piece.part.name, columns)
-            widths.setdefault((piece.part.name, rank), set()).add(columns)
-            sharded[piece.part.name].append(
-                ShardMetadata([0, piece.start], [piece.part.num_rows, columns], shard.placement)
+        start = shard.shard_offsets[1]
+        for own in _partition_slices(table, parts, start, start + shard.shard_sizes[1]):
+            _require_multiple_of_four(table, own.part.name, own.num_columns)
+            widths.setdefault((own.part.name, rank), set()).add(own.num_columns)
+            sharded[own.part.name].append(
+                ShardMetadata([0, own.start], [own.part.num_rows, own.num_columns], shard.placement)
             )
-    for (name, rank), found in widths.items():
-        if len(found) > 1:
+    for (name, rank), own_widths in widths.items():
+        if len(own_widths) > 1:
             raise UserError(
-                f"table {table.name!r}: rank {rank} has ranges of {sorted(found)} columns of partition table {name!r} "
-                "that are no neighbours; give a rank ranges of one size, such as by a min_partition that divides "
-                f"{width(table)}."
+                f"table {table.name!r}: rank {rank} has ranges of {sorted(own_widths)} columns of partition table "
+                f"{name!r} that are no neighbours; give a rank ranges of one size, such as by a min_partition that "
+                f"divides {width(table)}."
             )
     merged = _with_shards(unit, shards)
-    by_name = {name: _with_shards(unit, pieces) for name, pieces in sharded.items()}
+    by_name = {name: _with_shards(unit, shards) for name, shards in sharded.items()}
     return Placement(table, merged, by_name, collection=collection)
 
 
-def _pieces(table: CompositionalEmbeddingConfig, parts: Sequence[PartitionTable], start: int, stop: int) -> list[Piece]:
+def _partition_slices(
+    table: CompositionalEmbeddingConfig, parts: Sequence[PartitionTable], start: int, stop: int
+) -> list[PartitionSlice]:
+    """Returns the partitions' columns that take part in columns ``[start, stop)`` of the output."""
     columns = table.combine.columns(table.embedding_dim, len(parts))
     if columns is None:
         if (start, stop) != (0, width(table)):
@@ -205,10 +244,10 @@ def _pieces(table: CompositionalEmbeddingConfig, parts: Sequence[PartitionTable]
                 f"{table.combine.name} composes depends on all {parts[0].dim} columns; place the table table_wise, "
                 "row_wise or data_parallel, or in one range of columns."
             )
-        return [Piece(part, j, 0, part.dim) for j, part in enumerate(parts) if not part.is_function]
+        return [PartitionSlice(part, j, 0, part.dim) for j, part in enumerate(parts) if not part.is_function]
     overlaps = [(max(start, own.start), min(stop, own.stop)) for own in columns]
     return [
-        Piece(parts[j], j, begin - columns[j].start, end - columns[j].start)
+        PartitionSlice(parts[j], j, begin - columns[j].start, end - columns[j].start)
         for j, (begin, end) in enumerate(overlaps)
         if begin < end
     ]

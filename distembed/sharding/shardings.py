@@ -33,7 +33,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.sharding.groups import LocalTable
 from distembed.sharding.lookup import CompositionalLookup
-from distembed.sharding.placement import Piece, Placement, width
+from distembed.sharding.placement import PartitionSlice, Placement, TableSlice, width
 from distembed.sharding.row_wise import RowWiseInputDist, RowWiseOutputDist
 
 
@@ -86,34 +86,32 @@ class _Compositional:
         return [unit for config in self._grouped_embedding_configs for unit in config.embedding_tables]
 
     def _local(self, unit: ShardedEmbeddingTable) -> LocalTable:
+        """Returns what this rank holds of a unit's table."""
         placement = self._placements[unit.name]
         if placement.divided is not None:
-            pieces = placement.pieces(0, width(placement.table))
-            (piece,) = [piece for piece in pieces if piece.partition == placement.divided]
-            if self._rank >= len(_shards(placement, piece)):
-                return LocalTable(placement.table, [], {})
-            shard = self._shard_of(unit, placement, piece, self._rank)
+            whole = placement.slice(0, width(placement.table))
+            (divided,) = [own for own in whole.partitions if own.partition == placement.divided]
+            if self._rank >= len(_shards(placement, divided)):
+                return LocalTable(TableSlice(placement.table, 0, (), frozenset()), {})
+            shard = self._describe_shard(unit, placement, divided, self._rank)
             assert shard.local_metadata is not None
-            return LocalTable(
-                placement.table, pieces, {piece.partition: shard}, first_row=shard.local_metadata.shard_offsets[0]
-            )
+            return LocalTable(whole, {divided.partition: shard}, first_row=shard.local_metadata.shard_offsets[0])
         if not placement.sharded:
-            return LocalTable(placement.table, placement.pieces(0, width(placement.table)), {})
+            return LocalTable(placement.slice(0, width(placement.table)), {})
         assert unit.local_metadata is not None
         start = unit.local_metadata.shard_offsets[1]
-        pieces = placement.pieces(start, start + unit.local_cols)
+        own_columns = placement.slice(start, start + unit.local_cols)
         shards = {}
-        for piece in pieces:
-            of_part = _shards(placement, piece)
-            starts = [shard.shard_offsets[1] for shard in of_part]
-            shards[piece.partition] = self._shard_of(unit, placement, piece, starts.index(piece.start))
-        return LocalTable(placement.table, pieces, shards)
+        for own in own_columns.partitions:
+            starts = [shard.shard_offsets[1] for shard in _shards(placement, own)]
+            shards[own.partition] = self._describe_shard(unit, placement, own, starts.index(own.start))
+        return LocalTable(own_columns, shards)
 
-    def _shard_of(
-        self, unit: ShardedEmbeddingTable, placement: Placement, piece: Piece, number: int
+    def _describe_shard(
+        self, unit: ShardedEmbeddingTable, placement: Placement, own: PartitionSlice, number: int
     ) -> ShardedEmbeddingTable:
-        """TorchRec's description of one shard of a partition's weight."""
-        part, metadata = piece.part, _shards(placement, piece)
+        """Returns TorchRec's description of one shard of a partition's weight."""
+        part, metadata = own.part, _shards(placement, own)
         shard = copy.copy(unit)
         shard.name = part.name
         shard.pooling = PoolingType.SUM  # of sequences too, one id a bag
@@ -124,8 +122,9 @@ class _Compositional:
         return shard
 
 
-def _shards(placement: Placement, piece: Piece) -> list[ShardMetadata]:
-    spec = placement.sharded[piece.part.name].sharding_spec
+def _shards(placement: Placement, own: PartitionSlice) -> list[ShardMetadata]:
+    """Returns the shards of a partition's weight, on all ranks."""
+    spec = placement.sharded[own.part.name].sharding_spec
     assert spec is not None
     shards: list[ShardMetadata] = spec.shards
     return shards

@@ -19,10 +19,10 @@ def test_every_feature_keeps_its_own_distinct_ids(scale: int, features: list[lis
     found = distinct_ids(ids, counts, 4 * scale + 1)
     pieces = [piece.tolist() for piece in found.ids.split(found.counts)]
     assert pieces == [sorted({i * scale for i in feature}) for feature in features]
-    assert torch.equal(found.ids[found.of_id], ids)
+    assert torch.equal(found.ids[found.inverse], ids)
     owner = [f for f, count in enumerate(found.counts) for _ in range(count)]
     given_owner = [f for f, count in enumerate(counts) for _ in range(count)]
-    assert [owner[i] for i in found.of_id.tolist()] == given_owner
+    assert [owner[i] for i in found.inverse.tolist()] == given_owner
     slots = [i * len(counts) + f for f, count in enumerate(found.counts) for i in range(count)]
     assert found.slots().tolist() == slots
 

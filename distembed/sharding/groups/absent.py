@@ -1,0 +1,48 @@
+"""Tables that are divided by rows of which a rank has none: fewer rows than ranks."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from distembed.sharding.groups.base import Group, LocalTable, LookupRequest
+from distembed.sharding.groups.load import GroupLoad, LookupMemory
+from distembed.sharding.placement import width
+
+
+class AbsentGroup(Group):
+    """Only empty bags come, which give zeros.
+
+    Args:
+        tables: The tables of which this rank has no row.
+        pools: Whether ids are pooled over bags.
+    """
+
+    def __init__(self, tables: Sequence[LocalTable], pools: bool) -> None:
+        self.num_features = sum(len(local.table.feature_names) for local in tables)
+        self.num_slices = self.num_tbes = 0
+        self._width = width(tables[0].table) * (self.num_features if pools else 1)
+        self._pools = pools
+
+    def request(self, features: KeyedJaggedTensor) -> LookupRequest:
+        """Asks for nothing."""
+        return LookupRequest([], [], [], features)
+
+    def finish(self, request: LookupRequest, vectors: Sequence[Tensor]) -> Float[Tensor, "rows width"]:
+        """Returns zeros for every bag, or nothing for sequences."""
+        device = request.features.device()
+        # with a gradient, since the other ranks wait for this one in the backward pass too
+        nothing = torch.zeros(0, device=device, requires_grad=True)
+        return torch.zeros(request.features.stride() if self._pools else 0, self._width, device=device) + nothing.sum()
+
+    @classmethod
+    def lookup_memory(cls, load: GroupLoad, device_kind: str) -> LookupMemory:
+        """Returns no bytes."""
+        return LookupMemory(0, 0, 0, 0)
+
+    @classmethod
+    def num_composed(cls, num_ids: float, num_bags: float) -> float:
+        """Returns zero."""
+        return 0.0

@@ -1,0 +1,250 @@
+"""What all kinds of groups share: asking TBEs and stacks for vectors, and counting what that takes."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+from torchrec.distributed.embedding_lookup import CommOpGradientScaling
+from torchrec.distributed.embedding_types import ShardedEmbeddingTable
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.sharding.bucket_pool import Buckets
+from distembed.sharding.distinct import DistinctIds
+from distembed.sharding.groups.load import FLOAT_BYTES, LONG_BYTES, GroupLoad, LookupMemory, LookupWork
+from distembed.sharding.placement import TableSlice, width
+
+_SORT_BYTES = 64
+"""Bytes for each id in FBGEMM's backward on CUDA, which sorts ids: places in the table and in the batch, both of them
+sorted, the rows that are left, how often each comes and where it begins, and the sorting itself."""
+
+
+@dataclass(frozen=True)
+class LocalTable:
+    """What one rank holds of a table: all of it, or a range of its output's columns.
+
+    Attributes:
+        slice: The columns of the output, and those of the partitions that compose them.
+        shards: TorchRec's description of the shard in a TBE, by partition; other partitions are replicated.
+        first_row: First row of the shard of the partition that is divided by rows.
+    """
+
+    slice: TableSlice
+    shards: Mapping[int, ShardedEmbeddingTable]
+    first_row: int = 0
+
+    @property
+    def table(self) -> CompositionalEmbeddingConfig:
+        """The table."""
+        return self.slice.table
+
+
+class _ReplicatedStack:
+    """Replicated weights of a group's tables in one partition, one below the other."""
+
+    def __init__(self, weights: Sequence[nn.Parameter], gradient_scale: int) -> None:
+        self._weights = weights
+        self._gradient_scale = gradient_scale
+
+    def rows(self) -> Float[Tensor, "rows dim"]:
+        """Returns all weights in float32; their gradients on the way back are multiplied by the scale."""
+        stacked = (torch.cat(list(self._weights)) if len(self._weights) > 1 else self._weights[0]).float()
+        return CommOpGradientScaling.apply(stacked, self._gradient_scale) if self._gradient_scale > 1 else stacked
+
+    def first_rows(self) -> list[int]:
+        """Returns where each table's weight begins."""
+        return list(accumulate([len(weight) for weight in self._weights], initial=0))[:-1]
+
+
+@dataclass
+class LookupRequest:
+    """What a group asks of its TBEs and stacks for a batch, and what it needs to compose the answer.
+
+    Attributes:
+        rows: Rows to look up in each partition's slice, and after these in each function partition.
+        offsets: Where the bags that are looked up begin and where the last ends, for each slice.
+        weights: Weights of the rows of each slice, or None where it is pooled without.
+        features: The batch.
+        distinct: The batch's distinct ids, where these are looked up.
+        buckets: The batch's bags by code, where these are looked up.
+    """
+
+    rows: Int64[Tensor, "slices rows"] | list[Int64[Tensor, " rows"]]
+    offsets: Sequence[Int64[Tensor, " bags_plus_1"]]
+    weights: Sequence[Float[Tensor, " rows"] | None]
+    features: KeyedJaggedTensor
+    distinct: DistinctIds | None = None
+    buckets: Buckets | None = None
+
+    def record_stream(self, stream: Any) -> None:
+        """Keeps what will be looked up alive until a stream of the device has used it."""
+        for tensor in (*self.rows, *self.offsets, *self.weights):
+            if tensor is not None:
+                tensor.record_stream(stream)
+
+
+class Group(ABC):
+    """Tables of one scheme and composition, held in the same way.
+
+    Args:
+        tables: What the rank holds of each table; all share one key of a group.
+        replicated: Weights that are the same on every rank, by partition table's name.
+        gradient_scale: Factor of the gradients of replicated weights.
+    """
+
+    def __init__(
+        self, tables: Sequence[LocalTable], replicated: Mapping[str, nn.Parameter], gradient_scale: int
+    ) -> None:
+        first = tables[0]
+        per_feature = [local for local in tables for _ in local.table.feature_names]
+        self.partitions = [local.table.scheme for local in per_feature]
+        self.scheme = type(first.table.scheme)
+        self.combine = first.table.combine
+        self.takes_max = getattr(first.table, "pooling", None) == "max"
+        self.num_embeddings = max(local.table.num_embeddings for local in tables)
+        self.num_features = len(per_feature)
+        self.num_slices = len(first.slice.partitions)
+        self.num_tbes = len(first.shards)
+        functions = range(self.num_slices, self.num_slices + len(first.table.function_tables()))
+        used = [part.partition for part in first.slice.partitions] + list(functions)
+        self._stacks: dict[int, _ReplicatedStack] = {}
+        shifts = []
+        for position, partition in enumerate(used):
+            if partition in first.shards:
+                shifts.append([-local.first_row for local in per_feature])
+                continue
+            names = [local.table.partition_tables()[partition].name for local in tables]
+            self._stacks[position] = stack = _ReplicatedStack([replicated[name] for name in names], gradient_scale)
+            shifts.append(
+                [row for row, local in zip(stack.first_rows(), tables, strict=True) for _ in local.table.feature_names]
+            )
+        self.num_used = len(used)
+        self._used = torch.tensor(used) if used != list(range(len(first.table.scheme.num_rows))) else None
+        self._shifts = torch.tensor(shifts) if any(map(any, shifts)) else None
+
+    @abstractmethod
+    def request(self, features: KeyedJaggedTensor) -> LookupRequest:
+        """Returns what to look up for a batch."""
+
+    def request_each_bag(self, features: KeyedJaggedTensor, weights: Sequence[Tensor | None]) -> LookupRequest:
+        """Asks for the sum over each of the batch's bags, with these weights of each slice's rows."""
+        rows = self.rows(features.values().long(), features.length_per_key())
+        return LookupRequest(rows, [features.offsets().long()] * self.num_slices, weights, features)
+
+    @abstractmethod
+    def finish(
+        self, request: LookupRequest, vectors: Sequence[Float[Tensor, "bags features dim_j"]]
+    ) -> Float[Tensor, "..."]:
+        """Composes and pools what was looked up, ``bags`` being those of one feature."""
+
+    def look_up(self, request: LookupRequest, tbes: Sequence[nn.Module]) -> list[Float[Tensor, "bags features dim_j"]]:
+        """Returns each slice's vectors, summed over the request's bags.
+
+        Where distinct ids are asked for, the vectors of replicated slices are those of these ids, unpadded.
+        """
+        remaining: Iterator[Any] = iter(tbes)
+        return [
+            self._sum_replicated(position, request)
+            if position in self._stacks
+            else next(remaining)(
+                indices=request.rows[position],
+                offsets=request.offsets[position],
+                per_sample_weights=request.weights[position],
+            ).unflatten(1, (self.num_features, -1))
+            for position in range(self.num_slices)
+        ]
+
+    def prefetch(self, request: LookupRequest, tbes: Sequence[nn.Module], forward_stream: Any) -> None:
+        """Has the TBEs bring the request's rows into their caches."""
+        remaining: Iterator[Any] = iter(tbes)
+        for position in range(self.num_slices):
+            if position not in self._stacks:
+                next(remaining).prefetch(
+                    indices=request.rows[position], offsets=request.offsets[position], forward_stream=forward_stream
+                )
+
+    def _sum_replicated(self, position: int, request: LookupRequest) -> Tensor:
+        weight, row = self._stacks[position].rows(), request.rows[position]
+        if request.distinct is not None:
+            return nn.functional.embedding(row, weight)
+        vectors = nn.functional.embedding_bag(
+            row,
+            weight,
+            request.offsets[position],
+            mode="sum",
+            per_sample_weights=request.weights[position],
+            include_last_offset=True,
+        )
+        return vectors.unflatten(0, (self.num_features, -1)).transpose(0, 1)
+
+    def rows(self, ids: Int64[Tensor, " ids"], counts: Sequence[int]) -> Int64[Tensor, "used ids"]:
+        """Returns rows of every id in each partition that is used, counted within this rank's TBEs and stacks.
+
+        Args:
+            ids: Ids, feature after feature.
+            counts: Number of ids of each feature.
+        """
+        if len(set(counts)) == 1:
+            rows = self.scheme.rows_of_tables(self.partitions, ids.view(self.num_features, -1))
+        else:
+            by_feature = zip(self.partitions, ids.split(list(counts)), strict=True)
+            rows = torch.cat([partition.rows(own) for partition, own in by_feature], dim=1)
+        if self._used is not None:
+            self._used = self._used.to(ids.device)  # copied once
+            rows = rows.index_select(0, self._used)
+        if self._shifts is None:
+            return rows.flatten(1)
+        self._shifts = self._shifts.to(ids.device)
+        if rows.dim() == 3:
+            return (rows + self._shifts.unsqueeze(2)).flatten(1)
+        lengths = torch.tensor(counts, device=ids.device)
+        return rows + self._shifts.repeat_interleave(lengths, dim=1, output_size=rows.shape[1])
+
+    @classmethod
+    def memory(cls, load: GroupLoad, device_kind: str) -> LookupMemory:
+        """Returns the bytes that a lookup of this kind takes, with the gradients of replicated weights.
+
+        Args:
+            load: What is looked up in a step.
+            device_kind: ``cuda`` or ``cpu``.
+        """
+        own, stacked = cls.lookup_memory(load, device_kind), load.replicated_vector_bytes
+        # weights are stacked while they are looked up: of what is saved only rows are there, and nothing is pooled yet
+        indices = len(load.dims) * load.num_ids * LONG_BYTES
+        stacking = stacked + own.update_bytes + indices - own.saved_bytes - load.output_bytes if load.stacks else 0
+        update = own.update_bytes + (stacked if load.averages_gradients else 0)
+        if device_kind == "cuda":
+            update += load.num_ids * _SORT_BYTES
+        gradients = 0 if load.averages_gradients else stacked
+        return LookupMemory(own.saved_bytes, max(own.forward_bytes, stacking), own.backward_bytes, update, gradients)
+
+    @classmethod
+    @abstractmethod
+    def lookup_memory(cls, load: GroupLoad, device_kind: str) -> LookupMemory:
+        """Returns the bytes of looking up, composing and pooling, without the gradients of replicated weights."""
+
+    @classmethod
+    def work(cls, table: CompositionalEmbeddingConfig, columns: int, num_ids: float, num_bags: float) -> LookupWork:
+        """Returns the work of looking up and composing some columns of a table's output.
+
+        Args:
+            table: The table.
+            columns: Number of columns of the output.
+            num_ids: Number of ids of all features that come to the rank in a step.
+            num_bags: Number of bags of all features that come to the rank in a step.
+        """
+        read_share = sum(part.dim for part in table.lookup_tables()) / width(table)
+        # composing reads all vectors once more and writes one
+        composed = cls.num_composed(num_ids, num_bags) if len(table.scheme.num_rows) > 1 else 0.0
+        moved = composed * columns * (read_share + 1) * FLOAT_BYTES
+        return LookupWork(read_share, moved, 2 * num_ids * sum(part.dim for part in table.function_tables()))
+
+    @classmethod
+    @abstractmethod
+    def num_composed(cls, num_ids: float, num_bags: float) -> float:
+        """Returns how many vectors are composed for these ids and bags."""

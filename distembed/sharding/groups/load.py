@@ -1,0 +1,143 @@
+"""What a rank looks up in a group in a step, and what that takes of its memory and time; no tensors are needed for it.
+
+How often ids repeat is not known: as many distinct ones are assumed as uniform ids would have, the most that any
+distribution has on average.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchrec.modules.embedding_configs import DataType
+
+from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.sharding.placement import TableSlice, is_pooled
+
+FLOAT_BYTES, LONG_BYTES = 4, 8
+
+
+@dataclass(frozen=True)
+class LookupMemory:
+    """Bytes that one lookup takes.
+
+    Attributes:
+        saved_bytes: Bytes kept from the forward to the backward pass.
+        forward_bytes: Bytes beside these, while the forward pass runs.
+        backward_bytes: Bytes beside these, at most, while the backward pass runs.
+        update_bytes: Bytes when gradients reach the tables, and what was saved is free again.
+        gradient_bytes: Bytes of gradients of replicated weights that stay in memory from then on, outside of buckets.
+    """
+
+    saved_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+    update_bytes: int
+    gradient_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class LookupWork:
+    """Work of one lookup's forward pass, beside what TorchRec knows: a lookup of one vector an id.
+
+    Attributes:
+        read_share: Numbers that are read an id, as a share of the output's columns.
+        moved_bytes: Bytes that composing reads and writes.
+        operations: Floating-point operations of the functions of paths.
+    """
+
+    read_share: float
+    moved_bytes: float
+    operations: float
+
+
+@dataclass(frozen=True)
+class GroupLoad:
+    """What a rank looks up in a group in one step; sequences have an entry for each feature.
+
+    Attributes:
+        slices: Slice of the table that the feature is looked up in.
+        possible_ids: How many different ids of the feature can come to this rank.
+        num_ids_per_feature: How many ids of the feature come to this rank, on average.
+        multi_hot: Whether a row may have more than one id of the feature.
+        num_rows: Number of rows whose ids come to this rank.
+        averages_gradients: Whether gradients of replicated weights go into buckets that are averaged over the ranks;
+            else they become the weights' own.
+    """
+
+    slices: Sequence[TableSlice]
+    possible_ids: Sequence[int]
+    num_ids_per_feature: Sequence[float]
+    multi_hot: Sequence[bool]
+    num_rows: int
+    averages_gradients: bool
+
+    @property
+    def table(self) -> CompositionalEmbeddingConfig:
+        """The first feature's table, which agrees with all others in what a group has in common."""
+        return self.slices[0].table
+
+    @property
+    def tables(self) -> list[CompositionalEmbeddingConfig]:
+        """Table of each feature."""
+        return [table_slice.table for table_slice in self.slices]
+
+    @property
+    def dims(self) -> list[int]:
+        """Number of columns of each partition that vectors are looked up in."""
+        return [part.num_columns for part in self.slices[0].partitions]
+
+    @property
+    def columns(self) -> int:
+        """Number of columns of a composed vector that are composed here."""
+        return self.slices[0].num_columns
+
+    @property
+    def is_replicated(self) -> list[bool]:
+        """Whether the vectors of each partition are the same on every rank."""
+        return [part.partition not in self.slices[0].sharded for part in self.slices[0].partitions]
+
+    @property
+    def num_ids(self) -> int:
+        """Number of ids of all features."""
+        return math.ceil(sum(self.num_ids_per_feature))
+
+    @property
+    def num_bags(self) -> int:
+        """Number of bags of all features."""
+        return self.num_rows * len(self.slices)
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of the composed vectors that go out: one a bag, or one an id of sequences."""
+        return (self.num_bags if is_pooled(self.table) else self.num_ids) * self.columns * FLOAT_BYTES
+
+    @property
+    def num_distinct(self) -> list[int]:
+        """How many different ids each feature has in a step, were they uniform."""
+        return [
+            math.ceil(-n * math.expm1(ids * math.log1p(-1 / n))) if n > 1 else 1
+            for n, ids in zip(self.possible_ids, self.num_ids_per_feature, strict=True)
+        ]
+
+    @property
+    def max_num_rows(self) -> list[int]:
+        """Number of rows of each partition, in the table that has most."""
+        return [max(rows) for rows in zip(*[table.scheme.num_rows for table in self.tables], strict=True)]
+
+    @property
+    def stacks(self) -> bool:
+        """Whether replicated weights are copied into one, in float32."""
+        return len({table.name for table in self.tables}) > 1 or self.table.data_type != DataType.FP32
+
+    @property
+    def replicated_vector_bytes(self) -> int:
+        """Bytes of the replicated vectors of all tables, in float32."""
+        first, tables = self.slices[0], {table.name: table for table in self.tables}.values()
+        replicated = [part.partition for part in first.partitions if part.partition not in first.sharded]
+        return sum(table.lookup_tables()[j].num_parameters for table in tables for j in replicated) * FLOAT_BYTES
+
+    @property
+    def function_bytes(self) -> int:
+        """Bytes of the functions of all tables."""
+        tables = {table.name: table for table in self.tables}.values()
+        return sum(part.num_parameters for table in tables for part in table.function_tables()) * FLOAT_BYTES
