@@ -3,12 +3,13 @@
 import math
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Int64
+from jaxtyping import Float, Int64
 from torch import Tensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -19,10 +20,12 @@ from distembed.data.reader.batch import Batch
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.partitions import Partition
 from distembed.runs.folder import versions
+from distembed.training.build import TrainingState
 
 NUM_IDS, COLLISIONS, DIM, LEARNING_RATE = 400_000, 4, 16, 0.01
 NUM_ROWS = NUM_IDS // COLLISIONS
 NAMES = [f"C{i}" for i in range(1, 27)]
+NUM_DENSE = 13
 NUM_BATCHES = 8
 
 Step = Callable[[], object]
@@ -34,7 +37,15 @@ def draw_ids(count: int, generator: torch.Generator) -> Int64[Tensor, " ids"]:
     return (torch.exp(uniform * math.log(NUM_IDS)) - 1).long().clamp(max=NUM_IDS - 1)
 
 
-def features_of(ids: Int64[Tensor, " ids"], batch_size: int) -> KeyedJaggedTensor:
+def draw_clicks(
+    num_rows: int, generator: torch.Generator
+) -> tuple[Float[Tensor, "rows dense"], Float[Tensor, " rows"]]:
+    """Draws uniform dense features, and labels of which a quarter are clicks."""
+    dense = torch.rand(num_rows, NUM_DENSE, generator=generator)
+    return dense, (torch.rand(num_rows, generator=generator) < 0.25).float()
+
+
+def make_features(ids: Int64[Tensor, " ids"], batch_size: int) -> KeyedJaggedTensor:
     """Returns ids, feature after feature, as bags of one length."""
     num_bags = len(NAMES) * batch_size
     lengths = torch.full((num_bags,), len(ids) // num_bags, dtype=torch.int32, device=ids.device)
@@ -58,9 +69,32 @@ def compositional_collection(
     return CompositionalEmbeddingBagCollection(tables, device="meta")
 
 
-def make_batch(dense: Tensor, features: KeyedJaggedTensor, labels: Tensor, batch_size: int) -> Batch:
-    """Returns a batch of rows of clicks."""
-    return Batch({"dense_features": dense, "sparse_features": features, "labels": labels}, batch_size)
+def draw_batch(
+    ids: Int64[Tensor, " ids"], num_rows: int, generator: torch.Generator, global_batch_size: int | None = None
+) -> Batch:
+    """Returns a batch of these ids with random dense features and labels.
+
+    Args:
+        ids: Ids, feature after feature.
+        num_rows: The number of this rank's rows.
+        generator: The generator of the dense features and labels.
+        global_batch_size: The number of all ranks' rows; ``num_rows`` unless given.
+    """
+    dense, labels = draw_clicks(num_rows, generator)
+    fields = {"dense_features": dense, "sparse_features": make_features(ids, num_rows), "labels": labels}
+    return Batch(fields, global_batch_size or num_rows)
+
+
+def trainer_step(state: TrainingState, batches: Sequence[Batch]) -> Step:
+    """Returns a step of this project's trainer on one batch after another, again and again."""
+    outputs = state.pipeline.outputs(cycle(batches))
+
+    def step() -> None:
+        state.optimizers.set_learning_rates(0)
+        loss, _ = next(outputs)
+        loss.item()
+
+    return step
 
 
 def take_turns(

@@ -1,12 +1,14 @@
-"""How fast raw rows become a dataset, and how fast the reader hands out batches: one JSON object and one table.
+"""Measures how many rows a second are prepared, read in batches and synthesized: one JSON object and one table.
 
-    python tools/bench_data.py                      2 million synthetic rows
-    python tools/bench_data.py --rows 200000        fewer
-    python tools/bench_data.py --json bench.json    the JSON to a file
+::
 
-Preparing is timed from the first byte read to the rename, checksums and flushing included, and repeated; the best run
-is given, since other work on the machine only ever adds to it. The reader is timed over a whole epoch, with one thread
-of torch's.
+    python tools/bench_data.py                        # 2 million synthetic rows
+    python tools/bench_data.py --rows 200000          # fewer
+    python tools/bench_data.py --output bench.json    # the JSON goes to a file
+
+Preparing is timed from the first byte read to the rename, checksums and flushing included, and repeated; the result is
+the best run, since other work on the machine only adds time. The reader is timed over a whole epoch, with one thread of
+torch's.
 """
 
 from __future__ import annotations
@@ -27,13 +29,14 @@ from rich.table import Table
 
 from distembed.data.prepare import ProgressUpdate, ResourceLimits, prepare_criteo, synthesize_criteo
 from distembed.data.reader import BatchOrder, BatchReader
+from distembed.files import write_json
 
 BATCH_SIZES = (128, 2048, 8192)
 STAGES = ("read", "vocabulary", "write", "flush")
 
 
 def bench_synthesize(source: Path, num_rows: int) -> dict[str, Any]:
-    """Write the rows that the rest is measured on."""
+    """Writes the rows that the rest is measured on."""
     start = time.perf_counter()
     summary = synthesize_criteo(source, num_rows=num_rows, seed=0)
     seconds = time.perf_counter() - start
@@ -41,7 +44,7 @@ def bench_synthesize(source: Path, num_rows: int) -> dict[str, Any]:
 
 
 def bench_prepare(source: Path, output: Path, num_rows: int, threads: int) -> dict[str, Any]:
-    """One preparation: seconds in all, by stage, and of the processors."""
+    """Prepares the rows once, and returns the seconds in all, by stage, and of the processors."""
     ends: dict[str, float] = {}
     start, processor_start = time.perf_counter(), time.process_time()
 
@@ -62,7 +65,7 @@ def bench_prepare(source: Path, output: Path, num_rows: int, threads: int) -> di
 
 
 def bench_reader(dataset: Path, batch_size: int, prefetch_batches: int) -> float:
-    """Rows per second over one epoch of the training split."""
+    """Returns the rows per second over one epoch of the training split."""
     reader = BatchReader(dataset, "train", BatchOrder(batch_size), prefetch_batches=prefetch_batches)
     start = time.perf_counter()
     num_rows = sum(len(batch["labels"]) for batch in reader)
@@ -70,7 +73,7 @@ def bench_reader(dataset: Path, batch_size: int, prefetch_batches: int) -> float
 
 
 def run(num_rows: int, threads: int, repeats: int, folder: Path) -> dict[str, Any]:
-    """Measure everything."""
+    """Measures synthesizing, preparing and reading."""
     source, dataset = folder / "rows.tsv", folder / "dataset"
     synthesized = bench_synthesize(source, num_rows)
     prepared = [bench_prepare(source, dataset, num_rows, threads) for _ in range(repeats)]
@@ -94,8 +97,8 @@ def run(num_rows: int, threads: int, repeats: int, folder: Path) -> dict[str, An
     }
 
 
-def table_of(result: dict[str, Any]) -> Table:
-    """The figures for reading."""
+def make_table(result: dict[str, Any]) -> Table:
+    """Returns the figures as a table."""
     table = Table("what", "krow/s", "notes", title=f"{result['rows']:,} rows, {result['threads']} threads")
     prepare = result["prepare"]
     stages = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in prepare["stage_seconds"].items())
@@ -108,22 +111,21 @@ def table_of(result: dict[str, Any]) -> Table:
 
 
 def main() -> None:
-    """Parse the arguments, measure, print."""
+    """Parses the arguments, measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=2_000_000)
     parser.add_argument("--threads", type=int, default=2, help="of preparing (default 2)")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="file for the JSON; it is printed otherwise")
+    parser.add_argument("--output", type=Path, help="JSON file to write; the JSON is printed otherwise")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="distembed-bench-") as folder:
         result = run(arguments.rows, arguments.threads, arguments.repeats, Path(folder))
-    text = json.dumps(result, indent=1)
-    if arguments.json is None:
-        print(text)
+    if arguments.output is None:
+        print(json.dumps(result, indent=2))
     else:
-        arguments.json.write_text(text + "\n")
-    Console(width=120).print(table_of(result))
+        write_json(arguments.output, result)
+    Console(width=120).print(make_table(result))
 
 
 if __name__ == "__main__":

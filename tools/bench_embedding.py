@@ -30,7 +30,7 @@ from bench_common import (
     NUM_IDS,
     compositional_collection,
     draw_ids,
-    features_of,
+    make_features,
     take_turns,
     torchrec_collection,
 )
@@ -68,7 +68,7 @@ def draw_batches(batch_size: int, bag: int) -> list[Tensor]:
 def turn(step: Step, batches: Sequence[Tensor], batch_size: int) -> Turn:
     """Returns a step on one batch after another; each is a new object, as one that was used has its offsets already."""
     in_turn = cycle(batches)
-    return lambda: step(features_of(next(in_turn), batch_size))
+    return lambda: step(make_features(next(in_turn), batch_size))
 
 
 @dataclasses.dataclass(frozen=True)

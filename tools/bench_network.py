@@ -1,6 +1,6 @@
-"""Counts what a training step of DLRM sends from host to host, and times it, with plain and with composed tables.
+"""Counts the bytes that a training step of DLRM sends from host to host, and times it, with plain and composed tables.
 
-As root, which makes the two hosts on this machine with ``tools/two_hosts.sh`` and takes them down again::
+It runs as root, as it makes the two hosts on this machine with ``tools/two_hosts.sh`` and takes them down again::
 
     sudo .venv/bin/python tools/bench_network.py --output bench_network.json
 
@@ -8,15 +8,14 @@ Two hosts of one rank each train DLRM (13 dense, 26 categorical features, D=16, 
 sizes of the Criteo Kaggle data, cut off at 400,000 ids, and are placed by the planner. The contenders are full tables,
 hashed ones and quotient-remainder tables; they take turns at every limit of the network in every round.
 
-What is sent is what the kernel counts on both hosts' eth0. It hands data to a veth in pieces of up to 64 KiB, each of
-which it counts with one header of Ethernet, IP and TCP; the packets of a real wire hold 1448 bytes of data and have 66
-of headers each. ``data`` is what is counted without headers; where processors are busy TCP sends a piece twice now
-and then, which is counted too. Beside it stands what ``distembed plan`` estimates. Each rank computes with one thread.
+The bytes are those that the kernel counts on both hosts' eth0. It gives data to a veth in pieces of up to 64 KiB, each
+of which it counts with one header of Ethernet, IP and TCP; on a real wire packets have 1448 bytes of data and 66 of
+headers. ``data`` is the count without headers; on busy processors TCP sometimes sends a piece twice, and both are
+counted. Beside it stands the estimate of ``distembed plan``. Each rank computes with one thread.
 """
 
 import argparse
 import dataclasses
-import json
 import os
 import signal
 import statistics
@@ -24,29 +23,41 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from itertools import cycle, product
+from itertools import product
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench_common import COLLISIONS, DIM, NUM_BATCHES, NUM_IDS, Step, draw_ids, features_of, make_batch, surroundings
+from bench_common import (
+    COLLISIONS,
+    DIM,
+    NUM_BATCHES,
+    NUM_IDS,
+    Step,
+    draw_batch,
+    draw_ids,
+    surroundings,
+    trainer_step,
+)
+from torchrec.distributed.types import ShardingPlan
 
 from distembed.config import Config, TrainConfig
 from distembed.data.dataset.schema import CRITEO_KAGGLE_CARDINALITIES, Schema, criteo_schema
 from distembed.data.reader.batch import Batch
 from distembed.embedding import EmbeddingConfig, TableConfig
+from distembed.files import write_json
 from distembed.planning import describe_plan
 from distembed.planning.buffers import SentBytes
 from distembed.planning.buffers import Step as StepEstimate
 from distembed.planning.estimated_plan import plan_placements
-from distembed.ranks import Ranks, process_group
+from distembed.ranks import Collectives, Ranks, process_group
 from distembed.training.build import Blueprint, build_training_state
 
 HOSTS = Path(__file__).with_name("two_hosts.sh")
 NUM_HOSTS = 2
 INTERFACE = "eth0"
 HEADER_BYTES = 14 + 20 + 32
-"""Of Ethernet, IPv4, and TCP with its timestamps."""
+"""The headers of Ethernet, IPv4, and TCP with its timestamps."""
 SETTLED_SECONDS = 0.05
 
 BASELINE = "full"
@@ -64,11 +75,11 @@ class Contender:
     """A trainer at one batch size.
 
     Attributes:
-        tables: a name of ``TABLES``.
-        batch_size: rows of a step on all ranks.
-        step: takes one step; all ranks call it.
-        plan: where the tables are, in one line.
-        estimate: bytes that all ranks together are said to send in a step.
+        tables: A name of ``TABLES``.
+        batch_size: The number of rows of a step on all ranks.
+        step: Takes one step; all ranks call it.
+        plan: The placement of the tables, in one line.
+        estimate: The estimated bytes that all ranks send in a step.
     """
 
     tables: str
@@ -80,7 +91,7 @@ class Contender:
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """What a rank took for a step, and what its host sent in it: bytes with headers, and packets."""
+    """The seconds of a rank's step, and the bytes (with headers) and packets that its host sent in it."""
 
     seconds: float
     counted_bytes: float
@@ -89,7 +100,7 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One contender at one limit: medians over rounds, beside the fastest; bytes of both hosts together a step.
+    """The result of one contender at one limit: medians over rounds; bytes are those of both hosts in a step.
 
     ``ratio`` is the median of the ratios of each round's time to that with full tables.
     """
@@ -106,34 +117,26 @@ class Row:
 
 
 def draw_batches(schema: Schema, batch_size: int, ranks: Ranks) -> list[Batch]:
-    """The same for every contender, others on every rank."""
+    """Draws batches that are the same for every contender, and different on every rank."""
     generator = torch.Generator().manual_seed(ranks.rank)
     num_local = batch_size // ranks.world_size
     sizes = torch.tensor([feature.num_embeddings for feature in schema.categorical])
     batches = []
     for _ in range(NUM_BATCHES):
         ids = draw_ids(len(sizes) * num_local, generator).view(len(sizes), num_local) % sizes[:, None]
-        dense = torch.rand(num_local, len(schema.dense), generator=generator)
-        labels = (torch.rand(num_local, generator=generator) < 0.25).float()
-        batches.append(make_batch(dense, features_of(ids.flatten(), num_local), labels, batch_size))
+        batches.append(draw_batch(ids.flatten(), num_local, generator, batch_size))
     return batches
 
 
 def make_contender(tables: str, batch_size: int, ranks: Ranks) -> Contender:
-    """This project's trainer; all ranks call it."""
+    """Returns this project's trainer with these tables; all ranks call it."""
     schema = criteo_schema([min(size, NUM_IDS) for size in CRITEO_KAGGLE_CARDINALITIES])
     embedding = EmbeddingConfig(default=TABLES[tables])
     train = TrainConfig(batch_size=batch_size, precision="fp32")
     config = Config(embedding=embedding, train=train)
     blueprint = Blueprint.for_ranks(config, schema, ranks, {})
     state = build_training_state(blueprint, ranks, num_steps=1000)
-    outputs = state.pipeline.outputs(cycle(draw_batches(schema, batch_size, ranks)))
-
-    def step() -> None:
-        state.optimizers.set_learning_rates(0)
-        loss, _ = next(outputs)
-        loss.item()
-
+    step = trainer_step(state, draw_batches(schema, batch_size, ranks))
     return Contender(tables, batch_size, step, describe_plan(state.plan), estimated_bytes(blueprint, state.plan))
 
 
@@ -146,7 +149,7 @@ def estimated_bytes(blueprint: Blueprint, plan: ShardingPlan) -> SentBytes:
 
 
 def sent_so_far() -> tuple[int, int]:
-    """Bytes and packets that this host has sent, once nothing more is on its way; all ranks call it."""
+    """Returns the bytes and packets that this host has sent, once nothing more is on its way; all ranks call it."""
     counters = [Path(f"/sys/class/net/{INTERFACE}/statistics/tx_{name}") for name in ("bytes", "packets")]
     dist.barrier()
     before, now = [-1], [int(counter.read_text()) for counter in counters]
@@ -158,7 +161,7 @@ def sent_so_far() -> tuple[int, int]:
 
 
 def take_turn(step: Step, num_steps: int) -> Turn:
-    """Takes that many steps and one before them, which is not timed: its ids have been sent ahead, by the last turn."""
+    """Takes that many steps, after one that is not timed, as its ids were already sent in the last turn."""
     bytes_before, packets_before = sent_so_far()
     step()
     dist.barrier()
@@ -173,7 +176,7 @@ def take_turn(step: Step, num_steps: int) -> Turn:
 
 
 def set_limit(limit: str, ranks: Ranks) -> None:
-    """Of what each host sends; all ranks call it."""
+    """Limits the rate at which each host sends; all ranks call it."""
     if ranks.is_first:
         subprocess.run([HOSTS, "limit", limit], check=True)
     dist.barrier()
@@ -182,7 +185,7 @@ def set_limit(limit: str, ranks: Ranks) -> None:
 def take_turns(
     contenders: Sequence[Contender], options: argparse.Namespace, ranks: Ranks
 ) -> dict[tuple[str, int, str], list[list[Turn]]]:
-    """Every contender's turns by limit, batch size and tables, each with one turn a rank; all ranks call it."""
+    """Returns every contender's turns by limit, batch size and tables, each a list over ranks; all ranks call it."""
     for contender in contenders:
         take_turn(contender.step, 3)
     turns: dict[tuple[str, int, str], list[list[Turn]]] = {}
@@ -190,23 +193,22 @@ def take_turns(
         set_limit(limit, ranks)
         for contender in contenders:
             own = take_turn(contender.step, options.steps)
-            of_ranks: list[Turn] = [own] * ranks.world_size
-            dist.all_gather_object(of_ranks, own)
-            turns.setdefault((limit, contender.batch_size, contender.tables), []).append(of_ranks)
+            rank_turns = Collectives().gather(own)
+            turns.setdefault((limit, contender.batch_size, contender.tables), []).append(rank_turns)
     return turns
 
 
 def summarise(
     contenders: Sequence[Contender], turns: dict[tuple[str, int, str], list[list[Turn]]], limits: Sequence[str]
 ) -> Iterator[Row]:
-    """Medians over rounds."""
+    """Yields the medians over rounds of every contender at every limit."""
     for limit, contender in product(limits, contenders):
         own, baseline = (turns[limit, contender.batch_size, name] for name in (contender.tables, BASELINE))
         seconds, others = (
-            [max(turn.seconds for turn in of_ranks) for of_ranks in rounds] for rounds in (own, baseline)
+            [max(turn.seconds for turn in rank_turns) for rank_turns in rounds] for rounds in (own, baseline)
         )
-        counted = [sum(turn.counted_bytes for turn in of_ranks) for of_ranks in own]
-        data = [sum(turn.counted_bytes - HEADER_BYTES * turn.packets for turn in of_ranks) for of_ranks in own]
+        counted = [sum(turn.counted_bytes for turn in rank_turns) for rank_turns in own]
+        data = [sum(turn.counted_bytes - HEADER_BYTES * turn.packets for turn in rank_turns) for rank_turns in own]
         yield Row(
             limit,
             contender.batch_size,
@@ -227,21 +229,21 @@ MEASURED = (
 ESTIMATED = ("rows a step", "tables", "ids", "vectors", "gradients", "all-reduce", "plan")
 
 
-def heading_of(names: Sequence[str]) -> str:
-    """The first two lines of a table."""
+def heading(names: Sequence[str]) -> str:
+    """Returns the first two lines of a Markdown table."""
     return f"| {' | '.join(names)} |\n|{'---|' * len(names)}"
 
 
 def markdown(rows: Sequence[Row], contenders: Sequence[Contender]) -> str:
-    """Two tables: what was measured, and what the estimates consist of; in bytes of both hosts a step."""
-    lines = [heading_of(MEASURED)]
+    """Returns two tables, of the measurements and of the parts of the estimates, in bytes of both hosts in a step."""
+    lines = [heading(MEASURED)]
     for row in rows:
         lines.append(
             f"| {row.limit} | {row.batch_size} | {row.tables} | {row.counted_bytes:,.0f} | {row.data_bytes:,.0f} | "
             f"{row.estimated_bytes:,} | {row.data_bytes / row.estimated_bytes:.4f} | {row.milliseconds:.1f} | "
             f"{row.fastest_milliseconds:.1f} | {row.ratio:.2f}x |"
         )
-    lines += ["", heading_of(ESTIMATED)]
+    lines += ["", heading(ESTIMATED)]
     for contender in contenders:
         parts = " | ".join(f"{value:,}" for value in dataclasses.astuple(contender.estimate))
         lines.append(f"| {contender.batch_size} | {contender.tables} | {parts} | {contender.plan} |")
@@ -249,7 +251,7 @@ def markdown(rows: Sequence[Row], contenders: Sequence[Contender]) -> str:
 
 
 def run_rank(options: argparse.Namespace) -> None:
-    """On one host; the first rank prints and writes."""
+    """Measures on one of the hosts; the first rank prints and writes the results."""
     torch.set_num_threads(1)
     with process_group("cpu") as ranks:
         contenders = [make_contender(name, batch_size, ranks) for batch_size in options.batch_sizes for name in TABLES]
@@ -260,11 +262,11 @@ def run_rank(options: argparse.Namespace) -> None:
             setting = {"rounds": options.rounds, "steps": options.steps}
             result = {**surroundings(ranks.device), **setting, "rows": [dataclasses.asdict(row) for row in rows]}
             if options.output is not None:
-                options.output.write_text(json.dumps(result, indent=2) + "\n")
+                write_json(options.output, result)
 
 
 def run_hosts(options: argparse.Namespace) -> int:
-    """Makes the hosts, runs this script on each of them and takes them down; the exit code of the first that fails."""
+    """Makes the hosts, runs this script on each of them and takes them down; returns the first failure's exit code."""
     environment = {
         **os.environ,
         "TWO_HOSTS_NAME": options.name,
@@ -300,7 +302,7 @@ def run_hosts(options: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Measures and prints; on its hosts, one rank of it."""
+    """Makes the hosts and measures; on one of its hosts, runs a rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[2048, 8192], help="rows of all ranks together")
     parser.add_argument("--limits", nargs="+", default=["1gbit", "none"], help="of what a host sends, in tc's units")

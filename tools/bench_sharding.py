@@ -1,4 +1,4 @@
-"""Times sharded tables against TorchRec's, alone and within a whole DLRM step, on one rank and on several.
+"""Compares the times of sharded tables and TorchRec's, alone and in a whole DLRM step, on one rank and on several.
 
 ::
 
@@ -33,12 +33,16 @@ from bench_common import (
     LEARNING_RATE,
     NAMES,
     NUM_BATCHES,
+    NUM_DENSE,
     NUM_IDS,
     Step,
+    compositional_collection,
+    draw_clicks,
     draw_ids,
-    features_of,
+    make_features,
     surroundings,
     take_turns,
+    torchrec_collection,
 )
 from rich.console import Console
 from rich.table import Table
@@ -48,22 +52,18 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, row_wise, table_wise
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
+from distembed.files import write_json
 from distembed.models import DLRM
 from distembed.partitions import QuotientRemainder
 from distembed.ranks import Ranks, process_group
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 
 PARTITION = QuotientRemainder(NUM_IDS, collisions=COLLISIONS)
-NUM_DENSE = 13
-META = torch.device("meta")
 BASELINE = "TorchRec, hashed"
 ALONE, WITHIN = "embedding module", "whole DLRM step"
 
@@ -72,7 +72,7 @@ PLACES: dict[str, Callable[[int, int], Any]] = {
     "column_wise": lambda i, world_size: column_wise(ranks=list(range(world_size)), compute_kernel="fused"),
     "row_wise": lambda i, world_size: row_wise(compute_kernel="fused"),
 }
-"""Where the i-th table goes."""
+"""The placement of the i-th table, by sharding type."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,9 +80,9 @@ class Contender:
     """A collection of 26 tables.
 
     Attributes:
-        collection: makes it, on the meta device.
-        sharder: makes its sharder.
-        num_rows: ids are taken modulo this before they are fed.
+        collection: Makes the collection, on the meta device.
+        sharder: Makes its sharder.
+        num_rows: The number by which ids are taken modulo before the step.
     """
 
     collection: Callable[[], nn.Module]
@@ -90,27 +90,16 @@ class Contender:
     num_rows: int
 
 
-def plain(num_rows: int) -> nn.Module:
-    """TorchRec's own tables."""
-    tables = [
-        EmbeddingBagConfig(name=name, num_embeddings=num_rows, embedding_dim=DIM, feature_names=[name])
-        for name in NAMES
-    ]
-    return EmbeddingBagCollection(tables=tables, device=META)
-
-
-def ours(composition: str) -> nn.Module:
-    """This project's tables."""
-    tables = [CompositionalEmbeddingBagConfig(name, NUM_IDS, DIM, [name], PARTITION, composition) for name in NAMES]
-    return CompositionalEmbeddingBagCollection(tables, device=META)
-
-
 CONTENDERS = {
-    "TorchRec, full": Contender(lambda: plain(NUM_IDS), EmbeddingBagCollectionSharder, NUM_IDS),
-    BASELINE: Contender(lambda: plain(PARTITION.total_rows), EmbeddingBagCollectionSharder, PARTITION.total_rows),
+    "TorchRec, full": Contender(lambda: torchrec_collection(NUM_IDS), EmbeddingBagCollectionSharder, NUM_IDS),
+    BASELINE: Contender(
+        lambda: torchrec_collection(PARTITION.total_rows), EmbeddingBagCollectionSharder, PARTITION.total_rows
+    ),
     **{
         f"distembed, {name}": Contender(
-            lambda name=name: ours(name), CompositionalEmbeddingBagCollectionSharder, NUM_IDS
+            lambda name=name: compositional_collection(PARTITION, name),
+            CompositionalEmbeddingBagCollectionSharder,
+            NUM_IDS,
         )
         for name in ("product", "sum", "concat")
     },
@@ -126,67 +115,65 @@ class _Alone(nn.Module):
         return self.embeddings(sparse_features).values()
 
 
-def make_model(contender: Contender, part: str, sharding: str, processes: Ranks) -> DistributedModelParallel:
-    """The contender's collection, alone or within DLRM, sharded; all ranks call it."""
+def make_model(contender: Contender, part: str, sharding: str, ranks: Ranks) -> DistributedModelParallel:
+    """Returns the contender's collection, alone or within DLRM, sharded; all ranks call it."""
     torch.manual_seed(0)
     collection, sharder = contender.collection(), contender.sharder()
     vectors = collection.get_submodule("embedding_bags").parameters()
     apply_optimizer_in_backward(RowWiseAdagrad, vectors, {"lr": LEARNING_RATE})
     model = _Alone(collection) if part == ALONE else DLRM(collection, NAMES, DIM, NUM_DENSE)
-    placed = {name: PLACES[sharding](i, processes.world_size) for i, name in enumerate(NAMES)}
+    placed = {name: PLACES[sharding](i, ranks.world_size) for i, name in enumerate(NAMES)}
     plan = construct_module_sharding_plan(
-        collection, placed, sharder, processes.local_world_size, processes.world_size, processes.device.type
+        collection, placed, sharder, ranks.local_world_size, ranks.world_size, ranks.device.type
     )
     return DistributedModelParallel(
         model,
         env=ShardingEnv.from_process_group(dist.group.WORLD),
-        device=processes.device,
+        device=ranks.device,
         plan=ShardingPlan({"embeddings": plan}),
         sharders=[sharder],
-        init_data_parallel=processes.world_size > 1,
+        init_data_parallel=ranks.world_size > 1,
     )
 
 
 @dataclasses.dataclass(frozen=True)
-class Batch:
-    """This rank's rows."""
+class Rows:
+    """This rank's rows of a batch, of which a step makes features with these ids."""
 
     dense: Tensor
     ids: Tensor
     labels: Tensor
 
 
-def draw_batches(num_local: int, bag: int, processes: Ranks) -> list[Batch]:
-    """The same batches for every contender, others on every rank."""
-    generator = torch.Generator().manual_seed(processes.rank)
-    return [
-        Batch(
-            torch.rand(num_local, NUM_DENSE, generator=generator).to(processes.device),
-            draw_ids(len(NAMES) * num_local * bag, generator).to(processes.device),
-            (torch.rand(num_local, generator=generator) < 0.25).float().to(processes.device),
-        )
-        for _ in range(NUM_BATCHES)
-    ]
+def draw_batches(num_local: int, bag: int, ranks: Ranks) -> list[Rows]:
+    """Draws batches that are the same for every contender, and different on every rank."""
+    generator = torch.Generator().manual_seed(ranks.rank)
+    batches = []
+    for _ in range(NUM_BATCHES):
+        dense, labels = draw_clicks(num_local, generator)
+        ids = draw_ids(len(NAMES) * num_local * bag, generator)
+        batches.append(Rows(dense.to(ranks.device), ids.to(ranks.device), labels.to(ranks.device)))
+    return batches
 
 
-def make_step(model: DistributedModelParallel, contender: Contender, part: str, batches: list[Batch]) -> Step:
-    """One step: forward, backward, update."""
+def make_step(model: DistributedModelParallel, contender: Contender, part: str, batches: list[Rows]) -> Step:
+    """Returns a step of forward, backward and update."""
     replicated = [weight for _, weight in in_backward_optimizer_filter(model.named_parameters())]
     optimizer = torch.optim.Adagrad(replicated, lr=LEARNING_RATE, fused=True) if replicated else None
     hashed = cycle([dataclasses.replace(batch, ids=batch.ids % contender.num_rows) for batch in batches])
-    num_local = len(batches[0]["labels"])
+    num_local = len(batches[0].labels)
     gradient = torch.randn(num_local, len(NAMES) * DIM, device=batches[0].dense.device) * 1e-3
 
     def step() -> None:
         batch = next(hashed)
         if optimizer is not None:
             optimizer.zero_grad()
-        # fresh features: those that were seen before keep their offsets
-        output = model(batch.dense, features_of(batch.ids, num_local))
+        # new features: those of an earlier step have their offsets already
+        output = model(batch.dense, make_features(batch.ids, num_local))
         if part == ALONE:
             output.backward(gradient)
         else:
-            nn.functional.binary_cross_entropy_with_logits(output, batch["labels"]).backward()
+            nn.functional.binary_cross_entropy_with_logits(output, batch.labels).backward()
         if optimizer is not None:
             optimizer.step()
 
@@ -195,7 +182,7 @@ def make_step(model: DistributedModelParallel, contender: Contender, part: str, 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One contender in one setting; ``ratio`` is the median of the ratios of each round."""
+    """The result of one contender in one setting; ``ratio`` is the median of the ratios of each round."""
 
     part: str
     ranks: int
@@ -205,50 +192,50 @@ class Row:
     ratio: float
 
 
-def measure(options: argparse.Namespace, processes: Ranks) -> Iterator[Row]:
-    """All contenders on this many ranks; all ranks call it."""
+def measure(options: argparse.Namespace, ranks: Ranks) -> Iterator[Row]:
+    """Measures all contenders; all ranks call it."""
     chosen = {name: c for name, c in CONTENDERS.items() if name == BASELINE or options.only in name}
     models = {
-        (part, name): make_model(contender, part, options.sharding, processes)
+        (part, name): make_model(contender, part, options.sharding, ranks)
         for part in options.parts
         for name, contender in chosen.items()
     }
     for bag in options.bags:
-        batches = draw_batches(options.batch_size // processes.world_size, bag, processes)
+        batches = draw_batches(options.batch_size // ranks.world_size, bag, ranks)
         steps = {(part, name): make_step(model, chosen[name], part, batches) for (part, name), model in models.items()}
-        seconds = take_turns(steps, options.rounds, options.seconds, processes.device)
+        seconds = take_turns(steps, options.rounds, options.seconds, ranks.device)
         for (part, name), values in seconds.items():
             ratio = statistics.median(a / b for a, b in zip(values, seconds[part, BASELINE], strict=True))
-            yield Row(part, processes.world_size, bag, name, statistics.median(values) * 1000, ratio)
+            yield Row(part, ranks.world_size, bag, name, statistics.median(values) * 1000, ratio)
         if options.profile:
             for (part, name), step in steps.items():
-                _print_profile(f"{part}, {name}, bag {bag}", step, processes)
+                _print_profile(f"{part}, {name}, bag {bag}", step, ranks)
 
 
-def _print_profile(title: str, step: Step, processes: Ranks) -> None:
+def _print_profile(title: str, step: Step, ranks: Ranks) -> None:
     with profile() as profiler:
         for _ in range(20):
             step()
-    if processes.is_first:
-        sort = "self_cuda_time_total" if processes.device.type == "cuda" else "self_cpu_time_total"
+    if ranks.is_first:
+        sort = "self_cuda_time_total" if ranks.device.type == "cuda" else "self_cpu_time_total"
         print(f"{title}, 20 steps")
         print(profiler.key_averages().table(sort_by=sort, row_limit=20, max_name_column_width=60))
 
 
 def run_rank(rank: int, world_size: int, port: int, options: argparse.Namespace, output: Path) -> None:
-    """One rank; the first writes what was measured."""
+    """Measures on one rank; the first rank writes the results."""
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-    with process_group(options.device) as processes:
-        rows = [dataclasses.asdict(row) for row in measure(options, processes)]
-        if processes.is_first:
-            output.write_text(json.dumps({**surroundings(processes.device), "rows": rows}))
+    with process_group(options.device) as ranks:
+        rows = [dataclasses.asdict(row) for row in measure(options, ranks)]
+        if ranks.is_first:
+            write_json(output, {**surroundings(ranks.device), "rows": rows})
 
 
 def run_ranks(world_size: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Starts the ranks and reads what they measured."""
+    """Starts the ranks and returns their results."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
@@ -259,7 +246,7 @@ def run_ranks(world_size: int, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measures every setting and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--bags", type=int, nargs="+", default=[1, 10], help="ids of each feature in a row")
@@ -271,7 +258,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.5, help="of one contender's turn")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--profile", action="store_true", help="print where each contender's time goes")
-    parser.add_argument("--json", type=Path, help="file to write")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
     results = [run_ranks(world_size, options) for world_size in options.ranks]
     rows = [row for result in results for row in result["rows"]]
@@ -286,9 +273,9 @@ def main() -> None:
             f"{row['ratio']:.2f}x",
         )
     Console(width=110).print(f"{options.sharding}, {options.batch_size} rows a step", table)
-    if options.json is not None:
+    if options.output is not None:
         setting = {"sharding": options.sharding, "batch_size": options.batch_size}
-        options.json.write_text(json.dumps({**results[0], **setting, "rows": rows}, indent=2) + "\n")
+        write_json(options.output, {**results[0], **setting, "rows": rows})
 
 
 if __name__ == "__main__":

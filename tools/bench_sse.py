@@ -1,4 +1,4 @@
-"""Times the replacement of ids within a training step of DLRM: its share of the step, where it happens.
+"""Measures the time of replacing ids within a training step of DLRM, and its share of the step.
 
 The paper's DLRM with 26 quotient-remainder tables of 400,000 ids steps through batches of skewed ids; the time between
 the beginning and the end of every replacement is taken inside the step. With a graph each id has 10 neighbours on
@@ -9,14 +9,12 @@ average, and rho is such that about half of the replacements are neighbours::
 
 import argparse
 import dataclasses
-import json
 import statistics
 import time
-from itertools import cycle
 from pathlib import Path
 
 import torch
-from bench_common import COLLISIONS, DIM, NAMES, NUM_IDS, surroundings
+from bench_common import COLLISIONS, DIM, NAMES, NUM_IDS, surroundings, trainer_step
 from bench_train import SCHEMA, draw_batches
 from rich.console import Console
 from rich.table import Table
@@ -24,8 +22,10 @@ from torch import nn
 
 from distembed.config import Config, TrainConfig
 from distembed.embedding import EmbeddingConfig, TableConfig
+from distembed.files import write_json
+from distembed.graph import Graph
 from distembed.ranks import Ranks, process_group
-from distembed.sse import SSE, FeaturePerturbation, Graph
+from distembed.sse import SSE, FeaturePerturbation
 from distembed.training.build import Blueprint, build_training_state
 
 _RESERVED = (0, 1)
@@ -33,7 +33,7 @@ _RESERVED = (0, 1)
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """One setting: means over steps, in milliseconds, and the share of a step."""
+    """The result of one setting: means over steps, in milliseconds, and the share of a step."""
 
     rule: str
     p0: float
@@ -45,7 +45,7 @@ class Measured:
 
 
 class Stopwatch:
-    """Times every call of a module."""
+    """Records the seconds of every call of a module."""
 
     def __init__(self, module: nn.Module) -> None:
         self.seconds: list[float] = []
@@ -60,7 +60,7 @@ class Stopwatch:
 
 
 def rules(p0: float, graph: Graph) -> dict[str, SSE]:
-    """What is timed, by name."""
+    """Returns the rules that are measured, by name."""
     mean_degree = graph.num_edges / graph.num_nodes
     return {
         "SSE-SE": SSE(p0, reserved=_RESERVED),
@@ -69,14 +69,14 @@ def rules(p0: float, graph: Graph) -> dict[str, SSE]:
 
 
 def random_graph(num_edges: int) -> Graph:
-    """Edges between ids that are not reserved."""
+    """Returns a graph of random edges between ids that are not reserved."""
     generator = torch.Generator().manual_seed(0)
     ends = torch.randint(len(_RESERVED), NUM_IDS, (2, num_edges), generator=generator)
     return Graph.from_edges(NUM_IDS, ends[0], ends[1])
 
 
 def measure(name: str, rule: SSE, batch_size: int, precision: str, steps: int, ranks: Ranks) -> Measured:
-    """Steps a model of its own, and looks at the replacement within."""
+    """Takes steps of a new model, and measures them and the replacement within them."""
     table = TableConfig(partition="quotient_remainder", collisions=COLLISIONS, embedding_dim=DIM)
     train = TrainConfig(batch_size=batch_size, precision=precision)  # type: ignore[arg-type]
     config = Config(embedding=EmbeddingConfig(default=table), train=train)
@@ -84,13 +84,11 @@ def measure(name: str, rule: SSE, batch_size: int, precision: str, steps: int, r
     state = build_training_state(blueprint, ranks, num_steps=1000)
     (perturbation,) = [module for module in state.model.modules() if isinstance(module, FeaturePerturbation)]
     watch = Stopwatch(perturbation)
-    outputs = state.pipeline.outputs(cycle(draw_batches(batch_size, NUM_IDS)))
+    take_step = trainer_step(state, draw_batches(batch_size, NUM_IDS))
     seconds = []
     for _ in range(steps):
         started = time.perf_counter()
-        state.optimizers.set_learning_rates(0)
-        loss, _ = next(outputs)
-        loss.item()
+        take_step()
         seconds.append(time.perf_counter() - started)
     warm = steps // 5
     replacement, step = statistics.mean(watch.seconds[warm:steps]), statistics.mean(seconds[warm:])
@@ -129,7 +127,7 @@ def main() -> None:
         Console(width=120).print(table)
         if options.output is not None:
             values = {**surroundings(ranks.device), "results": [dataclasses.asdict(result) for result in results]}
-            options.output.write_text(json.dumps(values, indent=2) + "\n")
+            write_json(options.output, values)
 
 
 if __name__ == "__main__":

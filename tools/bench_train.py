@@ -22,14 +22,16 @@ from bench_common import (
     LEARNING_RATE,
     NAMES,
     NUM_BATCHES,
+    NUM_DENSE,
     NUM_IDS,
     NUM_ROWS,
     Step,
+    draw_batch,
     draw_ids,
-    features_of,
-    make_batch,
     surroundings,
     take_turns,
+    torchrec_collection,
+    trainer_step,
 )
 from rich.console import Console
 from rich.table import Table
@@ -39,8 +41,6 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineBase
 from torchrec.distributed.types import ShardingEnv
 from torchrec.models.dlrm import DLRM as TorchRecDLRM
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -51,40 +51,34 @@ from distembed.config import Config, TrainConfig
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.data.reader.batch import Batch
 from distembed.embedding import EmbeddingConfig, TableConfig
+from distembed.files import write_json
 from distembed.models import DLRM
 from distembed.planning import Workload, make_plan
 from distembed.ranks import Ranks, process_group
 from distembed.training.build import Blueprint, build_training_state
 
-SCHEMA = Schema("label", tuple(f"I{i}" for i in range(1, 14)), tuple(CategoricalFeature(n, NUM_IDS) for n in NAMES))
+SCHEMA = Schema(
+    "label", tuple(f"I{i}" for i in range(1, NUM_DENSE + 1)), tuple(CategoricalFeature(n, NUM_IDS) for n in NAMES)
+)
 
 
 def draw_batches(batch_size: int, num_ids: int) -> list[Batch]:
-    """Batches of one id a feature, taken modulo ``num_ids``."""
+    """Draws batches of one id for each feature, taken modulo ``num_ids``."""
     generator = torch.Generator().manual_seed(0)
     batches = []
     for _ in range(NUM_BATCHES):
-        features = features_of(draw_ids(26 * batch_size, generator) % num_ids, batch_size)
-        dense = torch.rand(batch_size, 13, generator=generator)
-        labels = (torch.rand(batch_size, generator=generator) < 0.25).float()
-        batches.append(make_batch(dense, features, labels, batch_size))
+        ids = draw_ids(len(NAMES) * batch_size, generator) % num_ids
+        batches.append(draw_batch(ids, batch_size, generator))
     return batches
 
 
 def ours(batch_size: int, ranks: Ranks, precision: str) -> Step:
-    """A step of this project's trainer with quotient-remainder tables."""
+    """Returns a step of this project's trainer with quotient-remainder tables."""
     table = TableConfig(partition="quotient_remainder", collisions=COLLISIONS, embedding_dim=DIM)
     train = TrainConfig(batch_size=batch_size, precision=precision)  # type: ignore[arg-type]
     config = Config(embedding=EmbeddingConfig(default=table), train=train)
     state = build_training_state(Blueprint.for_ranks(config, SCHEMA, ranks, {}), ranks, num_steps=1000)
-    outputs = state.pipeline.outputs(cycle(draw_batches(batch_size, NUM_IDS)))
-
-    def step() -> None:
-        state.optimizers.set_learning_rates(0)
-        loss, _ = next(outputs)
-        loss.item()
-
-    return step
+    return trainer_step(state, draw_batches(batch_size, NUM_IDS))
 
 
 class _TorchRecTask(nn.Module):
@@ -99,11 +93,10 @@ class _TorchRecTask(nn.Module):
 
 
 def torchrec(batch_size: int, ranks: Ranks, fused: bool) -> Step:
-    """A step of TorchRec's own DLRM and pipeline with hashed tables."""
-    tables = [EmbeddingBagConfig(name=n, num_embeddings=NUM_ROWS, embedding_dim=DIM, feature_names=[n]) for n in NAMES]
-    collection = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+    """Returns a step of TorchRec's own DLRM and pipeline with hashed tables."""
+    collection = torchrec_collection(NUM_ROWS)
     apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": LEARNING_RATE})
-    task = _TorchRecTask(TorchRecDLRM(collection, 13, [512, 256, 64, DIM], [512, 256, 1]))
+    task = _TorchRecTask(TorchRecDLRM(collection, NUM_DENSE, [512, 256, 64, DIM], [512, 256, 1]))
     sharders = [EmbeddingBagCollectionSharder()]
     plan = make_plan(task, sharders, ranks, Workload(batch_size))
     model = DistributedModelParallel(
@@ -128,7 +121,7 @@ class _PlainBags(nn.Module):
         self.bags = nn.ModuleList(nn.EmbeddingBag(NUM_ROWS, DIM, mode="sum", sparse=True) for _ in NAMES)
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        ids = features.values().view(26, -1)
+        ids = features.values().view(len(NAMES), -1)
         return torch.stack([bag(column.unsqueeze(1)) for bag, column in zip(self.bags, ids, strict=True)], dim=1)
 
 
@@ -138,8 +131,8 @@ class _Identity(nn.Module):
 
 
 def plain(batch_size: int) -> Step:
-    """A step of the same DLRM over ``nn.EmbeddingBag`` with sparse gradients and torch's optimizers."""
-    model = DLRM(_PlainBags(), NAMES, DIM, 13)
+    """Returns a step of the same DLRM over ``nn.EmbeddingBag`` with sparse gradients and torch's optimizers."""
+    model = DLRM(_PlainBags(), NAMES, DIM, NUM_DENSE)
     model.stack = _Identity()
     bags = list(model.embeddings.parameters())
     sparse = torch.optim.Adagrad(bags, lr=LEARNING_RATE)
@@ -164,7 +157,7 @@ def plain(batch_size: int) -> Step:
 
 
 def contenders(batch_size: int, ranks: Ranks) -> dict[str, Step]:
-    """Every contender's step, by name."""
+    """Returns every contender's step by name."""
     return {
         "nn.EmbeddingBag, hashed, fp32": plain(batch_size),
         "TorchRec DLRM, hashed, fp32": torchrec(batch_size, ranks, fused=False),
@@ -176,7 +169,7 @@ def contenders(batch_size: int, ranks: Ranks) -> dict[str, Step]:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One contender at one batch size; ratios are medians of the ratios of each round."""
+    """The result of one contender at one batch size; the ratio is the median of the ratios of each round."""
 
     contender: str
     batch_size: int
@@ -188,14 +181,14 @@ BASELINE = "TorchRec DLRM, hashed, fp32"
 
 
 def summarise(seconds: dict[str, list[float]], batch_size: int) -> Iterator[Row]:
-    """Medians over rounds."""
+    """Yields every contender's medians over rounds."""
     for name, values in seconds.items():
         ratio = statistics.median(b / a for a, b in zip(values, seconds[BASELINE], strict=True))
         yield Row(name, batch_size, batch_size / statistics.median(values), ratio)
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measures every contender and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[128, 2048, 8192])
     parser.add_argument("--rounds", type=int, default=9)
@@ -217,7 +210,7 @@ def main() -> None:
     result = {**surroundings(torch.device("cpu")), "rows": [dataclasses.asdict(row) for row in rows]}
     print(json.dumps(result))
     if options.output is not None:
-        options.output.write_text(json.dumps(result, indent=2) + "\n")
+        write_json(options.output, result)
 
 
 if __name__ == "__main__":
