@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from distembed.data.splitmix import GOLDEN_GAMMA, MULTIPLIERS, SHIFTS
 from distembed.errors import UserError
 from distembed.partitions.base import require_positive
-from distembed.splitmix import GOLDEN_GAMMA, MULTIPLIERS, SHIFTS
 
 _MAX_SEED = 2**63 - 1
 _NEGLIGIBLE_BITS = 64

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare.key_counts import Counts, KeyCounter, chunks, create_mapped, sort_keys
 from distembed.data.prepare.spool import SpooledBlock
-from distembed.splitmix import mix64_array
+from distembed.data.splitmix import mix64_array
 
 MISSING_ID, OUT_OF_VOCABULARY_ID, FIRST_ID = 0, 1, 2
 
