@@ -19,7 +19,7 @@ class Row:
 
 
 def parse(line: bytes) -> Row | str:
-    """The row, or the reason why it is malformed."""
+    """Returns the row, or the reason why it is malformed."""
     fields = line.removesuffix(b"\r").split(b"\t")
     if len(fields) != 40:
         return "columns"
@@ -43,7 +43,7 @@ def lines_of(content: bytes) -> list[bytes]:
 
 
 def vocabularies(train: Sequence[Row], min_count: int) -> list[dict[int, int]]:
-    """For each feature, key -> id: 2 and up, the most frequent first, equal ones by key."""
+    """Returns the id of each key, for each feature: 2 and up, the most frequent first, equal ones by key."""
     result = []
     for feature in range(26):
         counts = Counter(row.keys[feature] for row in train if row.keys[feature] is not None)
@@ -58,14 +58,14 @@ def ids(row: Row, vocabulary: Sequence[dict[int, int]]) -> tuple[int, ...]:
 
 
 def good_line(rng: random.Random) -> bytes:
-    """A well-formed row: skewed ids, some missing values, some negative or huge integers."""
+    """Returns a well-formed row: skewed ids, some missing values, some negative or huge integers."""
     dense = [rng.choice(["", "-2", str(int(rng.expovariate(0.01))), str(rng.randrange(2**40))]) for _ in range(13)]
     keys = ["" if rng.random() < 0.1 else f"{int(rng.paretovariate(0.7)) * 2654435761 % 2**32:08x}" for _ in range(26)]
     return "\t".join([rng.choice("01"), *dense, *keys]).encode()
 
 
 def malformed_line(rng: random.Random) -> bytes:
-    """A row that is malformed in one of many ways."""
+    """Returns a row that is malformed in one of many ways."""
     fields = good_line(rng).split(b"\t")
     kind = rng.randrange(6)
     if kind == 0:
@@ -85,7 +85,7 @@ def malformed_line(rng: random.Random) -> bytes:
 
 
 def short_ids_line(rng: random.Random) -> bytes:
-    """A well-formed row whose ids have 1 to 8 digits, of either case."""
+    """Returns a well-formed row whose ids have 1 to 8 digits, of either case."""
     fields = good_line(rng).split(b"\t")
     fields[14:] = [b"%x" % rng.randrange(16 ** rng.randrange(1, 9)) for _ in range(26)]
     return b"\t".join(field.upper() if rng.random() < 0.3 else field for field in fields)
@@ -102,4 +102,5 @@ def content(num_rows: int, seed: int, *, malformed: float = 0.0, short: float = 
 
 
 def folder_bytes(folder: Path) -> dict[str, bytes]:
+    """Returns the contents of every file in a folder, by its path there."""
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -25,7 +25,7 @@ SINGLE = Schema("clicked", ("x", "y"), (SCHEMA.categorical[0], SCHEMA.categorica
 
 
 def tags_of(row: int) -> list[int] | None:
-    """Every eleventh row has a null list, others 0 to 4 ids."""
+    """Returns a row's list of 0 to 4 ids; every eleventh row has none."""
     return None if row % 11 == 0 else [(row * 7 + i) % 50 for i in range(row % 5)]
 
 
@@ -65,7 +65,7 @@ def open_reader(
 
 
 def rows_of(batch: Batch) -> list[int]:
-    """The rows of a batch, after checking that every column says the same."""
+    """Returns the rows of a batch, after a check that every column says the same."""
     rows = batch["sparse_features"]["row"].values().tolist()
     assert batch["labels"].tolist() == [float(row % 3 == 0) for row in rows]
     assert batch["dense_features"].tolist() == [[row * 0.5, row - 5.0] for row in rows]

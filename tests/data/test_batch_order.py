@@ -14,7 +14,7 @@ from tests.data.small_dataset import SCHEMA, SINGLE, make_dataset, open_reader, 
 
 @pytest.fixture
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a hundred rows make many windows, and many batches are made at once."""
+    """Makes windows so small that a hundred rows fill many, and several batches are made at once."""
     monkeypatch.setattr(order, "WINDOW_ROWS", 8)
     monkeypatch.setattr(reader, "_ROWS_AT_ONCE", 24)
 

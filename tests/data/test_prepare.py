@@ -23,7 +23,7 @@ DENSE = [f"I{i}" for i in range(1, 14)]
 
 
 def read_split(dataset: Path, manifest: Manifest, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Labels, dense values and ids of a split, in order."""
+    """Returns labels, dense values and ids of a split, in order."""
     tables = [pq.read_table(dataset / file.path) for file in manifest.splits[name].files]
     assert [table.num_rows for table in tables] == [file.num_rows for file in manifest.splits[name].files]
     labels = [table["label"].to_numpy() for table in tables]
@@ -36,7 +36,7 @@ def read_split(dataset: Path, manifest: Manifest, name: str) -> tuple[np.ndarray
 def check_against_reference(
     dataset: Path, files: dict[str, bytes], bounds: list[int] | None, min_count: int
 ) -> list[reference.Row]:
-    """Every line is a row of exactly one split, in order, or a line of rejected.tsv."""
+    """Checks that every line is a row of exactly one split, in order, or a line of rejected.tsv."""
     parsed = [
         (name, number, line, reference.parse(line))
         for name, content in files.items()

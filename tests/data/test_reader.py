@@ -124,7 +124,7 @@ def prefetching() -> set[threading.Thread]:
 
 @pytest.fixture
 def gone() -> Callable[[], bool]:
-    """Whether the threads that were started since then end, without a fixed time to wait."""
+    """Gives a function that says whether the threads started since then have ended; it waits as long as needed."""
     before = prefetching()
 
     def are_gone() -> bool:

@@ -11,7 +11,7 @@ Rows = dict[int, dict[int, float]]
 
 
 def reference_rows(edges: Iterable[tuple[int, int, float]], directed: bool) -> Rows:
-    """node -> neighbour -> sum of weights, edge by edge."""
+    """Returns the sum of weights by node and neighbour, edge by edge."""
     rows: Rows = {}
     for source, target, weight in edges:
         for a, b in [(source, target)] if directed else [(source, target), (target, source)]:
@@ -22,7 +22,7 @@ def reference_rows(edges: Iterable[tuple[int, int, float]], directed: bool) -> R
 
 
 def probabilities(graph: Graph, node: int) -> dict[int, float]:
-    """How likely each neighbour is drawn, slot by slot as Walker's method says."""
+    """Returns how likely each neighbour is drawn, slot by slot as Walker's method says."""
     neighbors = graph.neighbors_of(node).tolist()
     result = dict.fromkeys(neighbors, 0.0)
     for slot, neighbor in enumerate(neighbors):

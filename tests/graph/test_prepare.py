@@ -43,7 +43,7 @@ EDGES = random_edges(NUM_NODES, 2500, 0, 6.0)
 
 @pytest.fixture
 def small_memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Options with which everything is spooled, cut and merged in small pieces."""
+    """Gives a limit of memory with which everything is spooled, cut and merged in small pieces."""
     monkeypatch.setattr(preparation, "LEAST_MEMORY_BYTES", 1)
     monkeypatch.setattr(sorted_runs, "_MERGED_RECORDS", 64)
     monkeypatch.setattr(shared_attributes, "_EDGES_AT_A_TIME", 100)
@@ -125,7 +125,7 @@ def test_bytes_do_not_depend_on_the_memory(tmp_path: Path, small_memory: dict[st
 
 
 def shared_rows(pairs: list[tuple[int, Any]], max_shared: int) -> tuple[dict[int, dict[int, float]], list[int]]:
-    """node -> neighbour -> values shared, and the sizes of the groups left out."""
+    """Returns the number of values shared by node and neighbour, and the sizes of the groups left out."""
     groups: dict[Any, set[int]] = {}
     for id_, value in pairs:
         if value is not None:
@@ -281,7 +281,7 @@ def test_progress_goes_up_to_the_whole(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def call(*arguments: object) -> str:
-    """What the command says, within this process."""
+    """Runs the command within this process, and returns what it prints."""
     with console.capture() as said:
         cli.app(["prepare", "graph", *map(str, arguments)], standalone_mode=False)
     return said.get()

@@ -79,7 +79,7 @@ def test_raw_values_become_ids_by_the_hash(criteo: Path, tmp_path: Path) -> None
 
 
 def dataset_of_texts(folder: Path) -> Path:
-    """A dataset made elsewhere: a table with a vocabulary of texts, and one whose values are ids."""
+    """Makes a dataset with a table that has a vocabulary of texts, and one whose values are ids."""
     columns = {"label": [0, 1], "I": [0.0, 1.0], "film": [2, 3], "user": [0, 9]}
     write(folder / "part.parquet", pa.table(columns))
     features = (CategoricalFeature("film", 5), CategoricalFeature("user", 10))

@@ -1,4 +1,4 @@
-"""Very many draws of a rule, to count."""
+"""Replaces ids by a rule, many enough to count."""
 
 import torch
 from torch import Tensor

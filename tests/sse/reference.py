@@ -1,4 +1,4 @@
-"""What SSE is to do, computed without its code: the probabilities of the paper, and how well counts fit them."""
+"""What SSE must do, computed without its code: the paper's probabilities, and how well counts fit them."""
 
 from typing import Any
 
@@ -10,13 +10,13 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 FALSE_ALARM = 1e-4
-"""Of right code, one test in so many fails by chance for a new seed. The seeds are fixed, so it stays as it is."""
+"""Share of the tests that fail by chance for a new seed, though the code is right; the seeds are fixed."""
 
 Matrix = NDArray[np.float64]
 
 
 def p_value(counts: Any, law: Any) -> float:
-    """Chi-square of counts against probabilities; of matrices row by row, each with the total that it has."""
+    """Returns the chi-square test of counts against probabilities; of matrices row by row, each with its own total."""
     counts, law = np.atleast_2d(np.asarray(counts, float)), np.atleast_2d(np.asarray(law, float))
     statistic, freedom = 0.0, 0
     for seen, probabilities in zip(counts, law, strict=True):
@@ -29,7 +29,7 @@ def p_value(counts: Any, law: Any) -> float:
 
 
 def _chi_square(seen: Matrix, expected: Matrix) -> tuple[float, int]:
-    """The statistic and its degrees of freedom; cells of less than 5 are put together, smallest first."""
+    """Returns the statistic and its degrees of freedom; cells of less than 5 are merged, smallest first."""
     order = np.argsort(expected)
     seen, expected = seen[order], expected[order]
     first = int(np.searchsorted(expected, 5.0))
@@ -47,14 +47,14 @@ def share_p_value(seen: int, trials: int, probability: float) -> float:
 
 
 def independence_p_value(first: Any, second: Any) -> float:
-    """Of two lists of small numbers, that one says nothing about the other."""
+    """Returns the test that one of two lists of small numbers says nothing about the other."""
     first, second = (np.unique(np.asarray(values), return_inverse=True)[1] for values in (first, second))
     table = np.bincount(first * (second.max() + 1) + second, minlength=(first.max() + 1) * (second.max() + 1))
     return float(stats.chi2_contingency(table.reshape(first.max() + 1, -1)).pvalue)
 
 
 def transitions(old: Tensor, new: Tensor, num_ids: int) -> NDArray[np.int64]:
-    """How often each id became each other one, ``[old, new]``."""
+    """Returns how often each id became each other one, ``[old, new]``."""
     pairs = old.flatten() * num_ids + new.flatten()
     return torch.bincount(pairs, minlength=num_ids**2).view(num_ids, num_ids).numpy()
 
@@ -69,16 +69,16 @@ def replacement_law(
     weights: Matrix | None = None,
     walk: tuple[float, int] | None = None,
 ) -> Matrix:
-    """p(j, k) of equation 3.
+    """Returns p(j, k) of equation 3, ``[num_ids, num_ids]``.
 
     Args:
-        num_ids: N, with the reserved ones.
-        p0: probability that an id is replaced.
-        reserved: ids that are not drawn.
-        keep_reserved: whether these are not replaced either.
-        rho: odds of a neighbour.
-        weights: of the edge from each node to each other one; 0 where there is none.
-        walk: probability to end it, and the most steps.
+        num_ids: Number of ids, reserved ones included.
+        p0: Probability that an id is replaced.
+        reserved: Ids that are not drawn.
+        keep_reserved: Whether reserved ids are not replaced either.
+        rho: Odds of a neighbour against another id.
+        weights: Weight of the edge from each node to each other one; 0 where there is none.
+        walk: Probability that a walk ends before a step, and the most steps.
     """
     adjacency = np.zeros((num_ids, num_ids)) if weights is None else weights
     law = np.zeros((num_ids, num_ids))
@@ -101,7 +101,7 @@ def replacement_law(
 
 
 def walk_law(weights: Matrix, start: int, restart: float, max_steps: int) -> Matrix:
-    """Where a walk ends, by powers of the transition matrix of the pairs (node before, node)."""
+    """Returns where a walk ends, by powers of the transition matrix of the pairs (node before, node)."""
     num_nodes = len(weights)
     totals = weights.sum(1, keepdims=True)
     step = np.divide(weights, totals, out=np.zeros_like(weights), where=totals > 0)
@@ -121,7 +121,7 @@ def walk_law(weights: Matrix, start: int, restart: float, max_steps: int) -> Mat
 
 
 def jagged(ids: dict[str, Any], weights: bool = False) -> KeyedJaggedTensor:
-    """A batch of one row, whose bags are these ids."""
+    """Returns a batch of one row, whose bags are these ids."""
     values = torch.cat([torch.as_tensor(v, dtype=torch.int64).flatten() for v in ids.values()])
     lengths = torch.tensor([torch.as_tensor(v).numel() for v in ids.values()])
     return KeyedJaggedTensor(list(ids), values, torch.rand(len(values)) if weights else None, lengths)

@@ -1,4 +1,4 @@
-"""What graphs are said to take against the arrays of the live module, by what it holds and to the byte."""
+"""The bytes that graphs are said to take, against the arrays of the live module, to the byte."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,7 +23,7 @@ def graph(num_ids: int, num_edges: int, weighted: bool, seed: int = 0) -> Graph:
 
 
 def rules(folder: Path | None) -> dict[str, SSE]:
-    """Tables that share a graph under several walks, ones of their own, and ones without use for one."""
+    """Returns rules of tables that share a graph under several walks, have one of their own, or make no use of one."""
     shared, small, large = graph(50, 300, True), graph(7, 3, False), graph(1000, 5000, True)
     if folder is not None:
         for name, of_name in (("shared", shared), ("small", small), ("large", large)):
@@ -41,7 +41,7 @@ def rules(folder: Path | None) -> dict[str, SSE]:
 
 
 def held(value: Any, seen: set[int]) -> Iterable[Any]:
-    """All arrays and tensors within an object and what it refers to, each once."""
+    """Yields all arrays and tensors within an object and what it refers to, each once."""
     if id(value) in seen or isinstance(value, type):
         return
     seen.add(id(value))
@@ -54,12 +54,12 @@ def held(value: Any, seen: set[int]) -> Iterable[Any]:
 
 
 def replacer(module: FeaturePerturbation, device: str) -> Replacer:
-    """The live one of a device, as the first batch there has it made."""
+    """Returns the replacer of a device, as the first batch there makes it."""
     return Replacer(module._streams, torch.device(device), torch.int64, may_be_outside=False)
 
 
 def live_bytes(of_replacer: Replacer) -> int:
-    """Of arrays of graphs; what else a graph's draw holds is a number a stream."""
+    """Returns the bytes of the graphs' arrays; what else a graph's draw holds is a number a stream."""
     arrays = held([draw._neighbors for draw in of_replacer._graphs], set())
     return sum(array.nbytes for array in arrays)
 

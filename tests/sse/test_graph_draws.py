@@ -26,7 +26,7 @@ NUM_NODES = 16
 
 
 def weighted_edges(weighted: bool, directed: bool, reserved: tuple[int, ...]) -> NDArray[np.float64]:
-    """Random edges; node 2 has none, node 3 one to all, and node 5 only one."""
+    """Returns the weights of random edges; node 2 has none, node 3 one to all, and node 5 only one."""
     rng = np.random.default_rng(7)
     weights = (rng.random((NUM_NODES, NUM_NODES)) < 0.2) * (10.0 ** rng.uniform(-2, 2, (NUM_NODES, NUM_NODES)))
     weights[3] = rng.uniform(1, 3, NUM_NODES)

@@ -161,7 +161,7 @@ def test_a_meta_embedding_works() -> None:
 
 
 class Tagger(nn.Module):
-    """Tokens to labels, by one layer of attention."""
+    """Maps tokens to labels by one layer of attention."""
 
     def __init__(self, sse: SSE | None) -> None:
         super().__init__()

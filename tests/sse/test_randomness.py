@@ -1,4 +1,4 @@
-"""The random numbers: unlike wherever one thing differs, the same wherever nothing does."""
+"""Random numbers are independent where one thing differs, and the same where nothing does."""
 
 import itertools
 from typing import Any
@@ -19,7 +19,7 @@ from tests.sse.reference import FALSE_ALARM, independence_p_value, jagged, share
 
 
 def split_mix(seed: int, number: int) -> int:
-    """The output of this number of SplitMix64, from 0, by Python's integers."""
+    """Returns the output of this number, from 0, of SplitMix64, by Python's integers."""
     z = (seed + (number + 1) * 0x9E3779B97F4A7C15) % 2**64
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
@@ -58,7 +58,7 @@ def test_integers_below_a_bound_are_of_words_that_favour_none(data: st.DataObjec
 
 
 def expected_below(word: int, bound: int) -> int:
-    """The first of the word's successors that one of ``bound`` equal shares of all words begins with or holds."""
+    """Returns which of ``bound`` equal shares of all words holds the word, or else its first successor in one."""
     bits = 32 if bound < 2**32 else 64
     number = word >> (64 - bits)
     if bits == 64:
@@ -95,7 +95,7 @@ PLACES: dict[str, dict[str, Any]] = {
 
 
 def numbers_of(place: dict[str, Any], count: int, num_ids: int = NUM_VALUES + 1) -> Tensor:
-    """What the last id became, again and again: 0 to 7 if another, 8 if it was not replaced."""
+    """Returns what the last id became, again and again: 0 to 7 if another, 8 if it was not replaced."""
     chosen = {"seed": 0, "step": 0, "rank": 0, "table": "t", "feature": "f", **place}
     stream = IdStream(chosen["table"], chosen["feature"], num_ids, SSE(0.5), chosen["seed"])
     perturb = FeaturePerturbation([stream], rank=chosen["rank"])

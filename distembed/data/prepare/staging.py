@@ -68,10 +68,10 @@ def _check_target(output: Path, overwrite: bool, kind: str, marker: str) -> None
 
 
 def _clear_remains(output: Path) -> None:
-    """Removes what processes that are gone left behind.
+    """Removes what processes that have ended left behind.
 
     Raises:
-        UserError: A process that is writing the same output is not gone.
+        UserError: A process is still writing the same output.
     """
     for remains in output.parent.glob(f".{_escaped(output.name)}.preparing-*"):
         try:

@@ -56,7 +56,7 @@ class _Buffer(Generic[Item]):
         self._error: BaseException | None = None
 
     def put(self, item: Item) -> bool:
-        """Adds an item once there is room; returns False where the consumer has gone."""
+        """Adds an item once there is room; returns False where the consumer has closed the buffer."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or len(self._items) < self._capacity)
             if not self._closed:
