@@ -152,7 +152,9 @@ class ThreeCollectionsConfig:
 
 def register_model() -> dict[str, Any]:
     MODELS["three"] = ThreeCollectionsConfig
-    return {"model": {"name": "three", "hidden": 12}}
+    # AMSGrad, which FBGEMM has not: all three collections train by it
+    amsgrad = {"name": "amsgrad", "learning_rate": 0.01}
+    return {"model": {"name": "three", "hidden": 12}, "train": {"sparse_optimizer": amsgrad}}
 
 
 REGISTER = {
@@ -227,3 +229,5 @@ def test_it_can_be_described_and_planned(kind: str, tmp_path: Path, dataset: Pat
     assessment = assess_capacity(config, Cluster(find_device("cpu-256gb"), 1, 2))
     assert assessment.fits
     assert [table.name for table in assessment.tables] == tables
+    for table in assessment.tables:
+        assert table.placement is not None and table.placement.storage.weights == table.one_copy.weights > 0

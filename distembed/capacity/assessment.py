@@ -15,16 +15,17 @@ from distembed.config import Config
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.modules import embedding_modules, table_configs
 from distembed.errors import RunError, UserError
+from distembed.optim.declared import TableOptimizers
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.planning import PlanRequest, Workload
 from distembed.planning.cluster import Cluster
-from distembed.planning.estimated_plan import EstimatedPlan, plan_placements
+from distembed.planning.estimated_plan import EstimatedPlan
 from distembed.planning.memory import RankMemory
 from distembed.planning.plan import find_plan
 from distembed.planning.plan_inputs import PlanInputs
-from distembed.planning.storage import TableStorage, total, whole_table_storage
+from distembed.planning.storage import TableStorage, table_storage, total, whole_table_storage
 from distembed.planning.times import StepTime
-from distembed.sharding.placement import Placement, width
+from distembed.sharding.placement import Placement, place_table, width
 from distembed.sse.config import build_sse
 from distembed.training.build import Blueprint, table_optimizers, use_bf16
 from distembed.units import enumerate_names
@@ -194,12 +195,17 @@ def assess_capacity(config: Config, cluster: Cluster) -> Assessment:
     sse = build_sse(config.sse, {feature.name: feature.num_embeddings for feature in schema.categorical}, ())
     blueprint = Blueprint(config, schema, cluster.world_size, cluster.gpus, device, bf16, sse)
     model, workload, optimizers = blueprint.build_plannable(), blueprint.workload(), table_optimizers(config.train)
-    tables = [table for module in embedding_modules(model).values() for table in table_configs(module)]
+    collections = {path: table_configs(module) for path, module in embedding_modules(model).items()}
+    tables = [table for own in collections.values() for table in own]
     request = PlanRequest(model, blueprint.sharders, cluster, workload, config.plan, optimizers)
     planned, planner_error, placements = None, "", list[Placement]()
     try:
         planned = find_plan(request)
-        placements = plan_placements(model, planned.plan, cluster.world_size)
+        placements = [
+            place_table(table, planned.plan.plan[path][table.name], cluster.world_size, collection=path)
+            for path, own in collections.items()
+            for table in own
+        ]
     except RunError as error:
         planner_error = str(error)
     one_copies = [
@@ -210,7 +216,7 @@ def assess_capacity(config: Config, cluster: Cluster) -> Assessment:
         cluster,
         workload,
         reserve,
-        _assessed_tables(tables, one_copies, workload, _table_placements(planned, placements)),
+        _assessed_tables(tables, one_copies, workload, _table_placements(planned, placements, optimizers)),
         () if planned is None else _assessed_ranks(planned, cluster, reserve_bytes(reserve, cluster)),
         None if planned is None else planned.plan,
         planner_error,
@@ -249,22 +255,29 @@ def _assessed_tables(
     )
 
 
-def _table_placements(planned: EstimatedPlan | None, placements: Sequence[Placement]) -> dict[str, TablePlacement]:
+def _table_placements(
+    planned: EstimatedPlan | None, placements: Sequence[Placement], optimizers: TableOptimizers
+) -> dict[str, TablePlacement]:
     """Returns by table where it goes and what it takes there; nothing where there is no plan."""
-    return {} if planned is None else {own.table.name: _table_placement(own, planned) for own in placements}
+    if planned is None:
+        return {}
+    return {placement.table.name: _table_placement(placement, planned, optimizers) for placement in placements}
 
 
-def _table_placement(placement: Placement, planned: EstimatedPlan) -> TablePlacement:
+def _table_placement(placement: Placement, planned: EstimatedPlan, optimizers: TableOptimizers) -> TablePlacement:
     """Returns where a table goes, and what it takes there."""
     name, unit, columns = placement.table.name, placement.unit, _column_ranges(placement)
-    storages = [memory.tables[name] for memory in planned.memory if name in memory.tables]
+    tables_of_ranks: Sequence[Mapping[str, TableStorage]] = [memory.tables for memory in planned.memory]
+    if name not in planned.why:  # a table of TorchRec's own, which its planner counts with its buffers
+        tables_of_ranks = table_storage([placement], len(planned.memory), optimizers.sparse, optimizers.dense)
+    storages = [tables[name] for tables in tables_of_ranks if name in tables]
     return TablePlacement(
         sharding_type=unit.sharding_type,
         compute_kernel=unit.compute_kernel,
         ranks=tuple(shard.placement.rank() for shard in unit.sharding_spec.shards) if columns else (),
         columns=columns,
         storage=sum(storages, TableStorage()),
-        reason=planned.why[name],
+        reason=planned.why.get(name, "as TorchRec's planner places its own tables"),
     )
 
 

@@ -56,7 +56,7 @@ def estimate_plan(request: PlanRequest, found: SearchResult) -> EstimatedPlan:
     compositional = {table.name for table in request.tables}
     if not request.table_optimizers.is_fused:
         for module_plan in plan.plan.values():
-            for name in module_plan.keys() & compositional:
+            for name in module_plan.keys() & (compositional | {table.name for table in request.plain_tables}):
                 module_plan[name].compute_kernel = EmbeddingComputeKernel.DENSE.value
     placements = plan_placements(request.model, plan, cluster.world_size)
     plain_options = [option for option in found.options if option.name not in compositional]

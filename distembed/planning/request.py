@@ -7,8 +7,10 @@ from typing import Any
 
 from torch import nn
 from torchrec.distributed.types import ModuleSharder
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.embedding.modules import table_configs
 from distembed.embedding.tables import CompositionalTables
 from distembed.errors import UserError
 from distembed.optim.declared import TableOptimizers, declared_optimizers
@@ -73,6 +75,16 @@ class PlanRequest:
     def tables(self) -> list[CompositionalEmbeddingConfig]:
         """Compositional tables of all collections, in the model's order."""
         return [table for collection in self.collections.values() for table in collection.tables()]
+
+    @cached_property
+    def plain_tables(self) -> list[CompositionalEmbeddingConfig]:
+        """Tables of TorchRec's own collections, described as the full tables that they are."""
+        return [
+            table
+            for _, module, _ in _sharded_modules(self.model, self.sharders)
+            if isinstance(module, EmbeddingBagCollection | EmbeddingCollection)
+            for table in table_configs(module)
+        ]
 
     @cached_property
     def table_optimizers(self) -> TableOptimizers:

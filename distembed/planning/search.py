@@ -28,7 +28,7 @@ from distembed.planning.estimator import OncePerSize, Reservation, StorageEstima
 from distembed.planning.request import PlanRequest
 from distembed.planning.storage import function_storage, whole_table_storage
 from distembed.planning.times import ComposedPerfEstimator
-from distembed.sharding.placement import can_be_placed, is_pooled, width
+from distembed.sharding.placement import SHARDING_TYPES, can_be_placed, is_pooled, width
 
 MANY_RANKS = 32
 """Number of ranks from which on all get about as many bytes, whatever their memory."""
@@ -89,6 +89,9 @@ class Search:
         self._tables, self._config, self._optimizers = request.tables, request.config, request.table_optimizers
         self._topology = cluster.topology()
         self._batch_size = max(1, request.workload.rows_of_rank(cluster.world_size))
+        known = [*self._tables, *request.plain_tables]
+        for name in self._config.tables:
+            one_of("plan.tables", name, [table.name for table in known])
         self._without_rows = possible_types(self._tables, self._config, with_rows=False)
         self._with_rows = possible_types(self._tables, self._config, with_rows=cluster.world_size > 1)
 
@@ -186,6 +189,7 @@ class Search:
         partitioner: Partitioner | None,
     ) -> SearchResult:
         request, cluster = self._request, self._request.cluster
+        constraints = {**constraints, **self._plain_constraints()}
         reservation = Reservation(request.reserved_share, self._tables, self._optimizers, self._reserved_bytes)
         plain_perf = EmbeddingPerfEstimatorFactory.create(
             DEFAULT_PERF_ESTIMATOR, topology=self._topology, constraints=constraints
@@ -211,6 +215,15 @@ class Search:
             return SearchResult(error)
         options = planner._best_plan or []
         return SearchResult(plan, reservation.fullness(options), options=options)
+
+    def _plain_constraints(self) -> dict[str, ParameterConstraints]:
+        """Returns what holds for TorchRec's own tables: any way that the config allows and a saved plan may have."""
+        return {
+            table.name: self._constraints(
+                table, _possible_types_of(table, self._config, SHARDING_TYPES), self._min_partition(table)
+            )
+            for table in self._request.plain_tables
+        }
 
     def _storage_estimator(self) -> StorageEstimator:
         return StorageEstimator(self._topology, self._tables, self._optimizers)
@@ -255,17 +268,19 @@ def possible_types(
         with_rows: Whether tables may be divided by rows where the config says nothing.
 
     Raises:
-        UserError: The config names a table that does not exist, or allows no way for one that does.
+        UserError: The config allows no way for a table.
     """
-    for name in config.tables:
-        one_of("plan.tables", name, [table.name for table in tables])
-    return {table.name: _possible_types_of(table, config, with_rows) for table in tables}
-
-
-def _possible_types_of(table: CompositionalEmbeddingConfig, config: PlanConfig, with_rows: bool) -> list[str]:
-    own = config.tables.get(table.name, TablePlanConfig())
     # ranges of columns have to be equally wide in all tables of a sequence collection, which no search heeds
-    default = ["table_wise"] + ["column_wise"] * is_pooled(table) + ["row_wise"] * with_rows
+    return {
+        table.name: _possible_types_of(
+            table, config, ["table_wise"] + ["column_wise"] * is_pooled(table) + ["row_wise"] * with_rows
+        )
+        for table in tables
+    }
+
+
+def _possible_types_of(table: CompositionalEmbeddingConfig, config: PlanConfig, default: Sequence[str]) -> list[str]:
+    own = config.tables.get(table.name, TablePlanConfig())
     allowed = own.sharding_types or config.sharding_types or default
     possible = [sharding_type for sharding_type in allowed if can_be_placed(table, sharding_type)]
     if not possible:
