@@ -107,6 +107,8 @@ CONTENDERS = {
 
 
 class _Alone(nn.Module):
+    """A model that is nothing but its embeddings."""
+
     def __init__(self, embeddings: nn.Module) -> None:
         super().__init__()
         self.embeddings = embeddings
@@ -213,6 +215,7 @@ def measure(options: argparse.Namespace, ranks: Ranks) -> Iterator[Row]:
 
 
 def _print_profile(title: str, step: Step, ranks: Ranks) -> None:
+    """Prints on the first rank the operators that take most of 20 steps; all ranks call it."""
     with profile() as profiler:
         for _ in range(20):
             step()

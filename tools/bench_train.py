@@ -82,6 +82,8 @@ def ours(batch_size: int, ranks: Ranks, precision: str) -> Step:
 
 
 class _TorchRecTask(nn.Module):
+    """A model and its loss, in the form that TorchRec's pipelines expect."""
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
@@ -116,6 +118,8 @@ def torchrec(batch_size: int, ranks: Ranks, fused: bool) -> Step:
 
 
 class _PlainBags(nn.Module):
+    """Hashed tables of torch's own, each looked up by itself."""
+
     def __init__(self) -> None:
         super().__init__()
         self.bags = nn.ModuleList(nn.EmbeddingBag(NUM_ROWS, DIM, mode="sum", sparse=True) for _ in NAMES)
@@ -126,6 +130,8 @@ class _PlainBags(nn.Module):
 
 
 class _Identity(nn.Module):
+    """Takes the place of DLRM's stacking, as the vectors are stacked already."""
+
     def forward(self, stacked: Tensor) -> Tensor:
         return stacked
 

@@ -23,20 +23,20 @@ def embedding_modules(model: nn.Module) -> dict[str, EmbeddingModule]:
     """Returns the unsharded embedding collections of a model by their path, in the order of its modules.
 
     Raises:
-        UserError: Two collections have a table of the same name, which plans, reports and settings could not tell
-            apart.
+        UserError: Two collections have a table of the same name, which would be ambiguous in plans, reports and
+            settings.
     """
     kinds = (CompositionalTables, EmbeddingBagCollection, EmbeddingCollection)
     found = {path: module for path, module in model.named_modules() if isinstance(module, kinds)}
-    home: dict[str, str] = {}
+    paths: dict[str, str] = {}
     for path, module in found.items():
         for table in table_configs(module):
-            if table.name in home:
+            if table.name in paths:
                 raise UserError(
-                    f"the table {table.name!r} is in {home[table.name]} and in {path}; give tables of different "
+                    f"the table {table.name!r} is in {paths[table.name]} and in {path}; give tables of different "
                     "collections different names."
                 )
-            home[table.name] = path
+            paths[table.name] = path
     return found
 
 
@@ -58,16 +58,17 @@ def vector_parameters(module: EmbeddingModule) -> list[nn.Parameter]:
 
 def weight_names_of_table(module: EmbeddingModule, table: CompositionalEmbeddingConfig) -> list[str]:
     """Returns the names of a table's weights in its collection's state dict, partition by partition."""
-    home = "embedding_bags" if isinstance(module, EmbeddingBagCollectionInterface) else "embeddings"
+    prefix = "embedding_bags" if isinstance(module, EmbeddingBagCollectionInterface) else "embeddings"
     if not isinstance(module, CompositionalTables):
-        return [f"{home}.{table.name}.weight"]
+        return [f"{prefix}.{table.name}.weight"]
     return [
-        f"functions.{part.name}" if part.is_function else f"{home}.{part.name}.weight"
+        f"functions.{part.name}" if part.is_function else f"{prefix}.{part.name}.weight"
         for part in table.partition_tables()
     ]
 
 
 def _full_table(config: BaseEmbeddingConfig) -> CompositionalEmbeddingConfig:
+    """Returns the config of a full table that equals one of TorchRec's."""
     fields = {
         "name": config.name,
         "num_embeddings": config.num_embeddings,

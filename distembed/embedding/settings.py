@@ -35,7 +35,8 @@ class TableConfig:
         collisions: How many ids share a row of the first partition, for ``remainder`` and ``quotient_remainder``; 4
             unless it or ``num_buckets`` is given.
         num_buckets: The rows of the first partition of the same two schemes, in place of ``collisions``.
-        num_partitions: k, for ``mixed_radix`` and ``chinese_remainder``, whose moduli are then computed.
+        num_partitions: The number of partitions, for ``mixed_radix`` and ``chinese_remainder``, whose moduli are then
+            computed.
         moduli: The moduli themselves, for the same two schemes, in place of ``num_partitions``.
         assignments: The Parquet file of ``explicit``, with a row for each id; a relative path starts at the working
             directory.

@@ -31,8 +31,8 @@ class ChineseRemainder(Partition):
 
     Args:
         num_embeddings: The number of ids, n.
-        num_partitions: k, which is 2 where neither it nor ``moduli`` is given. The moduli are then the pairwise coprime
-            ones near n^(1/k) whose product reaches n with the smallest sum.
+        num_partitions: The number of partitions, k; 2 where ``moduli`` are not given either. The moduli are then the
+            pairwise coprime ones near n^(1/k) whose product reaches n with the smallest sum.
         moduli: ``m_1, ..., m_k``, pairwise coprime, whose product must reach n.
 
     Raises:

@@ -34,7 +34,7 @@ class _Keys:
     """The key of each id: its rows as one number of a mixed radix, hashed; past 63 bits, row after row hashed.
 
     Attributes:
-        assignments: k integer tensors of length n; entry x of the j-th is the row of id x.
+        assignments: Integer tensors of length n, one for each partition; entry x is the row of id x.
         num_rows: The number of rows of each assignment.
         salt: Another one gives other hashes.
     """
@@ -75,7 +75,7 @@ def find_collision(assignments: Sequence[Tensor], num_rows: Sequence[int]) -> tu
     """Returns two ids with the same row in every assignment, the smaller one first, or None where there are none.
 
     Args:
-        assignments: k integer tensors of length n on the CPU; entry x of the j-th is the row of id x.
+        assignments: Integer tensors of length n on the CPU, one for each partition; entry x is the row of id x.
         num_rows: The number of rows of each assignment; every row of assignment j lies in ``[0, num_rows[j])``.
     """
     tuples = math.prod(num_rows)

@@ -31,8 +31,8 @@ class Explicit(Partition):
 
     Args:
         num_embeddings: The number of ids, n.
-        assignments: k integer arrays (numpy or torch) of length n; entry x of the j-th is the row of id x. They are
-            copied, at the smallest width that holds their rows.
+        assignments: Integer arrays (numpy or torch) of length n, one for each partition; entry x is the row of id x.
+            They are copied, at the smallest width that holds their rows.
         num_rows: The number of rows of each assignment; unless given, one above its largest row.
         allow_collisions: Whether ids may have the same rows, as in a hashed table.
 

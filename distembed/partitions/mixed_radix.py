@@ -29,8 +29,8 @@ class MixedRadix(Partition):
 
     Args:
         num_embeddings: The number of ids, n.
-        num_partitions: k, which is 2 where neither it nor ``moduli`` is given. The moduli are then those of the
-            smallest sum.
+        num_partitions: The number of partitions, k; 2 where ``moduli`` are not given either. The moduli are then those
+            of the smallest sum.
         moduli: ``m_1, ..., m_k``, whose product must reach n.
 
     Partition j never has more than ``ceil(n / M_j)`` rows, also where its modulus is larger: no id has the others.

@@ -23,8 +23,8 @@ class QuotientRemainder(Partition):
 
     Args:
         num_embeddings: The number of ids, n.
-        collisions: c of the paper's experiments, which gives ``m = ceil(n / c)`` remainder rows and c quotient rows.
-        num_buckets: m itself, which gives m remainder rows and ``ceil(n / m)`` quotient rows.
+        collisions: The number c of the paper's experiments: ``m = ceil(n / c)`` remainder rows and c quotient rows.
+        num_buckets: The number m of remainder rows; there are ``ceil(n / m)`` quotient rows.
 
     With neither, ``m = ceil(sqrt(n))``, which needs the fewest rows.
 

@@ -24,8 +24,9 @@ class Remainder(Partition):
 
     Args:
         num_embeddings: The number of ids, n.
-        collisions: c, which gives ``m = ceil(n / c)`` rows; 4 where neither it nor ``num_buckets`` is given.
-        num_buckets: m itself.
+        collisions: The number c of ids that share a row, so that ``m = ceil(n / c)``; 4 where ``num_buckets`` is not
+            given either.
+        num_buckets: The number m of rows.
 
     Raises:
         UserError: Both are given, or one is no positive integer.
