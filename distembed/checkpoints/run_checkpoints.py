@@ -54,7 +54,7 @@ def newest_checkpoint(run_dir: Path, checkpoint_dir: str | None = None) -> str:
         raise UserError(
             f"{run_dir} has no checkpoint in {place}; give the folder of a run that `distembed train` made."
         )
-    return store.path_of(names[-1])
+    return store.checkpoint_path(names[-1])
 
 
 class Checkpoints:
@@ -100,7 +100,7 @@ class Checkpoints:
         """
         with storage_errors(self._store.url):
             names = self._collectives.on_first(self._store.names)
-        return self._store.path_of(names[-1]) if names else None
+        return self._store.checkpoint_path(names[-1]) if names else None
 
     def require_usable(self) -> None:
         """Makes sure that every rank can write, and that the first sees what the others wrote.
@@ -235,7 +235,7 @@ class Checkpoints:
     def _write(self, content: CheckpointContent, say: Callable[[str], None]) -> None:
         try:
             write_checkpoint(self._store, content, self._keep, self._collectives)
-            say(f"saved {self._store.path_of(content.name)}")
+            say(f"saved {self._store.checkpoint_path(content.name)}")
         except Exception as error:  # raised by wait, in the main thread
             self._failure = error
 

@@ -36,7 +36,7 @@ class CheckpointStore:
         self.url = url.rstrip("/")
         self._files, self._root = open_file_system(url)
 
-    def path_of(self, name: str) -> str:
+    def checkpoint_path(self, name: str) -> str:
         """Returns the path or URL of a checkpoint, as :func:`distembed.checkpoints.load_checkpoint` takes it."""
         return f"{self.url}/{name}"
 
@@ -57,8 +57,8 @@ class CheckpointStore:
         """
         if self._files.exists(f"{self._root}/{name}") and not self._is_checkpoint(name):
             raise UserError(
-                f"{self.path_of(name)} is there and holds files that are no checkpoint's; give another name, or move "
-                "them."
+                f"{self.checkpoint_path(name)} is there and holds files that are no checkpoint's; give another name, "
+                "or move them."
             )
         self._remove(name)
         self._files.makedirs(f"{self._root}/{name}", exist_ok=True)

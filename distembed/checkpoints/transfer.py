@@ -32,7 +32,7 @@ def write_checkpoint(
         collectives.on_first(partial(store.start, content.name))
         dcp.save(
             {section: dict(entries) for section, entries in content.state.items()},
-            storage_writer=FsspecWriter(store.path_of(content.name), per_thread_copy_ahead=0),
+            storage_writer=FsspecWriter(store.checkpoint_path(content.name), per_thread_copy_ahead=0),
             planner=ShardsSavePlanner(),
             process_group=collectives.group,
         )
@@ -51,8 +51,8 @@ def write_checkpoint(
         collectives.on_first(partial(store.keep_newest, keep))
     except Exception as error:
         raise RunError(
-            f"The checkpoint {store.path_of(content.name)} is written, but older ones in {store.url} could not be "
-            f"removed ({_reason(error)}). Mend the permissions, then go on with --resume."
+            f"The checkpoint {store.checkpoint_path(content.name)} is written, but older ones in {store.url} could not "
+            f"be removed ({_reason(error)}). Mend the permissions, then go on with --resume."
         ) from error
 
 
@@ -81,8 +81,8 @@ def read_tensors(checkpoint: str, tensors: dict[str, TensorShards], collectives:
 def not_written(store: CheckpointStore, name: str, error: BaseException) -> RunError:
     """Returns what is raised where a checkpoint cannot be written."""
     return RunError(
-        f"The checkpoint {store.path_of(name)} could not be written ({_reason(error)}){store.room_left()}. Older "
-        "checkpoints are kept; free space or mend the permissions, then go on with --resume."
+        f"The checkpoint {store.checkpoint_path(name)} could not be written ({_reason(error)}){store.room_left()}. "
+        "Older checkpoints are kept; free space or mend the permissions, then go on with --resume."
     )
 
 

@@ -49,13 +49,6 @@ def table_configs(module: EmbeddingModule) -> Sequence[CompositionalEmbeddingCon
     return [_full_table(config) for config in configs]
 
 
-def vector_parameters(module: EmbeddingModule) -> list[nn.Parameter]:
-    """Returns the weights that hold vectors, which the sparse optimizer trains; functions of paths are none."""
-    if isinstance(module, CompositionalTables):
-        return list(module.vector_parameters())
-    return list(module.parameters())
-
-
 def weight_names_of_table(module: EmbeddingModule, table: CompositionalEmbeddingConfig) -> list[str]:
     """Returns the names of a table's weights in its collection's state dict, partition by partition."""
     prefix = "embedding_bags" if isinstance(module, EmbeddingBagCollectionInterface) else "embeddings"

@@ -91,10 +91,6 @@ class CompositionalTables(nn.Module, Generic[TableT]):
         for table in self._tables:
             initialise(self._parts[table.name], self.weights(table.name))
 
-    def vector_parameters(self) -> Iterator[nn.Parameter]:
-        """Yields the weights that hold vectors; those of the functions of paths are left out."""
-        return self._lookups.parameters()
-
     def weights(self, table_name: str) -> list[Tensor]:
         """Returns the weights of a table's partitions, in their order."""
         return [

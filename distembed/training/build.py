@@ -16,10 +16,11 @@ from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 
 from distembed.config import Config, TrainConfig
 from distembed.data.dataset.schema import Schema
-from distembed.embedding.modules import embedding_modules, table_configs, vector_parameters
+from distembed.embedding.modules import embedding_modules, table_configs
 from distembed.models import Model, ModelInputs
 from distembed.optim.declared import TableOptimizers
 from distembed.optim.optimizers import Optimizers, fuse_sparse_optimizer, needs_dense_kernel
+from distembed.optim.tables import table_parameters
 from distembed.planning import make_plan
 from distembed.planning.networks import estimate_network
 from distembed.planning.plan_inputs import PlanInputs, table_plan_inputs
@@ -101,9 +102,7 @@ class Blueprint:
             UserError: As :meth:`build_unsharded`, or FBGEMM has no such optimizer on the device.
         """
         model = self.build_unsharded()
-        # functions of path-based tables are trained with the networks
-        vectors = [weight for module in embedding_modules(model).values() for weight in vector_parameters(module)]
-        fuse_sparse_optimizer(vectors, self.config.train.sparse_optimizer, self.device)
+        fuse_sparse_optimizer(table_parameters(model), self.config.train.sparse_optimizer, self.device)
         return TaskModel(model, self.task, self.world_size, self.device, self.bf16)
 
     def workload(self) -> Workload:

@@ -22,7 +22,6 @@ from distembed.checkpoints.run_checkpoints import Checkpoints, checkpoint_place,
 from distembed.checkpoints.store import CheckpointStore
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.errors import RunError, UserError
-from distembed.host_memory import available_memory_bytes
 from distembed.partitions import KeyedHash, QuotientRemainder
 from distembed.ranks import Ranks
 from tests.processes import start_processes
@@ -86,8 +85,8 @@ def test_training_goes_on_while_what_was_there_is_written(tmp_path: Path, monkey
     run.checkpoints.wait()
     assert store.names() == ["step-00000001", "step-00000002"]
     assert [text.startswith("saved ") for text in run.said] == [True, True]
-    assert run.saved_weight(store.path_of("step-00000001")) == 1
-    assert run.saved_weight(store.path_of("step-00000002")) == 2
+    assert run.saved_weight(store.checkpoint_path("step-00000001")) == 1
+    assert run.saved_weight(store.checkpoint_path("step-00000002")) == 2
 
 
 def test_the_end_of_the_block_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,23 +384,3 @@ def test_killed_while_writing_or_removing_it_leaves_whole_checkpoints_alone(tmp_
         run.save(3)
         run.checkpoints.wait()
         assert [path.name for path in folder.iterdir()] == ["step-00000003"]
-
-
-def test_available_memory_is_that_of_the_container(tmp_path: Path) -> None:
-    meminfo, cgroup = tmp_path / "meminfo", tmp_path / "cgroup"
-    meminfo.write_text("MemTotal:  9000 kB\nMemAvailable:  5000 kB\n")
-    (cgroup / "memory").mkdir(parents=True)
-    assert available_memory_bytes(meminfo, cgroup) == 5000 * 1024
-    (cgroup / "memory" / "memory.limit_in_bytes").write_text("3000000\n")
-    (cgroup / "memory" / "memory.usage_in_bytes").write_text("2000000\n")
-    (cgroup / "memory" / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 500000\n")
-    assert available_memory_bytes(meminfo, cgroup) == 1_500_000
-    (cgroup / "memory.max").write_text("max\n")
-    (cgroup / "memory.current").write_text("1000000\n")
-    (cgroup / "memory.stat").write_text("inactive_file 100000\n")
-    assert available_memory_bytes(meminfo, cgroup) == 1_500_000
-    (cgroup / "memory.max").write_text("2000000\n")
-    assert available_memory_bytes(meminfo, cgroup) == 1_100_000
-    (cgroup / "memory.max").write_text("800000\n")
-    assert available_memory_bytes(meminfo, cgroup) == 0
-    assert available_memory_bytes() > 0
