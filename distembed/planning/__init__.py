@@ -1,4 +1,4 @@
-"""Placement of tables on ranks, by TorchRec's planner."""
+"""Planning: which rank holds which table, what that takes of each rank, and whether it fits; by TorchRec's planner."""
 
 from distembed.planning.config import PlanConfig
 from distembed.planning.plan import make_plan

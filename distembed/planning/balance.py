@@ -32,16 +32,16 @@ _SLACK = 1.02
 _BY_COLUMNS = (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value)
 _BY_ROWS = ShardingType.ROW_WISE.value
 _VECTOR = 4
-"""Numbers of the vectors that FBGEMM's kernels read: the narrowest range of columns."""
+"""Numbers that FBGEMM's kernels read at once: the narrowest range of columns."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How a table is placed.
+    """Sharding of a table.
 
     Attributes:
-        sharding_type: of the table.
-        columns: of each range, where it is divided by columns.
+        sharding_type: The table's sharding type.
+        columns: Number of columns of each range, where the table is divided by columns.
     """
 
     sharding_type: str
@@ -53,34 +53,34 @@ class Divisible:
     """A table that may be divided.
 
     Attributes:
-        columns: of its output.
-        bytes_of_columns: that are divided with the columns.
-        bytes_of_rows: that each range of columns has anew: numbers that an optimizer keeps of a row.
-        possible: sharding types.
-        min_partition: fewest columns of a range; None for as few as FBGEMM can have.
+        columns: Number of columns of the table's output.
+        column_bytes: Bytes of all columns, which are divided with them.
+        row_bytes: Bytes that each range of columns has anew: numbers that an optimizer keeps of a row.
+        sharding_types: Sharding types that the table may have.
+        min_partition: Fewest columns of a range; None for as few as FBGEMM can have.
     """
 
     columns: int
-    bytes_of_columns: int
-    bytes_of_rows: int
-    possible: Sequence[str]
+    column_bytes: int
+    row_bytes: int
+    sharding_types: Sequence[str]
     min_partition: int | None = None
 
     def num_bytes(self, columns: int) -> float:
-        """Of a range of columns."""
-        return self.bytes_of_columns * columns / self.columns + self.bytes_of_rows
+        """Returns the bytes of a range of columns."""
+        return self.column_bytes * columns / self.columns + self.row_bytes
 
 
 def choose(tables: Mapping[str, Divisible], world_size: int, divisor: float) -> dict[str, Choice]:
-    """How each table is placed: divided no more than it must be.
+    """Chooses a sharding for each table, divided no more than it must be.
 
-    By rows go tables of which even the narrowest range of columns is more than a rank's share, without what it has of
-    other such tables.
+    Tables are divided by rows where even their narrowest range of columns is more than a rank's share, without what the
+    rank has of other such tables.
 
     Args:
-        tables: by name.
-        world_size: number of ranks.
-        divisor: of a rank's share, to the most bytes of a range of columns.
+        tables: Tables by name.
+        world_size: Number of ranks.
+        divisor: A rank's share divided by this is the most bytes of a range of columns.
     """
     share = sum(table.num_bytes(table.columns) for table in tables.values()) / world_size
     room, left = math.inf, share
@@ -93,13 +93,13 @@ def choose(tables: Mapping[str, Divisible], world_size: int, divisor: float) -> 
 
 
 def why_divided(tables: Mapping[str, Divisible], choices: Mapping[str, Choice], world_size: int) -> dict[str, str]:
-    """Why each table is placed so; arguments as those of :func:`choose`."""
+    """Returns the reason for each table's sharding, empty where it had one type only; arguments as :func:`choose`."""
     share = sum(table.num_bytes(table.columns) for table in tables.values()) / world_size
     return {name: _why(tables[name], choice, share) for name, choice in choices.items()}
 
 
 def _why(table: Divisible, choice: Choice, share: float) -> str:
-    if len(table.possible) == 1:
+    if len(table.sharding_types) == 1:
         return ""
     times = table.num_bytes(table.columns) / share
     shares = f"{times:.1f} times a rank's share" if times >= 0.1 else "less than a tenth of a rank's share"
@@ -111,13 +111,13 @@ def _why(table: Divisible, choice: Choice, share: float) -> str:
 
 
 def _choose(table: Divisible, world_size: int, limit: float, room: float) -> Choice:
-    by_columns = next((kind for kind in _BY_COLUMNS if kind in table.possible), None)
-    whole = [table.columns] if ShardingType.TABLE_WISE.value in table.possible else []
+    by_columns = next((name for name in _BY_COLUMNS if name in table.sharding_types), None)
+    whole = [table.columns] if ShardingType.TABLE_WISE.value in table.sharding_types else []
     widths = whole + (_ranges(table.columns, table.min_partition or _VECTOR, world_size) if by_columns else [])
-    if _BY_ROWS in table.possible and not (widths and table.num_bytes(widths[-1]) <= room):
+    if _BY_ROWS in table.sharding_types and not (widths and table.num_bytes(widths[-1]) <= room):
         return Choice(_BY_ROWS)
     if not widths:  # one range, or on every rank
-        return Choice(table.possible[0], table.columns)
+        return Choice(table.sharding_types[0], table.columns)
     columns = next((wide for wide in widths if table.num_bytes(wide) <= limit), widths[-1])
     if by_columns is None or columns == table.columns:
         return Choice(ShardingType.TABLE_WISE.value)
@@ -125,7 +125,7 @@ def _choose(table: Divisible, world_size: int, limit: float, room: float) -> Cho
 
 
 def _ranges(columns: int, fewest: int, world_size: int) -> list[int]:
-    """Widths of equal ranges, from the widest, no more of them than ranks."""
+    """Returns the widths that equal ranges may have, no more ranges than ranks, from the widest."""
     least = max(fewest, -(-columns // world_size))
     return [wide for wide in range(columns // 2, least - 1, -1) if columns % wide == 0 and wide % _VECTOR == 0]
 
@@ -134,10 +134,11 @@ class BalancedPartitioner(Partitioner):
     """Places the shards of a proposal, largest first; ranges of one table on different ranks, where they are enough.
 
     Attributes:
-        imbalance: of the last proposal: by what share of their mean some rank's tables' bytes differ from it, at most.
+        imbalance: Largest difference of a rank's bytes of tables from their mean over ranks, as a share of that mean,
+            in the last proposal.
 
     Args:
-        table_bytes: of each shard of an option, without buffers.
+        table_bytes: Returns the bytes of each shard of an option, without buffers.
     """
 
     imbalance = math.inf
@@ -146,90 +147,102 @@ class BalancedPartitioner(Partitioner):
         self._table_bytes = table_bytes
 
     def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
-        pieces = {option.name: self._pieces(option) for option in proposal}
-        ranks = _Ranks(storage_constraint, [piece for of_table in pieces.values() for piece in of_table])
-        by_kind: dict[str, list[ShardingOption]] = {kind.value: [] for kind in PartitionByType}
+        """Sets the rank of every shard of a proposal; TorchRec calls it.
+
+        Raises:
+            PlannerError: A shard has room on no rank.
+        """
+        shards = {option.name: self._shard_loads(option) for option in proposal}
+        ranks = _RankLoads(storage_constraint, [shard for option_shards in shards.values() for shard in option_shards])
+        by_partitioning: dict[str, list[ShardingOption]] = {partition_by.value: [] for partition_by in PartitionByType}
         for option in proposal:
-            by_kind[option.partition_by].append(option)
-        for option in by_kind[PartitionByType.UNIFORM.value]:
-            for rank, piece in enumerate(pieces[option.name]):
-                ranks.put(piece, rank)
-        others = by_kind[PartitionByType.HOST.value] + by_kind[PartitionByType.DEVICE.value]
-        for option in sorted(others, key=lambda option: -max(piece.table_bytes for piece in pieces[option.name])):
+            by_partitioning[option.partition_by].append(option)
+        for option in by_partitioning[PartitionByType.UNIFORM.value]:
+            for rank, shard in enumerate(shards[option.name]):
+                ranks.put(shard, rank)
+        others = by_partitioning[PartitionByType.HOST.value] + by_partitioning[PartitionByType.DEVICE.value]
+        for option in sorted(others, key=lambda option: -max(shard.table_bytes for shard in shards[option.name])):
             is_on_one_node = option.partition_by == PartitionByType.HOST.value
-            allowed = ranks.of_emptiest_node() if is_on_one_node else ranks.all()
-            for piece in pieces[option.name]:
-                rank = ranks.with_least_to_do(piece, allowed)
-                ranks.put(piece, rank)
+            allowed = ranks.emptiest_node() if is_on_one_node else ranks.all()
+            for shard in shards[option.name]:
+                rank = ranks.least_loaded(shard, allowed)
+                ranks.put(shard, rank)
                 if allowed.sum() > 1:
                     allowed[rank] = False
         self.imbalance = ranks.imbalance
         return proposal
 
-    def _pieces(self, option: ShardingOption) -> list["_Piece"]:
+    def _shard_loads(self, option: ShardingOption) -> list["_ShardLoad"]:
         pairs = zip(option.shards, self._table_bytes(option), strict=True)
-        return [_Piece(shard, num_bytes, _needed(shard)) for shard, num_bytes in pairs]
+        return [_ShardLoad(shard, num_bytes, _needed_bytes(shard)) for shard, num_bytes in pairs]
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _ShardLoad:
+    """A shard, the bytes of its table, and the bytes that it needs of the device's memory and the machine's."""
+
     shard: Shard
     table_bytes: int
-    needed: npt.NDArray[np.float64]  # of the device's memory and the machine's
+    needed_bytes: npt.NDArray[np.float64]
 
     @property
     def load(self) -> npt.NDArray[np.float64]:
-        return np.array([self.table_bytes, self.needed.sum(), self.shard.perf.total])
+        """Bytes of the table, all bytes, and estimated time."""
+        return np.array([self.table_bytes, self.needed_bytes.sum(), self.shard.perf.total])
 
 
-class _Ranks:
-    """What each rank holds so far: tables' bytes, all bytes, and estimated time, as shares of the means in the end."""
+class _RankLoads:
+    """Load of each rank so far: tables' bytes, all bytes, and estimated time, as shares of the means in the end."""
 
-    def __init__(self, topology: Topology, pieces: Sequence[_Piece]) -> None:
+    def __init__(self, topology: Topology, shards: Sequence[_ShardLoad]) -> None:
         self._free = np.array([[device.storage.hbm, device.storage.ddr] for device in topology.devices], np.float64)
         self._local_world_size = topology.local_world_size
         self._load = np.zeros((topology.world_size, 3))
-        total = np.sum([piece.load for piece in pieces], axis=0)
+        total = np.sum([shard.load for shard in shards], axis=0)
         self._mean = np.where(total > 0, total, 1) / topology.world_size
 
     @property
     def imbalance(self) -> float:
-        """By what share of their mean some rank's tables' bytes differ from it, at most."""
+        """Largest difference of a rank's bytes of tables from their mean, as a share of that mean."""
         return float(np.abs(self._load[:, 0] - 1).max())
 
     def all(self) -> npt.NDArray[np.bool_]:
+        """Returns the mask of all ranks."""
         return np.ones(len(self._load), bool)
 
-    def of_emptiest_node(self) -> npt.NDArray[np.bool_]:
+    def emptiest_node(self) -> npt.NDArray[np.bool_]:
+        """Returns the mask of the ranks of the node with fewest bytes of tables."""
         nodes = self._load[:, 0].reshape(-1, self._local_world_size).sum(1)
         return np.arange(len(self._load)) // self._local_world_size == nodes.argmin()
 
-    def with_least_to_do(self, piece: _Piece, allowed: npt.NDArray[np.bool_]) -> int:
-        fits = (self._free >= piece.needed).all(1)
+    def least_loaded(self, shard: _ShardLoad, allowed: npt.NDArray[np.bool_]) -> int:
+        """Returns the rank with room that a shard leaves least loaded, among the allowed ones if any has room."""
+        fits = (self._free >= shard.needed_bytes).all(1)
         candidates = fits & allowed if (fits & allowed).any() else fits
         if not fits.any():
-            raise _no_room("no rank", piece)
-        after = self._load + piece.load / self._mean
+            raise _no_room("no rank", shard)
+        after = self._load + shard.load / self._mean
         within = candidates & (after[:, 0] <= _SLACK)
         if within.any():
             return int(np.where(within, after.max(1), np.inf).argmin())
         return int(np.where(candidates, after[:, 0], np.inf).argmin())
 
-    def put(self, piece: _Piece, rank: int) -> None:
-        if (self._free[rank] < piece.needed).any():
-            raise _no_room(f"rank {rank} no longer", piece)
-        piece.shard.rank = rank
-        self._free[rank] -= piece.needed
-        self._load[rank] += piece.load / self._mean
+    def put(self, shard: _ShardLoad, rank: int) -> None:
+        """Puts a shard on a rank."""
+        if (self._free[rank] < shard.needed_bytes).any():
+            raise _no_room(f"rank {rank} no longer", shard)
+        shard.shard.rank = rank
+        self._free[rank] -= shard.needed_bytes
+        self._load[rank] += shard.load / self._mean
 
 
-def _no_room(who: str, piece: _Piece) -> PlannerError:
-    size = f"{piece.shard.size[0]:,} rows of {piece.shard.size[1]} columns"
+def _no_room(who: str, shard: _ShardLoad) -> PlannerError:
+    size = f"{shard.shard.size[0]:,} rows of {shard.shard.size[1]} columns"
     return PlannerError(
         error_type=PlannerErrorType.PARTITION,
-        message=f"{who} has room for {piece.needed.sum():,.0f} bytes of a shard of {size}",
+        message=f"{who} has room for {shard.needed_bytes.sum():,.0f} bytes of a shard of {size}",
     )
 
 
-def _needed(shard: Shard) -> npt.NDArray[np.float64]:
+def _needed_bytes(shard: Shard) -> npt.NDArray[np.float64]:
     return np.array([shard.storage.hbm, shard.storage.ddr], np.float64)

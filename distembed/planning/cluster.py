@@ -1,4 +1,4 @@
-"""What there is to plan for: machines that are alike, with ranks on them."""
+"""The cluster to plan for: machines that are alike, with ranks on them."""
 
 from dataclasses import dataclass
 
@@ -13,10 +13,10 @@ class Cluster:
     """Machines and their devices.
 
     Attributes:
-        device: of each rank; ranks on a CPU share their machine's memory.
-        nodes: machines.
-        gpus: ranks on each machine.
-        host_memory_bytes: of a machine with CUDA devices, that tables may lie in.
+        device: Device of each rank; ranks on a CPU share their machine's memory.
+        nodes: Number of machines.
+        gpus: Number of ranks on each machine.
+        host_memory_bytes: Memory of a machine with CUDA devices, in which tables may lie.
     """
 
     device: Device
@@ -31,7 +31,7 @@ class Cluster:
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return self.nodes * self.gpus
 
     @property
@@ -45,7 +45,7 @@ class Cluster:
         return 0 if self.device.kind == "cpu" else self.host_memory_bytes // self.gpus
 
     def topology(self) -> Topology:
-        """As TorchRec's planner takes them; bandwidths in bytes a millisecond."""
+        """Returns TorchRec's form of the cluster, with bandwidths in bytes a millisecond."""
         device, is_cpu = self.device, self.device.kind == "cpu"
         return Topology(
             world_size=self.world_size,

@@ -14,11 +14,11 @@ ShardingTypes = Annotated[
 
 @pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
 class TablePlanConfig:
-    """How a table may be placed; null is as for all tables.
+    """Ways in which one table may be placed; null is as for all tables.
 
     Attributes:
-        sharding_types: that the planner chooses from.
-        min_partition: the fewest columns that a rank gets of a table that is placed column-wise.
+        sharding_types: Sharding types that the planner chooses from.
+        min_partition: The fewest columns that a rank gets of a table that is placed column-wise.
     """
 
     sharding_types: ShardingTypes | None = None
@@ -27,19 +27,19 @@ class TablePlanConfig:
 
 @pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
 class PlanConfig:
-    """How tables may be placed.
+    """Ways in which tables may be placed.
 
     Attributes:
-        sharding_types: that the planner chooses from. Null for table_wise and column_wise, which communicate what plain
-            tables do and nothing else; for a table of which the narrowest range of columns is more than a rank's share,
-            where ranks are many or tables do not fit otherwise, also row_wise, which divides the largest partition
-            between all ranks and replicates the others.
-        min_partition: the fewest columns that a rank gets of a table that is placed column-wise; null for 128, as
+        sharding_types: Sharding types that the planner chooses from. Null for table_wise and, but for sequences,
+            column_wise, which communicate what plain tables do and nothing else; for a table of which the narrowest
+            range of columns is more than a rank's share, where ranks are many or tables do not fit otherwise, also
+            row_wise, which divides the largest partition between all ranks and replicates the others.
+        min_partition: The fewest columns that a rank gets of a table that is placed column-wise; null for 128, as
             TorchRec has it, or as few as it takes to balance 32 ranks and more, or ranks that would be over half full.
-        host_memory: whether tables may lie in host memory and be cached on a CUDA device.
-        reserve: share of a device's memory that is kept free, for what no plan counts: the allocator's rounding and
+        host_memory: Whether tables may lie in host memory and be cached on a CUDA device.
+        reserve: Share of a device's memory that is kept free, for what no plan counts: the allocator's rounding and
             gaps, CUDA's context and NCCL's buffers.
-        tables: exceptions, by feature name.
+        tables: Exceptions, by table name.
     """
 
     sharding_types: ShardingTypes | None = None

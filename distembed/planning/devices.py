@@ -24,15 +24,15 @@ class Device:
     """One device of a rank.
 
     Attributes:
-        name: in the catalogue.
+        name: Name in the catalogue.
         kind: ``cuda`` or ``cpu``.
-        memory_bytes: as the driver reports it.
-        memory_bandwidth: bytes a second between the device and its memory.
-        local_bandwidth: bytes a second to another device of the node.
-        node_bandwidth: bytes a second to another node.
-        host_bandwidth: bytes a second to the machine's memory.
-        fp32_flops: operations a second on float32.
-        bf16_flops: operations a second on bfloat16.
+        memory_bytes: Memory as the driver reports it.
+        memory_bandwidth: Bytes a second between the device and its memory.
+        local_bandwidth: Bytes a second to another device of the node.
+        node_bandwidth: Bytes a second to another node.
+        host_bandwidth: Bytes a second to the machine's memory.
+        fp32_flops: Operations a second on float32.
+        bf16_flops: Operations a second on bfloat16.
     """
 
     name: str
@@ -66,7 +66,7 @@ DEVICES: dict[str, Device] = {
         Device("cpu-256gb", "cpu", 256 * _GB, 200 * _GB, 25 * _GB, 12.5 * _GB, 200 * _GB, 4 * _TFLOPS, 8 * _TFLOPS),
     )
 }
-"""By name."""
+"""Devices to plan for, by name."""
 
 _SETTINGS = {
     "memory": "memory_bytes",
@@ -80,13 +80,13 @@ _SETTINGS = {
 
 
 def find_device(text: str) -> Device:
-    """The device of a name, with other numbers if they follow it: ``h100-80gb,memory=96GiB,node_bandwidth=25GB``.
+    """Returns the device of a name, with the numbers behind it in place of its own.
 
-    Numbers alone, memory among them, are of another device; those that are not given are of the known one whose memory
-    is nearest.
+    An example is ``h100-80gb,memory=96GiB,node_bandwidth=25GB``. Numbers alone, memory among them, make a device of
+    their own; those that are missing are taken from the known device whose memory is nearest.
 
     Raises:
-        UserError: for an unknown name or setting, with the known ones.
+        UserError: The name or a setting is unknown; the known ones are listed.
     """
     first, *settings = text.split(",")
     if "=" not in first:
@@ -111,11 +111,11 @@ def _numbers(settings: Iterable[str]) -> dict[str, Any]:
 
 
 def device_here(device: torch.device, memory_bytes: int) -> Device:
-    """The device that this process has, by the name that its driver gives; an unknown one computes as an A100.
+    """Returns the device of this process, by its driver's name for it; an unknown one computes as an A100.
 
     Args:
-        device: of this rank.
-        memory_bytes: of it; on a CPU, of the machine.
+        device: Device of this rank.
+        memory_bytes: Memory of the device; on a CPU, of the machine.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return dataclasses.replace(_like(name, memory_bytes), memory_bytes=memory_bytes)
@@ -123,5 +123,5 @@ def device_here(device: torch.device, memory_bytes: int) -> Device:
 
 def _like(name: str, memory_bytes: int) -> Device:
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
-    of_name = [device for device in DEVICES.values() if device.name.partition("-")[0] in words]
-    return min(of_name or [DEVICES["a100-80gb"]], key=lambda device: abs(device.memory_bytes - memory_bytes))
+    named = [device for device in DEVICES.values() if device.name.partition("-")[0] in words]
+    return min(named or [DEVICES["a100-80gb"]], key=lambda device: abs(device.memory_bytes - memory_bytes))

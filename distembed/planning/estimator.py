@@ -1,8 +1,8 @@
-"""What each way of placing a table takes of each rank's memory, as TorchRec's planner asks for it.
+"""Storage that each sharding option takes of each rank's memory, as TorchRec's planner asks for it.
 
 TorchRec's own estimator knows a unit's size and the class of a fused optimizer. It counts nothing for what torch
-trains: AMSGrad, the replicated partitions of a row-wise table, gradients. Here the unit is placed in thought, each
-shard on a rank of its own, and its parameters are counted as those of a finished plan are
+trains: AMSGrad, the replicated partitions of a row-wise table, gradients. Here the unit has a hypothetical placement,
+each shard on a rank of its own, and its parameters are counted as those of a finished plan are
 (:mod:`distembed.planning.storage`)::
 
     table_wise, column_wise    columns of the partitions that take part in the shard's columns
@@ -50,9 +50,9 @@ class StorageEstimator(ShardEstimator):
     Plain tables, which a model may have beside compositional ones, are counted by TorchRec's own estimator.
 
     Args:
-        topology: of the ranks.
-        tables: all tables of the model.
-        optimizers: what trains them.
+        topology: TorchRec's description of the ranks.
+        tables: Compositional tables of the model.
+        optimizers: Optimizers of the tables.
     """
 
     def __init__(
@@ -61,41 +61,42 @@ class StorageEstimator(ShardEstimator):
         self._topology = topology
         self._tables = {table.name: table for table in tables}
         self._optimizers = optimizers
-        self._of_plain = EmbeddingStorageEstimator(topology)
+        self._plain_estimator = EmbeddingStorageEstimator(topology)
 
     def estimate(self, sharding_options: list[ShardingOption], sharder_data_map: SharderDataMap) -> None:
+        """Sets the storage of every shard; TorchRec calls it."""
         plain = [option for option in sharding_options if option.name not in self._tables]
-        self._of_plain.estimate(plain, sharder_data_map)
+        self._plain_estimator.estimate(plain, sharder_data_map)
         for option in (option for option in sharding_options if option.name in self._tables):
             ratio = sharder_data_map[option.module_type_key].fused_params.get("cache_load_factor")
             ratio = option.cache_load_factor or ratio or DEFAULT_CACHE_RATIO
-            kept = self._kept(option, ratio)
-            for shard, of_tables, of_buffers in zip(option.shards, kept, self._buffers(option), strict=True):
-                shard.storage = of_tables + of_buffers
+            stored = zip(option.shards, self._tables_storage(option, ratio), self._buffers_storage(option), strict=True)
+            for shard, tables, buffers in stored:
+                shard.storage = tables + buffers
 
     def table_bytes(self, option: ShardingOption) -> list[int]:
-        """Of each shard: weights, optimizer state and gradients; of plain tables buffers as well."""
+        """Returns the bytes of each shard's weights, optimizer state and gradients; of plain tables with buffers."""
         if option.name not in self._tables:
             return [storage.hbm + storage.ddr for storage in (shard.storage for shard in option.shards) if storage]
-        stored = shard_storage(self._placed_in_thought(option), option.num_shards, self._optimizers)
+        stored = shard_storage(self._hypothetical_placement(option), option.num_shards, self._optimizers)
         return [storage.total for storage in stored]
 
-    def _kept(self, option: ShardingOption, cache_ratio: float) -> list[Storage]:
-        """What stays from step to step, of each shard."""
-        stored = shard_storage(self._placed_in_thought(option), option.num_shards, self._optimizers, cache_ratio)
+    def _tables_storage(self, option: ShardingOption, cache_ratio: float) -> list[Storage]:
+        """Returns the storage of each shard that stays from step to step."""
+        stored = shard_storage(self._hypothetical_placement(option), option.num_shards, self._optimizers, cache_ratio)
         if self._topology.compute_device == "cpu":
             return [Storage(hbm=0, ddr=storage.total) for storage in stored]
         return [Storage(hbm=storage.total, ddr=storage.host) for storage in stored]
 
-    def _placed_in_thought(self, option: ShardingOption) -> Placement:
+    def _hypothetical_placement(self, option: ShardingOption) -> Placement:
         table = self._tables[option.name]
         kernel = option.compute_kernel
         if not self._optimizers.is_fused:
             kernel = EmbeddingComputeKernel.DENSE.value
         return place_table(table, _on_ranks_of_their_own(option, kernel), world_size=option.num_shards)
 
-    def _buffers(self, option: ShardingOption) -> list[Storage]:
-        """Ids and vectors of a step, by TorchRec's sizes; the pipeline has the ids of two steps."""
+    def _buffers_storage(self, option: ShardingOption) -> list[Storage]:
+        """Returns the storage of each shard's ids and vectors, by TorchRec's sizes; a pipeline has ids of two steps."""
         inputs, outputs = _calculate_shard_io_sizes(
             sharding_type=option.sharding_type,
             batch_sizes=[option.batch_size] * option.num_inputs,
@@ -117,24 +118,26 @@ class StorageEstimator(ShardEstimator):
 
 
 class OncePerSize(ShardEstimator):
-    """Another estimator, asked for one of the shards of an option that have the same size.
+    """Asks another estimator for one of the shards of an option that have the same size.
 
     Args:
-        estimator: gives shards of one size the same time. TorchRec's takes most of the time of planning.
+        estimator: An estimator of perf that depends on a shard's size alone; TorchRec's takes most of the time of
+            planning.
     """
 
     def __init__(self, estimator: ShardEstimator) -> None:
         self._estimator = estimator
 
     def estimate(self, sharding_options: list[ShardingOption], sharder_data_map: SharderDataMap) -> None:
-        shards = [option.shards for option in sharding_options]
-        of_size = [{tuple(shard.size): shard for shard in of_option} for of_option in shards]
-        for option, distinct in zip(sharding_options, of_size, strict=True):
+        """Sets the perf of every shard; TorchRec calls it."""
+        all_shards = [option.shards for option in sharding_options]
+        by_size = [{tuple(shard.size): shard for shard in shards} for shards in all_shards]
+        for option, distinct in zip(sharding_options, by_size, strict=True):
             option.shards = list(distinct.values())
         self._estimator.estimate(sharding_options, sharder_data_map)
-        for option, of_option, distinct in zip(sharding_options, shards, of_size, strict=True):
-            option.shards = of_option
-            for shard in of_option:
+        for option, shards, distinct in zip(sharding_options, all_shards, by_size, strict=True):
+            option.shards = shards
+            for shard in shards:
                 shard.perf = distinct[tuple(shard.size)].perf
 
 
@@ -142,10 +145,10 @@ class Reservation(StorageReservation):
     """Takes off every rank's memory what no shard counts: a share, the networks, and the tables' functions.
 
     Args:
-        share: of the memory of a rank's device.
-        tables: all tables of the model.
-        optimizers: what trains them.
-        num_bytes: for the networks and whatever else.
+        share: Share of the memory of a rank's device.
+        tables: Compositional tables of the model.
+        optimizers: Optimizers of the tables.
+        num_bytes: Bytes for the networks and whatever else.
     """
 
     def __init__(
@@ -167,6 +170,7 @@ class Reservation(StorageReservation):
         sharders: list[ModuleSharder[nn.Module]],
         constraints: dict[str, ParameterConstraints] | None = None,
     ) -> Topology:
+        """Returns the topology with the memory that is left; TorchRec calls it."""
         left = copy.deepcopy(topology)
         for device in left.devices:
             free = storage_on(topology.compute_device, self._num_bytes)
@@ -177,7 +181,7 @@ class Reservation(StorageReservation):
         return left
 
     def fullness(self, plan: Iterable[ShardingOption]) -> float:
-        """Of the fullest rank, as a share of what :meth:`reserve` left; infinite where host memory had to help."""
+        """Returns the fullest rank's share of what :meth:`reserve` left; infinite where host memory is used."""
         assert self._left is not None
         is_cpu = self._left.compute_device == "cpu"
         loads, elsewhere = Counter[int](), 0
@@ -189,28 +193,29 @@ class Reservation(StorageReservation):
 
     @property
     def last_reserved_topology(self) -> Topology | None:
+        """The topology that :meth:`reserve` returned last."""
         return self._left
 
 
 def shard_storage(
     placement: Placement, num_shards: int, optimizers: TableOptimizers, cache_ratio: float = DEFAULT_CACHE_RATIO
 ) -> list[TableStorage]:
-    """Of each shard of a table whose shards lie on ranks of their own; functions are left out.
+    """Returns the storage of each shard of a table whose shards lie on ranks of their own, without functions.
 
     Args:
-        placement: of shard i on rank i.
-        num_shards: of them.
-        optimizers: what trains the table.
-        cache_ratio: slots of a cache to rows of a table that lies in host memory.
+        placement: Placement of shard i on rank i.
+        num_shards: Number of shards.
+        optimizers: Optimizers of the table.
+        cache_ratio: Slots of a cache to rows of a table that lies in host memory.
     """
     table = placement.table
     functions = function_storage(table, optimizers.dense)
-    of_ranks = table_storage([placement], num_shards, optimizers.sparse, optimizers.dense, cache_ratio)
-    return [of_rank.get(table.name, functions) - functions for of_rank in of_ranks]
+    stored = table_storage([placement], num_shards, optimizers.sparse, optimizers.dense, cache_ratio)
+    return [tables.get(table.name, functions) - functions for tables in stored]
 
 
 def _on_ranks_of_their_own(option: ShardingOption, compute_kernel: str) -> ParameterSharding:
-    """The planner's answer if it chose this, and had a rank for every shard."""
+    """Returns the planner's answer if it chose this option, and had a rank for every shard."""
     ranks = list(range(option.num_shards))
     is_replicated = option.sharding_type == ShardingType.DATA_PARALLEL.value
     shards = [
@@ -222,7 +227,7 @@ def _on_ranks_of_their_own(option: ShardingOption, compute_kernel: str) -> Param
 
 
 def storage_on(device: str, num_bytes: int) -> Storage:
-    """So many bytes of a rank's own memory: the device's, or the machine's where that is a CPU."""
+    """Returns these bytes as storage of a rank's own memory: the device's, or the machine's where that is a CPU."""
     return Storage(hbm=0, ddr=num_bytes) if device == "cpu" else Storage(hbm=num_bytes, ddr=0)
 
 

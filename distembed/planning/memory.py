@@ -1,4 +1,4 @@
-"""What a plan takes of each rank's memory at the fullest moment of a step, item by item, in bytes."""
+"""Each rank's memory under a plan, at the fullest moment of a step, item by item, in bytes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ from distembed.sharding.placement import Placement
 
 @dataclass(frozen=True)
 class RankMemory:
-    """One rank's.
+    """Memory of one rank.
 
     Attributes:
-        tables: what stays from step to step, by compositional table.
-        plain_tables: what TorchRec counts of others, with their buffers, in bytes.
-        network: the networks, as on every rank.
-        graph_bytes: of all knowledge graphs.
-        step: what comes beside at the fullest moment, with all gradients.
-        sent: to other ranks in a step.
+        tables: Storage of compositional tables, which stays from step to step, by table.
+        plain_tables: Bytes of TorchRec's own tables with their buffers, as TorchRec counts them.
+        network: Memory of the networks, the same on every rank.
+        graph_bytes: Bytes of all knowledge graphs.
+        step: Bytes beside these at the fullest moment of a step, with all gradients.
+        sent: Bytes that the rank sends in a step.
     """
 
     tables: Mapping[str, TableStorage]
@@ -32,7 +32,7 @@ class RankMemory:
     sent: SentBytes
 
     def items(self) -> dict[str, int]:
-        """All that is on the device, by name; on a CPU that is host memory."""
+        """Returns the bytes on the device, by item; on a CPU that is the machine's memory."""
         tables = total(self.tables)
         return {
             "table_weights": tables.weights,
@@ -51,12 +51,12 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all bytes on the device."""
         return sum(self.items().values())
 
     @property
     def host(self) -> int:
-        """What lies in the machine's memory beside the device's."""
+        """Bytes in the machine's memory beside a CUDA device."""
         return total(self.tables).host
 
 
@@ -69,16 +69,16 @@ def rank_memories(
     plain_tables: Sequence[int] | None = None,
     cache_ratio: float = DEFAULT_CACHE_RATIO,
 ) -> list[RankMemory]:
-    """Of every rank.
+    """Returns the memory of every rank.
 
     Args:
-        placements: of all tables.
-        world_size: number of ranks.
-        workload: what a step brings along.
-        optimizers: what trains the tables.
+        placements: Placements of all compositional tables.
+        world_size: Number of ranks.
+        workload: Rows, ids and networks of a training step.
+        optimizers: Optimizers of the tables.
         device_kind: ``cuda`` or ``cpu``.
-        plain_tables: bytes of each rank's tables that are not compositional; None where there are none.
-        cache_ratio: slots of a cache to rows of a table that lies in host memory.
+        plain_tables: Bytes of each rank's tables that are not compositional; None where there are none.
+        cache_ratio: Slots of a cache to rows of a table that lies in host memory.
     """
     tables = table_storage(placements, world_size, optimizers.sparse, optimizers.dense, cache_ratio)
     plain = plain_tables if plain_tables is not None else [0] * world_size

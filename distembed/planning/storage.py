@@ -1,4 +1,4 @@
-"""What a plan takes of each rank's memory for tables: their weights, and what optimizers keep of them.
+"""Storage of tables on each rank under a plan: their weights, and what optimizers keep of them.
 
 Exact to the byte: counted from where the parameters go (:mod:`distembed.sharding.placement`), as the sharded module
 will make them, and from the optimizer that will train each of them:
@@ -36,12 +36,12 @@ class TableStorage:
     """Bytes of one table on one rank.
 
     Attributes:
-        weights: vectors and functions.
-        optimizer_state: what the optimizers keep of them.
-        gradients: of all that is not updated within the backward pass.
-        cache: of vectors that lie in host memory.
-        host_weights: vectors that lie in host memory.
-        host_optimizer_state: what is kept of them there.
+        weights: Bytes of vectors and functions on the device.
+        optimizer_state: Bytes of optimizer state on the device.
+        gradients: Bytes of the gradients of all that is not updated within the backward pass.
+        cache: Bytes of the cache of vectors that lie in host memory.
+        host_weights: Bytes of vectors that lie in host memory.
+        host_optimizer_state: Bytes of optimizer state that lies in host memory.
     """
 
     weights: int = 0
@@ -53,12 +53,12 @@ class TableStorage:
 
     @property
     def total(self) -> int:
-        """All that is on the device; on a CPU that is host memory too."""
+        """Bytes on the device; on a CPU that is the machine's memory."""
         return self.weights + self.optimizer_state + self.gradients + self.cache
 
     @property
     def host(self) -> int:
-        """All that is in host memory beside a device."""
+        """Bytes in host memory beside a device."""
         return self.host_weights + self.host_optimizer_state
 
     def __add__(self, other: "TableStorage") -> "TableStorage":
@@ -85,33 +85,33 @@ def table_storage(
     dense_optimizer: str,
     cache_ratio: float = DEFAULT_CACHE_RATIO,
 ) -> list[dict[str, TableStorage]]:
-    """For each rank, bytes of every table.
+    """Returns the storage of every table on each rank, by the table's name.
 
     Args:
-        placements: of all tables.
-        world_size: number of ranks.
-        sparse_optimizer: name of the tables' optimizer, a key of ``OPTIMIZERS``.
-        dense_optimizer: name of the one that trains functions.
-        cache_ratio: slots of a cache to rows of a table that lies in host memory.
+        placements: Placements of all tables.
+        world_size: Number of ranks.
+        sparse_optimizer: Name of the tables' optimizer, a key of ``OPTIMIZERS``.
+        dense_optimizer: Name of the optimizer of functions.
+        cache_ratio: Slots of a cache to rows of a table that lies in host memory.
     """
     by_rank: list[dict[str, TableStorage]] = [{} for _ in range(world_size)]
     for placement in placements:
         for rank, storage in _storage_of(placement, world_size, sparse_optimizer, dense_optimizer, cache_ratio):
-            of_rank = by_rank[rank]
-            of_rank[placement.table.name] = of_rank.get(placement.table.name, TableStorage()) + storage
+            own = by_rank[rank]
+            own[placement.table.name] = own.get(placement.table.name, TableStorage()) + storage
     return by_rank
 
 
 def whole_table_storage(
     table: CompositionalEmbeddingConfig, sparse_optimizer: str, dense_optimizer: str, is_fused: bool
 ) -> TableStorage:
-    """Bytes of a table that one rank holds whole; optimizers as for :func:`table_storage`.
+    """Returns the storage of a table that one rank holds whole; optimizers as for :func:`table_storage`.
 
     Args:
-        table: of any size; nothing is made.
-        sparse_optimizer: of vectors.
-        dense_optimizer: of functions.
-        is_fused: whether vectors are updated within the backward pass.
+        table: A table of any size; nothing is made of it.
+        sparse_optimizer: Name of the optimizer of vectors.
+        dense_optimizer: Name of the optimizer of functions.
+        is_fused: Whether vectors are updated within the backward pass.
     """
     itemsize = DATA_TYPE_NUM_BITS[table.data_type] // 8
     vectors = [
@@ -121,7 +121,7 @@ def whole_table_storage(
 
 
 def function_storage(table: CompositionalEmbeddingConfig, dense_optimizer: str) -> TableStorage:
-    """Bytes of a path-based table's functions, which every rank has."""
+    """Returns the storage of a path-based table's functions, which every rank has."""
     functions = [
         _parameter([(part.num_rows, part.dim)], _FUNCTION_ITEMSIZE, dense_optimizer, is_fused=False)
         for part in table.function_tables()
@@ -140,10 +140,10 @@ def _storage_of(
             rows, columns = shard.shard_sizes
             if rows and columns:
                 shards.setdefault(shard.placement.rank(), []).append((rows, columns))
-        for rank, of_rank in shards.items():
-            storage = _parameter(of_rank, itemsize, sparse_optimizer, is_fused)
+        for rank, sizes in shards.items():
+            storage = _parameter(sizes, itemsize, sparse_optimizer, is_fused)
             if kernel in IN_HOST_MEMORY:
-                num_rows, slots = sum(rows for rows, _ in of_rank), cache_ratio if kernel == CACHED else None
+                num_rows, slots = sum(rows for rows, _ in sizes), cache_ratio if kernel == CACHED else None
                 storage = _in_host_memory(storage, num_rows, sparse_optimizer, slots)
             yield rank, storage
     for part in placement.replicated:
@@ -153,7 +153,7 @@ def _storage_of(
 
 
 def _parameter(shards: Sequence[tuple[int, int]], itemsize: int, optimizer: str, is_fused: bool) -> TableStorage:
-    """One parameter on one rank, in shards of some rows and columns."""
+    """Returns the storage of one parameter on one rank, in shards of these rows and columns."""
     numbers = sum(rows * columns for rows, columns in shards)
     rows = sum(rows for rows, _ in shards)
     kind = OPTIMIZERS[optimizer]
@@ -175,5 +175,5 @@ def _in_host_memory(storage: TableStorage, num_rows: int, optimizer: str, cache_
 
 
 def total(storage: Mapping[str, TableStorage]) -> TableStorage:
-    """Of all tables of a rank."""
+    """Returns the storage of all tables of a rank together."""
     return sum(storage.values(), TableStorage())

@@ -31,13 +31,13 @@ _MS = 1e3
 
 @dataclass(frozen=True)
 class StepTime:
-    """Of one rank, in milliseconds; an estimate.
+    """Estimated time of a step on one rank, in milliseconds.
 
     Attributes:
-        lookup: of tables, their gradients and their update.
-        exchange: of ids, vectors and their gradients.
-        networks: forward and backward.
-        all_reduce: of gradients of what every rank has.
+        lookup: Time of looking tables up, of their gradients and their update.
+        exchange: Time of exchanging ids, vectors and their gradients.
+        networks: Time of the networks' forward and backward passes.
+        all_reduce: Time of averaging the gradients of what every rank has.
     """
 
     lookup: float
@@ -47,11 +47,11 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """One after the other, as if nothing overlapped."""
+        """Sum of all times, as if nothing overlapped."""
         return self.lookup + self.exchange + self.networks + self.all_reduce
 
     def as_json(self) -> dict[str, float]:
-        """By name, in milliseconds."""
+        """Returns the times by name, in milliseconds."""
         return {**asdict(self), "total": self.total}
 
 
@@ -59,11 +59,11 @@ class ComposedPerfEstimator(ShardEstimator):
     """TorchRec's estimate of each shard, extended for tables of several partitions.
 
     Args:
-        estimator: TorchRec's.
-        tables: all tables of the model.
-        world_size: number of ranks.
-        device: of each.
-        bf16: whether functions of path-based tables compute in bf16.
+        estimator: TorchRec's estimator of perf.
+        tables: Compositional tables of the model.
+        world_size: Number of ranks.
+        device: Device of each rank.
+        bf16: Whether functions of path-based tables compute in bf16.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class ComposedPerfEstimator(ShardEstimator):
         self._flops = _flops(device, bf16)
 
     def estimate(self, sharding_options: list[ShardingOption], sharder_data_map: SharderDataMap) -> None:
+        """Sets the perf of every shard; TorchRec calls it."""
         self._estimator.estimate(sharding_options, sharder_data_map)
         for option in (option for option in sharding_options if option.name in self._tables):
             for shard in option.shards:
@@ -109,14 +110,14 @@ def step_times(
     device: Device,
     local_world_size: int,
 ) -> list[StepTime]:
-    """Of every rank.
+    """Returns the times of every rank.
 
     Args:
-        options: what the planner chose, with ranks and times.
-        sent: by each rank, in a step.
-        workload: what the step brings along.
-        device: of each rank.
-        local_world_size: ranks on a machine.
+        options: Sharding options that the planner chose, with ranks and perf.
+        sent: Bytes that each rank sends in a step.
+        workload: Rows, ids and networks of the step.
+        device: Device of each rank.
+        local_world_size: Number of ranks on a machine.
     """
     world_size = len(sent)
     lookup, exchange, has_others = [0.0] * world_size, [0.0] * world_size, world_size > 1
@@ -126,8 +127,8 @@ def step_times(
         for shard in option.shards:
             assert shard.perf is not None and shard.rank is not None
             lookup[shard.rank] += shard.perf.fwd_compute + shard.perf.bwd_compute + shard.perf.prefetch_compute
-            of_exchange = shard.perf.fwd_comms + shard.perf.bwd_comms + shard.perf.input_dist_comms
-            exchange[shard.rank] += of_exchange if is_exchanged else 0.0
+            communication = shard.perf.fwd_comms + shard.perf.bwd_comms + shard.perf.input_dist_comms
+            exchange[shard.rank] += communication if is_exchanged else 0.0
     networks = _network_time(workload, device)
     bandwidth = device.node_bandwidth if world_size > local_world_size else device.local_bandwidth
     return [

@@ -1,4 +1,4 @@
-"""What a step of training brings along, beside the tables: its rows, its ids, its networks."""
+"""What a training step works on beside the tables: its rows, its ids, its networks."""
 
 import math
 from collections.abc import Mapping, Set
@@ -9,17 +9,17 @@ from distembed.planning.networks import NetworkEstimate
 
 @dataclass(frozen=True)
 class Workload:
-    """One step of training.
+    """One training step.
 
     Attributes:
-        batch_size: B, rows on all ranks.
-        ids_per_row: by feature, ids of a row on average; 1 for those that are not named.
-        multi_hot: features of which a row may have several ids; any of more than one on average is one.
-        num_dense: number of dense features.
-        network: of a rank's share of B; None where nothing is known of it.
-        bf16: whether the networks compute in bf16.
-        logged_steps: steps of which logits and labels are kept for metrics.
-        graph_bytes: of the knowledge graphs by which ids are replaced, on every rank, by table.
+        batch_size: Rows on all ranks, B.
+        ids_per_row: Mean number of ids of a row, by feature; 1 for features that are not named.
+        multi_hot: Features of which a row may have several ids; any of more than one on average is one.
+        num_dense: Number of dense features.
+        network: Memory and operations of the networks for a rank's share of B; None where nothing is known of them.
+        bf16: Whether the networks compute in bf16.
+        logged_steps: Number of steps of which logits and labels are kept for metrics.
+        graph_bytes: Bytes of the knowledge graphs by which ids are replaced, on every rank, by table.
     """
 
     batch_size: int
@@ -36,7 +36,7 @@ class Workload:
         return feature in self.multi_hot or self.ids_per_row.get(feature, 1.0) > 1
 
     def kept_bytes(self, world_size: int) -> dict[str, int]:
-        """What every rank has beside tables and their exchange, by item, at the fullest moment of the networks.
+        """Returns the bytes of a rank beside tables and their exchange, by item, at the networks' fullest moment.
 
         On one rank gradients are counted among the activations, as they come.
         """
@@ -50,18 +50,19 @@ class Workload:
         }
 
     def rows_of_rank(self, world_size: int) -> int:
-        """b: rows of a step on one rank, at most."""
+        """Returns b, the most rows of a step on one rank."""
         return math.ceil(self.batch_size / world_size)
 
 
 def pipeline_depth(device_kind: str, world_size: int) -> int:
-    """Batches on a device at once: in TorchRec's ``TrainPipelineSparseDist`` three, in its ``TrainPipelineBase`` two.
+    """Returns the number of batches on a device at once.
 
-    The first is what training takes wherever there is a transfer or an exchange to overlap.
+    They are three in TorchRec's ``TrainPipelineSparseDist``, which training uses wherever there is a transfer or an
+    exchange to overlap, and two in its ``TrainPipelineBase``.
     """
     return 3 if overlaps(device_kind, world_size) else 2
 
 
 def overlaps(device_kind: str, world_size: int) -> bool:
-    """Whether the ids' way is worth overlapping with the step before."""
+    """Whether sending ids is worth overlapping with the step before."""
     return world_size > 1 or device_kind == "cuda"

@@ -24,14 +24,14 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from distembed.embedding.bag_collection import CompositionalEmbeddingBagCollection
 from distembed.embedding.config import perturbation
 from distembed.errors import UserError
-from distembed.sharding.parameters import ShardedParameters, in_groups, without_weights
+from distembed.sharding.parameters import ShardedParameters, order_by_group, without_weights
 from distembed.sharding.placement import width
 from distembed.sharding.shardings import make_sharding
 from distembed.sharding.units import BagUnits
 
 
 class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbeddingBagCollection):
-    """What ``DistributedModelParallel`` puts in place of a :class:`CompositionalEmbeddingBagCollection`.
+    """Takes the place of a :class:`CompositionalEmbeddingBagCollection` under ``DistributedModelParallel``.
 
     Ids are checked, mapped and, in training, replaced in ``input_dist``, before the all-to-all. Keys of the output are
     in the order of the unsharded module, whatever the plan. All ranks construct and call it together.
@@ -49,9 +49,9 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
         module_fqn: str | None = None,
     ) -> None:
-        self._place(module, table_name_to_parameter_sharding, env, device)
+        self._place_tables(module, table_name_to_parameter_sharding, env, device)
         super().__init__(
-            BagUnits(module, in_groups(self._tables)),
+            BagUnits(module, order_by_group(self._tables)),
             self._unit_plan,
             env,
             fused_params=fused_params,
@@ -83,7 +83,7 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
         return make_sharding(self._placements, self._replicated, sharding_infos, env, device, pools=True, **keywords)
 
     def _initialize_torch_state(self, skip_registering: bool = False) -> None:
-        self._embedding_bag_configs = self._tell_of_partitions(EmbeddingBagConfig)
+        self._embedding_bag_configs = self._show_partition_tables(EmbeddingBagConfig)
         super()._initialize_torch_state(skip_registering)
         self._register_replicated()
 
@@ -100,7 +100,7 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
             )
         if not self._is_weighted:
             features = without_weights(features)
-        ctx.divisor = self._output.ids_of_bags(features)
+        ctx.divisor = self._output.divisor(features)
         return super().input_dist(ctx, self._perturb_ids(ctx, self._map_ids(features)))
 
     def output_dist(self, ctx: EmbeddingBagCollectionContext, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
@@ -126,12 +126,12 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
 
     @property
     def unsharded_module_type(self) -> type[CompositionalEmbeddingBagCollection]:
-        """The module that this one replaces."""
+        """Type of the module that this one replaces."""
         return CompositionalEmbeddingBagCollection
 
 
 class _Output:
-    """Sums as TorchRec's dists bring them -> the unsharded module's output.
+    """Makes the unsharded module's output of the sums that TorchRec's dists bring.
 
     Features are put in the tables' order, means are taken, and the vectors of feature generation get keys of their own.
     """
@@ -148,15 +148,15 @@ class _Output:
             table.embedding_dim for table in tables for _ in table.feature_names for _ in range(table.num_vectors)
         ]
 
-    def ids_of_bags(self, features: KeyedJaggedTensor) -> Tensor | None:
-        """Ids of each bag of the features that are averaged, ``[features, batch]``, and 1 for empty ones."""
+    def divisor(self, features: KeyedJaggedTensor) -> Tensor | None:
+        """Returns the number of ids of each bag of averaged features, ``[features, batch]``, and 1 for empty bags."""
         if not self._means:
             return None
         lengths = features.lengths().view(len(features.keys()), features.stride())
         return torch.stack([lengths[features.keys().index(name)] for name in self._means.values()]).clamp(min=1)
 
-    def arrange(self, embedded: KeyedTensor, zero: Tensor | None, ids_of_bags: Tensor | None) -> KeyedTensor:
-        """Makes the output of what came; ``zero`` is added."""
+    def arrange(self, embedded: KeyedTensor, zero: Tensor | None, divisor: Tensor | None) -> KeyedTensor:
+        """Returns the output, ``zero`` added, averaged features divided by ``divisor``."""
         values = embedded.values()
         if zero is not None:
             values.add_(zero)
@@ -164,7 +164,7 @@ class _Output:
             parts = values.split(self._splits, dim=1)
             ordered = [parts[i] for i in self._order]
             for row, i in enumerate(self._means):
-                assert ids_of_bags is not None
-                ordered[i] = ordered[i] / ids_of_bags[row].unsqueeze(1)
+                assert divisor is not None
+                ordered[i] = ordered[i] / divisor[row].unsqueeze(1)
             values = torch.cat(ordered, dim=1)
         return KeyedTensor(self._keys, self._dims, values)

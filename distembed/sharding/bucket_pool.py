@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _BUCKETS_PER_ID = 2.5
-"""Where the two ways took the same time on a CPU was between 2.7, for ids as skewed as Criteo's, and 6, for uniform."""
+"""Most buckets an id; on a CPU both ways took the same time at 2.7 (ids as skewed as Criteo's) to 6 (uniform ones)."""
 
 
 def buckets_are_faster(num_ids: int, num_bags: int, num_codes: int) -> bool:
@@ -36,34 +36,34 @@ def buckets_are_faster(num_ids: int, num_bags: int, num_codes: int) -> bool:
     A bucket costs a sum that is written, read and multiplied, forward and backward, whether it has ids or not.
 
     Args:
-        num_ids: in all bags of all features.
-        num_bags: of all features.
-        num_codes: of the group (:func:`count_codes`).
+        num_ids: Number of ids in all bags of all features.
+        num_bags: Number of bags of all features.
+        num_codes: Number of codes of the group (:func:`count_codes`).
     """
     return num_bags * num_codes <= _BUCKETS_PER_ID * num_ids
 
 
 def count_codes(num_rows: Sequence[int]) -> int:
-    """How many tuples of rows the partitions beside the largest have.
+    """Returns how many tuples of rows the partitions beside the largest have.
 
     Args:
-        num_rows: of each partition, the most that any table of the group has.
+        num_rows: Number of rows of each partition, in the table of the group that has most.
     """
     return prod(num_rows) // max(num_rows)
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """What to look up in each of k partitions so that products can be pooled.
+    """Rows to look up in each of k partitions so that products can be pooled.
 
     Attributes:
-        rows: to look up in each partition, feature after feature. In the largest they are those of the ids, in
+        rows: Rows to look up in each partition, feature after feature. In the largest they are those of the ids, in
             another ``order``; in the others each row tuple that occurs has one bag.
-        offsets: where each partition's bags begin and where the last ends: ``features * codes * batch`` bags in the
+        offsets: Where each partition's bags begin and where the last ends: ``features * codes * batch`` bags in the
             largest, ``features * codes`` bags of one row or none in the others.
-        order: where the ids of the buckets stand among those given; their weights are to be put in this order.
-        largest: the partition with most rows.
-        num_codes: buckets of a bag.
+        order: Index among the given ids of each id of the buckets; their weights are to be put in this order.
+        largest: Number of the partition with most rows.
+        num_codes: Number of buckets of a bag.
     """
 
     rows: list[Int64[Tensor, " rows_j"]]
@@ -73,10 +73,10 @@ class Buckets:
     num_codes: int
 
     def pool(self, vectors: Sequence[Float[Tensor, "bags_j features dim"]]) -> Float[Tensor, "batch features dim"]:
-        """Sums of products over the batch's bags; an empty bag gives zeros.
+        """Returns the sums of products over the batch's bags, zeros for an empty bag.
 
         Args:
-            vectors: of each partition, the sums over the bags of :attr:`offsets`; weights of ids go with the largest.
+            vectors: Each partition's sums over the bags of :attr:`offsets`; weights of ids go with the largest.
         """
         small = reduce(torch.mul, [vectors[j] for j in range(len(vectors)) if j != self.largest])
         num_buckets, num_features, dim = vectors[self.largest].shape
@@ -96,10 +96,10 @@ def split_bags(
     Only rows that occur are to be looked up, so that no optimizer sees a gradient, even of zero, for the others.
 
     Args:
-        rows: of every id, feature after feature and bag after bag.
-        lengths: ids of each bag.
-        num_rows: of each partition, the most that any feature's table has.
-        first_rows: where the rows of each feature's table begin, where that is not at 0.
+        rows: Rows of every id in each partition, feature after feature and bag after bag.
+        lengths: Number of ids of each bag.
+        num_rows: Number of rows of each partition, in the feature's table that has most.
+        first_rows: First row of each feature's table in each partition; 0 unless given.
     """
     num_features, batch_size = lengths.shape
     largest, num_codes = max(range(len(num_rows)), key=num_rows.__getitem__), count_codes(num_rows)
@@ -119,9 +119,9 @@ def split_bags(
     buckets.add_(codes, alpha=batch_size)
     in_bucket = rows.new_zeros(num_features * num_codes * batch_size)
     in_bucket.scatter_add_(0, buckets, torch.ones_like(buckets))
-    of_key = in_bucket.view(num_features * num_codes, batch_size).sum(1)
-    is_filled = of_key > 0
-    one_of_each_key = order[(of_key.cumsum(0) - of_key)[is_filled]]
+    in_key = in_bucket.view(num_features * num_codes, batch_size).sum(1)
+    is_filled = in_key > 0
+    one_of_each_key = order[(in_key.cumsum(0) - in_key)[is_filled]]
     small_offsets = _offsets(is_filled)
     return Buckets(
         [row.index_select(0, order if j == largest else one_of_each_key) for j, row in enumerate(rows)],
@@ -133,7 +133,7 @@ def split_bags(
 
 
 def _codes(rows: Int64[Tensor, "small *shape"], num_rows: Sequence[int]) -> Int64[Tensor, "*shape"]:
-    """Tuples of rows as numbers whose digits, in a mixed radix, these are."""
+    """Returns tuples of rows as numbers whose digits, in a mixed radix, are the rows."""
     codes = rows[0]
     for row, radix in zip(rows[1:], num_rows[1:], strict=True):
         codes = codes * radix + row
@@ -147,13 +147,13 @@ def _offsets(lengths: Tensor) -> Int64[Tensor, " bags_plus_1"]:
 
 
 def _narrowest(largest: int) -> torch.dtype:
-    """The integers with fewest bytes that go up to ``largest``."""
+    """Returns the integer type with fewest bytes that goes up to ``largest``."""
     dtypes = (torch.uint8, torch.int16, torch.int32, torch.int64)
     return next(dtype for dtype in dtypes if largest <= torch.iinfo(dtype).max)
 
 
 class _MultiplyAndSum(torch.autograd.Function):
-    """``(vectors * factors.unsqueeze(1)).sum(0)``, with no tensor of all products and none of their gradients."""
+    """Computes ``(vectors * factors.unsqueeze(1)).sum(0)`` without a tensor of all products or of their gradients."""
 
     @staticmethod
     def forward(
@@ -161,8 +161,8 @@ class _MultiplyAndSum(torch.autograd.Function):
     ) -> Float[Tensor, "batch width"]:
         ctx.save_for_backward(vectors, factors)
         summed = vectors[0] * factors[0]
-        for of_code, factor in zip(vectors[1:], factors[1:], strict=True):
-            summed.addcmul_(of_code, factor)
+        for bucket, factor in zip(vectors[1:], factors[1:], strict=True):
+            summed.addcmul_(bucket, factor)
         return summed
 
     @staticmethod
@@ -170,5 +170,5 @@ class _MultiplyAndSum(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor]:
         vectors, factors = ctx.saved_tensors
         (gradient,) = gradients
-        of_factors = torch.stack([(of_code * gradient).sum(0) for of_code in vectors])
-        return cast(Tensor, gradient * factors.unsqueeze(1)), of_factors
+        factor_gradients = torch.stack([(bucket * gradient).sum(0) for bucket in vectors])
+        return cast(Tensor, gradient * factors.unsqueeze(1)), factor_gradients

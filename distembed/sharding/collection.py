@@ -23,14 +23,14 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from distembed.embedding.collection import CompositionalEmbeddingCollection
 from distembed.embedding.config import perturbation
 from distembed.errors import UserError
-from distembed.sharding.parameters import ShardedParameters, in_groups, without_weights
+from distembed.sharding.parameters import ShardedParameters, order_by_group, without_weights
 from distembed.sharding.placement import width
 from distembed.sharding.shardings import SEQUENCE_SHARDING_TYPES, make_sharding
 from distembed.sharding.units import SequenceUnits
 
 
 class ShardedCompositionalEmbeddingCollection(ShardedParameters, ShardedEmbeddingCollection):
-    """What ``DistributedModelParallel`` puts in place of a :class:`CompositionalEmbeddingCollection`.
+    """Takes the place of a :class:`CompositionalEmbeddingCollection` under ``DistributedModelParallel``.
 
     Ids are checked, mapped and, in training, replaced in ``input_dist``, before the all-to-all. All ranks construct and
     call it together.
@@ -48,10 +48,10 @@ class ShardedCompositionalEmbeddingCollection(ShardedParameters, ShardedEmbeddin
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
         module_fqn: str | None = None,
     ) -> None:
-        self._place(module, table_name_to_parameter_sharding, env, device)
+        self._place_tables(module, table_name_to_parameter_sharding, env, device)
         self._require_equal_widths()
         super().__init__(
-            SequenceUnits(module, in_groups(self._tables)),
+            SequenceUnits(module, order_by_group(self._tables)),
             self._unit_plan,
             env,
             fused_params=fused_params,
@@ -64,7 +64,7 @@ class ShardedCompositionalEmbeddingCollection(ShardedParameters, ShardedEmbeddin
             self.load_state_dict(module.state_dict())
 
     def _require_equal_widths(self) -> None:
-        """TorchRec's dists of sequences have one width for all tables, and one for all column slices."""
+        """Raises unless all tables are equally wide, and all column slices, as TorchRec's dists of sequences need."""
         widths = {table.name: width(table) for table in self._tables}
         if len(set(widths.values())) > 1:
             raise UserError(
@@ -108,7 +108,7 @@ class ShardedCompositionalEmbeddingCollection(ShardedParameters, ShardedEmbeddin
         )
 
     def _initialize_torch_state(self, skip_registering: bool = False) -> None:
-        self._embedding_configs = self._tell_of_partitions(EmbeddingConfig)
+        self._embedding_configs = self._show_partition_tables(EmbeddingConfig)
         super()._initialize_torch_state(skip_registering)
         self._register_replicated()
 
@@ -145,7 +145,7 @@ class ShardedCompositionalEmbeddingCollection(ShardedParameters, ShardedEmbeddin
     def _arrange(
         self, ctx: EmbeddingCollectionContext, zero: Tensor | None, embedded: dict[str, JaggedTensor]
     ) -> dict[str, JaggedTensor]:
-        """The unsharded module's output of what came; ``zero`` is added."""
+        """Returns the unsharded module's output, made of what the dists brought; ``zero`` is added."""
         self._require_right_mode(ctx)  # a pipeline may look up before a step and wait within it
         features = ctx.raw_features
         lengths = features.lengths().view(len(features.keys()), features.stride())
@@ -164,11 +164,11 @@ class ShardedCompositionalEmbeddingCollection(ShardedParameters, ShardedEmbeddin
 
     @property
     def unsharded_module_type(self) -> type[CompositionalEmbeddingCollection]:
-        """The module that this one replaces."""
+        """Type of the module that this one replaces."""
         return CompositionalEmbeddingCollection
 
 
 def _empty_row(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """One row without ids."""
+    """Returns one row without ids."""
     lengths = torch.zeros(len(features.keys()), dtype=features.lengths().dtype, device=features.device())
     return KeyedJaggedTensor(features.keys(), features.values(), lengths=lengths, stride=1)

@@ -1,7 +1,7 @@
 """What the sharded modules share: where parameters go, the replicated ones, the check of ids.
 
-TorchRec's constructors are given the units (:mod:`distembed.sharding.units`); from the moment that they make their
-state dict they are told of partition tables instead, under the names of the unsharded module.
+TorchRec's constructors see the units (:mod:`distembed.sharding.units`); from the moment that they make their state dict
+they see the partition tables instead, under the names of the unsharded module.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,8 +28,8 @@ class ShardedParameters:
     """Base of the sharded modules beside TorchRec's, which comes after it.
 
     Attributes:
-        functions: weights of the functions of path-based tables, the same on every rank.
-        sse: replaces ids in training, for the tables that say so, by random numbers of this rank.
+        functions: Weights of the functions of path-based tables, the same on every rank.
+        sse: Replacement of ids in training, for the tables that ask for it, by random numbers of this rank.
     """
 
     sse: FeaturePerturbation
@@ -47,14 +47,14 @@ class ShardedParameters:
     _has_uninitialized_input_dist: bool
     training: bool
 
-    def _place(
+    def _place_tables(
         self,
         module: CompositionalTables[Any],
         plan: Mapping[str, ParameterSharding],
         env: ShardingEnv,
         device: torch.device | None,
     ) -> None:
-        """Decides where everything goes; before TorchRec's constructor."""
+        """Decides where all parameters go; called before TorchRec's constructor."""
         if isinstance(env, ShardingEnv2D) or env.output_dtensor:
             raise UserError(
                 "compositional tables are sharded over one process group, with ShardedTensors in the state dict; make "
@@ -83,11 +83,11 @@ class ShardedParameters:
         self._input_keys: list[str] | None = None
 
     def tables(self) -> list[Any]:
-        """The compositional tables, in order."""
+        """Returns the compositional tables, in order."""
         return list(self._tables)
 
-    def _tell_of_partitions(self, make_config: Callable[..., Any]) -> list[Any]:
-        """From here on TorchRec deals with parameters: gives it configs and plan of the sharded partition tables."""
+    def _show_partition_tables(self, make_config: Callable[..., Any]) -> list[Any]:
+        """Shows TorchRec's module the sharded partition tables in the place of units, and returns their configs."""
         sharded = {name: plan for placement in self._placements.values() for name, plan in placement.sharded.items()}
         configs = [config for config in lookup_table_configs(make_config, self._tables) if config.name in sharded]
         self._table_names = [config.name for config in configs]
@@ -96,7 +96,7 @@ class ShardedParameters:
         return configs
 
     def _register_replicated(self) -> None:
-        """Makes the replicated weights parameters of this module, under the names of the unsharded one."""
+        """Registers the replicated weights as parameters of this module, under the names of the unsharded one."""
         functions, vectors = nn.ParameterDict(), getattr(self, self._lookup_attribute)
         for placement in self._placements.values():
             for part in placement.replicated:
@@ -138,12 +138,12 @@ class ShardedParameters:
         self._input_keys = keys
 
     def _perturb_ids(self, ctx: Any, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Replaces ids, where training wants it: before each goes to the owner of its table, row or column slices."""
+        """Replaces ids in training, where tables ask for it, before they go to the owners of rows and columns."""
         ctx.is_perturbed = self.training and self.sse.replaces_ids
         return self.sse(features)
 
     def _require_right_mode(self, ctx: Any) -> None:
-        """A pipeline may hold batches that were prepared in training when the model is evaluated."""
+        """Raises where a pipeline still holds batches from training when the model is evaluated."""
         if ctx.is_perturbed and not self.training:
             raise UserError(
                 "the model is in evaluation mode, but the ids of this batch were prepared, and some of them replaced, "
@@ -151,7 +151,7 @@ class ShardedParameters:
             )
 
     def _zero_of_unused(self) -> Tensor | None:
-        """A zero that depends on the replicated weights that this rank has no use for; None where it uses all.
+        """Returns a zero that depends on the replicated weights that this rank never looks up; None without any.
 
         Added to the output, it makes ranks that own none of their tables wait in the same gradient reductions as those
         that do. It has to be made before anything is communicated: then its gradients come after the dists', in the
@@ -164,14 +164,14 @@ class ShardedParameters:
         return torch.stack(unused).sum() if unused else None
 
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
-        """Names of the parameters that are sharded; gradients of all others are averaged over the ranks."""
+        """Yields names of the sharded parameters; gradients of all others are averaged over the ranks."""
         for placement in self._placements.values():
             for name in placement.sharded:
                 yield append_prefix(prefix, f"{self._lookup_attribute}.{name}.weight")
 
 
-def in_groups(tables: Sequence[CompositionalEmbeddingConfig]) -> list[CompositionalEmbeddingConfig]:
-    """Tables of one kind side by side, so that they are looked up together, in order of first appearance."""
+def order_by_group(tables: Sequence[CompositionalEmbeddingConfig]) -> list[CompositionalEmbeddingConfig]:
+    """Returns the tables with those of one group side by side, in order of first appearance."""
     groups: dict[Any, list[CompositionalEmbeddingConfig]] = {}
     for table in tables:
         groups.setdefault(lookup_formula(table), []).append(table)
@@ -179,7 +179,7 @@ def in_groups(tables: Sequence[CompositionalEmbeddingConfig]) -> list[Compositio
 
 
 def without_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """The same features; weights that nothing uses would be communicated."""
+    """Returns the features without weights, which would be communicated and used by nothing."""
     if features.weights_or_none() is None:
         return features
     return KeyedJaggedTensor(

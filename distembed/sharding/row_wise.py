@@ -22,9 +22,9 @@ class RowWiseInputDist(RwSparseFeaturesDist):
     """Sends every id to one rank; all ranks construct and call it together.
 
     Args:
-        pg: the process group.
-        divided: of each feature, its table's scheme and which of its partitions is divided by rows.
-        device: of the batches.
+        pg: The process group.
+        divided: Scheme of each feature's table, and the number of the partition that is divided by rows.
+        device: Device of the batches.
     """
 
     def __init__(
@@ -60,14 +60,13 @@ class RowWiseInputDist(RwSparseFeaturesDist):
         )
 
     def _rows(self, features: KeyedJaggedTensor) -> Int64[Tensor, " ids"]:
-        """Rows of all ids in their divided partitions."""
-        pieces = features.values().long().split(features.length_per_key())
-        rows = [scheme.rows(ids)[partition] for (scheme, partition), ids in zip(self._divided, pieces, strict=True)]
-        return torch.cat(rows)
+        """Returns the rows of all ids in their divided partitions."""
+        by_feature = zip(self._divided, features.values().long().split(features.length_per_key()), strict=True)
+        return torch.cat([scheme.rows(ids)[partition] for (scheme, partition), ids in by_feature])
 
 
 class RowWiseOutputDist(RwPooledEmbeddingDist):
-    """Sums what the ranks have of each bag, on the bag's rank; TorchRec's, for batches of unequal sizes too.
+    """Sums the ranks' parts of each bag on the bag's rank; TorchRec's dist, for batches of unequal sizes too.
 
     Not every backend scatters or gathers unequal parts (gloo does not): they are padded to equal ones.
     """

@@ -1,4 +1,4 @@
-"""The sharders: tell the planner what there is to place, and build the sharded module from its answer."""
+"""The sharders: show the planner what there is to place, and build the sharded module from its plan."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -27,8 +27,8 @@ class _CompositionalSharder(BaseEmbeddingSharder[Module]):
 
     Args:
         fused_params: FBGEMM's settings of all tables.
-        qcomm_codecs_registry: how to quantise what is communicated.
-        host_memory: whether the planner may put tables into host memory, read through a cache on the device or
+        qcomm_codecs_registry: Codecs that quantise what is communicated.
+        host_memory: Whether the planner may put tables into host memory, read through a cache on the device or
             directly (kernels ``fused_uvm_caching`` and ``fused_uvm``, CUDA only). Never unasked.
     """
 
@@ -45,7 +45,7 @@ class _CompositionalSharder(BaseEmbeddingSharder[Module]):
         self._host_memory = host_memory
 
     def shardable_parameters(self, module: Module) -> dict[str, nn.Parameter]:
-        """One meta parameter a table, of as many numbers as are looked up and as wide as the output.
+        """Returns one meta parameter a table, of as many numbers as are looked up and as wide as the output.
 
         Each declares the class of its table's fused optimizer, from which planners count its state. Where the module
         declares none, it is the one that ``fused_params`` names, which TorchRec's planner would else count as nothing.
@@ -60,11 +60,11 @@ class _CompositionalSharder(BaseEmbeddingSharder[Module]):
         return units
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """All that compositional tables have, on every device."""
+        """Returns the sharding types of compositional tables, the same on every device."""
         return list(self._sharding_types)
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """Fused lookup, backward and update; replicated tables are trained by the model's own optimizer."""
+        """Returns the kernels of a sharding type: fused ones, but dense where weights are replicated."""
         if sharding_type == ShardingType.DATA_PARALLEL.value:
             return [EmbeddingComputeKernel.DENSE.value]
         kernels = [EmbeddingComputeKernel.FUSED.value]
@@ -91,12 +91,12 @@ class CompositionalEmbeddingBagCollectionSharder(_CompositionalSharder[Compositi
 
     @property
     def module_type(self) -> type[CompositionalEmbeddingBagCollection]:
-        """The module that this sharder takes."""
+        """Type of the module that this sharder takes."""
         return CompositionalEmbeddingBagCollection
 
     @property
     def sharded_module_type(self) -> type[ShardedCompositionalEmbeddingBagCollection]:
-        """The module that this sharder makes."""
+        """Type of the module that this sharder makes."""
         return ShardedCompositionalEmbeddingBagCollection
 
 
@@ -120,10 +120,10 @@ class CompositionalEmbeddingCollectionSharder(_CompositionalSharder[Compositiona
 
     @property
     def module_type(self) -> type[CompositionalEmbeddingCollection]:
-        """The module that this sharder takes."""
+        """Type of the module that this sharder takes."""
         return CompositionalEmbeddingCollection
 
     @property
     def sharded_module_type(self) -> type[ShardedCompositionalEmbeddingCollection]:
-        """The module that this sharder makes."""
+        """Type of the module that this sharder makes."""
         return ShardedCompositionalEmbeddingCollection

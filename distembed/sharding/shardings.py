@@ -41,10 +41,10 @@ class _Compositional:
     """What a sharding does for compositional tables; comes before the class of TorchRec's in the bases.
 
     Args:
-        placements: of all tables of the collection, by name.
-        replicated: weights that are the same on every rank, by partition table's name.
-        arguments: TorchRec's.
-        keywords: TorchRec's.
+        placements: Placement of each table of the collection, by its name.
+        replicated: Weights that are the same on every rank, by partition table's name.
+        arguments: Positional arguments of TorchRec's class.
+        keywords: Keyword arguments of TorchRec's class.
     """
 
     _pools = True
@@ -82,7 +82,7 @@ class _Compositional:
         )
 
     def _units_of_rank(self) -> list[ShardedEmbeddingTable]:
-        """Units on this rank, in the order of their features."""
+        """Returns the units on this rank, in the order of their features."""
         return [unit for config in self._grouped_embedding_configs for unit in config.embedding_tables]
 
     def _local(self, unit: ShardedEmbeddingTable) -> LocalTable:
@@ -132,7 +132,7 @@ def _shards(placement: Placement, own: PartitionSlice) -> list[ShardMetadata]:
 
 class _DividedByRows(_Compositional):
     def create_input_dist(self, device: torch.device | None = None) -> BaseSparseFeaturesDist[KeyedJaggedTensor]:
-        """Routes ids by their rows in the divided partition."""
+        """Makes the dist that routes ids by their rows in the divided partition."""
         divided = []
         for unit in self._units_of_rank():
             placement = self._placements[unit.name]
@@ -224,13 +224,13 @@ def make_sharding(
     """Makes the sharding of all units that are placed in one way.
 
     Args:
-        placements: of all tables, by name.
-        replicated: weights that are the same on every rank, by partition table's name.
-        sharding_infos: the units.
-        env: TorchRec's.
-        device: of the weights.
-        pools: bags; else sequences.
-        keywords: TorchRec's, for the shardings that communicate.
+        placements: Placement of each table of the collection, by its name.
+        replicated: Weights that are the same on every rank, by partition table's name.
+        sharding_infos: TorchRec's description of the units.
+        env: Process group that the tables are sharded over.
+        device: Device of the weights.
+        pools: Whether ids are pooled over bags; else, in sequences, each gets its vector.
+        keywords: Further arguments of TorchRec's shardings that communicate.
     """
     sharding_type = sharding_infos[0].param_sharding.sharding_type
     make: Any = (_BAGS if pools else _SEQUENCES)[sharding_type]

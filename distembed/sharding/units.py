@@ -1,8 +1,8 @@
-"""What TorchRec sees of a collection: one parameter a table, the unit of placement.
+"""Units of placement: one parameter a table, which is all that TorchRec sees of a collection.
 
 TorchRec's sharded modules read tables, features and optimizers off the module that they replace, and their input and
-output dists need to know of each table only its features, its columns and its rank. They are given the units and so
-work unchanged; the partition tables are kept for the lookup.
+output dists need to know of each table only its features, its columns and its rank. They see the units and so work
+unchanged; only the lookup knows the partition tables.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from distembed.sharding.placement import unit_size, width
 
 
 def unit_parameters(module: CompositionalTables[Any]) -> dict[str, nn.Parameter]:
-    """By table, a parameter on the meta device of the unit's size, with the optimizer of the table's vectors."""
+    """Returns, by table, a meta parameter of the unit's size that declares the optimizer of the table's vectors."""
     return {table.name: _unit_parameter(module, table) for table in module.tables()}
 
 
@@ -35,7 +35,7 @@ def _unit_parameter(module: CompositionalTables[Any], table: CompositionalEmbedd
 
 
 class _Units(nn.Module):
-    """A module with the units in the place of its tables; ``tables`` gives their order."""
+    """A module with units in the place of its tables, in the order of ``tables``."""
 
     device = torch.device("meta")
 
@@ -75,12 +75,12 @@ class BagUnits(_Units):
         self._is_weighted = module.is_weighted()
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """One a unit."""
+        """Returns one config a unit."""
         # means are taken of the sums that come back
         return self._configs(EmbeddingBagConfig, pooling=PoolingType.SUM)
 
     def is_weighted(self) -> bool:
-        """Whether per-sample weights are applied."""
+        """Returns whether per-sample weights are applied."""
         return self._is_weighted
 
 
@@ -94,25 +94,25 @@ class SequenceUnits(_Units):
         self._need_indices = module.need_indices()
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
-        """One a unit."""
+        """Returns one config a unit."""
         return self._configs(EmbeddingConfig)
 
     def embedding_names_by_table(self) -> list[list[str]]:
-        """Keys of the output, for each unit."""
+        """Returns the keys of each unit's output."""
         return [list(table.feature_names) for table in self._units]
 
     def embedding_dim(self) -> int:
-        """Dimension of a vector."""
+        """Returns the dimension of a vector."""
         return width(self._units[0])
 
     def need_indices(self) -> bool:
-        """Whether the outputs carry their ids."""
+        """Returns whether the outputs carry their ids."""
         return self._need_indices
 
     def use_gather_select(self) -> bool:
-        """TorchRec's setting of how ids' vectors are put back in order; its default."""
+        """Returns TorchRec's default for how the vectors of ids are put back in order."""
         return False
 
     def use_gather_select_per_sharding(self) -> dict[str, bool] | None:
-        """The same for each sharding type."""
+        """Returns TorchRec's default: no setting for single sharding types."""
         return None

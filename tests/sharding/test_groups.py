@@ -1,0 +1,112 @@
+"""Kinds of groups: a plan counts the kind that a lookup makes, for every composition, of bags and of sequences."""
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
+from torchrec.distributed.types import ParameterSharding, ShardingType, ShardMetadata
+
+from distembed.composition import COMPOSITIONS
+from distembed.embedding import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig
+from distembed.embedding.config import POOLINGS
+from distembed.partitions import QuotientRemainder
+from distembed.planning.buffers import Step
+from distembed.planning.workload import Workload
+from distembed.sharding.groups import GroupLoad, LocalTable, group_type, make_group
+from distembed.sharding.placement import place_table, unit_size, width
+
+NUM_IDS, DIM, ROWS = 400, 8, 64
+KINDS = {
+    "sum": "PooledGroup",
+    "concat": "PooledGroup",
+    "feature": "PooledGroup",
+    "product": "ProductGroup",
+    "path_linear": "PathGroup",
+    "path_mlp": "PathGroup",
+}
+CASES: list[tuple[str, str | None]] = list(itertools.product(COMPOSITIONS, [*POOLINGS, None]))
+
+
+def make_table(composition: str, pooling: str | None) -> CompositionalEmbeddingConfig:
+    """A table of bags, or of sequences where there is no pooling."""
+    scheme = QuotientRemainder(NUM_IDS, collisions=4)
+    if pooling is None:
+        return CompositionalEmbeddingConfig("t", NUM_IDS, DIM, ["f"], scheme, composition)
+    return CompositionalEmbeddingBagConfig("t", NUM_IDS, DIM, ["f"], scheme, composition, pooling=pooling)  # type: ignore[arg-type]
+
+
+def replicate(table: CompositionalEmbeddingConfig, world_size: int) -> Any:
+    unit = ParameterSharding(ShardingType.DATA_PARALLEL.value, "dense", list(range(world_size)))
+    return place_table(table, unit, world_size)
+
+
+def expected_kind(composition: str, pooling: str | None) -> str:
+    if pooling is None:
+        return "SequenceGroup"
+    return "PerIdGroup" if pooling == "max" and not composition.startswith("path") else KINDS[composition]
+
+
+@pytest.mark.parametrize(("composition", "pooling"), CASES)
+def test_the_lookup_is_of_the_kind_that_is_counted(composition: str, pooling: str | None) -> None:
+    table, pools = make_table(composition, pooling), pooling is not None
+    kind = group_type(table, pools)
+    assert kind.__name__ == expected_kind(composition, pooling)
+    weights = {part.name: nn.Parameter(torch.zeros(part.num_rows, part.dim)) for part in table.partition_tables()}
+    whole = replicate(table, 2).slice(0, width(table))
+    assert type(make_group([LocalTable(whole, {})], weights, 1, pools)) is kind
+    absent = LocalTable(replace(whole, partitions=(), sharded=frozenset()), {})
+    assert type(make_group([absent], weights, 1, pools)).__name__ == "AbsentGroup"
+
+
+@pytest.mark.parametrize(("composition", "pooling"), CASES)
+@pytest.mark.parametrize("device_kind", ["cpu", "cuda"])
+def test_more_ids_take_no_less_memory_and_work(composition: str, pooling: str | None, device_kind: str) -> None:
+    table = make_table(composition, pooling)
+    whole, kind = replicate(table, 2).slice(0, width(table)), group_type(table, pooling is not None)
+
+    def load(ids_per_row: float) -> GroupLoad:
+        return GroupLoad([whole], [NUM_IDS], [ROWS * ids_per_row], [ids_per_row > 1], ROWS, averages_gradients=True)
+
+    totals = []
+    for ids_per_row in (1.0, 3.0, 9.0, 27.0):
+        memory = kind.memory(load(ids_per_row), device_kind)
+        assert min(memory.saved_bytes, memory.backward_bytes, memory.update_bytes, memory.forward_bytes) >= 0
+        totals.append(memory.saved_bytes + memory.forward_bytes)
+    # from single ids to bags the way of looking up changes
+    assert totals[1:] == sorted(totals[1:])
+    few, many = (kind.work(table, width(table), num_ids, ROWS) for num_ids in (ROWS, 9 * ROWS))
+    assert few.moved_bytes <= many.moved_bytes and few.operations <= many.operations
+    assert (few.operations > 0) == composition.startswith("path")
+
+
+@pytest.mark.parametrize("sharding_type", ["table_wise", "row_wise"])
+def test_sequences_send_a_vector_an_id_where_bags_send_one_a_bag(sharding_type: str) -> None:
+    world_size, ids_per_row = 2, 3.0
+    workload = Workload(ROWS * world_size, {"f": ids_per_row})
+    sent = {}
+    for pooling in ("sum", None):
+        table = make_table("product", pooling)
+        placement = place_table(table, hypothetical_unit(table, sharding_type, world_size), world_size)
+        step = Step([placement], world_size, workload, "cpu")
+        sent[pooling] = [step.sent_bytes(rank) for rank in range(world_size)]
+    vector_bytes = 4 * DIM
+    # half of a row-wise table's ids are this rank's own; of bags every rank has a partial sum
+    vectors = ids_per_row * ROWS * (0.5 if sharding_type == "row_wise" else 1)
+    assert [own.ids for own in sent[None]] == [own.ids for own in sent["sum"]]
+    assert max(own.vectors for own in sent[None]) == vectors * vector_bytes
+    assert max(own.vectors for own in sent["sum"]) == ROWS * vector_bytes
+
+
+def hypothetical_unit(table: CompositionalEmbeddingConfig, sharding_type: str, world_size: int) -> ParameterSharding:
+    rows, columns = unit_size(table)
+    ranks = list(range(world_size if sharding_type == "row_wise" else 1))
+    block = -(-rows // len(ranks))
+    shards = [
+        ShardMetadata([rank * block, 0], [min(block, rows - rank * block), columns], f"rank:{rank}/cpu")
+        for rank in ranks
+    ]
+    return ParameterSharding(sharding_type, "fused", ranks, EnumerableShardingSpec(shards))
