@@ -55,9 +55,9 @@ def test_columns_of_all_ranks_together_are_each_partition_once(name: str, widths
         assert sum(columns[-1]) == part.dim
     # a range of the output needs the columns of the partitions that make it, and no others
     needed = {
-        (piece.partition, piece.start, piece.stop)
+        (own.partition, own.start, own.stop)
         for a, b in zip(starts, ends, strict=True)
-        for piece in placement.pieces(a, b)
+        for own in placement.slice(a, b).partitions
     }
     held = {
         (j, offsets[1], offsets[1] + sizes[1])
