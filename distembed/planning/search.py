@@ -24,10 +24,11 @@ from distembed.names import one_of
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.planning.balance import BalancedPartitioner, Choice, Divisible, choose, why_divided
 from distembed.planning.config import PlanConfig, TablePlanConfig
-from distembed.planning.estimator import OncePerSize, Reservation, StorageEstimator
+from distembed.planning.perf_estimator import ComposedPerfEstimator, OncePerSize
 from distembed.planning.request import PlanRequest
+from distembed.planning.reservation import Reservation
 from distembed.planning.storage import function_storage, whole_table_storage
-from distembed.planning.times import ComposedPerfEstimator
+from distembed.planning.storage_estimator import StorageEstimator
 from distembed.sharding.placement import SHARDING_TYPES, can_be_placed, is_pooled, width
 
 MANY_RANKS = 32

@@ -12,17 +12,14 @@ What starting kernels takes is not counted: it is most of the time of small batc
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
-from torchrec.distributed.planner.types import Perf, SharderDataMap, ShardEstimator, ShardingOption
+from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.types import ShardingType
 
-from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.planning.buffers import SentBytes
 from distembed.planning.devices import Device
 from distembed.planning.workload import Workload
-from distembed.sharding.groups import group_type
-from distembed.sharding.placement import is_pooled
 
 UTILISATION = 0.4
 """Share of a device's operations a second that networks of this kind reach."""
@@ -53,54 +50,6 @@ class StepTime:
     def as_json(self) -> dict[str, float]:
         """Returns the times by name, in milliseconds."""
         return {**asdict(self), "total": self.total}
-
-
-class ComposedPerfEstimator(ShardEstimator):
-    """TorchRec's estimate of each shard, extended for tables of several partitions.
-
-    Args:
-        estimator: TorchRec's estimator of perf.
-        tables: Compositional tables of the model.
-        world_size: Number of ranks.
-        device: Device of each rank.
-        bf16: Whether functions of path-based tables compute in bf16.
-    """
-
-    def __init__(
-        self,
-        estimator: ShardEstimator,
-        tables: Sequence[CompositionalEmbeddingConfig],
-        world_size: int,
-        device: Device,
-        bf16: bool,
-    ) -> None:
-        self._estimator, self._world_size, self._device = estimator, world_size, device
-        self._tables = {table.name: table for table in tables}
-        self._flops = _flops(device, bf16)
-
-    def estimate(self, sharding_options: list[ShardingOption], sharder_data_map: SharderDataMap) -> None:
-        """Sets the perf of every shard; TorchRec calls it."""
-        self._estimator.estimate(sharding_options, sharder_data_map)
-        for option in (option for option in sharding_options if option.name in self._tables):
-            for shard in option.shards:
-                if shard.perf is not None:
-                    shard.perf = self._extended(option, shard.size[1], shard.perf)
-
-    def _extended(self, option: ShardingOption, columns: int, perf: Perf) -> Perf:
-        table = self._tables[option.name]
-        is_local = option.sharding_type == ShardingType.DATA_PARALLEL.value
-        num_rows = option.batch_size * (1 if is_local else self._world_size)
-        num_ids = num_rows * sum(option.input_lengths)
-        if option.sharding_type == ShardingType.ROW_WISE.value:
-            num_ids /= self._world_size
-        work = group_type(table, is_pooled(table)).work(table, columns, num_ids, num_rows * option.num_inputs)
-        forward = _MS * (work.moved_bytes / self._device.memory_bandwidth + work.operations / self._flops)
-        # gradients of both the inputs and the weights: twice as much of either
-        return replace(
-            perf,
-            fwd_compute=perf.fwd_compute * work.read_share + forward,
-            bwd_compute=perf.bwd_compute * work.read_share + 2 * forward,
-        )
 
 
 def step_times(
@@ -140,10 +89,11 @@ def step_times(
 def _network_time(workload: Workload, device: Device) -> float:
     if workload.network is None:
         return 0.0
-    computing = workload.network.flops / _flops(device, workload.bf16)
+    computing = workload.network.flops / reached_flops(device, workload.bf16)
     moving = 4 * workload.network.peak / device.memory_bandwidth
     return _MS * max(computing, moving)
 
 
-def _flops(device: Device, bf16: bool) -> float:
+def reached_flops(device: Device, bf16: bool) -> float:
+    """Returns the operations a second that networks of this kind reach on a device."""
     return UTILISATION * (device.bf16_flops if bf16 else device.fp32_flops)

@@ -16,8 +16,9 @@ from distembed.embedding import CompositionalEmbeddingBagCollection, Composition
 from distembed.optim.declared import TableOptimizers
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.partitions import QuotientRemainder
-from distembed.planning.estimator import Reservation, StorageEstimator
+from distembed.planning.reservation import Reservation
 from distembed.planning.storage import TableStorage, function_storage, table_storage
+from distembed.planning.storage_estimator import StorageEstimator
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from distembed.sharding.placement import SHARDING_TYPES, can_be_placed, place_table
 

@@ -9,15 +9,12 @@ each shard on a rank of its own, and its parameters are counted as those of a fi
     row_wise                   a block of the largest partition, and all others
     data_parallel              everything
 
-Functions of path-based tables lie on every rank whatever the plan. No shard counts them: :class:`Reservation` does.
+Functions of path-based tables lie on every rank whatever the plan. No shard counts them:
+:class:`~distembed.planning.reservation.Reservation` does.
 """
 
-import copy
-import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from torch import nn
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.constants import BIGINT_DTYPE
@@ -27,16 +24,13 @@ from torchrec.distributed.planner.shard_estimators import (
     calculate_pipeline_io_cost,
 )
 from torchrec.distributed.planner.types import (
-    DeviceHardware,
-    ParameterConstraints,
     SharderDataMap,
     ShardEstimator,
     ShardingOption,
     Storage,
-    StorageReservation,
     Topology,
 )
-from torchrec.distributed.types import ModuleSharder, ParameterSharding, PipelineType, ShardingType, ShardMetadata
+from torchrec.distributed.types import ParameterSharding, PipelineType, ShardingType, ShardMetadata
 
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.optim.declared import TableOptimizers
@@ -117,86 +111,6 @@ class StorageEstimator(ShardEstimator):
         return [storage_on(self._topology.compute_device, cost) for cost in costs]
 
 
-class OncePerSize(ShardEstimator):
-    """Asks another estimator for one of the shards of an option that have the same size.
-
-    Args:
-        estimator: An estimator of perf that depends on a shard's size alone; TorchRec's takes most of the time of
-            planning.
-    """
-
-    def __init__(self, estimator: ShardEstimator) -> None:
-        self._estimator = estimator
-
-    def estimate(self, sharding_options: list[ShardingOption], sharder_data_map: SharderDataMap) -> None:
-        """Sets the perf of every shard; TorchRec calls it."""
-        all_shards = [option.shards for option in sharding_options]
-        by_size = [{tuple(shard.size): shard for shard in shards} for shards in all_shards]
-        for option, distinct in zip(sharding_options, by_size, strict=True):
-            option.shards = list(distinct.values())
-        self._estimator.estimate(sharding_options, sharder_data_map)
-        for option, shards, distinct in zip(sharding_options, all_shards, by_size, strict=True):
-            option.shards = shards
-            for shard in shards:
-                shard.perf = distinct[tuple(shard.size)].perf
-
-
-class Reservation(StorageReservation):
-    """Takes off every rank's memory what no shard counts: a share, the networks, and the tables' functions.
-
-    Args:
-        share: Share of the memory of a rank's device.
-        tables: Compositional tables of the model.
-        optimizers: Optimizers of the tables.
-        num_bytes: Bytes for the networks and whatever else.
-    """
-
-    def __init__(
-        self,
-        share: float,
-        tables: Sequence[CompositionalEmbeddingConfig],
-        optimizers: TableOptimizers,
-        num_bytes: int = 0,
-    ) -> None:
-        self._percentage = share  # TorchRec prints it, by this name, where nothing fits
-        self._left: Topology | None = None
-        self._num_bytes = num_bytes + sum(function_storage(table, optimizers.dense).total for table in tables)
-
-    def reserve(
-        self,
-        topology: Topology,
-        batch_size: int,
-        module: nn.Module,
-        sharders: list[ModuleSharder[nn.Module]],
-        constraints: dict[str, ParameterConstraints] | None = None,
-    ) -> Topology:
-        """Returns the topology with the memory that is left; TorchRec calls it."""
-        left = copy.deepcopy(topology)
-        for device in left.devices:
-            free = storage_on(topology.compute_device, self._num_bytes)
-            share = storage_on(topology.compute_device, math.ceil(self._percentage * _own_memory(topology, device)))
-            device.storage.hbm = max(0, device.storage.hbm - share.hbm - free.hbm)
-            device.storage.ddr = max(0, device.storage.ddr - share.ddr - free.ddr)
-        self._left = left
-        return left
-
-    def fullness(self, plan: Iterable[ShardingOption]) -> float:
-        """Returns the fullest rank's share of what :meth:`reserve` left; infinite where host memory is used."""
-        assert self._left is not None
-        is_cpu = self._left.compute_device == "cpu"
-        loads, elsewhere = Counter[int](), 0
-        for shard in (shard for option in plan for shard in option.shards):
-            loads[shard.rank] += shard.storage.ddr if is_cpu else shard.storage.hbm
-            elsewhere += 0 if is_cpu else shard.storage.ddr
-        room = [device.storage.ddr if is_cpu else device.storage.hbm for device in self._left.devices]
-        return math.inf if elsewhere else max(load / max(1, room[rank]) for rank, load in loads.items())
-
-    @property
-    def last_reserved_topology(self) -> Topology | None:
-        """The topology that :meth:`reserve` returned last."""
-        return self._left
-
-
 def shard_storage(
     placement: Placement, num_shards: int, optimizers: TableOptimizers, cache_ratio: float = DEFAULT_CACHE_RATIO
 ) -> list[TableStorage]:
@@ -229,7 +143,3 @@ def _on_ranks_of_their_own(option: ShardingOption, compute_kernel: str) -> Param
 def storage_on(device: str, num_bytes: int) -> Storage:
     """Returns these bytes as storage of a rank's own memory: the device's, or the machine's where that is a CPU."""
     return Storage(hbm=0, ddr=num_bytes) if device == "cpu" else Storage(hbm=num_bytes, ddr=0)
-
-
-def _own_memory(topology: Topology, device: DeviceHardware) -> int:
-    return int(device.storage.ddr if topology.compute_device == "cpu" else device.storage.hbm)
