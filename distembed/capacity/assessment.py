@@ -213,15 +213,15 @@ def assess_capacity(config: Config, cluster: Cluster) -> Assessment:
     ]
     reserve = request.reserved_share
     return Assessment(
-        cluster,
-        workload,
-        reserve,
-        _assessed_tables(tables, one_copies, workload, _table_placements(planned, placements, optimizers)),
-        () if planned is None else _assessed_ranks(planned, cluster, reserve_bytes(reserve, cluster)),
-        None if planned is None else planned.plan,
-        planner_error,
-        blueprint.plan_inputs(model),
-        _notes(optimizers.sparse, placements),
+        cluster=cluster,
+        workload=workload,
+        reserve=reserve,
+        tables=_assessed_tables(tables, one_copies, workload, _table_placements(planned, placements, optimizers)),
+        ranks=() if planned is None else _assessed_ranks(planned, cluster, reserve_bytes(reserve, cluster)),
+        plan=None if planned is None else planned.plan,
+        planner_error=planner_error,
+        plan_inputs=blueprint.plan_inputs(model),
+        notes=_notes(optimizers.sparse, placements),
     )
 
 

@@ -104,8 +104,8 @@ class _Search:
         if cluster.nodes > 1 or cluster.device.kind == "cpu":
             return None
         numbers = range(cluster.gpus + 1, _MAX_GPUS + 1)
-        fitting = (n for n in numbers if self._fits(cluster=dataclasses.replace(cluster, gpus=n)))
-        number = next(fitting, None)
+        sufficient = (n for n in numbers if self._fits(cluster=dataclasses.replace(cluster, gpus=n)))
+        number = next(sufficient, None)
         return None if number is None else f"--gpus {number}"
 
     def nodes(self) -> str | None:

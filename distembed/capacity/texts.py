@@ -35,6 +35,7 @@ class MemoryItem:
 
 
 def _network_bytes(rank: AssessedRank) -> int:
+    """Returns what the networks and their optimizer keep on a rank."""
     network = rank.memory.network
     return network.parameters + network.buffers + network.optimizer_state
 

@@ -1,4 +1,4 @@
-"""What ``distembed prepare`` prints: a live bar in a terminal, a line a stage elsewhere."""
+"""The progress of ``distembed prepare``: a live bar for each stage in a terminal, plain lines elsewhere."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 @contextmanager
 def prepare_progress(console: Console) -> Iterator[Callable[[ProgressUpdate], None]]:
-    """Gives the function that a preparation tells how far it is."""
+    """Yields the function that a preparation calls with its progress; on leaving, the bars stay as they are."""
     if not console.is_terminal:
         yield _Lines(console)
         return
@@ -30,7 +30,7 @@ def prepare_progress(console: Console) -> Iterator[Callable[[ProgressUpdate], No
 
 
 class _Bar:
-    """A bar a stage."""
+    """Shows a bar for each stage, with the rows a second since the stage began."""
 
     def __init__(self, bar: Progress) -> None:
         self._bar = bar
@@ -50,7 +50,7 @@ class _Bar:
 
 
 class _Lines:
-    """A line when a stage begins, and every few seconds within it."""
+    """Prints a line when a stage begins, and every few seconds within it with the time that is left."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -72,4 +72,5 @@ class _Lines:
             )
 
     def _say(self, text: str) -> None:
+        """Prints a line as it is, however long."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -127,8 +127,8 @@ def test_the_compressed_config_fits_and_uses_what_there_is() -> None:
     there_is = cluster(10**9)
     assert not assess_capacity(config, there_is).fits
     compressed = compress_config(config, there_is)
-    fit = assess_capacity(compressed, there_is)
-    assert fit.fits and fit.ranks[0].total_bytes > 0.97 * 10**9
+    planned = assess_capacity(compressed, there_is)
+    assert planned.fits and planned.ranks[0].total_bytes > 0.97 * 10**9
     # the small ones are whole, the large ones have as many rows as each other, and C4 what the config says
     sizes = {f"C{i}": size for i, size in enumerate(CRITEO_KAGGLE_CARDINALITIES, start=1)}
     found = {name: rows for name, rows in buckets(compressed).items() if rows is not None}
@@ -142,8 +142,8 @@ def test_the_compressed_config_fits_and_uses_what_there_is() -> None:
 
 def test_a_model_of_more_than_a_terabyte_is_made_to_fit_eight_devices() -> None:
     config, there_is = load_config(KAGGLE, TERABYTE), Cluster(find_device("a100-80gb"), 1, 8)
-    fit = assess_capacity(config, there_is)
-    assert not fit.fits and fit.one_copy.total > 1.3e12
+    planned = assess_capacity(config, there_is)
+    assert not planned.fits and planned.one_copy.total > 1.3e12
     assert assess_capacity(compress_config(config, there_is), there_is).fits
 
 
@@ -164,9 +164,9 @@ def test_where_nothing_helps_it_says_so() -> None:
 )
 def test_every_kind_of_table_uses_all_but_a_hundredth(settings: list[str], there_is: Cluster) -> None:
     config = load_config(KAGGLE, settings)
-    fit = assess_capacity(compress_config(config, there_is), there_is)
-    assert fit.fits
-    fullest = max(rank.total_bytes for rank in fit.ranks)
+    planned = assess_capacity(compress_config(config, there_is), there_is)
+    assert planned.fits
+    fullest = max(rank.total_bytes for rank in planned.ranks)
     assert fullest > 0.99 * there_is.rank_bytes
 
 

@@ -84,8 +84,8 @@ def test_without_a_memory_that_was_typed_another_device_is_one() -> None:
     (device,) = [remedy for remedy in found.arguments if remedy.startswith("--gpu ")]
     assert holds([str(KAGGLE), NAIVE, "embedding.default.embedding_dim=512", "--gpus", "1"], device)
     larger = [other for other in DEVICES.values() if other.kind == "cuda" and other.memory_bytes > 40 * 2**30]
-    fitting = [other for other in larger if assess_capacity(config, dataclasses.replace(there_is, device=other)).fits]
-    assert device == f"--gpu {min(fitting, key=lambda other: other.memory_bytes).name}"
+    enough = [other for other in larger if assess_capacity(config, dataclasses.replace(there_is, device=other)).fits]
+    assert device == f"--gpu {min(enough, key=lambda other: other.memory_bytes).name}"
 
 
 def test_each_number_is_the_least() -> None:
@@ -105,8 +105,8 @@ def test_each_number_is_the_least() -> None:
     large_batches = load_config(KAGGLE, ["train.batch_size=1000001"])
     found = find_remedies(large_batches, cluster("2GB"), max_seconds=600)
     (smaller,) = [one for one in found.arguments if one.startswith("train.batch_size")]
-    fitting = [1_000_001 >> n for n in range(19) if assess_capacity(batches_of(1_000_001 >> n), cluster("2GB")).fits]
-    assert smaller == f"train.batch_size={max(fitting)}"
+    enough = [1_000_001 >> n for n in range(19) if assess_capacity(batches_of(1_000_001 >> n), cluster("2GB")).fits]
+    assert smaller == f"train.batch_size={max(enough)}"
 
 
 def batches_of(rows: int) -> Config:

@@ -37,11 +37,11 @@ def plan(*arguments: object) -> tuple[int, dict[str, Any]]:
 
 
 def test_what_is_planned_adds_up() -> None:
-    code, fit = plan("--nodes", 2, "--gpus", 2, "--gpu", "l4-24gb")
-    assert code == 0 and fit["fits"] and not fit["remedies"]
-    assert len(fit["ranks"]) == 4 and len(fit["tables"]) == 26
-    (placed,) = fit["plan"].values()
-    for rank in fit["ranks"]:
+    code, planned = plan("--nodes", 2, "--gpus", 2, "--gpu", "l4-24gb")
+    assert code == 0 and planned["fits"] and not planned["remedies"]
+    assert len(planned["ranks"]) == 4 and len(planned["tables"]) == 26
+    (placed,) = planned["plan"].values()
+    for rank in planned["ranks"]:
         memory = rank["memory"]
         assert rank["total"] == sum(memory.values()) <= rank["capacity"] == DEVICES["l4-24gb"].memory_bytes
         by_table = {item: sum(own[item] for own in rank["tables"].values()) for item in ("weights", "optimizer_state")}
@@ -51,9 +51,9 @@ def test_what_is_planned_adds_up() -> None:
         assert memory["gradients"] == 4 * DENSE_PARAMETERS <= memory["network_weights"] < 1.01 * memory["gradients"]
         assert memory["network_optimizer_state"] == 2 * memory["gradients"] + 4 * 14
         assert memory["allocator"] == round(0.05 * rank["capacity"])
-    sizes = {table["name"]: table["bytes_on_all_ranks"] for table in fit["tables"]}
-    assert sum(sizes.values()) == sum(rank["memory"]["table_weights"] * 2 for rank in fit["ranks"])
-    assert {name: own["ranks"] for name, own in placed.items()} == {t["name"]: t["ranks"] for t in fit["tables"]}
+    sizes = {table["name"]: table["bytes_on_all_ranks"] for table in planned["tables"]}
+    assert sum(sizes.values()) == sum(rank["memory"]["table_weights"] * 2 for rank in planned["ranks"])
+    assert {name: own["ranks"] for name, own in placed.items()} == {t["name"]: t["ranks"] for t in planned["tables"]}
 
 
 @pytest.mark.parametrize(
@@ -69,34 +69,34 @@ def test_what_is_planned_adds_up() -> None:
 def test_the_tables_of_mlperf_with_their_optimizer(optimizer: str, factor: float) -> None:
     settings = ["data.schema=criteo_terabyte", "embedding.default={partition: naive, embedding_dim: 128}"]
     settings += ["model={name: dcn}", f"train.sparse_optimizer={{name: {optimizer}}}", "plan.min_partition=32"]
-    fit = assess_capacity(load_config(KAGGLE, settings), Cluster(find_device("h100-80gb"), 1, 8))
+    planned = assess_capacity(load_config(KAGGLE, settings), Cluster(find_device("h100-80gb"), 1, 8))
     weights = sum(CRITEO_TERABYTE_CARDINALITIES) * 128 * 4
     assert weights / GIB == pytest.approx(97.4, abs=0.05)
-    assert fit.one_copy.weights == weights and fit.one_copy.total == round(weights * factor)
-    assert fit.fits and not fit.one_copy.gradients
+    assert planned.one_copy.weights == weights and planned.one_copy.total == round(weights * factor)
+    assert planned.fits and not planned.one_copy.gradients
 
 
 def test_what_does_not_fit_is_refused_with_remedies_that_hold() -> None:
     settings = ["embedding.default.partition=naive", "--gpus", 1]
-    code, fit = plan(*settings, "--memory", "2GB")
-    assert code == 3 and not fit["fits"] and fit["plan"] is None
-    needed, left = fit["needed_by_tables"], fit["left_for_tables"]
+    code, planned = plan(*settings, "--memory", "2GB")
+    assert code == 3 and not planned["fits"] and planned["plan"] is None
+    needed, left = planned["needed_by_tables"], planned["left_for_tables"]
     assert needed["weights"] + needed["optimizer_state"] > left > 0
-    kinds = {remedy.split("=")[0].split()[0] for remedy in fit["remedies"]}
+    kinds = {remedy.split("=")[0].split()[0] for remedy in planned["remedies"]}
     assert {"--nodes", "--gpus", "--memory", "embedding.default.partition"} <= kinds
-    for remedy in fit["remedies"]:
+    for remedy in planned["remedies"]:
         assert plan(*settings, "--memory", "2GB", *shlex.split(remedy))[0] == 0, remedy
     # and each is the least of its kind
-    nodes = next(int(remedy.split()[1]) for remedy in fit["remedies"] if remedy.startswith("--nodes"))
+    nodes = next(int(remedy.split()[1]) for remedy in planned["remedies"] if remedy.startswith("--nodes"))
     assert nodes > 1 and plan(*settings, "--memory", "2GB", "--nodes", nodes - 1)[0] == 3
 
 
 def test_constraints_that_leave_no_room_are_a_remedy_to_drop() -> None:
     constraints = ["plan.sharding_types=[table_wise]", "plan.tables={C3: {sharding_types: [data_parallel]}}"]
     settings = ["embedding.default.partition=naive", "--gpus", 4, "--memory", "1.8GB", *constraints]
-    code, fit = plan(*settings)
+    code, planned = plan(*settings)
     assert code == 3
-    (freed,) = [remedy for remedy in fit["remedies"] if remedy.startswith("plan.")]
+    (freed,) = [remedy for remedy in planned["remedies"] if remedy.startswith("plan.")]
     assert shlex.split(freed) == ["plan.sharding_types=null", "plan.tables={}"]
     assert plan(*settings, *shlex.split(freed))[0] == 0
 
@@ -106,14 +106,14 @@ def test_tables_in_host_memory_are_shown_and_never_unasked() -> None:
     assert plan(*settings)[0] == 3
     with pytest.raises(UserError, match="--host-memory"):
         plan(*settings, "plan.host_memory=true")
-    code, fit = plan(*settings, "plan.host_memory=true", "--host-memory", "64GB")
+    code, planned = plan(*settings, "plan.host_memory=true", "--host-memory", "64GB")
     assert code == 0
-    hosted = [table for table in fit["tables"] if table["host_bytes"]]
-    (rank,) = fit["ranks"]
+    hosted = [table for table in planned["tables"] if table["host_bytes"]]
+    (rank,) = planned["ranks"]
     assert hosted and all("host memory" in table["why"] for table in hosted)
     assert sum(table["host_bytes"] for table in hosted) == sum(rank["host_memory"].values()) <= rank["host_capacity"]
-    assert sum(table["cache_bytes"] for table in fit["tables"]) == rank["memory"]["table_cache"] > 0
-    for table in fit["tables"]:
+    assert sum(table["cache_bytes"] for table in planned["tables"]) == rank["memory"]["table_cache"] > 0
+    for table in planned["tables"]:
         is_hosted = table["compute_kernel"] in ("fused_uvm", "fused_uvm_caching")
         assert is_hosted == bool(table["host_bytes"])
         # Adagrad keeps a number for each weight
