@@ -129,7 +129,7 @@ def unit_size(table: CompositionalEmbeddingConfig) -> tuple[int, int]:
 
 
 def is_pooled(table: CompositionalEmbeddingConfig) -> bool:
-    """Whether the ids of a bag give one vector; else, in a sequence, each id gives its own."""
+    """Whether the ids of a bag have one vector together; else, in a sequence, each id has its own."""
     return isinstance(table, CompositionalEmbeddingBagConfig)
 
 

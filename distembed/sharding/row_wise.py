@@ -1,7 +1,7 @@
 """The dists of tables that are divided by rows: each id goes to the rank that has its row.
 
 TorchRec's own input dist routes an id by its value. Here the row in the divided partition decides, and the id itself
-travels, so that its owner can tell its rows in the other partitions.
+travels, so that its owner can compute its rows in the other partitions.
 """
 
 from collections.abc import Sequence

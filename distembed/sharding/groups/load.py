@@ -21,7 +21,7 @@ class LookupMemory:
     """Bytes that one lookup takes.
 
     Attributes:
-        saved_bytes: Bytes kept from the forward to the backward pass.
+        saved_bytes: Bytes saved from the forward to the backward pass.
         forward_bytes: Bytes beside these, while the forward pass runs.
         backward_bytes: Bytes beside these, at most, while the backward pass runs.
         update_bytes: Bytes when gradients reach the tables, and what was saved is free again.

@@ -122,7 +122,7 @@ class PerIdGroup(DistinctGroup):
         return self.request_distinct(features)
 
     def finish(self, request: LookupRequest, vectors: Sequence[Tensor]) -> Float[Tensor, "batch width"]:
-        """Composes what each bag's id gives, or composes and pools distinct ids."""
+        """Composes the vectors of the bags' single ids, or composes and pools distinct ids."""
         return super().finish(request, vectors) if request.distinct else self.combine.compose(vectors).flatten(1)
 
     @classmethod
