@@ -9,8 +9,8 @@ a checkpoint both go by the parameter's name and the state's, so that a table tr
     amsgrad                exp_avg  exp_avg_sq  max_exp_avg_sq   a number for each weight
     partial_row_wise_*     exp_avg  exp_avg_sq[0:16]             a number for each weight, for each row
 
-Optimizers that are added to ``distembed.optim.OPTIMIZERS`` follow the same rule; a state that has one number for a
-parameter goes by its name alone, and has the size ``[1]``.
+Checkpoints name the states of optimizers that are added to ``distembed.optim.OPTIMIZERS`` by the same rule; a state
+that has one number for a parameter goes by its name alone, and has the size ``[1]``.
 
 Where a table's columns are cut into slices, a row has one such number a slice: an average over the slice's columns of
 what an elementwise optimizer would keep. Under another cut a new slice gets the average, over its columns, of what each

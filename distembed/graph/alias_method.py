@@ -60,20 +60,20 @@ def alias_tables(
     begins, degrees = starts[:-1][degrees > 0], degrees[degrees > 0]
     row = np.repeat(np.arange(len(degrees)), degrees)
     slot_units = _slot_units(degrees)
-    units = _units(weights, begins, degrees, row, slot_units)
-    slot = slot_units[row]
-    keep, alias = units.copy(), np.arange(len(weights))
-    light, heavy = np.flatnonzero(units < slot), np.flatnonzero(units > slot)
-    if len(light):
-        deficits = np.concatenate([np.zeros(1, np.int64), np.cumsum(slot[light] - units[light])])
-        excesses = np.cumsum(units[heavy] - slot[heavy])
-        alias[light] = heavy[np.searchsorted(excesses, deficits[:-1], side="right")]
+    edge_units = _units(weights, begins, degrees, row, slot_units)
+    edge_slot = slot_units[row]
+    keep, alias = edge_units.copy(), np.arange(len(weights))
+    light_edges, heavy_edges = np.flatnonzero(edge_units < edge_slot), np.flatnonzero(edge_units > edge_slot)
+    if len(light_edges):
+        deficits = np.concatenate([np.zeros(1, np.int64), np.cumsum(edge_slot[light_edges] - edge_units[light_edges])])
+        excesses = np.cumsum(edge_units[heavy_edges] - edge_slot[heavy_edges])
+        alias[light_edges] = heavy_edges[np.searchsorted(excesses, deficits[:-1], side="right")]
         overshoot = deficits[np.searchsorted(deficits, excesses, side="left")] - excesses
-        keep[heavy] = slot[heavy] - overshoot
+        keep[heavy_edges] = edge_slot[heavy_edges] - overshoot
         # only where something is left over, which the last heavy edge of a row never has
         over = np.flatnonzero(overshoot)
-        alias[heavy[over]] = heavy[over + 1]
-    return keep / slot, (alias - begins[row]).astype(np.int32)
+        alias[heavy_edges[over]] = heavy_edges[over + 1]
+    return keep / edge_slot, (alias - begins[row]).astype(np.int32)
 
 
 def _slot_units(degrees: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -196,9 +196,9 @@ class Step:
         # gradients of what is on all ranks lie in buckets all the time, where there are other ranks
         unfused = self._unfused[rank]
         buckets, gradients = (self._replicated if self._world_size > 1 else 0), self._replicated + unfused
-        # logits and labels of the step before are still there, and those that wait for metrics
+        # the task's outputs of the step before are still there, and those that wait for metrics
         inputs = self._batches + self._sent_ids + arriving
-        inputs += 2 * self._num_rows * _FLOAT * (1 + self._workload.logged_steps)
+        inputs += self._workload.outputs_per_row * self._num_rows * _FLOAT * (1 + self._workload.logged_steps)
         # ids as received and sorted by feature; those that were sent, of this batch and of the next
         fullest = _fullest_lookup(exchanges)
         yield StepBuffers("lookup", inputs + arriving + self._sent_ids, 0, fullest, 0, buckets)

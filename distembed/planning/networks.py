@@ -159,7 +159,7 @@ def estimate_network(
         _replace_collections(model)
         parameters = list(model.parameters())
         if averages:
-            # a gradient goes into its bucket as soon as it is there
+            # as DistributedDataParallel would: estimated gradients go into their buckets as soon as they are there
             for parameter in parameters:
                 parameter.register_post_accumulate_grad_hook(_drop_gradient)
         batch = _empty_batch(inputs.schema, num_rows)

@@ -137,13 +137,13 @@ def table_ids(dataset: str | os.PathLike[str], table: str) -> tuple[ValueMap, di
         UserError: There is no such dataset or table, or its vocabulary cannot be read.
     """
     manifest = Manifest.load(dataset)
-    described = describe_ids(dataset, manifest, table)
-    num_embeddings = described["num_embeddings"]
-    if "hash_seed" in described:
-        return KeyedIds(num_embeddings, HashMap(num_embeddings, described["hash_seed"])), described
+    node_ids = describe_ids(dataset, manifest, table)
+    num_embeddings = node_ids["num_embeddings"]
+    if "hash_seed" in node_ids:
+        return KeyedIds(num_embeddings, HashMap(num_embeddings, node_ids["hash_seed"])), node_ids
     if table in manifest.vocabularies:
-        return _read_vocabulary(Path(dataset) / manifest.vocabularies[table].file, num_embeddings), described
-    return PlainIds(num_embeddings), described
+        return _read_vocabulary(Path(dataset) / manifest.vocabularies[table].file, num_embeddings), node_ids
+    return PlainIds(num_embeddings), node_ids
 
 
 def describe_ids(dataset: str | os.PathLike[str], manifest: Manifest, table: str) -> dict[str, Any]:
@@ -156,17 +156,17 @@ def describe_ids(dataset: str | os.PathLike[str], manifest: Manifest, table: str
     """
     one_of("table", table, manifest.schema.categorical_names)
     (feature,) = [feature for feature in manifest.schema.categorical if feature.name == table]
-    described: dict[str, Any] = {"table": table, "num_embeddings": feature.num_embeddings}
+    node_ids: dict[str, Any] = {"table": table, "num_embeddings": feature.num_embeddings}
     if manifest.preparation.get("hash_size") is not None:
-        described |= {"hash_seed": manifest.preparation["hash_seed"]}
+        node_ids |= {"hash_seed": manifest.preparation["hash_seed"]}
     elif table in manifest.vocabularies:
         file = Path(dataset) / manifest.vocabularies[table].file
         try:
             with open(file, "rb") as content:
-                described |= {"vocabulary_sha256": hashlib.file_digest(content, "sha256").hexdigest()}
+                node_ids |= {"vocabulary_sha256": hashlib.file_digest(content, "sha256").hexdigest()}
         except OSError as error:
             raise UserError(f"the vocabulary {file} cannot be read ({error}); prepare the dataset again.") from error
-    return described | {"fingerprint": hashlib.sha256(json.dumps(described).encode()).hexdigest()}
+    return node_ids | {"fingerprint": hashlib.sha256(json.dumps(node_ids).encode()).hexdigest()}
 
 
 def require_same_ids(graph: Graph, dataset: str | os.PathLike[str], manifest: Manifest, table: str) -> None:
