@@ -38,18 +38,18 @@ def check_build(device_kind: str) -> Finding:
     return Finding("build", "ok", f"for {build}")
 
 
-def check_fit(fit: "Assessment", shape: Shape) -> Finding:
+def check_capacity(assessment: "Assessment", shape: Shape) -> Finding:
     """Checks that the plan fits; an elastic job is planned on the fewest nodes, where each rank holds most."""
     from distembed.capacity.texts import shortage_lines
     from distembed.units import format_bytes
 
-    where = f"{fit.cluster.nodes} x {fit.cluster.gpus} {fit.cluster.device.name}"
-    if not fit.fits:
-        shortage = "; ".join(shortage_lines(fit))
+    where = f"{assessment.cluster.nodes} x {assessment.cluster.gpus} {assessment.cluster.device.name}"
+    if not assessment.fits:
+        shortage = "; ".join(shortage_lines(assessment))
         return _wrong("plan", f"the model does not fit {where}: {shortage}", "`distembed plan` names remedies")
-    fullest = max(rank.total_bytes for rank in fit.ranks)
+    fullest = max(rank.total_bytes for rank in assessment.ranks)
     fewest = ", the fewest nodes" if shape.elastic else ""
-    rank_memory = f"{format_bytes(fullest)} of {format_bytes(fit.cluster.rank_bytes)} a rank"
+    rank_memory = f"{format_bytes(fullest)} of {format_bytes(assessment.cluster.rank_bytes)} a rank"
     return Finding("plan", "ok", f"fits {where}{fewest}: {rank_memory}")
 
 

@@ -46,19 +46,19 @@ def start(job: Job, config: Config, *, dry_run: bool, detach: bool, say: Say) ->
     with get_runner() as runner:
         request = job.dry_run(runner)
         _require_resource(job)
-        fit = assess_capacity(config, _cluster(job))
-        findings = _checks(job, request.request, config, fit)
+        assessment = assess_capacity(config, _cluster(job))
+        findings = _checks(job, request.request, config, assessment)
         for finding in findings:
             remedy = f" ({finding.remedy})" if finding.status == "wrong" and finding.remedy else ""
             say(f"{finding.status:5}  {finding.subject}: {finding.detail}{remedy}")
         if dry_run:
             say(str(request))
-            say(f"plan: {describe_plan(fit.plan) if fit.plan else 'none'}")
+            say(f"plan: {describe_plan(assessment.plan) if assessment.plan else 'none'}")
         if any(finding.status == "wrong" for finding in findings):
             say("nothing was submitted")
             raise typer.Exit(3)
         if not dry_run:
-            job.prepare(config.to_yaml(), assessment_as_json(fit))
+            job.prepare(config.to_yaml(), assessment_as_json(assessment))
             submit_and_follow(job, runner, detach=detach, say=say)
 
 
@@ -103,19 +103,23 @@ def _cluster(job: Job) -> Cluster:
     return Cluster(device, shape.max_nodes, shape.processes, host_memory_bytes=memory_bytes)
 
 
-def _checks(job: Job, request: Any, config: Config, fit: Assessment) -> Sequence[Finding]:
+def _checks(job: Job, request: Any, config: Config, assessment: Assessment) -> Sequence[Finding]:
     """Returns what every check finds that applies to the job's scheduler."""
     shape, folder, resource = parse_shape(job.j), Path(job.run_dir), job.app().roles[0].resource
-    fewest = assess_capacity(config, dataclasses.replace(fit.cluster, nodes=shape.min_nodes)) if shape.elastic else fit
+    fewest = (
+        assess_capacity(config, dataclasses.replace(assessment.cluster, nodes=shape.min_nodes))
+        if shape.elastic
+        else assessment
+    )
     findings = [
         *preflight.check_trio(),
-        preflight.check_fit(fewest, shape),
+        preflight.check_capacity(fewest, shape),
         preflight.check_dataset(config),
         preflight.check_writable("run folder", folder),
         preflight.check_checkpoints(config, folder, is_new=not job.submissions),
     ]
     if job.component.python == sys.executable:
-        findings.append(preflight.check_build(fit.cluster.device.kind))
+        findings.append(preflight.check_build(assessment.cluster.device.kind))
     if job.scheduler in CONTAINERS:
         findings.append(preflight.check_mounts(config, folder, job.app().roles[0].mounts))
     if job.scheduler == "slurm":

@@ -16,9 +16,9 @@ from distembed.planning.devices import find_device
 from launch.apps.shape import parse_shape
 from launch.jobs.preflight import (
     check_acceptance,
+    check_capacity,
     check_checkpoints,
     check_dataset,
-    check_fit,
     check_partition,
     check_writable,
 )
@@ -128,8 +128,8 @@ def test_a_plan_that_does_not_fit_is_refused_with_its_numbers(tmp_path: Path) ->
         ("64GiB", "ok", "of 64.00 GiB a rank"),
         ("64KiB", "wrong", "does not fit 2 x 4 custom (else l4-24gb): without any tables each rank needs"),
     ):
-        fit = assess_capacity(config, Cluster(find_device(f"memory={memory}"), 2, 4))
-        finding = check_fit(fit, parse_shape("2x4"))
+        assessment = assess_capacity(config, Cluster(find_device(f"memory={memory}"), 2, 4))
+        finding = check_capacity(assessment, parse_shape("2x4"))
         assert finding.status == status and "2 x 4" in finding.detail and said in finding.detail
 
 
