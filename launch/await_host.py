@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 
-LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
+_LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 POLL_SECONDS = 1.0
 
 
@@ -24,7 +24,7 @@ def await_host(host: str, port: int, seconds: float) -> str:
     Returns:
         "" once it accepts connections, else what was wrong last.
     """
-    if host in LOCAL:
+    if host in _LOCAL_HOSTS:
         return ""
     deadline = time.monotonic() + seconds
     printed = ""
@@ -49,7 +49,7 @@ def _unreachable(host: str, port: int) -> str:
     return ""
 
 
-def main() -> int:
+def _main() -> int:
     """Runs the command; returns 0 once the host can be reached, else 1."""
     parser = argparse.ArgumentParser(prog="python -m launch.await_host", description=__doc__)
     parser.add_argument("host")
@@ -67,4 +67,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_main())

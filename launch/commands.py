@@ -50,12 +50,12 @@ def launch_command(
     """
     _require_torchx()
     from distembed.config import load_config
-    from launch.jobs.job import LOCAL, Job, default_request
+    from launch.jobs.job import LOCAL_SCHEDULERS, Job, default_request
     from launch.jobs.start import start
 
     loaded = load_config(config, overrides or [])
     folder = str(run_dir or Path("runs") / f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}")
-    if submit.detach and scheduler in LOCAL:
+    if submit.detach and scheduler in LOCAL_SCHEDULERS:
         raise UserError(f"--detach: jobs of {scheduler} end with the command that started them; leave it out.")
     job = Job(folder, scheduler, j, component=default_request(scheduler, folder, j))
     job = training.applied_to(asked.applied_to(job))
@@ -70,11 +70,13 @@ def status_command(run: RunArgument) -> None:
     from torchx.runner import get_runner
 
     from launch.jobs.follow import state_text
-    from launch.jobs.job import LOCAL
+    from launch.jobs.job import LOCAL_SCHEDULERS
 
     with get_runner() as runner:
         found = _status(job, runner)
-    state = state_text(found) if found else "launched on this machine" if job.scheduler in LOCAL else "unknown"
+    state = (
+        state_text(found) if found else "launched on this machine" if job.scheduler in LOCAL_SCHEDULERS else "unknown"
+    )
     say(f"{job.run_dir}: {state} ({job.scheduler} {job.app_id}, submission {len(job.submissions)})")
     for line in _progress(Path(job.run_dir)):
         say(line)
@@ -93,9 +95,9 @@ def logs_command(
     from torchx.runner import get_runner
 
     from launch.jobs.follow import Watch, node_lines
-    from launch.jobs.job import LOCAL
+    from launch.jobs.job import LOCAL_SCHEDULERS
 
-    if job.scheduler in LOCAL:
+    if job.scheduler in LOCAL_SCHEDULERS:
         raise UserError(f"logs of {job.scheduler} are files, in {job.folder / 'logs'}.")
     handle, nodes = job.handle, job.nodes
     if node is not None and node not in nodes:
@@ -113,9 +115,9 @@ def cancel_command(run: RunArgument) -> None:
     from torchx.runner import get_runner
 
     from launch.jobs.follow import state_text
-    from launch.jobs.job import LOCAL, asking
+    from launch.jobs.job import LOCAL_SCHEDULERS, asking
 
-    if job.scheduler in LOCAL:
+    if job.scheduler in LOCAL_SCHEDULERS:
         raise UserError(f"{job.run_dir} runs under the command that launched it: press Ctrl-C there.")
     with get_runner() as runner:
         found = _status(job, runner)
@@ -137,10 +139,10 @@ def resume_command(
 
     from distembed.config import load_config
     from launch.jobs.follow import state_text
-    from launch.jobs.job import LOCAL
+    from launch.jobs.job import LOCAL_SCHEDULERS
     from launch.jobs.start import start
 
-    if job.submissions and job.scheduler not in LOCAL:
+    if job.submissions and job.scheduler not in LOCAL_SCHEDULERS:
         with get_runner() as runner:
             found = _status(job, runner)
         if found is not None and not found.is_terminal():

@@ -37,7 +37,7 @@ _PRECISION = 0.002
 _BISECTIONS = 60
 """Bisections of the range of counts, after which no table's rows change any more."""
 
-Buckets = dict[str, int | None]
+BucketsByTable = dict[str, int | None]
 """Number of remainder rows by the name of the table; None where the table is whole."""
 
 
@@ -72,7 +72,7 @@ def compress_config(config: Config, cluster: Cluster) -> Config:
     return _with_buckets(config, allocate_buckets(tables, low))
 
 
-def allocate_buckets(tables: Sequence[CompressibleTable], max_bytes: float) -> Buckets:
+def allocate_buckets(tables: Sequence[CompressibleTable], max_bytes: float) -> BucketsByTable:
     """Returns the buckets of each table by the rule above, within so many bytes or with the fewest there can be."""
     compressed: set[str] = set()
     while True:
@@ -118,7 +118,9 @@ def _lowest_threshold(
     return high, low
 
 
-def _buckets_above(tables: Sequence[CompressibleTable], threshold: float, compressed: Collection[str]) -> Buckets:
+def _buckets_above(
+    tables: Sequence[CompressibleTable], threshold: float, compressed: Collection[str]
+) -> BucketsByTable:
     """Returns the buckets with which every id above a count has one."""
     return {table.name: table.num_buckets(threshold, table.name in compressed) for table in tables}
 

@@ -31,7 +31,7 @@ from distembed.graph.edges import Edges
 
 GRAPH_FILE = "graph.json"
 FORMAT = "distembed graph"
-FORMAT_VERSION = 1
+GRAPH_VERSION = 1
 
 _PIECE = 2**20
 _WEIGHTS = ".weights"
@@ -101,7 +101,7 @@ class GraphDescription:
         """
         content = {
             "format": FORMAT,
-            "format_version": FORMAT_VERSION,
+            "format_version": GRAPH_VERSION,
             "tool_version": __version__,
             "num_nodes": self.num_nodes,
             "num_edges": self.num_edges,
@@ -124,10 +124,10 @@ class GraphDescription:
         value = _read_json(path)
         if not isinstance(value, dict) or value.get("format") != FORMAT:
             raise UserError(f"{path} does not describe a graph of distembed's; {_REMEDY}.")
-        if value.get("format_version") != FORMAT_VERSION:
+        if value.get("format_version") != GRAPH_VERSION:
             raise UserError(
                 f"{path} has format_version {value.get('format_version')!r}, written by distembed "
-                f"{value.get('tool_version')!r}; this distembed reads {FORMAT_VERSION}: {_REMEDY}."
+                f"{value.get('tool_version')!r}; this distembed reads {GRAPH_VERSION}: {_REMEDY}."
             )
         try:
             arrays = {name: StoredArray(**array) for name, array in value["arrays"].items()}

@@ -12,7 +12,7 @@ from torchx.specs import NONE, AppState, AppStatus
 
 from distembed.errors import Interrupted, RunError
 from launch.jobs.failures import first_failure
-from launch.jobs.job import LOCAL, Job
+from launch.jobs.job import LOCAL_SCHEDULERS, Job
 from launch.schedulers.slurm.scheduler import create_scheduler
 
 Say = Callable[[str], None]
@@ -44,7 +44,7 @@ def submit_and_follow(job: Job, runner: Runner, *, detach: bool, say: Say) -> No
     try:
         ended = follow(job, runner, say)
     except (KeyboardInterrupt, SignalException) as error:
-        if job.scheduler not in LOCAL:
+        if job.scheduler not in LOCAL_SCHEDULERS:
             raise Interrupted(
                 f"not followed any longer. The job {job.app_id} goes on: `distembed logs {job.run_dir} --follow` shows "
                 f"it, `distembed cancel {job.run_dir}` ends it."
@@ -150,7 +150,7 @@ class Watch:
         Raises:
             RunError: It has not answered.
         """
-        is_here = self._handle.partition("://")[0] in LOCAL
+        is_here = self._handle.partition("://")[0] in LOCAL_SCHEDULERS
         deadline = time.monotonic() + (0 if is_here else _PATIENCE_SECONDS)
         while True:
             try:

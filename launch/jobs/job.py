@@ -38,7 +38,7 @@ from launch.apps.shape import parse_shape
 from launch.jobs.versions import keep_versions
 
 FOLDER = "launch"
-LOCAL = ("local_cwd", "local_docker")
+LOCAL_SCHEDULERS = ("local_cwd", "local_docker")
 """Schedulers whose jobs end with the command that submitted them."""
 CONTAINERS = ("local_docker", "kubernetes", "aws_batch")
 """Schedulers whose jobs see nothing of a node but its mounts."""
@@ -267,7 +267,7 @@ def default_request(scheduler: str, run_dir: str, j: str) -> ElasticRequest:
     request = ElasticRequest(rdzv_port=20000 + zlib.crc32(str(Path(run_dir).absolute()).encode()) % 10000)
     if scheduler in ("local_cwd", "slurm"):
         request = replace(request, python=sys.executable)
-    if scheduler in LOCAL:
+    if scheduler in LOCAL_SCHEDULERS:
         nodes = parse_shape(j).max_nodes
         cpus = max(1, (os.cpu_count() or 1) // nodes)
         request = replace(request, cpu=cpus, memMB=(host_memory_bytes() >> 20) // nodes)

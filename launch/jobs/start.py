@@ -23,7 +23,7 @@ from distembed.planning.devices import DEVICES, find_device
 from launch.apps.shape import parse_shape
 from launch.jobs import preflight
 from launch.jobs.follow import Say, submit_and_follow
-from launch.jobs.job import CONTAINERS, LOCAL, Job
+from launch.jobs.job import CONTAINERS, LOCAL_SCHEDULERS, Job
 from launch.resources import gpu_name
 
 
@@ -68,7 +68,11 @@ def _require_resource(job: Job) -> None:
     Raises:
         UserError: There is no named resource, and the CPUs or the memory are missing.
     """
-    if job.scheduler not in LOCAL and job.component.h is None and None in (job.component.cpu, job.component.memMB):
+    if (
+        job.scheduler not in LOCAL_SCHEDULERS
+        and job.component.h is None
+        and None in (job.component.cpu, job.component.memMB)
+    ):
         raise UserError(
             f"what a node of {job.scheduler} has is not said, and TorchX would ask for 2 CPUs and 4096 MB: give "
             "--resource NAME, such as gpu_8_h100, or --cpus and --memory-mb."

@@ -34,7 +34,7 @@ from distembed.errors import UserError
 from distembed.files import write_text
 
 MANIFEST_NAME = "manifest.json"
-FORMAT_VERSION = 1
+MANIFEST_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Manifest:
     sources: tuple[SourceFile, ...] = ()
     rejected: Rejected = field(default_factory=Rejected)
     tool_version: str = ""
-    format_version: int = FORMAT_VERSION
+    format_version: int = MANIFEST_VERSION
 
     @classmethod
     def load(cls, dataset_dir: str | os.PathLike[str]) -> Manifest:
@@ -194,10 +194,10 @@ class Manifest:
             raise UserError(
                 f"{path} is not the manifest of a distembed dataset; name a folder made by `distembed prepare`"
             )
-        if value.get("format_version") != FORMAT_VERSION:
+        if value.get("format_version") != MANIFEST_VERSION:
             raise UserError(
                 f"{path} has format_version {value.get('format_version')!r}, written by distembed "
-                f"{value.get('tool_version')!r}; this distembed reads {FORMAT_VERSION}: prepare the data again"
+                f"{value.get('tool_version')!r}; this distembed reads {MANIFEST_VERSION}: prepare the data again"
             )
         try:
             return cls(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from distembed.errors import UserError
 
-LEAST_MEMORY_BYTES = 64 << 20
+_LEAST_MEMORY_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class ResourceLimits:
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:
             raise UserError(f"threads is {self.threads}: it must be 1 or more")
-        if self.memory_limit_bytes < LEAST_MEMORY_BYTES:
-            raise UserError(f"memory_limit_bytes is {self.memory_limit_bytes}: at least {LEAST_MEMORY_BYTES} (64 MiB)")
+        if self.memory_limit_bytes < _LEAST_MEMORY_BYTES:
+            raise UserError(f"memory_limit_bytes is {self.memory_limit_bytes}: at least {_LEAST_MEMORY_BYTES} (64 MiB)")
 
     @property
     def num_threads(self) -> int:

@@ -32,7 +32,7 @@ from distembed.graph.prepare.options import GraphOptions, NodeIds
 from distembed.graph.prepare.sorted_runs import SortedRuns
 from distembed.graph.prepare.value_ids import PlainIds, ValueMap, table_ids
 
-LEAST_MEMORY_BYTES = 256 << 20
+_LEAST_MEMORY_BYTES = 256 << 20
 
 _DROPPED_WORDS = {
     "duplicates": "given before",
@@ -71,8 +71,8 @@ def prepare_graph(
         RunError: The disk is full. Nothing was left behind.
     """
     options = options or GraphOptions()
-    if memory_limit_bytes < LEAST_MEMORY_BYTES:
-        raise UserError(f"memory_limit_bytes is {memory_limit_bytes}: at least {LEAST_MEMORY_BYTES} (256 MiB)")
+    if memory_limit_bytes < _LEAST_MEMORY_BYTES:
+        raise UserError(f"memory_limit_bytes is {memory_limit_bytes}: at least {_LEAST_MEMORY_BYTES} (256 MiB)")
     values, ids_described = _value_map(nodes)
     files = list_column_files(inputs)
     require_outside(files, Path(output))
