@@ -1,6 +1,7 @@
 """What a config amounts to: every embedding table and dense layer, counted without making any table."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -16,46 +17,169 @@ from distembed.models import ModelInputs
 from distembed.units import format_bytes
 
 
-def describe(config: Config) -> dict[str, Any]:
-    """Counts parameters and bytes.
+@dataclass(frozen=True)
+class DescribedTable:
+    """An embedding table of a model.
 
-    Returns:
-        ``{"tables": [{"name", "scheme", "partitions", "composition", "num_embeddings", "rows", "dim", "dims",
-        "vectors", "pooling", "id_policy", "hash_seed", "parameters", "bytes", "compression", "complementary",
-        "ids_per_row", "full_because"}], "dense": [{"name", "shape", "parameters"}], "embedding_parameters",
-        "embedding_bytes", "dense_parameters", "parameters"}``. ``partitions`` are the equations, ``dims`` the numbers
-        in a row of each partition, ``vectors`` those that an id gives; bytes are of weights, without optimizer state;
-        compression is the full table's parameters over this one's.
+    Attributes:
+        config: The table, which counts its parameters and bytes itself.
+        reason_full: Why the table is full although a scheme is set for its feature; None where it is compressed, or no
+            scheme is set.
+    """
+
+    config: CompositionalEmbeddingConfig
+    reason_full: str | None = None
+
+    @property
+    def partitions(self) -> str:
+        """The equations from an id x to its rows."""
+        equations = self.config.scheme.description
+        return equations if self.config.pre_hash is None else f"{equations}, x = hash(value)"
+
+    @property
+    def composition(self) -> str | None:
+        """The name of the composition; None for a table of one partition, where nothing is composed."""
+        return self.config.combine.name if len(self.config.scheme.num_rows) > 1 else None
+
+    @property
+    def compression(self) -> float:
+        """The number of parameters of the full table over that of this one."""
+        return self.config.num_embeddings * self.config.embedding_dim / self.config.num_parameters
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether ids are rows as they are, without a partition and a hash."""
+        return self.config.scheme.name == "naive" and self.config.pre_hash is None
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the table in plain values: ``dims`` are the numbers in a row of each partition, ``bytes`` of weights.
+
+        ``vectors`` is the number of vectors that an id gives.
+        """
+        table = self.config
+        return {
+            "name": table.name,
+            "scheme": table.scheme.name,
+            "partitions": self.partitions,
+            "composition": self.composition,
+            "num_embeddings": table.num_embeddings,
+            "rows": list(table.scheme.num_rows),
+            "dim": table.embedding_dim,
+            "dims": [part.dim for part in table.partition_tables()],
+            "vectors": table.num_vectors,
+            "pooling": getattr(table, "pooling", None),
+            "id_policy": table.id_policy,
+            "hash_seed": None if table.pre_hash is None else table.pre_hash.seed,
+            "parameters": table.num_parameters,
+            "bytes": table.memory_bytes,
+            "compression": self.compression,
+            "complementary": table.scheme.is_complementary(),
+            "ids_per_row": table.scheme.ids_per_row,
+            "full_because": self.reason_full,
+        }
+
+
+@dataclass(frozen=True)
+class DescribedLayer:
+    """A parameter of a model's networks.
+
+    Attributes:
+        name: The parameter's path in the model.
+        shape: The parameter's shape.
+        num_parameters: How many numbers it has.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    num_parameters: int
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the layer in plain values."""
+        return {"name": self.name, "shape": list(self.shape), "parameters": self.num_parameters}
+
+
+@dataclass(frozen=True)
+class Description:
+    """A model's embedding tables and dense layers, with their totals.
+
+    Attributes:
+        model: The model's name in the config.
+        tables: The embedding tables, in the model's order.
+        dense_layers: The parameters outside of embedding collections, in the model's order.
+    """
+
+    model: str
+    tables: tuple[DescribedTable, ...]
+    dense_layers: tuple[DescribedLayer, ...]
+
+    @property
+    def num_embedding_parameters(self) -> int:
+        """The number of parameters of all embedding tables."""
+        return sum(table.config.num_parameters for table in self.tables)
+
+    @property
+    def embedding_bytes(self) -> int:
+        """The bytes of the weights of all embedding tables, without optimizer state."""
+        return sum(table.config.memory_bytes for table in self.tables)
+
+    @property
+    def num_dense_parameters(self) -> int:
+        """The number of parameters of all dense layers."""
+        return sum(layer.num_parameters for layer in self.dense_layers)
+
+    @property
+    def num_parameters(self) -> int:
+        """The number of parameters of the whole model."""
+        return self.num_embedding_parameters + self.num_dense_parameters
+
+    def full_table_lines(self) -> list[str]:
+        """Returns a line for each reason for which tables are full although a scheme is set, with their names."""
+        names: dict[str, list[str]] = {}
+        for table in self.tables:
+            if table.reason_full:
+                names.setdefault(table.reason_full, []).append(table.config.name)
+        return [f"full tables: {', '.join(tables)} ({reason})" for reason, tables in names.items()]
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the description in plain values."""
+        return {
+            "model": self.model,
+            "tables": [table.as_json() for table in self.tables],
+            "dense": [layer.as_json() for layer in self.dense_layers],
+            "embedding_parameters": self.num_embedding_parameters,
+            "embedding_bytes": self.embedding_bytes,
+            "dense_parameters": self.num_dense_parameters,
+            "parameters": self.num_parameters,
+        }
+
+
+def describe(config: Config) -> Description:
+    """Counts the parameters and bytes of a config's model.
+
+    Raises:
+        UserError: The dataset cannot be read, or a table cannot be made as it is set.
     """
     schema = config.data.load_schema()
     features = {feature.name: feature for feature in schema.categorical}
     model = config.model.build(ModelInputs.from_config(schema, config.embedding))
     collections = embedding_modules(model)
-    tables = [
-        describe_table(table, _reason_to_stay_full(table, features, config))
-        for module in collections.values()
-        for table in table_configs(module)
-    ]
     in_collections = {id(weight) for module in collections.values() for weight in module.parameters()}
-    dense: list[dict[str, Any]] = [
-        {"name": name, "shape": list(parameter.shape), "parameters": parameter.numel()}
-        for name, parameter in model.named_parameters()
-        if id(parameter) not in in_collections
-    ]
-    embedding_parameters = sum(table["parameters"] for table in tables)
-    dense_parameters = sum(layer["parameters"] for layer in dense)
-    return {
-        "model": config.model.name,
-        "tables": tables,
-        "dense": dense,
-        "embedding_parameters": embedding_parameters,
-        "embedding_bytes": sum(table["bytes"] for table in tables),
-        "dense_parameters": dense_parameters,
-        "parameters": embedding_parameters + dense_parameters,
-    }
+    return Description(
+        config.model.name,
+        tuple(
+            DescribedTable(table, _reason_full(table, features, config))
+            for module in collections.values()
+            for table in table_configs(module)
+        ),
+        tuple(
+            DescribedLayer(name, tuple(parameter.shape), parameter.numel())
+            for name, parameter in model.named_parameters()
+            if id(parameter) not in in_collections
+        ),
+    )
 
 
-def _reason_to_stay_full(
+def _reason_full(
     table: CompositionalEmbeddingConfig, features: Mapping[str, CategoricalFeature], config: Config
 ) -> str | None:
     """Returns why a table is full although a scheme is set for its feature; None where it is not, or none is set."""
@@ -65,88 +189,57 @@ def _reason_to_stay_full(
     return reason_to_stay_full(feature, config.embedding.for_table(feature.name))
 
 
-def describe_table(table: CompositionalEmbeddingConfig, full_because: str | None = None) -> dict[str, Any]:
-    """One of the ``tables`` of :func:`describe`."""
-    full = table.num_embeddings * table.embedding_dim
-    hash_seed = None if table.pre_hash is None else table.pre_hash.seed
-    return {
-        "name": table.name,
-        "scheme": table.scheme.name,
-        "partitions": table.scheme.description if hash_seed is None else f"{table.scheme.description}, x = hash(value)",
-        "composition": table.combine.name if len(table.scheme.num_rows) > 1 else None,
-        "num_embeddings": table.num_embeddings,
-        "rows": list(table.scheme.num_rows),
-        "dim": table.embedding_dim,
-        "dims": [part.dim for part in table.partition_tables()],
-        "vectors": table.num_vectors,
-        "pooling": getattr(table, "pooling", None),
-        "id_policy": table.id_policy,
-        "hash_seed": hash_seed,
-        "parameters": table.num_parameters,
-        "bytes": table.memory_bytes,
-        "compression": full / table.num_parameters,
-        "complementary": table.scheme.is_complementary(),
-        "ids_per_row": table.scheme.ids_per_row,
-        "full_because": full_because,
-    }
-
-
-def print_description(description: dict[str, Any], console: Console) -> None:
-    """Embedding tables, their partitions, dense layers and the totals."""
-    console.print(_tables_table(description))
-    for line in kept_full(description):
+def print_description(description: Description, console: Console) -> None:
+    """Prints the embedding tables, the partitions of those that are compressed, the dense layers and the totals."""
+    console.print(_embedding_rows(description))
+    for line in description.full_table_lines():
         console.print(line, highlight=False, soft_wrap=True)
-    compressed = [row for row in description["tables"] if row["scheme"] != "naive" or row["hash_seed"] is not None]
+    compressed = [table for table in description.tables if not table.is_plain]
     if compressed:
-        console.print(_partitions_table(compressed))
-    console.print(_dense_table(description))
+        console.print(_partition_rows(compressed))
+    console.print(_dense_rows(description))
     console.print(
-        f"{description['parameters']:,} parameters: {description['embedding_parameters']:,} in embedding tables "
-        f"({format_bytes(description['embedding_bytes'])} of weights), {description['dense_parameters']:,} dense",
+        f"{description.num_parameters:,} parameters: {description.num_embedding_parameters:,} in embedding tables "
+        f"({format_bytes(description.embedding_bytes)} of weights), {description.num_dense_parameters:,} dense",
         highlight=False,
     )
 
 
-def _tables_table(description: dict[str, Any]) -> Table:
-    table = Table("table", "scheme", "composition", title="embedding tables", title_justify="left", box=SIMPLE_HEAD)
+def _embedding_rows(description: Description) -> Table:
+    """Returns a row for every embedding table."""
+    rows = Table("table", "scheme", "composition", title="embedding tables", title_justify="left", box=SIMPLE_HEAD)
     for column in ("ids", "rows", "dim", "parameters", "memory", "compression"):
-        table.add_column(column, justify="right")
-    for row in description["tables"]:
-        table.add_row(
-            row["name"],
-            row["scheme"] + ("" if row["complementary"] else f" ({row['ids_per_row']:.3g} ids a row)"),
-            row["composition"] or "-",
-            f"{row['num_embeddings']:,}",
-            " + ".join(f"{rows:,}" for rows in row["rows"]),
-            str(row["dim"]),
-            f"{row['parameters']:,}",
-            format_bytes(row["bytes"]),
-            f"{row['compression']:.2f}x",
+        rows.add_column(column, justify="right")
+    for described in description.tables:
+        table, scheme = described.config, described.config.scheme
+        rows.add_row(
+            table.name,
+            scheme.name + ("" if scheme.is_complementary() else f" ({scheme.ids_per_row:.3g} ids a row)"),
+            described.composition or "-",
+            f"{table.num_embeddings:,}",
+            " + ".join(f"{num_rows:,}" for num_rows in scheme.num_rows),
+            str(table.embedding_dim),
+            f"{table.num_parameters:,}",
+            format_bytes(table.memory_bytes),
+            f"{described.compression:.2f}x",
         )
-    return table
+    return rows
 
 
-def kept_full(description: dict[str, Any]) -> list[str]:
-    """A line for each reason for which tables were left full although a scheme is set."""
-    names: dict[str, list[str]] = {}
-    for row in description["tables"]:
-        if row["full_because"]:
-            names.setdefault(row["full_because"], []).append(row["name"])
-    return [f"full tables: {', '.join(tables)} ({reason})" for reason, tables in names.items()]
+def _partition_rows(tables: list[DescribedTable]) -> Table:
+    """Returns a row for every table, with the equations from an id to its rows."""
+    rows = Table("table", "id x -> rows", title="partitions", title_justify="left", box=SIMPLE_HEAD)
+    for table in tables:
+        rows.add_row(table.config.name, escape(table.partitions))
+    return rows
 
 
-def _partitions_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table("table", "id x -> rows", title="partitions", title_justify="left", box=SIMPLE_HEAD)
-    for row in rows:
-        table.add_row(row["name"], escape(row["partitions"]))
-    return table
-
-
-def _dense_table(description: dict[str, Any]) -> Table:
-    title = f"dense layers of {description['model']}"
-    table = Table("parameter", title=title, title_justify="left", box=SIMPLE_HEAD)
-    table.add_column("shape", justify="right")
-    table.add_column("parameters", justify="right")
-    for row in description["dense"]:
-        table.add_row(row["name"], " x ".join(map(str, row["shape"])), f"{row['parameters']:,}")
-    return table
+def _dense_rows(description: Description) -> Table:
+    """Returns a row for every dense layer."""
+    title = f"dense layers of {description.model}"
+    rows = Table("parameter", title=title, title_justify="left", box=SIMPLE_HEAD)
+    rows.add_column("shape", justify="right")
+    rows.add_column("parameters", justify="right")
+    for layer in description.dense_layers:
+        rows.add_row(layer.name, " x ".join(map(str, layer.shape)), f"{layer.num_parameters:,}")
+    return rows

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from distembed.composition import COMPOSITIONS
 from distembed.config import load_config
 from distembed.data.dataset.schema import CRITEO_KAGGLE_CARDINALITIES
-from distembed.describe import describe, describe_table, kept_full
+from distembed.describe import DescribedTable, describe
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.models import ModelInputs
 from distembed.partitions import PARTITIONS
@@ -31,16 +31,16 @@ FORCED = ["embedding.default.partition=quotient_remainder", "embedding.default.f
     ids=["full", "quotient_remainder"],
 )
 def test_parameters_of_the_papers_dlrm(overrides: list[str], parameters: int) -> None:
-    assert describe(load_config(KAGGLE, overrides))["parameters"] == parameters
+    assert describe(load_config(KAGGLE, overrides)).num_parameters == parameters
 
 
 def test_path_based_tables_grow_by_what_the_paper_says() -> None:
     # 26 features of 4 functions of 33 h + 16 numbers
     path = [*FORCED, "embedding.default.composition=path_mlp"]
-    counts = [describe(load_config(KAGGLE, [*path, f"embedding.default.hidden=[{h}]"]))["parameters"] for h in SIZES]
+    counts = [describe(load_config(KAGGLE, [*path, f"embedding.default.hidden=[{h}]"])).num_parameters for h in SIZES]
     assert [b - a for a, b in itertools.pairwise(counts)] == [3_432 * (b - a) for a, b in itertools.pairwise(SIZES)]
     first_tables = sum(16 * -(-n // 4) for n in CRITEO_KAGGLE_CARDINALITIES)
-    dense = describe(load_config(KAGGLE, path))["dense_parameters"]
+    dense = describe(load_config(KAGGLE, path)).num_dense_parameters
     assert counts[0] == dense + first_tables + 26 * 4 * (33 * SIZES[0] + 16)
 
 
@@ -51,12 +51,12 @@ def test_counts_equal_those_of_the_modules(partition: str, composition: str) -> 
     config = load_config(KAGGLE, [*settings, "embedding.default.force=true"])
     found = describe(config)
     model = config.model.build(ModelInputs.from_config(config.data.load_schema(), config.embedding))
-    assert found["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    assert found.num_parameters == sum(parameter.numel() for parameter in model.parameters())
     tables = {name: weight.numel() for name, weight in model.embeddings.named_parameters()}
-    for table in found["tables"]:
-        of_table = {name: count for name, count in tables.items() if f".{table['name']}__p" in name}
-        assert table["parameters"] == sum(of_table.values())
-        assert len(of_table) == len(table["rows"])
+    for table in found.tables:
+        counts = [count for name, count in tables.items() if f".{table.config.name}__p" in name]
+        assert table.as_json()["parameters"] == sum(counts)
+        assert len(counts) == len(table.as_json()["rows"])
 
 
 SETTINGS: dict[str, list[dict[str, Any]]] = {
@@ -80,7 +80,7 @@ def test_a_tables_counts_equal_its_modules(name: str, composition: str, n: int, 
     partition = PARTITIONS[name](n, **chosen)
     table = CompositionalEmbeddingBagConfig("t", n, 16, ["f"], partition, composition)
     weights = list(CompositionalEmbeddingBagCollection([table], device="meta").parameters())
-    found = describe_table(table)
+    found = DescribedTable(table).as_json()
     assert found["parameters"] == sum(weight.numel() for weight in weights)
     assert found["bytes"] == sum(weight.numel() * weight.element_size() for weight in weights)
     assert sorted(found["rows"]) == sorted(len(weight) for weight in weights)
@@ -89,15 +89,15 @@ def test_a_tables_counts_equal_its_modules(name: str, composition: str, n: int, 
 
 def test_feature_generation_widens_the_model() -> None:
     def dense(overrides: list[str]) -> int:
-        return describe(load_config(KAGGLE, [*FORCED, *overrides]))["dense_parameters"]
+        return describe(load_config(KAGGLE, [*FORCED, *overrides])).num_dense_parameters
 
     # 52 vectors and the dense one have 1378 pairs, where 27 had 351; the first top layer is 512 wide
     assert dense(["embedding.default.composition=feature"]) - dense([]) == (1378 - 351) * 512
 
 
-def test_tables_kept_full_are_told_with_the_reason() -> None:
+def test_tables_that_stay_full_are_listed_by_reason() -> None:
     settings = ["embedding.default.composition=path_mlp", "embedding.default.hidden=[64]"]
-    assert kept_full(describe(load_config(KAGGLE, settings))) == [
+    assert describe(load_config(KAGGLE, settings)).full_table_lines() == [
         "full tables: C2, C5, C8 (quotient_remainder with path_mlp would save no parameters)",
         "full tables: C6, C9, C14, C17, C20, C22, C23, C25 (no more than 200 ids)",
     ]
@@ -105,7 +105,7 @@ def test_tables_kept_full_are_told_with_the_reason() -> None:
 
 @pytest.mark.parametrize("composition", COMPOSITIONS)
 def test_totals_are_the_sums_of_the_parts(composition: str) -> None:
-    found = describe(load_config(KAGGLE, [*FORCED, f"embedding.default.composition={composition}"]))
+    found = describe(load_config(KAGGLE, [*FORCED, f"embedding.default.composition={composition}"])).as_json()
     tables = sum(table["parameters"] for table in found["tables"])
     assert found["embedding_parameters"] == tables
     assert found["embedding_bytes"] == 4 * tables

@@ -30,7 +30,7 @@ from distembed.ranks import Ranks
 from distembed.tasks import TASKS, Task
 from distembed.tasks.base import Rows
 from distembed.training.inference import evaluate_split, load_training_state
-from distembed.training.resume import config_of_run
+from distembed.training.resume import load_run_config
 from distembed.training.run import RunOptions, train_run
 from tests.ranks import run_on_ranks
 from tests.small_runs import SIZES, config_values
@@ -181,7 +181,7 @@ def train(rank: int, world_size: int, kind: str, folder: Path, dataset: Path) ->
     run, ranks = folder / f"run-{world_size}", Ranks(rank, world_size, world_size, torch.device("cpu"))
     finished = train_run(load_config(file), RunOptions(run), ranks, None, lambda text: None)
     again = evaluate_split(
-        load_training_state(run, str(dataset), config_of_run(run), ranks), str(dataset), "test", ranks
+        load_training_state(run, str(dataset), load_run_config(run), ranks), str(dataset), "test", ranks
     )
     if rank == 0:
         assert finished.evaluation is not None
@@ -225,7 +225,7 @@ def test_it_can_be_described_and_planned(kind: str, tmp_path: Path, dataset: Pat
     config = load_config(write_config(tmp_path / "config.yaml", dataset, REGISTER[kind]()))
     described = describe(config)
     tables = ["C2", "C3", "M_history", "plain"] if kind == "model" else list(SIZES)
-    assert [table["name"] for table in described["tables"]] == tables
+    assert [table.config.name for table in described.tables] == tables
     assessment = assess_capacity(config, Cluster(find_device("cpu-256gb"), 1, 2))
     assert assessment.fits
     assert [table.name for table in assessment.tables] == tables

@@ -25,7 +25,7 @@ def describe_command(
 
     description = describe(load_config(config, overrides or []))
     if as_json:
-        print(json.dumps(description, indent=2))
+        print(json.dumps(description.as_json(), indent=2))
     else:
         print_description(description, console)
 

@@ -68,10 +68,10 @@ def evaluate_command(
     from distembed.files import finite
     from distembed.ranks import process_group
     from distembed.training.inference import describe_metrics, evaluate_split, load_training_state
-    from distembed.training.resume import config_of_run, dataset_for
+    from distembed.training.resume import choose_dataset, load_run_config
 
-    loaded = config_of_run(run)
-    dataset = dataset_for(run, loaded, data)
+    loaded = load_run_config(run)
+    dataset = choose_dataset(run, loaded, data)
     with process_group("auto") as ranks:
         state = load_training_state(run, dataset, loaded, ranks)
         metrics = evaluate_split(state, dataset, split, ranks)
@@ -89,10 +89,10 @@ def predict_command(
     """Write the click probability of every row of a split, in its order."""
     from distembed.ranks import process_group
     from distembed.training.inference import load_training_state, predict_split
-    from distembed.training.resume import config_of_run, dataset_for
+    from distembed.training.resume import choose_dataset, load_run_config
 
-    loaded = config_of_run(run)
-    dataset = dataset_for(run, loaded, data)
+    loaded = load_run_config(run)
+    dataset = choose_dataset(run, loaded, data)
     with process_group("auto") as ranks:
         num_rows = predict_split(load_training_state(run, dataset, loaded, ranks), dataset, split, output, ranks)
         if ranks.is_first:
@@ -113,10 +113,10 @@ def materialise_command(
     """Write the composed vectors of a run's tables, one a row, for serving."""
     from distembed.data.dataset.manifest import Manifest
     from distembed.training.materialise import materialise_run
-    from distembed.training.resume import config_of_run, dataset_for
+    from distembed.training.resume import choose_dataset, load_run_config
 
-    loaded = config_of_run(run)
-    schema = Manifest.load(dataset_for(run, loaded, data)).schema
+    loaded = load_run_config(run)
+    schema = Manifest.load(choose_dataset(run, loaded, data)).schema
     for written in materialise_run(run, loaded, schema, output, table or [], ids, overwrite):
         rows_per_second = written.num_rows / written.seconds
         say(f"{written.path}: {written.num_rows:,} vectors, {rows_per_second:,.0f} rows/s")

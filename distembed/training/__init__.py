@@ -1,1 +1,9 @@
-"""Training: the step, metrics, checkpoints, the run folder, and reports on it."""
+"""Training a model of a config, and using it afterwards.
+
+- ``run.py`` is a whole run: its folder, whether it is resumed, which plan is applied, then training and evaluation.
+- ``build.py`` builds, plans and shards the model; ``trainer.py`` trains it, with ``pipeline.py`` for the steps.
+- ``resume.py`` reads the config, dataset and plan of an earlier run, and says what may differ when it is resumed.
+- ``evaluation.py``, ``inference.py`` and ``materialise.py`` evaluate a model, predict with it and write its vectors.
+- ``interruption.py`` stops a run at a signal; ``metrics_window.py``, ``replaced_shares.py`` and ``progress.py`` are for
+  the lines of metrics that it logs and shows.
+"""

@@ -1,4 +1,4 @@
-"""From a config and a dataset's schema to a model that is ready to step, or to be planned for absent ranks."""
+"""Builds a model from a config and a dataset's schema: ready to step, or to be planned for ranks that are not here."""
 
 import dataclasses
 import math
@@ -37,16 +37,16 @@ from distembed.training.pipeline import StepPipeline
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A config on a dataset, for ranks of one kind: all that a model and its plan follow from.
+    """A config, a dataset's schema and the ranks to train on, from which a model and its plan follow.
 
     Attributes:
         config: The whole config.
-        schema: Of the dataset.
+        schema: The columns of the dataset.
         world_size: Number of ranks.
         local_world_size: Number of ranks on a machine.
-        device: Of a rank; of a CUDA device that is not there its type is enough.
+        device: The device of every rank; for ranks that are not here its type is enough.
         bf16: Whether the networks compute in bf16.
-        sse: By feature, how ids are replaced in training.
+        sse: The rule by which ids are replaced in training, by feature.
     """
 
     config: Config
@@ -59,18 +59,18 @@ class Blueprint:
 
     @classmethod
     def for_ranks(cls, config: Config, schema: Schema, ranks: Ranks, sse: Mapping[str, SSE]) -> "Blueprint":
-        """Returns that of the ranks that are here."""
+        """Returns the blueprint for the ranks of this process group, with ``config.train.precision`` decided."""
         bf16 = use_bf16(config.train.precision, ranks.device)
         return cls(config, schema, ranks.world_size, ranks.local_world_size, ranks.device, bf16, sse)
 
     @cached_property
     def task(self) -> Task:
-        """What the model learns."""
+        """The task that the model learns."""
         return self.config.task.build()
 
     @cached_property
     def model_inputs(self) -> ModelInputs:
-        """What the model is built from."""
+        """The features and tables that the model is built from."""
         return ModelInputs.from_config(self.schema, self.config.embedding, self.config.train.seed, self.sse)
 
     @property
@@ -99,14 +99,15 @@ class Blueprint:
         """Builds the model with its loss as it is planned: tables are on the meta device, marked with their optimizer.
 
         Raises:
-            UserError: As :meth:`build_unsharded`, or FBGEMM has no such optimizer on the device.
+            UserError: The model cannot be built, as in :meth:`build_unsharded`, or FBGEMM has no such optimizer on the
+                device.
         """
         model = self.build_unsharded()
         fuse_sparse_optimizer(table_parameters(model), self.config.train.sparse_optimizer, self.device)
         return TaskModel(model, self.task, self.world_size, self.device, self.bf16)
 
     def workload(self) -> Workload:
-        """Estimates what a step takes beside the tables."""
+        """Returns what a plan has to know of a step beside the tables: its rows, ids per row, networks and graphs."""
         train, features = self.config.train, self.schema.categorical
         network = estimate_network(
             self.config.model,
@@ -130,7 +131,7 @@ class Blueprint:
         )
 
     def plan_inputs(self, model: nn.Module) -> PlanInputs:
-        """Returns what a plan of this model is for, as it is saved beside the plan."""
+        """Returns the inputs of a plan for this model, which are saved beside the plan."""
         tables = [table for module in embedding_modules(model).values() for table in table_configs(module)]
         return PlanInputs(
             world_size=self.world_size,
@@ -145,7 +146,7 @@ class Blueprint:
 
 
 def table_optimizers(train: TrainConfig) -> TableOptimizers:
-    """Returns what trains the tables, by name."""
+    """Returns the names of the optimizers that train the tables, and whether FBGEMM fuses the sparse one."""
     is_fused = not needs_dense_kernel(train.sparse_optimizer)
     return TableOptimizers(train.sparse_optimizer.name, train.dense_optimizer.name, is_fused)
 
@@ -156,11 +157,11 @@ class TrainingState:
 
     Attributes:
         model: The task's model under ``DistributedModelParallel``.
-        task: What it learns.
-        optimizers: Of all its parameters.
-        pipeline: Steps it.
-        plan: Where its tables are.
-        plan_inputs: What the plan is for.
+        task: The task that the model learns.
+        optimizers: The optimizers of all parameters of the model.
+        pipeline: Steps the model through batches.
+        plan: Where the shards of every table are.
+        plan_inputs: The inputs of the plan.
         bf16: Whether the networks compute in bf16.
     """
 
@@ -175,21 +176,28 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """Plans from before, which are taken in place of a new one.
+    """Saved plans to apply in place of a new one.
 
     Attributes:
-        required: A plan that has to be for what is built; None where there is none such.
-        preferred: A plan that is taken where it is for what is built; else tables are planned anew.
+        required: A plan that is applied in any case, and refused where its inputs differ; None for none.
+        preferred: A plan that is applied where its inputs are the same, unless one is required; where they differ,
+            tables are planned anew. None for none.
     """
 
     required: SavedPlan | None = None
     preferred: SavedPlan | None = None
 
     def for_inputs(self, inputs: PlanInputs) -> SavedPlan | None:
-        """Returns the plan to apply; None where tables are to be planned anew."""
-        if self.required is None and self.preferred is not None and not self.preferred.plan_inputs.differences(inputs):
-            return self.preferred
-        return self.required
+        """Returns the plan to apply for these inputs; None where tables are to be planned anew."""
+        if self.required is not None or self.preferred is None:
+            return self.required
+        return None if self.reasons_to_replan(inputs) else self.preferred
+
+    def reasons_to_replan(self, inputs: PlanInputs) -> list[str]:
+        """Returns a line for each difference for which the preferred plan is not applied."""
+        if self.required is not None or self.preferred is None:
+            return []
+        return self.preferred.plan_inputs.differences(inputs)
 
 
 def build_training_state(
@@ -198,14 +206,14 @@ def build_training_state(
     """Builds, plans and shards a model; the weights depend on the seed alone. All ranks call it.
 
     Args:
-        blueprint: What is built, for these ranks.
+        blueprint: The config, schema and ranks to build for.
         ranks: This rank among all.
-        num_steps: Of the run, for the schedules of learning rates.
-        plans: Plans from before.
+        num_steps: Number of steps of the run, for the schedules of learning rates.
+        plans: Saved plans to apply in place of a new one.
 
     Raises:
-        UserError: A required plan is for something else.
-        RunError: The tables do not fit.
+        UserError: The model cannot be built, or the inputs of a required plan differ.
+        RunError: The tables do not fit into the memory of the ranks.
     """
     torch.manual_seed(blueprint.config.train.seed)
     task_model, sharders = blueprint.build_plannable(), blueprint.sharders
@@ -237,7 +245,7 @@ def build_training_state(
     )
     for module in model.modules():
         if isinstance(module, Perturbation):
-            module.in_place = True  # nobody looks at a batch of the reader's but the model, and once
+            module.in_place = True  # only the model reads a batch of the reader, and only once
     train = blueprint.config.train
     optimizers = Optimizers(model, train.dense_optimizer, train.sparse_optimizer, num_steps)
     pipeline = StepPipeline(model, optimizers.combined, ranks)

@@ -1,4 +1,4 @@
-"""Evaluation on a split: every row once, over all ranks, with the task's metrics on rank 0."""
+"""Runs a model over every row of a split once, on all ranks, and gathers the outputs of its task on rank 0."""
 
 from collections.abc import Iterator
 
@@ -14,14 +14,14 @@ from distembed.tasks.base import Outputs, Rows
 from distembed.training.build import TrainingState
 
 EVALUATION_BATCH_SIZE = 8192
-"""Rows a rank; larger than a training batch, since nothing is kept for a backward pass."""
+"""Rows of a batch on each rank; more than in training, since nothing is stored for a backward pass."""
 
 
 def score_split(state: TrainingState, dataset: str, split: str, ranks: Ranks) -> Rows:
     """Returns the task's outputs of all rows of a split, in no particular order; all ranks call it.
 
     Returns:
-        Each output by its name on rank 0, and no rows of it elsewhere.
+        Each output by its name, with all rows on rank 0 and none on other ranks.
     """
     outputs: dict[str, list[Tensor]] = {name: [torch.empty(0)] for name in state.task.outputs}
     for batch_outputs in score_batches(state, dataset, split, ranks):
@@ -54,7 +54,7 @@ def gather_rows(rows: Tensor, ranks: Ranks) -> npt.NDArray[np.float32]:
     """Gathers rows [n, ...] of all ranks, which may be unequally many, rank after rank; all ranks call it.
 
     Returns:
-        All rows on rank 0, and none elsewhere.
+        All rows on rank 0, and none on other ranks.
     """
     if ranks.world_size == 1:
         return rows.cpu().numpy()

@@ -1,4 +1,4 @@
-"""A trained run, read back: evaluated on a split, or used to predict one."""
+"""Loads the model of a run from its newest checkpoint, to evaluate it on a split or to predict the rows of one."""
 
 import dataclasses
 from pathlib import Path
@@ -29,7 +29,7 @@ def load_training_state(run_dir: Path, dataset: str, config: Config, ranks: Rank
     Args:
         run_dir: The run's folder.
         dataset: The folder of a dataset with the same tables.
-        config: Of the run.
+        config: The run's config.
         ranks: This rank among all.
 
     Raises:
@@ -46,20 +46,23 @@ def load_training_state(run_dir: Path, dataset: str, config: Config, ranks: Rank
 
 
 def evaluate_split(state: TrainingState, dataset: str, split: str, ranks: Ranks) -> dict[str, Any]:
-    """Returns the name of a split and the task's metrics of it on rank 0 (elsewhere of no rows); all ranks call it."""
+    """Returns the name of a split and the task's metrics on it; all ranks call it.
+
+    Rank 0 has the metrics of all rows, other ranks those of no rows.
+    """
     return {"split": split, **state.task.metrics(score_split(state, dataset, split, ranks))}
 
 
 def describe_metrics(state: TrainingState, metrics: dict[str, Any]) -> str:
-    """Returns one line of what :func:`evaluate_split` returned."""
+    """Returns the metrics that :func:`evaluate_split` returned as one line."""
     return f"{metrics['split']}: {state.task.describe(metrics)}"
 
 
 def predict_split(state: TrainingState, dataset: str, split: str, output: Path, ranks: Ranks) -> int:
-    """Writes what the task predicts of each row, in the split's order, one a row; all ranks call it.
+    """Writes the task's prediction of each row, in the order of the split; all ranks call it.
 
     Returns:
-        The number of rows, on rank 0.
+        The number of rows on rank 0, and 0 on other ranks.
 
     Raises:
         UserError: The file's suffix is neither ``.parquet`` nor ``.csv``.

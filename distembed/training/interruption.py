@@ -13,15 +13,18 @@ _STEPS_BETWEEN_AGREEMENTS = 10
 
 
 class Interruption:
-    """Catches the first signal within its block; a second one ends the process at once.
+    """A context manager that catches the first signal; a second one ends the process at once.
 
-    Schedulers send SIGUSR1 before a time limit, as far as they are asked to. Under ``torch.distributed.run`` a request
-    arrives several times, from the terminal or the scheduler and from the launcher, so there others are ignored; the
-    launcher kills what does not end.
+    Schedulers send SIGUSR1 before a time limit, if the job asks for it. Under ``torch.distributed.run`` one request
+    arrives several times, from the terminal or the scheduler and from the launcher, so later signals are ignored there;
+    the launcher kills processes that do not end.
+
+    Args:
+        ranks: This rank among all.
     """
 
-    def __init__(self, processes: Ranks) -> None:
-        self._processes = processes
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
         self._received: int | None = None
         self._previous: dict[int, object] = {}
 
@@ -35,16 +38,17 @@ class Interruption:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
+        """Remembers the first signal; raises KeyboardInterrupt on a second one outside of ``torch.distributed.run``."""
         if self._received is not None and "TORCHELASTIC_RUN_ID" not in os.environ:
             raise KeyboardInterrupt
         self._received = number
 
     def requested(self, step: int) -> bool:
-        """Whether to stop after ``step``; the same answer on all ranks, which all call it after every step."""
-        if self._processes.world_size == 1:
+        """Returns whether to stop after ``step``, the same on all ranks; all of them call it after every step."""
+        if self._ranks.world_size == 1:
             return self._received is not None
         if step % _STEPS_BETWEEN_AGREEMENTS:
             return False
-        flag = torch.tensor([int(self._received is not None)], device=self._processes.device)
+        flag = torch.tensor([int(self._received is not None)], device=self._ranks.device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag.item())

@@ -1,4 +1,4 @@
-"""The composed vectors of a run's tables as Parquet files, read from its newest checkpoint a table at a time."""
+"""Writes the composed vectors of a run's tables as Parquet files, reading its newest checkpoint table by table."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -17,13 +17,21 @@ from distembed.embedding.modules import embedding_modules, table_configs, weight
 from distembed.errors import UserError
 from distembed.models import ModelInputs
 from distembed.names import one_of
+from distembed.units import enumerate_names
 
 _FEW = 5
 
 
 @dataclass(frozen=True)
 class MaterialisedTable:
-    """One file that was written."""
+    """A table whose vectors were written.
+
+    Attributes:
+        name: The table's name.
+        path: The Parquet file.
+        num_rows: Number of rows in the file, one vector each.
+        seconds: Seconds that reading the weights and writing the file took.
+    """
 
     name: str
     path: Path
@@ -40,20 +48,21 @@ def materialise_run(
     ids_file: Path | None = None,
     overwrite: bool = False,
 ) -> Iterator[MaterialisedTable]:
-    """Writes ``<output>/<table>.parquet`` for one table after the other, and yields each once it is written.
+    """Writes ``<output>/<table>.parquet`` for one table after the other, and yields each table once it is written.
 
     Args:
         run_dir: The folder of a run with a checkpoint.
-        config: Of the run.
-        schema: Of its dataset.
-        output: A folder, made if it is not there.
-        names: Tables to write; all unless given.
-        ids_file: Parquet file of the ids to write, for one table; all ids of a table unless given.
-        overwrite: Whether files that are there are replaced.
+        config: The run's config.
+        schema: The columns of the run's dataset.
+        output: The folder to write to, made if it is not there.
+        names: Names of the tables to write; all tables unless given.
+        ids_file: Parquet file of the ids whose vectors to write, for a single table; all ids of each table unless
+            given.
+        overwrite: Whether to replace files that are there already.
 
     Raises:
-        UserError: The run has no such table, a file is there, ids cannot be read, or none are given and a table hashes
-            its ids.
+        UserError: The run has no such table, a file is there already, the ids cannot be read, or a table hashes its ids
+            and none are given.
         RunError: A file cannot be written.
     """
     collections = embedding_modules(config.model.build(ModelInputs.from_config(schema, config.embedding)))
@@ -90,14 +99,14 @@ def materialise_run(
 
 
 def _others(names: Sequence[str]) -> str:
+    """Returns a sentence that names the tables which need no list of ids; empty where there are none."""
     if not names:
         return ""
-    more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
-    return f" Without --ids, --table takes any of the others: {', '.join(names[:_FEW])}{more}."
+    return f" Without --ids, --table takes any of the others: {enumerate_names(names, most=_FEW)}."
 
 
 def _id_column(path: Path) -> str:
-    """The column ``id``, or the only one of integers."""
+    """Returns the name of the column ``id``, or of the only column of integers."""
     try:
         schema = pq.read_schema(path)
     except (OSError, pa.ArrowException) as error:
@@ -112,6 +121,7 @@ def _id_column(path: Path) -> str:
 
 
 def _read_ids(path: Path, column: str) -> Iterator[int]:
+    """Yields the ids of a column."""
     try:
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(columns=[column]):
@@ -121,4 +131,5 @@ def _read_ids(path: Path, column: str) -> Iterator[int]:
 
 
 def _unreadable(path: Path, error: BaseException) -> UserError:
+    """Returns the error of a file of ids that is no Parquet file."""
     return UserError(f"--ids {path} cannot be read as a Parquet file: {error}")

@@ -17,7 +17,7 @@ class StepPipeline:
 
     Args:
         model: A :class:`distembed.tasks.TaskModel` under ``DistributedModelParallel``.
-        optimizer: Of all its parameters.
+        optimizer: The optimizer of all parameters of the model.
         ranks: This rank among all.
     """
 
@@ -28,7 +28,10 @@ class StepPipeline:
         self._restarts = not works_ahead
 
     def outputs(self, batches: Iterator[Batch]) -> Iterator[StepOutput]:
-        """Steps through all batches; in training mode it updates the weights. All ranks call it."""
+        """Steps through all batches and yields what each step returns; all ranks call it.
+
+        A model in training mode has its weights updated.
+        """
         while True:
             try:
                 output = self._pipeline.progress(batches)

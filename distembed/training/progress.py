@@ -5,7 +5,12 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 
 class TrainingProgress:
-    """Shows steps of a run of ``num_steps``; use it as a context manager."""
+    """A context manager that shows how far a run is.
+
+    Args:
+        console: Where to show it; None for nowhere.
+        num_steps: Number of steps of the run.
+    """
 
     def __init__(self, console: Console | None, num_steps: int) -> None:
         self._console = console
@@ -47,8 +52,8 @@ class TrainingProgress:
 
         Args:
             step: Number of steps done.
-            shown: The line.
-            steps_per_second: Lately, to estimate how long the rest takes.
+            shown: The line to show.
+            steps_per_second: Speed of the latest steps, to estimate how long the rest takes.
         """
         if self._bar is not None:
             self._bar.update(self._task, shown=shown)

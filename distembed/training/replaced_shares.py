@@ -1,4 +1,4 @@
-"""How many of the ids were replaced in training, by table."""
+"""The share of ids that were replaced in training, by table."""
 
 import torch
 import torch.distributed as dist
@@ -8,18 +8,18 @@ from distembed.ranks import Ranks
 from distembed.sse import take_counts
 
 
-def replaced_shares(model: nn.Module, processes: Ranks) -> dict[str, float]:
-    """For each table the share of the ids of all ranks since the last call; all ranks call it.
+def replaced_shares(model: nn.Module, ranks: Ranks) -> dict[str, float]:
+    """Returns which share of each table's ids, on all ranks since the last call, was replaced; all ranks call it.
 
-    A pipeline that works ahead has counted its next batches already. Tables without ids are left out.
+    A pipeline that works ahead has counted its next batches already.
 
     Returns:
-        The shares by table on rank 0, and nothing elsewhere.
+        The share in [0, 1] by table, without tables that had no ids, on rank 0; an empty dict on other ranks.
     """
     counts = take_counts(model)
-    totals = torch.tensor(list(counts.values()), dtype=torch.long).reshape(-1, 2).to(processes.device)
-    if counts and processes.world_size > 1:
+    totals = torch.tensor(list(counts.values()), dtype=torch.long).reshape(-1, 2).to(ranks.device)
+    if counts and ranks.world_size > 1:
         dist.reduce(totals, dst=0)
-    if not processes.is_first:
+    if not ranks.is_first:
         return {}
     return {table: replaced / seen for table, (replaced, seen) in zip(counts, totals.tolist(), strict=True) if seen}

@@ -1,4 +1,9 @@
-"""What a run that is there was made with, and what may differ when it is gone on with or used."""
+"""The config, dataset and plan of an earlier run, and what may differ when it is resumed or its model is used.
+
+A resumed run has to give the numbers that it would have given without the interruption. So its config may differ only
+in settings that leave the numbers as they are, such as where files are, how often something is logged and where tables
+are placed. A model may be evaluated on another dataset, if its ids stand for the same values.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -12,7 +17,7 @@ from distembed.errors import UserError
 from distembed.planning.saved_plan import SavedPlan, read_saved_plan
 from distembed.runs.record import read_json_object
 
-# what leaves the numbers as they are; the reader tells by itself whether the dataset is the same
+# these settings leave the numbers as they are; the reader checks by itself that the dataset is the same
 _MAY_CHANGE = {
     "data.path",
     "train.device",
@@ -23,8 +28,8 @@ _MAY_CHANGE = {
 }
 
 
-def config_of_run(run: Path) -> Config:
-    """The config that a run was started with.
+def load_run_config(run: Path) -> Config:
+    """Returns the config that a run was started with.
 
     Raises:
         UserError: The folder holds no run, or a file of explicit assignments has changed since.
@@ -43,11 +48,16 @@ def config_of_run(run: Path) -> Config:
     return config
 
 
-def dataset_for(run: Path, config: Config, data: str | None) -> str:
-    """The dataset to use a run's model on: where it is another one, its ids must mean the same.
+def choose_dataset(run: Path, config: Config, data: str | None) -> str:
+    """Returns the folder of the dataset to use a run's model on.
+
+    Args:
+        run: The run's folder.
+        config: The run's config.
+        data: The folder of another dataset, whose ids have to stand for the same values; None for the run's own.
 
     Raises:
-        UserError: It is not there, or they do not.
+        UserError: The dataset is not there, or its ids stand for other values.
     """
     dataset = data or config.data.require_path()
     if not Path(dataset).exists():
@@ -63,12 +73,16 @@ def dataset_for(run: Path, config: Config, data: str | None) -> str:
 
 
 def require_same_config(folder: Path, config: Config) -> None:
-    """Refuses to go on with a run with a config that would give other numbers.
+    """Makes sure that a run is resumed with a config that gives the same numbers.
+
+    Args:
+        folder: The run's folder.
+        config: The config to resume it with.
 
     Raises:
-        UserError: with every setting that differs.
+        UserError: Settings differ that may not; the error lists all of them.
     """
-    before, now = _flat(config_of_run(folder)), _flat(config)
+    before, now = _flat(load_run_config(folder)), _flat(config)
     differences = [
         f"{key}: {before.get(key)!r} before, {now.get(key)!r} now"
         for key in before | now
@@ -80,10 +94,14 @@ def require_same_config(folder: Path, config: Config) -> None:
 
 
 def require_same_graphs(folder: Path, graphs: Mapping[str, str]) -> None:
-    """Refuses to go on with a run with other graphs, given by table as their fingerprints.
+    """Makes sure that a run is resumed with the same graphs.
+
+    Args:
+        folder: The run's folder.
+        graphs: The fingerprints of the graphs to resume it with, by table.
 
     Raises:
-        UserError: with a table whose graph is another one.
+        UserError: A table's graph is another one; the error names the table.
     """
     before = read_json_object(folder / "run.json").get("graphs", {})
     for table in {**before, **graphs}:
@@ -94,16 +112,24 @@ def require_same_graphs(folder: Path, graphs: Mapping[str, str]) -> None:
             )
 
 
-def plan_of_run(folder: Path, config: Config, say: Callable[[str], None]) -> SavedPlan | None:
-    """The plan of a run that is resumed; None where it has none yet, or the ``plan`` section asks for another now.
+def load_run_plan(folder: Path, config: Config, say: Callable[[str], None]) -> SavedPlan | None:
+    """Returns the plan of a run that is resumed.
+
+    Args:
+        folder: The run's folder.
+        config: The config that it is resumed with.
+        say: Prints a line; called where the run's plan is not used.
+
+    Returns:
+        The plan; None where the run has none yet, or the config's ``plan`` section has changed.
 
     Raises:
-        UserError: It cannot be read.
+        UserError: The plan cannot be read.
     """
     file = folder / "plan.json"
     if not file.exists():
         return None
-    if config_of_run(folder).plan != config.plan:
+    if load_run_config(folder).plan != config.plan:
         say("planned anew, since the config's plan section has changed")
         return None
     try:
@@ -113,13 +139,14 @@ def plan_of_run(folder: Path, config: Config, say: Callable[[str], None]) -> Sav
 
 
 def _may_change_on_resume(key: str) -> bool:
-    # a graph is known by its contents, wherever it is
+    """Returns whether a setting, given by its dotted path, leaves the numbers of a run as they are."""
+    # graphs are compared by their contents, wherever they are
     is_graph = key.startswith("sse.") and key.endswith(".graph")
     return key in _MAY_CHANGE or key.startswith("plan.") or is_graph
 
 
 def _flat(config: Config) -> dict[str, Any]:
-    """Every setting by its dotted path."""
+    """Returns every setting by its dotted path."""
 
     def walk(prefix: str, value: Any) -> dict[str, Any]:
         if not isinstance(value, dict) or not value:

@@ -1,4 +1,4 @@
-"""A whole run from its config: which folder, whether it resumes, which plan counts, then training and evaluation."""
+"""A whole run of a config: which folder, whether it is resumed, which plan is applied, then training and evaluation."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from rich.console import Console
 from distembed.config import Config
 from distembed.data.dataset.manifest import Manifest, id_fingerprint
 from distembed.data.prepare.vocabulary import reserved_ids
-from distembed.describe import describe, kept_full
+from distembed.describe import describe
 from distembed.embedding import assignment_checksums
 from distembed.errors import UserError
 from distembed.files import write_json
@@ -24,22 +24,22 @@ from distembed.runs.lock import DEAD_MACHINE_SECONDS
 from distembed.sse import SSE
 from distembed.sse.config import build_sse, graph_fingerprints
 from distembed.training.build import PlanChoice
-from distembed.training.resume import plan_of_run, require_same_config, require_same_graphs
+from distembed.training.resume import load_run_plan, require_same_config, require_same_graphs
 from distembed.training.trainer import RunStart, Trainer
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What is asked of a run beside its config.
+    """The options of a run beside its config.
 
     Attributes:
-        run_dir: Its folder; None for one in ``runs`` that is named after the config and the time.
-        name: What a folder is named after in that case.
-        resume: Whether to go on from the newest checkpoint of the folder.
-        resume_or_start: Whether to do so where the folder holds a run, and to start it where it does not; then an owner
-            of the folder is waited for, who may be a dead machine's.
-        plan: A file of ``distembed plan --output`` that says where tables go; with ``resume_or_start`` it counts only
-            where it is for as many ranks as there are, and a resumed run's own plan comes before it.
+        run_dir: The run's folder; None for one in ``runs`` that is named after ``name`` and the time.
+        name: How the name of such a folder begins.
+        resume: Whether to resume the folder's run from its newest checkpoint.
+        resume_or_start: Whether to resume where the folder holds a run and to start a run where it does not. It then
+            waits for another process that owns the folder, until that counts as dead.
+        plan: A file of ``distembed plan --output`` that says where tables are placed. With ``resume_or_start`` it is
+            applied only where its inputs are those of this run, and a resumed run's own plan comes before it.
     """
 
     run_dir: Path | None = None
@@ -58,9 +58,9 @@ class FinishedRun:
     """A run that came to its end.
 
     Attributes:
-        folder: Its folder.
-        evaluation: Metrics of the final evaluation on rank 0; None elsewhere, and where there is no test split.
-        described: The same in one line.
+        folder: The run's folder.
+        evaluation: The metrics of the final evaluation on rank 0; None on other ranks, and without a test split.
+        described: The metrics as one line; None where there are none.
     """
 
     folder: Path
@@ -75,14 +75,15 @@ def train_run(
 
     Args:
         config: The whole config.
-        options: Folder, resuming and plan.
+        options: The folder, whether to resume, and a plan.
         ranks: This rank among all.
-        console: Where rank 0 shows how it goes; None for nowhere.
+        console: Where rank 0 shows the progress; None for nowhere.
         say: Prints a line; called on rank 0 only.
 
     Raises:
-        UserError: The folder, the dataset, a plan or a setting cannot be used as they are.
-        RunError: The tables do not fit, the loss is not finite, or a checkpoint cannot be written.
+        UserError: The folder, the dataset, a plan or a setting cannot be used.
+        RunError: The tables do not fit into the memory of the ranks, the loss is not finite, or a checkpoint cannot be
+            written.
         Interrupted: After a signal, once a checkpoint is written.
     """
     collectives = Collectives()
@@ -128,7 +129,7 @@ def train_run(
 
 
 def _agree_on_folder(options: RunOptions, ranks: Ranks) -> Path:
-    """Returns rank 0's folder on every rank: the clock that names it may differ."""
+    """Returns rank 0's folder on every rank; the names that ranks give it by their clocks may differ."""
     own = options.run_dir or Path("runs") / f"{options.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
     agreed = [str(own.absolute())]
     dist.broadcast_object_list(agreed, src=0, device=ranks.device)
@@ -143,17 +144,24 @@ def _choose_plans(
     collectives: Collectives,
     say: Callable[[str], None],
 ) -> PlanChoice:
-    """Returns which plan counts: a given one, else that of the run that is resumed, else none."""
+    """Returns the saved plans to apply: the one that is given, or that of the run that is resumed.
+
+    With ``resume_or_start`` both are only preferred, the resumed run's before the one that is given.
+    """
     if options.plan is not None and not options.resume_or_start:
         return PlanChoice(required=read_saved_plan(options.plan))
-    preferred = collectives.on_first(lambda: plan_of_run(folder, config, say)) if resume else None
+    preferred = collectives.on_first(lambda: load_run_plan(folder, config, say)) if resume else None
     if preferred is None and options.plan is not None:
         preferred = read_saved_plan(options.plan)
     return PlanChoice(preferred=preferred)
 
 
 def _replaced_ids(config: Config, dataset: str, manifest: Manifest) -> dict[str, SSE]:
-    """Returns how ids are replaced in training, by feature; graphs have to be over the ids of their tables."""
+    """Returns the rule by which ids are replaced in training, by feature.
+
+    Raises:
+        UserError: A graph is not over the ids of its table.
+    """
     num_embeddings = {feature.name: feature.num_embeddings for feature in manifest.schema.categorical}
     sse = build_sse(config.sse, num_embeddings, reserved_ids(manifest))
     for table, rule in sse.items():
@@ -165,14 +173,16 @@ def _replaced_ids(config: Config, dataset: str, manifest: Manifest) -> dict[str,
 def _run_info(config: Config, dataset: str, manifest: Manifest, sse: dict[str, SSE]) -> dict[str, Any]:
     """Returns what ``run.json`` records of the config and the dataset."""
     description = describe(config)
-    schemes = [table["scheme"] for table in description["tables"]]
+    schemes = [table.config.scheme.name for table in description.tables]
     return {
         "seed": config.train.seed,
         "batch_size": config.train.batch_size,
         "id_fingerprint": id_fingerprint(dataset, manifest),
         "graphs": graph_fingerprints(sse),
         "assignments": assignment_checksums(config.embedding),
-        "kept_full": kept_full(description),
+        "kept_full": description.full_table_lines(),
         "schemes": {scheme: schemes.count(scheme) for scheme in dict.fromkeys(schemes)},
-        **{key: description[key] for key in ("parameters", "embedding_parameters", "embedding_bytes")},
+        "parameters": description.num_parameters,
+        "embedding_parameters": description.num_embedding_parameters,
+        "embedding_bytes": description.embedding_bytes,
     }

@@ -7,7 +7,7 @@ training is left in it when the model is evaluated or saved.
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from distembed.tasks.base import Outputs
 from distembed.training.build import Blueprint, PlanChoice, build_training_state
 from distembed.training.evaluation import gather_rows, score_split
 from distembed.training.interruption import Interruption
+from distembed.training.metrics_window import MetricsWindow
 from distembed.training.progress import TrainingProgress
 from distembed.training.replaced_shares import replaced_shares
 
@@ -40,9 +41,9 @@ class RunStart:
     """How a run starts.
 
     Attributes:
-        resume: Whether it goes on from the newest checkpoint, if there is one.
-        plans: Plans from before, in place of a new one.
-        wait_seconds: For how long another process that trains into the folder is waited for.
+        resume: Whether the run continues from its newest checkpoint, if there is one.
+        plans: Saved plans to apply in place of a new one.
+        wait_seconds: Seconds to wait for another process that trains into the folder.
     """
 
     resume: bool = False
@@ -50,54 +51,23 @@ class RunStart:
     wait_seconds: float = 0.0
 
 
-@dataclass
-class _Window:
-    """Steps since the last line of metrics.
-
-    Attributes:
-        losses: Of each step, times its rows: this rank's share times the number of ranks.
-        outputs: The task's, by name, of each step.
-        rows: Number of rows, over all ranks.
-        started: When the first step began, in seconds.
-        paused: Seconds spent on evaluations and checkpoints since then.
-    """
-
-    losses: list[Tensor] = field(default_factory=list)
-    outputs: dict[str, list[Tensor]] = field(default_factory=dict)
-    rows: int = 0
-    started: float = field(default_factory=time.perf_counter)
-    paused: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """Time spent training, without evaluations and checkpoints."""
-        return time.perf_counter() - self.started - self.paused
-
-    def add(self, loss: Tensor, outputs: Outputs, rows: int) -> None:
-        """Adds a step."""
-        self.rows += rows
-        self.losses.append(loss * rows)
-        for name, values in outputs.items():
-            self.outputs.setdefault(name, []).append(values)
-
-
 class Trainer:
-    """One training run on this rank; all ranks construct it and call :meth:`train` together.
+    """Trains a config's model on this rank; all ranks construct it and call its methods.
 
-    What cannot be done is found while it is constructed, before anything is written.
+    What cannot be trained is refused at construction, before anything is written.
 
     Args:
         config: The whole config.
-        sse: By feature, how ids are replaced in training.
-        folder: The run's.
+        sse: The rule by which ids are replaced in training, by feature.
+        folder: The run's folder.
         ranks: This rank among all.
         start: How the run starts.
-        console: Where rank 0 shows how it goes; None for nowhere.
+        console: Where rank 0 shows the progress; None for nowhere.
 
     Raises:
         UserError: There are no rows to train on, the folder is in use, the place for checkpoints holds another run's,
-            or a plan is for something else.
-        RunError: The tables do not fit.
+            or the inputs of a required plan differ.
+        RunError: The tables do not fit into the memory of the ranks.
     """
 
     def __init__(
@@ -109,43 +79,33 @@ class Trainer:
         start: RunStart,
         console: Console | None,
     ) -> None:
-        train = config.train
         self._config = config
         self._dataset = config.data.require_path()
         self._folder = folder
         self._ranks = ranks
         self._start = start
-        self._rates = sorted({rule.p0 for rule in sse.values()})
-        self._num_replaced_tables = len(sse)
+        self._sse = sse
         self._console = console if ranks.is_first else None
         self._reader = self._make_reader()
         if self._reader.num_rows == 0:
             raise UserError(f"split {config.data.train!r} of {self._dataset} has no rows to train on.")
-        place = checkpoint_place(folder.path, train.checkpoint_dir)
-        owner = None if train.checkpoint_dir is None else str(folder.path.absolute())
-        self._checkpoints = Checkpoints(place, train.keep_checkpoints, ranks, owner)
+        self._checkpoints = self._make_checkpoints()
         if ranks.is_first:
             folder.require_free(start.wait_seconds)
-        checkpoint = self._checkpoints.newest()
-        if checkpoint is not None and not start.resume:
-            raise UserError(
-                f"train.checkpoint_dir is {train.checkpoint_dir!r}, but {place} holds checkpoints of another run; give "
-                "an empty place, or none for the run's own folder."
-            )
-        self.num_steps = train.epochs * self._reader.batches_per_epoch
-        if train.max_steps is not None:
-            self.num_steps = min(self.num_steps, train.max_steps)
+        checkpoint = self._newest_checkpoint()
+        self.num_steps = self._count_steps()
         blueprint = Blueprint.for_ranks(config, self._reader.schema, ranks, sse)
         self._state = build_training_state(blueprint, ranks, self.num_steps, start.plans)
         self._step = 0
         self._samples = 0
         self._seconds = 0.0
-        self._handed_out = 0
-        self._window = _Window()
+        self._num_in_flight = 0
+        self._window = MetricsWindow()
         if checkpoint is not None:
             self._restore(checkpoint)
 
     def _make_reader(self, prefetch_batches: int = 4) -> BatchReader:
+        """Returns a reader of this rank's rows of the training split, at its beginning."""
         return BatchReader(
             self._dataset,
             self._config.data.train,
@@ -155,23 +115,51 @@ class Trainer:
             prefetch_batches=prefetch_batches,
         )
 
+    def _make_checkpoints(self) -> Checkpoints:
+        """Returns the run's checkpoints; in a place of their own they say which run they belong to."""
+        train, folder = self._config.train, self._folder.path
+        owner = None if train.checkpoint_dir is None else str(folder.absolute())
+        return Checkpoints(checkpoint_place(folder, train.checkpoint_dir), train.keep_checkpoints, self._ranks, owner)
+
+    def _newest_checkpoint(self) -> str | None:
+        """Returns the checkpoint to resume from; None where there is none. All ranks call it.
+
+        Raises:
+            UserError: There is one, but the run is not resumed.
+        """
+        checkpoint = self._checkpoints.newest()
+        if checkpoint is not None and not self._start.resume:
+            checkpoint_dir = self._config.train.checkpoint_dir
+            raise UserError(
+                f"train.checkpoint_dir is {checkpoint_dir!r}, but "
+                f"{checkpoint_place(self._folder.path, checkpoint_dir)} holds checkpoints of another run; give an "
+                "empty place, or none for the run's own folder."
+            )
+        return checkpoint
+
+    def _count_steps(self) -> int:
+        """Returns the number of steps of the whole run."""
+        train = self._config.train
+        num_steps = train.epochs * self._reader.batches_per_epoch
+        return num_steps if train.max_steps is None else min(num_steps, train.max_steps)
+
     @property
     def step(self) -> int:
-        """Steps done."""
+        """The number of steps done."""
         return self._step
 
     @property
     def precision(self) -> str:
-        """What the networks compute in: ``bf16`` or ``fp32``."""
+        """The number format that the networks compute in: ``bf16`` or ``fp32``."""
         return "bf16" if self._state.bf16 else "fp32"
 
     def train(self) -> None:
         """Trains to the end, or until interrupted, and saves a checkpoint either way.
 
         Raises:
-            Interrupted: after Ctrl-C or SIGTERM, once the checkpoint is written.
-            RunError: on a loss that is not finite, or a checkpoint that could not be written.
-            UserError: where there is no place for checkpoints.
+            Interrupted: Ctrl-C or a signal came; the checkpoint is written by then.
+            RunError: The loss is not finite, or a checkpoint cannot be written.
+            UserError: The place for checkpoints cannot be used.
         """
         self._checkpoints.require_usable()
         if self._ranks.is_first:
@@ -185,17 +173,20 @@ class Trainer:
             self._checkpoints,
         ):
             self._say_start()
-            self._window = _Window()
+            self._window = MetricsWindow()
             while self._step < self.num_steps:
                 if self._run_segment(stop):
                     self._save()
                     self._checkpoints.wait()
                     raise Interrupted(f"interrupted after step {self._step}; go on with --resume.")
-                self._between_segments()
+                self._save_and_evaluate()
         self._reader.close()
 
     def evaluate(self, split: str) -> dict[str, Any]:
-        """Returns the metrics of a whole split, on rank 0 (elsewhere of no rows); all ranks call it."""
+        """Returns the metrics of a whole split; all ranks call it.
+
+        Rank 0 has the metrics of all rows, other ranks those of no rows.
+        """
         started = time.perf_counter()
         task, rows = self._state.task, score_split(self._state, self._dataset, split, self._ranks)
         values = {"split": split, "samples": self._samples, **task.metrics(rows)}
@@ -205,14 +196,14 @@ class Trainer:
         return {**values, "step": self._step, **task.details(rows)}
 
     def _run_segment(self, stop: Interruption) -> bool:
-        """Steps until something else is due; returns whether to stop."""
+        """Steps until something else is due; returns whether the run was interrupted."""
         end = self._end_of_segment()
-        self._handed_out = 0
+        self._num_in_flight = 0
         set_step(self._state.model, self._step)
         for loss, outputs in self._state.pipeline.outputs(self._batches(end - self._step)):
             self._step += 1
-            self._handed_out -= 1
-            self._account(loss, outputs)
+            self._num_in_flight -= 1
+            self._record_step(loss, outputs)
             if self._step % self._config.train.log_every == 0 or self._step == self.num_steps:
                 self._log()
             self._progress.advance(self._step)
@@ -222,22 +213,26 @@ class Trainer:
         return False
 
     def _batches(self, count: int) -> Iterator[Batch]:
+        """Yields the next batches, each of which is in flight until its step is done."""
         self._set_learning_rates()
         for batch in islice(iter(self._reader), count):
-            self._handed_out += 1
+            self._num_in_flight += 1
             yield batch
 
     def _set_learning_rates(self) -> None:
+        """Sets the learning rates of the next step."""
         self._learning_rate = self._state.optimizers.set_learning_rates(self._step)
 
     def _end_of_segment(self) -> int:
+        """Returns the step after which something else is due next."""
         train = self._config.train
         per_epoch = self._reader.batches_per_epoch
         ends = [self.num_steps, (self._step // per_epoch + 1) * per_epoch]
         ends += [(self._step // every + 1) * every for every in (train.evaluate_every, train.checkpoint_every) if every]
         return min(ends)
 
-    def _between_segments(self) -> None:
+    def _save_and_evaluate(self) -> None:
+        """Saves a checkpoint and evaluates on the validation split, where they are due after this step."""
         started = time.perf_counter()
         train, split = self._config.train, self._config.data.validation
         at_epoch_end = self._step % self._reader.batches_per_epoch == 0 or self._step == self.num_steps
@@ -248,27 +243,27 @@ class Trainer:
             self._progress.say(f"step {self._step}/{self.num_steps}  {split}: {self._state.task.describe(values)}")
         self._window.paused += time.perf_counter() - started
 
-    def _account(self, loss: Tensor, outputs: Outputs) -> None:
+    def _record_step(self, loss: Tensor, outputs: Outputs) -> None:
+        """Adds the step that was just done to the next line of metrics."""
         batch_size = self._config.train.batch_size
         done = (self._step - 1) % self._reader.batches_per_epoch * batch_size
         rows = min(batch_size, self._reader.num_rows - done)
         self._samples += rows
         self._window.add(loss, outputs, rows)
-        if loss.device.type == "cpu":  # on a GPU looking stops the stream: there the window is looked at as a whole
+        if (
+            loss.device.type == "cpu"
+        ):  # a look at a GPU's tensor waits for its stream: those are looked at once a line of metrics
             self._require_finite()
 
     def _require_finite(self) -> None:
         """Stops at the first step of the window whose loss on this rank is not finite."""
-        losses = self._window.losses
-        for_now = losses[-1:] if losses and losses[-1].device.type == "cpu" else losses
-        if not for_now:
-            return
-        bad = ~torch.isfinite(torch.stack(for_now))
-        if bad.any():
-            first = int(bad.nonzero()[0])
-            self._fail_not_finite(float(for_now[first]), self._step - len(for_now) + first + 1)
+        found = self._window.first_not_finite()
+        if found is not None:
+            steps_ago, loss = found
+            self._fail_not_finite(loss, self._step - steps_ago)
 
     def _log(self) -> None:
+        """Records and shows a line of metrics of the steps since the last one; all ranks call it."""
         self._require_finite()
         window = self._window
         replaced = replaced_shares(self._state.model, self._ranks)
@@ -276,7 +271,7 @@ class Trainer:
         rows = {name: gather_rows(torch.cat(values), self._ranks) for name, values in window.outputs.items()}
         seconds = window.seconds
         self._seconds += seconds
-        self._window = _Window()
+        self._window = MetricsWindow()
         if not self._ranks.is_first:
             return
         # each rank's loss is its share times the number of ranks
@@ -297,6 +292,7 @@ class Trainer:
         )
 
     def _fail_not_finite(self, loss: float, step: int) -> None:
+        """Writes this rank's rows of the step to a file and raises the RunError that names it."""
         epoch, batch = divmod(step - 1, self._reader.batches_per_epoch)
         path = self._folder.path / f"not-finite-step-{step}-rank-{self._ranks.rank}.npz"
         self._write_batch(epoch, batch, path)
@@ -309,6 +305,7 @@ class Trainer:
         )
 
     def _write_batch(self, epoch: int, batch: int, path: Path) -> None:
+        """Writes this rank's rows of a batch of an epoch as a NumPy archive."""
         state = {**self._reader.state_dict(), "epoch": epoch, "batch": batch}
         reader = self._make_reader(prefetch_batches=0)
         reader.load_state_dict(state)
@@ -322,12 +319,13 @@ class Trainer:
         np.savez(path, **arrays)  # type: ignore[arg-type]
 
     def _save(self) -> None:
+        """Begins to save a checkpoint after this step; all ranks call it."""
         self._require_finite()  # weights that have met a NaN must not replace good ones
         progress = {
             "step": self._step,
             "samples": self._samples,
             "seconds": self._seconds,
-            "reader": self._reader.state_dict(in_flight=self._handed_out),
+            "reader": self._reader.state_dict(in_flight=self._num_in_flight),
         }
         step, state = f"step {self._step}/{self.num_steps}", self._state
         self._checkpoints.save(
@@ -339,11 +337,13 @@ class Trainer:
         )
 
     def _restore(self, checkpoint: str) -> None:
+        """Loads a checkpoint, so that the run continues after its step; all ranks call it."""
         progress = self._checkpoints.load(checkpoint, self._state.model, self._state.optimizers.combined)
         self._reader.load_state_dict(progress["reader"])
         self._step, self._samples, self._seconds = progress["step"], progress["samples"], progress["seconds"]
 
     def _say_start(self) -> None:
+        """Prints from which step to which the run trains, with which plan and which replaced ids."""
         where = f"{self._ranks.world_size} x {self._ranks.device.type}"
         begin = f"resuming at step {self._step} of" if self._step else "training"
         self._progress.say(
@@ -351,17 +351,15 @@ class Trainer:
             f"run folder {self._folder.path}"
         )
         self._progress.say(f"plan: {describe_plan(self._state.plan)}")
-        preferred = None if self._start.plans.required is not None else self._start.plans.preferred
-        changed = [] if preferred is None else preferred.plan_inputs.differences(self._state.plan_inputs)
+        changed = self._start.plans.reasons_to_replan(self._state.plan_inputs)
         if changed:
             self._progress.say(f"planned anew, since the run's plan was made for something else: {'; '.join(changed)}")
-        if self._rates:
-            self._progress.say(
-                f"ids replaced: {self._num_replaced_tables} tables, p0 {', '.join(map(str, self._rates))}"
-            )
+        if self._sse:
+            rates = sorted({rule.p0 for rule in self._sse.values()})
+            self._progress.say(f"ids replaced: {len(self._sse)} tables, p0 {', '.join(map(str, rates))}")
 
     def _shown(self, values: Mapping[str, Any]) -> str:
-        """Returns a line of training metrics for a reader."""
+        """Returns training metrics as the line that is shown."""
         return (
             f"loss {values['loss']:.4f}  {self._state.task.describe_training(values)}  "
             f"{values['samples_per_second']:,.0f} samples/s  lr {values['learning_rate']:.3g}"
