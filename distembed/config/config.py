@@ -32,7 +32,17 @@ from distembed.tasks import ClickConfig, TaskSection
 
 @pydantic.dataclasses.dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
 class Config:
-    """Everything that a run depends on."""
+    """Everything that a run depends on.
+
+    Attributes:
+        data: The dataset and its splits.
+        model: The model and its sizes.
+        embedding: The embedding tables and how they are compressed.
+        train: Batches, optimizers, precision, checkpoints and the seed.
+        plan: What the planner may do to place tables.
+        sse: How ids are replaced in training.
+        task: What the model learns.
+    """
 
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelSection = field(default_factory=DLRMConfig)
@@ -43,7 +53,7 @@ class Config:
     task: TaskSection = field(default_factory=ClickConfig)
 
     def to_yaml(self) -> str:
-        """YAML that :func:`load_config` reads back to an equal config."""
+        """Returns YAML that :func:`load_config` reads back to an equal config."""
         return yaml.safe_dump(dataclasses.asdict(self), sort_keys=False)
 
 
@@ -56,7 +66,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     """Reads a YAML file, applies ``dotted.key=value`` overrides and validates the result.
 
     Raises:
-        UserError: with the full path of every mistake, and the nearest valid name of each unknown key.
+        UserError: The config is wrong; the error lists the path of every mistake and the nearest name of unknown keys.
     """
     values = _read_extended(path) if path is not None else {}
     for override in overrides:
@@ -65,7 +75,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """The same config for a process that works in another folder."""
+    """Returns the config with absolute paths, for a process that works in another folder."""
 
     def absolute(key: str, value: Any) -> Any:
         if isinstance(value, dict):
@@ -76,7 +86,7 @@ def with_absolute_paths(config: Config) -> Config:
 
 
 def input_paths(config: Config) -> list[str]:
-    """Files and folders that training reads, each once."""
+    """Returns the files and folders that training reads, each once."""
 
     def paths(key: str, value: Any) -> list[str]:
         if isinstance(value, dict):
@@ -87,7 +97,15 @@ def input_paths(config: Config) -> list[str]:
 
 
 def validate(values: Mapping[str, Any], source: str) -> Config:
-    """The config of nested plain values; ``source`` names them in the error."""
+    """Returns the config of nested plain values.
+
+    Args:
+        values: The sections of the config, by name.
+        source: Where the values are from, for the error.
+
+    Raises:
+        UserError: The values are wrong; the error lists every mistake.
+    """
     try:
         # strictness lets a section be given as a mapping only where the input is JSON
         return _ADAPTER.validate_json(json.dumps(values, default=str))
@@ -99,19 +117,20 @@ def validate(values: Mapping[str, Any], source: str) -> Config:
 
 
 def _once(mistakes: Sequence[Any]) -> list[dict[str, Any]]:
-    """Leaves out what an exception under ``tables`` only inherits from its section's ``default``."""
+    """Returns mistakes without those that a table under ``tables`` only inherits from its section's ``default``."""
 
     def identity(mistake: Any, depth: int) -> Any:
         # what is wrong with a table as a whole has as its input all that the table says
         place = mistake["loc"][depth:]
         return mistake["loc"][0], place, mistake["input"] if place else mistake["msg"]
 
-    of_default = [identity(m, 2) for m in mistakes if m["loc"][1:2] == ("default",)]
-    inherits = [m["loc"][1:2] == ("tables",) and identity(m, 3) in of_default for m in mistakes]
+    default_mistakes = [identity(m, 2) for m in mistakes if m["loc"][1:2] == ("default",)]
+    inherits = [m["loc"][1:2] == ("tables",) and identity(m, 3) in default_mistakes for m in mistakes]
     return [mistake for mistake, inherited in zip(mistakes, inherits, strict=True) if not inherited]
 
 
 def _describe(mistake: dict[str, Any], values: Mapping[str, Any]) -> str:
+    """Returns a mistake that pydantic found as a line: its path, what is wrong and what is close to it."""
     path = [str(part) for part in mistake["loc"]]
     where = ".".join(path)
     if mistake["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
@@ -152,6 +171,7 @@ def _section(kind: Any, values: Any) -> Any:
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
+    """Sets the value of an override, making sections that are not there."""
     key, separator, text = override.partition("=")
     path = key.split(".")
     if not separator or not all(path):
@@ -170,7 +190,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 
 def _read_extended(path: Path, followed: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The values of a file over those of the file that it extends."""
+    """Returns the values of a file, and those of the file that it extends where it has none."""
     values = _read_yaml(path)
     base = values.pop("extends", None)
     if base is None:
@@ -184,7 +204,7 @@ def _read_extended(path: Path, followed: tuple[Path, ...] = ()) -> dict[str, Any
 
 
 def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """``changes`` over ``base``, key by key; a section of another ``name`` has other keys, and replaces the whole."""
+    """Returns ``base`` with ``changes``, key by key; a section of another ``name`` is replaced, as its keys differ."""
     if "name" in changes and "name" in base and changes["name"] != base["name"]:
         return changes
     merged = {**base, **changes}
@@ -195,6 +215,7 @@ def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
+    """Returns the keys of a file, which may be empty."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -208,7 +229,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people mean it: ``1e-3`` is a number, and a key given twice is a mistake."""
+    """Reads YAML as people mean it: ``1e-3`` is a number, and a key that is given twice is a mistake."""
 
 
 # YAML 1.1 takes 1e-3 for a string, since it wants a dot
@@ -218,6 +239,7 @@ _Loader.add_implicit_resolver(
 
 
 def _mapping_without_repeats(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    """Returns a mapping whose keys are names, each given once."""
     seen = set()
     loader.flatten_mapping(node)  # what `<<: *anchor` stands for
     for key_node, _ in node.value:
@@ -234,6 +256,7 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping
 
 
 def _parse_yaml(text: str, source: str) -> Any:
+    """Returns the value of a YAML text; ``source`` is where it is from, for the error."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:

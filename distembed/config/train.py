@@ -13,23 +13,24 @@ _STRICT = ConfigDict(extra="forbid", strict=True)
 
 @pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
 class TrainConfig:
-    """How to train.
+    """How a model is trained.
 
     Attributes:
-        batch_size: rows of a step over all ranks together.
-        epochs: times that each training row is read.
-        max_steps: stop after so many steps, even within an epoch; null for no limit.
-        seed: of the weights, the order of rows and all else that is random.
-        dense_optimizer: of the networks.
-        sparse_optimizer: of the embedding tables.
-        precision: of the networks: ``bf16`` autocast, ``fp32``, or ``auto`` for bf16 where the processor does that.
-        device: ``cpu``, ``cuda``, or ``auto`` for CUDA where there is a device.
-        log_every: steps between two lines of metrics.
-        evaluate_every: steps between two evaluations on the validation split; 0 for the end of each epoch only.
-        checkpoint_every: steps between two checkpoints; 0 for the end of each epoch only.
-        keep_checkpoints: how many of the newest checkpoints are kept.
-        checkpoint_dir: where checkpoints go: a folder, relative to the run's if not absolute, or any URL that fsspec
-            knows, such as ``s3://bucket/folder``; null for ``checkpoints`` in the run's folder.
+        batch_size: Rows of a step on all ranks.
+        epochs: How many times each training row is read.
+        max_steps: Number of steps after which training ends, even within an epoch; null for no limit.
+        seed: Seed of the weights, the order of rows and everything else that is random.
+        dense_optimizer: Optimizer of the networks.
+        sparse_optimizer: Optimizer of the embedding tables.
+        precision: What the networks compute in: ``bf16`` for autocast, ``fp32``, or ``auto`` for bf16 where the
+            processor computes in it natively.
+        device: Type of the ranks' devices: ``cpu``, ``cuda``, or ``auto`` for CUDA where there is a device.
+        log_every: Steps between two lines of metrics.
+        evaluate_every: Steps between two evaluations on the validation split; 0 for the end of each epoch only.
+        checkpoint_every: Steps between two checkpoints; 0 for the end of each epoch only.
+        keep_checkpoints: Number of the newest checkpoints that are not removed.
+        checkpoint_dir: Folder for checkpoints, relative to the run's if not absolute, or any URL that fsspec knows,
+            such as ``s3://bucket/folder``; null for ``checkpoints`` in the run's folder.
     """
 
     batch_size: PositiveInt = 128

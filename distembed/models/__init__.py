@@ -1,4 +1,4 @@
-"""Models, unaware of ranks: each a file with its config beside it, and the name table.
+"""Models, which are unaware of ranks: each is a file with its config beside it, listed in a name table.
 
 A model of one's own is a config with ``name`` and ``build``, registered by ``MODELS["mine"] = MyConfig``; see
 :mod:`distembed.models.base`.
@@ -16,6 +16,6 @@ MODELS: dict[str, type[ModelConfig]] = {"dlrm": DLRMConfig, "dcn": DCNConfig}
 """Config class by model name."""
 
 ModelSection = Annotated[ModelConfig, ByName(MODELS, "model", default="dlrm")]
-"""The ``model`` section of a config, whose key ``name`` says which model it is of."""
+"""The ``model`` section of a config, whose key ``name`` says which model it configures."""
 
 __all__ = ["DCN", "MODELS", "DCNConfig", "DLRM", "DLRMConfig", "Model", "ModelConfig", "ModelInputs", "ModelSection"]

@@ -1,4 +1,4 @@
-"""What a model and its config are."""
+"""The base class of models, and the protocol of their configs."""
 
 from abc import ABC, abstractmethod
 from dataclasses import Field as DataclassField
@@ -15,10 +15,10 @@ Sizes = Annotated[list[PositiveInt], Field(min_length=1)]
 
 
 class Model(nn.Module, ABC):
-    """A module from fields of a batch to what a task makes a loss of; it is unaware of ranks and of tasks.
+    """A module that maps fields of a batch to outputs that a task computes a loss from.
 
-    It may have any number of embedding collections, of bags and of sequences, ours and TorchRec's, all of them made on
-    the meta device.
+    It is unaware of ranks and of tasks. It may have any number of embedding collections, of bags and of sequences, ours
+    and TorchRec's, all of them made on the meta device.
 
     Attributes:
         batch_fields: Names of the batch's fields that ``forward`` takes, in its order.

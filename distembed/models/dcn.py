@@ -1,7 +1,7 @@
 """Deep & Cross Network (Wang et al., ADKDD 2017), in the size of Shi et al., KDD 2020, section 5.
 
-Dense features and all embeddings, side by side, go through a deep network and beside it through cross layers
-``x_{l+1} = x_0 (w_l . x_l) + b_l + x_l``; one linear layer makes a logit of both.
+Dense features and all embeddings, side by side, go through a deep network and, in parallel, through cross layers
+``x_{l+1} = x_0 (w_l . x_l) + b_l + x_l``; one linear layer computes a logit from both outputs.
 """
 
 from collections.abc import Sequence
@@ -24,12 +24,12 @@ from distembed.models.mlp import MLP, make_linear
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class DCNConfig:
-    """Sizes of :class:`DCN`.
+    """The ``model`` section of a config for :class:`DCN`.
 
     Attributes:
-        name: ``dcn``.
+        name: The model's name, ``dcn``.
         deep: Hidden sizes of the deep network.
-        num_cross_layers: Number of cross layers beside it.
+        num_cross_layers: Number of cross layers.
     """
 
     name: Literal["dcn"] = "dcn"
@@ -43,7 +43,12 @@ class DCNConfig:
 
 
 class CrossLayers(nn.Module):
-    """``x_{l+1} = x_0 (w_l . x_l) + b_l + x_l`` (Wang et al. 2017, equation 3)."""
+    """Layers ``x_{l+1} = x_0 (w_l . x_l) + b_l + x_l`` (Wang et al. 2017, equation 3).
+
+    Args:
+        in_features: Dimension of each ``x_l``.
+        num_layers: Number of layers.
+    """
 
     def __init__(self, in_features: int, num_layers: int) -> None:
         super().__init__()
@@ -59,7 +64,16 @@ class CrossLayers(nn.Module):
 
 
 class DCN(Model):
-    """Dense [B, I] and ids -> logits [B]; arguments as those of :class:`distembed.models.DLRM`."""
+    """Maps dense features [batch, dense] and ids to logits [batch].
+
+    Args:
+        embeddings: Maps a KeyedJaggedTensor to a KeyedTensor whose keys have ``embedding_dim`` numbers each.
+        vector_names: The keys of that KeyedTensor.
+        embedding_dim: Dimension of a composed vector.
+        num_dense: Number of dense features.
+        deep: Hidden sizes of the deep network.
+        num_cross_layers: Number of cross layers.
+    """
 
     batch_fields = (DENSE_FEATURES, SPARSE_FEATURES)
 
@@ -83,7 +97,7 @@ class DCN(Model):
     def forward(
         self, dense_features: Float[Tensor, "batch dense"], sparse_features: KeyedJaggedTensor
     ) -> Float[Tensor, " batch"]:
-        """Logits of a click."""
+        """Returns a logit for each row."""
         vectors = self.stack(self.embeddings(sparse_features))
         inputs = torch.cat([dense_features, vectors.flatten(1).to(dense_features.dtype)], dim=1)
         return self.output(torch.cat([self.deep(inputs), self.cross(inputs)], dim=1)).squeeze(1)

@@ -1,7 +1,7 @@
 """DLRM (Naumov et al., arXiv 1906.00091), in the size of Shi et al., KDD 2020, section 5.
 
-A bottom network embeds the dense features; pairwise dot products of that vector and all feature embeddings, without
-self-products, go with it into a top network that ends in one logit.
+A bottom network embeds the dense features. Its vector and the pairwise dot products of it and all feature embeddings,
+without self-products, go into a top network that ends in one logit.
 """
 
 from collections.abc import Sequence
@@ -25,12 +25,12 @@ from distembed.models.mlp import MLP
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class DLRMConfig:
-    """Hidden sizes of :class:`DLRM`; its input, D and 1 follow from the data and the tables.
+    """The ``model`` section of a config for :class:`DLRM`; all other sizes follow from the data and the tables.
 
     Attributes:
-        name: ``dlrm``.
-        bottom: Hidden sizes of the network over the dense features, which ends in D.
-        top: Hidden sizes of the network over the interactions, which ends in 1.
+        name: The model's name, ``dlrm``.
+        bottom: Hidden sizes of the network over the dense features; its output has the dimension of the embeddings.
+        top: Hidden sizes of the network over the interactions; its output is one logit.
     """
 
     name: Literal["dlrm"] = "dlrm"
@@ -44,15 +44,19 @@ class DLRMConfig:
 
 
 class DLRM(Model):
-    """Dense [B, I] and ids -> logits [B].
+    """Maps dense features [batch, dense] and ids to logits [batch].
 
     Args:
-        embeddings: KeyedJaggedTensor -> KeyedTensor, each key of ``embedding_dim``.
-        vector_names: its F keys: the categorical features, or more where a feature gives several vectors.
-        embedding_dim: D.
-        num_dense: I; with 0 the bottom network is left out.
-        bottom: hidden sizes of the bottom network, which ends in D.
-        top: hidden sizes of the top network, which ends in 1.
+        embeddings: Maps a KeyedJaggedTensor to a KeyedTensor whose keys have ``embedding_dim`` numbers each.
+        vector_names: The keys of that KeyedTensor: the categorical features, or more where a feature has several
+            vectors.
+        embedding_dim: Dimension of a composed vector.
+        num_dense: Number of dense features; with 0 there is no bottom network.
+        bottom: Hidden sizes of the bottom network, whose output has ``embedding_dim`` numbers.
+        top: Hidden sizes of the top network, whose output is one logit.
+
+    Raises:
+        UserError: There is neither a dense nor a categorical feature.
     """
 
     batch_fields = (DENSE_FEATURES, SPARSE_FEATURES)
@@ -80,7 +84,7 @@ class DLRM(Model):
     def forward(
         self, dense_features: Float[Tensor, "batch dense"], sparse_features: KeyedJaggedTensor
     ) -> Float[Tensor, " batch"]:
-        """Logits of a click."""
+        """Returns a logit for each row."""
         vectors = self.stack(self.embeddings(sparse_features))
         if self.bottom is None:
             return self.top(self.interactions(vectors)).squeeze(1)

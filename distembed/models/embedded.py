@@ -1,4 +1,4 @@
-"""From a KeyedTensor to one tensor in the model's feature order."""
+"""Stacks the vectors of a KeyedTensor into one tensor, in the order of the model's features."""
 
 from collections.abc import Sequence
 
@@ -9,9 +9,14 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 
 
 class StackFeatures(nn.Module):
-    """Features in the given order, whatever the order of keys, which follows the sharding plan.
+    """Stacks the vectors of features in a given order; the order of a KeyedTensor's keys follows the sharding plan.
 
-    A module, not a function: TorchRec's pipeline traces down to modules, and keys are known only as it runs.
+    It is a module, not a function, since TorchRec's pipeline traces down to modules, and keys are known only at run
+    time.
+
+    Args:
+        vector_names: The keys in the order to stack them.
+        embedding_dim: Dimension of every vector.
     """
 
     def __init__(self, vector_names: Sequence[str], embedding_dim: int) -> None:
@@ -20,7 +25,7 @@ class StackFeatures(nn.Module):
         self.embedding_dim = embedding_dim
 
     def forward(self, embedded: KeyedTensor) -> Float[Tensor, "batch features dim"]:
-        """Stacks every feature's vector."""
+        """Returns the vectors of every key."""
         if embedded.keys() == self.vector_names:
             values = embedded.values()
         else:

@@ -1,4 +1,4 @@
-"""What a model is built from: a dataset's dense features, and embedding collections over its categorical ones."""
+"""The inputs of a model: a dataset's dense features, and embedding collections over its categorical ones."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -21,14 +21,14 @@ from distembed.sse import SSE
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """A dataset's features and the table of each categorical one.
+    """A dataset's features, and a table for each categorical feature.
 
-    A model makes as many collections of them as it needs, each over the features that it names. Weights lie on the meta
-    device and take no memory, until ``DistributedModelParallel`` makes them where they are placed.
+    A model makes as many collections of these tables as it needs, each over the features that it names. Weights are on
+    the meta device, where they take no memory, until ``DistributedModelParallel`` makes them where they are placed.
 
     Attributes:
-        schema: Of the dataset.
-        tables: By feature, named like it.
+        schema: The columns of the dataset.
+        tables: The table of each categorical feature, by the feature's name, which is also the table's.
         embedding_dim: Dimension D of a composed vector, the same for all tables.
     """
 
@@ -40,13 +40,13 @@ class ModelInputs:
     def from_config(
         cls, schema: Schema, embedding: EmbeddingConfig, seed: int = 0, sse: Mapping[str, SSE] | None = None
     ) -> "ModelInputs":
-        """Makes the tables of a dataset's features.
+        """Returns the inputs of a model on a dataset.
 
         Args:
-            schema: Of the dataset.
+            schema: The columns of the dataset.
             embedding: The ``embedding`` section of a config.
-            seed: Of the initial values, and of what ``sse`` draws.
-            sse: By feature, how ids are replaced in training.
+            seed: Seed of the initial values and of the draws of ``sse``.
+            sse: The rule by which ids are replaced in training, by feature; none are unless it is given.
 
         Raises:
             UserError: The section names a feature that is not there, or a table cannot be made as it is set.
@@ -56,7 +56,7 @@ class ModelInputs:
 
     @property
     def num_dense(self) -> int:
-        """Number of dense features."""
+        """The number of dense features."""
         return len(self.schema.dense)
 
     def pooled_embeddings(self, features: Sequence[str] | None = None, suffix: str = "") -> tuple[nn.Module, list[str]]:
@@ -64,10 +64,10 @@ class ModelInputs:
 
         Args:
             features: Names of categorical features; all unless given.
-            suffix: Added to the tables' names, where several collections have tables of the same features.
+            suffix: What to add to the tables' names, where several collections have tables of the same features.
 
         Returns:
-            The collection, from KeyedJaggedTensor to KeyedTensor, and the keys of that.
+            The collection, which maps a KeyedJaggedTensor to a KeyedTensor, and the keys of the KeyedTensor.
 
         Raises:
             UserError: A feature is not in the schema.
@@ -81,7 +81,7 @@ class ModelInputs:
         """Makes a collection that maps ids to one vector an id; arguments and errors as :meth:`pooled_embeddings`.
 
         Returns:
-            The collection, from KeyedJaggedTensor to a dictionary of JaggedTensors, and the keys of that.
+            The collection, which maps a KeyedJaggedTensor to a dictionary of JaggedTensors, and its keys.
         """
         names = [each.name for each in fields(CompositionalEmbeddingConfig)]
         tables = [
@@ -91,12 +91,15 @@ class ModelInputs:
         return self._make_sequences(tables), vector_names(tables)
 
     def _make_pooled(self, tables: Sequence[CompositionalEmbeddingBagConfig]) -> nn.Module:
+        """Returns a collection of bags over these tables."""
         return CompositionalEmbeddingBagCollection(tables, device="meta")
 
     def _make_sequences(self, tables: Sequence[CompositionalEmbeddingConfig]) -> nn.Module:
+        """Returns a collection of sequences over these tables."""
         return CompositionalEmbeddingCollection(tables, device="meta")
 
     def _chosen(self, features: Sequence[str] | None, suffix: str) -> list[CompositionalEmbeddingBagConfig]:
+        """Returns the tables of the features, with the suffix added to their names."""
         names = self.tables if features is None else features
         tables = [self.tables[one_of("feature of an embedding collection", name, self.tables)] for name in names]
         return [replace(table, name=table.name + suffix) for table in tables] if suffix else tables

@@ -12,7 +12,13 @@ from torch import Tensor, nn
 
 
 class PairwiseDots(nn.Module):
-    """Vectors [B, V, D] -> dot products [B, V(V-1)/2] of each pair i < j, in the order (0,1), (0,2), ..., (1,2), ..."""
+    """Maps vectors [B, V, D] to the dot products [B, V(V-1)/2] of all pairs i < j.
+
+    Pairs are in the order (0,1), (0,2), ..., (1,2), ...
+
+    Args:
+        num_vectors: Number V of vectors a row.
+    """
 
     def __init__(self, num_vectors: int) -> None:
         super().__init__()
@@ -25,7 +31,7 @@ class PairwiseDots(nn.Module):
         self.register_buffer("_pair_of_cell", pair_of_cell.flatten(), persistent=False)
 
     def forward(self, vectors: Float[Tensor, "batch vectors dim"]) -> Float[Tensor, "batch pairs"]:
-        """Multiplies every pair; under autocast in its dtype, with the result in that of the vectors."""
+        """Returns the dot product of every pair, in the dtype of the vectors; under autocast computed in its dtype."""
         device_type = vectors.device.type
         in_dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else vectors.dtype
         products = _PairwiseDots.apply(vectors, self._cell_of_pair, self._pair_of_cell, in_dtype)  # type: ignore[no-untyped-call]
@@ -33,7 +39,7 @@ class PairwiseDots(nn.Module):
 
 
 class _PairwiseDots(torch.autograd.Function):
-    """The products are taken in ``in_dtype``; gathers are not: on a CPU those of bf16 are eight times slower."""
+    """Computes products in ``in_dtype`` and gathers in the vectors' dtype, as bf16 gathers are slow on a CPU."""
 
     @staticmethod
     def forward(ctx: Any, vectors: Tensor, cell_of_pair: Tensor, pair_of_cell: Tensor, in_dtype: torch.dtype) -> Tensor:

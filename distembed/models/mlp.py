@@ -1,4 +1,4 @@
-"""Multi-layer perceptron, and its initialisation."""
+"""A multi-layer perceptron and its initial weights."""
 
 from collections.abc import Sequence
 
@@ -7,9 +7,14 @@ from torch import Tensor, nn
 
 
 class MLP(nn.Module):
-    """Linear layers with ReLU after each (also after the last unless ``last_is_linear``).
+    """Linear layers with a ReLU after each of them.
 
     Weights start from N(0, 2/(fan_in + fan_out)) (Glorot and Bengio, AISTATS 2010, equation 12) and biases from 0.
+
+    Args:
+        in_features: Size of the input.
+        sizes: Output size of each layer.
+        last_is_linear: Whether the last layer has no ReLU.
     """
 
     def __init__(self, in_features: int, sizes: Sequence[int], last_is_linear: bool = False) -> None:
@@ -26,7 +31,7 @@ class MLP(nn.Module):
 
 
 def make_linear(fan_in: int, fan_out: int) -> nn.Linear:
-    """A linear layer with the initialisation that :class:`MLP` describes."""
+    """Returns a linear layer with the initial weights that :class:`MLP` describes."""
     linear = nn.Linear(fan_in, fan_out)
     nn.init.xavier_normal_(linear.weight)
     nn.init.zeros_(linear.bias)

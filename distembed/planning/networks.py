@@ -1,6 +1,6 @@
-"""What a model's networks take of a rank's memory, and how much they compute, found by running them on fake tensors.
+"""Estimates the memory and the computation of a model's networks on a rank, by a step on fake tensors.
 
-Only shapes exist of these: a step of any size takes no memory, and no GPU.
+Fake tensors have shapes and no values, so that a step of any size takes no memory and no GPU.
 """
 
 import math
@@ -30,16 +30,17 @@ from distembed.tasks import Task
 
 @dataclass(frozen=True)
 class NetworkEstimate:
-    """The networks on a rank, in bytes; every rank has all of them.
+    """The memory and computation of the networks on a rank; every rank has all of them.
 
     Attributes:
-        parameters: weights and biases.
-        buffers: what is no parameter and is not trained, such as an order of pairs.
-        gradients: of the parameters; they are views of the buckets of DistributedDataParallel, where there are some.
-        optimizer_state: what the dense optimizer keeps.
-        peak: the fullest moment of forward and backward, beside all the above where ranks average gradients in buckets;
-            with one rank gradients count, as they come.
-        flops: floating-point operations of the forward and backward passes.
+        parameters: Bytes of weights and biases.
+        buffers: Bytes of the tensors that are not trained, such as an order of pairs.
+        gradients: Bytes of the parameters' gradients, which are views of the buckets of DistributedDataParallel where
+            ranks average them.
+        optimizer_state: Bytes of the dense optimizer's state.
+        peak: Most bytes at once in the forward and backward passes, beside all the above where ranks average gradients
+            in buckets; on a single rank gradients are among them as they arise.
+        flops: Number of floating-point operations of the forward and backward passes.
     """
 
     parameters: int = 0
@@ -66,6 +67,7 @@ class _LiveBytes(TorchDispatchMode):
         return returned
 
     def _count(self, storage: torch.UntypedStorage) -> None:
+        """Adds the bytes of a storage that is not known yet, until it is freed."""
         key, num_bytes = storage._cdata, storage.nbytes()
         if key not in self._known:
             self._known.add(key)
@@ -74,12 +76,13 @@ class _LiveBytes(TorchDispatchMode):
             weakref.finalize(storage, self._forget, key, num_bytes)
 
     def _forget(self, key: int, num_bytes: int) -> None:
+        """Subtracts the bytes of a storage that is freed."""
         self._known.discard(key)
         self.now -= num_bytes
 
 
-class _Arrived(torch.autograd.Function):
-    """Makes vectors out of nothing, which only autograd keeps, and whose gradient goes nowhere."""
+class _EmptyVectors(torch.autograd.Function):
+    """Returns vectors [num_rows, num_columns] that depend on no weights, so that their gradient is dropped."""
 
     @staticmethod
     def forward(ctx: Any, origin: Tensor, num_rows: int, num_columns: int) -> Tensor:
@@ -91,32 +94,37 @@ class _Arrived(torch.autograd.Function):
 
 
 class _Vectors(nn.Module):
-    """Stands in for an embedding collection: gives the vectors that it would give, without tables."""
+    """Stands in for an embedding collection: returns vectors of the same shapes, without tables."""
 
     def __init__(self, tables: Sequence[CompositionalEmbeddingConfig]) -> None:
         super().__init__()
         self._tables = tables
         self._origin = torch.empty(0, requires_grad=True)
 
-    def _arrived(self, num_rows: int, num_columns: int) -> Tensor:
-        arrived: Tensor = _Arrived.apply(self._origin, num_rows, num_columns)  # type: ignore[no-untyped-call]
-        return arrived
+    def _empty_vectors(self, num_rows: int, num_columns: int) -> Tensor:
+        """Returns vectors of this shape that take part in the backward pass."""
+        vectors: Tensor = _EmptyVectors.apply(self._origin, num_rows, num_columns)  # type: ignore[no-untyped-call]
+        return vectors
 
 
 class _PooledVectors(_Vectors):
+    """Stands in for a collection of bags: returns one vector a row and feature."""
+
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         keys = {name: table.embedding_dim for table in self._tables for name in vector_names([table])}
-        return KeyedTensor(list(keys), list(keys.values()), self._arrived(features.stride(), sum(keys.values())))
+        return KeyedTensor(list(keys), list(keys.values()), self._empty_vectors(features.stride(), sum(keys.values())))
 
 
 class _SequenceVectors(_Vectors):
+    """Stands in for a collection of sequences: returns one vector an id."""
+
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         outputs = {}
         for table in self._tables:
             for feature in table.feature_names:
                 ids = features[feature]
                 for name in table.vector_names(feature):
-                    vectors = self._arrived(len(ids.values()), table.embedding_dim)
+                    vectors = self._empty_vectors(len(ids.values()), table.embedding_dim)
                     outputs[name] = JaggedTensor(vectors, lengths=ids.lengths())
         return outputs
 
@@ -143,16 +151,16 @@ def estimate_network(
     """Runs a step of a model's networks on fake tensors, which take no memory.
 
     Args:
-        model_config: Of the model.
-        inputs: What it is built from; embedding tables do not count here.
-        task: What it learns.
-        num_rows: b, rows of a step on one rank.
-        optimizer: Name of the dense one, a key of ``OPTIMIZERS``.
+        model_config: The config's section ``model``.
+        inputs: The features and tables that the model is built from; the memory of tables is not counted.
+        task: The task that the model learns.
+        num_rows: Rows of a step on one rank.
+        optimizer: Name of the dense optimizer, a key of ``OPTIMIZERS``.
         bf16: Whether the networks compute in bf16.
         averages: Whether gradients are averaged over ranks, in buckets.
 
     Returns:
-        None for a model whose step depends on values, which fake tensors do not have.
+        The estimate; None for a model whose step depends on values, which fake tensors do not have.
     """
     with FakeTensorMode(), FlopCounterMode(display=False) as counter, _LiveBytes() as live:
         model = model_config.build(_VectorInputs(inputs.schema, inputs.tables, inputs.embedding_dim))
@@ -171,9 +179,9 @@ def estimate_network(
         peak = live.peak - before
     trained = sum(map(_num_bytes, parameters))
     kind = OPTIMIZERS[optimizer]
-    kept = sum(kind.torch_state_bytes(0, parameter.numel()) for parameter in parameters)
+    optimizer_state = sum(kind.torch_state_bytes(0, parameter.numel()) for parameter in parameters)
     return NetworkEstimate(
-        trained, sum(map(_num_bytes, model.buffers())), trained, kept, peak, counter.get_total_flops()
+        trained, sum(map(_num_bytes, model.buffers())), trained, optimizer_state, peak, counter.get_total_flops()
     )
 
 
@@ -205,6 +213,7 @@ def _empty_batch(schema: Schema, num_rows: int) -> Batch:
 
 
 def _step(model: Model, task: Task, batch: Batch, bf16: bool) -> None:
+    """Runs the forward and backward passes of a batch."""
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
         outputs = model(*[batch[name] for name in model.batch_fields])
     loss = task.step(outputs, batch)[0]
@@ -212,8 +221,10 @@ def _step(model: Model, task: Task, batch: Batch, bf16: bool) -> None:
 
 
 def _drop_gradient(parameter: Tensor) -> None:
+    """Frees a gradient at once, as if it were copied into its bucket."""
     parameter.grad = None
 
 
 def _num_bytes(tensor: Tensor) -> int:
+    """Returns the bytes of a tensor's values."""
     return tensor.numel() * tensor.itemsize

@@ -1,7 +1,7 @@
-"""What a plan was made for, kept beside it: its ranks, a step's rows, the model, the optimizers and every table.
+"""The inputs of a plan, which are saved beside it: the ranks, a step's rows, the model, optimizers and tables.
 
-A plan that is taken up for something else would place the same numbers and still be wrong: what was reported of its
-memory and its times would not be what runs.
+With other inputs a saved plan might still place every table, but the memory and the times that were reported of it
+would not be those of the run. So it is applied only where its inputs are the same.
 """
 
 import dataclasses
@@ -18,17 +18,17 @@ _AtLeastOne = Annotated[int, Field(strict=True, ge=1)]
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class TablePlanInputs:
-    """A table that a plan was made for.
+    """An embedding table among the inputs of a plan.
 
     Attributes:
-        scheme: name of the partition.
-        rows: of each partition.
-        dims: numbers of a row of each partition.
-        composition: its name.
-        embedding_dim: of a composed vector.
-        data_type: of the vectors, as TorchRec names it.
-        pooling: None for a table of sequences.
-        feature_names: that are looked up in it.
+        scheme: Name of the table's partition.
+        rows: Number of rows of each partition.
+        dims: How many numbers make a row of each partition.
+        composition: Name of the composition.
+        embedding_dim: Dimension of a composed vector.
+        data_type: Type of the vectors, by TorchRec's name.
+        pooling: How the vectors of a bag are pooled; None for a table of sequences.
+        feature_names: Names of the features whose ids are looked up in the table.
     """
 
     scheme: str
@@ -41,8 +41,8 @@ class TablePlanInputs:
     feature_names: list[str]
 
     @classmethod
-    def of(cls, table: CompositionalEmbeddingConfig) -> "TablePlanInputs":
-        """That of a table which is there."""
+    def from_table(cls, table: CompositionalEmbeddingConfig) -> "TablePlanInputs":
+        """Returns what a plan depends on of a table."""
         parts = table.partition_tables()
         return cls(
             scheme=table.scheme.name,
@@ -58,17 +58,17 @@ class TablePlanInputs:
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class PlanInputs:
-    """What a plan was made for.
+    """The inputs of a plan.
 
     Attributes:
-        world_size: number of ranks.
-        local_world_size: number of ranks on a machine.
-        device_kind: ``cuda`` or ``cpu``.
-        batch_size: rows of a step on all ranks.
-        model: the config's section in plain values.
-        sparse_optimizer: name of the tables' optimizer.
-        dense_optimizer: name of the networks'.
-        tables: by name.
+        world_size: Number of ranks.
+        local_world_size: Number of ranks on a machine.
+        device_kind: Type of the ranks' devices, ``cuda`` or ``cpu``.
+        batch_size: Rows of a step on all ranks.
+        model: The config's section ``model`` in plain values.
+        sparse_optimizer: Name of the optimizer of the tables.
+        dense_optimizer: Name of the optimizer of the networks.
+        tables: The inputs of every table, by its name.
     """
 
     world_size: _AtLeastOne
@@ -81,11 +81,11 @@ class PlanInputs:
     tables: dict[str, TablePlanInputs]
 
     def as_json(self) -> dict[str, Any]:
-        """In plain values."""
+        """Returns the inputs in plain values."""
         return dataclasses.asdict(self)
 
     def differences(self, now: "PlanInputs") -> list[str]:
-        """A line for each value that is another one now, with both; tables that differ alike share one."""
+        """Returns a line for each value that differs now, with both values; tables that differ alike share a line."""
         own, others = self.as_json(), now.as_json()
         tables, tables_now = own.pop("tables"), others.pop("tables")
         lines = [f"{path}: {values}" for path, values in _changed(own, others)]
@@ -95,27 +95,29 @@ class PlanInputs:
         for name in tables:
             for change in _changed(tables[name], tables_now.get(name, tables[name])):
                 alike.setdefault(change, []).append(name)
-        return lines + [f"{path} of {_listed(names)}: {values}" for (path, values), names in alike.items()]
+        return lines + [f"{path} of {_name_tables(names)}: {values}" for (path, values), names in alike.items()]
 
 
 def table_plan_inputs(tables: Sequence[CompositionalEmbeddingConfig]) -> dict[str, TablePlanInputs]:
-    """By name."""
-    return {table.name: TablePlanInputs.of(table) for table in tables}
+    """Returns the inputs of tables, by their names."""
+    return {table.name: TablePlanInputs.from_table(table) for table in tables}
 
 
-def _listed(names: Sequence[str]) -> str:
+def _name_tables(names: Sequence[str]) -> str:
+    """Returns names of tables as they stand in a line."""
     return f"table{'s' if len(names) > 1 else ''} {', '.join(map(repr, names))}"
 
 
 def _changed(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted path, and both values as they are said."""
+    """Yields the dotted path of each value that differs, and a text with both values."""
     for key in before | now:
         own, other = before.get(key), now.get(key)
         if isinstance(own, dict) and isinstance(other, dict):
             yield from _changed(own, other, f"{prefix}{key}.")
         elif own != other or (key in before) != (key in now):
-            yield f"{prefix}{key}", f"{_said(before, key)} in the plan, {_said(now, key)} now"
+            yield f"{prefix}{key}", f"{_as_text(before, key)} in the plan, {_as_text(now, key)} now"
 
 
-def _said(values: dict[str, Any], key: str) -> str:
+def _as_text(values: dict[str, Any], key: str) -> str:
+    """Returns a value as text; a missing one as ``nothing``."""
     return repr(values[key]) if key in values else "nothing"

@@ -1,9 +1,9 @@
-"""A plan that was kept as JSON, taken up again: what was reported is what runs.
+"""Plans that are saved as JSON and applied in a later run, so that what was reported is what runs.
 
-A file holds ``plan`` and beside it ``made_for``, the :class:`PlanInputs`. It is refused for three reasons, each with
-everything that is wrong at once. Its form is no plan's (:func:`read_saved_plan`); it was made for something else than
-what is to run, be it ranks, batch, model, optimizers or tables; or it does not place the tables that it says it was
-made for (:func:`apply_saved_plan`).
+A file holds the plan under ``plan`` and its :class:`PlanInputs` under ``made_for``. :func:`read_saved_plan` refuses a
+file that has not the form of a plan. :func:`apply_saved_plan` refuses a plan whose inputs differ from those of the run,
+be it in ranks, batch, model, optimizers or tables, and a plan that does not place the tables of its own inputs. Each
+error lists everything that is wrong.
 """
 
 import json
@@ -43,12 +43,12 @@ _Pair = Annotated[list[_Count], Field(min_length=2, max_length=2)]
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class SavedShard:
-    """What a rank has of a table as one unit.
+    """A shard of a table: a block of its rows and columns that one rank holds.
 
     Attributes:
-        rank: that has it.
-        offset: of the first row and column.
-        size: rows and columns.
+        rank: The rank that holds the shard.
+        offset: First row and first column of the shard in the table.
+        size: Number of rows and of columns.
     """
 
     rank: _Count
@@ -56,19 +56,19 @@ class SavedShard:
     size: _Pair
 
     def span(self, axis: int) -> tuple[int, int]:
-        """First row (axis 0) or column (1), and the one behind the last."""
+        """Returns the first row (axis 0) or column (axis 1), and the one after the last."""
         return self.offset[axis], self.offset[axis] + self.size[axis]
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class SavedTable:
-    """Where a table goes.
+    """Where a plan places a table.
 
     Attributes:
-        sharding_type: as TorchRec names it.
-        compute_kernel: likewise.
-        ranks: of the shards, in their order; of all copies of a table that is replicated.
-        shards: empty for a table that is replicated.
+        sharding_type: How the table is sharded, by TorchRec's name.
+        compute_kernel: What computes lookups in it, by TorchRec's name.
+        ranks: The rank of each shard, in the order of the shards; of a replicated table, the ranks of its copies.
+        shards: The shards of the table; none of a replicated table.
     """
 
     sharding_type: str
@@ -79,11 +79,11 @@ class SavedTable:
 
 @dataclass(frozen=True)
 class SavedPlan:
-    """A plan as it was read.
+    """A plan that was read from a file.
 
     Attributes:
-        modules: where tables go, by module and table.
-        plan_inputs: what it was made for.
+        modules: Where tables are placed, by the path of their module and their name.
+        plan_inputs: The inputs of the plan.
     """
 
     modules: Mapping[str, Mapping[str, SavedTable]]
@@ -92,17 +92,17 @@ class SavedPlan:
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class _SavedPlanFile:
-    """What is read of a file; its keys are the names of the attributes."""
+    """The form of a file, whose keys are the names of the attributes."""
 
     made_for: PlanInputs
     plan: dict[str, dict[str, SavedTable]]
 
 
 def read_saved_plan(path: Path) -> SavedPlan:
-    """The plan in a file that ``distembed plan --output`` wrote, or in a run's ``plan.json``.
+    """Returns the plan of a file that ``distembed plan --output`` wrote, or of a run's ``plan.json``.
 
     Raises:
-        UserError: where it cannot be read, or is no plan.
+        UserError: The file cannot be read, or holds no plan.
     """
     values = _read_json(path)
     if not isinstance(values, dict) or not values:
@@ -118,6 +118,7 @@ def read_saved_plan(path: Path) -> SavedPlan:
 
 
 def _read_json(path: Path) -> Any:
+    """Returns the JSON value of a file."""
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -125,10 +126,10 @@ def _read_json(path: Path) -> Any:
 
 
 def _checked(path: Path, kind: Any, value: Any) -> Any:
-    """The value if it is of this kind.
+    """Returns a file's value as an instance of ``kind``.
 
     Raises:
-        UserError: with all parts of it that are not.
+        UserError: The value has another form; the error lists all parts that are wrong.
     """
     try:
         return TypeAdapter(kind).validate_python(value)
@@ -138,11 +139,12 @@ def _checked(path: Path, kind: Any, value: Any) -> Any:
 
 
 def _explained(error: Any) -> str:
-    place_of_it = " / ".join(repr(part) if isinstance(part, str) else str(part) for part in error["loc"])
+    """Returns a mistake that pydantic found as text: where it is, what is there and what should be."""
+    path = " / ".join(repr(part) if isinstance(part, str) else str(part) for part in error["loc"])
     if error["type"] == "missing":
-        return f"{place_of_it} is missing"
+        return f"{path} is missing"
     wanted = error["msg"].removeprefix("Input should be ").removeprefix("an instance of ")
-    return f"{place_of_it or 'the file'} is {reprlib.repr(error['input'])} and should be {wanted}"
+    return f"{path or 'the file'} is {reprlib.repr(error['input'])} and should be {wanted}"
 
 
 def apply_saved_plan(
@@ -151,16 +153,16 @@ def apply_saved_plan(
     now: PlanInputs,
     fused: bool = True,
 ) -> ShardingPlan:
-    """Returns the plan for TorchRec, if it is for what runs now.
+    """Returns a saved plan in TorchRec's form.
 
     Args:
-        saved: The plan as it was read.
-        tables: Of each collection of the model, by its path.
-        now: What runs.
-        fused: Whether FBGEMM has the tables' optimizer; else they need dense kernels.
+        saved: The plan that was read.
+        tables: The tables of each collection of the model, by its path.
+        now: The inputs of a plan for the model, the ranks and the settings of this run.
+        fused: Whether FBGEMM has the tables' optimizer; without it they need dense kernels.
 
     Raises:
-        UserError: The plan is for something else, or places other tables than it says; with every difference.
+        UserError: The inputs of the plan differ, or it does not place the tables; the error lists every difference.
     """
     changed = saved.plan_inputs.differences(now)
     if changed:
@@ -191,7 +193,14 @@ def apply_saved_plan(
 
 @dataclass(frozen=True)
 class _Ranks:
-    """The ranks that there are; attributes as in :class:`PlanInputs`, and ``fused`` of :func:`apply_saved_plan`."""
+    """The ranks of this run.
+
+    Attributes:
+        world_size: Number of ranks.
+        local_world_size: Number of ranks on a machine.
+        device_kind: Type of their devices, ``cuda`` or ``cpu``.
+        fused: Whether FBGEMM has the tables' optimizer on them.
+    """
 
     world_size: int
     local_world_size: int
@@ -199,7 +208,7 @@ class _Ranks:
     fused: bool
 
     def sharding(self, own: SavedTable) -> ParameterSharding:
-        """TorchRec's form of where a table goes."""
+        """Returns where a table is placed in TorchRec's form."""
         shards = [
             ShardMetadata(
                 list(shard.offset), list(shard.size), placement(self.device_kind, shard.rank, self.local_world_size)
@@ -210,7 +219,7 @@ class _Ranks:
         return ParameterSharding(own.sharding_type, own.compute_kernel, list(own.ranks), spec)
 
     def kernels(self, sharding_type: str) -> Sequence[str]:
-        """Compute kernels that tables can have."""
+        """Returns the compute kernels that tables of a sharding type can have."""
         if sharding_type == ShardingType.DATA_PARALLEL.value or not self.fused:
             return (_DENSE,)
         return COMPUTE_KERNELS if self.device_kind == "cuda" else _ON_CPU
@@ -219,6 +228,7 @@ class _Ranks:
 def _differences(
     saved: SavedPlan, module: str, tables: Mapping[str, CompositionalEmbeddingConfig], ranks: _Ranks
 ) -> Iterator[str]:
+    """Yields a line for each reason why the tables of a module cannot be placed by the plan."""
     if module not in saved.modules:
         yield f"module {module!r} is in the model and not in the plan, which has {', '.join(map(repr, saved.modules))}"
         return
@@ -226,12 +236,13 @@ def _differences(
     yield from (f"table {name!r} is in the plan and not in the model" for name in planned if name not in tables)
     for name, table in tables.items():
         if name in planned:
-            yield from _differences_of_table(table, planned[name], ranks)
+            yield from _table_differences(table, planned[name], ranks)
         else:
             yield f"table {name!r} is in the model and not in the plan"
 
 
-def _differences_of_table(table: CompositionalEmbeddingConfig, own: SavedTable, ranks: _Ranks) -> Iterator[str]:
+def _table_differences(table: CompositionalEmbeddingConfig, own: SavedTable, ranks: _Ranks) -> Iterator[str]:
+    """Yields a line for each reason why a table cannot be placed where the plan says."""
     where, kind = f"table {table.name!r}", own.sharding_type
     possible = SHARDING_TYPES if isinstance(table, CompositionalEmbeddingBagConfig) else SEQUENCE_SHARDING_TYPES
     if kind not in possible:
@@ -253,8 +264,9 @@ def _differences_of_table(table: CompositionalEmbeddingConfig, own: SavedTable, 
 
 
 def _wrong_ranks(own: SavedTable, world_size: int) -> Iterator[str]:
-    kind, of_shards = own.sharding_type, [shard.rank for shard in own.shards]
-    beyond = sorted({rank for rank in (*own.ranks, *of_shards) if rank >= world_size})
+    """Yields what is wrong with the ranks of a table and of its shards."""
+    kind, shard_ranks = own.sharding_type, [shard.rank for shard in own.shards]
+    beyond = sorted({rank for rank in (*own.ranks, *shard_ranks) if rank >= world_size})
     there_are = f"and there are {world_size} ranks" if world_size > 1 else "and there is 1 rank"
     if kind == ShardingType.ROW_WISE.value and len(own.shards) != world_size:
         yield f"is planned row_wise in {len(own.shards)} shards, {there_are}"
@@ -262,12 +274,12 @@ def _wrong_ranks(own: SavedTable, world_size: int) -> Iterator[str]:
         yield f"is planned on rank {', '.join(map(str, beyond))}, {there_are}, the last {world_size - 1}"
     elif kind == ShardingType.DATA_PARALLEL.value and sorted(own.ranks) != list(range(world_size)):
         yield f"is planned data_parallel on ranks {reprlib.repr(own.ranks)}, {there_are}: each has a copy"
-    if kind != ShardingType.DATA_PARALLEL.value and own.ranks != of_shards:
-        yield f"is planned on ranks {reprlib.repr(own.ranks)}, and its shards on {reprlib.repr(of_shards)}"
+    if kind != ShardingType.DATA_PARALLEL.value and own.ranks != shard_ranks:
+        yield f"is planned on ranks {reprlib.repr(own.ranks)}, and its shards on {reprlib.repr(shard_ranks)}"
 
 
 def _wrong_shards(own: SavedTable, size: tuple[int, int]) -> Iterator[str]:
-    """What keeps the shards from being the table, each number of it once."""
+    """Yields why the shards are not the table, with each number of it once."""
     kind, shards = own.sharding_type, own.shards
     if kind == ShardingType.DATA_PARALLEL.value:
         if shards:
@@ -294,7 +306,7 @@ def _wrong_shards(own: SavedTable, size: tuple[int, int]) -> Iterator[str]:
 
 
 def _untiled(shards: Sequence[SavedShard], axis: int) -> Iterator[str]:
-    """Rows or columns that no shard has, or several."""
+    """Yields the rows (axis 0) or columns (axis 1) that are in no shard, or in several."""
     end = 0
     for start, stop in sorted(shard.span(axis) for shard in shards):
         if start == stop:

@@ -1,4 +1,4 @@
-"""What is learnt: each task a file with its config beside it, and the name table.
+"""Tasks, which are what a model learns: each is a file with its config beside it, listed in a name table.
 
 A task of one's own is a config with ``name`` and ``build``, registered by ``TASKS["mine"] = MyConfig``; see
 :mod:`distembed.tasks.base`.
@@ -14,6 +14,6 @@ TASKS: dict[str, type[TaskConfig]] = {"click": ClickConfig}
 """Config class by task name."""
 
 TaskSection = Annotated[TaskConfig, ByName(TASKS, "task", default="click")]
-"""The ``task`` section of a config, whose key ``name`` says which task it is of."""
+"""The ``task`` section of a config, whose key ``name`` says which task it configures."""
 
 __all__ = ["TASKS", "ClickConfig", "ClickTask", "Task", "TaskConfig", "TaskModel", "TaskSection"]

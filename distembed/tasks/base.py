@@ -1,7 +1,7 @@
 """What a task is: the loss and the outputs of a batch, and the metrics of an evaluation.
 
-A task is told by its name in the ``task`` section of a config. It knows nothing of ranks, tables and the trainer: the
-trainer weighs its loss, gathers its outputs and hands them back, by their names, for metrics.
+The ``task`` section of a config names the task. A task knows nothing of ranks, tables and the trainer: the trainer
+weighs its loss, gathers its outputs from all ranks and passes them back, by their names, to compute metrics.
 """
 
 from abc import ABC, abstractmethod
@@ -19,21 +19,21 @@ from distembed.errors import UserError
 from distembed.models.base import Model
 
 Outputs = Mapping[str, Tensor]
-"""What a task keeps of each row of a batch, by name: tensors whose first dimension is rows."""
+"""What a task stores of each row of a batch, by name: tensors whose first dimension is rows."""
 
 Rows = Mapping[str, npt.NDArray[np.float32]]
-"""The same of all rows of a split or of some steps, gathered from all ranks."""
+"""The outputs of all rows of a split or of some steps, gathered from all ranks, by name."""
 
 
 class Task(ABC):
-    """What is learnt.
+    """What a model learns: a loss, metrics and predictions.
 
     Attributes:
         batch_fields: Names of the batch's fields that the task takes, beside those that the model takes.
-        outputs: Names of what :meth:`step` keeps of each row.
+        outputs: Names of the outputs of each row that :meth:`step` returns.
         headline: Name of the metric by which models are compared.
-        higher_is_better: Whether more of it is better.
-        prediction_columns: Names of what :meth:`predictions` gives.
+        higher_is_better: Whether a higher value of that metric is better.
+        prediction_columns: Names of the columns that :meth:`predictions` returns.
     """
 
     batch_fields: ClassVar[tuple[str, ...]]
@@ -53,7 +53,7 @@ class Task(ABC):
 
     @abstractmethod
     def metrics(self, rows: Rows) -> dict[str, float]:
-        """Returns all metrics of the rows, ``rows`` (their number) first; NaN is what cannot be computed."""
+        """Returns all metrics of the rows, first ``rows``, their number; a metric that cannot be computed is NaN."""
 
     @abstractmethod
     def training_metrics(self, rows: Rows) -> dict[str, float]:
@@ -69,7 +69,7 @@ class Task(ABC):
 
     @abstractmethod
     def describe_training(self, metrics: Mapping[str, Any]) -> str:
-        """Returns what :meth:`training_metrics` gave, for the line that is shown while training."""
+        """Returns the metrics of :meth:`training_metrics` as text, for the line that is shown while training."""
 
     def details(self, rows: Rows) -> dict[str, Any]:
         """Returns what a report shows beside the metrics, in plain values."""
@@ -94,16 +94,16 @@ StepOutput = tuple[Tensor, Outputs]
 
 
 class TaskModel(nn.Module):
-    """Batch -> (loss, step output), with the networks in bf16 where asked.
+    """A model with its task: maps a batch to its loss and step output, with the networks in bf16 where asked.
 
     A rank's loss is the sum over its own rows times ``world_size / global_batch_size``: the gradients' mean over ranks
     is then that of the whole batch, also when ranks hold unequally many rows.
 
     Args:
-        model: Of any kind that :mod:`distembed.models` describes.
-        task: What it learns.
+        model: A model, as :mod:`distembed.models.base` describes it.
+        task: The task that the model learns.
         world_size: Number of ranks.
-        device: Of this rank.
+        device: The device of this rank.
         bf16: Whether the model computes under autocast in bfloat16.
     """
 
@@ -116,7 +116,7 @@ class TaskModel(nn.Module):
         self._bf16 = bf16
 
     def forward(self, batch: Batch) -> tuple[Tensor, StepOutput]:
-        """Runs the model on this rank's rows."""
+        """Returns the loss of this rank's rows, to go backward from, and the step output without gradients."""
         with torch.autocast(self._device_type, dtype=torch.bfloat16, enabled=self._bf16):
             outputs = self.model(*[batch[name] for name in self.model.batch_fields])
         total, rows = self.task.step(outputs, batch)
@@ -128,9 +128,9 @@ def require_fields(model: Model, task: Task, fields: Mapping[str, Any]) -> None:
     """Makes sure that batches have the fields that a model and its task take.
 
     Args:
-        model: With its ``batch_fields``.
-        task: With its ``batch_fields``.
-        fields: By name, what batches have.
+        model: The model, whose ``batch_fields`` are needed.
+        task: The task, whose ``batch_fields`` are needed.
+        fields: The fields that batches have, by name.
 
     Raises:
         UserError: A field is missing.

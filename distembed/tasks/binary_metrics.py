@@ -22,7 +22,7 @@ Floats = npt.NDArray[np.floating]
 
 @dataclass(frozen=True)
 class BinaryMetrics:
-    """The module's table, of ``rows`` rows."""
+    """The metrics of the module's table, and the number of rows that they are computed from."""
 
     rows: int
     logloss: float
@@ -32,7 +32,7 @@ class BinaryMetrics:
     accuracy: float
 
     @classmethod
-    def of(cls, logits: Floats, labels: Floats) -> "BinaryMetrics":
+    def from_logits(cls, logits: Floats, labels: Floats) -> "BinaryMetrics":
         """Computes every metric from the logits [N] and labels [N], each 0 or 1."""
         logits, labels = logits.astype(np.float64), labels.astype(np.float64)
         rows = len(labels)
@@ -53,17 +53,17 @@ class BinaryMetrics:
 
 
 def sigmoid(logits: Floats) -> npt.NDArray[np.float64]:
-    """``1 / (1 + exp(-x))`` without overflow."""
+    """Returns ``1 / (1 + exp(-x))`` of each logit, without overflow."""
     return np.exp(-np.logaddexp(0.0, -logits.astype(np.float64)))
 
 
 def binary_entropy(rate: float) -> float:
-    """Entropy in nats of a coin with this rate; 0 for a rate of 0 or 1."""
+    """Returns the entropy, in nats, of a label that is 1 at this rate; 0 for a rate of 0 or 1."""
     return -sum(p * math.log(p) for p in (rate, 1.0 - rate) if p > 0)
 
 
 def exact_auc(scores: Floats, labels: Floats) -> float:
-    """Area under the ROC curve by the rank-sum statistic, ties counted half; NaN where only one class is there."""
+    """Returns the area under the ROC curve by the rank-sum statistic, ties counted half; NaN without both classes."""
     positive = labels > 0.5
     num_positive, num_negative = int(positive.sum()), int((~positive).sum())
     if num_positive == 0 or num_negative == 0 or np.isnan(scores).any():
@@ -79,7 +79,7 @@ def exact_auc(scores: Floats, labels: Floats) -> float:
 
 
 def calibration_bins(logits: Floats, labels: Floats, num_bins: int = 20) -> list[dict[str, float]]:
-    """Mean prediction against observed rate, in bins of equally many rows, by rising prediction."""
+    """Returns mean predictions and observed rates of bins of equally many rows, in the order of predictions."""
     probabilities = sigmoid(logits)
     order = np.argsort(probabilities, kind="stable")
     bins = [rows for rows in np.array_split(order, num_bins) if len(rows)]

@@ -43,7 +43,7 @@ class ClickTask(Task):
         return loss, {"logits": logits, "labels": labels}
 
     def metrics(self, rows: Rows) -> dict[str, float]:
-        return dataclasses.asdict(BinaryMetrics.of(rows["logits"], rows["labels"]))
+        return dataclasses.asdict(BinaryMetrics.from_logits(rows["logits"], rows["labels"]))
 
     def training_metrics(self, rows: Rows) -> dict[str, float]:
         return {"auc": exact_auc(rows["logits"], rows["labels"])}

@@ -18,7 +18,7 @@ def test_metrics_equal_scikit_learn(logits: list[float], seed: int) -> None:
     scores = np.array(logits, np.float32)
     labels = np.random.default_rng(seed).integers(0, 2, len(scores)).astype(np.float32)
     labels[:2] = [0, 1]
-    found = BinaryMetrics.of(scores, labels)
+    found = BinaryMetrics.from_logits(scores, labels)
     probabilities = 1 / (1 + np.exp(-scores.astype(np.float64)))
     assert found.rows == len(scores)
     assert found.auc == pytest.approx(roc_auc_score(labels, scores), abs=1e-12)
@@ -30,16 +30,16 @@ def test_metrics_equal_scikit_learn(logits: list[float], seed: int) -> None:
 
 
 def test_extreme_logits_stay_finite() -> None:
-    found = BinaryMetrics.of(np.array([1e4, -1e4], np.float32), np.array([0.0, 1.0], np.float32))
+    found = BinaryMetrics.from_logits(np.array([1e4, -1e4], np.float32), np.array([0.0, 1.0], np.float32))
     assert found.logloss == 1e4
     assert found.auc == 0.0
 
 
 def test_what_cannot_be_computed_is_nan() -> None:
-    one_class = BinaryMetrics.of(np.zeros(3, np.float32), np.zeros(3, np.float32))
+    one_class = BinaryMetrics.from_logits(np.zeros(3, np.float32), np.zeros(3, np.float32))
     assert math.isnan(one_class.auc) and math.isnan(one_class.calibration) and math.isnan(one_class.normalized_entropy)
     assert one_class.logloss == pytest.approx(math.log(2))
-    assert math.isnan(BinaryMetrics.of(np.empty(0, np.float32), np.empty(0, np.float32)).logloss)
+    assert math.isnan(BinaryMetrics.from_logits(np.empty(0, np.float32), np.empty(0, np.float32)).logloss)
     assert math.isnan(exact_auc(np.array([math.nan, 1.0]), np.array([0.0, 1.0])))
 
 

@@ -1,13 +1,13 @@
-"""What the columns of a dataset are: one label, dense numbers and categorical ids.
+"""The columns of a dataset: one label, dense numbers and categorical ids.
 
-A :class:`Schema` is what the models, the embedding tables and the reader share. Single-valued features have exactly
+Models, embedding tables and the reader share a :class:`Schema`. Single-valued features have exactly
 one id a row; multi-hot features have a list of ids a row, which may be empty::
 
     row   C1 (single)   genres (multi_hot)
     0     17            [3, 9]
     1     4             []              an empty or null list: no ids
 
-``SCHEMAS`` names the shapes of public datasets, so that a model can be described without any data at hand.
+``SCHEMAS`` holds the schemas of public datasets by name, so that a model can be described without any data.
 """
 
 from __future__ import annotations
@@ -25,10 +25,14 @@ class CategoricalFeature:
     """One categorical column.
 
     Attributes:
-        name: the column's name.
-        num_embeddings: ids lie in ``[0, num_embeddings)``.
-        multi_hot: whether a row holds a list of ids rather than exactly one.
-        mean_ids_per_row: the pooling factor that a planner reckons with; 1 for a single-valued feature.
+        name: The column's name.
+        num_embeddings: Number of ids, which lie in ``[0, num_embeddings)``.
+        multi_hot: Whether a row holds a list of ids rather than exactly one.
+        mean_ids_per_row: Mean number of ids a row, which is the planner's pooling factor; 1 for a single-valued
+            feature.
+
+    Raises:
+        UserError: A table cannot be built from these values.
     """
 
     name: str
@@ -37,7 +41,7 @@ class CategoricalFeature:
     mean_ids_per_row: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse values that no table could be built from."""
+        """Refuses values that no table could be built from."""
         _check_name("categorical feature", self.name)
         if not 1 <= self.num_embeddings < 2**63:
             raise UserError(
@@ -54,7 +58,7 @@ class CategoricalFeature:
 
 
 LABELS, DENSE_FEATURES, SPARSE_FEATURES = "labels", "dense_features", "sparse_features"
-"""Names of the fields of a batch."""
+"""Names of the fields of every batch."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +66,12 @@ class BatchField:
     """A field of every batch.
 
     Attributes:
-        name: By which models and tasks take it.
-        columns: Of the dataset, in the field's order.
-        is_jagged: Whether it is a ``KeyedJaggedTensor`` of ids, with a key a column; else it is a float32 tensor.
-        is_vector: Whether such a tensor has one dimension, for its one column; else its shape is ``[batch, columns]``.
+        name: The name by which models and tasks take the field.
+        columns: Names of the dataset's columns that are in the field, in its order.
+        is_jagged: Whether the field is a ``KeyedJaggedTensor`` of ids with a key for each column; if not, it is a
+            float32 tensor.
+        is_vector: Whether the tensor of the field's only column has the shape ``[batch]``; if not, a tensor has the
+            shape ``[batch, columns]``.
     """
 
     name: str
@@ -76,14 +82,23 @@ class BatchField:
 
 @dataclass(frozen=True)
 class Schema:
-    """The columns that a dataset is trained on: names of the label and of the dense columns, categorical features."""
+    """The columns of a dataset that a model is trained on.
+
+    Attributes:
+        label: Name of the label's column.
+        dense: Names of the columns of numbers.
+        categorical: The columns of ids.
+
+    Raises:
+        UserError: A column has no name, or several have the same.
+    """
 
     label: str
     dense: tuple[str, ...]
     categorical: tuple[CategoricalFeature, ...]
 
     def __post_init__(self) -> None:
-        """Refuse nameless or repeated columns."""
+        """Refuses nameless and repeated columns."""
         names = [self.label, *self.dense, *self.categorical_names]
         for name in names:
             _check_name("column", name)
@@ -93,7 +108,7 @@ class Schema:
 
     @property
     def categorical_names(self) -> tuple[str, ...]:
-        """Names of the categorical features, in order: the keys of every batch's KeyedJaggedTensor."""
+        """The names of the categorical features in order, which are the keys of every batch's KeyedJaggedTensor."""
         return tuple(feature.name for feature in self.categorical)
 
     @property
@@ -107,11 +122,11 @@ class Schema:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """All column names: label, dense, categorical."""
+        """The names of all columns: label, dense, categorical."""
         return (self.label, *self.dense, *self.categorical_names)
 
     def to_json(self) -> dict[str, Any]:
-        """The schema as plain JSON values; :meth:`from_json` reads it back."""
+        """Returns the schema in plain values, which :meth:`from_json` reads back."""
         return {
             "label": self.label,
             "dense": list(self.dense),
@@ -120,7 +135,13 @@ class Schema:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Schema:
-        """Build a schema from what :meth:`to_json` gave; KeyError or TypeError when a part is missing or of no use."""
+        """Returns the schema of plain values that :meth:`to_json` returned.
+
+        Raises:
+            KeyError: A part is missing.
+            TypeError: A part is of another type.
+            UserError: The values make no schema.
+        """
         return cls(
             label=value["label"],
             dense=tuple(value["dense"]),
@@ -129,6 +150,7 @@ class Schema:
 
 
 def _feature_to_json(feature: CategoricalFeature) -> dict[str, Any]:
+    """Returns a feature in plain values."""
     value: dict[str, Any] = {"name": feature.name, "num_embeddings": feature.num_embeddings}
     if feature.multi_hot:
         value |= {"multi_hot": True, "mean_ids_per_row": feature.mean_ids_per_row}
@@ -136,6 +158,7 @@ def _feature_to_json(feature: CategoricalFeature) -> dict[str, Any]:
 
 
 def _check_name(role: str, name: object) -> None:
+    """Refuses a name that is not a string of at least one character."""
     if not isinstance(name, str) or not name:
         raise UserError(f"a {role} is named {name!r}: a name is a string of at least one character")
 
@@ -151,7 +174,11 @@ CRITEO_KAGGLE_CARDINALITIES: tuple[int, ...] = (
 
 
 def criteo_schema(num_embeddings: Sequence[int]) -> Schema:
-    """The schema of Criteo rows: label, I1..I13, C1..C26, with these 26 table sizes."""
+    """Returns the schema of Criteo rows: label, I1..I13 and C1..C26, the latter with these 26 numbers of ids.
+
+    Raises:
+        UserError: There are not 26 numbers.
+    """
     if len(num_embeddings) != len(CRITEO_CATEGORICAL):
         raise UserError(f"num_embeddings has {len(num_embeddings)} entries: Criteo rows have {len(CRITEO_CATEGORICAL)}")
     features = zip(CRITEO_CATEGORICAL, num_embeddings, strict=True)

@@ -1,4 +1,4 @@
-"""One training batch, ready for TorchRec's pipelines: named fields, which the dataset's schema declares.
+"""A batch of named fields, which the dataset's schema declares, in a form that TorchRec's pipelines take.
 
 Ids are a ``KeyedJaggedTensor`` with the features in the schema's order, feature by feature::
 
@@ -19,18 +19,19 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 Field: TypeAlias = Tensor | KeyedJaggedTensor
+"""The values of a field: a float32 tensor with one row a sample, or int64 ids."""
 
 
 @dataclass
 class Batch(Pipelineable):
-    """Rows of one step on one rank.
+    """The rows of one step on one rank.
 
     Models and tasks take a field by its name, ``batch["labels"]``, which TorchRec's pipelines understand too.
 
     Attributes:
-        fields: By name: a float32 tensor with one row a sample, or the int64 ids of features, of which the stride is
-            the number of samples; see :attr:`distembed.data.Schema.fields`.
-        global_batch_size: Rows of this step over all ranks, to weigh a rank's share of the loss.
+        fields: The fields by name. Each is a float32 tensor with one row a sample, or the int64 ids of features, whose
+            stride is the number of samples; see :attr:`distembed.data.dataset.schema.Schema.fields`.
+        global_batch_size: Rows of this step on all ranks, to weigh a rank's share of the loss.
     """
 
     fields: Mapping[str, Field]
@@ -45,7 +46,7 @@ class Batch(Pipelineable):
         return self._each(lambda field: field.to(device=device, non_blocking=non_blocking))
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keeps the memory until the work that is queued on this stream has used it."""
+        """Holds the memory until the work that is queued on this stream has used it."""
         for field in self.fields.values():
             field.record_stream(stream)
 
@@ -54,4 +55,5 @@ class Batch(Pipelineable):
         return self._each(lambda field: field.pin_memory())
 
     def _each(self, change: Callable[[Field], Field]) -> Batch:
+        """Returns a batch of the changed fields."""
         return Batch({name: change(field) for name, field in self.fields.items()}, self.global_batch_size)
