@@ -23,7 +23,7 @@ ROWS = {"train": 1951, "validation": 301, "test": 203}
 
 
 def write_dataset(folder: Path, dense_scale: float = 1.0, num_ids: int = 400) -> Path:
-    """Two dense features, three single-valued ids and one multi-hot; the label depends on the first two and on C2."""
+    """Writes two dense features, three single-valued ones and a multi-hot one; labels depend on dense ones and C2."""
     rng = np.random.default_rng(0)
     weight_of_id = rng.normal(size=400)
     for split, rows in ROWS.items():
@@ -47,7 +47,7 @@ def write_dataset(folder: Path, dense_scale: float = 1.0, num_ids: int = 400) ->
 
 
 def config_values(dataset: Path) -> dict[str, Any]:
-    """A small model with compressed tables, in fp32 with SGD, whose arithmetic does not amplify rounding."""
+    """Returns a small model's config, with compressed tables, in fp32 with SGD, which does not amplify rounding."""
     return {
         "data": {"path": str(dataset)},
         "model": {"bottom": [16], "top": [16]},
@@ -69,7 +69,7 @@ def command(*arguments: object, ranks: int = 1) -> list[str]:
 
 
 def launch(*arguments: object, ranks: int = 1) -> None:
-    """Runs the command as a user does, in new processes, which takes seconds longer; it has to end well."""
+    """Runs the command as a user does, in new processes, which takes seconds longer, and checks that it succeeds."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(command(*arguments, ranks=ranks), capture_output=True, text=True, env=environment)
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
@@ -89,7 +89,7 @@ def distembed(*arguments: object, ranks: int = 1, code: int = 0) -> subprocess.C
 
 
 def run_command(rank: int, arguments: tuple[object, ...], folder: Path, ranks: int = 1, port: int = 0) -> None:
-    """What ``python -m distembed`` does, printing to files, with the environment of ``torch.distributed.run``."""
+    """Does what ``python -m distembed`` does, printing to files, with the environment of ``torch.distributed.run``."""
     for descriptor, name in ((1, "output"), (2, "errors")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")

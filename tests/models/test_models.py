@@ -15,7 +15,7 @@ from distembed.models.interaction import PairwiseDots
 
 
 class FakeEmbeddings(nn.Module):
-    """Gives a feature's vectors by name, in the order of ``keys``."""
+    """Returns the vectors of features by name, in the order of ``keys``."""
 
     def __init__(self, keys: str, vectors: dict[str, torch.Tensor]) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class FakeEmbeddings(nn.Module):
 
 @dataclass
 class FakeInputs:
-    """What a model is built from, with these embeddings in the place of tables."""
+    """The inputs of a model, with given embeddings in the place of tables."""
 
     embeddings: nn.Module
     num_dense: int

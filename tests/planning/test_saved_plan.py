@@ -1,4 +1,4 @@
-"""Kept plans: taken up where they were made for what runs, else refused with every difference."""
+"""Saved plans are applied where their inputs are those of the run, and refused with every difference where not."""
 
 import dataclasses
 import json
@@ -28,18 +28,18 @@ from tests.layouts import tables
 
 MODULE = "model.embeddings"
 LAYOUTS = (*SHARDING_TYPES, "mixed")
-OF_MIXED = dict(
+MIXED_LAYOUT = dict(
     zip("abcde", ("column_wise", "row_wise", "table_wise", "data_parallel", "table_column_wise"), strict=True)
 )
 Json = Any
 
 
 @cache
-def _made(layout: str, world_size: int, device: str) -> str:
+def _planned(layout: str, world_size: int, device: str) -> str:
     model = nn.ModuleDict(
         {"model": nn.ModuleDict({"embeddings": CompositionalEmbeddingBagCollection(tables(), device="meta")})}
     )
-    kinds = {table.name: OF_MIXED[table.name] if layout == "mixed" else layout for table in tables()}
+    kinds = {table.name: MIXED_LAYOUT[table.name] if layout == "mixed" else layout for table in tables()}
     constraints = {
         # a function needs whole vectors
         name: ParameterConstraints(
@@ -53,13 +53,13 @@ def _made(layout: str, world_size: int, device: str) -> str:
     return json.dumps(plan_as_json(plan))
 
 
-def made(layout: str = "mixed", world_size: int = 4, device: str = "cpu") -> Json:
-    """What TorchRec's planner answers for the tables ``a`` to ``e``, as JSON."""
-    return json.loads(_made(layout, world_size, device))
+def planned(layout: str = "mixed", world_size: int = 4, device: str = "cpu") -> Json:
+    """Returns the plan of TorchRec's planner for the tables ``a`` to ``e``, as JSON."""
+    return json.loads(_planned(layout, world_size, device))
 
 
-def runs(world_size: int = 4, device: str = "cpu", **changes: Any) -> PlanInputs:
-    """What the plans below are taken up for."""
+def inputs_now(world_size: int = 4, device: str = "cpu", **changes: Any) -> PlanInputs:
+    """Returns the inputs of the run that the plans below are applied in."""
     values = {
         "batch_size": 64,
         "model": {"name": "dlrm", "bottom": [16], "top": [16, 8]},
@@ -70,45 +70,45 @@ def runs(world_size: int = 4, device: str = "cpu", **changes: Any) -> PlanInputs
     return PlanInputs(world_size, min(2, world_size), device, **{**values, **changes})
 
 
-def file_of(plan: Json, plan_inputs: PlanInputs) -> Json:
+def plan_file(plan: Json, plan_inputs: PlanInputs) -> Json:
     return {"made_for": json.loads(json.dumps(plan_inputs.as_json())), "plan": plan}
 
 
-def take_up_file(content: Json, now: PlanInputs, **arguments: Any) -> Json:
-    """The plan that is read from a file with this content, as JSON again."""
+def apply_file(content: Json, now: PlanInputs, **arguments: Any) -> Json:
+    """Returns the plan that is read from a file with this content and applied, as JSON again."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kept.json"
+        path = Path(folder) / "saved.json"
         path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
         return plan_as_json(apply_saved_plan(read_saved_plan(path), {MODULE: tables()}, now, **arguments))
 
 
-def take_up(plan: Json, world_size: int = 4, device: str = "cpu", **arguments: Any) -> Json:
-    """The same of a file that says that it was made for what runs."""
-    now = runs(world_size, device)
-    return take_up_file(file_of(plan, now), now, **arguments)
+def apply_plan(plan: Json, world_size: int = 4, device: str = "cpu", **arguments: Any) -> Json:
+    """Returns a plan that is saved with the inputs of the run and applied, as JSON again."""
+    now = inputs_now(world_size, device)
+    return apply_file(plan_file(plan, now), now, **arguments)
 
 
-def refusal_of_file(content: Json, now: PlanInputs | None = None) -> str:
+def file_refusal(content: Json, now: PlanInputs | None = None) -> str:
     with pytest.raises(UserError) as caught:
-        take_up_file(content, now or runs())
+        apply_file(content, now or inputs_now())
     return str(caught.value)
 
 
 def refusal(plan: Json, **arguments: Any) -> str:
     with pytest.raises(UserError) as caught:
-        take_up(plan, **arguments)
+        apply_plan(plan, **arguments)
     return str(caught.value)
 
 
-def of_table(name: str, **changes: Json) -> Json:
-    """The plan of a cluster of four ranks, changed for one table."""
-    plan = made()
+def change_table(name: str, **changes: Json) -> Json:
+    """Returns the plan of four ranks, changed for one table."""
+    plan = planned()
     plan[MODULE][name].update(changes)
     return plan
 
 
 def shards(*spans: tuple[int, int, int], rows: int, axis: int = 1, whole: int = 16) -> Json:
-    """Of ``(rank, start, stop)`` along columns, or rows, with all of the other."""
+    """Returns shards of ``(rank, start, stop)`` along columns (axis 1) or rows (axis 0), with all of the other axis."""
     sizes = [[rows, stop - start] if axis == 1 else [stop - start, whole] for _, start, stop in spans]
     offsets = [[0, start] if axis == 1 else [start, 0] for _, start, _ in spans]
     return [
@@ -120,23 +120,23 @@ def shards(*spans: tuple[int, int, int], rows: int, axis: int = 1, whole: int = 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("world_size", [1, 2, 4, 9])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_was_planned_is_taken_up_whole(layout: str, world_size: int, device: str) -> None:
-    plan = made(layout, world_size, device)
-    assert take_up(plan, world_size, device) == plan
+def test_what_was_planned_is_applied_whole(layout: str, world_size: int, device: str) -> None:
+    plan = planned(layout, world_size, device)
+    assert apply_plan(plan, world_size, device) == plan
     # as the command writes it, among much else
-    now = runs(world_size, device)
-    assert take_up_file({"fits": True, **file_of(plan, now), "remedies": []}, now) == plan
+    now = inputs_now(world_size, device)
+    assert apply_file({"fits": True, **plan_file(plan, now), "remedies": []}, now) == plan
 
 
 def test_ranks_that_a_plan_names_have_to_be_there() -> None:
     for layout in ("column_wise", "row_wise", "data_parallel", "mixed"):
-        fewer = refusal(made(layout, 4), world_size=3)
+        fewer = refusal(planned(layout, 4), world_size=3)
         assert "there are 3 ranks" in fewer, fewer
     for layout in ("row_wise", "data_parallel", "mixed"):
-        assert "there are 5 ranks" in refusal(made(layout, 4), world_size=5)
-    named = refusal(of_table("c", ranks=[9], shards=shards((9, 0, 16), rows=unit_size(tables()[2])[0])))
+        assert "there are 5 ranks" in refusal(planned(layout, 4), world_size=5)
+    named = refusal(change_table("c", ranks=[9], shards=shards((9, 0, 16), rows=unit_size(tables()[2])[0])))
     assert "table 'c' is planned on rank 9, and there are 4 ranks, the last 3" in named
-    one = refusal(made("row_wise", 4), world_size=1)
+    one = refusal(planned("row_wise", 4), world_size=1)
     assert all(f"table '{name}' is planned row_wise in 4 shards, and there is 1 rank" in one for name in "abcde")
 
 
@@ -172,18 +172,18 @@ def without_table(name: str) -> dict[str, Any]:
     ],
 )
 def test_a_plan_for_something_else_is_refused_with_both_values(changes: dict[str, Any], line: str) -> None:
-    now, plan = runs(**changes), made()
-    found = refusal_of_file(file_of(plan, runs()), now)
+    now, plan = inputs_now(**changes), planned()
+    found = file_refusal(plan_file(plan, inputs_now()), now)
     assert f"\n  {line}" in found and "made for something else" in found, found
     # and what does not differ is not named
     assert found.count("\n") == (2 if "model.name" in found else 1)
-    assert runs().differences(runs()) == now.differences(now) == []
+    assert inputs_now().differences(inputs_now()) == now.differences(now) == []
 
 
-def test_all_that_differs_is_told_at_once_and_tables_that_differ_alike_together() -> None:
+def test_all_that_differs_is_listed_and_tables_that_differ_alike_share_a_line() -> None:
     summed = {name: dataclasses.replace(own, composition="sum") for name, own in table_plan_inputs(tables()).items()}
-    now = runs(1, batch_size=1000, sparse_optimizer="adagrad", tables={**summed, "new": summed["a"]})
-    found = refusal_of_file(file_of(made(), runs()), now)
+    now = inputs_now(1, batch_size=1000, sparse_optimizer="adagrad", tables={**summed, "new": summed["a"]})
+    found = file_refusal(plan_file(planned(), inputs_now()), now)
     assert "--nodes 1 --gpus 1" in found
     assert found.splitlines()[1:] == [
         "  world_size: 4 in the plan, 1 now",
@@ -198,14 +198,14 @@ def test_all_that_differs_is_told_at_once_and_tables_that_differ_alike_together(
 
 
 def test_a_plan_that_does_not_say_what_it_was_made_for_is_refused() -> None:
-    for content in (made(), {"plan": made()}, {"plan": made(), "nodes": 2, "gpus": 2}):
-        assert "does not say what its plan was made for" in refusal_of_file(content)
-    file = file_of(made(), runs())
+    for content in (planned(), {"plan": planned()}, {"plan": planned(), "nodes": 2, "gpus": 2}):
+        assert "does not say what its plan was made for" in file_refusal(content)
+    file = plan_file(planned(), inputs_now())
     for wrong in (0, -4, 2.5, "4", True, [4], None):
         damaged = {**file, "made_for": {**file["made_for"], "world_size": wrong}}
-        assert "'made_for' / 'world_size' is" in refusal_of_file(damaged)
+        assert "'made_for' / 'world_size' is" in file_refusal(damaged)
     del file["made_for"]["tables"]["a"]["rows"], file["made_for"]["device_kind"], file["plan"][MODULE]["b"]["ranks"]
-    found = refusal_of_file(file)
+    found = file_refusal(file)
     for missing in ("'device_kind'", "'tables' / 'a' / 'rows'", "'plan' / 'model.embeddings' / 'b' / 'ranks'"):
         assert f"{missing} is missing" in found
 
@@ -310,18 +310,18 @@ def test_what_a_table_cannot_be_is_refused_with_its_name_and_value(
 ) -> None:
     if "shards" in changes and "ranks" not in changes and table != "d" and "rank" in str(changes["shards"]):
         changes = {**changes, "ranks": [shard["rank"] for shard in changes["shards"]]}
-    found = refusal(of_table(table, **changes))
+    found = refusal(change_table(table, **changes))
     assert f"'{table}'" in found and "plan" in found
     assert re.search(message, found), found
 
 
 def test_kernels_follow_the_device_and_the_optimizer() -> None:
-    cached = of_table("c", compute_kernel="fused_uvm_caching")
-    assert take_up(cached, device="cuda") == cached
-    fused, dense = made("table_wise"), made("table_wise")
+    cached = change_table("c", compute_kernel="fused_uvm_caching")
+    assert apply_plan(cached, device="cuda") == cached
+    fused, dense = planned("table_wise"), planned("table_wise")
     for placed in dense[MODULE].values():
         placed["compute_kernel"] = "dense"
-    assert take_up(dense) == take_up(dense, fused=False) == dense
+    assert apply_plan(dense) == apply_plan(dense, fused=False) == dense
     found = refusal(fused, fused=False)
     assert found.count("with an optimizer that FBGEMM lacks are dense") == len(tables())
 
@@ -331,25 +331,25 @@ def test_sequences_are_not_placed_as_bags_only_are() -> None:
     own = {"compute_kernel": "fused", "ranks": [0], "shards": shards((0, 0, 16), rows=40)}
     now = PlanInputs(1, 1, "cpu", 64, {}, "sgd", "sgd", table_plan_inputs([sequence]))
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kept.json"
+        path = Path(folder) / "saved.json"
         for kind, is_possible in (("table_wise", True), ("table_column_wise", False)):
-            path.write_text(json.dumps(file_of({MODULE: {"s": {"sharding_type": kind, **own}}}, now)))
-            kept = read_saved_plan(path)
+            path.write_text(json.dumps(plan_file({MODULE: {"s": {"sharding_type": kind, **own}}}, now)))
+            saved = read_saved_plan(path)
             if is_possible:
-                apply_saved_plan(kept, {MODULE: [sequence]}, now)
+                apply_saved_plan(saved, {MODULE: [sequence]}, now)
             else:
                 with pytest.raises(UserError, match="'s' is planned 'table_column_wise', and can be placed table_wise"):
-                    apply_saved_plan(kept, {MODULE: [sequence]}, now)
+                    apply_saved_plan(saved, {MODULE: [sequence]}, now)
 
 
-def test_all_that_is_wrong_with_a_plan_is_told_at_once() -> None:
-    plan = made()
-    (of_module,) = plan.values()
-    of_module["a"]["compute_kernel"] = "fused_uvm"
-    of_module["b"]["shards"].pop()
-    of_module["x"] = of_module.pop("c")
-    of_module["d"]["ranks"] = [0, 5]
-    of_module["e"]["sharding_type"] = "table_row_wise"
+def test_all_that_is_wrong_with_a_plan_is_listed_at_once() -> None:
+    plan = planned()
+    (module,) = plan.values()
+    module["a"]["compute_kernel"] = "fused_uvm"
+    module["b"]["shards"].pop()
+    module["x"] = module.pop("c")
+    module["d"]["ranks"] = [0, 5]
+    module["e"]["sharding_type"] = "table_row_wise"
     found = refusal(plan)
     for difference in (
         "table 'x' is in the plan and not in the model",
@@ -361,12 +361,12 @@ def test_all_that_is_wrong_with_a_plan_is_told_at_once() -> None:
         "table 'e' is planned 'table_row_wise'",
     ):
         assert difference in found
-    malformed = made()
+    malformed = planned()
     malformed[MODULE]["a"]["ranks"] = [-1, "0"]
     del malformed[MODULE]["b"]["shards"]
     found = refusal(malformed)
     assert found.count("\n") == 3 and "'b' / 'shards' is missing" in found
-    assert f"module '{MODULE}' is in the model and not in the plan, which has 'other'" in refusal({"other": of_module})
+    assert f"module '{MODULE}' is in the model and not in the plan, which has 'other'" in refusal({"other": module})
 
 
 @pytest.mark.parametrize(
@@ -387,11 +387,11 @@ def test_all_that_is_wrong_with_a_plan_is_told_at_once() -> None:
     ],
 )
 def test_files_that_are_no_plan_are_refused(content: bytes) -> None:
-    assert "plan" in refusal_of_file(content)
+    assert "plan" in file_refusal(content)
 
 
 def test_the_file_of_a_config_that_does_not_fit_holds_no_plan() -> None:
-    assert "tables do not fit" in refusal_of_file(file_of(None, runs()))
+    assert "tables do not fit" in file_refusal(plan_file(None, inputs_now()))
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
@@ -438,7 +438,7 @@ def places(value: Json) -> Iterator[tuple[Any, Any]]:
 @st.composite
 def damaged(draw: Any) -> Json:
     """A file, some values of which are others or missing."""
-    plan = file_of(made(draw(st.sampled_from(LAYOUTS)), draw(st.sampled_from([4, 4, 4, 2]))), runs())
+    plan = plan_file(planned(draw(st.sampled_from(LAYOUTS)), draw(st.sampled_from([4, 4, 4, 2]))), inputs_now())
     for _ in range(draw(st.integers(1, 3))):
         found = list(places(plan))
         if not found:
@@ -457,7 +457,7 @@ def damaged(draw: Any) -> Json:
 @st.composite
 def moved(draw: Any) -> Json:
     """A file with a table's shards on other ranks, of other widths, or under another sharding type or kernel."""
-    plan = made(draw(st.sampled_from(LAYOUTS)))
+    plan = planned(draw(st.sampled_from(LAYOUTS)))
     own = plan[MODULE][draw(st.sampled_from("abcde"))]
     own["sharding_type"] = draw(st.sampled_from([own["sharding_type"], *SHARDING_TYPES]))
     own["compute_kernel"] = draw(st.sampled_from(["fused", "dense"]))
@@ -468,7 +468,7 @@ def moved(draw: Any) -> Json:
     for shard in own["shards"]:
         shard["rank"] = draw(st.integers(0, 4))
     own["ranks"] = [shard["rank"] for shard in own["shards"]] or own["ranks"]
-    return file_of(plan, runs())
+    return plan_file(plan, inputs_now())
 
 
 def places_every_number_once(plan: Json) -> bool:
@@ -492,7 +492,7 @@ def places_every_number_once(plan: Json) -> bool:
 @given(moved() | damaged() | json_values)
 def test_a_damaged_plan_is_refused_or_still_places_every_number_once(content: Json) -> None:
     try:
-        plan = take_up_file(content, runs())
+        plan = apply_file(content, inputs_now())
     except UserError:
         return
     assert places_every_number_once(plan)
@@ -501,9 +501,9 @@ def test_a_damaged_plan_is_refused_or_still_places_every_number_once(content: Js
 @settings(max_examples=200)
 @given(st.binary(max_size=40), st.integers(0, 3000))
 def test_a_plan_that_was_cut_or_overwritten_is_refused_or_whole(noise: bytes, where: int) -> None:
-    content = json.dumps(file_of(made(), runs())).encode()
+    content = json.dumps(plan_file(planned(), inputs_now())).encode()
     try:
-        plan = take_up_file(content[:where] + noise + content[where + len(noise) :], runs())
+        plan = apply_file(content[:where] + noise + content[where + len(noise) :], inputs_now())
     except UserError:
         return
     assert places_every_number_once(plan)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """C1 is full, C2 is path-based, C3 hashes its ids, M is a product."""
+    """Trains a run in which C1 is full, C2 is path-based, C3 hashes its ids, and M is a product."""
     folder = tmp_path_factory.mktemp("run")
     values: dict[str, Any] = {
         "data": {"path": str(write_dataset(folder / "dataset"))},
@@ -45,7 +45,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def expected(run: Path, name: str, ids: list[int], tmp_path: Path) -> torch.Tensor:
-    """Composed one id after the other from the checkpoint, which torch's own tool turns into a file."""
+    """Returns vectors composed id by id from the checkpoint, which torch's own tool turns into a file."""
     (checkpoint,) = (run / "checkpoints").glob("step-*")
     dcp_to_torch_save(checkpoint, tmp_path / "checkpoint.pt")
     model = torch.load(tmp_path / "checkpoint.pt", weights_only=False)["model"]
@@ -65,7 +65,7 @@ def table_of(run: Path, name: str) -> CompositionalEmbeddingBagConfig:
 
 
 def materialise(run: Path, output: Path, *arguments: object) -> str:
-    """Runs the command in this process; what it printed."""
+    """Runs the command in this process and returns what it prints."""
     invoked = CliRunner().invoke(app, ["materialise", str(run), "--output", str(output), *map(str, arguments)])
     if invoked.exception is not None:
         raise invoked.exception

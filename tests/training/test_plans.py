@@ -56,7 +56,7 @@ def compositions(config: Path, tmp_path: Path) -> Path:
 
 
 def train_on_ranks(config: Path, folder: Path, world_size: int) -> None:
-    """One run a plan in processes that are started once, as ``torch.distributed.run`` would start each."""
+    """Runs every plan in processes that are started once, each as ``torch.distributed.run`` would start it."""
     ports = [free_port() for _ in PLANS]
     run_processes(world_size, _train_all, world_size, ports, str(config), folder)
 
@@ -81,7 +81,7 @@ def expected_type(plan: dict[str, Any], table: str) -> str:
 
 
 def check_plan(folder: Path, name: str, world_size: int) -> None:
-    """What is saved is what was asked for, and what is printed says the same."""
+    """Checks that the saved plan is the one that was asked for, and that what is printed says the same."""
     (placed,) = json.loads((folder / name / "plan.json").read_text())["plan"].values()
     assert placed.keys() == SIZES.keys()
     for table, placement in placed.items():

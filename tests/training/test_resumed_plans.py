@@ -1,4 +1,4 @@
-"""A resumed run keeps the plan that it was started with, wherever that was made for what runs now."""
+"""A resumed run keeps the plan that it was started with, wherever its inputs are still the same."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ OVERRIDES = ["train.max_steps=8", "train.checkpoint_every=4", "train.keep_checkp
 
 
 def train(config: Path, run: Path, *arguments: object) -> str:
-    """What the command prints, within this process."""
+    """Runs the command in this process and returns what it prints."""
     with console.capture() as said:
         cli.app(["train", str(config), *OVERRIDES, "--run-dir", str(run), *map(str, arguments)], standalone_mode=False)
     return said.get()
@@ -29,7 +29,7 @@ def plan_of(run: Path) -> dict[str, Any]:
 
 
 def interrupted(run: Path, copy: Path) -> Path:
-    """The run as if it had been stopped in its middle."""
+    """Returns a copy of a run as if it had been stopped in its middle."""
     shutil.copytree(run, copy)
     shutil.rmtree(copy / "checkpoints" / "step-00000008")
     return copy
@@ -37,9 +37,9 @@ def interrupted(run: Path, copy: Path) -> Path:
 
 @pytest.fixture
 def chosen(config: Path, tmp_path: Path) -> Path:
-    """A run whose plan was given, and is another one than the planner would make."""
+    """Returns the folder of a run whose plan was given, and is not the one that the planner would make."""
     one_cpu = ["--gpus", "1", "--gpu", "cpu-256gb"]
-    plan = tmp_path / "kept.json"
+    plan = tmp_path / "saved.json"
     arguments = ["plan", str(config), *OVERRIDES, *one_cpu, "plan.sharding_types=[row_wise]", "-o", str(plan)]
     with console.capture():
         cli.app(arguments, standalone_mode=False)

@@ -146,19 +146,19 @@ def test_checkpoints_that_are_kept_elsewhere_are_found_by_every_command(config: 
 
 
 def call(*arguments: object) -> None:
-    """The command within this process."""
+    """Runs the command in this process."""
     cli.app([str(argument) for argument in arguments], standalone_mode=False)
 
 
 def start(config: Path, run: Path, *overrides: str) -> BaseProcess:
-    """A long run in a process that has torch already."""
+    """Starts a long run in a process that has torch already."""
     arguments = ("train", config, "train.epochs=400", *overrides, "--run-dir", run)
     (process,) = start_processes(1, run_command, arguments, run.parent).processes
     return process
 
 
 def launch_long(config: Path, run: Path, ranks: int = 1) -> subprocess.Popen[bytes]:
-    """The same as a user starts it."""
+    """Starts a long run as a user does."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     with (run.parent / "output").open("w") as output:
         arguments = command("train", config, "train.epochs=400", "--run-dir", run, ranks=ranks)

@@ -21,7 +21,7 @@ from tests.training.test_runs import call, losses, metrics
 
 P0 = {"C1": 0.1, "C2": 0.3, "C3": 0.1, "M": 0.0}
 NUM_STEPS = 20
-"""Of the 31 of an epoch."""
+"""The number of steps of a run, whose epoch would have 31."""
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def perturbed(config: Path, tmp_path: Path) -> Path:
 
 
 def train_and_resume(rank: int, ports: list[int], config: Path, folder: Path) -> None:
-    """A whole run, and one that goes on from the middle of its epoch, on two ranks that are started once."""
+    """A whole run, and one that is resumed in the middle of its epoch, on two ranks that are started once."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ports[0]), GLOO_SOCKET_IFNAME="lo")
