@@ -1,5 +1,8 @@
 """Models, which are unaware of ranks: each is a file with its config beside it, listed in a name table.
 
+``base.py`` says what a model and its config are, and ``inputs.py`` what they are built from; ``embedded.py``,
+``interaction.py`` and ``mlp.py`` are the layers that models share.
+
 A model of one's own is a config with ``name`` and ``build``, registered by ``MODELS["mine"] = MyConfig``; see
 :mod:`distembed.models.base`.
 """

@@ -1,5 +1,7 @@
 """Tasks, which are what a model learns: each is a file with its config beside it, listed in a name table.
 
+``base.py`` says what a task and its config are; ``binary_metrics.py`` holds the metrics of binary classifiers.
+
 A task of one's own is a config with ``name`` and ``build``, registered by ``TASKS["mine"] = MyConfig``; see
 :mod:`distembed.tasks.base`.
 """
