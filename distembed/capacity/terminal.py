@@ -125,7 +125,7 @@ def _print_tables(assessment: Assessment, console: Console) -> None:
     if "why" in left_out:
         left_out.remove("why")
         _print_lines(console, reason_lines(assessment))
-    _print_left_out(console, left_out)
+    _print_omitted_columns(console, left_out)
     console.print()
 
 
@@ -152,7 +152,7 @@ def _print_ranks(assessment: Assessment, console: Console) -> None:
     added = [name for name in items if name in left_out]
     if added:
         _print_lines(console, [f"others: {', '.join(added)}"], "dim")
-    _print_left_out(console, [name for name in left_out if name not in items])
+    _print_omitted_columns(console, [name for name in left_out if name not in items])
     _print_lines(console, [left_out_ranks] if left_out_ranks else [], "dim")
     console.print()
 
@@ -197,7 +197,7 @@ def _folded(columns: Sequence[_PrintedColumn], width: int) -> list[_PrintedColum
     return folded
 
 
-def _print_left_out(console: Console, headings: Sequence[str]) -> None:
+def _print_omitted_columns(console: Console, headings: Sequence[str]) -> None:
     """Prints which columns the terminal has no room for."""
     if headings:
         _print_lines(console, [f"left out in this width: {', '.join(headings)}"], "dim")

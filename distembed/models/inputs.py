@@ -72,7 +72,7 @@ class ModelInputs:
         Raises:
             UserError: A feature is not in the schema.
         """
-        tables = self._chosen(features, suffix)
+        tables = self._choose_tables(features, suffix)
         return self._make_pooled(tables), vector_names(tables)
 
     def sequence_embeddings(
@@ -86,7 +86,7 @@ class ModelInputs:
         names = [each.name for each in fields(CompositionalEmbeddingConfig)]
         tables = [
             CompositionalEmbeddingConfig(**{name: getattr(table, name) for name in names})
-            for table in self._chosen(features, suffix)
+            for table in self._choose_tables(features, suffix)
         ]
         return self._make_sequences(tables), vector_names(tables)
 
@@ -98,7 +98,7 @@ class ModelInputs:
         """Returns a collection of sequences over these tables."""
         return CompositionalEmbeddingCollection(tables, device="meta")
 
-    def _chosen(self, features: Sequence[str] | None, suffix: str) -> list[CompositionalEmbeddingBagConfig]:
+    def _choose_tables(self, features: Sequence[str] | None, suffix: str) -> list[CompositionalEmbeddingBagConfig]:
         """Returns the tables of the features, with the suffix added to their names."""
         names = self.tables if features is None else features
         tables = [self.tables[one_of("feature of an embedding collection", name, self.tables)] for name in names]

@@ -30,7 +30,7 @@ _BUCKETS_PER_ID = 2.5
 """Most buckets an id; on a CPU both ways took the same time at 2.7 (ids as skewed as Criteo's) to 6 (uniform ones)."""
 
 
-def buckets_are_faster(num_ids: int, num_bags: int, num_codes: int) -> bool:
+def buckets_are_faster(num_ids: int, num_bags: int, buckets_per_bag: int) -> bool:
     """Whether pooling by buckets takes less time than composing each distinct id and pooling these.
 
     A bucket costs a sum that is written, read and multiplied, forward and backward, whether it has ids or not.
@@ -38,12 +38,12 @@ def buckets_are_faster(num_ids: int, num_bags: int, num_codes: int) -> bool:
     Args:
         num_ids: Number of ids in all bags of all features.
         num_bags: Number of bags of all features.
-        num_codes: Number of codes of the group (:func:`count_codes`).
+        buckets_per_bag: Number of buckets of a bag (:func:`count_buckets_per_bag`).
     """
-    return num_bags * num_codes <= _BUCKETS_PER_ID * num_ids
+    return num_bags * buckets_per_bag <= _BUCKETS_PER_ID * num_ids
 
 
-def count_codes(num_rows: Sequence[int]) -> int:
+def count_buckets_per_bag(num_rows: Sequence[int]) -> int:
     """Returns how many tuples of rows the partitions beside the largest have.
 
     Args:
@@ -63,14 +63,14 @@ class Buckets:
             largest, ``features * codes`` bags of one row or none in the others.
         order: Index among the given ids of each id of the buckets; their weights are to be put in this order.
         largest: Number of the partition with most rows.
-        num_codes: Number of buckets of a bag.
+        buckets_per_bag: Number of buckets of a bag.
     """
 
     rows: list[Int64[Tensor, " rows_j"]]
     offsets: list[Int64[Tensor, " bags_j_plus_1"]]
     order: Int64[Tensor, " ids"]
     largest: int
-    num_codes: int
+    buckets_per_bag: int
 
     def pool(self, vectors: Sequence[Float[Tensor, "bags_j features dim"]]) -> Float[Tensor, "batch features dim"]:
         """Returns the sums of products over the batch's bags, zeros for an empty bag.
@@ -80,7 +80,9 @@ class Buckets:
         """
         small = reduce(torch.mul, [vectors[j] for j in range(len(vectors)) if j != self.largest])
         num_buckets, num_features, dim = vectors[self.largest].shape
-        summed = vectors[self.largest].reshape(self.num_codes, num_buckets // self.num_codes, num_features * dim)
+        summed = vectors[self.largest].reshape(
+            self.buckets_per_bag, num_buckets // self.buckets_per_bag, num_features * dim
+        )
         pooled: Tensor = _MultiplyAndSum.apply(summed, small.flatten(1))  # type: ignore[no-untyped-call]
         return pooled.unflatten(1, (num_features, dim))
 
@@ -102,11 +104,11 @@ def split_bags(
         first_rows: First row of each feature's table in each partition; 0 unless given.
     """
     num_features, batch_size = lengths.shape
-    largest, num_codes = max(range(len(num_rows)), key=num_rows.__getitem__), count_codes(num_rows)
+    largest, buckets_per_bag = max(range(len(num_rows)), key=num_rows.__getitem__), count_buckets_per_bag(num_rows)
     small = [j for j in range(len(num_rows)) if j != largest]
     codes = _codes(rows[small], [num_rows[j] for j in small]) if len(small) > 1 else rows[small[0]]
     # feature after feature, code after code, bag after bag; keys are pairs of feature and code
-    first_keys = torch.arange(num_features, device=rows.device) * num_codes
+    first_keys = torch.arange(num_features, device=rows.device) * buckets_per_bag
     first_buckets = torch.arange(batch_size, device=rows.device) + (first_keys * batch_size).unsqueeze(1)
     if first_rows is not None:
         first_codes = _codes(first_rows[small], [num_rows[j] for j in small])
@@ -114,12 +116,12 @@ def split_bags(
         first_buckets = first_buckets - (first_codes * batch_size).unsqueeze(1)
     keys = torch.repeat_interleave(first_keys, lengths.sum(1), output_size=len(codes)).add_(codes)
     # the ids of a feature are in the order of bags: a stable sort by key suffices, and narrow keys sort faster
-    order = torch.sort(keys.to(_narrowest(num_features * num_codes - 1)), stable=True).indices
+    order = torch.sort(keys.to(_narrowest(num_features * buckets_per_bag - 1)), stable=True).indices
     buckets = torch.repeat_interleave(first_buckets.flatten(), lengths.flatten(), output_size=len(codes))
     buckets.add_(codes, alpha=batch_size)
-    in_bucket = rows.new_zeros(num_features * num_codes * batch_size)
+    in_bucket = rows.new_zeros(num_features * buckets_per_bag * batch_size)
     in_bucket.scatter_add_(0, buckets, torch.ones_like(buckets))
-    in_key = in_bucket.view(num_features * num_codes, batch_size).sum(1)
+    in_key = in_bucket.view(num_features * buckets_per_bag, batch_size).sum(1)
     is_filled = in_key > 0
     one_of_each_key = order[(in_key.cumsum(0) - in_key)[is_filled]]
     small_offsets = _offsets(is_filled)
@@ -128,7 +130,7 @@ def split_bags(
         [_offsets(in_bucket) if j == largest else small_offsets for j in range(len(num_rows))],
         order,
         largest,
-        num_codes,
+        buckets_per_bag,
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, embedding_bag
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from distembed.sharding.bucket_pool import Buckets, buckets_are_faster, count_codes, split_bags
+from distembed.sharding.bucket_pool import Buckets, buckets_are_faster, count_buckets_per_bag, split_bags
 
 DIM = 4
 # features x bags; an id is drawn for each number
@@ -105,7 +105,7 @@ def test_a_feature_has_a_bag_for_every_code_that_occurs() -> None:
     lengths = torch.tensor([[3, 0], [1, 2]])
     rows = torch.tensor([[5, 6, 7, 8, 9, 5], [1, 0, 1, 2, 2, 0]])
     buckets = split_bags(rows, lengths, [10, 3])
-    assert (buckets.largest, buckets.num_codes) == (0, 3)
+    assert (buckets.largest, buckets.buckets_per_bag) == (0, 3)
     # by feature, code and bag
     assert buckets.rows[0].tolist() == [6, 5, 7, 5, 8, 9]
     assert buckets.offsets[0].diff().tolist() == [1, 0, 2, 0, 0, 0, 0, 1, 0, 0, 1, 1]
@@ -189,13 +189,13 @@ def test_fused_updates_equal_those_of_composed_ids(optimizer: str, device: str, 
 
 
 def test_codes_are_the_row_tuples_of_all_but_the_largest_partition() -> None:
-    assert count_codes([100, 4]) == count_codes([4, 100]) == 4
-    assert count_codes([5, 3, 2]) == 6
-    assert count_codes([7, 7]) == 7
+    assert count_buckets_per_bag([100, 4]) == count_buckets_per_bag([4, 100]) == 4
+    assert count_buckets_per_bag([5, 3, 2]) == 6
+    assert count_buckets_per_bag([7, 7]) == 7
 
 
 def test_buckets_are_for_few_codes_and_many_ids() -> None:
-    assert buckets_are_faster(num_ids=1000, num_bags=100, num_codes=4)
-    assert not buckets_are_faster(num_ids=100, num_bags=100, num_codes=4)
-    assert not buckets_are_faster(num_ids=1000, num_bags=100, num_codes=600)
-    assert not buckets_are_faster(num_ids=0, num_bags=100, num_codes=2)
+    assert buckets_are_faster(num_ids=1000, num_bags=100, buckets_per_bag=4)
+    assert not buckets_are_faster(num_ids=100, num_bags=100, buckets_per_bag=4)
+    assert not buckets_are_faster(num_ids=1000, num_bags=100, buckets_per_bag=600)
+    assert not buckets_are_faster(num_ids=0, num_bags=100, buckets_per_bag=2)

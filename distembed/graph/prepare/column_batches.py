@@ -85,7 +85,7 @@ def read_columns(paths: Sequence[Path], kinds: Mapping[str, Sequence[str]], memo
     """Yields all rows of all files, in order.
 
     Args:
-        paths: Files, from :func:`list_column_files`.
+        paths: Files of edges, from :func:`list_column_files`.
         kinds: Kinds of values that each column may hold, by the column's name.
         memory_bytes: About what a batch may take.
 

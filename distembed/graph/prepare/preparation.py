@@ -83,19 +83,19 @@ def prepare_graph(
     ):
         scratch = folder / ".scratch"
         scratch.mkdir()
-        reader = EdgeReader(files, options, values, scratch, memory_limit_bytes, report)
-        runs = reader.named_edges() if options.attribute is None else reader.shared_edges()
-        writer = _write(folder, reader, runs)
+        edge_reader = EdgeReader(files, options, values, scratch, memory_limit_bytes, report)
+        runs = edge_reader.named_edges() if options.attribute is None else edge_reader.shared_edges()
+        writer = _write(folder, edge_reader, runs)
         shutil.rmtree(scratch)
         arrays = writer.finish()
         details = {
             "ids": ids_described,
             "options": options.to_json(),
-            "num_rows": sum(reader.num_rows.values()),
+            "num_rows": sum(edge_reader.num_rows.values()),
             "num_connected": writer.num_connected,
             "largest_degree": writer.largest_degree,
-            "dropped": reader.dropped.to_json(options),
-            "sources": _sources(reader.num_rows),
+            "dropped": edge_reader.dropped.to_json(options),
+            "sources": _sources(edge_reader.num_rows),
         }
         counts = values.num_nodes, writer.num_edges
         GraphDescription(*counts, options.directed, options.weighted, arrays, details).save(folder)
@@ -130,26 +130,26 @@ def _value_map(nodes: NodeIds) -> tuple[ValueMap, Mapping[str, Any]]:
     return values, described
 
 
-def _write(folder: Path, reader: EdgeReader, runs: SortedRuns) -> GraphWriter:
+def _write(folder: Path, edge_reader: EdgeReader, runs: SortedRuns) -> GraphWriter:
     """Writes the sorted edges, each once.
 
     Raises:
         UserError: There is no edge.
     """
-    options = reader.options
-    writer = GraphWriter(folder, reader.num_nodes, options.weighted)
+    options = edge_reader.options
+    writer = GraphWriter(folder, edge_reader.num_nodes, options.weighted)
     done = 0
     for columns in runs.merged():
         writer.append(merge_equal(Edges(columns[0], columns[1] if options.weighted else None)))
         done += len(columns[0])
-        reader.report(ProgressUpdate("write", done * 8, runs.num_records * 8, done))
+        edge_reader.report(ProgressUpdate("write", done * 8, runs.num_records * 8, done))
     if options.attribute is None:
         repeated = runs.num_records - writer.num_edges
-        reader.dropped.duplicates = repeated if options.directed else repeated // 2
+        edge_reader.dropped.duplicates = repeated if options.directed else repeated // 2
     if not writer.num_edges:
-        dropped = reader.dropped.to_json(options)
+        dropped = edge_reader.dropped.to_json(options)
         listed = ", ".join(f"{name} {count:,}" for name, count in dropped.items())
-        rows = sum(reader.num_rows.values())
+        rows = sum(edge_reader.num_rows.values())
         raise UserError(f"the graph has no edge left: {rows:,} rows were read; dropped: {listed}. Give other rows")
     return writer
 

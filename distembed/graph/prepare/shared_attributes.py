@@ -53,7 +53,7 @@ class AttributeEdges:
         num_nodes: Number of nodes of the graph.
         max_shared: Most ids that a group may have.
         num_values: Number of distinct values so far.
-        num_repeated: Number of records that were there already.
+        num_repeated: Number of pairs of an attribute and an id that were there already.
         num_hubs: Number of groups left out.
         largest_hub: Number of ids in the largest of these.
     """

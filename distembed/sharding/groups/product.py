@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.sharding.bucket_pool import buckets_are_faster, count_codes, split_bags
+from distembed.sharding.bucket_pool import buckets_are_faster, count_buckets_per_bag, split_bags
 from distembed.sharding.groups.base import LocalTable, LookupRequest
 from distembed.sharding.groups.load import FLOAT_BYTES, LONG_BYTES, GroupLoad, LookupMemory
 from distembed.sharding.groups.per_id import PerIdGroup
@@ -25,7 +25,7 @@ class ProductGroup(PerIdGroup):
     ) -> None:
         super().__init__(tables, replicated, gradient_scale)
         self._num_rows = [max(rows) for rows in zip(*[scheme.num_rows for scheme in self.partitions], strict=True)]
-        self._num_codes = count_codes(self._num_rows)
+        self._num_codes = count_buckets_per_bag(self._num_rows)
 
     def request_distinct(self, features: KeyedJaggedTensor) -> LookupRequest:
         """Asks for the sums over buckets where these are faster, else for each distinct id."""
@@ -46,15 +46,15 @@ class ProductGroup(PerIdGroup):
     @classmethod
     def distinct_memory(cls, load: GroupLoad, device_kind: str) -> LookupMemory:
         """Returns the bytes of buckets where these are faster, else of looking distinct ids up."""
-        num_codes = count_codes(load.max_num_rows)
-        if not buckets_are_faster(load.num_ids, load.num_bags, num_codes):
+        buckets_per_bag = count_buckets_per_bag(load.max_num_rows)
+        if not buckets_are_faster(load.num_ids, load.num_bags, buckets_per_bag):
             return super().distinct_memory(load, device_kind)
-        return _buckets_memory(load, num_codes)
+        return _buckets_memory(load, buckets_per_bag)
 
 
-def _buckets_memory(load: GroupLoad, num_codes: int) -> LookupMemory:
+def _buckets_memory(load: GroupLoad, buckets_per_bag: int) -> LookupMemory:
     """Returns the bytes of sums over buckets of the largest partition's vectors; their gradient is as large."""
-    num_buckets = load.num_bags * num_codes
+    num_buckets = load.num_bags * buckets_per_bag
     vectors = num_buckets * load.dims[0] * FLOAT_BYTES
     indices = load.num_ids * LONG_BYTES + num_buckets * LONG_BYTES
     # all partitions' rows, keys, their order, the buckets and how many ids each has
