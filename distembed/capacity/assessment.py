@@ -164,7 +164,7 @@ class Assessment:
     @property
     def bytes_beside_tables(self) -> dict[str, int]:
         """Returns by item what each rank needs without any tables, lookups and exchanges."""
-        return {**self.workload.kept_bytes(self.cluster.world_size), "allocator": self.allocator_bytes}
+        return {**self.workload.bytes_beside_tables(self.cluster.world_size), "allocator": self.allocator_bytes}
 
     @property
     def bytes_left_for_tables(self) -> int:

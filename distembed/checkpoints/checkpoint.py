@@ -105,7 +105,7 @@ def load_checkpoint(
     if optimizer is not None:
         to_read |= saved.states_to_read(live_states(optimizer, weights))
     random = saved.random_state_to_read(collectives.rank) if restore_random else {}
-    to_read |= {key: TensorShards.of(tensor) for key, tensor in random.items()}
+    to_read |= {key: TensorShards.from_value(tensor) for key, tensor in random.items()}
     read_tensors(checkpoint, to_read, collectives)
     _forget_caches(model)
     if optimizer is not None and "step" in saved.progress:
@@ -142,7 +142,7 @@ def load_weights(checkpoint: Path | str, suffixes: Sequence[str]) -> list[Tensor
             )
         entry = saved[names[0]]
         weights[names[0]] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    read_tensors(checkpoint, {name: TensorShards.of(tensor) for name, tensor in weights.items()}, Collectives())
+    read_tensors(checkpoint, {name: TensorShards.from_value(tensor) for name, tensor in weights.items()}, Collectives())
     return list(weights.values())
 
 

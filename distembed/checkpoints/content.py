@@ -61,7 +61,7 @@ class CheckpointContent:
             for section, entries in (("model", weights), ("optimizer", states))
         }
         random = {f"{device}.{rank}": value for device, value in random_state().items()}
-        state["random"] = {key: TensorShards.of(value) for key, value in random.items()}
+        state["random"] = {key: TensorShards.from_value(value) for key, value in random.items()}
         last_file = {
             "world_size": world_size,
             "tables": describe_tables(model),
@@ -89,7 +89,7 @@ class CheckpointContent:
 
 def live_weights(model: nn.Module) -> dict[str, TensorShards]:
     """Returns views of this rank's part of all weights and buffers, but those without elements."""
-    weights = {name: TensorShards.of(value) for name, value in model.state_dict().items()}
+    weights = {name: TensorShards.from_value(value) for name, value in model.state_dict().items()}
     return {name: shards for name, shards in weights.items() if shards.size().numel()}
 
 

@@ -62,7 +62,7 @@ class TensorShards:
         self.replicated = replicated
 
     @classmethod
-    def of(cls, value: Tensor | ShardedTensor) -> "TensorShards":
+    def from_value(cls, value: Tensor | ShardedTensor) -> "TensorShards":
         """Returns views of a state dict's entry: a sharded tensor, or a tensor that every rank has."""
         if isinstance(value, ShardedTensor):
             metadata = value.metadata()

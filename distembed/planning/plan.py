@@ -105,14 +105,14 @@ def _bytes_beside_tables(request: PlanRequest) -> int:
     Raises:
         RunError: They are more than a rank has.
     """
-    kept, capacity = request.workload.kept_bytes(request.cluster.world_size), request.plannable_bytes
-    if sum(kept.values()) > capacity:
-        items = ", ".join(f"{name} {num_bytes:,}" for name, num_bytes in kept.items() if num_bytes)
+    beside, capacity = request.workload.bytes_beside_tables(request.cluster.world_size), request.plannable_bytes
+    if sum(beside.values()) > capacity:
+        items = ", ".join(f"{name} {num_bytes:,}" for name, num_bytes in beside.items() if num_bytes)
         raise RunError(
-            f"No plan fits: beside tables each rank needs {sum(kept.values()):,} bytes ({items}); it has {capacity:,}. "
-            "Lower train.batch_size, or use larger devices."
+            f"No plan fits: beside tables each rank needs {sum(beside.values()):,} bytes ({items}); it has "
+            f"{capacity:,}. Lower train.batch_size, or use larger devices."
         )
-    return sum(kept.values())
+    return sum(beside.values())
 
 
 def _bytes_beside_shards(request: PlanRequest, found: SearchResult, estimated: EstimatedPlan) -> int:

@@ -37,7 +37,7 @@ class Workload:
         """Whether a row may have several ids of a feature."""
         return feature in self.multi_hot or self.ids_per_row.get(feature, 1.0) > 1
 
-    def kept_bytes(self, world_size: int) -> dict[str, int]:
+    def bytes_beside_tables(self, world_size: int) -> dict[str, int]:
         """Returns the bytes of a rank beside tables and their exchange, by item, at the networks' fullest moment.
 
         On one rank gradients are counted among the activations, as they come.
