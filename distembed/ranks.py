@@ -12,8 +12,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from distembed.errors import UserError
 from distembed.host_memory import keep_freed_memory
@@ -42,6 +45,44 @@ class Ranks:
     def is_first(self) -> bool:
         """Whether this is the rank that writes and prints."""
         return self.rank == 0
+
+    def any(self, flag: bool) -> bool:
+        """Returns whether the flag is set on any rank; all ranks call it."""
+        if self.world_size == 1:
+            return flag
+        flags = torch.tensor([int(flag)], device=self.device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        return bool(flags.item())
+
+    def sum(self, numbers: Tensor) -> Tensor:
+        """Sums a tensor over all ranks; all ranks call it with tensors of one shape.
+
+        Returns:
+            The sums on rank 0; other ranks have no use for what they get.
+        """
+        numbers = numbers.to(self.device)
+        if self.world_size > 1 and numbers.numel():
+            dist.reduce(numbers, dst=0)
+        return numbers
+
+    def gather_rows(self, rows: Tensor) -> npt.NDArray[np.float32]:
+        """Gathers rows [n, ...] of all ranks, which may be unequally many, rank after rank; all ranks call it.
+
+        Returns:
+            All rows on rank 0, and none on other ranks.
+        """
+        if self.world_size == 1:
+            return rows.cpu().numpy()
+        rows = rows.to(self.device)
+        counts = [torch.zeros(1, dtype=torch.long, device=self.device) for _ in range(self.world_size)]
+        dist.all_gather(counts, torch.tensor([len(rows)], device=self.device))
+        longest = int(max(count.item() for count in counts))
+        padded = torch.cat([rows, rows.new_zeros(longest - len(rows), *rows.shape[1:])])
+        gathered = [torch.empty_like(padded) for _ in counts] if self.is_first else None
+        dist.gather(padded, gathered, dst=0)
+        if gathered is None:
+            return np.empty((0, *rows.shape[1:]), np.float32)
+        return torch.cat([part[: int(n)] for part, n in zip(gathered, counts, strict=True)]).cpu().numpy()
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:

@@ -17,7 +17,7 @@ from distembed.files import whole_file
 from distembed.optim.config import SparseOptimizerConfig
 from distembed.ranks import Ranks
 from distembed.training.build import Blueprint, TrainingState, build_training_state
-from distembed.training.evaluation import gather_rows, score_batches, score_split
+from distembed.training.evaluation import score_batches, score_split
 
 PREDICTION_FORMATS = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWriter}
 """Writer class by the output file's suffix."""
@@ -73,14 +73,14 @@ def predict_split(state: TrainingState, dataset: str, split: str, output: Path, 
     if not ranks.is_first:
         for outputs in score_batches(state, dataset, split, ranks):
             for values in outputs.values():
-                gather_rows(values, ranks)
+                ranks.gather_rows(values)
         return 0
     num_rows = 0
     columns = pa.schema([(name, pa.float32()) for name in state.task.prediction_columns])
     with whole_file(output) as temporary, PREDICTION_FORMATS[output.suffix](temporary, columns) as writer:
         for outputs in score_batches(state, dataset, split, ranks):
             # ranks hold neighbouring slices of a batch, so rank after rank is the file's order
-            rows = {name: gather_rows(values, ranks) for name, values in outputs.items()}
+            rows = {name: ranks.gather_rows(values) for name, values in outputs.items()}
             table = pa.table(state.task.predictions(rows), schema=columns)
             num_rows += len(table)
             writer.write_table(table)

@@ -4,9 +4,6 @@ import os
 import signal
 from types import FrameType
 
-import torch
-import torch.distributed as dist
-
 from distembed.ranks import Ranks
 
 _STEPS_BETWEEN_AGREEMENTS = 10
@@ -45,10 +42,6 @@ class Interruption:
 
     def requested(self, step: int) -> bool:
         """Returns whether to stop after ``step``, the same on all ranks; all of them call it after every step."""
-        if self._ranks.world_size == 1:
-            return self._received is not None
-        if step % _STEPS_BETWEEN_AGREEMENTS:
+        if self._ranks.world_size > 1 and step % _STEPS_BETWEEN_AGREEMENTS:
             return False
-        flag = torch.tensor([int(self._received is not None)], device=self._ranks.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag.item())
+        return self._ranks.any(self._received is not None)

@@ -1,7 +1,6 @@
 """The share of ids that were replaced in training, by table."""
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from distembed.ranks import Ranks
@@ -17,9 +16,7 @@ def replaced_shares(model: nn.Module, ranks: Ranks) -> dict[str, float]:
         The share in [0, 1] by table, without tables that had no ids, on rank 0; an empty dict on other ranks.
     """
     counts = take_counts(model)
-    totals = torch.tensor(list(counts.values()), dtype=torch.long).reshape(-1, 2).to(ranks.device)
-    if counts and ranks.world_size > 1:
-        dist.reduce(totals, dst=0)
+    totals = ranks.sum(torch.tensor(list(counts.values()), dtype=torch.long).reshape(-1, 2))
     if not ranks.is_first:
         return {}
     return {table: replaced / seen for table, (replaced, seen) in zip(counts, totals.tolist(), strict=True) if seen}

@@ -6,7 +6,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from rich.console import Console
 
 from distembed.config import Config
@@ -87,7 +86,7 @@ def train_run(
         Interrupted: After a signal, once a checkpoint is written.
     """
     collectives = Collectives()
-    folder = _agree_on_folder(options, ranks)
+    folder = _agree_on_folder(options, collectives)
     resume = options.resume
     if options.resume_or_start:
         resume = collectives.on_first(lambda: holds_run(folder))
@@ -128,12 +127,10 @@ def train_run(
     return FinishedRun(folder, evaluation, described)
 
 
-def _agree_on_folder(options: RunOptions, ranks: Ranks) -> Path:
+def _agree_on_folder(options: RunOptions, collectives: Collectives) -> Path:
     """Returns rank 0's folder on every rank; the names that ranks give it by their clocks may differ."""
     own = options.run_dir or Path("runs") / f"{options.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
-    agreed = [str(own.absolute())]
-    dist.broadcast_object_list(agreed, src=0, device=ranks.device)
-    return Path(agreed[0])
+    return collectives.on_first(lambda: own.absolute())
 
 
 def _choose_plans(

@@ -29,7 +29,7 @@ from distembed.runs.folder import RunFolder
 from distembed.sse import SSE, set_step
 from distembed.tasks.base import Outputs
 from distembed.training.build import Blueprint, PlanChoice, build_training_state
-from distembed.training.evaluation import gather_rows, score_split
+from distembed.training.evaluation import score_split
 from distembed.training.interruption import Interruption
 from distembed.training.metrics_window import MetricsWindow
 from distembed.training.progress import TrainingProgress
@@ -267,8 +267,8 @@ class Trainer:
         self._require_finite()
         window = self._window
         replaced = replaced_shares(self._state.model, self._ranks)
-        losses = gather_rows(torch.stack(window.losses).sum().unsqueeze(0), self._ranks)
-        rows = {name: gather_rows(torch.cat(values), self._ranks) for name, values in window.outputs.items()}
+        losses = self._ranks.gather_rows(torch.stack(window.losses).sum().unsqueeze(0))
+        rows = {name: self._ranks.gather_rows(torch.cat(values)) for name, values in window.outputs.items()}
         seconds = window.seconds
         self._seconds += seconds
         self._window = MetricsWindow()

@@ -98,7 +98,7 @@ class Ingestion:
         self._threads = limits.num_threads
         self._max_rejected, self._report = max_rejected, report
         block_bytes = limits.block_bytes
-        self._readers = [SourceReader(source, block_bytes) for source in sources]
+        self._source_readers = [SourceReader(source, block_bytes) for source in sources]
         self._lines = [0] * len(sources)
         self._rejected = [0] * len(sources)
         self._reasons: Counter[str] = Counter()
@@ -113,7 +113,7 @@ class Ingestion:
         try:
             for parsed in self._parse_in_order():
                 self._take(parsed)
-                self._report(sum(reader.bytes_read for reader in self._readers), self._result.num_rows)
+                self._report(sum(reader.bytes_read for reader in self._source_readers), self._result.num_rows)
         finally:
             if self._rejected_file is not None:
                 self._rejected_file.close()
@@ -141,7 +141,7 @@ class Ingestion:
             pool.shutdown(cancel_futures=True)
 
     def _raw_blocks(self) -> Iterator[tuple[int, bytes]]:
-        for source, reader in enumerate(self._readers):
+        for source, reader in enumerate(self._source_readers):
             for data in reader.blocks():
                 yield source, data
 
@@ -177,7 +177,7 @@ class Ingestion:
             self._result.examples.append(f"{self._sources[source]}:{line}: {row.reason}: {text!r}")
 
     def _source(self, index: int) -> SourceFile:
-        reader = self._readers[index]
+        reader = self._source_readers[index]
         return SourceFile(
             self._names[index], reader.bytes_read, reader.sha256, self._lines[index], self._rejected[index]
         )
