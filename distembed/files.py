@@ -13,17 +13,22 @@ from distembed.errors import RunError
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[str]:
+def whole_file(path: Path, make_folder: bool = True) -> Iterator[str]:
     """Yields the name of a temporary file, which replaces ``path`` at the end of the block, or is removed on an error.
 
-    The folder of ``path`` is made where it is missing. The file is flushed to disk before it replaces another.
+    The file is flushed to disk before it replaces another.
+
+    Args:
+        path: The file to write.
+        make_folder: Whether its folder is made where it is missing.
 
     Raises:
         RunError: The file cannot be written; the error says how much room is left on its disk.
     """
     temporary = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if make_folder:
+            path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
         with os.fdopen(descriptor):
             yield temporary
@@ -38,18 +43,26 @@ def whole_file(path: Path) -> Iterator[str]:
             os.unlink(temporary)
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, make_folder: bool = False) -> None:
     """Writes a text file in UTF-8, whole or not at all.
+
+    A folder that is missing is not made unless asked for: one that was deleted while a run was at work in it must not
+    come back with this file alone.
+
+    Args:
+        path: The file to write.
+        text: Its content.
+        make_folder: Whether its folder is made where it is missing.
 
     Raises:
         RunError: The file cannot be written.
     """
-    with whole_file(path) as temporary:
+    with whole_file(path, make_folder) as temporary:
         Path(temporary).write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes indented JSON, whole or not at all; floats that JSON cannot hold become null.
+    """Writes indented JSON as :func:`write_text` does text; floats that JSON cannot hold become null.
 
     Raises:
         RunError: The file cannot be written.

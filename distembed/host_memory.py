@@ -25,7 +25,7 @@ _KEEP_BYTES = 2**30
 def host_memory_bytes() -> int:
     """Returns the memory that this process may use: the machine's, or the container's where that has less."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = (_limit_bytes(_CGROUP / limit) for limit, *_ in _LIMITS)
+    limits = (_number(_CGROUP / limit) for limit, *_ in _LIMITS)
     return min([physical, *(limit for limit in limits if limit is not None)])
 
 
@@ -41,9 +41,9 @@ def available_memory_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path =
     """
     available = _numbers(meminfo).get("MemAvailable:", 0) * 1024
     for limit, used, details, droppable in _LIMITS:
-        limit_bytes = _limit_bytes(cgroup / limit)
+        limit_bytes = _number(cgroup / limit)
         if limit_bytes is not None:
-            in_use = int((cgroup / used).read_text()) - _numbers(cgroup / details).get(droppable, 0)
+            in_use = (_number(cgroup / used) or 0) - _numbers(cgroup / details).get(droppable, 0)
             available = min(available, limit_bytes - in_use)
     return max(0, available)
 
@@ -66,8 +66,8 @@ def give_back_freed_memory() -> None:
         library.malloc_trim(0)
 
 
-def _limit_bytes(file: Path) -> int | None:
-    """Returns a control group's limit; None where there is none."""
+def _number(file: Path) -> int | None:
+    """Returns the number that a file holds; None where there is no file, or no number in it."""
     text = file.read_text().strip() if file.is_file() else ""
     return int(text) if text.isdigit() else None
 

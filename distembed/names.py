@@ -4,7 +4,6 @@ Sections of a config have settings for every table under ``default``, and under 
 differ.
 """
 
-import dataclasses
 import difflib
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -99,7 +98,7 @@ class ByName:
         from pydantic import TypeAdapter
         from pydantic_core import PydanticCustomError
 
-        if dataclasses.is_dataclass(section) and not isinstance(section, type):
+        if type(section) in self.known.values():
             return section
         if not isinstance(section, Mapping):
             raise PydanticCustomError("section_type", "Input should be an object")

@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
-from distembed.config import Config, load_config
+from distembed.config import Config, TrainConfig, load_config
 from distembed.errors import UserError
+from distembed.models import DCNConfig
 
 ROOT = Path(__file__).parents[1]
 COMMITTED = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -155,3 +157,9 @@ def test_what_cannot_be_extended_is_named(text: str, message: str, tmp_path: Pat
     (tmp_path / "other.yaml").write_text("extends: a.yaml")
     with pytest.raises(UserError, match=message):
         load_config(tmp_path / "a.yaml")
+
+
+def test_a_section_of_another_kind_is_no_model() -> None:
+    with pytest.raises(ValidationError, match="model"):
+        Config(model=TrainConfig())  # type: ignore[arg-type]
+    assert Config(model=DCNConfig()).model == DCNConfig()

@@ -17,10 +17,11 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.capacity.assessment import assess_capacity
+from distembed.capacity.remedies import find_remedies
 from distembed.config import load_config
 from distembed.data.reader.batch import Batch
 from distembed.describe import describe
-from distembed.models import MODELS, Model, ModelInputs
+from distembed.models import DLRM, MODELS, Model, ModelInputs
 from distembed.optim import OPTIMIZERS, NumberPer, OptimizerKind
 from distembed.partitions import PARTITIONS
 from distembed.partitions.base import Partition
@@ -157,6 +158,23 @@ def register_model() -> dict[str, Any]:
     return {"model": {"name": "three", "hidden": 12}, "train": {"sparse_optimizer": amsgrad}}
 
 
+class LooksAtValues(DLRM):
+    """A step that depends on values, which an estimate on fake tensors cannot follow."""
+
+    def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
+        scale = 0.5 if bool((dense_features > 3).any()) else 1.0
+        return super().forward(dense_features * scale, sparse_features)
+
+
+@pydantic.dataclasses.dataclass(frozen=True)
+class LooksAtValuesConfig:
+    name: Literal["looks"] = "looks"
+
+    def build(self, inputs: ModelInputs) -> Model:
+        embeddings, names = inputs.pooled_embeddings()
+        return LooksAtValues(embeddings, names, inputs.embedding_dim, inputs.num_dense, [8], [8])
+
+
 REGISTER = {
     "optimizer": register_optimizer,
     "partition": register_partition,
@@ -231,3 +249,14 @@ def test_it_can_be_described_and_planned(kind: str, tmp_path: Path, dataset: Pat
     assert [table.name for table in assessment.tables] == tables
     for table in assessment.tables:
         assert table.placement is not None and table.placement.storage.weights == table.one_copy.weights > 0
+
+
+@pytest.mark.usefixtures("_names_as_before")
+def test_networks_that_cannot_be_estimated_have_a_share_of_memory_kept_free(tmp_path: Path, dataset: Path) -> None:
+    MODELS["looks"] = LooksAtValuesConfig
+    config = load_config(write_config(tmp_path / "config.yaml", dataset, {"model": {"name": "looks"}}))
+    large, small = (Cluster(find_device(f"memory={memory}"), 1, 2) for memory in ("1GiB", "4KiB"))
+    assessment = assess_capacity(config, large)
+    assert assessment.fits and assessment.workload.network is None and assessment.reserve == pytest.approx(0.15)
+    assert not assess_capacity(config, small).fits
+    assert any(remedy.startswith("--gpu") for remedy in find_remedies(config, small).arguments)

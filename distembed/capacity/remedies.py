@@ -17,6 +17,7 @@ from distembed.errors import UserError
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.planning.cluster import Cluster
 from distembed.planning.devices import DEVICES, Device
+from distembed.planning.networks import NetworkEstimate
 from distembed.planning.storage import TableStorage, whole_table_storage
 from distembed.training.build import table_optimizers
 from distembed.units import exact_bytes
@@ -234,8 +235,7 @@ class _Search:
     def _max_table_bytes(self, cluster: Cluster) -> int:
         """Returns the bytes that all ranks would have for tables if a batch had no rows, which is more than they do."""
         workload = self.assessment.workload
-        network = workload.network
-        assert network is not None
+        network = workload.network or NetworkEstimate()
         beside = network.parameters + network.buffers + network.optimizer_state + network.gradients
         beside += sum(workload.graph_bytes.values()) + reserve_bytes(self.assessment.reserve, cluster)
         host_bytes = cluster.host_bytes if self._config.plan.host_memory else 0

@@ -131,9 +131,9 @@ def _write(files: PlanFiles, config: Config, report: CapacityReport) -> None:
     """Writes the files; of a config that does not fit the report alone."""
     fits = report.assessment.fits
     if files.compress is not None and fits:
-        write_text(files.compress, config.to_yaml())
+        write_text(files.compress, config.to_yaml(), make_folder=True)
     if files.output is not None and fits:
-        write_text(files.output, _json_text(report) + "\n")
+        write_text(files.output, _json_text(report) + "\n", make_folder=True)
     if files.report is not None:
         from distembed.capacity.report_file import write_capacity_report  # matplotlib takes a second to load
 

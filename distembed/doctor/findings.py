@@ -42,7 +42,7 @@ def judge(facts: Facts) -> list[Finding]:
     wrong_versions = {found.subject for found in versions if found.status == "wrong"}
     return [
         check_python(facts.python_version),
-        Finding("distembed", "ok", f"{__version__} in {Path(__file__).parent}"),
+        Finding("distembed", "ok", f"{__version__} in {Path(__file__).parents[1]}"),
         *versions,
         *check_loads(facts.loads, device, already_wrong=wrong_versions),
         *check_dependencies(facts.installed, facts.requirements),

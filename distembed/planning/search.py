@@ -219,9 +219,11 @@ class Search:
 
     def _plain_constraints(self) -> dict[str, ParameterConstraints]:
         """Returns what holds for TorchRec's own tables: any way that the config allows and a saved plan may have."""
+        may_lie_in_host_memory = self._config.host_memory and self._optimizers.is_fused
+        kernels = None if may_lie_in_host_memory else _OWN_MEMORY
         return {
             table.name: self._constraints(
-                table, _possible_types_of(table, self._config, SHARDING_TYPES), self._min_partition(table)
+                table, _possible_types_of(table, self._config, SHARDING_TYPES), self._min_partition(table), kernels
             )
             for table in self._request.plain_tables
         }

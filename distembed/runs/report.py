@@ -110,8 +110,7 @@ def write_run_report(runs: Sequence[Path], output: Path) -> list[RunSummary]:
     records = [RunRecord.read(run) for run in runs]
     named = dict(zip(unique_names(records), records, strict=True))
     summaries = [RunSummary.from_record(record, name) for name, record in named.items()]
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write_text(output, render_run_report(named, summaries))
+    write_text(output, render_run_report(named, summaries), make_folder=True)
     return summaries
 
 

@@ -264,11 +264,13 @@ def use_bf16(precision: str, device: torch.device) -> bool:
 
 def _move_networks(module: nn.Module, collections: set[str], device: torch.device, path: str = "") -> None:
     """Moves all but the embedding collections, which lie on the meta device, to the device."""
+    if not any(collection == path or collection.startswith(f"{path}." if path else "") for collection in collections):
+        module.to(device)
+        return
     for name, child in module.named_children():
         child_path = f"{path}.{name}" if path else name
-        if child_path in collections:
-            continue
-        _move_networks(child, collections, device, child_path)
+        if child_path not in collections:
+            _move_networks(child, collections, device, child_path)
     for parameter in module.parameters(recurse=False):
         parameter.data = parameter.data.to(device)
     for name, buffer in module.named_buffers(recurse=False):

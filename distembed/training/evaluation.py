@@ -20,11 +20,13 @@ def score_split(state: TrainingState, dataset: str, split: str, ranks: Ranks) ->
     Returns:
         Each output by its name, with all rows on rank 0 and none on other ranks.
     """
-    outputs: dict[str, list[Tensor]] = {name: [torch.empty(0)] for name in state.task.outputs}
+    outputs: dict[str, list[Tensor]] = {name: [] for name in state.task.outputs}
     for batch_outputs in score_batches(state, dataset, split, ranks):
         for name, values in batch_outputs.items():
             outputs[name].append(values)
-    return {name: ranks.gather_rows(torch.cat(values)) for name, values in outputs.items()}
+    # every rank has part in every batch, be it without rows: a split without rows has no batches on any rank
+    rows = {name: torch.cat(values) if values else torch.empty(0) for name, values in outputs.items()}
+    return {name: ranks.gather_rows(values) for name, values in rows.items()}
 
 
 def score_batches(state: TrainingState, dataset: str, split: str, ranks: Ranks) -> Iterator[Outputs]:
