@@ -155,7 +155,7 @@ def train_on_replaced(model: Any, tables: Sequence[Any], of_ranks: Sequence[Sequ
         loss = torch.zeros(())
         for rank, batch in enumerate(parts):
             features = replaced(tables, batch["sparse_features"], rank, step)
-            loss = loss + model(dataclasses.replace(batch, sparse_features=features))[0]
+            loss = loss + model(Batch({**batch.fields, "sparse_features": features}, batch.global_batch_size))[0]
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
