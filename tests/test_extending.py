@@ -28,6 +28,8 @@ from distembed.partitions.base import Partition
 from distembed.planning.cluster import Cluster
 from distembed.planning.devices import find_device
 from distembed.ranks import Ranks
+from distembed.runs.metrics import ReportedMetric
+from distembed.runs.report import report_columns, write_run_report
 from distembed.tasks import TASKS, Task
 from distembed.tasks.base import Rows
 from distembed.training.inference import evaluate_split, load_training_state
@@ -78,8 +80,7 @@ class SquaredError(Task):
 
     batch_fields = ("labels",)
     outputs = ("predicted", "labels")
-    headline = "rmse"
-    higher_is_better = False
+    reported_metrics = (ReportedMetric("rmse", "RMSE", better="lower"),)
     prediction_columns = ("prediction",)
 
     def step(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -222,8 +223,12 @@ def test_what_is_registered_outside_of_the_package_trains_on_two_ranks(
     one, two = losses(tmp_path / "run-1"), losses(tmp_path / "run-2")
     assert one == pytest.approx(two, rel=1e-4) and len(one) == 31
     assert np.mean(one[-5:]) < np.mean(one[:5]), "it learns"
+    page = tmp_path / "report.html"
+    summaries = write_run_report([tmp_path / "run-1", tmp_path / "run-2"], page)
+    headings = [column.heading for column in report_columns(summaries)]
+    assert ("RMSE" in headings) == (kind == "task") and ("AUC" in headings) == (kind != "task")
     evaluation = json.loads((tmp_path / "run-2" / "evaluation.json").read_text())
-    assert evaluation[SquaredError.headline if kind == "task" else "auc"] > 0
+    assert evaluation[SquaredError().headline.name if kind == "task" else "auc"] > 0
 
 
 @pytest.fixture

@@ -69,12 +69,18 @@ def calibration_diagram(runs: Mapping[str, RunRecord]) -> str:
     return _render(draw)
 
 
-def parameters_against_logloss(summaries: Sequence[RunSummary]) -> str:
-    """Draws one point a run: how much worse the loss is for how many parameters fewer."""
+def parameters_against(summaries: Sequence[RunSummary], metric: str, label: str) -> str:
+    """Draws one point a run: how much worse a metric is for how many parameters fewer.
+
+    Args:
+        summaries: The runs.
+        metric: Name of the metric.
+        label: Text beside its axis.
+    """
 
     def draw(axes: Axes) -> None:
         for index, run in enumerate(summaries):
-            place = [run.info.parameters], [run.metric("logloss")]
+            place = [run.info.parameters], [run.metric(metric)]
             axes.plot(*place, marker="o", markersize=8, linestyle="", color=colour(index))
         axes.set_xscale("log")
         axes.margins(y=0.15)
@@ -85,7 +91,7 @@ def parameters_against_logloss(summaries: Sequence[RunSummary]) -> str:
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xlabel("parameters")
-        axes.set_ylabel("logloss")
+        axes.set_ylabel(label)
 
     return _render(draw)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distembed.errors import UserError
+from distembed.runs.metrics import ReportedMetric, parse_metrics
 
 _REQUIRED = ("run.json", "config.yaml")
 
@@ -35,6 +36,7 @@ class RunInfo:
         schemes: Partition scheme -> number of tables that have it.
         parameters: Number of parameters of the whole model.
         embedding_bytes: Bytes of the weights of all embedding tables.
+        metrics: What reports show of the run's evaluations, the task's headline metric first.
     """
 
     name: str | None
@@ -49,6 +51,7 @@ class RunInfo:
     schemes: Mapping[str, int]
     parameters: float
     embedding_bytes: float
+    metrics: Sequence[ReportedMetric]
 
     @classmethod
     def read(cls, path: Path) -> "RunInfo":
@@ -75,6 +78,7 @@ class RunInfo:
             schemes=values.get("schemes") or {},
             parameters=_number(values, "parameters"),
             embedding_bytes=_number(values, "embedding_bytes"),
+            metrics=parse_metrics(values.get("metrics")),
         )
 
 

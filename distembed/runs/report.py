@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from distembed.errors import UserError
 from distembed.files import write_text
 from distembed.runs import plots
+from distembed.runs.metrics import ReportedMetric
 from distembed.runs.pages import colour, figure, page, section, swatch
 from distembed.runs.record import RunRecord, RunSummary, unique_names
 
@@ -40,50 +41,36 @@ class ReportColumn:
     in_terminal: bool = True
 
 
-@dataclass(frozen=True)
-class ReportedMetric:
-    """A metric of the last evaluation that has a column in the comparison.
-
-    Attributes:
-        name: Its name in the evaluation.
-        heading: Text above its column.
-        number_format: Format of its value, such as ``.4f``.
-        better: Whether the ``higher`` or the ``lower`` value is better; None where neither is.
-        in_terminal: Whether the narrower table in a terminal has it too.
-    """
-
-    name: str
-    heading: str
-    number_format: str
-    better: Literal["higher", "lower"] | None
-    in_terminal: bool = True
-
-    def column(self) -> ReportColumn:
-        """Returns the metric's column."""
-        sign = -1 if self.better == "higher" else 1
-        return ReportColumn(
-            self.heading,
-            text=lambda run: _format(run.metric(self.name), self.number_format),
-            sort_key=None if self.better is None else lambda run: sign * run.metric(self.name),
-            in_terminal=self.in_terminal,
-        )
+def report_columns(summaries: Sequence[RunSummary]) -> list[ReportColumn]:
+    """Returns the columns of the comparison, with every metric that the task of one of the runs reports."""
+    metrics = reported_metrics(summaries)
+    return [
+        ReportColumn("tables", lambda run: describe_schemes(run), in_terminal=False),
+        ReportColumn("parameters", lambda run: _format(run.info.parameters, ",.0f")),
+        ReportColumn("embedding MB", lambda run: _format(run.info.embedding_bytes / 1e6, ",.1f"), in_terminal=False),
+        *(_metric_column(metric) for metric in metrics),
+        ReportColumn("samples/s", lambda run: _format(run.samples_per_second, ",.0f")),
+        ReportColumn("status", lambda run: describe_status(run)),
+    ]
 
 
-REPORTED_METRICS = (
-    ReportedMetric("auc", "AUC", ".4f", better="higher"),
-    ReportedMetric("logloss", "logloss", ".4f", better="lower"),
-    ReportedMetric("normalized_entropy", "normalised entropy", ".4f", better="lower", in_terminal=False),
-    ReportedMetric("calibration", "calibration", ".3f", better=None, in_terminal=False),
-)
+def reported_metrics(summaries: Sequence[RunSummary]) -> list[ReportedMetric]:
+    """Returns the metrics that the tasks of the runs report, each once; the headline metric of the first run first."""
+    by_name: dict[str, ReportedMetric] = {}
+    for run in summaries:
+        for metric in run.info.metrics:
+            by_name.setdefault(metric.name, metric)
+    return list(by_name.values())
 
-COLUMNS = (
-    ReportColumn("tables", lambda run: describe_schemes(run), in_terminal=False),
-    ReportColumn("parameters", lambda run: _format(run.info.parameters, ",.0f")),
-    ReportColumn("embedding MB", lambda run: _format(run.info.embedding_bytes / 1e6, ",.1f"), in_terminal=False),
-    *(metric.column() for metric in REPORTED_METRICS),
-    ReportColumn("samples/s", lambda run: _format(run.samples_per_second, ",.0f")),
-    ReportColumn("status", lambda run: describe_status(run)),
-)
+
+def _metric_column(metric: ReportedMetric) -> ReportColumn:
+    sign = -1 if metric.better == "higher" else 1
+    return ReportColumn(
+        metric.heading,
+        text=lambda run: _format(run.metric(metric.name), metric.number_format),
+        sort_key=None if metric.better is None else lambda run: sign * run.metric(metric.name),
+        in_terminal=metric.in_terminal,
+    )
 
 
 def write_run_report(runs: Sequence[Path], output: Path) -> list[RunSummary]:
@@ -118,7 +105,7 @@ def print_comparison(summaries: Sequence[RunSummary], console: "Console") -> Non
     """Prints the comparison as a table of one run a line."""
     from rich.table import Table
 
-    columns = [column for column in COLUMNS if column.in_terminal]
+    columns = [column for column in report_columns(summaries) if column.in_terminal]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("run", overflow="fold")
     for column in columns:
@@ -156,10 +143,11 @@ def describe_status(run: RunSummary) -> str:
 
 def _comparison(summaries: Sequence[RunSummary]) -> str:
     """Returns the table of one run a row."""
-    headings = "".join(f"<th>{escape(column.heading)}</th>" for column in COLUMNS)
+    columns = report_columns(summaries)
+    headings = "".join(f"<th>{escape(column.heading)}</th>" for column in columns)
     rows = []
     for index, run in enumerate(summaries):
-        cells = "".join(_cell(column, run, summaries) for column in COLUMNS)
+        cells = "".join(_cell(column, run, summaries) for column in columns)
         rows.append(f'<tr><th scope="row">{swatch(colour(index))}{escape(run.name)}</th>{cells}</tr>')
     return f'<div class="wide"><table><tr><th>run</th>{headings}</tr>{"".join(rows)}</table></div>\n'
 
@@ -186,19 +174,22 @@ def _legend(summaries: Sequence[RunSummary]) -> str:
 
 def _figures(named: dict[str, RunRecord], summaries: Sequence[RunSummary]) -> str:
     """Returns the figures with their captions."""
+    metrics = reported_metrics(summaries)
+    headline = metrics[0]
+    curve = plots.metric_curve(named, headline.name, headline.heading)
     figures = [
         ("Loss", "Training windows thin, evaluations marked. The first tenth may be cut off.", plots.loss_curve(named)),
-        ("AUC", "Training windows thin, evaluations marked.", plots.metric_curve(named, "auc", "AUC")),
+        (headline.heading, "Training windows thin, evaluations marked.", curve),
         ("Throughput", "Training alone, evaluations not counted.", plots.throughput_curve(named)),
-        (
-            "Calibration",
-            "Final evaluation; on the dashed line predictions are right.",
-            plots.calibration_diagram(named),
-        ),
     ]
+    if any(metric.name == "calibration" for metric in metrics):
+        caption = "Final evaluation; on the dashed line predictions are right."
+        figures.append(("Calibration", caption, plots.calibration_diagram(named)))
     if len(summaries) > 1:
-        caption = "Lower and further left is better."
-        figures.append(("Parameters against logloss", caption, plots.parameters_against_logloss(summaries)))
+        cost = next((metric for metric in metrics if metric.name == "logloss"), headline)
+        caption = f"{'Higher' if cost.better == 'higher' else 'Lower'} and further left is better."
+        drawn = plots.parameters_against(summaries, cost.name, cost.heading)
+        figures.append((f"Parameters against {cost.heading}", caption, drawn))
     return f'<div class="figures">{"".join(figure(*each) for each in figures)}</div>\n'
 
 

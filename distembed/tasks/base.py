@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from distembed.data.reader.batch import Batch
 from distembed.errors import UserError
 from distembed.models.base import Model
+from distembed.runs.metrics import ReportedMetric
 
 Outputs = Mapping[str, Tensor]
 """What a task stores of each row of a batch, by name: tensors whose first dimension is rows."""
@@ -31,16 +32,20 @@ class Task(ABC):
     Attributes:
         batch_fields: Names of the batch's fields that the task takes, beside those that the model takes.
         outputs: Names of the outputs of each row that :meth:`step` returns.
-        headline: Name of the metric by which models are compared.
-        higher_is_better: Whether a higher value of that metric is better.
+        reported_metrics: Metrics that reports show, each with what is better; the first is the headline metric, by
+            which models are compared.
         prediction_columns: Names of the columns that :meth:`predictions` returns.
     """
 
     batch_fields: ClassVar[tuple[str, ...]]
     outputs: ClassVar[tuple[str, ...]]
-    headline: ClassVar[str]
-    higher_is_better: ClassVar[bool]
+    reported_metrics: ClassVar[tuple[ReportedMetric, ...]]
     prediction_columns: ClassVar[tuple[str, ...]]
+
+    @property
+    def headline(self) -> ReportedMetric:
+        """The metric by which models are compared, with its direction."""
+        return self.reported_metrics[0]
 
     @abstractmethod
     def step(self, outputs: Any, batch: Batch) -> tuple[Tensor, Outputs]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from distembed.data.dataset.schema import LABELS
 from distembed.data.reader.batch import Batch
+from distembed.runs.metrics import CLICK_METRICS
 from distembed.tasks.base import Outputs, Rows, Task
 from distembed.tasks.binary_metrics import BinaryMetrics, calibration_bins, exact_auc, sigmoid
 
@@ -33,8 +34,7 @@ class ClickTask(Task):
 
     batch_fields = (LABELS,)
     outputs = ("logits", "labels")
-    headline = "auc"
-    higher_is_better = True
+    reported_metrics = CLICK_METRICS
     prediction_columns = ("prediction", "label")
 
     def step(self, outputs: Float[Tensor, " batch"], batch: Batch) -> tuple[Tensor, Outputs]:

@@ -1,5 +1,6 @@
 """A whole run of a config: which folder, whether it is resumed, which plan is applied, then training and evaluation."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -182,4 +183,5 @@ def _run_info(config: Config, dataset: str, manifest: Manifest, sse: dict[str, S
         "parameters": description.num_parameters,
         "embedding_parameters": description.num_embedding_parameters,
         "embedding_bytes": description.embedding_bytes,
+        "metrics": [dataclasses.asdict(metric) for metric in config.task.build().reported_metrics],
     }

@@ -4,6 +4,7 @@ import json
 import math
 import random
 import re
+from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from distembed.errors import RunError, UserError
+from distembed.runs.metrics import CLICK_METRICS, ReportedMetric, parse_metrics
 from distembed.runs.record import RunRecord, RunSummary
 from distembed.runs.report import print_comparison, write_run_report
 
@@ -270,3 +272,10 @@ def test_the_terminal_shows_a_line_a_run(tmp_path: Path) -> None:
     assert [line.split()[0] for line in lines] == ["run", "full", "[red]qr"]
     assert lines[1].split()[1:] == ["8,441,404", "0.7701", "0.4622", "10,016", "finished"]
     assert lines[2].endswith("unfinished (validation)")
+
+
+def test_metrics_are_those_that_the_runs_tasks_report(tmp_path: Path) -> None:
+    metric = ReportedMetric("rmse", "RMSE", better="lower")
+    for wrong in (None, "rmse", [3], [{"name": "rmse"}], [{**asdict(metric), "number_format": "what"}]):
+        assert parse_metrics(wrong) == CLICK_METRICS
+    assert parse_metrics([asdict(metric), {"name": 3}]) == (metric,)

@@ -1,0 +1,53 @@
+"""The metrics of a task as reports show them; a run records those of its task, so that any task's runs are compared."""
+
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class ReportedMetric:
+    """A metric of an evaluation.
+
+    Attributes:
+        name: Its name in the evaluation.
+        heading: Text above its column.
+        number_format: Format of its value, such as ``.4f``.
+        better: Whether the ``higher`` or the ``lower`` value is better; None where neither is.
+        in_terminal: Whether the narrower table in a terminal has it too.
+    """
+
+    name: str
+    heading: str
+    number_format: str = ".4f"
+    better: Literal["higher", "lower"] | None = None
+    in_terminal: bool = True
+
+
+CLICK_METRICS = (
+    ReportedMetric("auc", "AUC", better="higher"),
+    ReportedMetric("logloss", "logloss", better="lower"),
+    ReportedMetric("normalized_entropy", "normalised entropy", better="lower", in_terminal=False),
+    ReportedMetric("calibration", "calibration", ".3f", in_terminal=False),
+)
+"""Those of clicks, and of runs that record none."""
+
+
+def parse_metrics(values: Any) -> tuple[ReportedMetric, ...]:
+    """Returns the metrics that a run recorded as plain values; those of clicks where none of it is whole."""
+    listed = values if isinstance(values, Sequence) and not isinstance(values, str) else ()
+    return tuple(ReportedMetric(**each) for each in listed if _is_whole(each)) or CLICK_METRICS
+
+
+def _is_whole(values: Any) -> bool:
+    if not isinstance(values, Mapping) or set(values) != set(ReportedMetric.__dataclass_fields__):
+        return False
+    texts = values["name"], values["heading"], values["number_format"]
+    if not all(isinstance(text, str) for text in texts) or values["better"] not in ("higher", "lower", None):
+        return False
+    try:
+        string.Formatter().format_field(0.5, values["number_format"])
+    except ValueError:
+        return False
+    return isinstance(values["in_terminal"], bool)
