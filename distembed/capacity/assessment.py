@@ -55,17 +55,17 @@ class AssessedRank:
 
     @cached_property
     def storage(self) -> TableStorage:
-        """Returns the storage of all tables on this rank."""
+        """Storage of all tables on this rank."""
         return total(self.memory.tables)
 
     @property
     def total_bytes(self) -> int:
-        """Returns the memory of the device that is in use or kept free."""
+        """Bytes of the device's memory that are in use or kept free."""
         return self.memory.total + self.allocator_bytes
 
     @property
     def fits(self) -> bool:
-        """Returns whether the device and the host have room."""
+        """Whether the device and the host have room."""
         return self.total_bytes <= self.capacity_bytes and self.storage.host <= self.host_capacity_bytes
 
 
@@ -116,7 +116,7 @@ class AssessedTable:
 
     @property
     def storage(self) -> TableStorage:
-        """Returns the storage of the table on all ranks together, which is zero where there is no plan."""
+        """Storage of the table on all ranks together; zero where there is no plan."""
         return TableStorage() if self.placement is None else self.placement.storage
 
 
@@ -148,27 +148,27 @@ class Assessment:
 
     @property
     def fits(self) -> bool:
-        """Returns whether there is a plan under which every rank has room."""
+        """Whether there is a plan under which every rank has room."""
         return self.plan is not None and all(rank.fits for rank in self.ranks)
 
     @property
     def one_copy(self) -> TableStorage:
-        """Returns the storage of all tables, each of them once."""
+        """Storage of all tables, each of them once."""
         return sum((table.one_copy for table in self.tables), TableStorage())
 
     @property
     def allocator_bytes(self) -> int:
-        """Returns the memory that each rank keeps free for the allocator."""
+        """Bytes that each rank keeps free for the allocator."""
         return reserve_bytes(self.reserve, self.cluster)
 
     @property
     def bytes_beside_tables(self) -> dict[str, int]:
-        """Returns by item what each rank needs without any tables, lookups and exchanges."""
+        """Bytes, by item, that each rank needs without any tables, lookups and exchanges."""
         return {**self.workload.bytes_beside_tables(self.cluster.world_size), "allocator": self.allocator_bytes}
 
     @property
     def bytes_left_for_tables(self) -> int:
-        """Returns the memory of all ranks together that :attr:`bytes_beside_tables` leaves."""
+        """Bytes of all ranks together that :attr:`bytes_beside_tables` leaves."""
         return max(0, self.cluster.rank_bytes - sum(self.bytes_beside_tables.values())) * self.cluster.world_size
 
 

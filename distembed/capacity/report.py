@@ -24,7 +24,7 @@ class CapacityReport:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Returns the notes of the assessment, and whether the search for remedies was cut short."""
+        """Notes of the assessment, and one more where the search for remedies was cut short."""
         return (*self.assessment.notes, *(() if self.remedies.is_complete else (UNFINISHED_SEARCH,)))
 
 

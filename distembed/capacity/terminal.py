@@ -70,7 +70,7 @@ class _PrintedColumn:
 
     @property
     def width(self) -> int:
-        """Returns the width in characters; headings are broken between words."""
+        """Width in characters; headings are broken between words."""
         widest = max(map(cell_len, [*self.heading.split(), *self.cells]))
         return min(self.max_width, widest)
 

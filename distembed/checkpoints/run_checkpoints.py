@@ -58,7 +58,7 @@ def newest_checkpoint(run_dir: Path, checkpoint_dir: str | None = None) -> str:
 
 
 class Checkpoints:
-    """The checkpoints of one run, written beside training; all ranks construct it and call its methods collectives.
+    """The checkpoints of one run, written beside training; all ranks construct it and call its methods together.
 
     A checkpoint is copied to host memory and written beside training, in a thread with a process group of its own,
     where the copies of a machine's ranks fit into half of its available memory; else the step waits for it. At most one

@@ -77,7 +77,7 @@ def exchange_key(placement: Placement) -> ExchangeKey:
 
 
 def is_on_every_rank(sharding_type: str) -> bool:
-    """Whether tables of a sharding type are looked up on every rank, and alike."""
+    """Returns whether tables of a sharding type are looked up on every rank, and alike."""
     return sharding_type in (ShardingType.DATA_PARALLEL.value, ShardingType.ROW_WISE.value)
 
 

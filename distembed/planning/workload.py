@@ -34,7 +34,7 @@ class Workload:
     graph_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def has_bags(self, feature: str) -> bool:
-        """Whether a row may have several ids of a feature."""
+        """Returns whether a row may have several ids of a feature."""
         return feature in self.multi_hot or self.ids_per_row.get(feature, 1.0) > 1
 
     def bytes_beside_tables(self, world_size: int) -> dict[str, int]:
@@ -66,5 +66,5 @@ def pipeline_depth(device_kind: str, world_size: int) -> int:
 
 
 def overlaps(device_kind: str, world_size: int) -> bool:
-    """Whether sending ids is worth overlapping with the step before."""
+    """Returns whether sending ids is worth overlapping with the step before."""
     return world_size > 1 or device_kind == "cuda"

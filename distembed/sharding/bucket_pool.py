@@ -31,7 +31,7 @@ _BUCKETS_PER_ID = 2.5
 
 
 def buckets_are_faster(num_ids: int, num_bags: int, buckets_per_bag: int) -> bool:
-    """Whether pooling by buckets takes less time than composing each distinct id and pooling these.
+    """Returns whether pooling by buckets takes less time than composing each distinct id and pooling these.
 
     A bucket costs a sum that is written, read and multiplied, forward and backward, whether it has ids or not.
 

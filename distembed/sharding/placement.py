@@ -129,12 +129,12 @@ def unit_size(table: CompositionalEmbeddingConfig) -> tuple[int, int]:
 
 
 def is_pooled(table: CompositionalEmbeddingConfig) -> bool:
-    """Whether the ids of a bag have one vector together; else, in a sequence, each id has its own."""
+    """Returns whether the ids of a bag have one vector together; else, in a sequence, each id has its own."""
     return isinstance(table, CompositionalEmbeddingBagConfig)
 
 
 def can_be_placed(table: CompositionalEmbeddingConfig, sharding_type: str) -> bool:
-    """Whether a table can have a sharding type, in as many shards as the planner may make."""
+    """Returns whether a table can have a sharding type, in as many shards as the planner may make."""
     if sharding_type == ShardingType.DATA_PARALLEL.value:
         return True
     if any(part.dim % 4 for part in table.lookup_tables()):

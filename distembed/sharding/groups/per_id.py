@@ -132,11 +132,11 @@ class PerIdGroup(DistinctGroup):
 
 
 def zeros_stay_zero(combine: Composition) -> bool:
-    """Whether a composition makes zeros of zeros, whatever its parameters."""
+    """Returns whether a composition makes zeros of zeros, whatever its parameters."""
     return combine.commutes_with_sum or isinstance(combine, Product)
 
 
 def has_at_most_one_id_each(features: KeyedJaggedTensor) -> bool:
-    """Whether no bag has more than one id, so that there is nothing to pool."""
+    """Returns whether no bag has more than one id, so that there is nothing to pool."""
     lengths = features.lengths()
     return features.values().numel() <= lengths.numel() and bool((lengths <= 1).all())
