@@ -208,9 +208,7 @@ def assess_capacity(config: Config, cluster: Cluster) -> Assessment:
         ]
     except RunError as error:
         planner_error = str(error)
-    one_copies = [
-        whole_table_storage(table, optimizers.sparse, optimizers.dense, optimizers.is_fused) for table in tables
-    ]
+    one_copies = [whole_table_storage(table, optimizers) for table in tables]
     reserve = request.reserved_share
     return Assessment(
         cluster=cluster,
@@ -269,7 +267,7 @@ def _table_placement(placement: Placement, planned: EstimatedPlan, optimizers: T
     name, unit, columns = placement.table.name, placement.unit, _column_ranges(placement)
     tables_of_ranks: Sequence[Mapping[str, TableStorage]] = [memory.tables for memory in planned.memory]
     if name not in planned.why:  # a table of TorchRec's own, which its planner counts with its buffers
-        tables_of_ranks = table_storage([placement], len(planned.memory), optimizers.sparse, optimizers.dense)
+        tables_of_ranks = table_storage([placement], len(planned.memory), optimizers)
     storages = [tables[name] for tables in tables_of_ranks if name in tables]
     return TablePlacement(
         sharding_type=unit.sharding_type,

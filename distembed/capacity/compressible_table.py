@@ -139,5 +139,5 @@ def _build_table(num_ids: int, settings: TableConfig) -> CompositionalEmbeddingC
 
 def _bytes_on_all_ranks(table: CompositionalEmbeddingConfig, optimizers: TableOptimizers, world_size: int) -> int:
     """Returns the bytes of a table whose functions are on every rank."""
-    whole = whole_table_storage(table, optimizers.sparse, optimizers.dense, optimizers.is_fused)
-    return whole.total + (world_size - 1) * function_storage(table, optimizers.dense).total
+    whole = whole_table_storage(table, optimizers)
+    return whole.total + (world_size - 1) * function_storage(table, optimizers).total

@@ -281,7 +281,7 @@ def _table_bytes(config: Config) -> int:
     """Returns the bytes of all tables, each of them once."""
     optimizers = table_optimizers(config.train)
     storages = [
-        whole_table_storage(table, optimizers.sparse, optimizers.dense, optimizers.is_fused)
+        whole_table_storage(table, optimizers)
         for table in build_tables(config.data.load_schema().categorical, config.embedding)
     ]
     return sum(storages, TableStorage()).total

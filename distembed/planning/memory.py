@@ -80,7 +80,7 @@ def rank_memories(
         plain_tables: Bytes of each rank's tables that are not compositional; None where there are none.
         cache_ratio: Slots of a cache to rows of a table that lies in host memory.
     """
-    tables = table_storage(placements, world_size, optimizers.sparse, optimizers.dense, cache_ratio)
+    tables = table_storage(placements, world_size, optimizers, cache_ratio)
     plain = plain_tables if plain_tables is not None else [0] * world_size
     step, graphs = Step(placements, world_size, workload, device_kind), sum(workload.graph_bytes.values())
     network = workload.network or NetworkEstimate()

@@ -118,8 +118,8 @@ def _bytes_beside_tables(request: PlanRequest) -> int:
 def _bytes_beside_shards(request: PlanRequest, found: SearchResult, estimated: EstimatedPlan) -> int:
     """Returns the most bytes that a rank without room has beside what the planner counts of shards and functions."""
     counted = counted_bytes(found.options, request.cluster.world_size)
-    dense_optimizer = request.table_optimizers.dense
-    functions = sum(function_storage(table, dense_optimizer).total for table in request.tables)
+    optimizers = request.table_optimizers
+    functions = sum(function_storage(table, optimizers).total for table in request.tables)
     totals = enumerate(memory.total for memory in estimated.memory)
     return max(total - counted[rank] for rank, total in totals if total > request.plannable_bytes) - functions
 

@@ -40,7 +40,7 @@ class Reservation(StorageReservation):
     ) -> None:
         self._percentage = share  # TorchRec prints it, by this name, where nothing fits
         self._left: Topology | None = None
-        self._num_bytes = num_bytes + sum(function_storage(table, optimizers.dense).total for table in tables)
+        self._num_bytes = num_bytes + sum(function_storage(table, optimizers).total for table in tables)
 
     def reserve(
         self,

@@ -165,10 +165,9 @@ class Search:
         )
 
     def _divisible(self, table: CompositionalEmbeddingConfig, types: list[str]) -> Divisible:
-        optimizers = self._optimizers
-        whole = whole_table_storage(table, optimizers.sparse, optimizers.dense, optimizers.is_fused)
-        total = (whole - function_storage(table, optimizers.dense)).total
-        row_state_bytes = OPTIMIZERS[optimizers.sparse].row_state_bytes
+        whole = whole_table_storage(table, self._optimizers)
+        total = (whole - function_storage(table, self._optimizers)).total
+        row_state_bytes = OPTIMIZERS[self._optimizers.sparse].row_state_bytes
         row_bytes = sum(part.num_rows for part in table.lookup_tables()) * row_state_bytes
         return Divisible(width(table), total - row_bytes, row_bytes, types, self._min_partition(table))
 

@@ -21,6 +21,7 @@ from torchrec.distributed.planner.constants import UVM_CACHING_RATIO
 from torchrec.modules.embedding_configs import DATA_TYPE_NUM_BITS
 
 from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.optim.declared import TableOptimizers
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.sharding.placement import Placement
 
@@ -81,8 +82,7 @@ class TableStorage:
 def table_storage(
     placements: Sequence[Placement],
     world_size: int,
-    sparse_optimizer: str,
-    dense_optimizer: str,
+    optimizers: TableOptimizers,
     cache_ratio: float = DEFAULT_CACHE_RATIO,
 ) -> list[dict[str, TableStorage]]:
     """Returns the storage of every table on each rank, by the table's name.
@@ -90,48 +90,40 @@ def table_storage(
     Args:
         placements: Placements of all tables.
         world_size: Number of ranks.
-        sparse_optimizer: Name of the tables' optimizer, a key of ``OPTIMIZERS``.
-        dense_optimizer: Name of the optimizer of functions.
+        optimizers: Optimizers of the tables; the compute kernel of each placement says whether FBGEMM has them.
         cache_ratio: Slots of a cache to rows of a table that lies in host memory.
     """
     by_rank: list[dict[str, TableStorage]] = [{} for _ in range(world_size)]
     for placement in placements:
-        for rank, storage in _storage_of(placement, world_size, sparse_optimizer, dense_optimizer, cache_ratio):
+        for rank, storage in _rank_storages(placement, world_size, optimizers, cache_ratio):
             own = by_rank[rank]
             own[placement.table.name] = own.get(placement.table.name, TableStorage()) + storage
     return by_rank
 
 
-def whole_table_storage(
-    table: CompositionalEmbeddingConfig, sparse_optimizer: str, dense_optimizer: str, is_fused: bool
-) -> TableStorage:
-    """Returns the storage of a table that one rank holds whole; optimizers as for :func:`table_storage`.
-
-    Args:
-        table: A table of any size; nothing is made of it.
-        sparse_optimizer: Name of the optimizer of vectors.
-        dense_optimizer: Name of the optimizer of functions.
-        is_fused: Whether vectors are updated within the backward pass.
-    """
+def whole_table_storage(table: CompositionalEmbeddingConfig, optimizers: TableOptimizers) -> TableStorage:
+    """Returns the storage of a table of any size that one rank holds whole; no weights are allocated."""
     itemsize = DATA_TYPE_NUM_BITS[table.data_type] // 8
     vectors = [
-        _parameter([(part.num_rows, part.dim)], itemsize, sparse_optimizer, is_fused) for part in table.lookup_tables()
+        _parameter([(part.num_rows, part.dim)], itemsize, optimizers.sparse, optimizers.is_fused)
+        for part in table.lookup_tables()
     ]
-    return sum(vectors, function_storage(table, dense_optimizer))
+    return sum(vectors, function_storage(table, optimizers))
 
 
-def function_storage(table: CompositionalEmbeddingConfig, dense_optimizer: str) -> TableStorage:
+def function_storage(table: CompositionalEmbeddingConfig, optimizers: TableOptimizers) -> TableStorage:
     """Returns the storage of a path-based table's functions, which every rank has."""
     functions = [
-        _parameter([(part.num_rows, part.dim)], _FUNCTION_ITEMSIZE, dense_optimizer, is_fused=False)
+        _parameter([(part.num_rows, part.dim)], _FUNCTION_ITEMSIZE, optimizers.dense, is_fused=False)
         for part in table.function_tables()
     ]
     return sum(functions, TableStorage())
 
 
-def _storage_of(
-    placement: Placement, world_size: int, sparse_optimizer: str, dense_optimizer: str, cache_ratio: float
+def _rank_storages(
+    placement: Placement, world_size: int, optimizers: TableOptimizers, cache_ratio: float
 ) -> Iterator[tuple[int, TableStorage]]:
+    """Yields ranks and the storage of a part of the table on them; a rank comes once for each of its parts."""
     itemsize, kernel = DATA_TYPE_NUM_BITS[placement.table.data_type] // 8, placement.unit.compute_kernel
     is_fused = kernel != EmbeddingComputeKernel.DENSE.value
     for sharding in placement.sharded.values():
@@ -141,13 +133,13 @@ def _storage_of(
             if rows and columns:
                 shards.setdefault(shard.placement.rank(), []).append((rows, columns))
         for rank, sizes in shards.items():
-            storage = _parameter(sizes, itemsize, sparse_optimizer, is_fused)
+            storage = _parameter(sizes, itemsize, optimizers.sparse, is_fused)
             if kernel in IN_HOST_MEMORY:
                 num_rows, slots = sum(rows for rows, _ in sizes), cache_ratio if kernel == CACHED else None
-                storage = _in_host_memory(storage, num_rows, sparse_optimizer, slots)
+                storage = _in_host_memory(storage, num_rows, optimizers.sparse, slots)
             yield rank, storage
     for part in placement.replicated:
-        name, size = (dense_optimizer, _FUNCTION_ITEMSIZE) if part.is_function else (sparse_optimizer, itemsize)
+        name, size = (optimizers.dense, _FUNCTION_ITEMSIZE) if part.is_function else (optimizers.sparse, itemsize)
         storage = _parameter([(part.num_rows, part.dim)], size, name, is_fused=False)
         yield from ((rank, storage) for rank in range(world_size))
 

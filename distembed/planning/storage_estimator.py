@@ -123,8 +123,8 @@ def shard_storage(
         cache_ratio: Slots of a cache to rows of a table that lies in host memory.
     """
     table = placement.table
-    functions = function_storage(table, optimizers.dense)
-    stored = table_storage([placement], num_shards, optimizers.sparse, optimizers.dense, cache_ratio)
+    functions = function_storage(table, optimizers)
+    stored = table_storage([placement], num_shards, optimizers, cache_ratio)
     return [tables.get(table.name, functions) - functions for tables in stored]
 
 

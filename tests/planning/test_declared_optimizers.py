@@ -27,7 +27,7 @@ from distembed.embedding import (
     CompositionalEmbeddingConfig,
 )
 from distembed.errors import UserError
-from distembed.optim.declared import declared_optimizer, declared_optimizers
+from distembed.optim.declared import TableOptimizers, declared_optimizer, declared_optimizers
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.planning import PlanRequest, Workload
 from distembed.planning.cluster import Cluster
@@ -149,7 +149,7 @@ def test_mlperfs_tables_take_their_weights_and_their_states(declare: Any, name: 
     assert sparse is not None
     collection: Any = model.get_submodule("embeddings")
     placements = [place_table(table, plan[table.name], world_size=8) for table in collection.tables()]
-    of_ranks = [total(of_rank) for of_rank in table_storage(placements, 8, sparse, "adagrad")]
+    of_ranks = [total(of_rank) for of_rank in table_storage(placements, 8, TableOptimizers(sparse))]
     assert sum(rank.weights for rank in of_ranks) == 204_184_588 * DIM * 4
     assert sum(rank.optimizer_state for rank in of_ranks) == states * 204_184_588 * DIM * 4
 

@@ -59,7 +59,7 @@ def test_shards_and_functions_are_what_ranks_hold(sharding_type: str) -> None:
     for sparse, dense, is_fused in itertools.product(OPTIMIZERS, ["sgd", "adam"], [True, False]):
         optimizers = TableOptimizers(sparse, dense, is_fused)
         estimator = StorageEstimator(topology, tables(), optimizers)
-        functions = sum((function_storage(table, dense) for table in tables()), TableStorage())
+        functions = sum((function_storage(table, optimizers) for table in tables()), TableStorage())
         estimated = [functions.total] * WORLD
         placed = options(sharding_type, "cpu", optimizers)
         for i, option in enumerate(placed):
@@ -72,7 +72,7 @@ def test_shards_and_functions_are_what_ranks_hold(sharding_type: str) -> None:
             for sharding in plan.values():  # type: ignore[attr-defined]
                 sharding.compute_kernel = "dense"
         placements = [place_table(table, plan[table.name], WORLD) for table in tables()]  # type: ignore[index]
-        held = [sum(rank.values(), TableStorage()).total for rank in table_storage(placements, WORLD, sparse, dense)]
+        held = [sum(rank.values(), TableStorage()).total for rank in table_storage(placements, WORLD, optimizers)]
         assert estimated == held, (sparse, dense, is_fused)
 
 

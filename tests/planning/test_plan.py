@@ -134,7 +134,7 @@ def test_many_ranks_have_loads_alike(num_tables: int, nodes: int, optimizer: str
     assert list(planned) == [table.name for table in of_tables]  # type: ignore[call-overload]
     # refuses what is not placed once and whole
     placements = [place_table(table, planned[table.name], world_size) for table in of_tables]  # type: ignore[index]
-    held = [total(rank).total for rank in table_storage(placements, world_size, optimizer, "adagrad")]
+    held = [total(rank).total for rank in table_storage(placements, world_size, TableOptimizers(optimizer))]
     assert max(held) <= 1.1 * np.mean(held) and min(held) >= 0.9 * np.mean(held)
     # buffers are not balanced, and are most of what such small tables need
     in_all, share = [memory.total for memory in made.memory], 0.1 if num_tables == 1000 else 0.2

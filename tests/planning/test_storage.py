@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
+from distembed.optim.declared import TableOptimizers
 from distembed.planning.storage import table_storage, total
 from distembed.sharding.bag_collection import ShardedCompositionalEmbeddingBagCollection
 from tests.layouts import LAYOUTS, OPTIMIZER_NAMES, Trained, build
@@ -35,7 +36,8 @@ def check(rank: int, layout: str, sparse: str, dense: str) -> None:
     trained = build(layout, sparse, dense)
     assert isinstance(trained.model, DistributedModelParallel)
     (module,) = [m for m in trained.model.modules() if isinstance(m, ShardedCompositionalEmbeddingBagCollection)]
-    estimated = table_storage(list(module._placements.values()), dist.get_world_size(), sparse, dense)
+    optimizers = TableOptimizers(sparse, dense)
+    estimated = table_storage(list(module._placements.values()), dist.get_world_size(), optimizers)
     own = total(estimated[rank])
     assert (own.weights, own.optimizer_state) == live_bytes(trained)
     gradients = [p for n, p in trained.model.named_parameters() if n.startswith("embeddings.") and p.grad is not None]
