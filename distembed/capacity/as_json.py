@@ -31,7 +31,7 @@ def assessment_as_json(assessment: Assessment) -> dict[str, Any]:
         "pipeline_depth": pipeline_depth(cluster.device.kind, cluster.world_size),
         "reserve": assessment.reserve,
         "needed_by_tables": _storage_values(assessment.one_copy),
-        "host_capacity": cluster.host_bytes,
+        "host_capacity": cluster.host_bytes_per_rank,
         "beside_tables": assessment.bytes_beside_tables,
         "left_for_tables": assessment.bytes_left_for_tables,
         "planner_says": assessment.planner_error,

@@ -226,7 +226,7 @@ def assess_capacity(config: Config, cluster: Cluster) -> Assessment:
 def _assessed_ranks(planned: EstimatedPlan, cluster: Cluster, allocator_bytes: int) -> tuple[AssessedRank, ...]:
     """Returns every rank with what the plan gives it."""
     return tuple(
-        AssessedRank(rank, memory, allocator_bytes, cluster.rank_bytes, cluster.host_bytes, times)
+        AssessedRank(rank, memory, allocator_bytes, cluster.rank_bytes, cluster.host_bytes_per_rank, times)
         for rank, (memory, times) in enumerate(zip(planned.memory, planned.times, strict=True))
     )
 

@@ -8,9 +8,9 @@ from distembed.capacity.assessment import AssessedRank, Assessment
 from distembed.capacity.chart import GREEN, MAX_BARS, RED, draw_demand, draw_ranks, legend_colours, needs_close_up
 from distembed.capacity.report import CapacityReport
 from distembed.capacity.texts import (
+    LineT,
     MemoryItem,
     PlanColumn,
-    Row,
     cluster_text,
     host_lines,
     is_in_host_memory,
@@ -22,7 +22,7 @@ from distembed.capacity.texts import (
     table_columns,
     verdict,
 )
-from distembed.runs.pages import figure, page, section, svg_of, swatch
+from distembed.runs.pages import figure, page, render_svg, section, swatch
 from distembed.units import format_bytes
 
 
@@ -60,12 +60,12 @@ def _legend(assessment: Assessment) -> str:
 def _figures(assessment: Assessment) -> str:
     """Returns the chart, once more in a close-up where its bars are low."""
     if not assessment.ranks:
-        drawn = svg_of(lambda drawing: draw_demand(assessment, drawing.add_subplot()), (9, 2))
+        drawn = render_svg(lambda drawing: draw_demand(assessment, drawing.add_subplot()), (9, 2))
         return figure("Needed and left", f"On all ranks of {cluster_text(assessment.cluster)} together.", drawn)
-    whole = svg_of(lambda drawing: draw_ranks(assessment, drawing.add_subplot()), (9, 4))
+    whole = render_svg(lambda drawing: draw_ranks(assessment, drawing.add_subplot()), (9, 4))
     figures = figure("All of it", "The dashed line is the device's capacity.", _with_tooltips(whole, assessment))
     if needs_close_up(assessment):
-        close = svg_of(lambda drawing: draw_ranks(assessment, drawing.add_subplot(), close_up=True), (9, 4))
+        close = render_svg(lambda drawing: draw_ranks(assessment, drawing.add_subplot(), close_up=True), (9, 4))
         caption = "What is used, without the allocator's reserve."
         figures += figure("Close-up", caption, _with_tooltips(close, assessment))
     return figures
@@ -101,7 +101,7 @@ def _size_text(item: MemoryItem) -> Callable[[AssessedRank], str]:
     return lambda rank: format_bytes(item.bytes_on(rank))
 
 
-def _table(columns: Sequence[PlanColumn[Row]], rows: Sequence[Row], is_marked: Callable[[Row], bool]) -> str:
+def _table(columns: Sequence[PlanColumn[LineT]], rows: Sequence[LineT], is_marked: Callable[[LineT], bool]) -> str:
     """Returns a table; the lines of marked rows are coloured."""
 
     def line(tag: str, texts: Iterable[str], kind: str = "") -> str:

@@ -238,7 +238,7 @@ class _Search:
         network = workload.network or NetworkEstimate()
         beside = network.parameters + network.buffers + network.optimizer_state + network.gradients
         beside += sum(workload.graph_bytes.values()) + reserve_bytes(self.assessment.reserve, cluster)
-        host_bytes = cluster.host_bytes if self._config.plan.host_memory else 0
+        host_bytes = cluster.host_bytes_per_rank if self._config.plan.host_memory else 0
         return (max(0, cluster.rank_bytes - beside) + host_bytes) * cluster.world_size
 
     def _least(self, fits: Callable[[int], bool], too_few: int, most: int) -> int | None:

@@ -16,7 +16,7 @@ from distembed.units import enumerate_names, format_bytes
 
 _MAX_REASON_CHARACTERS = 300
 
-Row = TypeVar("Row")
+LineT = TypeVar("LineT")
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ MEMORY_ITEMS = (
 
 
 @dataclass(frozen=True)
-class PlanColumn(Generic[Row]):
+class PlanColumn(Generic[LineT]):
     """A column of a table that is shown.
 
     Attributes:
@@ -66,7 +66,7 @@ class PlanColumn(Generic[Row]):
     """
 
     heading: str
-    text: Callable[[Row], str]
+    text: Callable[[LineT], str]
     is_number: bool = True
 
 
@@ -221,7 +221,7 @@ def _table_demand(assessment: Assessment) -> str:
     """Returns what all tables take, and what is left for them."""
     world_size, left = assessment.cluster.world_size, assessment.bytes_left_for_tables
     largest = max(assessment.tables, key=lambda table: table.one_copy.total)
-    host_bytes = assessment.cluster.host_bytes * world_size
+    host_bytes = assessment.cluster.host_bytes_per_rank * world_size
     host = f", and {format_bytes(host_bytes)} of host memory" if host_bytes else ""
     needed = assessment.one_copy
     return (

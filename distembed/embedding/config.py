@@ -122,7 +122,7 @@ class CompositionalEmbeddingConfig:
         if self.sse is not None:
             if not isinstance(self.sse, SSE):
                 raise UserError(f"{where}: sse is {self.sse!r}; give an instance, such as SSE(p0=0.01).")
-            self.sse.require_fit(self.num_embeddings, f"{where}: sse")
+            self.sse.require_valid_for(self.num_embeddings, f"{where}: sse")
         try:
             self.combine.partition_dims(self.embedding_dim, len(self.scheme.num_rows))
         except UserError as error:

@@ -9,7 +9,7 @@ from torchrec.distributed.types import ModuleSharder
 
 from distembed.embedding.tables import CompositionalTables
 from distembed.errors import UserError
-from distembed.optim.kinds import OPTIMIZERS, fused_type, name_of_fused
+from distembed.optim.kinds import OPTIMIZERS, fused_optimizer_name, fused_type
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def declared_optimizer(table: str, unit: nn.Parameter) -> str | None:
     if not declared:
         return None
     fused = fused_type(declared[0])
-    name = None if fused is None else name_of_fused(fused)
+    name = None if fused is None else fused_optimizer_name(fused)
     if len(declared) > 1 or name is None:
         found = " and ".join(f"{optimizer.__module__}.{optimizer.__qualname__}" for optimizer in declared)
         known = ", ".join(name for name, kind in OPTIMIZERS.items() if kind.fused_class is not None)

@@ -167,7 +167,7 @@ def sparse_names() -> list[str]:
     return [name for name, kind in OPTIMIZERS.items() if kind.trains_tables]
 
 
-def name_of_torch(optimizer: torch.optim.Optimizer) -> str | None:
+def torch_optimizer_name(optimizer: torch.optim.Optimizer) -> str | None:
     """Returns the name of a live torch optimizer; None where its class or its settings are those of none in the table.
 
     Where several rows match, the one with most settings is meant.
@@ -180,7 +180,7 @@ def name_of_torch(optimizer: torch.optim.Optimizer) -> str | None:
     return max(matching, key=lambda name: len(OPTIMIZERS[name].settings), default=None)
 
 
-def name_of_fused(fused: EmbOptimType) -> str | None:
+def fused_optimizer_name(fused: EmbOptimType) -> str | None:
     """Returns the name of one of FBGEMM's optimizers; None where it is none in the table."""
     return next((name for name, kind in OPTIMIZERS.items() if _computes(kind, fused)), None)
 

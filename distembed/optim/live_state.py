@@ -16,7 +16,7 @@ from torchrec.distributed.batched_embedding_kernel import EmbeddingFusedOptimize
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 
 from distembed.errors import UserError
-from distembed.optim.kinds import OPTIMIZERS, NumberPer, OptimizerKind, name_of_fused, name_of_torch
+from distembed.optim.kinds import OPTIMIZERS, NumberPer, OptimizerKind, fused_optimizer_name, torch_optimizer_name
 from distembed.optim.local_shards import LocalShard, local_shards
 
 Shards = Mapping[str, Sequence[LocalShard]]
@@ -78,7 +78,7 @@ class _FusedLeaf:
     @property
     def name(self) -> str:
         fused = self.optimizer._emb_module.optimizer
-        return _known(name_of_fused(fused), f"FBGEMM's {fused.value}")
+        return _known(fused_optimizer_name(fused), f"FBGEMM's {fused.value}")
 
     def parameter_names(self) -> Iterator[str]:
         for key in self.optimizer.params:
@@ -110,7 +110,7 @@ class _TorchLeaf:
     @property
     def name(self) -> str:
         inner = self.optimizer._optimizer
-        return _known(name_of_torch(inner), repr(inner).splitlines()[0].rstrip(" ("))
+        return _known(torch_optimizer_name(inner), repr(inner).splitlines()[0].rstrip(" ("))
 
     def parameter_names(self) -> Iterator[str]:
         for key in self.optimizer.params:

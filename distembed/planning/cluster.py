@@ -40,8 +40,8 @@ class Cluster:
         return self.device.memory_bytes // (self.gpus if self.device.kind == "cpu" else 1)
 
     @property
-    def host_bytes(self) -> int:
-        """A rank's share of the machine's memory, beside a CUDA device."""
+    def host_bytes_per_rank(self) -> int:
+        """Bytes of a rank's share of the machine's memory, beside a CUDA device; 0 for ranks on CPUs."""
         return 0 if self.device.kind == "cpu" else self.host_memory_bytes // self.gpus
 
     def topology(self) -> Topology:
@@ -52,7 +52,7 @@ class Cluster:
             compute_device=device.kind,
             local_world_size=self.gpus,
             hbm_cap=0 if is_cpu else self.rank_bytes,
-            ddr_cap=self.rank_bytes if is_cpu else self.host_bytes,
+            ddr_cap=self.rank_bytes if is_cpu else self.host_bytes_per_rank,
             hbm_mem_bw=device.memory_bandwidth / 1e3,
             ddr_mem_bw=(device.memory_bandwidth if is_cpu else device.host_bandwidth) / 1e3,
             hbm_to_ddr_mem_bw=device.host_bandwidth / 1e3,

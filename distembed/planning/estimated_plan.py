@@ -75,7 +75,7 @@ def estimate_plan(request: PlanRequest, found: SearchResult) -> EstimatedPlan:
         memory=memory,
         times=step_times(found.options, [rank.sent for rank in memory], workload, cluster.device, cluster.gpus),
         excess=max(rank.total for rank in memory) - request.plannable_bytes,
-        host_excess=max(rank.host for rank in memory) - cluster.host_bytes,
+        host_excess=max(rank.host for rank in memory) - cluster.host_bytes_per_rank,
     )
 
 

@@ -171,11 +171,11 @@ def apply_saved_plan(
             "the plan was made for something else than what is to run; plan anew, with `distembed plan CONFIG --nodes "
             f"{nodes} --gpus {now.local_world_size} --gpu DEVICE --output FILE`, or leave --plan out:\n  {listed}"
         )
-    ranks = _Ranks(now.world_size, now.local_world_size, now.device_kind, fused)
+    target = _PlanTarget(now.world_size, now.local_world_size, now.device_kind, fused)
     differences = [
         difference
         for module, own in tables.items()
-        for difference in _differences(saved, module, {table.name: table for table in own}, ranks)
+        for difference in _differences(saved, module, {table.name: table for table in own}, target)
     ]
     if differences:
         listed = "\n  ".join(differences)
@@ -187,13 +187,13 @@ def apply_saved_plan(
     for module, own in tables.items():
         plan[module] = sharded = EmbeddingModuleShardingPlan()
         for table in own:
-            sharded[table.name] = ranks.sharding(saved.modules[module][table.name])
+            sharded[table.name] = target.sharding(saved.modules[module][table.name])
     return ShardingPlan(plan)
 
 
 @dataclass(frozen=True)
-class _Ranks:
-    """The ranks of this run.
+class _PlanTarget:
+    """The ranks and devices of this run, on which a plan has to place the tables.
 
     Attributes:
         world_size: Number of ranks.
@@ -226,7 +226,7 @@ class _Ranks:
 
 
 def _differences(
-    saved: SavedPlan, module: str, tables: Mapping[str, CompositionalEmbeddingConfig], ranks: _Ranks
+    saved: SavedPlan, module: str, tables: Mapping[str, CompositionalEmbeddingConfig], target: _PlanTarget
 ) -> Iterator[str]:
     """Yields a line for each reason why the tables of a module cannot be placed by the plan."""
     if module not in saved.modules:
@@ -236,29 +236,29 @@ def _differences(
     yield from (f"table {name!r} is in the plan and not in the model" for name in planned if name not in tables)
     for name, table in tables.items():
         if name in planned:
-            yield from _table_differences(table, planned[name], ranks)
+            yield from _table_differences(table, planned[name], target)
         else:
             yield f"table {name!r} is in the model and not in the plan"
 
 
-def _table_differences(table: CompositionalEmbeddingConfig, own: SavedTable, ranks: _Ranks) -> Iterator[str]:
+def _table_differences(table: CompositionalEmbeddingConfig, own: SavedTable, target: _PlanTarget) -> Iterator[str]:
     """Yields a line for each reason why a table cannot be placed where the plan says."""
     where, kind = f"table {table.name!r}", own.sharding_type
     possible = SHARDING_TYPES if isinstance(table, CompositionalEmbeddingBagConfig) else SEQUENCE_SHARDING_TYPES
     if kind not in possible:
         yield f"{where} is planned {reprlib.repr(kind)}, and can be placed {', '.join(possible)}"
         return
-    if own.compute_kernel not in ranks.kernels(kind):
-        unfused = "" if ranks.fused else " with an optimizer that FBGEMM lacks"
+    if own.compute_kernel not in target.kernels(kind):
+        unfused = "" if target.fused else " with an optimizer that FBGEMM lacks"
         yield (
             f"{where} is planned with compute kernel {reprlib.repr(own.compute_kernel)}, and those of {kind} tables on "
-            f"{ranks.device_kind}{unfused} are {', '.join(ranks.kernels(kind))}"
+            f"{target.device_kind}{unfused} are {', '.join(target.kernels(kind))}"
         )
-    found = [*_wrong_ranks(own, ranks.world_size), *_wrong_shards(own, unit_size(table))]
+    found = [*_wrong_ranks(own, target.world_size), *_wrong_shards(own, unit_size(table))]
     yield from (f"{where} {difference}" for difference in found)
     if not found and own.compute_kernel in COMPUTE_KERNELS:
         try:
-            place_table(table, ranks.sharding(own), ranks.world_size)
+            place_table(table, target.sharding(own), target.world_size)
         except UserError as error:
             yield str(error)
 

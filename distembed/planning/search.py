@@ -222,7 +222,7 @@ class Search:
         kernels = None if may_lie_in_host_memory else _OWN_MEMORY
         return {
             table.name: self._constraints(
-                table, _possible_types_of(table, self._config, SHARDING_TYPES), self._min_partition(table), kernels
+                table, _allowed_types(table, self._config, SHARDING_TYPES), self._min_partition(table), kernels
             )
             for table in self._request.plain_tables
         }
@@ -274,14 +274,14 @@ def possible_types(
     """
     # ranges of columns have to be equally wide in all tables of a sequence collection, which no search heeds
     return {
-        table.name: _possible_types_of(
+        table.name: _allowed_types(
             table, config, ["table_wise"] + ["column_wise"] * is_pooled(table) + ["row_wise"] * with_rows
         )
         for table in tables
     }
 
 
-def _possible_types_of(table: CompositionalEmbeddingConfig, config: PlanConfig, default: Sequence[str]) -> list[str]:
+def _allowed_types(table: CompositionalEmbeddingConfig, config: PlanConfig, default: Sequence[str]) -> list[str]:
     own = config.tables.get(table.name, TablePlanConfig())
     allowed = own.sharding_types or config.sharding_types or default
     possible = [sharding_type for sharding_type in allowed if can_be_placed(table, sharding_type)]

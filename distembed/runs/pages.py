@@ -70,7 +70,7 @@ def section(heading: str, content: str) -> str:
 
 
 def figure(heading: str, caption: str, svg: str) -> str:
-    """Returns an SVG of :func:`svg_of` under a heading and a caption of plain text."""
+    """Returns an SVG of :func:`render_svg` under a heading and a caption of plain text."""
     return f"<figure><figcaption><b>{escape(heading)}</b> {escape(caption)}</figcaption>{svg}</figure>\n"
 
 
@@ -79,7 +79,7 @@ def swatch(colour: str) -> str:
     return f'<i style="background:{colour}"></i>'
 
 
-def svg_of(draw: Callable[[Figure], None], inches: tuple[float, float]) -> str:
+def render_svg(draw: Callable[[Figure], None], inches: tuple[float, float]) -> str:
     """Returns as SVG, to stand in a page, what ``draw`` draws into a figure of this width and height."""
     with matplotlib.rc_context(FIGURE_SETTINGS):
         drawn = Figure(figsize=inches, layout="constrained")

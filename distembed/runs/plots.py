@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 
-from distembed.runs.pages import PAGE_COLOUR, colour, svg_of
+from distembed.runs.pages import PAGE_COLOUR, colour, render_svg
 from distembed.runs.record import MetricsLine, RunRecord, RunSummary
 
 MOST_POINTS = 600
@@ -148,7 +148,7 @@ def _render(draw: Callable[[Axes], None]) -> str:
         if not _has_points(axes):
             axes.text(0.5, 0.5, "nothing recorded yet", transform=axes.transAxes, ha="center", va="center", alpha=0.6)
 
-    return svg_of(draw_axes, (5.6, 3.5))
+    return render_svg(draw_axes, (5.6, 3.5))
 
 
 def _has_points(axes: Axes) -> bool:

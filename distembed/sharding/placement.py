@@ -165,13 +165,13 @@ def place_table(
     where = f"table {table.name!r}"
     if unit.sharding_type not in SHARDING_TYPES:
         raise UserError(
-            f"{where} is planned {unit.sharding_type}; compositional tables are placed {_one_of(SHARDING_TYPES)}. "
-            "Constrain the planner: ParameterConstraints(sharding_types=[...])."
+            f"{where} is planned {unit.sharding_type}; compositional tables are placed "
+            f"{_alternatives(SHARDING_TYPES)}. Constrain the planner: ParameterConstraints(sharding_types=[...])."
         )
     if unit.compute_kernel not in COMPUTE_KERNELS:
         raise UserError(
             f"{where} is planned with compute kernel {unit.compute_kernel}; compositional tables have "
-            f"{_one_of(COMPUTE_KERNELS)}."
+            f"{_alternatives(COMPUTE_KERNELS)}."
         )
     if unit.sharding_type == ShardingType.DATA_PARALLEL.value:
         return Placement(table, unit, {}, collection=collection)
@@ -189,7 +189,8 @@ def _by_rows(table: CompositionalEmbeddingConfig, unit: ParameterSharding, colle
     if isinstance(table, CompositionalEmbeddingBagConfig) and table.pooling == "max":
         raise UserError(
             f"table {table.name!r} has pooling max and is planned row_wise, where each rank has only some ids of a bag "
-            f"and their vectors are summed; place it {_one_of(BY_COLUMNS)} or data_parallel, or pool with sum or mean."
+            f"and their vectors are summed; place it {_alternatives(BY_COLUMNS)} or data_parallel, or "
+            "pool with sum or mean."
         )
     largest = max(table.lookup_tables(), key=lambda part: part.num_parameters)
     _require_multiple_of_four(table, largest.name, largest.dim)
@@ -304,5 +305,6 @@ def _require_multiple_of_four(table: CompositionalEmbeddingConfig, name: str, co
         )
 
 
-def _one_of(names: Sequence[str]) -> str:
+def _alternatives(names: Sequence[str]) -> str:
+    """Returns several names as text, such as ``a, b or c``."""
     return ", ".join(names[:-1]) + f" or {names[-1]}"

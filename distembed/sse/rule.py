@@ -93,7 +93,7 @@ class SSE:
         steps, factors = zip(*self.schedule, strict=True)
         return self.p0 * float(np.interp(step, steps, factors))
 
-    def require_fit(self, num_embeddings: int, where: str) -> None:
+    def require_valid_for(self, num_embeddings: int, where: str) -> None:
         """Makes sure that the rule fits a table.
 
         Args:

@@ -27,7 +27,7 @@ class IdStream:
     seed: int
 
     def __post_init__(self) -> None:
-        self.sse.require_fit(self.num_embeddings, f"table {self.table!r}: sse")
+        self.sse.require_valid_for(self.num_embeddings, f"table {self.table!r}: sse")
 
     @property
     def num_drawable(self) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from distembed.config import load_config
 from distembed.errors import UserError
 from distembed.optim import OPTIMIZERS, NumberPer, OptimizerKind
-from distembed.optim.kinds import name_of_torch
+from distembed.optim.kinds import torch_optimizer_name
 from tests import layouts
 from tests.checkpoints.test_checkpoint import check_load, save_trained
 from tests.layouts import build, gather_numbers
@@ -119,8 +119,8 @@ def test_of_two_rows_of_one_class_the_more_particular_is_meant(monkeypatch: pyte
     quick = OptimizerKind(OPTIMIZERS["adam"].states, torch.optim.Adam, {"amsgrad": False, "betas": (0.5, 0.9)})
     monkeypatch.setitem(OPTIMIZERS, "quick_adam", quick)
     weight = [nn.Parameter(torch.zeros(2, 3))]
-    assert name_of_torch(quick.make(weight, lr=0.1)) == "quick_adam"
-    assert name_of_torch(OPTIMIZERS["adam"].make(weight, lr=0.1)) == "adam"
+    assert torch_optimizer_name(quick.make(weight, lr=0.1)) == "quick_adam"
+    assert torch_optimizer_name(OPTIMIZERS["adam"].make(weight, lr=0.1)) == "adam"
 
 
 @pytest.mark.parametrize("name", [*ADDED, *(name for name, kind in OPTIMIZERS.items() if kind.torch_class is not None)])
