@@ -1,6 +1,5 @@
 """The commands ``distembed launch``, ``status``, ``logs``, ``cancel`` and ``resume``."""
 
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,9 +11,6 @@ from launch.options import JobOptions, SubmitOptions, TrainingOptions
 from launch.parameters import flattened
 
 if TYPE_CHECKING:
-    from torchx.runner import Runner
-    from torchx.specs import AppStatus
-
     from launch.jobs.job import Job
 
 app = typer.Typer()
@@ -50,37 +46,28 @@ def launch_command(
     """
     _require_torchx()
     from distembed.config import load_config
-    from launch.jobs.job import LOCAL_SCHEDULERS, Job, default_request
-    from launch.jobs.start import start
+    from distembed.runs.folder import default_run_folder
+    from launch.jobs.job import Job, default_request
+    from launch.jobs.start import launch_job
 
     loaded = load_config(config, overrides or [])
-    folder = str(run_dir or Path("runs") / f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}")
-    if submit.detach and scheduler in LOCAL_SCHEDULERS:
-        raise UserError(f"--detach: jobs of {scheduler} end with the command that started them; leave it out.")
+    folder = str(run_dir or default_run_folder(config.stem))
     job = Job(folder, scheduler, j, component=default_request(scheduler, folder, j))
     job = training.applied_to(asked.applied_to(job))
-    job.require_new()
-    start(job, loaded, dry_run=submit.dry_run, detach=submit.detach, say=say)
+    launch_job(job, loaded, dry_run=submit.dry_run, detach=submit.detach, say=say)
 
 
 @app.command("status", epilog="Example: `distembed status runs/big`")
 def status_command(run: RunArgument) -> None:
     """Print the state of a launched run."""
     job = _load(run)
-    from torchx.runner import get_runner
+    from launch.jobs.control import job_state, run_progress
 
-    from launch.jobs.follow import state_text
-    from launch.jobs.job import LOCAL_SCHEDULERS
-
-    with get_runner() as runner:
-        found = _status(job, runner)
-    state = (
-        state_text(found) if found else "launched on this machine" if job.scheduler in LOCAL_SCHEDULERS else "unknown"
-    )
-    say(f"{job.run_dir}: {state} ({job.scheduler} {job.app_id}, submission {len(job.submissions)})")
-    for line in _progress(Path(job.run_dir)):
+    state = job_state(job)
+    say(f"{job.run_dir}: {state.text} ({job.scheduler} {job.app_id}, submission {len(job.submissions)})")
+    for line in run_progress(Path(job.run_dir)):
         say(line)
-    if state == "unknown":
+    if not state.is_known:
         raise RunError(f"{job.scheduler} knows nothing of {job.app_id}, or nothing any longer.")
 
 
@@ -92,39 +79,19 @@ def logs_command(
 ) -> None:
     """Print what the nodes of a launched run have printed."""
     job = _load(run)
-    from torchx.runner import get_runner
+    from launch.jobs.control import job_log_lines
 
-    from launch.jobs.follow import Watch, node_lines
-    from launch.jobs.job import LOCAL_SCHEDULERS
-
-    if job.scheduler in LOCAL_SCHEDULERS:
-        raise UserError(f"logs of {job.scheduler} are files, in {job.folder / 'logs'}.")
-    handle, nodes = job.handle, job.nodes
-    if node is not None and node not in nodes:
-        raise UserError(f"--node is {node}; the nodes of {run} are 0 to {len(nodes) - 1}.")
-    with get_runner() as runner:
-        has_ended = Watch(runner, handle, say).has_ended if follow else None
-        for line in node_lines(job, runner, nodes if node is None else [node], has_ended):
-            say(line)
+    for line in job_log_lines(job, node, follow=follow, say=say):
+        say(line)
 
 
 @app.command("cancel", epilog="Example: `distembed cancel runs/big`")
 def cancel_command(run: RunArgument) -> None:
     """End a launched run; `distembed resume` continues it."""
     job = _load(run)
-    from torchx.runner import get_runner
+    from launch.jobs.control import cancel_job
 
-    from launch.jobs.follow import state_text
-    from launch.jobs.job import LOCAL_SCHEDULERS, asking
-
-    if job.scheduler in LOCAL_SCHEDULERS:
-        raise UserError(f"{job.run_dir} runs under the command that launched it: press Ctrl-C there.")
-    with get_runner() as runner:
-        found = _status(job, runner)
-        if found is None or found.is_terminal():
-            raise UserError(f"{job.run_dir} runs no longer: {'unknown' if found is None else state_text(found)}.")
-        with asking(job.scheduler):
-            runner.cancel(job.handle)
+    cancel_job(job)
     say(f"told to end: {job.scheduler} {job.app_id}")
 
 
@@ -135,20 +102,9 @@ def resume_command(
 ) -> None:
     """Check and submit a launched run again, with what is changed here; it resumes from its newest checkpoint."""
     job = _load(run)
-    from torchx.runner import get_runner
+    from launch.jobs.start import resume_job
 
-    from distembed.config import load_config
-    from launch.jobs.follow import state_text
-    from launch.jobs.job import LOCAL_SCHEDULERS
-    from launch.jobs.start import start
-
-    if job.submissions and job.scheduler not in LOCAL_SCHEDULERS:
-        with get_runner() as runner:
-            found = _status(job, runner)
-        if found is not None and not found.is_terminal():
-            raise UserError(f"{job.run_dir} is {state_text(found)} ({job.app_id}); cancel it first, or let it be.")
-    job = asked.applied_to(job, j)
-    start(job, load_config(job.folder / "config.yaml"), dry_run=submit.dry_run, detach=submit.detach, say=say)
+    resume_job(asked.applied_to(job, j), dry_run=submit.dry_run, detach=submit.detach, say=say)
 
 
 def _load(run: str) -> "Job":
@@ -157,14 +113,6 @@ def _load(run: str) -> "Job":
     from launch.jobs.job import load_job
 
     return load_job(run)
-
-
-def _status(job: "Job", runner: "Runner") -> "AppStatus | None":
-    """Returns the state of the newest submission; None where the scheduler knows no such job."""
-    from launch.jobs.job import asking
-
-    with asking(job.scheduler):
-        return runner.status(job.handle)
 
 
 def _require_torchx() -> None:
@@ -179,17 +127,3 @@ def _require_torchx() -> None:
         raise UserError(
             f"launching needs TorchX, and it cannot be imported ({error}): run tools/setup.sh launch."
         ) from None
-
-
-def _progress(run: Path) -> list[str]:
-    """Returns lines that say how far a run has come, from its own record."""
-    import json
-
-    lines = []
-    try:
-        lines.append(f"run: {json.loads((run / 'run.json').read_text())['status']}")
-        last = (run / "metrics.jsonl").read_text().splitlines()[-1]
-        lines.append(f"last metrics: {last}")
-    except (OSError, ValueError, KeyError, IndexError):
-        pass
-    return lines

@@ -171,6 +171,11 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
+def default_run_folder(name: str) -> Path:
+    """Returns the folder of a new run for which none is given: in ``runs``, named ``name`` and the time in UTC."""
+    return Path("runs") / f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+
+
 def holds_run(path: Path) -> bool:
     """Returns whether a run was started in a folder; one that was killed before it wrote ``run.json`` was not."""
     return (path / "config.yaml").exists() and (path / "run.json").exists()

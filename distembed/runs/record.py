@@ -7,7 +7,7 @@ they are written first. A last line of metrics that was cut short, and values th
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -254,19 +254,27 @@ def read_json_object(path: Path) -> Mapping[str, Any]:
     return value
 
 
+def last_metrics(path: Path) -> Mapping[str, Any] | None:
+    """Returns the object on the last whole line of ``metrics.jsonl``; None where there is none."""
+    return next(reversed(list(_metrics_objects(path))), None)
+
+
 def _read_metrics(path: Path) -> list[MetricsLine]:
     """Returns the whole lines of ``metrics.jsonl`` in the order of steps; none where there is no such file."""
+    return sorted(map(MetricsLine.parse, _metrics_objects(path)), key=lambda line: line.metric("step"))
+
+
+def _metrics_objects(path: Path) -> Iterator[Mapping[str, Any]]:
+    """Yields the objects on the whole lines of ``metrics.jsonl`` in their order; none where there is no such file."""
     if not path.exists():
-        return []
-    found = []
+        return
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             values = json.loads(line)
         except ValueError:
             continue  # a killed process leaves half a line
         if isinstance(values, dict):
-            found.append(MetricsLine.parse(values))
-    return sorted(found, key=lambda line: line.metric("step"))
+            yield values
 
 
 def _number(values: Mapping[str, Any], key: str) -> float:

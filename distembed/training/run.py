@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from distembed.files import write_json
 from distembed.graph.prepare.value_ids import require_same_ids
 from distembed.planning.saved_plan import read_saved_plan
 from distembed.ranks import Collectives, Ranks
-from distembed.runs.folder import RunFolder, holds_run, require_new_or_resume
+from distembed.runs.folder import RunFolder, default_run_folder, holds_run, require_new_or_resume
 from distembed.runs.lock import DEAD_MACHINE_SECONDS
 from distembed.sse import SSE
 from distembed.sse.config import build_sse, graph_fingerprints
@@ -130,7 +129,7 @@ def train_run(
 
 def _agree_on_folder(options: RunOptions, collectives: Collectives) -> Path:
     """Returns rank 0's folder on every rank; the names that ranks give it by their clocks may differ."""
-    own = options.run_dir or Path("runs") / f"{options.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    own = options.run_dir or default_run_folder(options.name)
     return collectives.on_first(lambda: own.absolute())
 
 

@@ -1,4 +1,4 @@
-"""Starts a job: checks it, keeps what is needed to repeat it, hands it to the scheduler, and follows it to its end.
+"""Starts a job: checks it, keeps what is needed to repeat it, submits it, and follows it to its end.
 
 Nothing is written or submitted before every check is passed.
 """
@@ -14,7 +14,7 @@ from torchx.runner import get_runner
 
 from distembed.capacity.as_json import assessment_as_json
 from distembed.capacity.assessment import Assessment, assess_capacity
-from distembed.config import Config, with_absolute_paths
+from distembed.config import Config, load_config, with_absolute_paths
 from distembed.doctor import Finding
 from distembed.errors import UserError
 from distembed.planning import describe_plan
@@ -22,9 +22,36 @@ from distembed.planning.cluster import Cluster
 from distembed.planning.devices import DEVICES, find_device
 from launch.apps.shape import parse_shape
 from launch.jobs import preflight
+from launch.jobs.control import require_ended
 from launch.jobs.follow import Say, submit_and_follow
 from launch.jobs.job import CONTAINERS, LOCAL_SCHEDULERS, Job
 from launch.resources import gpu_name
+
+
+def launch_job(job: Job, config: Config, *, dry_run: bool, detach: bool, say: Say) -> None:
+    """Starts a job in a run folder that holds no run; the arguments are those of :func:`start`.
+
+    Raises:
+        UserError: The run folder holds a run, or the job would end with this command and is not to be followed.
+        typer.Exit: A check fails; the exit code is 3.
+        RunError: The job has failed.
+    """
+    if detach and job.scheduler in LOCAL_SCHEDULERS:
+        raise UserError(f"--detach: jobs of {job.scheduler} end with the command that started them; leave it out.")
+    job.require_new()
+    start(job, config, dry_run=dry_run, detach=detach, say=say)
+
+
+def resume_job(job: Job, *, dry_run: bool, detach: bool, say: Say) -> None:
+    """Starts a launched job again from its own config; the arguments are those of :func:`start`.
+
+    Raises:
+        UserError: The job waits or runs, by what its scheduler says, or cannot be asked for at all.
+        typer.Exit: A check fails; the exit code is 3.
+        RunError: The job has failed, or the scheduler cannot be asked.
+    """
+    require_ended(job)
+    start(job, load_config(job.folder / "config.yaml"), dry_run=dry_run, detach=detach, say=say)
 
 
 def start(job: Job, config: Config, *, dry_run: bool, detach: bool, say: Say) -> None:
