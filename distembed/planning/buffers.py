@@ -198,7 +198,8 @@ class Step:
         buckets, gradients = (self._replicated if self._world_size > 1 else 0), self._replicated + unfused
         # the task's outputs of the step before are still there, and those that wait for metrics
         inputs = self._batches + self._sent_ids + arriving
-        inputs += self._workload.outputs_per_row * self._num_rows * _FLOAT * (1 + self._workload.logged_steps)
+        output_bytes = math.ceil(self._network.output_bytes_per_row * self._num_rows)
+        inputs += output_bytes * (1 + self._workload.logged_steps)
         # ids as received and sorted by feature; those that were sent, of this batch and of the next
         fullest = _fullest_lookup(exchanges)
         yield StepBuffers("lookup", inputs + arriving + self._sent_ids, 0, fullest, 0, buckets)

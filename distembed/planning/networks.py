@@ -41,6 +41,7 @@ class NetworkEstimate:
         peak: Most bytes at once in the forward and backward passes, beside all the above where ranks average gradients
             in buckets; on a single rank gradients are among them as they arise.
         flops: Number of floating-point operations of the forward and backward passes.
+        output_bytes_per_row: Bytes that the task keeps of each row for metrics, such as a logit and a label.
     """
 
     parameters: int = 0
@@ -49,6 +50,7 @@ class NetworkEstimate:
     optimizer_state: int = 0
     peak: int = 0
     flops: int = 0
+    output_bytes_per_row: float = 8.0
 
 
 class _LiveBytes(TorchDispatchMode):
@@ -173,17 +175,22 @@ def estimate_network(
         batch = _empty_batch(inputs.schema, num_rows)
         before = live.peak = live.now
         try:
-            _step(model, task, batch, bf16)
-        except (
-            RuntimeError
-        ):  # such as an operator that has no form for fake tensors; a step of training raises it again
+            output_bytes = _step(model, task, batch, bf16)
+        except RuntimeError:
+            # a look at values, or an operator that has no form for fake tensors; what else it may be, training raises
             return None
         peak = live.peak - before
     trained = sum(map(_num_bytes, parameters))
     kind = OPTIMIZERS[optimizer]
     optimizer_state = sum(kind.torch_state_bytes(0, parameter.numel()) for parameter in parameters)
     return NetworkEstimate(
-        trained, sum(map(_num_bytes, model.buffers())), trained, optimizer_state, peak, counter.get_total_flops()
+        trained,
+        sum(map(_num_bytes, model.buffers())),
+        trained,
+        optimizer_state,
+        peak,
+        counter.get_total_flops(),
+        output_bytes / max(1, num_rows),
     )
 
 
@@ -214,12 +221,15 @@ def _empty_batch(schema: Schema, num_rows: int) -> Batch:
     return Batch({field.name: empty(field) for field in schema.fields}, num_rows)
 
 
-def _step(model: Model, task: Task, batch: Batch, bf16: bool) -> None:
-    """Runs the forward and backward passes of a batch."""
+def _step(model: Model, task: Task, batch: Batch, bf16: bool) -> int:
+    """Runs the forward and backward passes of a batch; returns the bytes of the task's outputs."""
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
         outputs = model(*[batch[name] for name in model.batch_fields])
-    loss = task.step(outputs, batch)[0]
+    loss, rows = task.step(outputs, batch)
+    output_bytes = sum(map(_num_bytes, rows.values()))
+    del rows
     loss.backward()
+    return output_bytes
 
 
 def _drop_gradient(parameter: Tensor) -> None:

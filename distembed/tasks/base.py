@@ -58,7 +58,10 @@ class Task(ABC):
 
     @abstractmethod
     def metrics(self, rows: Rows) -> dict[str, float]:
-        """Returns all metrics of the rows, first ``rows``, their number; a metric that cannot be computed is NaN."""
+        """Returns all metrics of the rows, first ``rows``, their number; a metric that cannot be computed is NaN.
+
+        There may be no rows. Only rank 0 calls it.
+        """
 
     @abstractmethod
     def training_metrics(self, rows: Rows) -> dict[str, float]:

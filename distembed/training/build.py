@@ -126,7 +126,6 @@ class Blueprint:
             network=network,
             bf16=self.bf16,
             logged_steps=train.log_every,
-            outputs_per_row=len(self.task.outputs),
             graph_bytes=graph_bytes(self.sse, self.device.type),
         )
 

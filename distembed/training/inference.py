@@ -46,11 +46,13 @@ def load_training_state(run_dir: Path, dataset: str, config: Config, ranks: Rank
 
 
 def evaluate_split(state: TrainingState, dataset: str, split: str, ranks: Ranks) -> dict[str, Any]:
-    """Returns the name of a split and the task's metrics on it; all ranks call it.
+    """Evaluates a split; all ranks call it.
 
-    Rank 0 has the metrics of all rows, other ranks those of no rows.
+    Returns:
+        The name of the split and the task's metrics on rank 0, and nothing on other ranks.
     """
-    return {"split": split, **state.task.metrics(score_split(state, dataset, split, ranks))}
+    rows = score_split(state, dataset, split, ranks)
+    return {"split": split, **state.task.metrics(rows)} if ranks.is_first else {}
 
 
 def describe_metrics(state: TrainingState, metrics: dict[str, Any]) -> str:

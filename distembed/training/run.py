@@ -90,10 +90,7 @@ def train_run(
     resume = options.resume
     if options.resume_or_start:
         resume = collectives.on_first(lambda: holds_run(folder))
-    if ranks.is_first:
-        require_new_or_resume(folder, resume)
-        if resume:
-            require_same_config(folder, config)
+    collectives.on_first(lambda: _require_usable(folder, config, resume))
     start = RunStart(
         resume,
         _choose_plans(config, options, folder, resume, collectives, say),
@@ -103,9 +100,9 @@ def train_run(
     manifest = Manifest.load(dataset)
     sse = _replaced_ids(config, dataset, manifest)
     info = _run_info(config, dataset, manifest, sse)
+    if resume:
+        collectives.on_first(lambda: require_same_graphs(folder, info["graphs"]))
     if ranks.is_first:
-        if resume:
-            require_same_graphs(folder, info["graphs"])
         for line in info["kept_full"]:
             say(line)
     run_folder = RunFolder(folder)
@@ -125,6 +122,13 @@ def train_run(
             write_json(folder / "evaluation.json", evaluation)
         run_folder.end("finished")
     return FinishedRun(folder, evaluation, described)
+
+
+def _require_usable(folder: Path, config: Config, resume: bool) -> None:
+    """Makes sure that the run can be started, or resumed, in its folder."""
+    require_new_or_resume(folder, resume)
+    if resume:
+        require_same_config(folder, config)
 
 
 def _agree_on_folder(options: RunOptions, collectives: Collectives) -> Path:

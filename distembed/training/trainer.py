@@ -24,7 +24,7 @@ from distembed.data.reader import Batch, BatchOrder, BatchReader
 from distembed.errors import Interrupted, RunError, UserError
 from distembed.files import write_json
 from distembed.planning import describe_plan, plan_as_json
-from distembed.ranks import Ranks
+from distembed.ranks import Collectives, Ranks
 from distembed.runs.folder import RunFolder
 from distembed.sse import SSE, set_step
 from distembed.tasks.base import Outputs
@@ -90,8 +90,7 @@ class Trainer:
         if self._reader.num_rows == 0:
             raise UserError(f"split {config.data.train!r} of {self._dataset} has no rows to train on.")
         self._checkpoints = self._make_checkpoints()
-        if ranks.is_first:
-            folder.require_free(start.wait_seconds)
+        Collectives().on_first(lambda: folder.require_free(start.wait_seconds))
         checkpoint = self._newest_checkpoint()
         self.num_steps = self._count_steps()
         blueprint = Blueprint.for_ranks(config, self._reader.schema, ranks, sse)
@@ -183,16 +182,18 @@ class Trainer:
         self._reader.close()
 
     def evaluate(self, split: str) -> dict[str, Any]:
-        """Returns the metrics of a whole split; all ranks call it.
+        """Evaluates a whole split and records its metrics; all ranks call it.
 
-        Rank 0 has the metrics of all rows, other ranks those of no rows.
+        Returns:
+            The metrics on rank 0, and nothing on other ranks.
         """
         started = time.perf_counter()
         task, rows = self._state.task, score_split(self._state, self._dataset, split, self._ranks)
+        if not self._ranks.is_first:
+            return {}
         values = {"split": split, "samples": self._samples, **task.metrics(rows)}
         values["seconds"] = time.perf_counter() - started
-        if self._ranks.is_first:
-            self._folder.record("eval", self._step, values)
+        self._folder.record("eval", self._step, values)
         return {**values, "step": self._step, **task.details(rows)}
 
     def _run_segment(self, stop: Interruption) -> bool:
@@ -240,7 +241,8 @@ class Trainer:
             self._save()
         if split is not None and (at_epoch_end or (train.evaluate_every and self._step % train.evaluate_every == 0)):
             values = self.evaluate(split)
-            self._progress.say(f"step {self._step}/{self.num_steps}  {split}: {self._state.task.describe(values)}")
+            if values:
+                self._progress.say(f"step {self._step}/{self.num_steps}  {split}: {self._state.task.describe(values)}")
         self._window.paused += time.perf_counter() - started
 
     def _record_step(self, loss: Tensor, outputs: Outputs) -> None:
@@ -250,9 +252,8 @@ class Trainer:
         rows = min(batch_size, self._reader.num_rows - done)
         self._samples += rows
         self._window.add(loss, outputs, rows)
-        if (
-            loss.device.type == "cpu"
-        ):  # a look at a GPU's tensor waits for its stream: those are looked at once a line of metrics
+        # a look at a GPU's tensor waits for its stream: those are looked at once a line of metrics
+        if loss.device.type == "cpu":
             self._require_finite()
 
     def _require_finite(self) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.data.dataset.manifest import MANIFEST_NAME, Manifest
-from distembed.data.dataset.schema import DENSE_FEATURES, LABELS, SPARSE_FEATURES, Schema
+from distembed.data.dataset.schema import Schema
 from distembed.data.reader.batch import Batch
 from distembed.data.reader.decode import Block, Decoder, RecordLayout, list_row_groups
 from distembed.data.reader.order import BatchOrder, EpochOrder, LanePart, Window, rank_parts, require_at_least
@@ -196,6 +196,7 @@ class _EpochPart:
         self._rank, self._world_size = rank, world_size
         self._epoch, self._first_batch = epoch, first_batch
         self._layout = RecordLayout.from_schema(decoder.schema)
+        self._columns = _float_columns(decoder.schema)
         self._lanes: dict[int, _LaneCursor] = {}
 
     def batches(self) -> Iterator[Batch]:
@@ -219,14 +220,13 @@ class _EpochPart:
         empty = np.empty((count, 0, layout.width), layout.dtype)
         records = np.concatenate([empty, *(part.records.reshape(count, -1, layout.width) for part in rows)], axis=1)
         floats = records.view(np.float32)[:, :, layout.first_float : layout.first_float + layout.num_dense + 1]
-        dense, labels = np.ascontiguousarray(floats[:, :, :-1]), np.ascontiguousarray(floats[:, :, -1])
+        numbers = {name: np.ascontiguousarray(floats[:, :, columns]) for name, columns in self._columns.items()}
         ids = np.ascontiguousarray(records[:, :, : len(layout.single)].transpose(0, 2, 1)).astype(np.int64)
         for index in range(count):
             features = _jagged(schema, ids[0], rows) if layout.multi_hot else _single_valued(schema, ids[index])
             fields = {
-                DENSE_FEATURES: torch.from_numpy(dense[index]),
-                SPARSE_FEATURES: features,
-                LABELS: torch.from_numpy(labels[index]),
+                field.name: features if field.is_jagged else torch.from_numpy(numbers[field.name][index])
+                for field in schema.fields
             }
             yield Batch(fields, self._order.batch_rows(batch + index))
 
@@ -236,6 +236,20 @@ class _EpochPart:
             self._lanes[part.lane] = _LaneCursor(self._order, self._decoder, self._epoch, part.lane)
         starts = self._order.lane_start(part.lane, 1) * np.arange(count)[:, None]
         return self._lanes[part.lane].gather((starts + np.arange(part.start, part.stop)).reshape(-1))
+
+
+def _float_columns(schema: Schema) -> dict[str, slice | int]:
+    """Returns where each field of numbers stands among a record's: a range of columns, or the one of a vector.
+
+    A record has the dense columns in the schema's order, then the label.
+    """
+    names = [*schema.dense, schema.label]
+    columns: dict[str, slice | int] = {}
+    for field in schema.fields:
+        if not field.is_jagged:
+            first = names.index(field.columns[0]) if field.columns else 0
+            columns[field.name] = first if field.is_vector else slice(first, first + len(field.columns))
+    return columns
 
 
 class _LaneCursor:
