@@ -9,7 +9,7 @@ A task of one's own is a config with ``name`` and ``build``, registered by ``TAS
 from typing import Annotated
 
 from distembed.names import ByName
-from distembed.tasks.base import Task, TaskConfig, TaskModel
+from distembed.tasks.base import Task, TaskConfig
 from distembed.tasks.click import ClickConfig, ClickTask
 
 TASKS: dict[str, type[TaskConfig]] = {"click": ClickConfig}
@@ -18,4 +18,4 @@ TASKS: dict[str, type[TaskConfig]] = {"click": ClickConfig}
 TaskSection = Annotated[TaskConfig, ByName(TASKS, "task", default="click")]
 """The ``task`` section of a config, whose key ``name`` says which task it configures."""
 
-__all__ = ["TASKS", "ClickConfig", "ClickTask", "Task", "TaskConfig", "TaskModel", "TaskSection"]
+__all__ = ["TASKS", "ClickConfig", "ClickTask", "Task", "TaskConfig", "TaskSection"]

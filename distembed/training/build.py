@@ -30,9 +30,10 @@ from distembed.ranks import Ranks
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, CompositionalEmbeddingCollectionSharder
 from distembed.sse import SSE, graph_bytes
 from distembed.sse.perturbation import Perturbation
-from distembed.tasks import Task, TaskModel
+from distembed.tasks import Task
 from distembed.tasks.base import require_fields
 from distembed.training.pipeline import StepPipeline
+from distembed.training.task_model import TaskModel
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ from torchrec.optim.keyed import KeyedOptimizer
 from distembed.data.reader.batch import Batch
 from distembed.planning.workload import overlaps
 from distembed.ranks import Ranks
-from distembed.tasks.base import StepOutput
+from distembed.training.task_model import StepOutput
 
 
 class StepPipeline:
     """Steps a model through batches; works ahead of the step where there is a transfer or an exchange to overlap.
 
     Args:
-        model: A :class:`distembed.tasks.TaskModel` under ``DistributedModelParallel``.
+        model: A :class:`distembed.training.task_model.TaskModel` under ``DistributedModelParallel``.
         optimizer: The optimizer of all parameters of the model.
         ranks: This rank among all.
     """

@@ -36,8 +36,9 @@ from distembed.planning.workload import Workload
 from distembed.ranks import Ranks
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from distembed.sharding.bag_collection import ShardedCompositionalEmbeddingBagCollection
-from distembed.tasks import ClickTask, TaskModel
+from distembed.tasks import ClickTask
 from distembed.training.pipeline import StepPipeline
+from distembed.training.task_model import TaskModel
 from tests.ranks import run_on_ranks
 
 NUM_DENSE, NUM_FEATURES, NUM_IDS = 13, 8, 20_000

@@ -29,8 +29,8 @@ from distembed.planning.config import TablePlanConfig
 from distembed.ranks import Ranks, process_group
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, lookup
 from distembed.sharding.placement import width
-from distembed.tasks import ClickTask, TaskModel
-from distembed.tasks.base import StepOutput
+from distembed.tasks import ClickTask
+from distembed.training.task_model import StepOutput, TaskModel
 from tests.ranks import run_on_ranks
 from tests.sharding.test_sharded_equals_unsharded import (
     SHARDING_TYPES,
