@@ -8,7 +8,7 @@ from typing import Any
 
 from distembed.capacity.assessment import AssessedRank, AssessedTable, Assessment
 from distembed.capacity.report import CapacityReport
-from distembed.planning import plan_as_json
+from distembed.planning.saved_plan import saved_plan_as_json
 from distembed.planning.storage import TableStorage
 from distembed.planning.workload import pipeline_depth
 
@@ -38,8 +38,7 @@ def assessment_as_json(assessment: Assessment) -> dict[str, Any]:
         "ranks": [_rank_values(rank) for rank in assessment.ranks],
         "tables": [_table_values(table) for table in assessment.tables],
         "notes": list(assessment.notes),
-        "plan": None if assessment.plan is None else plan_as_json(assessment.plan),
-        "made_for": assessment.plan_inputs.as_json(),
+        **saved_plan_as_json(assessment.plan_inputs, assessment.plan),
     }
 
 

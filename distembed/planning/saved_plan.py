@@ -1,9 +1,9 @@
 """Plans that are saved as JSON and applied in a later run, so that what was reported is what runs.
 
-A file holds the plan under ``plan`` and its :class:`PlanInputs` under ``made_for``. :func:`read_saved_plan` refuses a
-file that has not the form of a plan. :func:`apply_saved_plan` refuses a plan whose inputs differ from those of the run,
-be it in ranks, batch, model, optimizers or tables, and a plan that does not place the tables of its own inputs. Each
-error lists everything that is wrong.
+A file holds the plan under ``plan`` and its :class:`PlanInputs` under ``made_for``, as :func:`saved_plan_as_json` makes
+them. :func:`read_saved_plan` refuses a file that has not the form of a plan. :func:`apply_saved_plan` refuses a plan
+whose inputs differ from those of the run, be it in ranks, batch, model, optimizers or tables, and a plan that does not
+place the tables of its own inputs. Each error lists everything that is wrong.
 """
 
 import json
@@ -30,6 +30,7 @@ from torchrec.distributed.types import (
 from distembed.embedding.config import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig
 from distembed.errors import UserError
 from distembed.planning.plan_inputs import PlanInputs
+from distembed.planning.plan_summary import plan_as_json
 from distembed.sharding.placement import COMPUTE_KERNELS, SHARDING_TYPES, place_table, unit_size
 from distembed.sharding.shardings import SEQUENCE_SHARDING_TYPES
 
@@ -96,6 +97,16 @@ class _SavedPlanFile:
 
     made_for: PlanInputs
     plan: dict[str, dict[str, SavedTable]]
+
+
+def saved_plan_as_json(plan_inputs: PlanInputs, plan: ShardingPlan | None) -> dict[str, Any]:
+    """Returns the values of a file that :func:`read_saved_plan` reads; it may hold others beside them.
+
+    Args:
+        plan_inputs: The inputs of the plan.
+        plan: The plan; None where there is none, so that reading the file is refused.
+    """
+    return {"plan": None if plan is None else plan_as_json(plan), "made_for": plan_inputs.as_json()}
 
 
 def read_saved_plan(path: Path) -> SavedPlan:

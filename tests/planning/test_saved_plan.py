@@ -21,7 +21,7 @@ from distembed.embedding import CompositionalEmbeddingBagCollection, Composition
 from distembed.errors import UserError
 from distembed.planning import plan_as_json
 from distembed.planning.plan_inputs import PlanInputs, table_plan_inputs
-from distembed.planning.saved_plan import apply_saved_plan, read_saved_plan
+from distembed.planning.saved_plan import apply_saved_plan, read_saved_plan, saved_plan_as_json
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from distembed.sharding.placement import SHARDING_TYPES, unit_size
 from tests.layouts import tables
@@ -195,6 +195,18 @@ def test_all_that_differs_is_listed_and_tables_that_differ_alike_share_a_line() 
         "  composition of table 'b': 'concat' in the plan, 'sum' now",
         "  composition of table 'c': 'path_mlp' in the plan, 'sum' now",
     ]
+
+
+def test_what_is_saved_is_read_and_a_plan_that_was_not_found_is_refused(tmp_path: Path) -> None:
+    path, now = tmp_path / "saved.json", inputs_now()
+    path.write_text(json.dumps(plan_file(planned(), now)))
+    saved = read_saved_plan(path)
+    plan = apply_saved_plan(saved, {MODULE: tables()}, now)
+    path.write_text(json.dumps(saved_plan_as_json(now, plan)))
+    assert read_saved_plan(path) == saved
+    path.write_text(json.dumps(saved_plan_as_json(now, None)))
+    with pytest.raises(UserError, match="holds no plan, as `distembed plan` writes where tables do not fit"):
+        read_saved_plan(path)
 
 
 def test_a_plan_that_does_not_say_what_it_was_made_for_is_refused() -> None:
