@@ -1,11 +1,12 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and errors that say how much room their disk has."""
 
+import errno
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ def whole_file(path: Path, make_folder: bool = True) -> Iterator[str]:
         raise RunError(f"{path} could not be written ({error}){_room_left(path.parent)}") from error
     finally:
         if temporary is not None:
-            os.unlink(temporary)
+            with suppress(FileNotFoundError):  # the folder was deleted meanwhile
+                os.unlink(temporary)
 
 
 def write_text(path: Path, text: str, make_folder: bool = False) -> None:
@@ -81,9 +83,42 @@ def finite(value: Any) -> Any:
     return value
 
 
+def free_space(folder: Path) -> str:
+    """Returns the free space on the disk of a folder as text, such as ``1,234 MiB``.
+
+    Raises:
+        OSError: The folder is missing.
+    """
+    return f"{shutil.disk_usage(folder).free >> 20:,} MiB"
+
+
+@contextmanager
+def full_disk_explained(
+    explain: Callable[[Exception], str], kinds: tuple[type[Exception], ...] = (OSError,), max_file_size: bool = False
+) -> Iterator[None]:
+    """Turns the system's refusal to write more, in the block, into an error of the caller's words.
+
+    Args:
+        explain: Returns the text of the error, given the system's.
+        kinds: Exceptions that may carry the system's refusal.
+        max_file_size: Whether the limit on the size of a file is explained too.
+
+    Raises:
+        RunError: The disk or a quota is exhausted.
+    """
+    explained = (errno.ENOSPC, errno.EDQUOT, *([errno.EFBIG] if max_file_size else []))
+    try:
+        yield
+    except kinds as error:
+        # PyArrow's own errors carry the system's text and no number
+        if getattr(error, "errno", None) not in explained and "No space left" not in str(error):
+            raise
+        raise RunError(explain(error)) from error
+
+
 def _room_left(folder: Path) -> str:
     """Returns the end of an error message: the room on a folder's disk, where it is known, and what to do."""
     try:
-        return f"; {shutil.disk_usage(folder).free >> 20:,} MiB are left. Free space, or choose another folder."
+        return f"; {free_space(folder)} are left. Free space, or choose another folder."
     except OSError:
         return "; choose another folder."

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 from distembed.errors import UserError
 
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_BINARY_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {name.lower(): num_bytes for name, num_bytes in _BINARY_UNITS.items()}
 
 
 def parse_bytes(field: str, text: str) -> int:
@@ -37,10 +38,13 @@ def parse_bytes(field: str, text: str) -> int:
 
 def format_bytes(num_bytes: int) -> str:
     """Returns a size such as ``1.50 GiB``, in the largest unit up to TiB of which it is at least 1."""
-    size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size, units = size / 1024, units[1:]
-    return f"{size:.0f} B" if units[0] == "B" else f"{size:.2f} {units[0]}"
+    name, unit_bytes = binary_unit(num_bytes)
+    return f"{num_bytes:.0f} B" if name == "B" else f"{num_bytes / unit_bytes:.2f} {name}"
+
+
+def binary_unit(num_bytes: int) -> tuple[str, int]:
+    """Returns the unit that :func:`format_bytes` writes a size in: its name, and how many bytes it is."""
+    return [(name, size) for name, size in _BINARY_UNITS.items() if size == 1 or num_bytes >= size][-1]
 
 
 def exact_bytes(num_bytes: int) -> str:

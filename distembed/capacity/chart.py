@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 from distembed.capacity.assessment import Assessment
 from distembed.capacity.texts import shown_items, verdict
 from distembed.runs.pages import COLOURS, FIGURE_SETTINGS, PAGE_COLOUR
-from distembed.units import format_bytes
+from distembed.units import binary_unit, format_bytes
 
 MAX_BARS = 64
 """Ranks that have a bar each; those of a larger cluster are drawn as an area."""
@@ -163,9 +163,9 @@ def _draw_capacity(axes: Axes, height: float, text: str) -> None:
 
 def _label_bytes(axes: Axes, highest: float, axis: str = "y") -> int:
     """Labels an axis with the unit of :func:`format_bytes` for the highest value, and returns the unit's bytes."""
-    name = format_bytes(int(highest)).split()[1]
+    name, unit_bytes = binary_unit(int(highest))
     if axis == "y":
         axes.set_ylabel(f"{name} a rank")
     else:
         axes.set_xlabel(name)
-    return int(1024 ** ("B", "KiB", "MiB", "GiB", "TiB").index(name))
+    return unit_bytes

@@ -6,7 +6,6 @@ such file was being written, or removed, when its process died; it is passed ove
 """
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from distembed.errors import UserError
-from distembed.files import finite
+from distembed.files import finite, free_space
 
 LAST_FILE = "progress.json"
 _OWNER_FILE = ".run"
@@ -118,7 +117,7 @@ class CheckpointStore:
         if not isinstance(self._files, LocalFileSystem):
             return ""
         existing = next(path for path in (Path(self._root), *Path(self._root).parents) if path.exists())
-        return f"; {shutil.disk_usage(existing).free >> 20:,} MiB were left"
+        return f"; {free_space(existing)} were left"
 
     def _probe(self, rank: int) -> str:
         return f"{self._root}/.probe-of-rank-{rank}"

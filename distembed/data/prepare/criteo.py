@@ -14,7 +14,6 @@ Trade-off: the spool takes about 0.7 of the text's size on the output's disk whi
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -45,7 +44,8 @@ from distembed.data.prepare.vocabulary import (
     write_lookup_tables,
 )
 from distembed.data.prepare.write_parquet import FilePlan, FileWriter, plan_files
-from distembed.errors import RunError, UserError
+from distembed.errors import UserError
+from distembed.files import free_space, full_disk_explained
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,10 @@ def prepare_criteo(
     sources = list_sources(inputs)
     require_outside(sources, Path(output))
     report = progress or (lambda update: None)
-    with _full_disk_explained(sources, Path(output)), staged_folder(Path(output), overwrite=overwrite) as folder:
+    with (
+        full_disk_explained(lambda _: _disk_is_full(sources, Path(output)), (OSError, pa.ArrowException)),
+        staged_folder(Path(output), overwrite=overwrite) as folder,
+    ):
         passes = _Passes(folder, folder / ".spool", options, limits, report)
         passes.spool.mkdir()
         ingested = passes.read(sources)
@@ -285,24 +288,14 @@ def _pool(threads: int) -> Iterator[ThreadPoolExecutor]:
         pool.shutdown(cancel_futures=True)
 
 
-@contextmanager
-def _full_disk_explained(sources: Sequence[Path], output: Path) -> Iterator[None]:
-    """Turns the system's refusal to write more into an error that says how much room is needed.
-
-    Raises:
-        RunError: The disk is full.
-    """
-    try:
-        yield
-    except (OSError, pa.ArrowException) as error:
-        if getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT) and "No space left" not in str(error):
-            raise
-        folder = Path(os.path.realpath(output)).parent
-        raise RunError(
-            f"the disk of {folder} is full: {shutil.disk_usage(folder).free >> 20} MiB are free, about "
-            f"{_needed_bytes(sources) >> 20} MiB are needed while preparing (a third of it for the dataset). "
-            "Nothing was left behind; free some space or name an output elsewhere"
-        ) from error
+def _disk_is_full(sources: Sequence[Path], output: Path) -> str:
+    """Returns the text of an error that says how much room is needed."""
+    folder = Path(os.path.realpath(output)).parent
+    return (
+        f"the disk of {folder} is full: {free_space(folder)} are free, about {_needed_bytes(sources) >> 20:,} MiB are "
+        "needed while preparing (a third of it for the dataset). Nothing was left behind; free some space or name an "
+        "output elsewhere"
+    )
 
 
 def _needed_bytes(sources: Sequence[Path]) -> int:

@@ -10,19 +10,18 @@ Trade-off: edges that do not fit in memory take 8 bytes each on the output's dis
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from distembed.data.prepare.inputs import names_in_common_folder, require_outside
 from distembed.data.prepare.progress import ProgressCallback, ProgressUpdate
 from distembed.data.prepare.staging import staged_folder
-from distembed.errors import RunError, UserError
+from distembed.errors import UserError
+from distembed.files import free_space, full_disk_explained
 from distembed.graph.csr import Graph
 from distembed.graph.edges import Edges, merge_equal, require_num_nodes
 from distembed.graph.folder import GRAPH_FILE, GraphDescription, GraphWriter
@@ -79,7 +78,7 @@ def prepare_graph(
     report = progress or (lambda update: None)
     with (
         staged_folder(Path(output), overwrite=overwrite, kind="graph", marker=GRAPH_FILE) as folder,
-        _full_disk_explained(Path(output), folder),
+        full_disk_explained(lambda error: _disk_is_full(error, Path(output), folder), max_file_size=True),
     ):
         scratch = folder / ".scratch"
         scratch.mkdir()
@@ -163,21 +162,11 @@ def _sources(num_rows: Mapping[Path, int]) -> list[dict[str, Any]]:
     return sources
 
 
-@contextmanager
-def _full_disk_explained(output: Path, folder: Path) -> Iterator[None]:
-    """Turns the system's refusal to write more into an error that says how much was written.
-
-    Raises:
-        RunError: The disk, a quota or the limit on a file's size is exhausted.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        raise RunError(
-            f"{output} could not be written ({error.strerror}): {shutil.disk_usage(folder).free >> 20:,} MiB were free "
-            f"after the first {written >> 20:,} MiB of it. Nothing was left behind; free more space, or name an output "
-            "elsewhere"
-        ) from error
+def _disk_is_full(error: Exception, output: Path, folder: Path) -> str:
+    """Returns the text of an error that says how much was written."""
+    written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return (
+        f"{output} could not be written ({getattr(error, 'strerror', None) or error}): {free_space(folder)} were free "
+        f"after the first {written >> 20:,} MiB of it. Nothing was left behind; free more space, or name an output "
+        "elsewhere"
+    )
