@@ -14,7 +14,7 @@ from distembed.capacity.assessment import Assessment, assess_capacity, reserve_b
 from distembed.config import Config
 from distembed.embedding.settings import TableConfig, build_tables
 from distembed.errors import UserError
-from distembed.optim.kinds import OPTIMIZERS
+from distembed.optim.kinds import OPTIMIZERS, row_wise_name
 from distembed.planning.cluster import Cluster
 from distembed.planning.devices import DEVICES, Device
 from distembed.planning.networks import NetworkEstimate
@@ -171,7 +171,7 @@ class _Search:
         sparse = self._config.train.sparse_optimizer
         if not OPTIMIZERS[sparse.name].has_weight_states:
             return None
-        smaller = dataclasses.replace(sparse, name="row_wise_adagrad")
+        smaller = dataclasses.replace(sparse, name=row_wise_name())
         train = dataclasses.replace(self._config.train, sparse_optimizer=smaller)
         changed = dataclasses.replace(self._config, train=train)
         return f"train.sparse_optimizer.name={smaller.name}" if self._fits(changed) else None

@@ -93,6 +93,11 @@ class OptimizerKind:
         return not self.decouples_weight_decay and (self.fused_class is not None or self.trains_networks)
 
     @property
+    def is_fused_everywhere(self) -> bool:
+        """Whether FBGEMM has it on CPUs and on CUDA."""
+        return self.fused_class is not None and not self.fused_needs_cuda
+
+    @property
     def row_state_bytes(self) -> int:
         """Bytes of the states that belong to one row as a whole."""
         return self._num_states(NumberPer.ROW) * _NUMBER_BYTES
@@ -165,6 +170,20 @@ def dense_names() -> list[str]:
 def sparse_names() -> list[str]:
     """Returns the names of the optimizers that can train tables."""
     return [name for name, kind in OPTIMIZERS.items() if kind.trains_tables]
+
+
+def stateless_name() -> str:
+    """Returns the name of the first optimizer that FBGEMM has on all devices and that keeps no states."""
+    return next(name for name, kind in OPTIMIZERS.items() if kind.is_fused_everywhere and not kind.states)
+
+
+def row_wise_name() -> str:
+    """Returns the name of the first optimizer that FBGEMM has on all devices and whose states are those of rows."""
+    return next(
+        name
+        for name, kind in OPTIMIZERS.items()
+        if kind.is_fused_everywhere and kind.has_row_states and not kind.has_weight_states
+    )
 
 
 def torch_optimizer_name(optimizer: torch.optim.Optimizer) -> str | None:

@@ -14,7 +14,7 @@ from distembed.embedding.modules import table_configs
 from distembed.embedding.tables import CompositionalTables
 from distembed.errors import UserError
 from distembed.optim.declared import TableOptimizers, declared_optimizers
-from distembed.optim.kinds import OPTIMIZERS
+from distembed.optim.kinds import OPTIMIZERS, stateless_name
 from distembed.planning.cluster import Cluster
 from distembed.planning.config import PlanConfig
 from distembed.planning.storage import DEFAULT_CACHE_RATIO
@@ -91,7 +91,8 @@ class PlanRequest:
         """Optimizers of the tables: as given, or of those that tables declare the one with the largest states."""
         if self.optimizers is not None:
             return self.optimizers
-        names = {"sgd", *(name or "sgd" for name in declared_optimizers(self.model, self.sharders).values())}
+        stateless = stateless_name()  # as FBGEMM trains tables that declare no optimizer
+        names = {stateless, *(name or stateless for name in declared_optimizers(self.model, self.sharders).values())}
         # a number a row is next to nothing beside a number an element
         return TableOptimizers(max(names, key=lambda name: OPTIMIZERS[name].fused_state_bytes(1, 100)))
 

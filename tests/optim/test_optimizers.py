@@ -18,7 +18,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from distembed.embedding import CompositionalEmbeddingCollection, CompositionalEmbeddingConfig
 from distembed.errors import UserError
 from distembed.optim.config import DenseOptimizerConfig, ScheduleConfig, SparseOptimizerConfig
-from distembed.optim.kinds import OPTIMIZERS, dense_names, sparse_names
+from distembed.optim.kinds import OPTIMIZERS, dense_names, row_wise_name, sparse_names, stateless_name
 from distembed.optim.live_state import optimizer_names, parameter_states, set_step_count
 from distembed.optim.local_shards import local_shards
 from distembed.optim.optimizers import Optimizers, fuse_sparse_optimizer, learning_rate_factor, needs_dense_kernel
@@ -59,6 +59,7 @@ def test_which_optimizers_train_what() -> None:
     assert set(dense_names()) == {"adagrad", "adam", "adamw", "amsgrad", "sgd"}
     only_fused = {"partial_row_wise_adam", "lamb", "partial_row_wise_lamb"}
     assert set(sparse_names()) == {"row_wise_adagrad", "adagrad", "sgd", "amsgrad", "adam", *only_fused}
+    assert (stateless_name(), row_wise_name()) == ("sgd", "row_wise_adagrad")
 
 
 @pytest.mark.parametrize(
