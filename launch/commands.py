@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from distembed.commands.parameters import flattened
 from distembed.commands.shared import ConfigArgument, OverridesArgument, say
 from distembed.errors import RunError, UserError
 from launch.options import JobOptions, SubmitOptions, TrainingOptions
-from launch.parameters import flattened
 
 if TYPE_CHECKING:
     from launch.jobs.job import Job

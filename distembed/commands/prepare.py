@@ -1,10 +1,12 @@
 """The commands ``distembed prepare criteo``, ``prepare graph`` and ``synthesize``: from raw files to a dataset."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from distembed.commands.parameters import flattened
 from distembed.commands.shared import console, say
 from distembed.units import parse_bytes
 
@@ -15,26 +17,68 @@ prepare_app = typer.Typer(
 app.add_typer(prepare_app, name="prepare")
 
 
+@dataclass(frozen=True)
+class DatasetOptions:
+    """How raw rows become a dataset."""
+
+    min_count: Annotated[int, typer.Option(min=1, help="Ids seen less often in training are out of vocabulary.")] = 2
+    hash_size: Annotated[
+        int | None, typer.Option(min=2, help="Hash ids into so many instead of building a vocabulary.")
+    ] = None
+    hash_seed: Annotated[int, typer.Option(min=0, help="Seed of the hash.")] = 0
+    split: Annotated[str, typer.Option(help="`days`, or shares of training, validation and test, in time order.")] = (
+        "0.8,0.1,0.1"
+    )
+    max_rejected: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of malformed rows that is too many.")] = (
+        0.01
+    )
+
+
+@dataclass(frozen=True)
+class NodeOptions:
+    """Which ids a graph is over."""
+
+    data: Annotated[
+        Path | None, typer.Option("--data", help="Prepared dataset: its vocabulary or hash gives the ids.")
+    ] = None
+    table: Annotated[str | None, typer.Option(help="The dataset's table whose ids are the nodes.")] = None
+    num_embeddings: Annotated[
+        int | None, typer.Option(help="Instead of --data and --table: values are ids below this.")
+    ] = None
+
+
+@dataclass(frozen=True)
+class EdgeOptions:
+    """How rows become the edges of a graph."""
+
+    source: Annotated[str, typer.Option(help="Column of an edge's one end.")] = "source"
+    target: Annotated[str, typer.Option(help="Column of its other end.")] = "target"
+    weight: Annotated[str | None, typer.Option(help="Column of its weight.")] = None
+    directed: Annotated[bool, typer.Option("--directed", help="The source is no neighbour of the target.")] = False
+    attribute: Annotated[
+        str | None, typer.Option(help="Column of an attribute: ids of SOURCE that share a value are neighbours.")
+    ] = None
+    max_shared: Annotated[int, typer.Option(help="Leave out values that more ids share.")] = 1000
+    count_shared: Annotated[
+        bool, typer.Option("--count-shared", help="Weigh an edge by the number of values shared.")
+    ] = False
+    unknown: Annotated[str, typer.Option(help="`error`, or `drop` rows with a value that the table has no id for.")] = (
+        "error"
+    )
+
+
 @prepare_app.command(
     "criteo",
     epilog="Example: `distembed prepare criteo day_0.gz day_1.gz --output criteo --split days`",
 )
+@flattened
 def prepare_criteo_command(
     inputs: Annotated[
         list[Path], typer.Argument(metavar="INPUT...", help="TSV files, plain or .gz, or folders of them.")
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to make; it appears whole or not at all.")],
-    min_count: Annotated[int, typer.Option(min=1, help="Ids seen less often in training are out of vocabulary.")] = 2,
-    hash_size: Annotated[
-        int | None, typer.Option(min=2, help="Hash ids into so many instead of building a vocabulary.")
-    ] = None,
-    hash_seed: Annotated[int, typer.Option(min=0, help="Seed of the hash.")] = 0,
-    split: Annotated[
-        str, typer.Option(help="`days`, or shares of training, validation and test, in time order.")
-    ] = "0.8,0.1,0.1",
-    max_rejected: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Share of malformed rows that is too many.")
-    ] = 0.01,
+    *,
+    dataset: DatasetOptions,
     memory_limit: Annotated[str, typer.Option(help="Memory to stay within, such as 2GB.")] = "2GB",
     threads: Annotated[int | None, typer.Option(min=1, help="Threads; the number of cores unless given.")] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT if it is there.")] = False,
@@ -44,8 +88,14 @@ def prepare_criteo_command(
     from distembed.data.prepare import CriteoOptions, ResourceLimits, prepare_criteo
 
     memory_limit_bytes = parse_bytes("--memory-limit", memory_limit)
-    options = CriteoOptions(min_count, hash_size, hash_seed, split, max_rejected)
-    limits = ResourceLimits(memory_limit_bytes, threads)
+    options = CriteoOptions(
+        min_count=dataset.min_count,
+        hash_size=dataset.hash_size,
+        hash_seed=dataset.hash_seed,
+        split=dataset.split,
+        max_rejected=dataset.max_rejected,
+    )
+    limits = ResourceLimits(memory_limit_bytes=memory_limit_bytes, threads=threads)
     with prepare_progress(console) as progress:
         manifest = prepare_criteo(inputs, output, options, limits, overwrite=overwrite, progress=progress)
     for name, part in manifest.splits.items():
@@ -59,33 +109,16 @@ def prepare_criteo_command(
     epilog="Example: `distembed prepare graph edges.csv --output graphs/C3 --data criteo --table C3`; "
     "`distembed prepare graph films.csv --source film --attribute actor --num-embeddings 1683 --output graphs/film`",
 )
+@flattened
 def prepare_graph_command(
     inputs: Annotated[
         list[Path],
         typer.Argument(metavar="EDGES...", help="Parquet, CSV or TSV files (.gz too), or folders; with column names."),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to make; it appears whole or not at all.")],
-    data: Annotated[
-        Path | None, typer.Option("--data", help="Prepared dataset: its vocabulary or hash gives the ids.")
-    ] = None,
-    table: Annotated[str | None, typer.Option(help="The dataset's table whose ids are the nodes.")] = None,
-    num_embeddings: Annotated[
-        int | None, typer.Option(help="Instead of --data and --table: values are ids below this.")
-    ] = None,
-    source: Annotated[str, typer.Option(help="Column of an edge's one end.")] = "source",
-    target: Annotated[str, typer.Option(help="Column of its other end.")] = "target",
-    weight: Annotated[str | None, typer.Option(help="Column of its weight.")] = None,
-    directed: Annotated[bool, typer.Option("--directed", help="The source is no neighbour of the target.")] = False,
-    attribute: Annotated[
-        str | None, typer.Option(help="Column of an attribute: ids of SOURCE that share a value are neighbours.")
-    ] = None,
-    max_shared: Annotated[int, typer.Option(help="Leave out values that more ids share.")] = 1000,
-    count_shared: Annotated[
-        bool, typer.Option("--count-shared", help="Weigh an edge by the number of values shared.")
-    ] = False,
-    unknown: Annotated[
-        str, typer.Option(help="`error`, or `drop` rows with a value that the table has no id for.")
-    ] = "error",
+    *,
+    nodes: NodeOptions,
+    edges: EdgeOptions,
     memory_limit: Annotated[str, typer.Option(help="Memory to stay within, such as 2GB.")] = "2GB",
     overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT if it is there.")] = False,
 ) -> None:
@@ -94,13 +127,22 @@ def prepare_graph_command(
     from distembed.graph.prepare import GraphOptions, NodeIds, describe_graph, prepare_graph
 
     memory_limit_bytes = parse_bytes("--memory-limit", memory_limit)
-    options = GraphOptions(source, target, weight, directed, attribute, max_shared, count_shared, unknown)
-    nodes = NodeIds(data, table, num_embeddings)
+    options = GraphOptions(
+        source=edges.source,
+        target=edges.target,
+        weight=edges.weight,
+        directed=edges.directed,
+        attribute=edges.attribute,
+        max_shared=edges.max_shared,
+        count_shared=edges.count_shared,
+        unknown=edges.unknown,
+    )
+    node_ids = NodeIds(data=nodes.data, table=nodes.table, num_embeddings=nodes.num_embeddings)
     with prepare_progress(console) as progress:
         graph = prepare_graph(
             inputs,
             output,
-            nodes,
+            node_ids,
             options,
             memory_limit_bytes=memory_limit_bytes,
             overwrite=overwrite,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from launch.parameters import flattened
+from distembed.commands.parameters import flattened
 
 
 @dataclass(frozen=True)
