@@ -1,4 +1,4 @@
-"""Look-ups by name: a name among the known ones, with an error that suggests the nearest; a table's settings.
+"""Names in configs: a name among the known ones, with an error that suggests the nearest; a table's settings.
 
 Sections of a config have settings for every table under ``default``, and under ``tables`` those of single tables that
 differ.
@@ -7,9 +7,15 @@ differ.
 import difflib
 import json
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from distembed.errors import UserError
+
+if TYPE_CHECKING:  # this module is needed where pydantic is not
+    from pydantic import ConfigDict
+
+STRICT: "ConfigDict" = {"extra": "forbid", "strict": True}
+"""Pydantic's settings for every section of a config: unknown keys are refused, and so are values of other types."""
 
 T = TypeVar("T")
 Values = Mapping[str, Any]

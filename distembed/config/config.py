@@ -17,20 +17,20 @@ from typing import Any
 
 import pydantic.dataclasses
 import yaml
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from distembed.config.train import TrainConfig
 from distembed.data.dataset.config import DataConfig
 from distembed.embedding.settings import EmbeddingConfig
 from distembed.errors import UserError
 from distembed.models import DLRMConfig, ModelSection
-from distembed.names import ByName, nearest
+from distembed.names import STRICT, ByName, nearest
 from distembed.planning import PlanConfig
 from distembed.sse.config import SSEConfig
 from distembed.tasks import ClickConfig, TaskSection
 
 
-@pydantic.dataclasses.dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class Config:
     """Everything that a run depends on.
 

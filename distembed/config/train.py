@@ -4,14 +4,13 @@ from dataclasses import field
 from typing import Annotated, Literal
 
 import pydantic.dataclasses
-from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
+from distembed.names import STRICT
 from distembed.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
 
-_STRICT = ConfigDict(extra="forbid", strict=True)
 
-
-@pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class TrainConfig:
     """How a model is trained.
 

@@ -9,24 +9,23 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import pydantic.dataclasses
-from pydantic import ConfigDict, Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from distembed.composition import ACTIVATIONS, COMPOSITIONS
 from distembed.data.dataset.schema import CategoricalFeature
 from distembed.embedding.config import CompositionalEmbeddingBagConfig, IdPolicy, Pooling
 from distembed.errors import UserError
-from distembed.names import complete_tables, one_of, over_default
+from distembed.names import STRICT, complete_tables, one_of, over_default
 from distembed.partitions import PARTITIONS, Explicit, KeyedHash, Naive, Partition
 from distembed.sse import SSE
 
-_STRICT = ConfigDict(extra="forbid", strict=True)
 _AtLeastTwo = Annotated[int, Field(ge=2)]
 _ALTERNATIVES = (("collisions", "num_buckets"), ("num_partitions", "moduli"))
 _DEFAULT_COLLISIONS = 4
 _Sizes = Annotated[list[PositiveInt], Field(min_length=1)]
 
 
-@pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class TableConfig:
     """The settings of a table in a YAML file; each scheme and composition reads those that concern it.
 
@@ -89,7 +88,7 @@ class TableConfig:
         return one_of("activation", value, ACTIVATIONS)
 
 
-@pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class EmbeddingConfig:
     """The ``embedding`` section: ``default`` for every table, ``tables`` for exceptions by the feature's name.
 

@@ -4,12 +4,11 @@ from abc import ABC, abstractmethod
 from dataclasses import Field as DataclassField
 from typing import Annotated, Any, ClassVar, Protocol
 
-from pydantic import ConfigDict, Field, PositiveInt
+from pydantic import Field, PositiveInt
 from torch import nn
 
 from distembed.models.inputs import ModelInputs
 
-STRICT = ConfigDict(extra="forbid", strict=True)
 Sizes = Annotated[list[PositiveInt], Field(min_length=1)]
 """Layer sizes of a network: at least one."""
 

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.data.dataset.schema import DENSE_FEATURES, SPARSE_FEATURES
-from distembed.models.base import STRICT, Model, Sizes
+from distembed.models.base import Model, Sizes
 from distembed.models.embedded import StackFeatures
 from distembed.models.inputs import ModelInputs
 from distembed.models.mlp import MLP, make_linear
+from distembed.names import STRICT
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)

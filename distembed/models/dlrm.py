@@ -16,11 +16,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.data.dataset.schema import DENSE_FEATURES, SPARSE_FEATURES
 from distembed.errors import UserError
-from distembed.models.base import STRICT, Model, Sizes
+from distembed.models.base import Model, Sizes
 from distembed.models.embedded import StackFeatures
 from distembed.models.inputs import ModelInputs
 from distembed.models.interaction import PairwiseDots
 from distembed.models.mlp import MLP
+from distembed.names import STRICT
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)

@@ -4,13 +4,12 @@ from dataclasses import field
 from typing import Annotated, Literal
 
 import pydantic.dataclasses
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
 from distembed.errors import UserError
-from distembed.names import one_of
+from distembed.names import STRICT, one_of
 from distembed.optim.kinds import OPTIMIZERS, dense_names, sparse_names
 
-_STRICT = ConfigDict(extra="forbid", strict=True)
 PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeNumber = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -30,7 +29,7 @@ def _sparse_name(name: str) -> str:
     return one_of("name", name, known)
 
 
-@pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class ScheduleConfig:
     """A learning rate over the steps of a run, as a factor on the optimizer's.
 
@@ -45,7 +44,7 @@ class ScheduleConfig:
     final_factor: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
-@pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class DenseOptimizerConfig:
     """Optimizer of everything but the embedding tables.
 
@@ -63,7 +62,7 @@ class DenseOptimizerConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
 
-@pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class SparseOptimizerConfig:
     """Optimizer of the embedding tables.
 

@@ -4,15 +4,16 @@ from dataclasses import field
 from typing import Annotated, Literal
 
 import pydantic.dataclasses
-from pydantic import ConfigDict, Field, PositiveInt
+from pydantic import Field, PositiveInt
 
-_STRICT = ConfigDict(extra="forbid", strict=True)
+from distembed.names import STRICT
+
 ShardingTypes = Annotated[
     list[Literal["table_wise", "column_wise", "table_column_wise", "row_wise", "data_parallel"]], Field(min_length=1)
 ]
 
 
-@pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class TablePlanConfig:
     """Ways in which one table may be placed; null is as for all tables.
 
@@ -25,7 +26,7 @@ class TablePlanConfig:
     min_partition: PositiveInt | None = None
 
 
-@pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class PlanConfig:
     """Ways in which tables may be placed.
 

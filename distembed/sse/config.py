@@ -5,18 +5,17 @@ from dataclasses import field
 from typing import Annotated, Any
 
 import pydantic.dataclasses
-from pydantic import ConfigDict, Field, NonNegativeInt, Strict, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, Strict, field_validator, model_validator
 
 from distembed.graph import Graph
-from distembed.names import complete_tables, one_of
+from distembed.names import STRICT, complete_tables, one_of
 from distembed.sse.rule import MAX_RESERVED, MAX_WALK_STEPS, SSE, Walk, checked_schedule
 
-_STRICT = ConfigDict(extra="forbid", strict=True)
 _Share = Annotated[float, Field(ge=0, le=1)]
 _Point = Annotated[tuple[NonNegativeInt, _Share], Strict(False)]  # YAML has no tuples
 
 
-@pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class WalkConfig:
     """A random walk with restart in the graph; see :class:`distembed.sse.Walk`.
 
@@ -29,7 +28,7 @@ class WalkConfig:
     max_steps: Annotated[int, Field(ge=1, le=MAX_WALK_STEPS)] = 8
 
 
-@pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class TableSSEConfig:
     """How the ids of a table are replaced in training; see :class:`distembed.sse.SSE`.
 
@@ -67,7 +66,7 @@ class TableSSEConfig:
         return self
 
 
-@pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class SSEConfig:
     """The ``sse`` section of a config.
 

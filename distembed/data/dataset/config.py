@@ -1,15 +1,14 @@
 """The ``data`` section of a config: a prepared dataset, or only the shape of one."""
 
 import pydantic.dataclasses
-from pydantic import ConfigDict
 
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import SCHEMAS, Schema
 from distembed.errors import UserError
-from distembed.names import one_of
+from distembed.names import STRICT, one_of
 
 
-@pydantic.dataclasses.dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class DataConfig:
     """Where the rows are.
 
