@@ -57,5 +57,14 @@ def exact_bytes(num_bytes: int) -> str:
 
 def enumerate_names(names: Sequence[str], most: int = 12) -> str:
     """Returns names separated by commas; of more than ``most``, the first ones and how many others there are."""
-    more = f" and {len(names) - most:,} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    return " ".join([", ".join(names[:most]), *_others(names, most)])
+
+
+def enumerate_lines(lines: Sequence[str], most: int = 12) -> str:
+    """Returns what stands below a heading: indented lines, of more than ``most`` the first ones and how many others."""
+    return "".join(f"\n  {line}" for line in [*lines[:most], *_others(lines, most)])
+
+
+def _others(listed: Sequence[str], most: int) -> list[str]:
+    """Returns the end of a list of which ``most`` are named; nothing where that is all of them."""
+    return [f"and {len(listed) - most:,} more"] if len(listed) > most else []

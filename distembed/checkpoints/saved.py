@@ -15,6 +15,7 @@ from distembed.checkpoints.shards import TensorShards
 from distembed.checkpoints.store import read_last_file
 from distembed.checkpoints.transfer import damaged
 from distembed.errors import UserError
+from distembed.units import enumerate_lines
 
 _MAX_DIFFERENCES = 10
 
@@ -78,12 +79,9 @@ class SavedCheckpoint:
             differences += _differences(self.optimizers, optimizers, "optimizer of ")
         if not differences:
             return None
-        shown = "\n  ".join(differences[:_MAX_DIFFERENCES])
-        if len(differences) > _MAX_DIFFERENCES:
-            shown += f"\n  and {len(differences) - _MAX_DIFFERENCES} more"
         return (
             f"{self.path} is of another model; {len(differences)} of its parameters, tables or optimizers "
-            f"differ:\n  {shown}\nUse the config that the run was started with."
+            f"differ:{enumerate_lines(differences, _MAX_DIFFERENCES)}\nUse the config that the run was started with."
         )
 
     def states_to_read(self, states: Mapping[str, TensorShards]) -> dict[str, TensorShards]:

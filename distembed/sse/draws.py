@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from distembed.sse.positions import draw_places
-from distembed.sse.random_words import WORDS_A_USE, Words, below, place_key, stream_key, word
+from distembed.sse.random_words import WORDS_A_USE, Integers, Words, below, place_key, stream_key, word
 from distembed.sse.rule import MAX_WALK_STEPS
 from distembed.sse.stream import IdStream
 
@@ -23,8 +22,6 @@ _ANOTHER, FIRST_NEIGHBOR_WORD = 1, 2
 assert FIRST_NEIGHBOR_WORD + 3 * MAX_WALK_STEPS <= WORDS_A_USE
 _NUMBERS_AT_ONCE = 16_384
 _MOST_STEPS_AT_ONCE = 16
-
-Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)

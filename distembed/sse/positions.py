@@ -10,9 +10,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from distembed.sse.random_words import Words, state_offsets, unit, word
-
-Integers = NDArray[np.int64]
+from distembed.sse.random_words import Integers, Words, state_offsets, unit, word
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from distembed.data.splitmix import GOLDEN_GAMMA, mix64_array
 
 Words = NDArray[np.uint64]
+Integers = NDArray[np.int64]
 
 WORDS_A_USE = 64
 _TWO_TO_32 = np.uint64(2**32)
