@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and errors that say how much room their disk has."""
+"""Files that appear whole or not at all, JSON files, and errors that say how much room a disk has."""
 
 import errno
 import json
@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from distembed.errors import RunError
+from distembed.errors import RunError, UserError
 
 
 @contextmanager
@@ -70,6 +70,42 @@ def write_json(path: Path, value: Any) -> None:
         RunError: The file cannot be written.
     """
     write_text(path, json.dumps(finite(value), indent=2) + "\n")
+
+
+def read_json(path: Path, remedy: str) -> Any:
+    """Returns the value of a JSON file.
+
+    Args:
+        path: The file to read.
+        remedy: What to do where it cannot be read, for the error.
+
+    Raises:
+        UserError: The file cannot be read, or is not JSON.
+    """
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error}; {remedy}.") from error
+    except (ValueError, RecursionError) as error:  # ValueErrors are damaged text, RecursionErrors endless nesting
+        raise UserError(f"{path} cannot be read: it is not valid JSON ({error}); {remedy}.") from error
+
+
+def read_folder_json(path: Path, kind: str, remedy: str) -> Any:
+    """Returns the value of the JSON file that describes its folder.
+
+    Args:
+        path: The file to read.
+        kind: What a folder with such a file is, for the error.
+        remedy: What to do where it cannot be read, for the error.
+
+    Raises:
+        UserError: The folder or the file is missing, or the file cannot be read or is not JSON.
+    """
+    if not path.parent.is_dir():
+        raise UserError(f"the {kind} folder {path.parent} does not exist; {remedy}.")
+    if not path.exists():
+        raise UserError(f"{path.parent} is no {kind}: it has no {path.name}; {remedy}.")
+    return read_json(path, remedy)
 
 
 def finite(value: Any) -> Any:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from distembed.errors import RunError
-from distembed.files import full_disk_explained, whole_file, write_json, write_text
+from distembed.errors import RunError, UserError
+from distembed.files import full_disk_explained, read_folder_json, read_json, whole_file, write_json, write_text
 
 
 def test_a_folder_that_was_deleted_does_not_come_back_with_one_file(tmp_path: Path) -> None:
@@ -59,3 +59,33 @@ def test_what_the_system_refuses_to_write_is_explained_and_other_errors_stay(
     ):
         raise error
     assert str(caught.value) == (f"in our words: {error}" if explained else str(error))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "value.json cannot be read: .*No such file.*; write it again."),
+        (b"", "value.json cannot be read: it is not valid JSON .*; write it again."),
+        (b"\xff{", "value.json cannot be read: it is not valid JSON"),
+        (b"[" * 200_000, "value.json cannot be read: it is not valid JSON"),
+    ],
+)
+def test_json_that_cannot_be_read_is_refused_with_the_remedy(
+    tmp_path: Path, content: bytes | None, message: str
+) -> None:
+    file = tmp_path / "value.json"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_json(file, "write it again")
+
+
+def test_a_folder_without_its_description_is_told_from_one_that_is_missing(tmp_path: Path) -> None:
+    file = tmp_path / "folder" / "thing.json"
+    with pytest.raises(UserError, match="the thing folder .*folder does not exist; make one."):
+        read_folder_json(file, "thing", "make one")
+    file.parent.mkdir()
+    with pytest.raises(UserError, match="folder is no thing: it has no thing.json; make one."):
+        read_folder_json(file, "thing", "make one")
+    write_json(file, {"a": [1]})
+    assert read_folder_json(file, "thing", "make one") == {"a": [1]}

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from distembed import __version__
 from distembed.errors import UserError
-from distembed.files import write_text
+from distembed.files import read_folder_json, write_text
 from distembed.graph.alias_method import alias_tables, row_blocks
 from distembed.graph.edges import Edges
 
@@ -121,7 +121,7 @@ class GraphDescription:
             UserError: The folder is no graph, or its description is damaged or another version's.
         """
         path = folder / GRAPH_FILE
-        value = _read_json(path)
+        value = read_folder_json(path, "graph", _REMEDY)
         if not isinstance(value, dict) or value.get("format") != FORMAT:
             raise UserError(f"{path} does not describe a graph of distembed's; {_REMEDY}.")
         if value.get("format_version") != GRAPH_VERSION:
@@ -278,14 +278,3 @@ class GraphWriter:
 def _append(path: Path, content: memoryview) -> None:
     with open(path, "ab") as file:
         file.write(content)
-
-
-def _read_json(path: Path) -> Any:
-    if not path.parent.is_dir():
-        raise UserError(f"the graph folder {path.parent} does not exist; {_REMEDY}.")
-    try:
-        return json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise UserError(f"{path.parent} is no graph: it has no {GRAPH_FILE}; {_REMEDY}.") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"{path} is not valid JSON ({error}); {_REMEDY}.") from error

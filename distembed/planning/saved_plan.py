@@ -6,7 +6,6 @@ whose inputs differ from those of the run, be it in ranks, batch, model, optimiz
 place the tables of its own inputs. Each error lists everything that is wrong.
 """
 
-import json
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from torchrec.distributed.types import (
 
 from distembed.embedding.config import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig
 from distembed.errors import UserError
+from distembed.files import read_json
 from distembed.planning.plan_inputs import PlanInputs
 from distembed.planning.plan_summary import plan_as_json
 from distembed.sharding.placement import COMPUTE_KERNELS, SHARDING_TYPES, place_table, unit_size
@@ -115,7 +115,7 @@ def read_saved_plan(path: Path) -> SavedPlan:
     Raises:
         UserError: The file cannot be read, or holds no plan.
     """
-    values = _read_json(path)
+    values = read_json(path, _REMEDY)
     if not isinstance(values, dict) or not values:
         raise UserError(f"{path} holds no plan, but {reprlib.repr(values)}; {_REMEDY}.")
     if "made_for" not in values:
@@ -126,14 +126,6 @@ def read_saved_plan(path: Path) -> SavedPlan:
         raise UserError(f"{path} holds no plan, as `distembed plan` writes where tables do not fit; {_REMEDY}.")
     file = _checked(path, _SavedPlanFile, {key: values[key] for key in ("made_for", "plan") if key in values})
     return SavedPlan(file.plan, file.made_for)
-
-
-def _read_json(path: Path) -> Any:
-    """Returns the JSON value of a file."""
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"the plan {path} cannot be read: {error}; {_REMEDY}.") from error
 
 
 def _checked(path: Path, kind: Any, value: Any) -> Any:

@@ -31,7 +31,7 @@ from distembed import __version__
 from distembed.data.dataset.columns import check_columns
 from distembed.data.dataset.schema import Schema
 from distembed.errors import UserError
-from distembed.files import write_text
+from distembed.files import read_folder_json, write_text
 
 MANIFEST_NAME = "manifest.json"
 MANIFEST_VERSION = 1
@@ -153,7 +153,7 @@ class Manifest:
             UserError: The folder is not a dataset, its format is another version's, or the file is damaged.
         """
         path = Path(dataset_dir) / MANIFEST_NAME
-        return cls.from_json(_read_json(path), path)
+        return cls.from_json(read_folder_json(path, "dataset", "make one with `distembed prepare`"), path)
 
     def save(self, dataset_dir: str | os.PathLike[str]) -> Path:
         """Writes ``manifest.json`` whole or not at all, and returns its path.
@@ -285,16 +285,3 @@ def _read_label(path: Path, schema: Schema) -> pa.ChunkedArray:
 
 def _split_from_json(value: Mapping[str, Any]) -> Split:
     return Split(value["num_rows"], value["label_rate"], tuple(DataFile(**file) for file in value["files"]))
-
-
-def _read_json(path: Path) -> Any:
-    if not path.parent.is_dir():
-        raise UserError(f"the dataset folder {path.parent} does not exist; make it with `distembed prepare`")
-    try:
-        return json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise UserError(
-            f"{path.parent} is not a dataset: it has no {MANIFEST_NAME}; make one with `distembed prepare`"
-        ) from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"{path} is not valid JSON ({error}); prepare the data again") from error
