@@ -66,17 +66,12 @@ def evaluate_command(
 ) -> None:
     """Evaluate a run's newest checkpoint: logloss, AUC, normalised entropy, calibration, accuracy."""
     from distembed.files import finite
-    from distembed.ranks import process_group
-    from distembed.training.inference import describe_metrics, evaluate_split, load_training_state
-    from distembed.training.resume import choose_dataset, load_run_config
+    from distembed.training.inference import describe_metrics, evaluate_split, load_run
 
-    loaded = load_run_config(run)
-    dataset = choose_dataset(run, loaded, data)
-    with process_group("auto") as ranks:
-        state = load_training_state(run, dataset, loaded, ranks)
-        metrics = evaluate_split(state, dataset, split, ranks)
-        if ranks.is_first:
-            print(json.dumps(finite(metrics), indent=2) if as_json else describe_metrics(state, metrics))
+    with load_run(run, data) as loaded:
+        metrics = evaluate_split(loaded.state, loaded.dataset, split, loaded.ranks)
+        if loaded.ranks.is_first:
+            print(json.dumps(finite(metrics), indent=2) if as_json else describe_metrics(loaded.state, metrics))
 
 
 @app.command("predict", epilog="Example: `distembed predict runs/first --split test --output predictions.parquet`")
@@ -87,15 +82,11 @@ def predict_command(
     data: DataOption = None,
 ) -> None:
     """Write the click probability of every row of a split, in its order."""
-    from distembed.ranks import process_group
-    from distembed.training.inference import load_training_state, predict_split
-    from distembed.training.resume import choose_dataset, load_run_config
+    from distembed.training.inference import load_run, predict_split
 
-    loaded = load_run_config(run)
-    dataset = choose_dataset(run, loaded, data)
-    with process_group("auto") as ranks:
-        num_rows = predict_split(load_training_state(run, dataset, loaded, ranks), dataset, split, output, ranks)
-        if ranks.is_first:
+    with load_run(run, data) as loaded:
+        num_rows = predict_split(loaded.state, loaded.dataset, split, output, loaded.ranks)
+        if loaded.ranks.is_first:
             say(f"{output}: {num_rows:,} predictions")
 
 

@@ -1,6 +1,8 @@
 """Loads the model of a run from its newest checkpoint, to evaluate it on a split or to predict the rows of one."""
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,45 @@ from distembed.data.dataset.manifest import Manifest
 from distembed.errors import UserError
 from distembed.files import whole_file
 from distembed.optim.config import SparseOptimizerConfig
-from distembed.ranks import Ranks
+from distembed.ranks import Ranks, process_group
 from distembed.training.build import Blueprint, TrainingState, build_training_state
 from distembed.training.evaluation import score_batches, score_split
+from distembed.training.resume import choose_dataset, load_run_config
 
 PREDICTION_FORMATS = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWriter}
 """Writer class by the output file's suffix."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedRun:
+    """The model of a run's newest checkpoint, and the dataset that it is used on.
+
+    Attributes:
+        state: The model and its task; nothing of it is trained any further.
+        dataset: The dataset's folder.
+        ranks: This rank among all.
+    """
+
+    state: TrainingState
+    dataset: str
+    ranks: Ranks
+
+
+@contextmanager
+def load_run(run_dir: Path, data: str | None) -> Iterator[LoadedRun]:
+    """Loads a run within the block on the devices that there are, in a process group; all ranks call it.
+
+    Args:
+        run_dir: The run's folder.
+        data: The folder of another dataset, whose ids have to stand for the same values; None for the run's own.
+
+    Raises:
+        UserError: The folder holds no run or no checkpoint, or the dataset is not there or is not like the run's own.
+    """
+    config = load_run_config(run_dir)
+    dataset = choose_dataset(run_dir, config, data)
+    with process_group("auto") as ranks:
+        yield LoadedRun(load_training_state(run_dir, dataset, config, ranks), dataset, ranks)
 
 
 def load_training_state(run_dir: Path, dataset: str, config: Config, ranks: Ranks) -> TrainingState:

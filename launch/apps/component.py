@@ -1,7 +1,7 @@
 """Components of TorchX whose arguments are the fields of values."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import UnionType
 from typing import Any, Union, get_args
 
@@ -20,15 +20,19 @@ def component(function: Callable[..., specs.AppDef]) -> Callable[..., specs.AppD
     Args:
         function: A function that takes some of its arguments as dataclasses. The line of its docstring that describes
             such an argument gives way to the attributes in the docstring of the dataclass.
+
+    Raises:
+        ValueError: The docstring does not describe such an argument on one line.
     """
     flat = flattened(function)
     signature = inspect.signature(flat)
     parameters = [one.replace(annotation=_torchx_type(one.annotation)) for one in signature.parameters.values()]
     vars(flat)["__signature__"] = signature.replace(parameters=parameters)
-    text = inspect.getdoc(function) or ""
+    lines = (inspect.getdoc(function) or "").splitlines()
     for name, group in dataclass_parameters(function).items():
-        text = text.replace(_entry(text, name), "\n".join(_field_entries(group)))
-    flat.__doc__ = text
+        number = _entry_number(lines, name)
+        lines[number : number + 1] = _field_entries(group)
+    flat.__doc__ = "\n".join(lines)
     return flat
 
 
@@ -37,9 +41,18 @@ def _torchx_type(annotation: Any) -> Any:
     return Union[get_args(annotation)] if isinstance(annotation, UnionType) else annotation  # noqa: UP007
 
 
-def _entry(text: str, name: str) -> str:
-    """Returns the line of a docstring that describes an argument."""
-    return next(line for line in text.splitlines() if line.startswith(f"    {name}: "))
+def _entry_number(lines: Sequence[str], name: str) -> int:
+    """Returns the index of the line of a docstring that describes an argument.
+
+    Raises:
+        ValueError: There is no such line, or the description goes on in the next one, which would be left behind.
+    """
+    numbers = [number for number, line in enumerate(lines) if line.startswith(f"    {name}: ")]
+    if len(numbers) != 1:
+        raise ValueError(f"the docstring describes the argument {name!r} {len(numbers)} times; describe it once.")
+    if any(line.startswith("     ") for line in lines[numbers[0] + 1 : numbers[0] + 2]):
+        raise ValueError(f"the docstring describes the argument {name!r} on several lines; describe it on one.")
+    return numbers[0]
 
 
 def _field_entries(group: type) -> Iterator[str]:

@@ -25,6 +25,7 @@ from torchx.specs.builders import materialize_appdef
 from distembed.errors import UserError
 from distembed.planning.devices import DEVICES
 from launch import await_host, components, resources
+from launch.apps.component import component
 from launch.apps.request import NodeRequest
 from launch.apps.roles import find_resource, job_name
 from launch.apps.shape import Shape, parse_shape
@@ -44,6 +45,22 @@ def test_torchx_accepts_it_by_path_and_by_name(name: str) -> None:
     assert file_linter.validate(str(FILE), name) == []
     assert finder.get_component(f"{FILE}:{name}").fn_name == name
     assert finder.get_component(f"distembed.{name}").fn is getattr(components, name)
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("", "describes the argument 'request' 0 times"),
+        ("    request: What is asked of the node,\n        at length.", "'request' on several lines"),
+    ],
+)
+def test_a_value_is_described_on_one_line(entry: str, message: str) -> None:
+    def build(*, request: NodeRequest) -> specs.AppDef:
+        raise AssertionError
+
+    build.__doc__ = f"Build.\n\nArgs:\n{entry}\n"
+    with pytest.raises(ValueError, match=message):
+        component(build)
 
 
 @pytest.mark.parametrize("name", NAMES)
