@@ -26,7 +26,7 @@ def assessment_as_json(assessment: Assessment) -> dict[str, Any]:
         "fits": assessment.fits,
         "device": dataclasses.asdict(cluster.device),
         "nodes": cluster.nodes,
-        "gpus": cluster.gpus,
+        "gpus": cluster.ranks_per_node,
         "batch_size": assessment.workload.batch_size,
         "pipeline_depth": pipeline_depth(cluster.device.kind, cluster.world_size),
         "reserve": assessment.reserve,

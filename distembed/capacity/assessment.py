@@ -193,7 +193,7 @@ def assess_capacity(config: Config, cluster: Cluster) -> Assessment:
     # all CUDA devices of the catalogue have bf16
     bf16 = config.train.precision != "fp32" if is_cuda else use_bf16(config.train.precision, device)
     sse = build_sse(config.sse, {feature.name: feature.num_embeddings for feature in schema.categorical}, ())
-    blueprint = Blueprint(config, schema, cluster.world_size, cluster.gpus, device, bf16, sse)
+    blueprint = Blueprint(config, schema, cluster.world_size, cluster.ranks_per_node, device, bf16, sse)
     model, workload, optimizers = blueprint.build_plannable(), blueprint.workload(), table_optimizers(config.train)
     collections = {path: table_configs(module) for path, module in embedding_modules(model).items()}
     tables = [table for own in collections.values() for table in own]

@@ -104,8 +104,8 @@ class _Search:
         cluster = self._cluster
         if cluster.nodes > 1 or cluster.device.kind == "cpu":
             return None
-        numbers = range(cluster.gpus + 1, _MAX_GPUS + 1)
-        sufficient = (n for n in numbers if self._fits(cluster=dataclasses.replace(cluster, gpus=n)))
+        numbers = range(cluster.ranks_per_node + 1, _MAX_GPUS + 1)
+        sufficient = (n for n in numbers if self._fits(cluster=dataclasses.replace(cluster, ranks_per_node=n)))
         number = next(sufficient, None)
         return None if number is None else f"--gpus {number}"
 
@@ -186,7 +186,7 @@ class _Search:
             return self._fits(cluster=dataclasses.replace(cluster, host_memory_bytes=gibibytes * _GIB))
 
         # all tables on any one rank, whose share of its node's this is
-        enough = cluster.gpus * (self.assessment.one_copy.total // _GIB + 1)
+        enough = cluster.ranks_per_node * (self.assessment.one_copy.total // _GIB + 1)
         too_few = cluster.host_memory_bytes // _GIB
         if too_few >= enough or not fits(enough):
             return None

@@ -141,7 +141,7 @@ def verdict(assessment: Assessment) -> str:
 
 def cluster_text(cluster: Cluster) -> str:
     """Returns such as ``1 x 8 h100-80gb``."""
-    return f"{cluster.nodes} x {cluster.gpus} {cluster.device.name}"
+    return f"{cluster.nodes} x {cluster.ranks_per_node} {cluster.device.name}"
 
 
 def step_lines(assessment: Assessment) -> list[str]:

@@ -48,7 +48,7 @@ class ClusterOptions:
         if self.memory is not None:
             device = dataclasses.replace(device, memory_bytes=parse_bytes("--memory", self.memory))
         host_memory_bytes = 0 if self.host_memory is None else parse_bytes("--host-memory", self.host_memory)
-        return Cluster(device=device, nodes=self.nodes, gpus=self.gpus, host_memory_bytes=host_memory_bytes)
+        return Cluster(device=device, nodes=self.nodes, ranks_per_node=self.gpus, host_memory_bytes=host_memory_bytes)
 
 
 @dataclass(frozen=True)

@@ -15,34 +15,34 @@ class Cluster:
     Attributes:
         device: Device of each rank; ranks on a CPU share their machine's memory.
         nodes: Number of machines.
-        gpus: Number of ranks on each machine.
+        ranks_per_node: Number of ranks on each machine.
         host_memory_bytes: Memory of a machine with CUDA devices, in which tables may lie.
     """
 
     device: Device
     nodes: int
-    gpus: int
+    ranks_per_node: int
     host_memory_bytes: int = 0
 
     def __post_init__(self) -> None:
-        for field in ("nodes", "gpus"):
-            if getattr(self, field) < 1:
-                raise UserError(f"--{field} is {getattr(self, field)}; it must be 1 or more.")
+        for option, number in (("--nodes", self.nodes), ("--gpus", self.ranks_per_node)):
+            if number < 1:
+                raise UserError(f"{option} is {number}; it must be 1 or more.")
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.nodes * self.gpus
+        return self.nodes * self.ranks_per_node
 
     @property
     def rank_bytes(self) -> int:
         """Memory of a rank's device, or a rank's share of the machine's where that is a CPU."""
-        return self.device.memory_bytes // (self.gpus if self.device.kind == "cpu" else 1)
+        return self.device.memory_bytes // (self.ranks_per_node if self.device.kind == "cpu" else 1)
 
     @property
     def host_bytes_per_rank(self) -> int:
         """Bytes of a rank's share of the machine's memory, beside a CUDA device; 0 for ranks on CPUs."""
-        return 0 if self.device.kind == "cpu" else self.host_memory_bytes // self.gpus
+        return 0 if self.device.kind == "cpu" else self.host_memory_bytes // self.ranks_per_node
 
     def topology(self) -> Topology:
         """Returns TorchRec's form of the cluster, with bandwidths in bytes a millisecond."""
@@ -50,7 +50,7 @@ class Cluster:
         return Topology(
             world_size=self.world_size,
             compute_device=device.kind,
-            local_world_size=self.gpus,
+            local_world_size=self.ranks_per_node,
             hbm_cap=0 if is_cpu else self.rank_bytes,
             ddr_cap=self.rank_bytes if is_cpu else self.host_bytes_per_rank,
             hbm_mem_bw=device.memory_bandwidth / 1e3,

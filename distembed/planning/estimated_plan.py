@@ -73,7 +73,9 @@ def estimate_plan(request: PlanRequest, found: SearchResult) -> EstimatedPlan:
         plan=plan,
         why={p.table.name: found.why[p.table.name] + _host_memory_note(p) for p in placements},
         memory=memory,
-        times=step_times(found.options, [rank.sent for rank in memory], workload, cluster.device, cluster.gpus),
+        times=step_times(
+            found.options, [rank.sent for rank in memory], workload, cluster.device, cluster.ranks_per_node
+        ),
         excess=max(rank.total for rank in memory) - request.plannable_bytes,
         host_excess=max(rank.host for rank in memory) - cluster.host_bytes_per_rank,
     )

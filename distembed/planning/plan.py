@@ -67,9 +67,9 @@ def cluster_here(ranks: Ranks) -> Cluster:
     host, is_cuda = host_memory_bytes(), ranks.device.type == "cuda"
     memory = torch.cuda.get_device_properties(ranks.device).total_memory if is_cuda else host
     # machines of unequally many ranks are none to TorchRec
-    gpus = ranks.local_world_size if ranks.world_size % ranks.local_world_size == 0 else 1
-    device = device_here(ranks.device, memory // (1 if is_cuda else ranks.local_world_size // gpus))
-    return Cluster(device, ranks.world_size // gpus, gpus, host)
+    ranks_per_node = ranks.local_world_size if ranks.world_size % ranks.local_world_size == 0 else 1
+    device = device_here(ranks.device, memory // (1 if is_cuda else ranks.local_world_size // ranks_per_node))
+    return Cluster(device, ranks.world_size // ranks_per_node, ranks_per_node, host)
 
 
 def find_plan(request: PlanRequest) -> EstimatedPlan:

@@ -43,7 +43,7 @@ def check_capacity(assessment: "Assessment", shape: Shape) -> Finding:
     from distembed.capacity.texts import shortage_lines
     from distembed.units import format_bytes
 
-    where = f"{assessment.cluster.nodes} x {assessment.cluster.gpus} {assessment.cluster.device.name}"
+    where = f"{assessment.cluster.nodes} x {assessment.cluster.ranks_per_node} {assessment.cluster.device.name}"
     if not assessment.fits:
         shortage = "; ".join(shortage_lines(assessment))
         return _wrong("plan", f"the model does not fit {where}: {shortage}", "`distembed plan` names remedies")

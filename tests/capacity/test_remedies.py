@@ -71,7 +71,7 @@ CASES: dict[str, tuple[list[str], list[str], Cluster, set[str]]] = {
 def test_each_holds_as_it_is_typed_behind_the_command(case: str) -> None:
     settings, options, there_is, expected = CASES[case]
     typed = [str(KAGGLE), *settings, *options, "--memory", str(there_is.device.memory_bytes)]
-    typed += ["--nodes", str(there_is.nodes), "--gpus", str(there_is.gpus)]
+    typed += ["--nodes", str(there_is.nodes), "--gpus", str(there_is.ranks_per_node)]
     found = find_remedies(load_config(KAGGLE, settings), there_is, memory_is_given=True, max_seconds=600)
     assert found.is_complete and kinds(found) == expected
     for remedy in found.arguments:
@@ -96,7 +96,7 @@ def test_each_number_is_the_least() -> None:
     def first(change: Any) -> int:
         return next(n for n in itertools.count(1) if change(n).fits)
 
-    gpus = first(lambda n: assess_capacity(config, dataclasses.replace(there_is, gpus=n)))
+    gpus = first(lambda n: assess_capacity(config, dataclasses.replace(there_is, ranks_per_node=n)))
     nodes = first(lambda n: assess_capacity(config, dataclasses.replace(there_is, nodes=n)))
     assert {f"--gpus {gpus}", f"--nodes {nodes}"} <= set(found.arguments)
     compressed = "embedding.default.partition=quotient_remainder embedding.default.collisions="
@@ -154,6 +154,8 @@ def test_the_search_ends_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remedies, "assess_capacity", does_not_fit)
     nothing = find_remedies(config, there_is, assessment=found, max_seconds=0)
     assert nothing == Remedies(is_complete=False) and not planned
-    many = find_remedies(config, dataclasses.replace(there_is, nodes=500, gpus=8), assessment=found, max_seconds=600)
+    many = find_remedies(
+        config, dataclasses.replace(there_is, nodes=500, ranks_per_node=8), assessment=found, max_seconds=600
+    )
     assert many == Remedies(is_complete=False)
     assert max(planned) == 4000
