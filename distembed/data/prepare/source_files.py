@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from distembed.data.prepare.inputs import require_distinct_files
+from distembed.data.prepare.inputs import InputFiles
 from distembed.errors import UserError
 
 # A line of Criteo's is about 230 bytes. Anything near this is another kind of file.
@@ -34,26 +34,21 @@ def list_sources(inputs: Sequence[str | os.PathLike[str]]) -> list[Path]:
     Raises:
         UserError: Nothing was named, a path does not exist, a folder has no such file, or a file is named twice.
     """
-    if not inputs:
-        raise UserError("no input was named: give one or more files or folders of tab-separated rows")
-    return require_distinct_files([source for path in inputs for source in _expand(Path(path))])
-
-
-def _expand(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise UserError(f"{path} does not exist; name files or folders of tab-separated rows")
-    files = [file for file in path.iterdir() if file.is_file() and not file.name.startswith(".")]
-    wanted = [file for file in files if file.suffix.lower() in _TEXT_SUFFIXES]
-    if not wanted:
-        raise UserError(f"the folder {path} has no .tsv, .txt or .gz file; name the files themselves to read others")
-    return sorted(wanted, key=_natural_key)
+    return _TEXT_FILES.list_files(inputs)
 
 
 def _natural_key(path: Path) -> list[tuple[int, int, str]]:
+    """Returns a key that sorts numbers within names by their value."""
     parts = re.split(r"(\d+)", path.name)
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]
+
+
+_TEXT_FILES = InputFiles(
+    can_be_named="files or folders of tab-separated rows",
+    is_readable=lambda path: path.suffix.lower() in _TEXT_SUFFIXES,
+    none_in_folder=".tsv, .txt or .gz file; name the files themselves to read others",
+    order=_natural_key,
+)
 
 
 class SourceReader:

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.csv as pcsv
 import pyarrow.parquet as pq
 
-from distembed.data.prepare.inputs import require_distinct_files
+from distembed.data.prepare.inputs import InputFiles
 from distembed.errors import UserError
 from distembed.names import nearest
 
@@ -59,26 +59,24 @@ def list_column_files(inputs: Sequence[str | os.PathLike[str]]) -> list[Path]:
     Raises:
         UserError: Nothing was named, a path does not exist or is of another kind, or a file is named twice.
     """
-    if not inputs:
-        raise UserError("no input was named: give one or more Parquet, CSV or TSV files, or folders of them.")
-    return require_distinct_files([file for path in inputs for file in _expand(Path(path))])
-
-
-def _expand(path: Path) -> list[Path]:
-    if path.is_dir():
-        files = [file for file in path.iterdir() if _suffix(file) and file.is_file() and not file.name.startswith(".")]
-        if not files:
-            raise UserError(f"the folder {path} has no file that ends in {', '.join(_SUFFIXES)}; name one that has.")
-        return sorted(files)
-    if not path.exists():
-        raise UserError(f"{path} does not exist; name Parquet, CSV or TSV files, or folders of them.")
-    if not _suffix(path):
-        raise UserError(f"{path} ends in none of {', '.join(_SUFFIXES)}, which say how a file is read; rename it.")
-    return [path]
+    files = _COLUMN_FILES.list_files(inputs)
+    for file in files:
+        if not _suffix(file):
+            raise UserError(f"{file} ends in none of {', '.join(_SUFFIXES)}, which say how a file is read; rename it.")
+    return files
 
 
 def _suffix(path: Path) -> str:
+    """Returns the end of a file's name that says how it is read; empty where it has none."""
     return next((suffix for suffix in _SUFFIXES if path.name.lower().endswith(suffix)), "")
+
+
+_COLUMN_FILES = InputFiles(
+    can_be_named="Parquet, CSV or TSV files, or folders of them",
+    is_readable=lambda path: bool(_suffix(path)),
+    none_in_folder=f"file that ends in {', '.join(_SUFFIXES)}; name one that has",
+    order=lambda path: path,
+)
 
 
 def read_columns(paths: Sequence[Path], kinds: Mapping[str, Sequence[str]], memory_bytes: int) -> Iterator[ColumnBatch]:
