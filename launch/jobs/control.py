@@ -42,7 +42,9 @@ def job_state(job: Job) -> JobState:
 def run_progress(run_dir: Path) -> list[str]:
     """Returns lines that say how far a run has come by its own record; none where it has not started."""
     try:
-        lines = [f"run: {RunInfo.read(run_dir / 'run.json').status}"]
+        status = RunInfo.read(run_dir / "run.json").status
+        # whether it goes on is what the job's own state says, which stands beside these lines
+        lines = [f"run: {'running' if status == 'unfinished' else status}"]
         newest = last_metrics(run_dir / "metrics.jsonl")
     except (OSError, UserError):
         return []
