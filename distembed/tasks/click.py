@@ -8,17 +8,17 @@ import numpy as np
 import numpy.typing as npt
 import pydantic.dataclasses
 from jaxtyping import Float
-from pydantic import ConfigDict
 from torch import Tensor, nn
 
 from distembed.data.dataset.schema import LABELS
 from distembed.data.reader.batch import Batch
+from distembed.names import STRICT
 from distembed.runs.metrics import CLICK_METRICS
 from distembed.tasks.base import Outputs, Rows, Task
 from distembed.tasks.binary_metrics import BinaryMetrics, calibration_bins, exact_auc, sigmoid
 
 
-@pydantic.dataclasses.dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class ClickConfig:
     """The ``task`` section of a config for :class:`ClickTask`, which has no settings."""
 

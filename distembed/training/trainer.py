@@ -23,7 +23,8 @@ from distembed.config import Config
 from distembed.data.reader import Batch, BatchOrder, BatchReader
 from distembed.errors import Interrupted, RunError, UserError
 from distembed.files import write_json
-from distembed.planning import describe_plan, plan_as_json
+from distembed.planning import describe_plan
+from distembed.planning.saved_plan import saved_plan_as_json
 from distembed.ranks import Collectives, Ranks
 from distembed.runs.folder import RunFolder
 from distembed.sse import SSE, set_step
@@ -163,7 +164,7 @@ class Trainer:
         self._checkpoints.require_usable()
         if self._ranks.is_first:
             plan_inputs, plan = self._state.plan_inputs, self._state.plan
-            write_json(self._folder.path / "plan.json", {"made_for": plan_inputs.as_json(), "plan": plan_as_json(plan)})
+            write_json(self._folder.path / "plan.json", saved_plan_as_json(plan_inputs, plan))
             if self._step == self.num_steps:
                 self._folder.drop_evaluations(self._config.data.test)
         with (
