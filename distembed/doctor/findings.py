@@ -52,7 +52,7 @@ def judge(facts: Facts) -> list[Finding]:
 
 
 def check_python(version: tuple[int, ...]) -> Finding:
-    """Judges Python's version."""
+    """Judges whether this Python is as new as distembed needs."""
     detail = f"{'.'.join(map(str, version))} at {sys.executable}"
     if version >= OLDEST_PYTHON:
         return Finding("python", "ok", detail)

@@ -57,7 +57,7 @@ class CrossLayers(nn.Module):
         self.biases = nn.Parameter(torch.zeros(num_layers, in_features))
 
     def forward(self, inputs: Float[Tensor, "batch in"]) -> Float[Tensor, "batch in"]:
-        """Applies every layer."""
+        """Applies the layers one after another, each to the last one's output and to ``inputs``."""
         crossed = inputs
         for weight, bias in zip(self.weights, self.biases, strict=True):
             crossed = torch.addcmul(crossed + bias, inputs, (crossed @ weight.to(crossed.dtype)).unsqueeze(1))

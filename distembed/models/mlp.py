@@ -25,7 +25,7 @@ class MLP(nn.Module):
         self.layers = nn.Sequential(*(layers[:-1] if last_is_linear else layers))
 
     def forward(self, inputs: Float[Tensor, "batch in"]) -> Float[Tensor, "batch out"]:
-        """Applies the layers."""
+        """Applies the layers one after another."""
         outputs: Tensor = self.layers(inputs)
         return outputs
 

@@ -4,88 +4,18 @@ import dataclasses
 import json
 import re
 import tempfile
-from collections.abc import Iterator
-from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import nn
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 
-from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingConfig
+from distembed.embedding import CompositionalEmbeddingConfig
 from distembed.errors import UserError
-from distembed.planning import plan_as_json
 from distembed.planning.plan_inputs import PlanInputs, table_plan_inputs
 from distembed.planning.saved_plan import apply_saved_plan, read_saved_plan, saved_plan_as_json
-from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
-from distembed.sharding.placement import SHARDING_TYPES, unit_size
+from distembed.sharding.placement import unit_size
 from tests.layouts import tables
-
-MODULE = "model.embeddings"
-LAYOUTS = (*SHARDING_TYPES, "mixed")
-MIXED_LAYOUT = dict(
-    zip("abcde", ("column_wise", "row_wise", "table_wise", "data_parallel", "table_column_wise"), strict=True)
-)
-Json = Any
-
-
-@cache
-def _planned(layout: str, world_size: int, device: str) -> str:
-    model = nn.ModuleDict(
-        {"model": nn.ModuleDict({"embeddings": CompositionalEmbeddingBagCollection(tables(), device="meta")})}
-    )
-    kinds = {table.name: MIXED_LAYOUT[table.name] if layout == "mixed" else layout for table in tables()}
-    constraints = {
-        # a function needs whole vectors
-        name: ParameterConstraints(
-            sharding_types=["table_wise" if name == "c" and "column" in kind else kind], min_partition=4
-        )
-        for name, kind in kinds.items()
-    }
-    topology = Topology(world_size=world_size, local_world_size=min(2, world_size), compute_device=device)
-    sharders: list[Any] = [CompositionalEmbeddingBagCollectionSharder()]
-    plan = EmbeddingShardingPlanner(topology=topology, constraints=constraints).plan(model, sharders)
-    return json.dumps(plan_as_json(plan))
-
-
-def planned(layout: str = "mixed", world_size: int = 4, device: str = "cpu") -> Json:
-    """Returns the plan of TorchRec's planner for the tables ``a`` to ``e``, as JSON."""
-    return json.loads(_planned(layout, world_size, device))
-
-
-def inputs_now(world_size: int = 4, device: str = "cpu", **changes: Any) -> PlanInputs:
-    """Returns the inputs of the run that the plans below are applied in."""
-    values = {
-        "batch_size": 64,
-        "model": {"name": "dlrm", "bottom": [16], "top": [16, 8]},
-        "sparse_optimizer": "sgd",
-        "dense_optimizer": "adam",
-        "tables": table_plan_inputs(tables()),
-    }
-    return PlanInputs(world_size, min(2, world_size), device, **{**values, **changes})
-
-
-def plan_file(plan: Json, plan_inputs: PlanInputs) -> Json:
-    return {"made_for": json.loads(json.dumps(plan_inputs.as_json())), "plan": plan}
-
-
-def apply_file(content: Json, now: PlanInputs, **arguments: Any) -> Json:
-    """Returns the plan that is read from a file with this content and applied, as JSON again."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "saved.json"
-        path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
-        return plan_as_json(apply_saved_plan(read_saved_plan(path), {MODULE: tables()}, now, **arguments))
-
-
-def apply_plan(plan: Json, world_size: int = 4, device: str = "cpu", **arguments: Any) -> Json:
-    """Returns a plan that is saved with the inputs of the run and applied, as JSON again."""
-    now = inputs_now(world_size, device)
-    return apply_file(plan_file(plan, now), now, **arguments)
+from tests.saved_plans import LAYOUTS, MODULE, Json, apply_file, apply_plan, inputs_now, plan_file, planned, shards
 
 
 def file_refusal(content: Json, now: PlanInputs | None = None) -> str:
@@ -105,16 +35,6 @@ def change_table(name: str, **changes: Json) -> Json:
     plan = planned()
     plan[MODULE][name].update(changes)
     return plan
-
-
-def shards(*spans: tuple[int, int, int], rows: int, axis: int = 1, whole: int = 16) -> Json:
-    """Returns shards of ``(rank, start, stop)`` along columns (axis 1) or rows (axis 0), with all of the other axis."""
-    sizes = [[rows, stop - start] if axis == 1 else [stop - start, whole] for _, start, stop in spans]
-    offsets = [[0, start] if axis == 1 else [start, 0] for _, start, _ in spans]
-    return [
-        {"rank": rank, "offset": offset, "size": size}
-        for (rank, *_), offset, size in zip(spans, offsets, sizes, strict=True)
-    ]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -410,112 +330,3 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none.json"):
         with pytest.raises(UserError, match="cannot be read"):
             read_saved_plan(path)
-
-
-scalars = (
-    st.none()
-    | st.booleans()
-    | st.integers(-3, 20)
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=5)
-    | st.sampled_from([*SHARDING_TYPES, "fused", "dense", "fused_uvm", "quant", *"abcde", 2**63, 10**400, -(2**70)])
-)
-json_values = st.recursive(
-    scalars,
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.dictionaries(
-            st.sampled_from(
-                [MODULE, *"abcde", "sharding_type", "compute_kernel", "ranks", "shards", "rank", "offset", "size"]
-                + ["plan", "made_for", "world_size", "model", "tables"]
-            )
-            | st.text(max_size=3),
-            inner,
-            max_size=5,
-        )
-    ),
-    max_leaves=12,
-)
-
-
-def places(value: Json) -> Iterator[tuple[Any, Any]]:
-    """Every container within a value, with each of its keys."""
-    keys = value.keys() if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else []
-    for key in keys:
-        yield value, key
-        yield from places(value[key])
-
-
-@st.composite
-def damaged(draw: Any) -> Json:
-    """A file, some values of which are others or missing."""
-    plan = plan_file(planned(draw(st.sampled_from(LAYOUTS)), draw(st.sampled_from([4, 4, 4, 2]))), inputs_now())
-    for _ in range(draw(st.integers(1, 3))):
-        found = list(places(plan))
-        if not found:
-            break
-        container, key = draw(st.sampled_from(found))
-        change = draw(st.sampled_from(["delete", "replace", "nudge"]))
-        if change == "delete":
-            del container[key]
-        elif change == "nudge" and type(container[key]) is int:
-            container[key] += draw(st.sampled_from([-8, -4, -1, 1, 4, 8]))
-        else:
-            container[key] = draw(json_values)
-    return plan
-
-
-@st.composite
-def moved(draw: Any) -> Json:
-    """A file with a table's shards on other ranks, of other widths, or under another sharding type or kernel."""
-    plan = planned(draw(st.sampled_from(LAYOUTS)))
-    own = plan[MODULE][draw(st.sampled_from("abcde"))]
-    own["sharding_type"] = draw(st.sampled_from([own["sharding_type"], *SHARDING_TYPES]))
-    own["compute_kernel"] = draw(st.sampled_from(["fused", "dense"]))
-    cuts = sorted(draw(st.sets(st.sampled_from([2, 4, 6, 8, 12]))))
-    if draw(st.booleans()) and own["shards"]:
-        rows = max(shard["offset"][0] + shard["size"][0] for shard in own["shards"])
-        own["shards"] = shards(*((0, start, stop) for start, stop in pairwise([0, *cuts, 16])), rows=rows)
-    for shard in own["shards"]:
-        shard["rank"] = draw(st.integers(0, 4))
-    own["ranks"] = [shard["rank"] for shard in own["shards"]] or own["ranks"]
-    return plan_file(plan, inputs_now())
-
-
-def places_every_number_once(plan: Json) -> bool:
-    """Whether each number of every table lies in as many shards as it should."""
-    if plan[MODULE].keys() != {table.name for table in tables()}:
-        return False
-    for table in tables():
-        own = plan[MODULE][table.name]
-        counts = np.zeros(unit_size(table), int)
-        for shard in own["shards"]:
-            (row, column), (rows, columns) = shard["offset"], shard["size"]
-            counts[row : row + rows, column : column + columns] += 1
-            if not 0 <= shard["rank"] < 4:
-                return False
-        if (counts != (0 if own["sharding_type"] == "data_parallel" else 1)).any():
-            return False
-    return True
-
-
-@settings(max_examples=400)
-@given(moved() | damaged() | json_values)
-def test_a_damaged_plan_is_refused_or_still_places_every_number_once(content: Json) -> None:
-    try:
-        plan = apply_file(content, inputs_now())
-    except UserError:
-        return
-    assert places_every_number_once(plan)
-
-
-@settings(max_examples=200)
-@given(st.binary(max_size=40), st.integers(0, 3000))
-def test_a_plan_that_was_cut_or_overwritten_is_refused_or_whole(noise: bytes, where: int) -> None:
-    content = json.dumps(plan_file(planned(), inputs_now())).encode()
-    try:
-        plan = apply_file(content[:where] + noise + content[where + len(noise) :], inputs_now())
-    except UserError:
-        return
-    assert places_every_number_once(plan)

@@ -35,7 +35,7 @@ class ResourceLimits:
 
     @property
     def num_threads(self) -> int:
-        """Threads that work."""
+        """Number of threads that parse: as many as was asked for, else one for each core."""
         return self.threads or len(os.sched_getaffinity(0))
 
     @property

@@ -27,7 +27,7 @@ class AbsentGroup(Group):
         self._pools = pools
 
     def request(self, features: KeyedJaggedTensor) -> LookupRequest:
-        """Asks for nothing."""
+        """Returns a request that reads no weights: no slice of the group lies on this rank."""
         return LookupRequest([], [], [], features)
 
     def finish(self, request: LookupRequest, vectors: Sequence[Tensor]) -> Float[Tensor, "rows width"]:
@@ -39,7 +39,7 @@ class AbsentGroup(Group):
 
     @classmethod
     def lookup_memory(cls, load: GroupLoad, device_kind: str) -> LookupMemory:
-        """Returns no bytes."""
+        """Returns zero bytes: nothing is looked up on this rank."""
         return LookupMemory(0, 0, 0, 0)
 
     @classmethod
