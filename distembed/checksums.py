@@ -6,6 +6,7 @@ from forgery: whoever may change a file may change its checksum too, so that not
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,6 +16,25 @@ KEY = "checksum"
 """The key under which a JSON object carries the checksum of its other values."""
 
 _PIECE_BYTES = 4 << 20
+
+
+@dataclass
+class Verification:
+    """What was found when something was held against its checksums as a whole.
+
+    Attributes:
+        problems: What is wrong, a sentence each that names the file and the remedy; empty where all is as it was
+            written.
+        num_files: Number of files that were looked at.
+        num_bytes: Number of bytes that were read.
+        has_checksums: Whether there were checksums; what was made by older versions has none, and then only sizes,
+            numbers of rows and what can be decoded were checked.
+    """
+
+    problems: list[str] = field(default_factory=list)
+    num_files: int = 0
+    num_bytes: int = 0
+    has_checksums: bool = True
 
 
 def checksum_of(data: bytes | bytearray | memoryview) -> str:
