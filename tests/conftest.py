@@ -16,6 +16,10 @@ hypothesis.settings.register_profile("distembed", deadline=None)
 hypothesis.settings.load_profile("distembed")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--kills", type=int, default=100, help="How many strikes hit training runs, among the slow tests.")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu:

@@ -1,0 +1,17 @@
+"""All numbers of a checkpoint, read without a model."""
+
+import torch
+from torch import Tensor
+
+from distembed.checkpoints.saved import SavedCheckpoint
+from distembed.checkpoints.shards import TensorShards
+from distembed.checkpoints.transfer import read_tensors
+from distembed.ranks import Collectives
+
+
+def saved_numbers(checkpoint: str) -> dict[str, Tensor]:
+    """Returns every tensor of a checkpoint: weights, optimizer state and random state."""
+    entries = SavedCheckpoint.read(checkpoint).tensors
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+    read_tensors(checkpoint, {name: TensorShards.from_value(tensor) for name, tensor in tensors.items()}, Collectives())
+    return tensors
