@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -11,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from distembed.errors import RunError, UserError
+
+_MOST_JSON_BYTES = 1 << 28
+"""Size of the largest JSON file that is read."""
 
 
 @contextmanager
@@ -72,6 +76,26 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(finite(value), indent=2) + "\n")
 
 
+def read_regular_file(path: Path, most_bytes: int) -> bytes:
+    """Returns the bytes of a file, but neither waits for a pipe nor reads from a device without end.
+
+    Args:
+        path: The file to read.
+        most_bytes: Size from which on it is not read.
+
+    Raises:
+        OSError: The file cannot be read, is no regular one, or is larger.
+        ValueError: No file can have such a path.
+    """
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError("it is no regular file")
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise OSError(f"it has more than {most_bytes:,} bytes")
+    return content
+
+
 def read_json(path: Path, remedy: str) -> Any:
     """Returns the value of a JSON file.
 
@@ -83,7 +107,7 @@ def read_json(path: Path, remedy: str) -> Any:
         UserError: The file cannot be read, or is not JSON.
     """
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(read_regular_file(path, _MOST_JSON_BYTES))
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error}; {remedy}.") from error
     except (ValueError, RecursionError) as error:  # ValueErrors are damaged text, RecursionErrors endless nesting

@@ -7,10 +7,11 @@ dataclass beside the code that it configures. ``extends: other.yaml``, beside th
 
 import dataclasses
 import json
+import os
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from distembed.config.train import TrainConfig
+from distembed.config.yaml_text import MAX_LEVELS, parse_yaml
 from distembed.data.dataset.config import DataConfig
 from distembed.embedding.settings import EmbeddingConfig
 from distembed.errors import UserError
+from distembed.files import read_regular_file
 from distembed.models import DLRMConfig, ModelSection
 from distembed.names import STRICT, ByName, nearest
 from distembed.planning import PlanConfig
@@ -60,6 +63,12 @@ class Config:
 _ADAPTER = TypeAdapter(Config)
 _PATHS = frozenset({"path", "assignments", "graph"})
 """Keys of files and folders that a relative path names from the working directory."""
+_MOST_BYTES = 4 << 20
+"""Size of the largest file; PyYAML takes half a minute for so much."""
+_MOST_FILES = 20
+"""Number of files of which each extends the next."""
+_MOST_SHOWN = 80
+"""Characters of a wrong value that an error shows."""
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -106,14 +115,39 @@ def validate(values: Mapping[str, Any], source: str) -> Config:
     Raises:
         UserError: The values are wrong; the error lists every mistake.
     """
-    try:
-        # strictness lets a section be given as a mapping only where the input is JSON
-        return _ADAPTER.validate_json(json.dumps(values, default=str))
-    except ValidationError as error:
-        mistakes = [_describe(mistake, values) for mistake in _once(error.errors(include_url=False))]
-        count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
-        listed = "\n".join(f"  {mistake}" for mistake in mistakes)
-        raise UserError(f"{count} in {source}:\n{listed}") from None
+    mistakes = list(_unwritable(values, ""))
+    if not mistakes:
+        try:
+            # strictness lets a section be given as a mapping only where the input is JSON
+            return _ADAPTER.validate_json(json.dumps(values, default=str))
+        except ValidationError as error:
+            mistakes = [_describe(mistake, values) for mistake in _once(error.errors(include_url=False))]
+    count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
+    listed = "\n".join(f"  {mistake}" for mistake in mistakes)
+    raise UserError(f"{count} in {source}:\n{listed}")
+
+
+def _unwritable(values: Any, where: str) -> Iterator[str]:
+    """Yields a line for each value that neither a file nor a path can hold, whatever the setting."""
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            yield from _unwritable(key, f"the key {key!r}")
+            yield from _unwritable(value, f"{where}.{key}" if where else str(key))
+    elif isinstance(values, list):
+        for index, value in enumerate(values):
+            yield from _unwritable(value, f"{where}.{index}")
+    elif isinstance(values, str):
+        odd = next((c for c in values if c == "\0" or "\ud800" <= c <= "\udfff"), None)
+        if odd is not None:
+            yield f"{where}: {_shown(values)} has the character {odd!r}; give text that can be written in UTF-8"
+    elif isinstance(values, int) and not -(2**63) <= values < 2**63:
+        yield f"{where}: the number has {values.bit_length()} bits; give one below 2**63"
+
+
+def _shown(value: Any) -> str:
+    """Returns a value as an error shows it: the beginning of a long one."""
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def _once(mistakes: Sequence[Any]) -> list[dict[str, Any]]:
@@ -146,7 +180,7 @@ def _describe(mistake: dict[str, Any], values: Mapping[str, Any]) -> str:
         message += f" (did you mean {guess!r}?)" if guess else ""
     if mistake["type"] == "value_error":
         return where + message.removeprefix(path[-1]) if message.startswith(path[-1]) else f"{where}: {message}"
-    return f"{where}: {message}; got {mistake['input']!r} ({type(mistake['input']).__name__})"
+    return f"{where}: {message}; got {_shown(mistake['input'])} ({type(mistake['input']).__name__})"
 
 
 def _keys_at(path: Sequence[str], values: Mapping[str, Any]) -> list[str]:
@@ -173,20 +207,20 @@ def _section(kind: Any, values: Any) -> Any:
 def _apply(values: dict[str, Any], override: str) -> None:
     """Sets the value of an override, making sections that are not there."""
     key, separator, text = override.partition("=")
-    path = key.split(".")
+    path, source = key.split("."), f"override {_shown(override)}"
     if not separator or not all(path):
-        raise UserError(f"override {override!r} is not of the form dotted.key=value, such as train.batch_size=2048.")
+        raise UserError(f"{source} is not of the form dotted.key=value, such as train.batch_size=2048.")
+    if len(path) > MAX_LEVELS:
+        raise UserError(f"{source} names a key within {len(path)} sections; a config has fewer than {MAX_LEVELS}.")
     section = values
     for depth, part in enumerate(path[:-1], start=1):
         inner = section.setdefault(part, {})
         if inner is None:
             inner = section[part] = {}
         if not isinstance(inner, dict):
-            raise UserError(
-                f"override {override!r}: {'.'.join(path[:depth])} is {inner!r} in the config, which has no keys."
-            )
+            raise UserError(f"{source}: {'.'.join(path[:depth])} is {_shown(inner)} in the config, which has no keys.")
         section = inner
-    section[path[-1]] = _parse_yaml(text, f"override {override!r}")
+    section[path[-1]] = parse_yaml(text, source)
 
 
 def _read_extended(path: Path, followed: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -197,9 +231,13 @@ def _read_extended(path: Path, followed: tuple[Path, ...] = ()) -> dict[str, Any
         return values
     if not isinstance(base, str):
         raise UserError(f"{path}: extends is {base!r}; give the path of a YAML file, relative to this one.")
-    followed = (*followed, path.resolve())
-    if (path.parent / base).resolve() in followed:
+    followed = (*followed, Path(os.path.realpath(path)))
+    for mistake in _unwritable(base, "extends"):
+        raise UserError(f"{path}: {mistake}")
+    if Path(os.path.realpath(path.parent / base)) in followed:
         raise UserError(f"{path}: extends {base!r}, which in turn extends this file; break the circle.")
+    if len(followed) == _MOST_FILES:
+        raise UserError(f"{path}: extends {base!r}, but {_MOST_FILES} files extend one another already; merge some.")
     return _merge(_read_extended(path.parent / base, followed), values)
 
 
@@ -217,47 +255,12 @@ def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 def _read_yaml(path: Path) -> dict[str, Any]:
     """Returns the keys of a file, which may be empty."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_regular_file(path, _MOST_BYTES).decode("utf-8")
+    except (OSError, ValueError) as error:  # ValueErrors are other encodings, and a path that no file can have
         raise UserError(f"the config {path} cannot be read: {error}") from error
-    values = _parse_yaml(text, str(path))
+    values = parse_yaml(text, str(path))
     if values is None:
         return {}
     if not isinstance(values, dict):
         raise UserError(f"the config {path} holds a {type(values).__name__}; it must hold keys such as `train:`.")
     return values
-
-
-class _Loader(yaml.SafeLoader):
-    """Reads YAML as people mean it: ``1e-3`` is a number, and a key that is given twice is a mistake."""
-
-
-# YAML 1.1 takes 1e-3 for a string, since it wants a dot
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
-
-
-def _mapping_without_repeats(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-    """Returns a mapping whose keys are names, each given once."""
-    seen = set()
-    loader.flatten_mapping(node)  # what `<<: *anchor` stands for
-    for key_node, _ in node.value:
-        key = loader.construct_object(key_node)
-        if not isinstance(key, str):
-            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is no name", key_node.start_mark)
-        if key in seen:
-            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", key_node.start_mark)
-        seen.add(key)
-    return loader.construct_mapping(node, deep=True)
-
-
-_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping_without_repeats)
-
-
-def _parse_yaml(text: str, source: str) -> Any:
-    """Returns the value of a YAML text; ``source`` is where it is from, for the error."""
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise UserError(f"{source} is not YAML: {error}") from error

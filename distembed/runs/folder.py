@@ -161,7 +161,7 @@ def _metrics_until(path: Path, step: int) -> list[str]:
         try:
             if json.loads(line)["step"] <= step:
                 lines.append(line)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             continue
     return lines
 

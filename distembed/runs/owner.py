@@ -62,7 +62,7 @@ class FolderOwner:
         """Reads a lock file's text; returns None where it names no owner: half written, or of another version."""
         try:
             owner = cls(**json.loads(text))
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             return None
         return owner if isinstance(owner.pid, int) and owner.pid > 0 else None
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distembed.errors import UserError
+from distembed.files import read_json
 from distembed.runs.metrics import ReportedMetric, parse_metrics
 
 _REQUIRED = ("run.json", "config.yaml")
@@ -173,7 +174,7 @@ class RunRecord:
         return cls(
             path=path,
             info=RunInfo.read(path / "run.json"),
-            config_yaml=(path / "config.yaml").read_text(encoding="utf-8"),
+            config_yaml=(path / "config.yaml").read_text(encoding="utf-8", errors="replace"),
             train=[line for line in lines if line.kind == "train"],
             evals=[line for line in lines if line.kind == "eval"],
             evaluation=MetricsLine.parse(evaluation) if evaluation else None,
@@ -245,10 +246,7 @@ def read_json_object(path: Path) -> Mapping[str, Any]:
     Raises:
         UserError: The file is damaged.
     """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is no JSON ({error}); the run folder is damaged.") from None
+    value = read_json(path, "the run folder is damaged")
     if not isinstance(value, dict):
         raise UserError(f"{path} holds {type(value).__name__} instead of a JSON object; the run folder is damaged.")
     return value
@@ -271,7 +269,7 @@ def _metrics_objects(path: Path) -> Iterator[Mapping[str, Any]]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             values = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue  # a killed process leaves half a line
         if isinstance(values, dict):
             yield values
@@ -280,9 +278,12 @@ def _metrics_objects(path: Path) -> Iterator[Mapping[str, Any]]:
 def _number(values: Mapping[str, Any], key: str) -> float:
     """Returns a value as a float; NaN where it is missing, null, infinite or no number."""
     value = values.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
-    return float(value)
+    try:
+        return float(value) if math.isfinite(value) else math.nan
+    except OverflowError:  # an integer of hundreds of digits
+        return math.nan
 
 
 def _count(values: Mapping[str, Any], key: str) -> int | None:
