@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from distembed.capacity.id_counts import IdCounts
 from distembed.data.dataset.schema import CategoricalFeature
+from distembed.embedding import EmbeddingConfig, TableConfig, build_tables
 from distembed.embedding.config import CompositionalEmbeddingConfig
-from distembed.embedding.settings import EmbeddingConfig, TableConfig, build_tables
 from distembed.optim.declared import TableOptimizers
 from distembed.planning.storage import function_storage, whole_table_storage
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from distembed.capacity.assessment import Assessment, assess_capacity, reserve_bytes
 from distembed.config import Config
-from distembed.embedding.settings import TableConfig, build_tables
+from distembed.embedding import TableConfig, build_tables
 from distembed.errors import UserError
 from distembed.optim.kinds import OPTIMIZERS, row_wise_name
 from distembed.planning.cluster import Cluster

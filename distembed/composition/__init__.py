@@ -14,17 +14,45 @@ path_mlp    f_k(... f_2(v_1)), MLPs       D; j > 1: numbers of an MLP   no
 A new composition is one file and one line in :data:`COMPOSITIONS`; law tests run over every entry.
 """
 
-from distembed.composition.activations import ACTIVATIONS
-from distembed.composition.base import Composition
-from distembed.composition.concat import Concat
-from distembed.composition.elementwise import Product, Sum
-from distembed.composition.feature import Feature
-from distembed.composition.path import PathComposition, PathLinear, PathMLP
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-COMPOSITIONS: dict[str, type[Composition]] = {
-    composition.name: composition for composition in (Product, Sum, Concat, Feature, PathLinear, PathMLP)
-}
+from distembed.lazy import NameTable, imports_on_demand
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from distembed.composition.base import Composition
+    from distembed.composition.concat import Concat
+    from distembed.composition.elementwise import Product, Sum
+    from distembed.composition.feature import Feature
+    from distembed.composition.path import PathComposition, PathLinear, PathMLP
+
+COMPOSITIONS: "NameTable[type[Composition]]" = NameTable(
+    {
+        "product": "distembed.composition.elementwise:Product",
+        "sum": "distembed.composition.elementwise:Sum",
+        "concat": "distembed.composition.concat:Concat",
+        "feature": "distembed.composition.feature:Feature",
+        "path_linear": "distembed.composition.path:PathLinear",
+        "path_mlp": "distembed.composition.path:PathMLP",
+    }
+)
 """The class of each name. Each can be built without arguments; its ``settings`` names those that it takes."""
+
+ACTIVATIONS: "NameTable[Callable[[Tensor], Tensor]]" = NameTable(
+    {
+        "relu": "torch:relu",
+        "leaky_relu": "torch.nn.functional:leaky_relu",
+        "tanh": "torch:tanh",
+        "sigmoid": "torch:sigmoid",
+        "gelu": "torch.nn.functional:gelu",
+        "silu": "torch.nn.functional:silu",
+        "elu": "torch.nn.functional:elu",
+        "softplus": "torch.nn.functional:softplus",
+    }
+)
+"""The elementwise function of each name."""
 
 __all__ = [
     "ACTIVATIONS",
@@ -38,3 +66,4 @@ __all__ = [
     "Product",
     "Sum",
 ]
+__getattr__ = imports_on_demand(__name__)

@@ -1,4 +1,4 @@
-"""Activations by name: their values, their gradients, and the second moments of their outputs."""
+"""Activations: their values, their gradients, and the second moments of their outputs."""
 
 import math
 from collections.abc import Callable
@@ -6,21 +6,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from distembed.composition import ACTIVATIONS
 from distembed.errors import UserError
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": torch.relu,
-    "leaky_relu": F.leaky_relu,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "gelu": F.gelu,
-    "silu": F.silu,
-    "elu": F.elu,
-    "softplus": F.softplus,
-}
-"""The elementwise function of each name."""
 
 Pullback = Callable[[Tensor], Tensor]
 """A function from the gradient of an activation's values to that of its inputs; it may overwrite its argument."""

@@ -15,7 +15,8 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from distembed.composition.activations import ACTIVATIONS, removable_offset, second_moment
+from distembed.composition import ACTIVATIONS
+from distembed.composition.activations import removable_offset, second_moment
 from distembed.composition.base import Composition, look_up
 from distembed.composition.grouped import evaluate_grouped
 from distembed.composition.initial import Distribution, Uniform

@@ -1,17 +1,17 @@
 """Embedding tables: their configuration, the unsharded reference modules, initialisation and id checks."""
 
-from distembed.embedding.bag import CompositionalEmbeddingBag
-from distembed.embedding.bag_collection import CompositionalEmbeddingBagCollection
-from distembed.embedding.collection import CompositionalEmbeddingCollection
-from distembed.embedding.config import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig, vector_names
-from distembed.embedding.materialise import materialise
-from distembed.embedding.settings import (
-    EmbeddingConfig,
-    TableConfig,
-    assignment_checksums,
-    build_tables,
-    reason_to_stay_full,
-)
+from typing import TYPE_CHECKING
+
+from distembed.lazy import imports_on_demand
+
+if TYPE_CHECKING:
+    from distembed.embedding.bag import CompositionalEmbeddingBag
+    from distembed.embedding.bag_collection import CompositionalEmbeddingBagCollection
+    from distembed.embedding.build import build_tables, reason_to_stay_full
+    from distembed.embedding.collection import CompositionalEmbeddingCollection
+    from distembed.embedding.composed_vectors import materialise
+    from distembed.embedding.config import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig, vector_names
+    from distembed.embedding.settings import EmbeddingConfig, TableConfig, assignment_checksums
 
 __all__ = [
     "CompositionalEmbeddingBag",
@@ -27,3 +27,4 @@ __all__ = [
     "reason_to_stay_full",
     "vector_names",
 ]
+__getattr__ = imports_on_demand(__name__)

@@ -5,9 +5,10 @@ from jaxtyping import Float, Int, Int64
 from torch import Tensor, nn
 
 from distembed.composition import Composition
-from distembed.embedding.config import CompositionalEmbeddingBagConfig, IdPolicy, Pooling
+from distembed.embedding.config import CompositionalEmbeddingBagConfig
 from distembed.embedding.ids import map_ids, require_integers
 from distembed.embedding.pooling import pool
+from distembed.embedding.settings import IdPolicy, Pooling
 from distembed.embedding.tables import empty_weight, initialise
 from distembed.errors import UserError
 from distembed.partitions import KeyedHash, Partition

@@ -6,22 +6,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from torchrec.modules.embedding_configs import DataType
 
 from distembed.composition import COMPOSITIONS, Composition
 from distembed.embedding.initialization import SeededInit
+from distembed.embedding.settings import ID_POLICIES, POOLINGS, IdPolicy, Pooling
 from distembed.errors import UserError
 from distembed.names import one_of
 from distembed.partitions import PARTITIONS, KeyedHash, Partition
 from distembed.partitions.base import require_positive
 from distembed.sse import SSE, FeaturePerturbation, IdStream
 
-IdPolicy = Literal["error", "clip_to_oov", "modulo"]
-ID_POLICIES: tuple[IdPolicy, ...] = ("error", "clip_to_oov", "modulo")
-Pooling = Literal["sum", "mean", "max"]
-POOLINGS: tuple[Pooling, ...] = ("sum", "mean", "max")
 _BYTES_PER_PARAMETER = {DataType.FP32: 4, DataType.FP16: 2}
 _BYTES_PER_FUNCTION_PARAMETER = 4
 

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from distembed.embedding.config import Pooling
+from distembed.embedding.settings import Pooling
 from distembed.errors import UserError
 
 

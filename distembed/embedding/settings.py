@@ -1,27 +1,24 @@
-"""The ``embedding`` section of a YAML file, and the tables that are built from it for a dataset's features."""
+"""The ``embedding`` section of a config, read and checked without torch."""
 
-import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import field
-from functools import lru_cache
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pydantic.dataclasses
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from distembed.composition import ACTIVATIONS, COMPOSITIONS
-from distembed.data.dataset.schema import CategoricalFeature
-from distembed.embedding.config import CompositionalEmbeddingBagConfig, IdPolicy, Pooling
 from distembed.errors import UserError
 from distembed.names import STRICT, complete_tables, one_of, over_default
-from distembed.partitions import PARTITIONS, Explicit, KeyedHash, Naive, Partition
-from distembed.sse import SSE
+from distembed.partitions import PARTITIONS
 
+IdPolicy = Literal["error", "clip_to_oov", "modulo"]
+ID_POLICIES: tuple[IdPolicy, ...] = ("error", "clip_to_oov", "modulo")
+Pooling = Literal["sum", "mean", "max"]
+POOLINGS: tuple[Pooling, ...] = ("sum", "mean", "max")
 _AtLeastTwo = Annotated[int, Field(ge=2)]
 _ALTERNATIVES = (("collisions", "num_buckets"), ("num_partitions", "moduli"))
-_DEFAULT_COLLISIONS = 4
 _Sizes = Annotated[list[PositiveInt], Field(min_length=1)]
 
 
@@ -125,33 +122,6 @@ def _complete(default: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str,
     return over_default(inherited, table)
 
 
-def build_tables(
-    features: Sequence[CategoricalFeature],
-    config: EmbeddingConfig,
-    seed: int = 0,
-    sse: Mapping[str, SSE] | None = None,
-) -> list[CompositionalEmbeddingBagConfig]:
-    """Returns one table for each feature, with the feature's name.
-
-    Args:
-        features: The dataset's features.
-        config: The ``embedding`` section.
-        seed: The seed of the initial values and of ``sse``.
-        sse: The rules by which ids are replaced in training, by the table's name; other tables' ids are not replaced.
-
-    Raises:
-        UserError: ``config.tables`` names a feature that does not exist, or a scheme's settings are not valid.
-    """
-    names = [feature.name for feature in features]
-    for name in config.tables:
-        one_of("embedding.tables", name, names)
-    rules = sse or {}
-    return [
-        dataclasses.replace(_build_table(feature, config.for_table(feature.name), seed), sse=rules.get(feature.name))
-        for feature in features
-    ]
-
-
 def assignment_checksums(config: EmbeddingConfig) -> dict[str, str]:
     """Returns the SHA-256 of every Parquet file that an explicit scheme reads, by its path.
 
@@ -170,77 +140,3 @@ def assignment_checksums(config: EmbeddingConfig) -> dict[str, str]:
         except OSError as error:
             raise UserError(f"embedding: the assignments {path} cannot be read: {error}") from error
     return checksums
-
-
-def reason_to_stay_full(feature: CategoricalFeature, settings: TableConfig) -> str | None:
-    """Returns why a feature's table stays full although a scheme is set, or None where the scheme is applied."""
-    if settings.force or settings.partition == "naive":
-        return None
-    if feature.num_embeddings <= settings.threshold:
-        return f"no more than {settings.threshold} ids"
-    compressed = _table(feature, settings, _make_partition(feature, settings), seed=0)
-    if compressed.num_parameters >= feature.num_embeddings * settings.embedding_dim:
-        return f"{settings.partition} with {settings.composition} would save no parameters"
-    return None
-
-
-def _build_table(feature: CategoricalFeature, settings: TableConfig, seed: int) -> CompositionalEmbeddingBagConfig:
-    """Returns a feature's table, which is full where there is a reason for it to stay so."""
-    if reason_to_stay_full(feature, settings) is None:
-        return _table(feature, settings, _make_partition(feature, settings), seed)
-    return _table(feature, settings, Naive(feature.num_embeddings), seed)
-
-
-def _table(
-    feature: CategoricalFeature, settings: TableConfig, partition: Partition, seed: int
-) -> CompositionalEmbeddingBagConfig:
-    """Returns a feature's table with a given partition."""
-    composition = COMPOSITIONS["product" if partition.name == "naive" else settings.composition]
-    chosen = {name: getattr(settings, name) for name in composition.settings}
-    return CompositionalEmbeddingBagConfig(
-        name=feature.name,
-        num_embeddings=feature.num_embeddings,
-        embedding_dim=settings.embedding_dim,
-        feature_names=[feature.name],
-        partition=partition,
-        composition=composition(**chosen),
-        pooling=settings.pooling,
-        seed=seed,
-        id_policy=settings.id_policy,
-        pre_hash=None if settings.hash_seed is None else KeyedHash(settings.hash_seed),
-    )
-
-
-def _make_partition(feature: CategoricalFeature, settings: TableConfig) -> Partition:
-    """Returns the partition of a feature's table.
-
-    Raises:
-        UserError: The scheme's settings are not valid; the error names the table.
-    """
-    scheme = PARTITIONS[settings.partition]
-    try:
-        if scheme is Explicit:
-            return _read_explicit(feature.num_embeddings, settings)
-        chosen = {name: getattr(settings, name) for name in scheme.settings}
-        if "collisions" in chosen and settings.collisions is None and settings.num_buckets is None:
-            chosen["collisions"] = _DEFAULT_COLLISIONS
-        return scheme(feature.num_embeddings, **{name: value for name, value in chosen.items() if value is not None})
-    except UserError as error:
-        raise UserError(f"embedding, table {feature.name!r}: {error}") from None
-
-
-def _read_explicit(num_embeddings: int, settings: TableConfig) -> Explicit:
-    """Returns the explicit partitions of a table's file, or raises a :class:`UserError` where none is set."""
-    if settings.assignments is None or settings.columns is None:
-        raise UserError("partition explicit needs assignments, a Parquet file, and columns, its columns.")
-    path = Path(settings.assignments)
-    modified_ns = path.stat().st_mtime_ns if path.exists() else 0
-    return _explicit(num_embeddings, path, tuple(settings.columns), settings.allow_collisions, modified_ns)
-
-
-@lru_cache(maxsize=64)
-def _explicit(
-    num_embeddings: int, path: Path, columns: tuple[str, ...], allow_collisions: bool, modified_ns: int
-) -> Explicit:
-    """Reads and checks a file once for each time of its modification, not whenever a table is described or built."""
-    return Explicit.from_parquet(num_embeddings, path, columns, allow_collisions)

@@ -1,19 +1,23 @@
-"""Models, which are unaware of ranks: each is a file with its config beside it, listed in a name table.
+"""Models, which are unaware of ranks: each is a file with its config in ``config.py``, listed in a name table.
 
-``base.py`` says what a model and its config are, and ``inputs.py`` what they are built from; ``embedded.py``,
-``interaction.py`` and ``mlp.py`` are the layers that models share.
+``base.py`` says what a model is, and ``inputs.py`` what it is built from; ``embedded.py``, ``interaction.py`` and
+``mlp.py`` are the layers that models share.
 
 A model of one's own is a config with ``name`` and ``build``, registered by ``MODELS["mine"] = MyConfig``; see
-:mod:`distembed.models.base`.
+:class:`distembed.models.ModelConfig`.
 """
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-from distembed.models.base import Model, ModelConfig
-from distembed.models.dcn import DCN, DCNConfig
-from distembed.models.dlrm import DLRM, DLRMConfig
-from distembed.models.inputs import ModelInputs
+from distembed.lazy import imports_on_demand
+from distembed.models.config import DCNConfig, DLRMConfig, ModelConfig
 from distembed.names import ByName
+
+if TYPE_CHECKING:
+    from distembed.models.base import Model
+    from distembed.models.dcn import DCN
+    from distembed.models.dlrm import DLRM
+    from distembed.models.inputs import ModelInputs
 
 MODELS: dict[str, type[ModelConfig]] = {"dlrm": DLRMConfig, "dcn": DCNConfig}
 """Config class by model name."""
@@ -22,3 +26,4 @@ ModelSection = Annotated[ModelConfig, ByName(MODELS, "model", default="dlrm")]
 """The ``model`` section of a config, whose key ``name`` says which model it configures."""
 
 __all__ = ["DCN", "MODELS", "DCNConfig", "DLRM", "DLRMConfig", "Model", "ModelConfig", "ModelInputs", "ModelSection"]
+__getattr__ = imports_on_demand(__name__)

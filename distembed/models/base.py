@@ -1,16 +1,9 @@
-"""The base class of models, and the protocol of their configs."""
+"""The base class of models."""
 
 from abc import ABC, abstractmethod
-from dataclasses import Field as DataclassField
-from typing import Annotated, Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
-from pydantic import Field, PositiveInt
 from torch import nn
-
-from distembed.models.inputs import ModelInputs
-
-Sizes = Annotated[list[PositiveInt], Field(min_length=1)]
-"""Layer sizes of a network: at least one."""
 
 
 class Model(nn.Module, ABC):
@@ -28,16 +21,3 @@ class Model(nn.Module, ABC):
     @abstractmethod
     def forward(self, *fields: Any) -> Any:
         """Computes the outputs of this rank's rows."""
-
-
-class ModelConfig(Protocol):
-    """A model's section of a config: a frozen pydantic dataclass beside the model that it builds."""
-
-    __dataclass_fields__: ClassVar[dict[str, DataclassField[Any]]]
-
-    @property
-    def name(self) -> str:
-        """The model's name in ``MODELS``."""
-
-    def build(self, inputs: ModelInputs) -> Model:
-        """Builds the model for a dataset."""

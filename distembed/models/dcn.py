@@ -5,42 +5,16 @@ Dense features and all embeddings, side by side, go through a deep network and, 
 """
 
 from collections.abc import Sequence
-from dataclasses import field
-from typing import Literal
 
-import pydantic.dataclasses
 import torch
 from jaxtyping import Float
-from pydantic import PositiveInt
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.data.dataset.schema import DENSE_FEATURES, SPARSE_FEATURES
-from distembed.models.base import Model, Sizes
+from distembed.models.base import Model
 from distembed.models.embedded import StackFeatures
-from distembed.models.inputs import ModelInputs
 from distembed.models.mlp import MLP, make_linear
-from distembed.names import STRICT
-
-
-@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
-class DCNConfig:
-    """The ``model`` section of a config for :class:`DCN`.
-
-    Attributes:
-        name: The model's name, ``dcn``.
-        deep: Hidden sizes of the deep network.
-        num_cross_layers: Number of cross layers.
-    """
-
-    name: Literal["dcn"] = "dcn"
-    deep: Sizes = field(default_factory=lambda: [512, 256, 64])
-    num_cross_layers: PositiveInt = 6
-
-    def build(self, inputs: ModelInputs) -> Model:
-        """Builds the model over all features of the dataset."""
-        embeddings, vector_names = inputs.pooled_embeddings()
-        return DCN(embeddings, vector_names, inputs.embedding_dim, inputs.num_dense, self.deep, self.num_cross_layers)
 
 
 class CrossLayers(nn.Module):

@@ -5,10 +5,7 @@ without self-products, go into a top network that ends in one logit.
 """
 
 from collections.abc import Sequence
-from dataclasses import field
-from typing import Literal
 
-import pydantic.dataclasses
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -16,32 +13,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.data.dataset.schema import DENSE_FEATURES, SPARSE_FEATURES
 from distembed.errors import UserError
-from distembed.models.base import Model, Sizes
+from distembed.models.base import Model
 from distembed.models.embedded import StackFeatures
-from distembed.models.inputs import ModelInputs
 from distembed.models.interaction import PairwiseDots
 from distembed.models.mlp import MLP
-from distembed.names import STRICT
-
-
-@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
-class DLRMConfig:
-    """The ``model`` section of a config for :class:`DLRM`; all other sizes follow from the data and the tables.
-
-    Attributes:
-        name: The model's name, ``dlrm``.
-        bottom: Hidden sizes of the network over the dense features; its output has the dimension of the embeddings.
-        top: Hidden sizes of the network over the interactions; its output is one logit.
-    """
-
-    name: Literal["dlrm"] = "dlrm"
-    bottom: Sizes = field(default_factory=lambda: [512, 256, 64])
-    top: Sizes = field(default_factory=lambda: [512, 256])
-
-    def build(self, inputs: ModelInputs) -> Model:
-        """Builds the model over all features of the dataset."""
-        embeddings, vector_names = inputs.pooled_embeddings()
-        return DLRM(embeddings, vector_names, inputs.embedding_dim, inputs.num_dense, self.bottom, self.top)
 
 
 class DLRM(Model):

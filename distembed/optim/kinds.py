@@ -16,15 +16,17 @@ import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torch import nn
-from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
-from torchrec.optim import LAMB, PartialRowWiseAdam, PartialRowWiseLAMB
-from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+from distembed.lazy import imported
 
+if TYPE_CHECKING:
+    import torch
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from torch import nn
+
+OptimizerClass: TypeAlias = "type[torch.optim.Optimizer] | str | None"
+"""The class of an optimizer, or where it is, ``"module:name"``, so that its name is known without torch; or None."""
 _NUMBER_BYTES = 4  # states are float32, and so are torch's numbers of steps
 
 
@@ -43,9 +45,10 @@ class OptimizerKind:
     Attributes:
         states: What one number of each state is kept for, by the state's name in torch. Where FBGEMM has the optimizer,
             its states follow in this order there. Numbers of steps are no states.
-        torch_class: Torch's optimizer, or one of its form. It is called with the parameters, ``settings``, ``lr`` and,
-            for networks, ``weight_decay``, for tables ``eps`` if ``has_eps``. States of rows have the shape
-            ``[rows, 1]``. None where torch has none, so that it trains neither networks nor what every rank has.
+        torch_class: Torch's optimizer, or one of its form, or where it is. It is called with the parameters,
+            ``settings``, ``lr`` and, for networks, ``weight_decay``, for tables ``eps`` if ``has_eps``. States of rows
+            have the shape ``[rows, 1]``. None where torch has none, so that it trains neither networks nor what every
+            rank has.
         settings: What makes ``torch_class`` this optimizer; a live one is recognised by its class and these.
         initial_values: What states begin at, for those that do not begin at 0.
         counts_steps: Whether torch keeps the number of steps of each parameter, as a float32 named ``step``.
@@ -53,20 +56,20 @@ class OptimizerKind:
         has_eps: Whether a small number is added to a denominator.
         decouples_weight_decay: Whether its weight decay is all that sets it apart from another optimizer. Tables have
             no weight decay, so that it does not train them.
-        fused_class: The class by which TorchRec knows FBGEMM's, which updates tables within the backward pass; None
-            where FBGEMM has none, so that torch trains tables from their gradients.
+        fused_class: The class by which TorchRec knows FBGEMM's, which updates tables within the backward pass, or where
+            that class is; None where FBGEMM has none, so that torch trains tables from their gradients.
         fused_needs_cuda: Whether FBGEMM has it on CUDA only.
     """
 
     states: Mapping[str, NumberPer]
-    torch_class: type[torch.optim.Optimizer] | None = None
+    torch_class: OptimizerClass = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     initial_values: Mapping[str, float] = field(default_factory=dict)
     counts_steps: bool = True
     corrects_bias: bool = False
     has_eps: bool = True
     decouples_weight_decay: bool = False
-    fused_class: type[torch.optim.Optimizer] | None = None
+    fused_class: OptimizerClass = None
     fused_needs_cuda: bool = False
 
     @property
@@ -115,48 +118,49 @@ class OptimizerKind:
     def _num_states(self, per: NumberPer) -> int:
         return list(self.states.values()).count(per)
 
-    def make(self, parameters: Iterable[nn.Parameter], **settings: float) -> torch.optim.Optimizer:
+    def make(self, parameters: "Iterable[nn.Parameter]", **settings: float) -> "torch.optim.Optimizer":
         """Makes torch's optimizer of this kind, in torch's fused form where it has one.
 
         Args:
             parameters: What it trains.
             settings: ``lr`` and, where the kind has them, ``weight_decay`` or ``eps``.
         """
-        assert self.torch_class is not None
-        fused = {"fused": True} if "fused" in inspect.signature(self.torch_class).parameters else {}
-        make: Any = self.torch_class
+        make: Any = imported(self.torch_class)
+        assert make is not None
+        fused = {"fused": True} if "fused" in inspect.signature(make).parameters else {}
         return make(parameters, **self.settings, **fused, **settings)
 
 
 _ADAM = {"exp_avg": NumberPer.WEIGHT, "exp_avg_sq": NumberPer.WEIGHT}
+_ROW_WISE_ADAGRAD = "torchrec.optim.rowwise_adagrad:RowWiseAdagrad"
 _PARTIAL_ROW_WISE = {"exp_avg": NumberPer.WEIGHT, "exp_avg_sq": NumberPer.ROW}
 
 OPTIMIZERS: dict[str, OptimizerKind] = {
     "sgd": OptimizerKind(
-        {}, torch.optim.SGD, {"momentum": 0}, counts_steps=False, has_eps=False, fused_class=torch.optim.SGD
+        {}, "torch.optim:SGD", {"momentum": 0}, counts_steps=False, has_eps=False, fused_class="torch.optim:SGD"
     ),
-    "adagrad": OptimizerKind({"sum": NumberPer.WEIGHT}, torch.optim.Adagrad, fused_class=torch.optim.Adagrad),
-    "row_wise_adagrad": OptimizerKind({"sum": NumberPer.ROW}, RowWiseAdagrad, fused_class=RowWiseAdagrad),
+    "adagrad": OptimizerKind({"sum": NumberPer.WEIGHT}, "torch.optim:Adagrad", fused_class="torch.optim:Adagrad"),
+    "row_wise_adagrad": OptimizerKind({"sum": NumberPer.ROW}, _ROW_WISE_ADAGRAD, fused_class=_ROW_WISE_ADAGRAD),
     "adam": OptimizerKind(
         _ADAM,
-        torch.optim.Adam,
+        "torch.optim:Adam",
         {"amsgrad": False},
         corrects_bias=True,
-        fused_class=torch.optim.Adam,
+        fused_class="torch.optim:Adam",
         fused_needs_cuda=True,
     ),
     "adamw": OptimizerKind(
-        _ADAM, torch.optim.AdamW, {"amsgrad": False}, corrects_bias=True, decouples_weight_decay=True
+        _ADAM, "torch.optim:AdamW", {"amsgrad": False}, corrects_bias=True, decouples_weight_decay=True
     ),
     "amsgrad": OptimizerKind(
-        {**_ADAM, "max_exp_avg_sq": NumberPer.WEIGHT}, torch.optim.Adam, {"amsgrad": True}, corrects_bias=True
+        {**_ADAM, "max_exp_avg_sq": NumberPer.WEIGHT}, "torch.optim:Adam", {"amsgrad": True}, corrects_bias=True
     ),
     "partial_row_wise_adam": OptimizerKind(
-        _PARTIAL_ROW_WISE, corrects_bias=True, fused_class=PartialRowWiseAdam, fused_needs_cuda=True
+        _PARTIAL_ROW_WISE, corrects_bias=True, fused_class="torchrec.optim:PartialRowWiseAdam", fused_needs_cuda=True
     ),
-    "lamb": OptimizerKind(_ADAM, corrects_bias=True, fused_class=LAMB, fused_needs_cuda=True),
+    "lamb": OptimizerKind(_ADAM, corrects_bias=True, fused_class="torchrec.optim:LAMB", fused_needs_cuda=True),
     "partial_row_wise_lamb": OptimizerKind(
-        _PARTIAL_ROW_WISE, corrects_bias=True, fused_class=PartialRowWiseLAMB, fused_needs_cuda=True
+        _PARTIAL_ROW_WISE, corrects_bias=True, fused_class="torchrec.optim:PartialRowWiseLAMB", fused_needs_cuda=True
     ),
 }
 """All optimizers by the names that configs, plans and checkpoints have for them."""
@@ -186,7 +190,7 @@ def row_wise_name() -> str:
     )
 
 
-def torch_optimizer_name(optimizer: torch.optim.Optimizer) -> str | None:
+def torch_optimizer_name(optimizer: "torch.optim.Optimizer") -> str | None:
     """Returns the name of a live torch optimizer; None where its class or its settings are those of none in the table.
 
     Where several rows match, the one with most settings is meant.
@@ -194,25 +198,28 @@ def torch_optimizer_name(optimizer: torch.optim.Optimizer) -> str | None:
     matching = [
         name
         for name, kind in OPTIMIZERS.items()
-        if type(optimizer) is kind.torch_class and kind.settings.items() <= optimizer.defaults.items()
+        if type(optimizer) is imported(kind.torch_class) and kind.settings.items() <= optimizer.defaults.items()
     ]
     return max(matching, key=lambda name: len(OPTIMIZERS[name].settings), default=None)
 
 
-def fused_optimizer_name(fused: EmbOptimType) -> str | None:
+def fused_optimizer_name(fused: "EmbOptimType") -> str | None:
     """Returns the name of one of FBGEMM's optimizers; None where it is none in the table."""
     return next((name for name, kind in OPTIMIZERS.items() if _computes(kind, fused)), None)
 
 
-def fused_type(optimizer: type[torch.optim.Optimizer]) -> EmbOptimType | None:
+def fused_type(optimizer: "type[torch.optim.Optimizer]") -> "EmbOptimType | None":
     """Returns what FBGEMM calls the optimizer of a class; None where it has none such."""
+    from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
+
     try:
         return optimizer_type_to_emb_opt_type(optimizer)
     except ValueError:
         return None
 
 
-def _computes(kind: OptimizerKind, fused: EmbOptimType) -> bool:
-    own = None if kind.fused_class is None else fused_type(kind.fused_class)
+def _computes(kind: OptimizerKind, fused: "EmbOptimType") -> bool:
+    own_class = imported(kind.fused_class)
+    own = None if own_class is None else fused_type(own_class)
     # the exact forms, which TorchRec takes, and the others keep the same states
     return own is not None and own.value.removeprefix("exact_") == fused.value.removeprefix("exact_")

@@ -16,6 +16,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimiz
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from distembed.errors import UserError
+from distembed.lazy import imported
 from distembed.optim.config import DenseOptimizerConfig, ScheduleConfig, SparseOptimizerConfig
 from distembed.optim.kinds import OPTIMIZERS, sparse_names
 from distembed.optim.live_state import set_step_count
@@ -48,7 +49,7 @@ def fuse_sparse_optimizer(
             f"{device.type}; use one of {elsewhere}."
         )
     if kind.fused_class is not None:
-        apply_optimizer_in_backward(kind.fused_class, parameters, _sparse_settings(config))
+        apply_optimizer_in_backward(imported(kind.fused_class), parameters, _sparse_settings(config))
 
 
 def _sparse_settings(config: SparseOptimizerConfig) -> dict[str, float]:

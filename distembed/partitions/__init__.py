@@ -25,23 +25,30 @@ For ids that arrive as strings or as unbounded integers, :func:`hash_strings` an
 A new scheme is one file and one line in :data:`PARTITIONS`; law tests run over every entry.
 """
 
-from distembed.partitions.base import Partition
-from distembed.partitions.chinese_remainder import ChineseRemainder
-from distembed.partitions.explicit import Explicit
-from distembed.partitions.hashing import KeyedHash, hash_strings
-from distembed.partitions.mixed_radix import MixedRadix
-from distembed.partitions.naive import Naive
-from distembed.partitions.quotient_remainder import QuotientRemainder
-from distembed.partitions.remainder import Remainder
+from typing import TYPE_CHECKING
 
-PARTITIONS: dict[str, type[Partition]] = {
-    "naive": Naive,
-    "remainder": Remainder,
-    "quotient_remainder": QuotientRemainder,
-    "mixed_radix": MixedRadix,
-    "chinese_remainder": ChineseRemainder,
-    "explicit": Explicit,
-}
+from distembed.lazy import NameTable, imports_on_demand
+
+if TYPE_CHECKING:
+    from distembed.partitions.base import Partition
+    from distembed.partitions.chinese_remainder import ChineseRemainder
+    from distembed.partitions.explicit import Explicit
+    from distembed.partitions.hashing import KeyedHash, hash_strings
+    from distembed.partitions.mixed_radix import MixedRadix
+    from distembed.partitions.naive import Naive
+    from distembed.partitions.quotient_remainder import QuotientRemainder
+    from distembed.partitions.remainder import Remainder
+
+PARTITIONS: "NameTable[type[Partition]]" = NameTable(
+    {
+        "naive": "distembed.partitions.naive:Naive",
+        "remainder": "distembed.partitions.remainder:Remainder",
+        "quotient_remainder": "distembed.partitions.quotient_remainder:QuotientRemainder",
+        "mixed_radix": "distembed.partitions.mixed_radix:MixedRadix",
+        "chinese_remainder": "distembed.partitions.chinese_remainder:ChineseRemainder",
+        "explicit": "distembed.partitions.explicit:Explicit",
+    }
+)
 """The scheme of each name. Each class is built as ``cls(num_embeddings=n, **settings)``."""
 
 __all__ = [
@@ -56,3 +63,4 @@ __all__ = [
     "Remainder",
     "hash_strings",
 ]
+__getattr__ = imports_on_demand(__name__)

@@ -21,18 +21,23 @@ The collections of :mod:`distembed.embedding` do it for tables with ``sse=``; an
   neighbours; ``random_words.py`` makes the numbers, and ``arrays.py`` lets numpy and torch compute alike.
 """
 
-from distembed.graph import Graph
-from distembed.sse.perturbation import (
-    FeaturePerturbation,
-    IdPerturbation,
-    perturb_inputs,
-    require_forward_pass,
-    set_step,
-    take_counts,
-)
-from distembed.sse.replacement import graph_bytes
-from distembed.sse.rule import SSE, Walk
-from distembed.sse.stream import IdStream
+from typing import TYPE_CHECKING
+
+from distembed.lazy import imports_on_demand
+
+if TYPE_CHECKING:
+    from distembed.graph import Graph
+    from distembed.sse.perturbation import (
+        FeaturePerturbation,
+        IdPerturbation,
+        perturb_inputs,
+        require_forward_pass,
+        set_step,
+        take_counts,
+    )
+    from distembed.sse.replacement import graph_bytes
+    from distembed.sse.rule import SSE, Walk
+    from distembed.sse.stream import IdStream
 
 __all__ = [
     "SSE",
@@ -47,3 +52,4 @@ __all__ = [
     "set_step",
     "take_counts",
 ]
+__getattr__ = imports_on_demand(__name__)

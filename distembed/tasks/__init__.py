@@ -1,16 +1,20 @@
-"""Tasks, which are what a model learns: each is a file with its config beside it, listed in a name table.
+"""Tasks, which are what a model learns: each is a file with its config in ``config.py``, listed in a name table.
 
-``base.py`` says what a task and its config are; ``binary_metrics.py`` holds the metrics of binary classifiers.
+``base.py`` says what a task is; ``binary_metrics.py`` holds the metrics of binary classifiers.
 
 A task of one's own is a config with ``name`` and ``build``, registered by ``TASKS["mine"] = MyConfig``; see
-:mod:`distembed.tasks.base`.
+:class:`distembed.tasks.TaskConfig`.
 """
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
+from distembed.lazy import imports_on_demand
 from distembed.names import ByName
-from distembed.tasks.base import Task, TaskConfig
-from distembed.tasks.click import ClickConfig, ClickTask
+from distembed.tasks.config import ClickConfig, TaskConfig
+
+if TYPE_CHECKING:
+    from distembed.tasks.base import Task
+    from distembed.tasks.click import ClickTask
 
 TASKS: dict[str, type[TaskConfig]] = {"click": ClickConfig}
 """Config class by task name."""
@@ -19,3 +23,4 @@ TaskSection = Annotated[TaskConfig, ByName(TASKS, "task", default="click")]
 """The ``task`` section of a config, whose key ``name`` says which task it configures."""
 
 __all__ = ["TASKS", "ClickConfig", "ClickTask", "Task", "TaskConfig", "TaskSection"]
+__getattr__ = imports_on_demand(__name__)

@@ -6,8 +6,7 @@ weighs its loss, gathers its outputs from all ranks and passes them back, by the
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import Field as DataclassField
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -81,19 +80,6 @@ class Task(ABC):
     def details(self, rows: Rows) -> dict[str, Any]:
         """Returns what a report shows beside the metrics, in plain values."""
         return {}
-
-
-class TaskConfig(Protocol):
-    """A task's section of a config: a frozen pydantic dataclass beside the task that it builds."""
-
-    __dataclass_fields__: ClassVar[dict[str, DataclassField[Any]]]
-
-    @property
-    def name(self) -> str:
-        """The task's name in ``TASKS``."""
-
-    def build(self) -> Task:
-        """Builds the task."""
 
 
 def require_fields(model: Model, task: Task, fields: Mapping[str, Any]) -> None:

@@ -2,31 +2,18 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pydantic.dataclasses
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from distembed.data.dataset.schema import LABELS
 from distembed.data.reader.batch import Batch
-from distembed.names import STRICT
 from distembed.runs.metrics import CLICK_METRICS
 from distembed.tasks.base import Outputs, Rows, Task
 from distembed.tasks.binary_metrics import BinaryMetrics, calibration_bins, exact_auc, sigmoid
-
-
-@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
-class ClickConfig:
-    """The ``task`` section of a config for :class:`ClickTask`, which has no settings."""
-
-    name: Literal["click"] = "click"
-
-    def build(self) -> Task:
-        """Builds the task."""
-        return ClickTask()
 
 
 class ClickTask(Task):

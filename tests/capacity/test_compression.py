@@ -19,7 +19,7 @@ from distembed.capacity.id_counts import CountedIds, ZipfIds
 from distembed.config import Config, load_config
 from distembed.data.dataset.manifest import Manifest, Split, Vocabulary
 from distembed.data.dataset.schema import CRITEO_KAGGLE_CARDINALITIES, CategoricalFeature, Schema
-from distembed.embedding.settings import EmbeddingConfig, TableConfig, build_tables
+from distembed.embedding import EmbeddingConfig, TableConfig, build_tables
 from distembed.errors import InsufficientMemory
 from distembed.optim.declared import TableOptimizers
 from distembed.planning.cluster import Cluster

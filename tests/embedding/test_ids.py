@@ -15,8 +15,8 @@ from distembed.embedding import (
     CompositionalEmbeddingBagConfig,
     CompositionalEmbeddingCollection,
 )
-from distembed.embedding.config import ID_POLICIES
 from distembed.embedding.ids import IdMapper
+from distembed.embedding.settings import ID_POLICIES
 from distembed.errors import UserError
 from distembed.partitions import KeyedHash
 from tests.embedding.reference import jagged

@@ -12,7 +12,7 @@ from torchrec.distributed.types import ParameterSharding, ShardingType, ShardMet
 
 from distembed.composition import COMPOSITIONS
 from distembed.embedding import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig
-from distembed.embedding.config import POOLINGS
+from distembed.embedding.settings import POOLINGS
 from distembed.partitions import QuotientRemainder
 from distembed.planning.buffers import Step
 from distembed.planning.workload import Workload

@@ -1,0 +1,118 @@
+"""Builds the tables of a dataset's features as the ``embedding`` section of a config sets them."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from distembed.composition import COMPOSITIONS
+from distembed.data.dataset.schema import CategoricalFeature
+from distembed.embedding.config import CompositionalEmbeddingBagConfig
+from distembed.embedding.settings import EmbeddingConfig, TableConfig
+from distembed.errors import UserError
+from distembed.names import one_of
+from distembed.partitions import PARTITIONS, Explicit, KeyedHash, Naive, Partition
+from distembed.sse import SSE
+
+_DEFAULT_COLLISIONS = 4
+
+
+def build_tables(
+    features: Sequence[CategoricalFeature],
+    config: EmbeddingConfig,
+    seed: int = 0,
+    sse: Mapping[str, SSE] | None = None,
+) -> list[CompositionalEmbeddingBagConfig]:
+    """Returns one table for each feature, with the feature's name.
+
+    Args:
+        features: The dataset's features.
+        config: The ``embedding`` section.
+        seed: The seed of the initial values and of ``sse``.
+        sse: The rules by which ids are replaced in training, by the table's name; other tables' ids are not replaced.
+
+    Raises:
+        UserError: ``config.tables`` names a feature that does not exist, or a scheme's settings are not valid.
+    """
+    names = [feature.name for feature in features]
+    for name in config.tables:
+        one_of("embedding.tables", name, names)
+    rules = sse or {}
+    return [
+        dataclasses.replace(_build_table(feature, config.for_table(feature.name), seed), sse=rules.get(feature.name))
+        for feature in features
+    ]
+
+
+def reason_to_stay_full(feature: CategoricalFeature, settings: TableConfig) -> str | None:
+    """Returns why a feature's table stays full although a scheme is set, or None where the scheme is applied."""
+    if settings.force or settings.partition == "naive":
+        return None
+    if feature.num_embeddings <= settings.threshold:
+        return f"no more than {settings.threshold} ids"
+    compressed = _table(feature, settings, _make_partition(feature, settings), seed=0)
+    if compressed.num_parameters >= feature.num_embeddings * settings.embedding_dim:
+        return f"{settings.partition} with {settings.composition} would save no parameters"
+    return None
+
+
+def _build_table(feature: CategoricalFeature, settings: TableConfig, seed: int) -> CompositionalEmbeddingBagConfig:
+    """Returns a feature's table, which is full where there is a reason for it to stay so."""
+    if reason_to_stay_full(feature, settings) is None:
+        return _table(feature, settings, _make_partition(feature, settings), seed)
+    return _table(feature, settings, Naive(feature.num_embeddings), seed)
+
+
+def _table(
+    feature: CategoricalFeature, settings: TableConfig, partition: Partition, seed: int
+) -> CompositionalEmbeddingBagConfig:
+    """Returns a feature's table with a given partition."""
+    composition = COMPOSITIONS["product" if partition.name == "naive" else settings.composition]
+    chosen = {name: getattr(settings, name) for name in composition.settings}
+    return CompositionalEmbeddingBagConfig(
+        name=feature.name,
+        num_embeddings=feature.num_embeddings,
+        embedding_dim=settings.embedding_dim,
+        feature_names=[feature.name],
+        partition=partition,
+        composition=composition(**chosen),
+        pooling=settings.pooling,
+        seed=seed,
+        id_policy=settings.id_policy,
+        pre_hash=None if settings.hash_seed is None else KeyedHash(settings.hash_seed),
+    )
+
+
+def _make_partition(feature: CategoricalFeature, settings: TableConfig) -> Partition:
+    """Returns the partition of a feature's table.
+
+    Raises:
+        UserError: The scheme's settings are not valid; the error names the table.
+    """
+    scheme = PARTITIONS[settings.partition]
+    try:
+        if scheme is Explicit:
+            return _read_explicit(feature.num_embeddings, settings)
+        chosen = {name: getattr(settings, name) for name in scheme.settings}
+        if "collisions" in chosen and settings.collisions is None and settings.num_buckets is None:
+            chosen["collisions"] = _DEFAULT_COLLISIONS
+        return scheme(feature.num_embeddings, **{name: value for name, value in chosen.items() if value is not None})
+    except UserError as error:
+        raise UserError(f"embedding, table {feature.name!r}: {error}") from None
+
+
+def _read_explicit(num_embeddings: int, settings: TableConfig) -> Explicit:
+    """Returns the explicit partitions of a table's file, or raises a :class:`UserError` where none is set."""
+    if settings.assignments is None or settings.columns is None:
+        raise UserError("partition explicit needs assignments, a Parquet file, and columns, its columns.")
+    path = Path(settings.assignments)
+    modified_ns = path.stat().st_mtime_ns if path.exists() else 0
+    return _explicit(num_embeddings, path, tuple(settings.columns), settings.allow_collisions, modified_ns)
+
+
+@lru_cache(maxsize=64)
+def _explicit(
+    num_embeddings: int, path: Path, columns: tuple[str, ...], allow_collisions: bool, modified_ns: int
+) -> Explicit:
+    """Reads and checks a file once for each time of its modification, not whenever a table is described or built."""
+    return Explicit.from_parquet(num_embeddings, path, columns, allow_collisions)

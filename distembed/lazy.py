@@ -1,0 +1,90 @@
+"""Imports that wait until they are needed: torch takes 2 s to load and TorchRec 3 s more, and few commands need both.
+
+A package whose public names are of heavy modules imports them for type checkers alone, and gives them to others when
+they are first asked for::
+
+    if TYPE_CHECKING:
+        from distembed.partitions.base import Partition
+
+    __all__ = ["Partition"]
+    __getattr__ = imports_on_demand(__name__)
+
+A table of names is a :class:`NameTable`, whose values may be given by where they are, ``"module:name"``.
+"""
+
+import ast
+import importlib
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def imports_on_demand(package: str) -> Callable[[str], Any]:
+    """Returns the ``__getattr__`` of a package (PEP 562) whose names are imported when they are first asked for.
+
+    They are the names that the package's own file imports under ``if TYPE_CHECKING:``, which is read for them, so that
+    they are listed once.
+
+    Args:
+        package: The package's ``__name__``.
+    """
+    homes = _imports_for_type_checkers(package)
+
+    def load(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(homes[name]), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return load
+
+
+def _imports_for_type_checkers(package: str) -> dict[str, str]:
+    """Returns the module of each name that a package imports from it under ``if TYPE_CHECKING:``."""
+    spec = sys.modules[package].__spec__
+    assert spec is not None
+    loader: Any = spec.loader
+    blocks = [node for node in ast.parse(loader.get_source(package)).body if isinstance(node, ast.If)]
+    imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: node.module for node in imports for alias in node.names if node.module is not None}
+
+
+def imported(value: T | str) -> T:
+    """Returns a value that may be given by where it is, ``"module:name"``; it is imported then."""
+    return pkgutil.resolve_name(value) if isinstance(value, str) else value
+
+
+class NameTable(MutableMapping[str, T]):
+    """A table of names, each of whose values is imported when it is first looked up; the names are known at once.
+
+    It is changed like a dictionary: ``PARTITIONS["mine"] = Mine`` adds a value, or ``"my_package.my_module:Mine"``.
+
+    Args:
+        values: The value of each name, which is no string, or where it is, ``"module:name"``.
+    """
+
+    def __init__(self, values: Mapping[str, T | str]) -> None:
+        self._values = dict(values)
+
+    def __getitem__(self, name: str) -> T:
+        value = self._values[name] = imported(self._values[name])
+        return value
+
+    def __setitem__(self, name: str, value: T | str) -> None:
+        self._values[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._values[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
