@@ -5,7 +5,8 @@ from forgery: whoever may change a file may change its checksum too, so that not
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -36,25 +37,73 @@ class Verification:
     num_bytes: int = 0
     has_checksums: bool = True
 
+    def add(self, problems: Iterable[str], file: Path) -> None:
+        """Adds the problems of a file that was looked at, and counts the file with the bytes that it has."""
+        self.problems.extend(problems)
+        self.num_files += 1
+        with suppress(OSError):
+            self.num_bytes += file.stat().st_size
+
 
 def checksum_of(data: bytes | bytearray | memoryview) -> str:
     """Returns the checksum of bytes, as 32 hexadecimal digits."""
     return str(xxhash.xxh3_128_hexdigest(data))
 
 
-def file_checksum(file: Path | IO[bytes]) -> str:
+def file_checksum(file: Path | IO[bytes], num_bytes: int | None = None) -> str:
     """Returns the checksum of a file's bytes, or of what is left to read of an open file.
+
+    Args:
+        file: The file, which is read a few megabytes at a time.
+        num_bytes: Most bytes to read; all unless given.
 
     Raises:
         OSError: The file cannot be read.
     """
     if isinstance(file, Path):
         with file.open("rb") as opened:
-            return file_checksum(opened)
+            return file_checksum(opened, num_bytes)
     digest = xxhash.xxh3_128()
-    while piece := file.read(_PIECE_BYTES):
+    while piece := file.read(_PIECE_BYTES if num_bytes is None else min(_PIECE_BYTES, num_bytes)):
         digest.update(piece)
+        num_bytes = None if num_bytes is None else num_bytes - len(piece)
     return str(digest.hexdigest())
+
+
+@dataclass(frozen=True)
+class FileChecksum:
+    """The size and the checksum of a whole file.
+
+    Attributes:
+        bytes: Size of the file.
+        checksum: Checksum of its bytes.
+    """
+
+    bytes: int
+    checksum: str
+
+    @classmethod
+    def of(cls, path: Path) -> "FileChecksum":
+        """Returns those of a file as it is.
+
+        Raises:
+            OSError: The file cannot be read.
+        """
+        return cls(path.stat().st_size, file_checksum(path))
+
+    def problem(self, path: Path) -> str | None:
+        """Returns what is wrong with a file, without the remedy; None where it is as it was written."""
+        try:
+            if not path.is_file():
+                return f"{path} is missing"
+            size = path.stat().st_size
+            if size != self.bytes:
+                return f"{path} has {size:,} bytes where {self.bytes:,} were written: it was cut short or changed"
+            if file_checksum(path) != self.checksum:
+                return f"{path} is damaged: its checksum is not that of what was written"
+        except OSError as error:
+            return f"{path} cannot be read ({error})"
+        return None
 
 
 def with_checksum(values: Mapping[str, Any]) -> dict[str, Any]:

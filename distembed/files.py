@@ -8,7 +8,7 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from distembed.errors import RunError, UserError
@@ -130,6 +130,37 @@ def read_folder_json(path: Path, kind: str, remedy: str) -> Any:
     if not path.exists():
         raise UserError(f"{path.parent} is no {kind}: it has no {path.name}; {remedy}.")
     return read_json(path, remedy)
+
+
+def require_inside(path: Any, field: str, file: Path) -> str:
+    """Returns a path that a JSON file gives relative to its folder, if the path stays inside of that by its text.
+
+    Links in the folder are followed wherever they lead: they were made by whoever the folder belongs to.
+
+    Args:
+        path: What the file gives.
+        field: Where in the file it is given, for the error.
+        file: The file.
+
+    Raises:
+        UserError: The path is absolute, has a part ``..`` or can be none of a file.
+    """
+    inside = isinstance(path, str) and path not in ("", ".") and "\0" not in path
+    if not inside or PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or not _encodable(path):
+        raise UserError(
+            f"{file}: {field} is {path!r}; it must be a path inside {file.parent}, relative to it and without '..': "
+            "the file was changed, or comes from someone who should not be trusted."
+        )
+    return str(path)
+
+
+def _encodable(path: str) -> bool:
+    """Returns whether the system can be asked for a path; not, where it has half of a character."""
+    try:
+        os.fsencode(path)
+    except UnicodeError:
+        return False
+    return True
 
 
 def finite(value: Any) -> Any:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -78,7 +79,7 @@ def load_id_counts(config: Config, features: Sequence[CategoricalFeature]) -> di
     counts: dict[str, IdCounts] = {}
     for feature in features:
         if feature.name in manifest.vocabularies:
-            file = Path(config.data.path) / manifest.vocabularies[feature.name].file
+            file = manifest.require_unchanged(config.data.path, manifest.vocabularies[feature.name].file)
             counts[feature.name] = CountedIds(_read_counts(file))
         else:
             # the sum of 1/i is about the logarithm and Euler's constant
@@ -92,6 +93,6 @@ def _read_counts(vocabulary: Path) -> NDArray[np.int64]:
     """Returns the count of each id; the reserved ones come first, and count as much as the most frequent."""
     try:
         counts = pq.read_table(vocabulary, columns=["count"])["count"].to_numpy()
-    except OSError as error:
+    except (pa.ArrowException, OSError) as error:
         raise UserError(f"the vocabulary {vocabulary} cannot be read: {error}; prepare the dataset again.") from error
     return np.concatenate([np.full(FIRST_ID, counts.max(initial=1)), counts])

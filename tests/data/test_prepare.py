@@ -147,7 +147,7 @@ def test_bytes_depend_on_rows_and_options_alone(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(ResourceLimits, "vocabulary_keys", 50)
     prepare_criteo([source], tmp_path / "blocks", limits=ResourceLimits(threads=2))
     first = folder_bytes(tmp_path / "once")
-    assert len(first) == 1 + 1 + 26 + 2 + 1 + 1
+    assert len(first) == 1 + 1 + 1 + 26 + 2 + 1 + 1
     for name in ["again", "threads", "memory", "blocks"]:
         assert folder_bytes(tmp_path / name) == first, name
 

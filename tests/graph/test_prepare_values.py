@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from distembed.data.dataset.manifest import Manifest, Vocabulary, create_manifest
+from distembed.data.dataset.creation import create_manifest
+from distembed.data.dataset.manifest import Manifest, Vocabulary
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.data.prepare import CriteoOptions, prepare_criteo
 from distembed.errors import UserError
@@ -109,7 +110,7 @@ def test_texts_become_ids_by_a_vocabulary_of_texts(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="table is 'films'.*Did you mean 'film'"):
         prepare_graph([file], tmp_path / "x", NodeIds(dataset, "films"))
     (dataset / "film.parquet").unlink()
-    with pytest.raises(UserError, match="vocabulary .*film.parquet cannot be read"):
+    with pytest.raises(UserError, match="film.parquet is missing; prepare the data again"):
         prepare_graph([file], tmp_path / "x", NodeIds(dataset, "film"))
 
 

@@ -7,9 +7,13 @@ A dataset is a folder of Parquet files and a ``manifest.json``::
     DATASET/validation/  test/       the other splits; any names are possible
     DATASET/vocabulary/C1.parquet    which raw value each id stands for (only with a vocabulary)
     DATASET/rejected.tsv             malformed rows, with file, line and reason (only when there are any)
+    DATASET/checksums.bin            checksums of the splits' files, a row group each (pieces.py)
 
-The manifest holds no times of day, so preparing the same input twice gives the same bytes. :func:`create_manifest`
+The manifest holds no times of day, so preparing the same input twice gives the same bytes. ``creation.py``
 writes one for Parquet files that were made elsewhere.
+
+It carries its own checksum and those of all files but the splits'. Version 1 had none; it is still read. All paths in
+it lead inside the folder.
 """
 
 from __future__ import annotations
@@ -18,23 +22,24 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from distembed import __version__
-from distembed.data.dataset.columns import check_columns
+from distembed.checksums import KEY, FileChecksum, checksum_differs, with_checksum
+from distembed.data.dataset.pieces import CHECKSUMS_NAME, REMEDY, Pieces, file_pieces, write_pieces
 from distembed.data.dataset.schema import Schema
 from distembed.errors import UserError
-from distembed.files import read_folder_json, write_text
+from distembed.files import read_folder_json, require_inside, write_text
 
 MANIFEST_NAME = "manifest.json"
-MANIFEST_VERSION = 1
+MANIFEST_VERSION = 2
+
+_WITHOUT_CHECKSUMS = 1
+_CHECKSUMS = "checksums"
 
 
 @dataclass(frozen=True)
@@ -132,6 +137,7 @@ class Manifest:
         vocabularies: How raw values became ids, by feature; empty where ids are hashed or were made elsewhere.
         sources: Raw input files.
         rejected: Malformed rows of the input.
+        checksums: Sizes and checksums of the files that belong to no split, by path.
         tool_version: Version of distembed that wrote the manifest.
         format_version: Version of the manifest's format.
     """
@@ -142,6 +148,7 @@ class Manifest:
     vocabularies: Mapping[str, Vocabulary] = field(default_factory=dict)
     sources: tuple[SourceFile, ...] = ()
     rejected: Rejected = field(default_factory=Rejected)
+    checksums: Mapping[str, FileChecksum] = field(default_factory=dict)
     tool_version: str = ""
     format_version: int = MANIFEST_VERSION
 
@@ -155,19 +162,68 @@ class Manifest:
         path = Path(dataset_dir) / MANIFEST_NAME
         return cls.from_json(read_folder_json(path, "dataset", "make one with `distembed prepare`"), path)
 
-    def save(self, dataset_dir: str | os.PathLike[str]) -> Path:
-        """Writes ``manifest.json`` whole or not at all, and returns its path.
+    def save(self, dataset_dir: str | os.PathLike[str], pieces: Mapping[str, Pieces] | None = None) -> Manifest:
+        """Writes ``manifest.json`` whole or not at all, and ``checksums.bin`` before it.
+
+        Args:
+            dataset_dir: Folder with the files that the manifest lists.
+            pieces: Pieces of the splits' files by path, where they are known; the others are read.
+
+        Returns:
+            The manifest with the checksums of the other files.
 
         Raises:
-            RunError: The file cannot be written.
+            UserError: A file cannot be read.
+            RunError: The manifest cannot be written.
         """
-        path = Path(dataset_dir) / MANIFEST_NAME
-        write_text(path, json.dumps(self.to_json(), indent=1) + "\n")
+        folder = Path(dataset_dir)
+        with_checksums = self._with_checksums(folder, pieces or {}) if self.has_checksums else self
+        value = with_checksums.to_json()
+        write_text(folder / MANIFEST_NAME, json.dumps(value, indent=1) + "\n")
+        return with_checksums
+
+    def _with_checksums(self, folder: Path, pieces: Mapping[str, Pieces]) -> Manifest:
+        try:
+            if self._split_files:
+                known = (pieces.get(file.path) for file in self._split_files)
+                paths = (folder / file.path for file in self._split_files)
+                write_pieces(folder, (file_pieces(p) if k is None else k for p, k in zip(paths, known, strict=True)))
+            checksums = {file: FileChecksum.of(folder / file) for file in self.other_files}
+        except (pa.ArrowException, OSError) as error:
+            raise UserError(f"a file of {folder} cannot be read, which its manifest is to list: {error}") from error
+        return dataclasses.replace(self, checksums=checksums)
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether the dataset carries checksums."""
+        return self.format_version > _WITHOUT_CHECKSUMS
+
+    @property
+    def _split_files(self) -> list[DataFile]:
+        return [file for split in self.splits.values() for file in split.files]
+
+    @property
+    def other_files(self) -> list[str]:
+        """The paths of the files that belong to no split, in the order of the manifest."""
+        vocabularies = [vocabulary.file for vocabulary in self.vocabularies.values()]
+        rejected = [] if self.rejected.file is None else [self.rejected.file]
+        return [*vocabularies, *rejected, *([CHECKSUMS_NAME] if self._split_files and self.has_checksums else [])]
+
+    def require_unchanged(self, dataset_dir: str | os.PathLike[str], file: str) -> Path:
+        """Returns the path of a file that belongs to no split, once it is held against its checksum, if it has one.
+
+        Raises:
+            UserError: The file is not as it was written.
+        """
+        path = Path(dataset_dir) / file
+        problem = self.checksums[file].problem(path) if self.has_checksums else None
+        if problem is not None:
+            raise UserError(f"{problem}; {REMEDY}.")
         return path
 
     def to_json(self) -> dict[str, Any]:
         """Returns the manifest as plain JSON values, in a fixed order."""
-        return {
+        value = {
             "format": "distembed dataset",
             "format_version": self.format_version,
             "tool_version": self.tool_version,
@@ -178,6 +234,9 @@ class Manifest:
             "sources": [dataclasses.asdict(source) for source in self.sources],
             "rejected": {**dataclasses.asdict(self.rejected), "by_reason": dict(self.rejected.by_reason)},
         }
+        if not self.has_checksums:
+            return value
+        return with_checksum({**value, _CHECKSUMS: {f: dataclasses.asdict(c) for f, c in self.checksums.items()}})
 
     @classmethod
     def from_json(cls, value: Any, path: Path) -> Manifest:
@@ -194,23 +253,50 @@ class Manifest:
             raise UserError(
                 f"{path} is not the manifest of a distembed dataset; name a folder made by `distembed prepare`"
             )
-        if value.get("format_version") != MANIFEST_VERSION:
+        version = value.get("format_version")
+        if version not in (MANIFEST_VERSION, _WITHOUT_CHECKSUMS):
             raise UserError(
-                f"{path} has format_version {value.get('format_version')!r}, written by distembed "
-                f"{value.get('tool_version')!r}; this distembed reads {MANIFEST_VERSION}: prepare the data again"
+                f"{path} has format_version {version!r}, written by distembed {value.get('tool_version')!r}; this "
+                f"distembed reads {_WITHOUT_CHECKSUMS} and {MANIFEST_VERSION}: prepare the data again"
             )
+        # what says that it is old and has a checksum is damaged where it says how old it is
+        if ((KEY in value or _CHECKSUMS in value) if version == _WITHOUT_CHECKSUMS else KEY not in value) or (
+            checksum_differs(value)
+        ):
+            raise UserError(f"{path} is damaged: its checksum is missing or is not that of its values; {REMEDY}")
         try:
-            return cls(
+            manifest = cls(
                 schema=Schema.from_json(value["schema"]),
                 splits={name: _split_from_json(split) for name, split in value["splits"].items()},
                 preparation=value.get("preparation", {}),
                 vocabularies={name: Vocabulary(**entry) for name, entry in value.get("vocabularies", {}).items()},
                 sources=tuple(SourceFile(**source) for source in value.get("sources", ())),
                 rejected=Rejected(**value.get("rejected", {})),
+                checksums={file: FileChecksum(**entry) for file, entry in value.get(_CHECKSUMS, {}).items()},
                 tool_version=value["tool_version"],
+                format_version=version,
             )
         except (KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); prepare the data again") from error
+            raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); {REMEDY}") from error
+        manifest._require_usable(path)
+        return manifest
+
+    def _require_usable(self, path: Path) -> None:
+        """Makes sure that all files are inside the folder, and that those that belong to no split have checksums.
+
+        Raises:
+            UserError: They are not, or have not.
+        """
+        for name, split in self.splits.items():
+            for index, file in enumerate(split.files):
+                require_inside(file.path, f"splits.{name}.files[{index}].path", path)
+        for name, vocabulary in self.vocabularies.items():
+            require_inside(vocabulary.file, f"vocabularies.{name}.file", path)
+        if self.rejected.file is not None:
+            require_inside(self.rejected.file, "rejected.file", path)
+        lacking = [file for file in self.other_files if file not in self.checksums] if self.has_checksums else []
+        if lacking:
+            raise UserError(f"{path} is damaged: it has no checksum of {', '.join(lacking)}; {REMEDY}")
 
     def split(self, name: str) -> Split:
         """Returns the split of this name.
@@ -227,61 +313,25 @@ def id_fingerprint(dataset_dir: str | os.PathLike[str], manifest: Manifest) -> s
     """Returns a checksum of what each id stands for: equal for datasets that a model can be moved between.
 
     It covers the tables' sizes and, where the dataset has them, its vocabularies or its hash.
+
+    Raises:
+        UserError: A vocabulary is not as it was written.
     """
     digest = hashlib.sha256(json.dumps(manifest.schema.to_json()).encode())
     digest.update(repr([manifest.preparation.get(key) for key in ("hash_size", "hash_seed")]).encode())
     for name in sorted(manifest.vocabularies):
-        with open(Path(dataset_dir) / manifest.vocabularies[name].file, "rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
+        path = manifest.require_unchanged(dataset_dir, manifest.vocabularies[name].file)
+        try:
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        except OSError as error:
+            raise UserError(f"the vocabulary {path} cannot be read ({error}); {REMEDY}") from error
     return digest.hexdigest()
 
 
-def create_manifest(
-    dataset_dir: str | os.PathLike[str],
-    schema: Schema,
-    splits: Mapping[str, Sequence[str | os.PathLike[str]]],
-) -> Manifest:
-    """Writes a manifest for Parquet files that were made elsewhere, so that the reader can read them.
-
-    Args:
-        dataset_dir: Folder that gets ``manifest.json``.
-        schema: What the columns are; ids are integers in ``[0, num_embeddings)``.
-        splits: Parquet files by the name of their split, inside ``dataset_dir``; relative paths are relative to it.
-
-    Raises:
-        UserError: A file is missing, is no Parquet, has other columns, or lies outside the folder.
-    """
-    folder = Path(dataset_dir)
-    described = {name: _describe_split(folder, schema, files) for name, files in splits.items()}
-    manifest = Manifest(schema, described, {"source": "create_manifest"}, tool_version=__version__)
-    manifest.save(folder)
-    return manifest
-
-
-def _describe_split(folder: Path, schema: Schema, paths: Sequence[str | os.PathLike[str]]) -> Split:
-    files, label_sum = [], 0.0
-    for path in paths:
-        absolute = (folder / path).resolve()
-        if not absolute.is_relative_to(folder.resolve()):
-            raise UserError(f"{absolute} lies outside the dataset folder {folder}: move it or link it there")
-        if not absolute.is_file():
-            raise UserError(f"{absolute} does not exist")
-        labels = _read_label(absolute, schema)
-        label_sum += pc.sum(pc.cast(labels, pa.float64())).as_py() or 0.0
-        relative = absolute.relative_to(folder.resolve()).as_posix()
-        files.append(DataFile(relative, len(labels), absolute.stat().st_size))
-    num_rows = sum(file.num_rows for file in files)
-    return Split(num_rows, label_sum / num_rows if num_rows else None, tuple(files))
-
-
-def _read_label(path: Path, schema: Schema) -> pa.ChunkedArray:
-    try:
-        file = pq.ParquetFile(path)
-        check_columns(path, file.schema_arrow, schema)
-        return file.read(columns=[schema.label]).column(0)
-    except pa.ArrowInvalid as error:
-        raise UserError(f"{path} is not a readable Parquet file: {error}") from error
-
-
 def _split_from_json(value: Mapping[str, Any]) -> Split:
-    return Split(value["num_rows"], value["label_rate"], tuple(DataFile(**file) for file in value["files"]))
+    files = tuple(DataFile(**file) for file in value["files"])
+    for count in (value["num_rows"], *(file.num_rows for file in files), *(file.bytes for file in files)):
+        if type(count) is not int or count < 0:
+            raise TypeError(f"{count!r} is no number of rows or bytes")
+    return Split(value["num_rows"], value["label_rate"], files)

@@ -9,13 +9,15 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from distembed.checksums import Verification
-from distembed.data.dataset.manifest import DataFile, Manifest
+from distembed.checksums import Verification, file_checksum
+from distembed.data.dataset.manifest import MANIFEST_NAME, DataFile, Manifest, Split
+from distembed.data.dataset.pieces import CHECKSUMS_NAME, REMEDY, Pieces, PiecewiseFile, damaged_piece
+from distembed.data.dataset.row_groups import checked_metadata, list_row_groups, read_pieces
 from distembed.errors import UserError
 
 
 def require_whole(dataset_dir: str | os.PathLike[str], split_names: Iterable[str]) -> None:
-    """Makes sure that splits are there, with the sizes and the numbers of rows that the manifest says.
+    """Makes sure that splits are there, with the sizes, footers and numbers of rows that the manifest says.
 
     It reads the ends of files only, so that it can be called before the first step for all splits of a run.
 
@@ -24,18 +26,32 @@ def require_whole(dataset_dir: str | os.PathLike[str], split_names: Iterable[str
         split_names: Names of the splits that are going to be read.
 
     Raises:
-        UserError: The dataset has no such split, or a file is missing, cut short or has other rows.
+        UserError: The dataset has no such split, or a file is missing, cut short, damaged at its end or has other rows.
     """
     folder = Path(dataset_dir)
     manifest = Manifest.load(folder)
     for name in split_names:
-        for file in manifest.split(name).files:
-            if problem := _file_problem(folder, file):
-                raise UserError(problem)
+        list_row_groups(folder, manifest, name)
+
+
+def missing_checksums_note(dataset_dir: str | os.PathLike[str]) -> str | None:
+    """Returns a sentence for the user where a dataset was made before there were checksums; None for others.
+
+    Raises:
+        UserError: The folder is no dataset.
+    """
+    if Manifest.load(dataset_dir).has_checksums:
+        return None
+    return (
+        f"the dataset {dataset_dir} carries no checksums, since an older version made it: damage may pass unseen; "
+        "prepare it again to have them."
+    )
 
 
 def verify_dataset(dataset_dir: str | os.PathLike[str], progress: Callable[[int], None] | None = None) -> Verification:
     """Holds every byte of every file of a dataset against its checksums; the memory does not grow with the dataset.
+
+    Of a dataset without checksums, sizes and numbers of rows are compared, and every row group is decoded.
 
     Args:
         dataset_dir: Folder with ``manifest.json``.
@@ -45,33 +61,92 @@ def verify_dataset(dataset_dir: str | os.PathLike[str], progress: Callable[[int]
         All problems, not only the first.
 
     Raises:
-        UserError: The folder is no dataset.
+        UserError: The folder is no dataset, or its manifest cannot be used, so that nothing can be held against it.
     """
     folder = Path(dataset_dir)
     manifest = Manifest.load(folder)
-    found = Verification(has_checksums=False)
-    for split in manifest.splits.values():
+    found = Verification(has_checksums=manifest.has_checksums)
+    report = progress or (lambda num_bytes: None)
+    found.add((), folder / MANIFEST_NAME)
+    for other in manifest.other_files:
+        found.add(_other_file_problems(folder, manifest, other), folder / other)
+        report(found.num_bytes)
+    try:
+        pieces = read_pieces(folder, manifest)
+    except UserError as error:
+        pieces = {}
+        if not any(CHECKSUMS_NAME in problem for problem in found.problems):
+            found.problems.append(str(error))
+    for name, split in manifest.splits.items():
+        found.problems.extend(_split_problems(folder, name, split))
         for file in split.files:
-            if problem := _file_problem(folder, file):
-                found.problems.append(problem)
-            found.num_files += 1
-            found.num_bytes += file.bytes
-            if progress is not None:
-                progress(found.num_bytes)
+            piecewise = PiecewiseFile(folder / file.path, pieces.get(file.path))
+            found.add(_file_problems(piecewise, file, manifest), piecewise.path)
+            report(found.num_bytes)
     return found
 
 
-def _file_problem(folder: Path, file: DataFile) -> str | None:
-    """Returns what is wrong with a split's file as its size and its footer have it; None where nothing is."""
-    path = folder / file.path
-    if not path.is_file():
-        return f"{path} is missing: the manifest lists it; prepare the data again"
-    if path.stat().st_size != file.bytes:
-        return f"{path} has {path.stat().st_size} bytes, the manifest says {file.bytes}: prepare the data again"
+def _other_file_problems(folder: Path, manifest: Manifest, file: str) -> list[str]:
+    """Returns what is wrong with a file that belongs to no split."""
     try:
-        num_rows = pq.read_metadata(path).num_rows
+        path = manifest.require_unchanged(folder, file)
+        if not path.is_file():
+            return [f"{path} is missing: the manifest lists it; {REMEDY}."]
+        for name, vocabulary in manifest.vocabularies.items():
+            num_rows = pq.read_metadata(path).num_rows if vocabulary.file == file else vocabulary.num_ids
+            if num_rows != vocabulary.num_ids:
+                said = f"the manifest says {vocabulary.num_ids:,}"
+                return [f"{path} has {num_rows:,} ids of feature {name!r}, {said}; {REMEDY}."]
+    except UserError as error:
+        return [str(error)]
     except (pa.ArrowException, OSError) as error:
-        return f"{path} is not a readable Parquet file: {error}; prepare the data again"
-    if num_rows != file.num_rows:
-        return f"{path} has {num_rows} rows, the manifest says {file.num_rows}: prepare the data again"
-    return None
+        return [f"the vocabulary {folder / file} cannot be read ({error}); {REMEDY}."]
+    return []
+
+
+def _split_problems(folder: Path, name: str, split: Split) -> list[str]:
+    num_rows = sum(file.num_rows for file in split.files)
+    if num_rows == split.num_rows:
+        return []
+    return [f"split {name!r} of {folder} has {split.num_rows:,} rows by the manifest, its files have {num_rows:,}."]
+
+
+def _file_problems(piecewise: PiecewiseFile, file: DataFile, manifest: Manifest) -> list[str]:
+    """Returns what is wrong with a file of a split, after all of it was read."""
+    problems = []
+    try:
+        if piecewise.pieces is not None:
+            problems = _piece_problems(piecewise.path, piecewise.pieces)
+        if not problems:
+            metadata = checked_metadata(piecewise, file, manifest.schema)
+            if piecewise.pieces is None:
+                problems = _undecodable(piecewise, metadata)
+    except UserError as error:
+        problems.append(str(error))
+    except OSError as error:
+        problems.append(f"{piecewise.path} cannot be read ({error}); {REMEDY}.")
+    return problems
+
+
+def _piece_problems(path: Path, pieces: Pieces) -> list[str]:
+    """Returns which pieces of a file are damaged; nothing where the file has another size, which is said elsewhere."""
+    if not path.is_file() or path.stat().st_size != pieces["bytes"].sum():
+        return []
+    with path.open("rb") as file:
+        return [
+            damaged_piece(path, index, len(pieces))
+            for index, piece in enumerate(pieces)
+            if file_checksum(file, int(piece["bytes"])) != piece["checksum"].tobytes().hex()
+        ]
+
+
+def _undecodable(piecewise: PiecewiseFile, metadata: pq.FileMetaData) -> list[str]:
+    """Returns which row groups of a file without checksums cannot be decoded."""
+    problems = []
+    columns = metadata.schema.to_arrow_schema().names
+    for index in range(metadata.num_row_groups):
+        try:
+            piecewise.row_group(index, columns)
+        except UserError as error:
+            problems.append(str(error))
+    return problems

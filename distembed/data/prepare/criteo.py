@@ -26,7 +26,7 @@ from typing import Any
 import pyarrow as pa
 
 from distembed import __version__
-from distembed.data.dataset.manifest import DataFile, Manifest, Split, Vocabulary
+from distembed.data.dataset.manifest import Manifest, Split, Vocabulary
 from distembed.data.dataset.schema import CRITEO_CATEGORICAL, criteo_schema
 from distembed.data.prepare.ingest import Ingested, Ingestion
 from distembed.data.prepare.inputs import require_outside
@@ -43,7 +43,7 @@ from distembed.data.prepare.vocabulary import (
     build_vocabulary,
     write_lookup_tables,
 )
-from distembed.data.prepare.write_parquet import FilePlan, FileWriter, plan_files
+from distembed.data.prepare.write_parquet import FilePlan, FileWriter, WrittenFile, plan_files
 from distembed.errors import UserError
 from distembed.files import free_space, full_disk_explained
 
@@ -131,16 +131,17 @@ def prepare_criteo(
         features = passes.map_features(ingested, bounds[1])
         schema = criteo_schema([feature.num_embeddings for feature in features])
         writer = FileWriter(folder, schema, ingested.blocks, [feature.lookup for feature in features])
+        written = passes.write(writer, bounds)
         manifest = Manifest(
             schema=schema,
-            splits=passes.write(writer, bounds),
+            splits={name: _split(files) for name, files in written.items()},
             preparation={"source": "criteo", **options.to_json()},
             vocabularies={f.name: f.vocabulary for f in features if f.vocabulary is not None},
             sources=tuple(ingested.sources),
             rejected=ingested.rejected,
             tool_version=__version__,
         )
-        manifest.save(folder)
+        manifest = manifest.save(folder, {one.file.path: one.pieces for files in written.values() for one in files})
         shutil.rmtree(passes.spool)
     return manifest
 
@@ -235,7 +236,7 @@ class _Passes:
         )
         return id_map, _vocabulary(file, counts)
 
-    def write(self, writer: FileWriter, bounds: Sequence[int]) -> dict[str, Split]:
+    def write(self, writer: FileWriter, bounds: Sequence[int]) -> dict[str, list[WrittenFile]]:
         """Writes the files of all splits, several at a time.
 
         Args:
@@ -249,17 +250,17 @@ class _Passes:
         ]
         for name in SPLIT_NAMES:
             (self.folder / name).mkdir()
-        written: dict[FilePlan, tuple[DataFile, int]] = {}
+        written: dict[FilePlan, WrittenFile] = {}
         row_bytes = sum(block.num_bytes for block in writer.blocks) // bounds[-1]
         with _pool(self.limits.num_writers) as pool:
-            futures: dict[Future[tuple[DataFile, int]], FilePlan] = {
+            futures: dict[Future[WrittenFile], FilePlan] = {
                 pool.submit(writer.write, plan): plan for plan in sorted(plans, key=lambda plan: plan.start - plan.stop)
             }
             for future in as_completed(futures):
                 written[futures[future]] = future.result()
-                rows = sum(file.num_rows for file, _ in written.values())
+                rows = sum(one.file.num_rows for one in written.values())
                 self.report(ProgressUpdate("write", rows * row_bytes, bounds[-1] * row_bytes, rows))
-        return {name: _split([written[plan] for plan in plans if plan.split == name]) for name in SPLIT_NAMES}
+        return {name: [written[plan] for plan in plans if plan.split == name] for name in SPLIT_NAMES}
 
 
 def _largest_first(ingested: Ingested) -> list[int]:
@@ -272,10 +273,10 @@ def _vocabulary(file: str, counts: FeatureCounts) -> Vocabulary:
     return Vocabulary(file, counts.num_ids, counts.num_dropped, counts.rows_dropped, counts.rows_missing)
 
 
-def _split(files: Sequence[tuple[DataFile, int]]) -> Split:
-    num_rows = sum(file.num_rows for file, _ in files)
-    positives = sum(count for _, count in files)
-    return Split(num_rows, positives / num_rows if num_rows else None, tuple(file for file, _ in files))
+def _split(files: Sequence[WrittenFile]) -> Split:
+    num_rows = sum(one.file.num_rows for one in files)
+    positives = sum(one.positives for one in files)
+    return Split(num_rows, positives / num_rows if num_rows else None, tuple(one.file for one in files))
 
 
 @contextmanager

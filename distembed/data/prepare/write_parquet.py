@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from distembed.data.dataset.manifest import DataFile
+from distembed.data.dataset.pieces import Pieces, file_pieces
 from distembed.data.dataset.schema import Schema
 from distembed.data.prepare.spool import SpooledBlock, blocks_within
 from distembed.data.prepare.vocabulary import LookupTables
@@ -59,6 +60,21 @@ def plan_files(split: str, start: int, stop: int) -> list[FilePlan]:
 
 
 @dataclass(frozen=True)
+class WrittenFile:
+    """One file that was written.
+
+    Attributes:
+        file: What the manifest says of it.
+        positives: Number of its labels that are 1.
+        pieces: Its pieces with their checksums.
+    """
+
+    file: DataFile
+    positives: int
+    pieces: Pieces
+
+
+@dataclass(frozen=True)
 class FileWriter:
     """Writes the planned files; different files can be written at the same time.
 
@@ -74,8 +90,8 @@ class FileWriter:
     blocks: Sequence[SpooledBlock]
     lookups: Sequence[LookupTables]
 
-    def write(self, plan: FilePlan) -> tuple[DataFile, int]:
-        """Writes one file, and returns what it is and how many of its labels are 1."""
+    def write(self, plan: FilePlan) -> WrittenFile:
+        """Writes one file."""
         path = self.folder / plan.path
         positives = 0
         arrow = self._arrow_schema()
@@ -86,11 +102,13 @@ class FileWriter:
             use_dictionary=False,
             use_byte_stream_split=[name for name in arrow.names if name != self.schema.label],
             write_statistics=False,
+            write_page_checksum=True,
         ) as writer:
             for columns in self._row_groups(plan):
                 positives += int(columns[0].sum())
                 writer.write_table(pa.table([pa.array(c) for c in columns], schema=arrow), len(columns[0]))
-        return DataFile(plan.path, plan.stop - plan.start, path.stat().st_size), positives
+        file = DataFile(plan.path, plan.stop - plan.start, path.stat().st_size)
+        return WrittenFile(file, positives, file_pieces(path))
 
     def _arrow_schema(self) -> pa.Schema:
         dense = [(name, pa.float32()) for name in self.schema.dense]

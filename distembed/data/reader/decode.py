@@ -15,37 +15,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from distembed.data.dataset.columns import check_columns
-from distembed.data.dataset.manifest import Split
+from distembed.data.dataset.row_groups import RowGroup
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.errors import UserError
 
 # Columns are copied into the row-major block this many rows at a time, so that the rows being filled stay in cache.
 _TILE_ROWS = 1024
-
-
-@dataclass(frozen=True)
-class RowGroup:
-    """One row group of a file.
-
-    Attributes:
-        path: Path of the file.
-        index: Number of the row group in the file.
-        num_rows: Number of rows.
-    """
-
-    path: Path
-    index: int
-    num_rows: int
 
 
 @dataclass(frozen=True)
@@ -144,39 +126,6 @@ def _concatenate(columns: Sequence[Jagged]) -> Jagged:
     return Jagged.from_lengths(values, np.concatenate([column.lengths for column in columns]))
 
 
-def list_row_groups(dataset_dir: Path, split: Split, schema: Schema) -> tuple[RowGroup, ...]:
-    """Returns the row groups of a split's files, in order.
-
-    Raises:
-        UserError: A file is missing, has another size or number of rows than the manifest says, or lacks a column.
-    """
-    groups: list[RowGroup] = []
-    for file in split.files:
-        path = dataset_dir / file.path
-        if not path.is_file():
-            raise UserError(f"{path} is missing: the manifest lists it; prepare the data again")
-        if path.stat().st_size != file.bytes:
-            raise UserError(
-                f"{path} has {path.stat().st_size} bytes, the manifest says {file.bytes}: "
-                "it was cut short or changed; prepare the data again"
-            )
-        metadata = _footer(path, schema)
-        if metadata.num_rows != file.num_rows:
-            raise UserError(f"{path} has {metadata.num_rows} rows, the manifest says {file.num_rows}: prepare again")
-        rows = (metadata.row_group(index).num_rows for index in range(metadata.num_row_groups))
-        groups.extend(RowGroup(path, index, num_rows) for index, num_rows in enumerate(rows) if num_rows)
-    return tuple(groups)
-
-
-def _footer(path: Path, schema: Schema) -> pq.FileMetaData:
-    try:
-        with pq.ParquetFile(path) as file:
-            check_columns(path, file.schema_arrow, schema)
-            return file.metadata
-    except (pa.ArrowInvalid, OSError) as error:
-        raise UserError(f"{path} is not a readable Parquet file: {error}") from error
-
-
 @dataclass(frozen=True)
 class Decoder:
     """Reads row groups of one split into blocks.
@@ -196,27 +145,21 @@ class Decoder:
             segments: Rows as (number of the row group, first row, row after the last one), end to end.
 
         Raises:
-            UserError: A value is missing, not finite, or an id outside its table; the error says in which column.
+            UserError: A row group is damaged; or a value is missing, not finite, or an id outside its table, and the
+                error says in which column.
         """
         layout = RecordLayout.from_schema(self.schema)
         records = np.empty((sum(stop - start for _, start, stop in segments), layout.width), layout.dtype)
         parts: dict[str, list[Jagged]] = {feature.name: [] for feature in layout.multi_hot}
         filled = 0
         for index, start, stop in segments:
-            table = self._read(self.groups[index]).slice(start, stop - start)
+            table = self.groups[index].read(self.schema.columns).slice(start, stop - start)
             target = records[filled : filled + stop - start]
             self._fill_records(target, table, layout, self.groups[index])
             for feature in layout.multi_hot:
                 parts[feature.name].append(_jagged_column(table, feature, self.groups[index]))
             filled += stop - start
         return Block(records, {name: _concatenate(columns) for name, columns in parts.items()})
-
-    def _read(self, group: RowGroup) -> pa.Table:
-        try:
-            with pq.ParquetFile(group.path, memory_map=True) as file:
-                return file.read_row_group(group.index, columns=list(self.schema.columns), use_threads=False)
-        except (pa.ArrowInvalid, OSError) as error:
-            raise UserError(f"{group.path}, row group {group.index} cannot be read: {error}") from error
 
     def _fill_records(self, out: NDArray[Any], table: pa.Table, layout: RecordLayout, group: RowGroup) -> None:
         floats = out.view(np.float32)
@@ -293,4 +236,4 @@ def _combined(table: pa.Table, name: str) -> pa.Array:
 
 
 def _where(group: RowGroup, column: str) -> str:
-    return f"{group.path}, row group {group.index}, column {column!r}"
+    return f"{group}, column {column!r}"

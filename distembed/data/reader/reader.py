@@ -25,9 +25,10 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.data.dataset.manifest import MANIFEST_NAME, Manifest
+from distembed.data.dataset.row_groups import list_row_groups
 from distembed.data.dataset.schema import Schema
 from distembed.data.reader.batch import Batch
-from distembed.data.reader.decode import Block, Decoder, RecordLayout, list_row_groups
+from distembed.data.reader.decode import Block, Decoder, RecordLayout
 from distembed.data.reader.order import BatchOrder, EpochOrder, LanePart, Window, rank_parts, require_at_least
 from distembed.data.reader.prefetch import Prefetcher
 from distembed.errors import UserError
@@ -73,7 +74,7 @@ class BatchReader:
         folder = Path(dataset_dir)
         manifest = Manifest.load(folder)
         self.schema = manifest.schema
-        groups = list_row_groups(folder, manifest.split(split), manifest.schema)
+        groups = list_row_groups(folder, manifest, split)
         self._order = EpochOrder(tuple(group.num_rows for group in groups), order)
         self._decoder = Decoder(manifest.schema, groups)
         self._rank, self._world_size = rank, world_size

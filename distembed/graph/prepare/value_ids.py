@@ -160,7 +160,7 @@ def describe_ids(dataset: str | os.PathLike[str], manifest: Manifest, table: str
     if manifest.preparation.get("hash_size") is not None:
         node_ids |= {"hash_seed": manifest.preparation["hash_seed"]}
     elif table in manifest.vocabularies:
-        file = Path(dataset) / manifest.vocabularies[table].file
+        file = manifest.require_unchanged(dataset, manifest.vocabularies[table].file)
         try:
             with open(file, "rb") as content:
                 node_ids |= {"vocabulary_sha256": hashlib.file_digest(content, "sha256").hexdigest()}

@@ -1,0 +1,112 @@
+"""The row groups of a split's files, held against the manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from distembed.data.dataset.columns import check_columns
+from distembed.data.dataset.manifest import DataFile, Manifest
+from distembed.data.dataset.pieces import CHECKSUMS_NAME, PIECE, REMEDY, Pieces, PiecewiseFile
+from distembed.data.dataset.schema import Schema
+from distembed.errors import UserError
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """One row group of a file.
+
+    Attributes:
+        file: The file.
+        index: Number of the row group in the file.
+        num_rows: Number of rows.
+    """
+
+    file: PiecewiseFile
+    index: int
+    num_rows: int
+
+    def __str__(self) -> str:
+        """Returns the place for an error."""
+        return f"{self.file.path}, row group {self.index}"
+
+    def read(self, columns: Sequence[str]) -> pa.Table:
+        """Reads columns of its rows.
+
+        Raises:
+            UserError: The row group is damaged, or the file cannot be read.
+        """
+        return self.file.row_group(self.index, columns)
+
+
+def list_row_groups(dataset_dir: Path, manifest: Manifest, split_name: str) -> tuple[RowGroup, ...]:
+    """Returns the row groups of a split's files, in order, after a look at the end of each file.
+
+    Raises:
+        UserError: A file is missing, lacks a column, or has another size, footer or number of rows than the manifest
+            says.
+    """
+    split = manifest.split(split_name)
+    if sum(file.num_rows for file in split.files) != split.num_rows:
+        raise UserError(
+            f"the manifest of {dataset_dir} is damaged: split {split_name!r} has {split.num_rows} rows, its files have "
+            f"{sum(file.num_rows for file in split.files)}; {REMEDY}"
+        )
+    pieces = read_pieces(dataset_dir, manifest)
+    groups: list[RowGroup] = []
+    for file in split.files:
+        piecewise = PiecewiseFile(dataset_dir / file.path, pieces.get(file.path))
+        metadata = checked_metadata(piecewise, file, manifest.schema)
+        rows = (metadata.row_group(index).num_rows for index in range(metadata.num_row_groups))
+        groups.extend(RowGroup(piecewise, index, num_rows) for index, num_rows in enumerate(rows) if num_rows)
+    return tuple(groups)
+
+
+def checked_metadata(piecewise: PiecewiseFile, file: DataFile, schema: Schema) -> pq.FileMetaData:
+    """Returns what a file's footer says, held against the manifest.
+
+    Raises:
+        UserError: The file is missing, lacks a column, or has another size, footer or number of rows.
+    """
+    path = piecewise.path
+    if not path.is_file():
+        raise UserError(f"{path} is missing: the manifest lists it; {REMEDY}")
+    if path.stat().st_size != file.bytes:
+        raise UserError(
+            f"{path} has {path.stat().st_size} bytes, the manifest says {file.bytes}: "
+            f"it was cut short or changed; {REMEDY}"
+        )
+    metadata = piecewise.metadata()
+    try:
+        columns = metadata.schema.to_arrow_schema()
+    except pa.ArrowException as error:
+        raise UserError(f"{path} has columns that cannot be read: {error}; {REMEDY}") from error
+    check_columns(path, columns, schema)
+    if metadata.num_rows != file.num_rows:
+        raise UserError(f"{path} has {metadata.num_rows} rows, the manifest says {file.num_rows}; {REMEDY}")
+    return metadata
+
+
+def read_pieces(folder: Path, manifest: Manifest) -> Mapping[str, Pieces]:
+    """Returns the pieces of each file of the splits, by its path; nothing for a dataset without checksums.
+
+    Raises:
+        UserError: ``checksums.bin`` is missing, damaged or does not fit the manifest.
+    """
+    files = [file for split in manifest.splits.values() for file in split.files]
+    if not manifest.has_checksums or not files:
+        return {}
+    manifest.require_unchanged(folder, CHECKSUMS_NAME)
+    pieces: Pieces = np.fromfile(folder / CHECKSUMS_NAME, PIECE)
+    ends = np.cumsum(pieces["bytes"])
+    stops = np.searchsorted(ends, np.cumsum([file.bytes for file in files])) + 1
+    starts = [0, *stops[:-1]]
+    found = {file.path: pieces[start:stop] for file, start, stop in zip(files, starts, stops, strict=True)}
+    if stops[-1] != len(pieces) or any(found[file.path]["bytes"].sum() != file.bytes for file in files):
+        raise UserError(f"{folder / CHECKSUMS_NAME} does not fit the manifest: {REMEDY}")
+    return found
