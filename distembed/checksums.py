@@ -50,6 +50,11 @@ def checksum_of(data: bytes | bytearray | memoryview) -> str:
     return str(xxhash.xxh3_128_hexdigest(data))
 
 
+def running_checksum() -> xxhash.xxh3_128:
+    """Returns a checksum to ``update`` with bytes as they come; its ``hexdigest`` is that of all of them."""
+    return xxhash.xxh3_128()
+
+
 def file_checksum(file: Path | IO[bytes], num_bytes: int | None = None) -> str:
     """Returns the checksum of a file's bytes, or of what is left to read of an open file.
 
@@ -63,7 +68,7 @@ def file_checksum(file: Path | IO[bytes], num_bytes: int | None = None) -> str:
     if isinstance(file, Path):
         with file.open("rb") as opened:
             return file_checksum(opened, num_bytes)
-    digest = xxhash.xxh3_128()
+    digest = running_checksum()
     while piece := file.read(_PIECE_BYTES if num_bytes is None else min(_PIECE_BYTES, num_bytes)):
         digest.update(piece)
         num_bytes = None if num_bytes is None else num_bytes - len(piece)

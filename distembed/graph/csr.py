@@ -97,14 +97,20 @@ class Graph:
         return cls(num_nodes, starts, neighbors, keep, alias, directed)
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Graph:
+    def open(cls, path: str | os.PathLike[str], verified: bool = True) -> Graph:
         """Maps a graph from its folder.
+
+        Args:
+            path: The folder.
+            verified: Whether all files are held against their checksums first, which reads them whole.
 
         Raises:
             UserError: The folder is no graph, or a file is missing, damaged or cut short.
         """
         folder = Path(path)
         description = GraphDescription.load(folder)
+        for stored in description.arrays.values() if verified else ():
+            require_checksum(folder, stored)
         arrays = {name: map_array(folder, stored) for name, stored in description.arrays.items()}
         if arrays["starts"][0] != 0 or arrays["starts"][-1] != description.num_edges:
             raise UserError(f"{folder} is damaged: its rows do not cover its edges; make the graph again.")
@@ -136,9 +142,9 @@ class Graph:
         return self
 
     def __reduce__(self) -> Any:
-        """Pickles a graph in a folder as its path alone."""
+        """Pickles a graph in a folder as its path alone; it was held against its checksums here already."""
         if self.folder is not None:
-            return Graph.open, (self.folder,)
+            return Graph.open, (self.folder, False)
         return super().__reduce__()
 
     @property
@@ -184,7 +190,7 @@ class Graph:
         return np.diff(self.starts)
 
     def verify(self) -> None:
-        """Compares every file of the folder with its checksum, which reads them whole at about 1 GB/s.
+        """Compares every file of the folder with its checksum, which reads them whole.
 
         For a graph in memory there is nothing to compare.
 

@@ -8,7 +8,9 @@
     GRAPH/keep.bin       float64 [num_edges], weighted graphs only, see alias_method.py
     GRAPH/alias.bin      int32 [num_edges], the same
 
-``graph.json`` is written last: a folder without it is no graph.
+``graph.json`` is written last: a folder without it is no graph. It carries its own checksum and two of each array:
+XXH3, against which a graph is held at the speed of memory when it is opened, and SHA-256, which says which graph it is.
+Graphs of version 1 have only the latter, and are held against it at about 1.5 GB/s.
 """
 
 from __future__ import annotations
@@ -24,14 +26,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distembed import __version__
+from distembed.checksums import KEY, FileChecksum, checksum_differs, running_checksum, with_checksum
 from distembed.errors import UserError
-from distembed.files import read_folder_json, write_text
+from distembed.files import read_folder_json, require_inside, write_text
 from distembed.graph.alias_method import alias_tables, row_blocks
 from distembed.graph.edges import Edges
 
 GRAPH_FILE = "graph.json"
 FORMAT = "distembed graph"
-GRAPH_VERSION = 1
+GRAPH_VERSION = 2
+_WITHOUT_OWN_CHECKSUM = 1
 
 _PIECE = 2**20
 _WEIGHTS = ".weights"
@@ -59,13 +63,30 @@ class StoredArray:
         file: Name of the file.
         dtype: Type of the numbers, as numpy writes it.
         bytes: Size of the file.
-        sha256: Checksum of the file.
+        sha256: Cryptographic checksum of the file, of which the graph's fingerprint is made.
+        checksum: Fast checksum of the file; None in a graph of version 1.
     """
 
     file: str
     dtype: str
     bytes: int
     sha256: str
+    checksum: str | None = None
+
+    def problem(self, folder: Path) -> str | None:
+        """Returns what is wrong with the file, without the remedy, once all of it was read; None where nothing is."""
+        path = folder / self.file
+        if self.checksum is not None:
+            return FileChecksum(self.bytes, self.checksum).problem(path)
+        try:
+            if not path.is_file():
+                return f"{path} is missing"
+            with path.open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != self.sha256:
+                    return f"{path} is damaged: its checksum is not that of what was written"
+        except OSError as error:
+            return f"{path} cannot be read ({error})"
+        return None
 
 
 @dataclass(frozen=True)
@@ -79,6 +100,7 @@ class GraphDescription:
         weighted: Whether neighbours are drawn in proportion to weights.
         arrays: Arrays by name.
         details: How the graph was prepared, in plain JSON values.
+        format_version: Version of the folder's format.
     """
 
     num_nodes: int
@@ -87,6 +109,12 @@ class GraphDescription:
     weighted: bool
     arrays: Mapping[str, StoredArray]
     details: Mapping[str, Any] = field(default_factory=dict)
+    format_version: int = GRAPH_VERSION
+
+    @property
+    def has_own_checksum(self) -> bool:
+        """Whether the description carries a checksum of itself."""
+        return self.format_version > _WITHOUT_OWN_CHECKSUM
 
     @property
     def fingerprint(self) -> str:
@@ -111,7 +139,7 @@ class GraphDescription:
             "arrays": {name: asdict(array) for name, array in self.arrays.items()},
             "details": dict(self.details),
         }
-        write_text(folder / GRAPH_FILE, json.dumps(content, indent=1) + "\n")
+        write_text(folder / GRAPH_FILE, json.dumps(with_checksum(content), indent=1) + "\n")
 
     @classmethod
     def load(cls, folder: Path) -> GraphDescription:
@@ -124,18 +152,24 @@ class GraphDescription:
         value = read_folder_json(path, "graph", _REMEDY)
         if not isinstance(value, dict) or value.get("format") != FORMAT:
             raise UserError(f"{path} does not describe a graph of distembed's; {_REMEDY}.")
-        if value.get("format_version") != GRAPH_VERSION:
+        version = value.get("format_version")
+        if version not in (GRAPH_VERSION, _WITHOUT_OWN_CHECKSUM):
             raise UserError(
-                f"{path} has format_version {value.get('format_version')!r}, written by distembed "
-                f"{value.get('tool_version')!r}; this distembed reads {GRAPH_VERSION}: {_REMEDY}."
+                f"{path} has format_version {version!r}, written by distembed {value.get('tool_version')!r}; this "
+                f"distembed reads {_WITHOUT_OWN_CHECKSUM} and {GRAPH_VERSION}: {_REMEDY}."
             )
+        # what says that it is old and has a checksum is damaged where it says how old it is
+        if (KEY in value) == (version == _WITHOUT_OWN_CHECKSUM) or checksum_differs(value):
+            raise UserError(f"{path} is damaged: its checksum is missing or is not that of its values; {_REMEDY}.")
         try:
             arrays = {name: StoredArray(**array) for name, array in value["arrays"].items()}
             counts = int(value["num_nodes"]), int(value["num_edges"])
-            found = cls(*counts, bool(value["directed"]), bool(value["weighted"]), arrays, value["details"])
+            found = cls(*counts, bool(value["directed"]), bool(value["weighted"]), arrays, value["details"], version)
             found._require_consistent()
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); {_REMEDY}.") from error
+        for name, array in arrays.items():
+            require_inside(array.file, f"arrays.{name}.file", path)
         if found.fingerprint != value.get("fingerprint"):
             raise UserError(f"{path} is damaged: its checksums do not give its fingerprint; {_REMEDY}.")
         return found
@@ -147,8 +181,12 @@ class GraphDescription:
             ValueError: An array is missing, or has another type or size.
         """
         types = array_types(self.num_nodes, self.weighted)
-        if {name: np.dtype(array.dtype) for name, array in self.arrays.items()} != types:
+        if {name: array.dtype for name, array in self.arrays.items()} != {
+            name: kind.str for name, kind in types.items()
+        }:
             raise ValueError(f"arrays {sorted(self.arrays)} where {sorted(types)} belong, or other types")
+        if self.has_own_checksum and any(array.checksum is None for array in self.arrays.values()):
+            raise ValueError("an array has no checksum")
         for name, dtype in types.items():
             length = self.num_nodes + 1 if name == "starts" else self.num_edges
             if self.arrays[name].bytes != length * dtype.itemsize:
@@ -179,15 +217,13 @@ def require_checksum(folder: Path, stored: StoredArray) -> None:
     Raises:
         UserError: They are not.
     """
-    with open(folder / stored.file, "rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != stored.sha256:
-            raise UserError(
-                f"{folder / stored.file} has another checksum than {GRAPH_FILE} says: it is damaged; {_REMEDY}."
-            )
+    problem = stored.problem(folder)
+    if problem is not None:
+        raise UserError(f"{problem}; {_REMEDY}.")
 
 
 class ArrayWriter:
-    """Writes one array part by part, with its checksum.
+    """Writes one array part by part, with its checksums.
 
     Args:
         folder: Existing folder of the graph.
@@ -197,19 +233,21 @@ class ArrayWriter:
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype[Any]) -> None:
         self._path, self._dtype = folder / f"{name}.bin", dtype
-        self._hash = hashlib.sha256()
+        self._sha256, self._checksum = hashlib.sha256(), running_checksum()
         self._bytes = 0
 
     def append(self, values: NDArray[Any]) -> None:
         """Writes these numbers next."""
         content = np.ascontiguousarray(values, self._dtype).data.cast("B")
         _append(self._path, content)
-        self._hash.update(content)
+        self._sha256.update(content)
+        self._checksum.update(content)
         self._bytes += len(content)
 
     def finish(self) -> StoredArray:
         """Returns the description of what was written."""
-        return StoredArray(self._path.name, self._dtype.str, self._bytes, self._hash.hexdigest())
+        checksums = self._sha256.hexdigest(), self._checksum.hexdigest()
+        return StoredArray(self._path.name, self._dtype.str, self._bytes, *checksums)
 
 
 class GraphWriter:

@@ -8,11 +8,25 @@ from pathlib import Path
 
 from distembed.checksums import Verification
 from distembed.errors import UserError
-from distembed.graph.folder import GRAPH_FILE, GraphDescription, map_array, require_checksum
+from distembed.graph.folder import GRAPH_FILE, GraphDescription, require_checksum
+
+
+def missing_checksums_note(folder: str | os.PathLike[str]) -> str | None:
+    """Returns a sentence for the user where a graph was made before descriptions had checksums; None for others.
+
+    Raises:
+        UserError: The folder is no graph.
+    """
+    if GraphDescription.load(Path(folder)).has_own_checksum:
+        return None
+    return (
+        f"the graph {folder} carries no checksum of its {GRAPH_FILE}, since an older version made it: damage there may "
+        "pass unseen; prepare it again to have one."
+    )
 
 
 def verify_graph(folder: str | os.PathLike[str], progress: Callable[[int], None] | None = None) -> Verification:
-    """Holds every byte of every file of a graph against its checksums.
+    """Holds every byte of every file of a graph against its checksums; the memory does not grow with the graph.
 
     Args:
         folder: Folder that ``distembed prepare graph`` made.
@@ -22,19 +36,19 @@ def verify_graph(folder: str | os.PathLike[str], progress: Callable[[int], None]
         All problems, not only the first.
 
     Raises:
-        UserError: The folder is no graph.
+        UserError: The folder is no graph, or its description cannot be used, so that nothing can be held against it.
     """
     folder = Path(folder)
     description = GraphDescription.load(folder)
-    found = Verification(num_files=1, num_bytes=(folder / GRAPH_FILE).stat().st_size)
+    found = Verification(has_checksums=description.has_own_checksum)
+    found.add((), folder / GRAPH_FILE)
     for stored in description.arrays.values():
-        found.num_files += 1
         try:
-            map_array(folder, stored)
             require_checksum(folder, stored)
+            problems = []
         except UserError as error:
-            found.problems.append(str(error))
-        found.num_bytes += stored.bytes
+            problems = [str(error)]
+        found.add(problems, folder / stored.file)
         if progress is not None:
             progress(found.num_bytes)
     return found

@@ -98,7 +98,7 @@ def prepare_graph(
         }
         counts = values.num_nodes, writer.num_edges
         GraphDescription(*counts, options.directed, options.weighted, arrays, details).save(folder)
-    return Graph.open(output)
+    return Graph.open(output, verified=False)
 
 
 def describe_graph(graph: Graph) -> list[str]:
