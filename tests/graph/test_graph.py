@@ -13,10 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distembed.checksums import KEY, with_checksum
 from distembed.errors import UserError
 from distembed.graph import Graph, alias_method
 from distembed.graph.edges import MAX_NODES, stored_edges
 from distembed.graph.folder import array_types
+from distembed.graph.verification import missing_checksums_note, verify_graph
 from tests.graph.reference import check_graph, probabilities, random_edges, reference_rows
 
 weights = st.one_of(st.just(1.0), st.floats(1e-6, 1e6), st.sampled_from([1e-300, 1e300, 5e-324]))
@@ -183,8 +185,9 @@ def truncate(folder: Path) -> None:
 
 
 def change_json(folder: Path, **changes: object) -> None:
-    value = json.loads((folder / "graph.json").read_text())
-    (folder / "graph.json").write_text(json.dumps(value | changes))
+    """Changes values and their checksum with them, as someone who means it would."""
+    value = json.loads((folder / "graph.json").read_text()) | changes
+    (folder / "graph.json").write_text(json.dumps(with_checksum({k: v for k, v in value.items() if k != KEY})))
 
 
 @pytest.mark.parametrize(
@@ -201,7 +204,7 @@ def change_json(folder: Path, **changes: object) -> None:
         (lambda folder: change_json(folder, fingerprint="0"), "its checksums do not give its fingerprint"),
         (lambda folder: (folder / "alias.bin").unlink(), "alias.bin is missing"),
         (truncate, "neighbors.bin has 20 bytes"),
-        (lambda folder: (folder / "starts.bin").write_bytes(b"\1" * 88), "rows do not cover its edges"),
+        (lambda folder: (folder / "starts.bin").write_bytes(b"\1" * 88), "starts.bin is damaged"),
     ],
 )
 def test_a_damaged_folder_is_refused(tmp_path: Path, damage: Any, message: str) -> None:
@@ -211,12 +214,74 @@ def test_a_damaged_folder_is_refused(tmp_path: Path, damage: Any, message: str) 
         Graph.open(tmp_path / "graph")
 
 
-def test_a_changed_byte_is_found_when_asked_for(tmp_path: Path) -> None:
+def test_rows_that_do_not_cover_the_edges_are_refused(tmp_path: Path) -> None:
     Graph.from_edges(10, *random_edges(10, 30, 6)).write(tmp_path / "graph")
-    path = tmp_path / "graph" / "neighbors.bin"
+    (tmp_path / "graph" / "starts.bin").write_bytes(b"\1" * 88)
+    with pytest.raises(UserError, match="rows do not cover its edges"):
+        Graph.open(tmp_path / "graph", verified=False)
+
+
+def flip_a_bit(path: Path) -> None:
     path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
-    with pytest.raises(UserError, match="neighbors.bin has another checksum"):
-        Graph.open(tmp_path / "graph").verify()
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_changed_byte_is_found_when_the_graph_is_opened(tmp_path: Path, old: bool) -> None:
+    folder = tmp_path / "graph"
+    Graph.from_edges(10, *random_edges(10, 30, 6)).write(folder)
+    if old:
+        make_old(folder)
+    opened = Graph.open(folder)
+    flip_a_bit(folder / "neighbors.bin")
+    for read in (opened.verify, lambda: Graph.open(folder)):
+        with pytest.raises(UserError, match="neighbors.bin is damaged: its checksum"):
+            read()
+    flip_a_bit(folder / "alias.bin")
+    found = verify_graph(folder)
+    assert [name for name in ("starts", "neighbors", "keep", "alias") if any(name in p for p in found.problems)] == [
+        "neighbors",
+        "alias",
+    ]
+    assert found.num_files == 5 and found.num_bytes == sum(path.stat().st_size for path in folder.iterdir())
+    assert found.has_checksums is not old
+
+
+def make_old(folder: Path) -> None:
+    """Makes a graph one of format version 1, which had no fast checksums."""
+    value = json.loads((folder / "graph.json").read_text())
+    del value[KEY]
+    for array in value["arrays"].values():
+        del array["checksum"]
+    (folder / "graph.json").write_text(json.dumps(value | {"format_version": 1}, indent=1))
+
+
+def test_old_graphs_are_read_and_what_only_looks_old_is_damaged(tmp_path: Path) -> None:
+    graph = Graph.from_edges(10, *random_edges(10, 30, 6))
+    graph.write(tmp_path / "graph")
+    path = tmp_path / "graph" / "graph.json"
+    written = path.read_text()
+    assert missing_checksums_note(tmp_path / "graph") is None
+    for damaged in (written.replace('_version": 2', '_version": 1'), written.replace(f'"{KEY}": "', '"checksun": "')):
+        path.write_text(damaged)
+        with pytest.raises(UserError, match=r"graph\.json is damaged"):
+            Graph.open(tmp_path / "graph")
+    path.write_text(written)
+    make_old(tmp_path / "graph")
+    assert Graph.open(tmp_path / "graph").fingerprint == graph.fingerprint
+    assert "carries no checksum" in (missing_checksums_note(tmp_path / "graph") or "")
+
+
+@pytest.mark.parametrize("outside", ["../starts.bin", "/starts.bin", "a/../../starts.bin", "", None, 5, "\0", "\ud800"])
+def test_arrays_are_inside_the_folder(tmp_path: Path, outside: object) -> None:
+    folder = tmp_path / "graph"
+    Graph.from_edges(10, *random_edges(10, 30, 6)).write(folder)
+    shutil.copy(folder / "starts.bin", tmp_path / "starts.bin")
+    arrays = json.loads((folder / "graph.json").read_text())["arrays"]
+    arrays["starts"]["file"] = outside
+    change_json(folder, arrays=arrays)
+    for read in (Graph.open, verify_graph):
+        with pytest.raises(UserError, match=r"graph\.json: arrays\.starts\.file is .*must be a path inside"):
+            read(folder)
 
 
 def test_copies_of_a_graph_in_a_folder_are_the_same_graph(tmp_path: Path) -> None:
