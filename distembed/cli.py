@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import warnings
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
 
@@ -21,6 +21,9 @@ from distembed.errors import Interrupted, RunError, UserError
 from launch import commands as launch
 
 INTERRUPTED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again
+
+# what typer says of options and arguments; click's own class, or that of the copy of click in newer releases
+_WrongUsage: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 app = typer.Typer(
     name="distembed",
@@ -63,7 +66,12 @@ def main() -> NoReturn:
     """Runs the command and ends the process with its exit code."""
     _limit_openmp_spinning()
     try:
-        app(standalone_mode=True)
+        code = app(standalone_mode=False)
+    except _WrongUsage as error:
+        text = _usage_error(error)
+        if not text:  # help was shown, for want of any argument
+            _leave(2)
+        _end(2, f"[bold red]error:[/] {_escape(text)}")
     except UserError as error:
         record_error(error)
         _end(2, f"[bold red]error:[/] {_escape(error)}")
@@ -73,21 +81,29 @@ def main() -> NoReturn:
         record_error(error)
         _end(1, f"[bold red]failed:[/] {_escape(error)}")
     except SystemExit as ended:
-        if ended.code == 130:  # typer's answer to Ctrl-C
-            _end(INTERRUPTED_EXIT_CODE, "[bold yellow]interrupted[/]")
         _leave(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
     except OSError as error:
-        if error.errno in (errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG):
+        if error.errno in (errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP):
             _end(2, f"[bold red]error:[/] {_escape(error)}")
         record_error(error)
         _end(1, f"[bold red]failed:[/] {_escape(error)}")
     except Exception as error:
         record_error(error)
         raise
-    _leave(0)
+    if code == 130:  # typer's answer to Ctrl-C
+        _end(INTERRUPTED_EXIT_CODE, "[bold yellow]interrupted[/]")
+    _leave(code or 0)
 
 
-def _escape(error: BaseException) -> str:
+def _usage_error(error: Any) -> str:
+    """Returns in a sentence what is wrong with a command's options or arguments, and where to read of them, if any."""
+    text = str(error.format_message()).rstrip(".")
+    if not text or getattr(error, "ctx", None) is None:
+        return text
+    return f"{text}{' See' if text.endswith('?') else '; see'} `{error.ctx.command_path} --help`."
+
+
+def _escape(error: BaseException | str) -> str:
     """Returns the message and the notes of an error as text that rich prints unchanged."""
     from rich.markup import escape
 
