@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from distembed.checksums import KEY, with_checksum
 from distembed.commands.shared import console
 from distembed.errors import UserError
 from distembed.sse import Graph
@@ -116,7 +117,8 @@ def refuses(perturbed: Path, part: Path, tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "graph", tmp_path / "other")
     description = json.loads((tmp_path / "other" / "graph.json").read_text())
     description["details"] = {"ids": {"table": "C2", "fingerprint": "that of other values"}}
-    (tmp_path / "other" / "graph.json").write_text(json.dumps(description))
+    del description[KEY]
+    (tmp_path / "other" / "graph.json").write_text(json.dumps(with_checksum(description)))
     with pytest.raises(UserError, match=r"other was prepared for table 'C2' of a dataset with other ids"):
         call("train", perturbed, f"sse.tables.C2.graph={tmp_path / 'other'}", "--run-dir", tmp_path / "new")
     shutil.rmtree(tmp_path / "graph")
