@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from distembed.errors import RunError, UserError
+from distembed.units import format_bytes
 
 _MOST_JSON_BYTES = 1 << 28
 """Size of the largest JSON file that is read."""
@@ -181,6 +182,31 @@ def free_space(folder: Path) -> str:
         OSError: The folder is missing.
     """
     return f"{shutil.disk_usage(folder).free >> 20:,} MiB"
+
+
+def require_free_space(path: Path, needed_bytes: int, remedy: str) -> None:
+    """Makes sure that the disk has room for what is about to be written, before any of it is.
+
+    Args:
+        path: The file or folder to be written; neither it nor its folder need exist yet.
+        needed_bytes: The least that will be written: what would fit must not be refused.
+        remedy: What to do, and how the need is known, for the error.
+
+    Raises:
+        RunError: The disk has less room.
+    """
+    free_bytes = shutil.disk_usage(nearest_folder(path)).free
+    if free_bytes < needed_bytes:
+        raise RunError(
+            f"{path} would not fit on its disk: at least {format_bytes(needed_bytes)} are needed, and "
+            f"{format_bytes(free_bytes)} are free; {remedy}."
+        )
+
+
+def nearest_folder(path: Path) -> Path:
+    """Returns the folder that exists, on the way from the root to a path, and lies nearest to the path."""
+    absolute = Path(os.path.realpath(path))
+    return next((folder for folder in (absolute, *absolute.parents) if os.path.isdir(folder)), Path("/"))
 
 
 @contextmanager

@@ -14,16 +14,17 @@ _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {name.lower(): num_bytes for name, num_bytes in _BINARY_UNITS.items()}
 
 
-def parse_bytes(field: str, text: str) -> int:
+def parse_bytes(field: str, text: str, least: int = 1) -> int:
     """Returns the bytes of a size: ``2GB`` is 2,000,000,000, ``2GiB`` is 2^31, a plain number is bytes.
 
     Args:
         field: Name of the option or setting, for the error.
         text: A number and one of the units b, kb, mb, gb, tb (powers of 1000), kib, mib, gib, tib (powers of 1024), in
             small or capital letters.
+        least: The smallest size that is allowed.
 
     Raises:
-        UserError: The text is no size above 0.
+        UserError: The text is no size, or too small.
     """
     number = text.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
     unit = text.strip()[len(number) :].lower()
@@ -33,6 +34,8 @@ def parse_bytes(field: str, text: str) -> int:
         raise UserError(f"{field} is {text!r}; give a size such as 500MB, 2GB or 2GiB.") from None
     if count <= 0:
         raise UserError(f"{field} is {text!r}; it must be above 0.")
+    if count < least:
+        raise UserError(f"{field} is {text!r}; it must be {exact_bytes(least)} or more.")
     return count
 
 

@@ -21,17 +21,15 @@ app.add_typer(prepare_app, name="prepare")
 class DatasetOptions:
     """How raw rows become a dataset."""
 
-    min_count: Annotated[int, typer.Option(min=1, help="Ids seen less often in training are out of vocabulary.")] = 2
-    hash_size: Annotated[
-        int | None, typer.Option(min=2, help="Hash ids into so many instead of building a vocabulary.")
-    ] = None
-    hash_seed: Annotated[int, typer.Option(min=0, help="Seed of the hash.")] = 0
+    min_count: Annotated[int, typer.Option(help="Ids seen less often in training are out of vocabulary.")] = 2
+    hash_size: Annotated[int | None, typer.Option(help="Hash ids into so many instead of building a vocabulary.")] = (
+        None
+    )
+    hash_seed: Annotated[int, typer.Option(help="Seed of the hash.")] = 0
     split: Annotated[str, typer.Option(help="`days`, or shares of training, validation and test, in time order.")] = (
         "0.8,0.1,0.1"
     )
-    max_rejected: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of malformed rows that is too many.")] = (
-        0.01
-    )
+    max_rejected: Annotated[float, typer.Option(help="Share of malformed rows, above which nothing is written.")] = 0.01
 
 
 @dataclass(frozen=True)
@@ -69,25 +67,34 @@ class EdgeOptions:
 
 @prepare_app.command(
     "criteo",
-    epilog="Example: `distembed prepare criteo day_0.gz day_1.gz --output criteo --split days`",
+    epilog="Example: `distembed prepare criteo day_0.gz day_1.gz --output criteo --split days`; "
+    "`zstd -dc rows.zst | distembed prepare criteo - --output criteo`",
 )
 @flattened
 def prepare_criteo_command(
     inputs: Annotated[
-        list[Path], typer.Argument(metavar="INPUT...", help="TSV files, plain or .gz, or folders of them.")
+        list[Path],
+        typer.Argument(metavar="INPUT...", help="TSV files or pipes, plain or gzip, or folders of files; - is stdin."),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to make; it appears whole or not at all.")],
     *,
     dataset: DatasetOptions,
     memory_limit: Annotated[str, typer.Option(help="Memory to stay within, such as 2GB.")] = "2GB",
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads; the number of cores unless given.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads; the number of cores unless given.")] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT if it is there.")] = False,
 ) -> None:
     """Turn raw Criteo rows (label, 13 integers, 26 hex ids, tab-separated) into a Parquet dataset with a manifest."""
     from distembed.commands.prepare_progress import prepare_progress
-    from distembed.data.prepare import CriteoOptions, ResourceLimits, prepare_criteo
+    from distembed.data.prepare import (
+        CriteoOptions,
+        ResourceLimits,
+        dataset_warnings,
+        describe_dataset,
+        prepare_criteo,
+    )
+    from distembed.data.prepare.limits import LEAST_MEMORY_BYTES
 
-    memory_limit_bytes = parse_bytes("--memory-limit", memory_limit)
+    memory_limit_bytes = parse_bytes("--memory-limit", memory_limit, LEAST_MEMORY_BYTES)
     options = CriteoOptions(
         min_count=dataset.min_count,
         hash_size=dataset.hash_size,
@@ -97,10 +104,13 @@ def prepare_criteo_command(
     )
     limits = ResourceLimits(memory_limit_bytes=memory_limit_bytes, threads=threads)
     with prepare_progress(console) as progress:
-        manifest = prepare_criteo(inputs, output, options, limits, overwrite=overwrite, progress=progress)
-    for name, part in manifest.splits.items():
-        rate = "none" if part.label_rate is None else f"{part.label_rate:.4f}"
-        say(f"{name}: {part.num_rows:,} rows, label rate {rate}")
+        manifest = prepare_criteo(
+            inputs, output, options, limits, overwrite=overwrite, progress=progress, note=_say_note
+        )
+    for warning in dataset_warnings(manifest):
+        _say_note(warning)
+    for line in describe_dataset(manifest, output):
+        say(line)
     say(f"dataset {output}")
 
 
@@ -113,7 +123,10 @@ def prepare_criteo_command(
 def prepare_graph_command(
     inputs: Annotated[
         list[Path],
-        typer.Argument(metavar="EDGES...", help="Parquet, CSV or TSV files (.gz too), or folders; with column names."),
+        typer.Argument(
+            metavar="EDGES...",
+            help="Parquet, CSV or TSV files or pipes (gzip too), or folders of files; with column names; - is stdin.",
+        ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to make; it appears whole or not at all.")],
     *,
@@ -124,9 +137,9 @@ def prepare_graph_command(
 ) -> None:
     """Turn edges, or shared attributes, into a graph over a table's ids, for SSE-Graph."""
     from distembed.commands.prepare_progress import prepare_progress
-    from distembed.graph.prepare import GraphOptions, NodeIds, describe_graph, prepare_graph
+    from distembed.graph.prepare import LEAST_MEMORY_BYTES, GraphOptions, NodeIds, describe_graph, prepare_graph
 
-    memory_limit_bytes = parse_bytes("--memory-limit", memory_limit)
+    memory_limit_bytes = parse_bytes("--memory-limit", memory_limit, LEAST_MEMORY_BYTES)
     options = GraphOptions(
         source=edges.source,
         target=edges.target,
@@ -147,6 +160,7 @@ def prepare_graph_command(
             memory_limit_bytes=memory_limit_bytes,
             overwrite=overwrite,
             progress=progress,
+            note=_say_note,
         )
     for line in describe_graph(graph):
         say(line)
@@ -156,8 +170,8 @@ def prepare_graph_command(
 @app.command("synthesize", epilog="Example: `distembed synthesize criteo.tsv --rows 1000000 --seed 0`")
 def synthesize_command(
     output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="File to write; ending in .gz it is compressed.")],
-    rows: Annotated[int, typer.Option(min=1, help="Number of rows.")] = 200_000,
-    seed: Annotated[int, typer.Option(min=0, help="Same seed, same file.")] = 0,
+    rows: Annotated[int, typer.Option(help="Number of rows.")] = 200_000,
+    seed: Annotated[int, typer.Option(help="Same seed, same file.")] = 0,
     overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT if it is there.")] = False,
 ) -> None:
     """Make a file in Criteo's format: skewed ids, a planted signal of known Bayes logloss, a time order."""
@@ -168,3 +182,8 @@ def synthesize_command(
         f"{output}: {rows:,} rows; the best possible logloss is {summary.bayes_logloss:.4f}, "
         f"AUC {summary.bayes_auc:.4f}"
     )
+
+
+def _say_note(text: str) -> None:
+    """Prints what should be known of the input or the result, and is no error."""
+    say(f"note: {text}")

@@ -65,11 +65,13 @@ class _Lines:
         elif now - self._shown > _SECONDS_BETWEEN_LINES:
             self._shown = now
             seconds = now - self._started
+            done = f"{update.rows_done:,} rows, {update.rows_done / seconds:,.0f} rows/s"
+            if update.bytes_total is None:
+                self._say(f"prepare: {update.stage}  {done}")
+                return
             left = seconds * (update.bytes_total / max(1, update.bytes_done) - 1)
-            self._say(
-                f"prepare: {update.stage}  {update.bytes_done / max(1, update.bytes_total):.0%}  "
-                f"{update.rows_done:,} rows, {update.rows_done / seconds:,.0f} rows/s, {left:,.0f} s left"
-            )
+            share = update.bytes_done / max(1, update.bytes_total)
+            self._say(f"prepare: {update.stage}  {share:.0%}  {done}, {left:,.0f} s left")
 
     def _say(self, text: str) -> None:
         """Prints a line as it is, however long."""

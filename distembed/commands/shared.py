@@ -19,5 +19,6 @@ OverridesArgument = Annotated[
 
 
 def say(text: str) -> None:
-    """Prints a line as it is, however long."""
+    r"""Prints a line as it is, however long; bytes of a file's name that are no text become ``\udcff``."""
+    text = text.encode(errors="backslashreplace").decode()
     console.print(text, markup=False, highlight=False, soft_wrap=True)

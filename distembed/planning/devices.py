@@ -8,14 +8,13 @@ import dataclasses
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from distembed.errors import UserError
 from distembed.names import one_of
 from distembed.units import parse_bytes
-
-if TYPE_CHECKING:
-    import torch
 
 _MIB, _GB, _TFLOPS = 2**20, 10**9, 10**12
 
@@ -111,18 +110,14 @@ def _numbers(settings: Iterable[str]) -> dict[str, Any]:
     return numbers
 
 
-def device_here(device: "torch.device", memory_bytes: int) -> Device:
+def device_here(device: torch.device, memory_bytes: int) -> Device:
     """Returns the device of this process, by its driver's name for it; an unknown one computes as an A100.
 
     Args:
         device: Device of this rank.
         memory_bytes: Memory of the device; on a CPU, of the machine.
     """
-    name = "cpu"
-    if device.type == "cuda":
-        import torch
-
-        name = torch.cuda.get_device_name(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return dataclasses.replace(_like(name, memory_bytes), memory_bytes=memory_bytes)
 
 

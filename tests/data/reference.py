@@ -9,6 +9,7 @@ from pathlib import Path
 
 DIGITS = set(b"0123456789")
 HEX = set(b"0123456789abcdefABCDEF")
+HEADER = "\t".join(["label", *[f"I{i}" for i in range(1, 14)], *[f"C{i}" for i in range(1, 27)]]).encode()
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ EDGES = random_edges(NUM_NODES, 2500, 0, 6.0)
 @pytest.fixture
 def small_memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Gives a limit of memory with which everything is spooled, cut and merged in small pieces."""
-    monkeypatch.setattr(preparation, "_LEAST_MEMORY_BYTES", 1)
+    monkeypatch.setattr(preparation, "LEAST_MEMORY_BYTES", 1)
     monkeypatch.setattr(sorted_runs, "_MERGED_RECORDS", 64)
     monkeypatch.setattr(shared_attributes, "_EDGES_AT_A_TIME", 100)
     return {"memory_limit_bytes": 4000}

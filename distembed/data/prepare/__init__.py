@@ -6,6 +6,8 @@
 - The second: ``split.py`` says which rows train, ``key_counts.py`` counts their keys in bounded memory, and
   ``vocabulary.py`` gives the ids.
 - The third: ``write_parquet.py`` writes the files.
+- ``first_line.py`` tells a header from a row, ``space.py`` whether the disk has room, and ``notes.py`` what a user
+  should know of the result.
 - For every kind of preparation: ``inputs.py`` checks the inputs, ``limits.py`` and ``progress.py`` say what it may use
   and how far it is, and ``staging.py`` makes its output appear at once.
 - ``synthesize.py`` makes a Criteo-format file with a planted signal.
@@ -13,15 +15,19 @@
 
 from distembed.data.prepare.criteo import CriteoOptions, prepare_criteo
 from distembed.data.prepare.limits import ResourceLimits
-from distembed.data.prepare.progress import ProgressCallback, ProgressUpdate
+from distembed.data.prepare.notes import dataset_warnings, describe_dataset
+from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ProgressUpdate
 from distembed.data.prepare.synthesize import SyntheticSummary, synthesize_criteo
 
 __all__ = [
     "CriteoOptions",
+    "NoteCallback",
     "ProgressCallback",
     "ProgressUpdate",
     "ResourceLimits",
     "SyntheticSummary",
+    "dataset_warnings",
+    "describe_dataset",
     "prepare_criteo",
     "synthesize_criteo",
 ]

@@ -31,8 +31,10 @@ from distembed.data.dataset.schema import CRITEO_CATEGORICAL, criteo_schema
 from distembed.data.prepare.ingest import Ingested, Ingestion
 from distembed.data.prepare.inputs import require_outside
 from distembed.data.prepare.limits import ResourceLimits
-from distembed.data.prepare.progress import ProgressCallback, ProgressUpdate
+from distembed.data.prepare.notes import notes_on_rows
+from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ProgressUpdate, ignore
 from distembed.data.prepare.source_files import list_sources
+from distembed.data.prepare.space import disk_is_full, require_space
 from distembed.data.prepare.split import SPLIT_NAMES, SplitRule
 from distembed.data.prepare.staging import staged_folder
 from distembed.data.prepare.vocabulary import (
@@ -45,7 +47,9 @@ from distembed.data.prepare.vocabulary import (
 )
 from distembed.data.prepare.write_parquet import FilePlan, FileWriter, WrittenFile, plan_files
 from distembed.errors import UserError
-from distembed.files import free_space, full_disk_explained
+from distembed.files import full_disk_explained
+
+MAX_INT64 = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -71,14 +75,21 @@ class CriteoOptions:
     max_rejected: float = 0.01
 
     def __post_init__(self) -> None:
-        if self.min_count < 1:
-            raise UserError(f"min_count is {self.min_count}: it must be 1 or more; 1 keeps every value")
-        if self.hash_size is not None and not 2 <= self.hash_size < 2**63:
-            raise UserError(f"hash_size is {self.hash_size}: it must be at least 2, since id 0 is for missing values")
+        if not 1 <= self.min_count <= MAX_INT64:
+            raise UserError(
+                f"min_count (--min-count) is {self.min_count}: it must be in 1 to {MAX_INT64}; 1 keeps every value"
+            )
+        if self.hash_size is not None and not 2 <= self.hash_size <= MAX_INT64:
+            raise UserError(
+                f"hash_size (--hash-size) is {self.hash_size}: it must be in 2 to {MAX_INT64}, since ids have 64 bits "
+                "and id 0 is for missing values; give the number of rows that the tables shall have"
+            )
         if not 0 <= self.hash_seed < 2**64:
-            raise UserError(f"hash_seed is {self.hash_seed}: it must be in [0, 2**64)")
+            raise UserError(f"hash_seed (--hash-seed) is {self.hash_seed}: it must be in 0 to {2**64 - 1}")
         if not 0 <= self.max_rejected <= 1:
-            raise UserError(f"max_rejected is {self.max_rejected}: it is a share of the rows, between 0 and 1")
+            raise UserError(
+                f"max_rejected (--max-rejected) is {self.max_rejected}: it is a share of the rows, between 0 and 1"
+            )
         SplitRule.parse(self.split)
 
     def to_json(self) -> dict[str, Any]:
@@ -95,39 +106,46 @@ def prepare_criteo(
     limits: ResourceLimits | None = None,
     *,
     overwrite: bool = False,
-    progress: ProgressCallback | None = None,
+    progress: ProgressCallback = ignore,
+    note: NoteCallback = ignore,
 ) -> Manifest:
     """Prepares Criteo rows.
 
     Args:
-        inputs: Files or folders, plain or gzip, in time order; a folder is its files in natural order.
+        inputs: Files, folders or pipes, plain or gzip, in time order; a folder is its files in natural order, and
+            ``-`` is standard input.
         output: Dataset folder to make.
         options: What the dataset's bytes depend on; a vocabulary and shares 0.8, 0.1, 0.1 unless given.
         limits: Memory and threads to use; 2 GiB and every processor unless given.
         overwrite: Whether a dataset at ``output`` is replaced.
         progress: Function that is called now and then, in the caller's thread.
+        note: Function that is told in a sentence what should be known of the input: a header that was left out, files
+            of a folder that were not read, rows that are all alike. What the manifest tells is said by
+            :func:`~distembed.data.prepare.notes.dataset_warnings`.
 
     Returns:
         The manifest that was written.
 
     Raises:
         UserError: The input cannot be read, or is not one of Criteo rows. Nothing was written.
-        RunError: The disk is full. Nothing was left behind.
+        RunError: The disk is full, or will not have room. Nothing was left behind.
     """
     options, limits = options or CriteoOptions(), limits or ResourceLimits()
-    sources = list_sources(inputs)
+    sources = list_sources(inputs, note)
     require_outside(sources, Path(output))
-    report = progress or (lambda update: None)
     with (
-        full_disk_explained(lambda _: _disk_is_full(sources, Path(output)), (OSError, pa.ArrowException)),
+        full_disk_explained(lambda _: disk_is_full(sources, Path(output)), (OSError, pa.ArrowException)),
         staged_folder(Path(output), overwrite=overwrite) as folder,
     ):
-        passes = _Passes(folder, folder / ".spool", options, limits, report)
+        require_space(sources, Path(output), limits, note)
+        passes = _Passes(folder, folder / ".spool", options, limits, progress, note)
         passes.spool.mkdir()
         ingested = passes.read(sources)
         bounds = SplitRule.parse(options.split).bounds(ingested.source_rows)
         if not bounds[1]:
             raise UserError(f"the training part has no rows: the input has only {ingested.num_rows}; give more rows")
+        for found in notes_on_rows(ingested.blocks, options.hash_size is not None):
+            note(found)
         features = passes.map_features(ingested, bounds[1])
         schema = criteo_schema([feature.num_embeddings for feature in features])
         writer = FileWriter(folder, schema, ingested.blocks, [feature.lookup for feature in features])
@@ -166,6 +184,7 @@ class _Passes:
         options: What the dataset's bytes depend on.
         limits: Memory and threads to use.
         report: Function that is called with the progress.
+        note: Function that is told what was found in the input besides rows.
     """
 
     folder: Path
@@ -173,17 +192,18 @@ class _Passes:
     options: CriteoOptions
     limits: ResourceLimits
     report: ProgressCallback
+    note: NoteCallback
 
     def read(self, sources: Sequence[Path]) -> Ingested:
         """Parses the text and spools it."""
-        total = sum(source.stat().st_size for source in sources)
         return Ingestion(
             sources,
             self.folder,
             self.spool,
             self.limits,
             max_rejected=self.options.max_rejected,
-            report=lambda bytes_done, rows: self.report(ProgressUpdate("read", bytes_done, total, rows)),
+            report=self.report,
+            note=self.note,
         ).run()
 
     def map_features(self, ingested: Ingested, train_rows: int) -> list[_Feature]:
@@ -287,18 +307,3 @@ def _pool(threads: int) -> Iterator[ThreadPoolExecutor]:
         yield pool
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _disk_is_full(sources: Sequence[Path], output: Path) -> str:
-    """Returns the text of an error that says how much room is needed."""
-    folder = Path(os.path.realpath(output)).parent
-    return (
-        f"the disk of {folder} is full: {free_space(folder)} are free, about {_needed_bytes(sources) >> 20:,} MiB are "
-        "needed while preparing (a third of it for the dataset). Nothing was left behind; free some space or name an "
-        "output elsewhere"
-    )
-
-
-def _needed_bytes(sources: Sequence[Path]) -> int:
-    """Returns about what spool and dataset take: as much as the text, which gzip makes 3 times smaller."""
-    return sum(source.stat().st_size * (3 if source.suffix == ".gz" else 1) for source in sources)

@@ -7,16 +7,17 @@ interpreter's lock. Parsed blocks are handled in the order of the input, so noth
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
 from distembed.data.dataset.manifest import Rejected, SourceFile
-from distembed.data.prepare.inputs import names_in_common_folder
+from distembed.data.prepare.inputs import input_names, total_bytes
 from distembed.data.prepare.limits import ResourceLimits
 from distembed.data.prepare.parse_rows import REASONS, RejectedRow, parse_block
+from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ProgressUpdate
 from distembed.data.prepare.source_files import SourceReader
 from distembed.data.prepare.spool import SpooledBlock, write_block
 from distembed.errors import UserError
@@ -25,6 +26,9 @@ REJECTED_NAME = "rejected.tsv"
 
 _EXAMPLES = 5
 _EXAMPLE_CHARACTERS = 120
+
+# A file's name in rejected.tsv takes one field of one line.
+_ESCAPED = {ord("\t"): "\\t", ord("\n"): "\\n", ord("\r"): "\\r"}
 
 # More than half of this many rows malformed is another kind of file: no need to read a terabyte of it.
 _HOPELESS_ROWS = 1000
@@ -79,6 +83,7 @@ class Ingestion:
         limits: Memory and threads to use.
         max_rejected: Largest share of malformed rows that is no error.
         report: Function that is called with the bytes and the rows read so far.
+        note: Function that is told what was found in the files besides rows, once all are read.
     """
 
     def __init__(
@@ -89,14 +94,16 @@ class Ingestion:
         limits: ResourceLimits,
         *,
         max_rejected: float,
-        report: Callable[[int, int], None],
+        report: ProgressCallback,
+        note: NoteCallback,
     ) -> None:
-        self._sources, self._names = sources, names_in_common_folder(sources)
+        self._sources, self._names = sources, input_names(sources)
         self._spool = spool
         self._rejected_path = folder / REJECTED_NAME
         self._rejected_file: BinaryIO | None = None
         self._threads = limits.num_threads
-        self._max_rejected, self._report = max_rejected, report
+        self._max_rejected, self._report, self._note = max_rejected, report, note
+        self._total_bytes = total_bytes(sources)
         block_bytes = limits.block_bytes
         self._source_readers = [SourceReader(source, block_bytes) for source in sources]
         self._lines = [0] * len(sources)
@@ -113,7 +120,8 @@ class Ingestion:
         try:
             for parsed in self._parse_in_order():
                 self._take(parsed)
-                self._report(sum(reader.bytes_read for reader in self._source_readers), self._result.num_rows)
+                bytes_done = sum(reader.bytes_read for reader in self._source_readers)
+                self._report(ProgressUpdate("read", bytes_done, self._total_bytes, self._result.num_rows))
         finally:
             if self._rejected_file is not None:
                 self._rejected_file.close()
@@ -124,6 +132,8 @@ class Ingestion:
             REJECTED_NAME if sum(self._rejected) else None,
         )
         self._check()
+        for note in self._found_besides_rows():
+            self._note(note)
         return self._result
 
     def _parse_in_order(self) -> Iterator[_Parsed]:
@@ -169,8 +179,10 @@ class Ingestion:
         if self._rejected_file is None:
             self._rejected_file = open(self._rejected_path, "wb")
             self._rejected_file.write(b"file\tline\treason\trow\n")
-        line = self._lines[source] + row.line + 1
-        self._rejected_file.write(f"{self._names[source]}\t{line}\t{row.reason}\t".encode() + row.text + b"\n")
+        header_lines = 0 if self._source_readers[source].header is None else 1
+        line = header_lines + self._lines[source] + row.line + 1
+        name = self._names[source].translate(_ESCAPED).encode(errors="backslashreplace")
+        self._rejected_file.write(name + f"\t{line}\t{row.reason}\t".encode() + row.text + b"\n")
         self._reasons[row.reason] += 1
         if len(self._result.examples) < _EXAMPLES:
             text = row.text.decode(errors="backslashreplace")[:_EXAMPLE_CHARACTERS]
@@ -181,6 +193,19 @@ class Ingestion:
         return SourceFile(
             self._names[index], reader.bytes_read, reader.sha256, self._lines[index], self._rejected[index]
         )
+
+    def _found_besides_rows(self) -> Iterator[str]:
+        for source, reader, num_lines in zip(self._sources, self._source_readers, self._lines, strict=True):
+            if reader.header is not None:
+                names = ", ".join([*reader.header[:2], "...", reader.header[-1]])
+                yield f"{source}: its first line is a header ({names}), which is no row"
+            if not num_lines:
+                yield f"{source} has no rows"
+            if reader.may_be_cut:
+                yield (
+                    f"{source}: its last line has no line's end and may have been cut short "
+                    "(kept as it is where it is well-formed)"
+                )
 
     def _check(self) -> None:
         if not sum(self._lines):
@@ -196,6 +221,6 @@ class Ingestion:
         return (
             f"{rejected} of {rows} rows are malformed ({reasons}), which is more than max_rejected="
             f"{self._max_rejected:g}; nothing was written. A row is a label (0 or 1), 13 integers and 26 hexadecimal "
-            "ids, separated by tabs. Mend the rows or allow more. The first ones:\n  "
+            "ids, separated by tabs. Mend the rows or allow more (--max-rejected). The first ones:\n  "
             + "\n  ".join(self._result.examples)
         )

@@ -1,14 +1,23 @@
-"""What holds for the input files of every preparation: each is named once, and none lies inside the output."""
+"""What holds for the input of every preparation: files, folders and pipes, each named once and none inside the output.
+
+A pipe can be read once only, and says neither how long it is nor where it lies: its name in a dataset is ``stdin``, or
+``pipe-2`` for the second input.
+"""
 
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from distembed.data.prepare.progress import NoteCallback, ignore
 from distembed.errors import UserError
+from distembed.units import enumerate_names
+
+STANDARD_INPUT = Path("/dev/stdin")
 
 
 @dataclass(frozen=True)
@@ -27,27 +36,55 @@ class InputFiles:
     none_in_folder: str
     order: Callable[[Path], Any]
 
-    def list_files(self, inputs: Sequence[str | os.PathLike[str]]) -> list[Path]:
+    def list_files(self, inputs: Sequence[str | os.PathLike[str]], note: NoteCallback = ignore) -> list[Path]:
         """Returns the files to read; a folder stands for the files of the kind in it that are not hidden.
+
+        Args:
+            inputs: Files, folders and pipes; ``-`` is standard input.
+            note: Function that is told what else lies in a folder, which is not read.
 
         Raises:
             UserError: Nothing was named, a path does not exist, a folder has no such file, or a file is named twice.
         """
         if not inputs:
             raise UserError(f"no input was named: give one or more {self.can_be_named}.")
-        return _require_distinct([file for path in inputs for file in self._files(Path(path))])
+        return _require_distinct([file for path in inputs for file in self._files(Path(path), note)])
 
-    def _files(self, path: Path) -> list[Path]:
-        """Returns a file that is named, or those of the kind in a folder that is."""
-        if path.is_file():
+    def _files(self, path: Path, note: NoteCallback) -> list[Path]:
+        """Returns a file or pipe that is named, or the files of the kind in a folder that is."""
+        path = STANDARD_INPUT if path == Path("-") else path
+        if not stat.S_ISDIR(self._mode(path)):
             return [path]
-        if not path.is_dir():
-            raise UserError(f"{path} does not exist; name {self.can_be_named}.")
-        files = [file for file in path.iterdir() if file.is_file() and not file.name.startswith(".")]
-        readable = [file for file in files if self.is_readable(file)]
-        if not readable:
+        try:
+            found = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
+        except OSError as error:
+            raise UserError(f"the folder {path} cannot be read: {error.strerror}; name one that can.") from error
+        files = [entry for entry in found if entry.is_file() and self.is_readable(entry)]
+        if not files:
             raise UserError(f"the folder {path} has no {self.none_in_folder}.")
-        return sorted(readable, key=self.order)
+        if others := [entry.name for entry in found if entry not in files]:
+            note(f"of the folder {path} not read: {enumerate_names(others)}; name what else is to be read")
+        return sorted(files, key=self.order)
+
+    def _mode(self, path: Path) -> int:
+        """Returns what a path leads to, as ``stat`` says it.
+
+        Raises:
+            UserError: It leads to nothing that can be read.
+        """
+        try:
+            mode = os.stat(path).st_mode
+        except FileNotFoundError:
+            if path == STANDARD_INPUT:
+                raise UserError("standard input is closed: pipe rows into the command, or name a file.") from None
+            if os.path.islink(path):
+                raise UserError(f"{path} is a link to {os.readlink(path)}, which does not exist.") from None
+            raise UserError(f"{path} does not exist; name {self.can_be_named}.") from None
+        except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+            raise UserError(f"{str(path)!r} cannot be read: {error}; name {self.can_be_named}.") from error
+        if path == STANDARD_INPUT and os.isatty(0):
+            raise UserError("standard input is a terminal: pipe rows into the command, or name a file.")
+        return mode
 
 
 def _require_distinct(files: list[Path]) -> list[Path]:
@@ -56,27 +93,81 @@ def _require_distinct(files: list[Path]) -> list[Path]:
     Raises:
         UserError: A file is there twice, under whatever name.
     """
-    seen: set[Path] = set()
+    seen: set[tuple[int, int]] = set()
     for file in files:
-        if file.resolve() in seen:
+        found = os.stat(file)
+        if (found.st_dev, found.st_ino) in seen:
             raise UserError(f"{file} is named twice: its rows would be counted twice; name it once")
-        seen.add(file.resolve())
+        seen.add((found.st_dev, found.st_ino))
     return files
 
 
 def require_outside(files: Sequence[Path], output: Path) -> None:
-    """Makes sure that no input lies inside the output, which would be overwritten or taken for input.
+    """Makes sure that no input is the output or lies inside it, which would be overwritten or taken for input.
 
     Raises:
-        UserError: An input lies inside the output.
+        UserError: An input is the output, or lies inside it.
     """
+    target = real_path(output)
     for file in files:
-        if file.resolve().is_relative_to(output.resolve()):
+        if real_path(file) == target:
+            raise UserError(f"the output {output} is an input too, which would be lost: name another output")
+        if real_path(file).is_relative_to(target):
             raise UserError(f"the input {file} lies inside the output {output}: name another output")
 
 
-def names_in_common_folder(files: Sequence[Path]) -> list[str]:
-    """Returns the files' names relative to the folder that they have in common: the same wherever it lies."""
-    absolute = [file.absolute() for file in files]
-    common = os.path.commonpath([file.parent for file in absolute])
-    return [file.relative_to(common).as_posix() for file in absolute]
+def real_path(path: Path) -> Path:
+    """Returns the absolute path without links; of links that lead in a circle, the path as far as it can be followed.
+
+    Raises:
+        UserError: The path has a zero byte, which no file's name has.
+    """
+    try:
+        return Path(os.path.realpath(path))
+    except ValueError as error:
+        raise UserError(f"{str(path)!r} can be no file or folder ({error}): name another") from error
+
+
+def require_text_name(path: Path) -> None:
+    """Makes sure that a path is text, as Arrow's readers and writers need it.
+
+    Raises:
+        UserError: Some of its bytes are no characters in UTF-8.
+    """
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{str(path)!r} has bytes that are no characters in UTF-8: give it another name") from None
+
+
+def is_pipe(file: Path) -> bool:
+    """Returns whether a path is standard input, a pipe, or anything else that can be read once only."""
+    return file == STANDARD_INPUT or (file.exists() and not file.is_file())
+
+
+def total_bytes(files: Sequence[Path]) -> int | None:
+    """Returns the size of all files; None where it is not known before they are read."""
+    return None if any(map(is_pipe, files)) else sum(file.stat().st_size for file in files)
+
+
+def open_input(file: Path) -> BinaryIO:
+    """Opens a file or a pipe for reading bytes, without a buffer.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    if file == STANDARD_INPUT:  # from where it stands; a socket, moreover, cannot be opened by its name
+        return open(0, "rb", buffering=0, closefd=False)
+    return open(file, "rb", buffering=0)
+
+
+def input_names(files: Sequence[Path]) -> list[str]:
+    """Returns names for the files in what is prepared: the same wherever they lie.
+
+    They are relative to the folder that the files have in common.
+    """
+    regular = [file.absolute() for file in files if not is_pipe(file)]
+    common = os.path.commonpath([file.parent for file in regular]) if regular else ""
+    pipes = {file: f"pipe-{number}" for number, file in enumerate(files, start=1) if is_pipe(file)}
+    pipes |= {STANDARD_INPUT: "stdin"}
+    return [pipes[file] if file in pipes else file.absolute().relative_to(common).as_posix() for file in files]

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 
 from distembed.errors import UserError
 
-_LEAST_MEMORY_BYTES = 64 << 20
+LEAST_MEMORY_BYTES = 64 << 20
+MOST_THREADS = 1024
+
+# Each thread has one block, one is being read and one waits; parsing takes up to 8 times a block's size.
+_MEMORY_PER_BLOCK_BYTE = 8
+_OTHER_BLOCKS = 2
+_LEAST_BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -18,7 +24,7 @@ class ResourceLimits:
 
     Attributes:
         memory_limit_bytes: Working memory above what the interpreter itself takes (about 150 MB); 64 MiB or more.
-        threads: Threads that work, 1 or more; None for as many as there are processors for this process.
+        threads: Threads that work, 1 to 1024; None for as many as there are processors for this process.
 
     Raises:
         UserError: A limit is too small.
@@ -28,23 +34,22 @@ class ResourceLimits:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        if self.threads is not None and self.threads < 1:
-            raise UserError(f"threads is {self.threads}: it must be 1 or more")
-        if self.memory_limit_bytes < _LEAST_MEMORY_BYTES:
-            raise UserError(f"memory_limit_bytes is {self.memory_limit_bytes}: at least {_LEAST_MEMORY_BYTES} (64 MiB)")
+        if self.threads is not None and not 1 <= self.threads <= MOST_THREADS:
+            raise UserError(f"threads (--threads) is {self.threads}: it must be in 1 to {MOST_THREADS}")
+        if self.memory_limit_bytes < LEAST_MEMORY_BYTES:
+            raise UserError(f"memory_limit_bytes is {self.memory_limit_bytes}: at least {LEAST_MEMORY_BYTES} (64 MiB)")
 
     @property
     def num_threads(self) -> int:
-        """Number of threads that parse: as many as was asked for, else one for each core."""
-        return self.threads or len(os.sched_getaffinity(0))
+        """Number of threads that parse: as many as was asked for, else one for each core; fewer where memory is."""
+        most = self.memory_limit_bytes // (_MEMORY_PER_BLOCK_BYTE * _LEAST_BLOCK_BYTES) - _OTHER_BLOCKS
+        return min(self.threads or len(os.sched_getaffinity(0)), most, MOST_THREADS)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of text in a block.
-
-        Each thread has one block, one is being read and one waits; parsing takes up to 8 times a block's size.
-        """
-        return min(16 << 20, max(1 << 20, self.memory_limit_bytes // (8 * (self.num_threads + 2))))
+        """Bytes of text in a block."""
+        blocks = self.num_threads + _OTHER_BLOCKS
+        return min(16 << 20, max(_LEAST_BLOCK_BYTES, self.memory_limit_bytes // (_MEMORY_PER_BLOCK_BYTE * blocks)))
 
     @property
     def vocabulary_keys(self) -> int:

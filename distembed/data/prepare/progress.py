@@ -1,4 +1,4 @@
-"""How a preparation says how far it is."""
+"""How a preparation says how far it is, and what a user should know of the input."""
 
 from __future__ import annotations
 
@@ -13,14 +13,20 @@ class ProgressUpdate:
     Attributes:
         stage: Name of the stage: ``read``, ``vocabulary`` (Criteo rows only) or ``write``, in this order.
         bytes_done: Bytes of the stage's work that are done.
-        bytes_total: What ``bytes_done`` is when the stage is over.
+        bytes_total: What ``bytes_done`` is when the stage is over; None where that is not known, as with pipes.
         rows_done: Rows that the stage has dealt with; of Criteo rows, well-formed ones.
     """
 
     stage: str
     bytes_done: int
-    bytes_total: int
+    bytes_total: int | None
     rows_done: int
 
 
 ProgressCallback = Callable[[ProgressUpdate], None]
+NoteCallback = Callable[[str], None]
+"""Takes one sentence about the input, such as that a header was left out."""
+
+
+def ignore(_: object) -> None:
+    """Takes a progress or a note, and does nothing."""

@@ -1,7 +1,8 @@
-"""Raw text files, plain or gzip, as blocks of whole lines.
+"""Raw text files and pipes, plain or gzip, as blocks of whole lines.
 
-A block ends at a line's end and never spans two files, so blocks can be parsed independently of each other. The
-checksum of a file is taken of the bytes as they are on disk, while they are read, without a second pass.
+A byte order mark and a header are no part of the blocks. A block ends at a line's end and never spans two files, so
+blocks can be parsed independently of each other. The checksum of a file is taken of the bytes as they are on disk,
+while they are read, without a second pass.
 """
 
 from __future__ import annotations
@@ -10,31 +11,38 @@ import hashlib
 import os
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from distembed.data.prepare.inputs import InputFiles
+from distembed.data.prepare.first_line import require_text, split_first_line
+from distembed.data.prepare.inputs import InputFiles, open_input
+from distembed.data.prepare.progress import NoteCallback, ignore
 from distembed.errors import UserError
+
+# The last row of a file that may have been cut: it has no line's end, and its last id is not whole.
+_LAST_LINE_WHOLE = re.compile(rb"(\n|\t[0-9a-fA-F]{8}\r?)\Z")
 
 # A line of Criteo's is about 230 bytes. Anything near this is another kind of file.
 MAX_LINE_BYTES = 1 << 20
 
 _READ_BYTES = 1 << 20
+_FIRST_BYTES = 16
 _GZIP_MAGIC = b"\x1f\x8b"
 _GZIP_OR_ZLIB_HEADER = 16 + zlib.MAX_WBITS
 _TEXT_SUFFIXES = {"", ".tsv", ".txt", ".gz"}
 
 
-def list_sources(inputs: Sequence[str | os.PathLike[str]]) -> list[Path]:
+def list_sources(inputs: Sequence[str | os.PathLike[str]], note: NoteCallback = ignore) -> list[Path]:
     """Returns the files to read: folders become their text files, in natural order (``day_2`` before ``day_10``).
 
-    Hidden files in folders are left out, and so are those that end in something else than .tsv, .txt, .gz or nothing.
+    Hidden files in folders are left out, and so are those that end in something else than .tsv, .txt, .gz or nothing,
+    which ``note`` is told. ``-`` is standard input.
 
     Raises:
         UserError: Nothing was named, a path does not exist, a folder has no such file, or a file is named twice.
     """
-    return _TEXT_FILES.list_files(inputs)
+    return _TEXT_FILES.list_files(inputs, note)
 
 
 def _natural_key(path: Path) -> list[tuple[int, int, str]]:
@@ -51,8 +59,17 @@ _TEXT_FILES = InputFiles(
 )
 
 
+def is_gzip(path: Path) -> bool:
+    """Returns whether a file is compressed, by its first bytes; False where it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
+    except OSError:
+        return False
+
+
 class SourceReader:
-    """Streams one file, which is opened when its blocks are asked for.
+    """Streams one file or pipe, which is opened when its blocks are asked for.
 
     Args:
         path: File to read.
@@ -60,6 +77,9 @@ class SourceReader:
 
     Attributes:
         bytes_read: Number of bytes read so far, compressed where the file is.
+        is_gzip: Whether the file is compressed; known once its first block is there.
+        header: Names of the columns where the first line is a header, else None; known likewise.
+        may_be_cut: Whether the last row has no line's end and no whole last id; known once the blocks are exhausted.
     """
 
     def __init__(self, path: Path, block_bytes: int) -> None:
@@ -67,29 +87,47 @@ class SourceReader:
         self._block_bytes = block_bytes
         self._hash = hashlib.sha256()
         self.bytes_read = 0
+        self.is_gzip = self.may_be_cut = False
+        self.header: list[str] | None = None
 
     @property
     def sha256(self) -> str:
         """SHA-256 of the bytes read so far: of the whole file once its blocks are exhausted."""
         return self._hash.hexdigest()
 
-    def blocks(self) -> Iterator[bytes]:
+    def blocks(self) -> Generator[bytes, None, None]:
         """Yields whole lines, about ``block_bytes`` at a time; only the last one may lack its newline.
 
         Raises:
             UserError: A gzip file is cut short or damaged, the file cannot be read, or a line is far too long.
         """
+        last = b"\n"
         try:
-            with open(self._path, "rb", buffering=0) as file:
-                yield from self._cut(self._content(file))
+            with open_input(self._path) as file:
+                for last in self._rows(self._cut(self._content(file))):
+                    yield last
         except zlib.error as error:
             raise UserError(f"{self._path} is a damaged gzip file ({error}); fetch it again") from error
-        except (PermissionError, FileNotFoundError, IsADirectoryError) as error:
+        except OSError as error:
             raise UserError(f"{self._path} cannot be read: {error.strerror}") from error
+        self.may_be_cut = _LAST_LINE_WHOLE.search(last, len(last) - 11) is None
+
+    def _rows(self, blocks: Iterator[bytes]) -> Iterator[bytes]:
+        """Yields the blocks without what stands before the rows: a byte order mark, and a header."""
+        first = next(blocks, b"")
+        require_text(self._path, first)
+        self.header, rows = split_first_line(first)
+        if rows:
+            yield rows
+        yield from blocks
 
     def _content(self, file: BinaryIO) -> Iterator[bytes]:
         first = self._read(file)
-        return self._unzip(file, first) if first.startswith(_GZIP_MAGIC) else self._plain(file, first)
+        while 0 < len(first) < _FIRST_BYTES and (more := self._read(file)):  # a pipe may give byte after byte
+            first += more
+        require_text(self._path, first)
+        self.is_gzip = first.startswith(_GZIP_MAGIC)
+        return self._unzip(file, first) if self.is_gzip else self._plain(file, first)
 
     def _plain(self, file: BinaryIO, piece: bytes) -> Iterator[bytes]:
         while piece:
@@ -105,7 +143,9 @@ class SourceReader:
                 yield member.decompress(member.unconsumed_tail, self._block_bytes)
             piece = member.unused_data or self._read(file)
             if member.eof:
-                piece = piece.lstrip(b"\0") or self._read(file).lstrip(b"\0")
+                while piece and not piece.strip(b"\0"):
+                    piece = self._read(file)
+                piece = piece.lstrip(b"\0")
                 if not piece:
                     return
                 member = zlib.decompressobj(_GZIP_OR_ZLIB_HEADER)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -10,6 +11,9 @@ from distembed.errors import UserError
 
 SPLIT_NAMES = ("train", "validation", "test")
 BY_DAYS = "days"
+
+# Exponents would allow numbers that take hours to write out.
+_SHARE = re.compile(r"[0-9]{0,20}\.?[0-9]{1,20}|[0-9]{1,20}/[0-9]{1,20}", re.ASCII)
 
 # One file without marks between its days is cut as the public DLRM cuts the Kaggle file, which has seven.
 _DAYS_IN_ONE_FILE = 7
@@ -34,12 +38,18 @@ class SplitRule:
         """
         if text == BY_DAYS:
             return cls(None)
-        wanted = f"split is {text!r}: it must be 'days', or three positive shares that add up to 1: '0.8,0.1,0.1'"
+        wanted = (
+            f"split (--split) is {text[:100]!r}: it must be 'days', or three positive shares that add up to 1, such as "
+            "'0.8,0.1,0.1' or '1/2,1/4,1/4'"
+        )
+        parts = [part.strip() for part in text.split(",")]
+        if len(parts) != 3 or not all(_SHARE.fullmatch(part) for part in parts):
+            raise UserError(wanted)
         try:
-            shares = tuple(Fraction(part.strip()) for part in text.split(","))
-        except (ValueError, ZeroDivisionError):
+            shares = tuple(Fraction(part) for part in parts)
+        except ZeroDivisionError:
             raise UserError(wanted) from None
-        if len(shares) != 3 or min(shares) <= 0 or sum(shares) != 1:
+        if min(shares) <= 0 or sum(shares) != 1:
             raise UserError(wanted)
         return cls((shares[0], shares[1], shares[2]))
 

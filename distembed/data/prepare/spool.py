@@ -80,6 +80,11 @@ def write_block(path: Path, block: ParsedBlock) -> None:
             file.write(np.ascontiguousarray(column).data)  # unlike tofile, it says why it fails
 
 
+def spooled_bytes(block: ParsedBlock) -> int:
+    """Returns the size of the file that :func:`write_block` writes."""
+    return sum(column.nbytes for column in _columns(block))
+
+
 def _columns(block: ParsedBlock) -> Iterator[NDArray[Any]]:
     yield block.labels
     yield from block.dense

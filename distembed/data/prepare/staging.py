@@ -7,15 +7,17 @@ free. A run that finds the lock taken fails at once and changes nothing.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 from distembed.data.dataset.manifest import MANIFEST_NAME
+from distembed.data.prepare.inputs import real_path, require_text_name
 from distembed.errors import UserError
 
 _LOCK_NAME = ".lock"
@@ -34,23 +36,44 @@ def staged_folder(
         marker: Name of the file that every folder of this kind has.
 
     Raises:
-        UserError: ``output`` exists and may not be replaced, or another process is writing it.
+        UserError: ``output`` exists and may not be replaced, cannot be made, or another process is writing it.
     """
-    output = Path(os.path.realpath(output))  # a link to a dataset stays a link
+    output = real_path(output)  # a link to a dataset stays a link
+    require_text_name(output)
     _check_target(output, overwrite, kind, marker)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    _clear_remains(output)
-    folder = output.with_name(f".{output.name}.preparing-{os.getpid()}")
-    folder.mkdir()
-    try:
-        with open(folder / _LOCK_NAME, "w") as lock:
-            _lock(lock, output)
-            yield folder
+    with ExitStack() as held:
+        try:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            with _alone_in(output.parent):
+                _clear_remains(output)
+                _check_target(
+                    output, overwrite, kind, marker
+                )  # once more: a run that was killed may have left it aside
+                folder = output.with_name(f".{output.name}.preparing-{os.getpid()}")
+                folder.mkdir()
+                held.callback(shutil.rmtree, folder, ignore_errors=True)
+                _lock(held.enter_context(open(folder / _LOCK_NAME, "w")), output)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+                raise
+            raise UserError(f"the {kind} {output} cannot be made: {error}; name another output") from error
+        yield folder
+        _flush(folder)
+        with _alone_in(output.parent):
             (folder / _LOCK_NAME).unlink()
-            _flush(folder)
             _swap(folder, output, overwrite)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Lets one process at a time begin or end what it makes in a folder, where the file system has locks."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
 
 
 def _check_target(output: Path, overwrite: bool, kind: str, marker: str) -> None:
@@ -62,7 +85,7 @@ def _check_target(output: Path, overwrite: bool, kind: str, marker: str) -> None
     if not os.path.lexists(output):
         return
     if not overwrite:
-        raise UserError(f"{output} exists already: name another output, remove it, or ask for it to be overwritten")
+        raise UserError(f"{output} exists already: name another output, remove it, or replace it with --overwrite")
     if not (output / marker).is_file():
         raise UserError(f"{output} is no {kind} (no {marker}), so it is not overwritten: name another")
 

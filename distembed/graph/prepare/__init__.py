@@ -8,6 +8,6 @@
 """
 
 from distembed.graph.prepare.options import GraphOptions, NodeIds
-from distembed.graph.prepare.preparation import describe_graph, prepare_graph
+from distembed.graph.prepare.preparation import LEAST_MEMORY_BYTES, describe_graph, prepare_graph
 
-__all__ = ["GraphOptions", "NodeIds", "describe_graph", "prepare_graph"]
+__all__ = ["LEAST_MEMORY_BYTES", "GraphOptions", "NodeIds", "describe_graph", "prepare_graph"]

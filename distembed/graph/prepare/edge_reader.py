@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ class EdgeReader:
     """Reads the input once, into sorted runs of edges.
 
     Args:
-        files: Files to read.
+        contents: Files to read, and where the content of each lies.
         options: How rows become edges.
         values: How values become ids.
         scratch: Empty folder for what does not fit in memory.
@@ -70,7 +70,7 @@ class EdgeReader:
 
     def __init__(
         self,
-        files: Sequence[Path],
+        contents: Mapping[Path, Path],
         options: GraphOptions,
         values: ValueMap,
         scratch: Path,
@@ -79,7 +79,8 @@ class EdgeReader:
     ) -> None:
         self.options, self.report = options, report
         self.dropped = DroppedCounts()
-        self.num_rows: dict[Path, int] = dict.fromkeys(files, 0)
+        self.num_rows: dict[Path, int] = dict.fromkeys(contents, 0)
+        self._contents = contents
         self._values = values
         self._scratch, self._memory_bytes = scratch, memory_bytes
         self._first_unknown = ""
@@ -147,11 +148,12 @@ class EdgeReader:
             *kinds: Kinds of values that each of the columns may hold.
         """
         columns = dict(zip(self.options.columns, kinds, strict=False))
-        total, before, current = sum(file.stat().st_size for file in self.num_rows), 0, next(iter(self.num_rows))
-        for batch in read_columns(list(self.num_rows), columns, min(_MOST_READ_BYTES, self._memory_bytes // 8)):
+        sizes = {path: content.stat().st_size for path, content in self._contents.items()}
+        total, before, current = sum(sizes.values()), 0, next(iter(sizes))
+        for batch in read_columns(self._contents, columns, min(_MOST_READ_BYTES, self._memory_bytes // 8)):
             yield batch
             if batch.path != current:
-                before, current = before + current.stat().st_size, batch.path
+                before, current = before + sizes[current], batch.path
             self.num_rows[batch.path] += batch.num_rows
             rows = sum(self.num_rows.values())
             self.report(ProgressUpdate("read", before + batch.bytes_read, total, rows))

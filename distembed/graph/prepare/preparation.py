@@ -17,21 +17,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distembed.data.prepare.inputs import names_in_common_folder, require_outside
-from distembed.data.prepare.progress import ProgressCallback, ProgressUpdate
+from distembed.data.prepare.inputs import input_names, require_outside
+from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ProgressUpdate, ignore
 from distembed.data.prepare.staging import staged_folder
 from distembed.errors import UserError
-from distembed.files import free_space, full_disk_explained
+from distembed.files import free_space, full_disk_explained, require_free_space
 from distembed.graph.csr import Graph
 from distembed.graph.edges import Edges, merge_equal, require_num_nodes
 from distembed.graph.folder import GRAPH_FILE, GraphDescription, GraphWriter
-from distembed.graph.prepare.column_batches import list_column_files
+from distembed.graph.prepare.column_batches import list_column_files, store_pipes
 from distembed.graph.prepare.edge_reader import EdgeReader
 from distembed.graph.prepare.options import GraphOptions, NodeIds
 from distembed.graph.prepare.sorted_runs import SortedRuns
 from distembed.graph.prepare.value_ids import PlainIds, ValueMap, table_ids
 
-_LEAST_MEMORY_BYTES = 256 << 20
+LEAST_MEMORY_BYTES = 256 << 20
 
 _DROPPED_WORDS = {
     "duplicates": "given before",
@@ -49,42 +49,48 @@ def prepare_graph(
     *,
     memory_limit_bytes: int = 2 << 30,
     overwrite: bool = False,
-    progress: ProgressCallback | None = None,
+    progress: ProgressCallback = ignore,
+    note: NoteCallback = ignore,
 ) -> Graph:
     """Prepares a graph over the ids of a table.
 
     Args:
-        inputs: Parquet, CSV or TSV files (``.gz`` too), or folders of them; text files begin with the columns' names.
+        inputs: Parquet, CSV or TSV files (``.gz`` too), folders of them, or pipes, of which ``-`` is standard input;
+            text begins with the columns' names.
         output: Folder to make.
         nodes: Which ids the graph is over.
         options: How rows become edges; columns ``source`` and ``target``, both ways, unless given.
         memory_limit_bytes: Working memory above what the interpreter itself takes; 256 MiB or more.
         overwrite: Whether a graph at ``output`` is replaced.
         progress: Function that is called now and then.
+        note: Function that is told which files of a folder are not read.
 
     Returns:
         The graph, mapped from its folder. Its ``details`` say what was dropped.
 
     Raises:
         UserError: The memory is too little, or the input cannot be read or has no edges. Nothing was written.
-        RunError: The disk is full. Nothing was left behind.
+        RunError: The disk is full, or will not have room. Nothing was left behind.
     """
     options = options or GraphOptions()
-    if memory_limit_bytes < _LEAST_MEMORY_BYTES:
-        raise UserError(f"memory_limit_bytes is {memory_limit_bytes}: at least {_LEAST_MEMORY_BYTES} (256 MiB)")
+    if memory_limit_bytes < LEAST_MEMORY_BYTES:
+        raise UserError(f"memory_limit_bytes is {memory_limit_bytes}: at least {LEAST_MEMORY_BYTES} (256 MiB)")
     values, ids_described = _value_map(nodes)
-    files = list_column_files(inputs)
+    files = list_column_files(inputs, note)
     require_outside(files, Path(output))
-    report = progress or (lambda update: None)
     with (
         staged_folder(Path(output), overwrite=overwrite, kind="graph", marker=GRAPH_FILE) as folder,
         full_disk_explained(lambda error: _disk_is_full(error, Path(output), folder), max_file_size=True),
     ):
+        starts_bytes = 8 * (values.num_nodes + 1)
+        require_free_space(Path(output), starts_bytes, "8 bytes for each id, besides the edges. Name another output")
         scratch = folder / ".scratch"
         scratch.mkdir()
-        edge_reader = EdgeReader(files, options, values, scratch, memory_limit_bytes, report)
+        contents = store_pipes(files, scratch)
+        edge_reader = EdgeReader(contents, options, values, scratch, memory_limit_bytes, progress)
         runs = edge_reader.named_edges() if options.attribute is None else edge_reader.shared_edges()
         writer = _write(folder, edge_reader, runs)
+        sources = _sources(contents, edge_reader.num_rows)
         shutil.rmtree(scratch)
         arrays = writer.finish()
         details = {
@@ -94,7 +100,7 @@ def prepare_graph(
             "num_connected": writer.num_connected,
             "largest_degree": writer.largest_degree,
             "dropped": edge_reader.dropped.to_json(options),
-            "sources": _sources(edge_reader.num_rows),
+            "sources": sources,
         }
         counts = values.num_nodes, writer.num_edges
         GraphDescription(*counts, options.directed, options.weighted, arrays, details).save(folder)
@@ -153,12 +159,13 @@ def _write(folder: Path, edge_reader: EdgeReader, runs: SortedRuns) -> GraphWrit
     return writer
 
 
-def _sources(num_rows: Mapping[Path, int]) -> list[dict[str, Any]]:
+def _sources(contents: Mapping[Path, Path], num_rows: Mapping[Path, int]) -> list[dict[str, Any]]:
     sources = []
-    for name, (file, rows) in zip(names_in_common_folder(list(num_rows)), num_rows.items(), strict=True):
-        with open(file, "rb") as content:
-            checksum = hashlib.file_digest(content, "sha256").hexdigest()
-        sources.append({"name": name, "bytes": file.stat().st_size, "sha256": checksum, "num_rows": rows})
+    for name, (file, content) in zip(input_names(list(contents)), contents.items(), strict=True):
+        with open(content, "rb") as opened:
+            checksum = hashlib.file_digest(opened, "sha256").hexdigest()
+        size = content.stat().st_size
+        sources.append({"name": name, "bytes": size, "sha256": checksum, "num_rows": num_rows[file]})
     return sources
 
 

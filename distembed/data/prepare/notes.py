@@ -1,0 +1,89 @@
+"""What a user should know of a prepared dataset: which rows were left out, and what a model cannot learn from.
+
+Nothing here is an error: such data can be prepared and read. But a model of them may be worth less than it seems.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from distembed.data.dataset.manifest import Manifest
+from distembed.data.dataset.schema import CRITEO_CATEGORICAL, CRITEO_DENSE
+from distembed.data.prepare.spool import SpooledBlock
+from distembed.units import enumerate_names
+
+
+def describe_dataset(manifest: Manifest, dataset_dir: str | os.PathLike[str]) -> Iterator[str]:
+    """Yields lines of text that say what a prepared dataset holds, and which rows were left out and why."""
+    for name, split in manifest.splits.items():
+        rate = "none" if split.label_rate is None else f"{split.label_rate:.4f}"
+        yield f"{name}: {split.num_rows:,} rows, label rate {rate}"
+    total = sum(source.num_rows for source in manifest.sources)
+    rejected = manifest.rejected
+    if not rejected.num_rows or rejected.file is None:
+        yield f"none of {total:,} rows were rejected"
+        return
+    reasons = ", ".join(f"{reason} {count:,}" for reason, count in rejected.by_reason.items())
+    yield (
+        f"{rejected.num_rows:,} of {total:,} rows were rejected, being malformed ({reasons}): "
+        f"they are listed in {Path(dataset_dir) / rejected.file}"
+    )
+
+
+def dataset_warnings(manifest: Manifest) -> Iterator[str]:
+    """Yields what a user hardly wants: one label only, splits without rows, vocabularies that hold nothing."""
+    rates = {name: split.label_rate for name, split in manifest.splits.items()}
+    known = {rate for rate in rates.values() if rate is not None}
+    if known in ({0.0}, {1.0}):
+        yield f"every label is {int(known.pop())}: a model learns nothing but this"
+    else:
+        for name, rate in rates.items():
+            if rate in (0.0, 1.0):
+                yield f"every label of {name} is {int(rate)}: its AUC is not defined"
+    if empty := [name for name, rate in rates.items() if rate is None]:
+        yield f"no rows are in {enumerate_names(empty)}: give more rows, or another --split"
+    train_rows = manifest.splits["train"].num_rows
+    nothing = {name: entry for name, entry in manifest.vocabularies.items() if not entry.num_ids}
+    if missing := [name for name, entry in nothing.items() if entry.rows_missing == train_rows]:
+        yield f"vocabularies without ids, since no training row has a value: {enumerate_names(missing)}"
+    if rare := [name for name in nothing if name not in missing]:
+        least = manifest.preparation["min_count"]
+        yield (
+            f"vocabularies without ids, since every value was seen fewer than {least} times in training: "
+            f"{enumerate_names(rare)}; lower --min-count, or give more rows"
+        )
+
+
+def notes_on_rows(blocks: Sequence[SpooledBlock], hashed: bool) -> Iterator[str]:
+    """Yields what the rows of all splits tell and the manifest does not: rows all alike, columns without values.
+
+    Args:
+        blocks: All rows; there are some.
+        hashed: Whether ids are hashed; of a vocabulary, the manifest tells that it holds nothing.
+    """
+    empty = [name for index, name in enumerate(CRITEO_CATEGORICAL) if all(b.num_keys[index] == 1 for b in blocks)]
+    if empty and hashed:
+        yield f"columns without any value: {enumerate_names(empty)}"
+    only_values = {_only_values(block) for block in blocks}
+    if blocks[-1].stop_row > 1 and None not in only_values and len(only_values) == 1:
+        yield f"all {blocks[-1].stop_row:,} rows have the same integers and ids: nothing but the label tells them apart"
+
+
+def _only_values(block: SpooledBlock) -> tuple[float, ...] | None:
+    """Returns the dense values and keys (-1 for a missing one) of a block whose rows all have the same, else None."""
+    if max(block.num_keys) > 2:  # two keys are a missing value and another
+        return None
+    values: list[float] = []
+    for column in range(len(CRITEO_DENSE)):
+        dense = block.dense(column)
+        values.append(float(dense[0]))
+        if (dense != dense[0]).any():
+            return None
+    for feature in range(len(CRITEO_CATEGORICAL)):
+        codes = block.codes(feature)
+        values.append(int(block.keys(feature)[codes[0]]) if codes[0] else -1)
+        if (codes != codes[0]).any():
+            return None
+    return tuple(values)

@@ -1,0 +1,274 @@
+"""Where a preparation may write, whether there is room, and two at once: a sentence each, and nothing is lost."""
+
+import errno
+import gzip
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from distembed.data.prepare import (
+    ProgressUpdate,
+    ResourceLimits,
+    criteo,
+    prepare_criteo,
+    space,
+    staging,
+    synthesize_criteo,
+)
+from distembed.data.prepare.limits import LEAST_MEMORY_BYTES, MOST_THREADS
+from distembed.data.prepare.staging import staged_folder
+from distembed.errors import RunError, UserError
+from distembed.files import nearest_folder, require_free_space
+from tests.data import reference
+from tests.data.reference import folder_bytes
+
+ROWS = reference.content(2000, 1)
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "rows.tsv").write_bytes(ROWS)
+    return tmp_path / "in" / "rows.tsv"
+
+
+@pytest.fixture
+def give_free(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Says that every disk has so many bytes free."""
+    return lambda free: monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**15, 0, int(free)))
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("loop", "exists already|is no dataset"),
+        ("loop/x", "cannot be made"),
+        ("in/rows.tsv", "is an input too"),
+        ("in/rows.tsv/x", "cannot be made"),
+        ("in", "lies inside the output"),
+        ("file", "exists already|is no dataset"),
+        ("file/x", "cannot be made"),
+        ("folder", "exists already|is no dataset"),
+        ("x" * 300, "cannot be made"),
+        ("a\0b", "null byte"),
+        ("a\udcff", "no characters in UTF-8"),
+        ("/proc/self/x", "cannot be made"),
+    ],
+)
+def test_an_output_that_cannot_be_is_said_in_a_sentence(
+    tmp_path: Path, rows: Path, name: str, said: str, overwrite: bool
+) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "thesis").write_text("precious")
+    before = folder_bytes(tmp_path)
+    with pytest.raises(UserError, match=said):
+        prepare_criteo([rows], tmp_path / name, overwrite=overwrite)
+    assert folder_bytes(tmp_path) == before
+
+
+def test_a_folder_that_may_not_be_written(tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(UserError, match="out cannot be made: .*Permission denied.*name another output"):
+        prepare_criteo([rows], tmp_path / "out")
+
+
+def test_one_of_many_at_once_makes_the_output(tmp_path: Path) -> None:
+    """Also while the winner flushes what it wrote, when it is about to give its folder the name."""
+    flush, flushing, ended = staging._flush, threading.Event(), threading.Event()
+    refused: list[str] = []
+
+    def slow_flush(folder: Path) -> None:
+        flushing.set()
+        assert ended.wait(60)
+        flush(folder)
+
+    def others() -> None:
+        flushing.wait(60)
+        for _ in range(3):
+            code = (
+                "import sys; from pathlib import Path; from distembed.data.prepare.staging import staged_folder\n"
+                "with staged_folder(Path(sys.argv[1]), overwrite=True) as folder: (folder / 'theirs').touch()"
+            )
+            environment = {**os.environ, "PYTHONPATH": str(Path(criteo.__file__).parents[3])}
+            command = [sys.executable, "-c", code, str(tmp_path / "out")]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True)
+            refused.append(done.stderr.strip().split("\n")[-1])
+        ended.set()
+
+    thread = threading.Thread(target=others)
+    thread.start()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(staging, "_flush", slow_flush)
+        with staged_folder(tmp_path / "out", overwrite=False) as folder:
+            (folder / "mine").touch()
+    thread.join()
+    assert len(refused) == 3 and all("another process is preparing" in text for text in refused)
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "mine"]
+
+
+def test_a_dataset_that_a_killed_run_had_put_aside_is_not_worked_against(tmp_path: Path) -> None:
+    """It comes back at once, and is not found out at the end of the work."""
+    (tmp_path / ".out.replaced-1").mkdir()
+    (tmp_path / ".out.replaced-1" / "manifest.json").touch()
+    with pytest.raises(UserError, match="exists already"):
+        with staged_folder(tmp_path / "out", overwrite=False):
+            pytest.fail("the work began")
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "manifest.json"]
+
+
+def peak_bytes(source: Path, output: Path) -> int:
+    """Prepares, and returns the most that lay in the folder while the dataset was written, beside the spool."""
+    peak = 0
+
+    def measure(update: ProgressUpdate) -> None:
+        nonlocal peak
+        if update.stage != "write":
+            return
+        (folder,) = output.parent.glob(f".{output.name}.preparing-*")
+        peak = max(peak, sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
+
+    prepare_criteo([source], output, limits=ResourceLimits(threads=1), progress=measure)
+    return peak
+
+
+@pytest.mark.parametrize(
+    "kind", ["ordinary.tsv", "ordinary.tsv.gz", "alike.tsv", "alike.tsv.gz", "missing.tsv", "huge.tsv"]
+)
+def test_too_little_room_is_refused_before_and_enough_is_not(
+    tmp_path: Path, give_free: Callable[[float], None], kind: str
+) -> None:
+    line = ROWS.split(b"\n")[0] + b"\n"
+    fields = [b"0", *[b"%d" % (2**62 + i) for i in range(13)], *[b"deadbeef"] * 26]
+    contents = {"ordinary": ROWS, "alike": line * 10_000, "missing": (b"0" + b"\t" * 39 + b"\n") * 10_000}
+    content = contents.get(kind.split(".")[0], (b"\t".join(fields) + b"\n") * 10_000)
+    (tmp_path / kind).write_bytes(gzip.compress(content) if kind.endswith("gz") else content)
+    needed = peak_bytes(tmp_path / kind, tmp_path / "measured")
+    expected = folder_bytes(tmp_path / "measured")
+    give_free(needed)
+    prepare_criteo([tmp_path / kind], tmp_path / "fits")
+    assert folder_bytes(tmp_path / "fits") == expected
+    give_free(needed / 5)
+    with pytest.raises(
+        RunError, match="small would not fit on its disk: at least .* are needed, and .* are free"
+    ) as error:
+        prepare_criteo([tmp_path / kind], tmp_path / "small")
+    assert "Free space, or name an output on another disk" in str(error.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["fits", "measured", kind])
+
+
+def test_room_that_may_not_suffice_is_noted(tmp_path: Path, rows: Path, give_free: Callable[[float], None]) -> None:
+    notes: list[str] = []
+    needed = peak_bytes(rows, tmp_path / "measured")
+    give_free(needed * 0.7)
+    prepare_criteo([rows], tmp_path / "out", note=notes.append)
+    assert len(notes) == 1 and "out may not fit on its disk" in notes[0]
+
+
+def test_where_there_is_plenty_of_room_nothing_is_estimated(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, give_free: Callable[[float], None]
+) -> None:
+    give_free(10**12)
+    monkeypatch.setattr(space, "parse_block", lambda _: pytest.fail("a block was parsed"))
+    space.require_space([rows], tmp_path / "out", ResourceLimits(), pytest.fail)
+
+
+def test_room_is_asked_for_where_the_output_will_lie(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert (
+        nearest_folder(tmp_path / "a" / "b")
+        == nearest_folder(tmp_path / "link" / "b")
+        == Path(os.path.realpath(tmp_path))
+    )
+    free = shutil.disk_usage(tmp_path).free
+    require_free_space(tmp_path / "x", free // 2, "")
+    with pytest.raises(
+        RunError, match="x would not fit on its disk: at least .* TiB are needed, and .* are free; mend it."
+    ):
+        require_free_space(tmp_path / "x", 2 * free + 2**50, "mend it")
+
+
+@pytest.mark.parametrize("name", ["rows.tsv", "rows.tsv.gz"])
+def test_synthetic_rows_that_would_not_fit(tmp_path: Path, give_free: Callable[[float], None], name: str) -> None:
+    summary = synthesize_criteo(tmp_path / name, num_rows=500, seed=0)
+    give_free(summary.bytes)
+    synthesize_criteo(tmp_path / name, num_rows=500, seed=0, overwrite=True)
+    give_free(summary.bytes * 0.8)
+    with pytest.raises(RunError, match=f"{name}.* would not fit on its disk: at least .* are needed"):
+        synthesize_criteo(tmp_path / name, num_rows=500, seed=0, overwrite=True)
+    assert (tmp_path / name).stat().st_size == summary.bytes
+    with pytest.raises(RunError, match="4,611,686,018,427,387,904 rows take"):
+        synthesize_criteo(tmp_path / "more.tsv", num_rows=2**62, seed=0)
+    assert not list(tmp_path.glob("*more*"))
+
+
+def test_a_disk_that_fills_up_while_rows_are_synthesized(tmp_path: Path) -> None:
+    def fill(_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(RunError, match=r"rows.tsv could not be written: its disk is full; 50 rows take"):
+        synthesize_criteo(tmp_path / "rows.tsv", num_rows=50, seed=0, progress=fill)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("/dev/null", "is no file"),
+        ("pipe", "is no file"),
+        ("folder", "is no file"),
+        ("dangling", "is no file"),
+        ("loop", "is no file"),
+        ("missing/x", "does not exist; make it first"),
+        ("file/x", "does not exist; make it first"),
+        ("x" * 300, "File name too long"),
+        ("a\0b", "null byte"),
+        ("file", "exists already"),
+        ("summary", "summary.json exists already"),
+    ],
+)
+def test_synthesizing_replaces_nothing_that_is_not_its_own(
+    tmp_path: Path, name: str, said: str, overwrite: bool
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "dangling").symlink_to("nowhere")
+    (tmp_path / "loop").symlink_to("loop")
+    for file in ("file", "summary.json"):
+        (tmp_path / file).write_text("precious")
+    if overwrite and "exists already" in said:
+        synthesize_criteo(tmp_path / name, num_rows=5, seed=0, overwrite=True)
+        return
+    kinds = {path.name: path.lstat().st_mode for path in tmp_path.iterdir()}
+    with pytest.raises(UserError, match=said):
+        synthesize_criteo(tmp_path / name, num_rows=5, seed=0, overwrite=overwrite)
+    assert {path.name: path.lstat().st_mode for path in tmp_path.iterdir()} == kinds
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+@pytest.mark.parametrize("wrong", [{"num_rows": 2**63}, {"num_rows": 10**400}, {"seed": 2**64}])
+def test_synthetic_rows_beyond_all_bounds(tmp_path: Path, wrong: dict[str, int]) -> None:
+    with pytest.raises(UserError, match=f"{next(iter(wrong))}.* it must be in"):
+        synthesize_criteo(tmp_path / "a.tsv", **{"num_rows": 5, "seed": 0, **wrong})
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7, 100, MOST_THREADS])
+@pytest.mark.parametrize("memory_bytes", [LEAST_MEMORY_BYTES, 1 << 30, 1 << 34])
+def test_blocks_in_work_stay_within_the_memory(threads: int, memory_bytes: int) -> None:
+    limits = ResourceLimits(memory_bytes, threads)
+    assert 1 <= limits.num_threads <= threads
+    assert 8 * (limits.num_threads + 2) * limits.block_bytes <= memory_bytes

@@ -1,0 +1,172 @@
+"""What ``distembed prepare criteo`` says: which rows were lost and why, and what a model cannot learn from."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from distembed import cli
+from distembed.commands.shared import console
+from distembed.data.dataset.manifest import Manifest
+from distembed.data.prepare import CriteoOptions, dataset_warnings, prepare_criteo
+from distembed.errors import UserError
+from tests.data import reference
+from tests.data.reference import HEADER
+
+ROWS = reference.content(400, 1)
+LINE = ROWS.split(b"\n")[0]
+FIELDS = LINE.split(b"\t")
+
+# one row each that is lost; the reason is what the line-by-line computation gives
+LOST = {
+    "too few columns": b"0\t1\t2",
+    "too many columns": LINE + b"\t",
+    "an id of nine digits": b"\t".join([*FIELDS[:-1], b"123456789"]),
+    "an id that is not hexadecimal": b"\t".join([*FIELDS[:-1], b"zzzzzzzz"]),
+    "another label": b"\t".join([b"2", *FIELDS[1:]]),
+    "an integer with a fraction": b"\t".join([FIELDS[0], b"1.5", *FIELDS[2:]]),
+    "a zero byte": b"\t".join([*FIELDS[:-1], b"12\x00"]),
+    "an empty line": b"",
+    "quotes": b"\t".join([b'"0"', *FIELDS[1:]]),
+    "bytes that are not UTF-8": b"\t".join([*FIELDS[:-1], b"\xe9\xe9"]),
+    "half a line": LINE[: len(LINE) // 2],
+    "a header further down": HEADER,
+}
+
+
+def prepare(*arguments: object) -> str:
+    """Runs the command within this process, and returns what it prints."""
+    with console.capture() as said:
+        cli.app(["prepare", "criteo", *map(str, arguments)], standalone_mode=False)
+    return said.get()
+
+
+@pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
+def test_every_kind_of_lost_row_is_counted_with_its_reason_and_place(tmp_path: Path, newline: bytes) -> None:
+    (tmp_path / "rows.tsv").write_bytes(
+        (ROWS + b"".join(line + b"\n" for line in LOST.values())).replace(b"\n", newline)
+    )
+    said = prepare(tmp_path / "rows.tsv", "-o", tmp_path / "out", "--max-rejected", "0.1")
+    reasons = Counter(reference.parse(line) for line in LOST.values())
+    listed = ", ".join(f"{name} {reasons[name]}" for name in ("columns", "label", "dense", "id"))
+    assert sum(reasons.values()) == len(LOST)
+    place = tmp_path / "out" / "rejected.tsv"
+    assert (
+        f"{len(LOST)} of {400 + len(LOST)} rows were rejected, being malformed ({listed}): they are listed in {place}"
+        in said
+    )
+    assert len(place.read_bytes().split(b"\n")) == 1 + len(LOST) + 1
+
+
+@pytest.mark.parametrize("kind", LOST)
+def test_a_single_lost_row_is_said(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "rows.tsv").write_bytes(ROWS + LOST[kind] + b"\n")
+    said = prepare(tmp_path / "rows.tsv", "-o", tmp_path / "out")
+    assert f"1 of 401 rows were rejected, being malformed ({reference.parse(LOST[kind])} 1)" in said
+
+
+def test_that_no_row_was_lost_is_said_too(tmp_path: Path) -> None:
+    (tmp_path / "rows.tsv").write_bytes(ROWS)
+    said = prepare(tmp_path / "rows.tsv", "-o", tmp_path / "out")
+    assert "none of 400 rows were rejected" in said and "note:" not in said
+    assert "train: 320 rows, label rate 0.5" in said and f"dataset {tmp_path / 'out'}" in said
+
+
+@pytest.mark.parametrize(
+    ("cut", "noted", "lost"), [(LINE[:-3], True, 0), (LINE[:60], True, 1), (LINE, False, 0), (LINE + b"\r", False, 0)]
+)
+def test_a_last_row_that_may_be_cut_is_noted(tmp_path: Path, cut: bytes, noted: bool, lost: int) -> None:
+    (tmp_path / "rows.tsv").write_bytes(ROWS + cut)
+    said = prepare(tmp_path / "rows.tsv", "-o", tmp_path / "out")
+    assert ("rows.tsv: its last line has no line's end and may have been cut short" in said) == noted
+    assert Manifest.load(tmp_path / "out").rejected.num_rows == lost
+
+
+def rows_with(label: bytes | None = None, columns: dict[int, bytes] | None = None) -> bytes:
+    """Returns the rows with another label, and with other values in some columns."""
+    rows = [line.split(b"\t") for line in reference.lines_of(ROWS)]
+    for row in rows:
+        row[0] = row[0] if label is None else label
+        for column, value in (columns or {}).items():
+            row[column] = value
+    return b"".join(b"\t".join(row) + b"\n" for row in rows)
+
+
+@pytest.mark.parametrize("label", [0, 1])
+def test_one_label_alone_is_noted(tmp_path: Path, label: int) -> None:
+    (tmp_path / "rows.tsv").write_bytes(rows_with(b"%d" % label))
+    assert f"note: every label is {label}" in prepare(tmp_path / "rows.tsv", "-o", tmp_path / "out")
+
+
+def test_a_split_with_one_label_or_none_is_noted(tmp_path: Path) -> None:
+    lines = [label + LINE[1:] for label in (b"0", b"1")]
+    for name, content in (("rows", [*lines * 4, lines[0], lines[1]]), ("two", lines)):
+        (tmp_path / f"{name}.tsv").write_bytes(b"\n".join([*content, b""]))
+    said = prepare(tmp_path / "rows.tsv", "-o", tmp_path / "rows")
+    assert "every label of validation is 0" in said and "every label of test is 1" in said
+    assert "no rows are in validation" in prepare(tmp_path / "two.tsv", "-o", tmp_path / "two")
+
+
+def test_vocabularies_that_hold_nothing_are_noted(tmp_path: Path) -> None:
+    (tmp_path / "rows.tsv").write_bytes(rows_with(columns={14: b"", 39: b""}))
+    said = prepare(tmp_path / "rows.tsv", "-o", tmp_path / "out")
+    assert "vocabularies without ids, since no training row has a value: C1, C26" in said and "seen fewer" not in said
+    said = prepare(tmp_path / "rows.tsv", "-o", tmp_path / "rare", "--min-count", 1000)
+    assert "every value was seen fewer than 1000 times in training: C2, C3," in said
+    manifest = Manifest.load(tmp_path / "rare")
+    assert all(entry.num_ids == 0 for entry in manifest.vocabularies.values())
+    hashed = prepare(tmp_path / "rows.tsv", "-o", tmp_path / "hashed", "--hash-size", 50)
+    assert "columns without any value: C1, C26" in hashed and "vocabularies without" not in hashed
+
+
+@pytest.mark.parametrize("hashed", [False, True])
+def test_rows_that_are_all_alike_are_noted(tmp_path: Path, hashed: bool) -> None:
+    options = ("--hash-size", 9) if hashed else ()
+    alike = b"".join(label + LINE[1:] + b"\n" for label in (b"0", b"1")) * 100
+    for name, content, noted in (
+        ("alike", alike, True),
+        ("one_dense", alike[: -len(LINE) - 1] + b"\t".join([FIELDS[0], b"77777", *FIELDS[2:]]) + b"\n", False),
+        ("one_id", alike[: -len(LINE) - 1] + b"\t".join([*FIELDS[:-1], b"77777777"]) + b"\n", False),
+        ("one_missing", alike[: -len(LINE) - 1] + b"\t".join([*FIELDS[:14], b"", *FIELDS[15:]]) + b"\n", False),
+    ):
+        (tmp_path / f"{name}.tsv").write_bytes(content)
+        said = prepare(tmp_path / f"{name}.tsv", "-o", tmp_path / name, *options)
+        assert ("all 200 rows have the same integers and ids" in said) == noted, name
+
+
+def test_ordinary_rows_are_not_warned_of(criteo_sample: Path, tmp_path: Path) -> None:
+    notes: list[str] = []
+    manifest = prepare_criteo([criteo_sample], tmp_path / "out", note=notes.append)
+    assert not notes and not list(dataset_warnings(manifest))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--hash-size", 2**63, "2 to 9223372036854775807"),
+        ("--hash-size", 1, "2 to 9223372036854775807"),
+        ("--memory-limit", "1KB", "64MiB or more"),
+        ("--min-count", 10**30, "1 to 9223372036854775807"),
+        ("--hash-seed", 2**64, "0 to 18446744073709551615"),
+        ("--split", "1e999999999,1,1", "three positive shares"),
+        ("--split", "0.5,0.5", "three positive shares"),
+        ("--max-rejected", "nan", "between 0 and 1"),
+        ("--max-rejected", 7, "between 0 and 1"),
+        ("--threads", 10**9, "1 to 1024"),
+    ],
+)
+def test_an_impossible_option_is_named_with_what_is_allowed(
+    tmp_path: Path, option: str, value: object, said: str
+) -> None:
+    (tmp_path / "rows.tsv").write_bytes(ROWS)
+    with pytest.raises(UserError) as caught:
+        prepare(tmp_path / "rows.tsv", "-o", tmp_path / "out", option, value)
+    assert option in str(caught.value) and str(value) in str(caught.value) and said in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.tsv"]
+
+
+def test_more_memory_and_threads_than_there_are_change_nothing(tmp_path: Path) -> None:
+    (tmp_path / "rows.tsv").write_bytes(ROWS)
+    prepare_criteo([tmp_path / "rows.tsv"], tmp_path / "out", CriteoOptions())
+    prepare(tmp_path / "rows.tsv", "-o", tmp_path / "huge", "--memory-limit", "1e30GB", "--threads", 1024)
+    assert reference.folder_bytes(tmp_path / "out") == reference.folder_bytes(tmp_path / "huge")

@@ -1,0 +1,114 @@
+"""Edges from pipes, which are read once only, and text that is none."""
+
+import gzip
+import os
+import threading
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from distembed.data.prepare import CriteoOptions, prepare_criteo
+from distembed.errors import RunError, UserError
+from distembed.graph.prepare import NodeIds, prepare_graph
+from tests.data import reference
+from tests.data.reference import folder_bytes
+from tests.graph.edge_files import write
+
+NODES = NodeIds(num_embeddings=1000)
+EDGES = pa.table({"source": range(400), "target": range(500, 900)})
+
+
+def feed(pipe: Path, content: bytes) -> threading.Thread:
+    os.mkfifo(pipe)
+    thread = threading.Thread(target=pipe.write_bytes, args=(content,))
+    thread.start()
+    return thread
+
+
+def arrays(graph: Path) -> dict[str, bytes]:
+    return {name: content for name, content in folder_bytes(graph).items() if name.endswith(".bin")}
+
+
+@pytest.mark.parametrize("name", ["edges.parquet", "edges.csv", "edges.tsv", "edges.csv.gz", "edges.tsv.gz"])
+@pytest.mark.parametrize("named", [False, True])
+def test_a_pipe_gives_the_graph_of_its_content(tmp_path: Path, name: str, named: bool) -> None:
+    """Whether its name says how it is read or its first bytes do."""
+    file = write(tmp_path / name, EDGES)
+    prepare_graph([file], tmp_path / "expected", NODES)
+    (tmp_path / "pipes").mkdir()
+    pipe = tmp_path / "pipes" / (name if named else "pipe")
+    thread = feed(pipe, file.read_bytes())
+    graph = prepare_graph([pipe], tmp_path / "out", NODES)
+    thread.join()
+    assert arrays(tmp_path / "out") == arrays(tmp_path / "expected")
+    (source,) = graph.details["sources"]
+    assert (source["name"], source["bytes"], source["num_rows"]) == ("pipe-1", file.stat().st_size, 400)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["graph.json", "neighbors.bin", "starts.bin"]
+
+
+def test_an_error_names_the_pipe_and_not_its_copy(tmp_path: Path) -> None:
+    thread = feed(tmp_path / "pipe", b"source,target\n1,2\n3,x\n")
+    with pytest.raises(UserError, match=f"{tmp_path / 'pipe'}, row 2: target is 'x'"):
+        prepare_graph([tmp_path / "pipe"], tmp_path / "out", NODES)
+    thread.join()
+    with pytest.raises(UserError, match="/dev/null is empty"):
+        prepare_graph(["/dev/null"], tmp_path / "out", NODES)
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_byte_order_mark_is_taken_off(tmp_path: Path, packed: bool) -> None:
+    content = b"\xef\xbb\xbfsource,target\n1,2\n"
+    file = tmp_path / ("edges.csv.gz" if packed else "edges.csv")
+    file.write_bytes(gzip.compress(content) if packed else content)
+    assert prepare_graph([file], tmp_path / "out", NODES).num_edges == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("source,target\n1,2\n".encode("utf-16"), "is text in UTF-16"),
+        (b"source,tar\xffget\n1,2\n", "cannot be read"),
+        (b"source,target\n1,\xff\n", "cannot be read"),
+        (b"source,target\n1,2,3\n", "Expected 2 columns, got 3"),
+        (b"source,target\n1,\x00\n", "row 1: target is"),
+        (b"source,target\n", "0 rows were read"),
+        (b"", "is empty"),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_text_that_is_no_edges(tmp_path: Path, content: bytes, said: str, packed: bool) -> None:
+    file = tmp_path / ("edges.csv.gz" if packed and content else "edges.csv")
+    file.write_bytes(gzip.compress(content) if packed and content else content)
+    with pytest.raises(UserError, match=said):
+        prepare_graph([file], tmp_path / "out", NODES)
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+
+
+def test_a_name_that_arrow_cannot_open(tmp_path: Path) -> None:
+    (tmp_path / "a\udcff.csv").write_bytes(b"source,target\n1,2\n")
+    with pytest.raises(UserError, match="no characters in UTF-8"):
+        prepare_graph([tmp_path / "a\udcff.csv"], tmp_path / "out", NODES)
+
+
+@pytest.mark.parametrize("damage", ["missing", "damaged", "other columns"])
+def test_a_vocabulary_that_is_not_there_any_more(tmp_path: Path, damage: str) -> None:
+    (tmp_path / "rows.tsv").write_bytes(reference.content(100, 1))
+    prepare_criteo([tmp_path / "rows.tsv"], tmp_path / "dataset", CriteoOptions(min_count=1))
+    vocabulary = tmp_path / "dataset" / "vocabulary" / "C3.parquet"
+    vocabulary.unlink()
+    if damage != "missing":
+        write(vocabulary, EDGES) if damage == "other columns" else vocabulary.write_bytes(b"PAR1")
+    edges = write(tmp_path / "edges.csv", pa.table({"source": ["0a"], "target": ["0b"]}))
+    with pytest.raises(UserError, match=f"{vocabulary}.*prepare the data(set)? again"):
+        prepare_graph([edges], tmp_path / "out", NodeIds(tmp_path / "dataset", "C3"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_more_ids_than_the_disk_has_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path / "edges.csv", EDGES)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 8000})())
+    with pytest.raises(RunError, match="out would not fit on its disk: at least 7.82 KiB are needed, and 7.81 KiB are"):
+        prepare_graph([file], tmp_path / "out", NODES)
+    assert [path.name for path in tmp_path.iterdir()] == ["edges.csv"]
