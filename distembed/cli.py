@@ -10,10 +10,11 @@ import logging
 import os
 import sys
 import warnings
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
+from distembed import __version__
 from distembed.commands import inspect, plan, prepare, train
 from distembed.commands.error_file import record_error
 from distembed.commands.shared import errors
@@ -37,8 +38,22 @@ for group in (prepare.app, plan.app, train.app, inspect.app, launch.app):
     app.add_typer(group)  # without a name: its commands become the app's own
 
 
+def _print_versions(wanted: bool) -> None:
+    """Prints distembed's version and those of the packages that results depend on, without loading these, and ends."""
+    if wanted:
+        from distembed.runs.folder import versions
+
+        others = [f"{name} {version}" for name, version in versions().items() if name != "distembed"]
+        print(f"distembed {__version__}\n{', '.join(others)}")
+        raise typer.Exit
+
+
 @app.callback()
-def _silence_libraries() -> None:
+def _silence_libraries(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_versions, is_eager=True, help="Print versions and end.")
+    ] = False,
+) -> None:
     """Keeps out of the output what TorchRec and torch warn of and no user can act on; runs before every command."""
     for name in ("torchrec", "torch.fx._symbolic_trace"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -34,7 +34,8 @@ from distembed.tasks import TASKS, Task
 from distembed.tasks.base import Rows
 from distembed.training.inference import evaluate_split, load_training_state
 from distembed.training.resume import load_run_config
-from distembed.training.run import RunOptions, train_run
+from distembed.training.run import train_run
+from distembed.training.start import RunOptions
 from tests.ranks import run_on_ranks
 from tests.small_runs import SIZES, config_values
 

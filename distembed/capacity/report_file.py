@@ -5,8 +5,8 @@ from pathlib import Path
 
 from distembed.capacity.chart import render_chart
 from distembed.capacity.page import render_capacity_page
+from distembed.capacity.plan_files import require_known_suffix
 from distembed.capacity.report import CapacityReport
-from distembed.errors import UserError
 from distembed.files import whole_file
 
 _RENDERERS: dict[str, Callable[[CapacityReport], bytes]] = {
@@ -27,16 +27,3 @@ def write_capacity_report(report: CapacityReport, file: Path) -> None:
     content = _RENDERERS[file.suffix.lower()](report)
     with whole_file(file) as temporary:
         Path(temporary).write_bytes(content)
-
-
-def require_known_suffix(file: Path) -> None:
-    """Refuses a file that :func:`write_capacity_report` would not write, before there is a report.
-
-    Raises:
-        UserError: The file has another suffix, or is a folder.
-    """
-    if file.suffix.lower() not in _RENDERERS:
-        found = f"ends in {file.suffix!r}" if file.suffix else "has no suffix"
-        raise UserError(f"{file} {found}; a plan can be written as one of: {', '.join(_RENDERERS)}.")
-    if file.is_dir():
-        raise UserError(f"{file} is a folder; name a file.")

@@ -1,9 +1,8 @@
-"""The checkpoints of a run: where they are, which is the newest, and writing one while training goes on."""
+"""The checkpoints of a run, and writing one while training goes on."""
 
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -22,39 +21,6 @@ PROGRESS_KEYS = ("step", "samples", "seconds", "reader")
 
 _COPY_SHARE = 0.5
 """Share of the available host memory that the copies may take which are written beside training."""
-
-
-def checkpoint_place(run_dir: Path, checkpoint_dir: str | None) -> str:
-    """Returns the absolute path or the URL where the checkpoints of a run are.
-
-    Args:
-        run_dir: The run's folder.
-        checkpoint_dir: The run's ``train.checkpoint_dir``.
-    """
-    if checkpoint_dir is not None and "://" in checkpoint_dir:
-        return checkpoint_dir
-    return str(run_dir.absolute() / Path(checkpoint_dir or "checkpoints").expanduser())
-
-
-def newest_checkpoint(run_dir: Path, checkpoint_dir: str | None = None) -> str:
-    """Returns the path or URL of the newest whole checkpoint of a run.
-
-    Args:
-        run_dir: The run's folder.
-        checkpoint_dir: The run's ``train.checkpoint_dir``.
-
-    Raises:
-        UserError: The run has no whole checkpoint, or the place cannot be reached.
-    """
-    place = checkpoint_place(run_dir, checkpoint_dir)
-    store = CheckpointStore(place)
-    with storage_errors(place):
-        names = store.names()
-    if not names:
-        raise UserError(
-            f"{run_dir} has no checkpoint in {place}; give the folder of a run that `distembed train` made."
-        )
-    return store.checkpoint_path(names[-1])
 
 
 class Checkpoints:

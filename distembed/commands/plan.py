@@ -81,15 +81,20 @@ def plan_command(
 
     Exit code 0 where it fits, 3 where it does not.
     """
-    from distembed.capacity.run_plan import PlanFiles, run_plan
+    from distembed.capacity.plan_files import PlanFiles
     from distembed.config import load_config
 
     planned_for = cluster.cluster()
     loaded = load_config(config, overrides or [])
+    loaded.data.load_schema()
+    to_write = PlanFiles(output=files.output, compress=files.compress, report=files.report)
+    to_write.require_writable()
+    from distembed.capacity.run_plan import run_plan
+
     fits = run_plan(
         loaded,
         planned_for,
-        PlanFiles(output=files.output, compress=files.compress, report=files.report),
+        to_write,
         memory_is_given=cluster.memory is not None,
         as_json=as_json,
         console=console,

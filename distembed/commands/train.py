@@ -44,13 +44,16 @@ def train_command(
 ) -> None:
     """Train a model, evaluate it on the test split, and keep all that is needed to repeat it."""
     from distembed.config import load_config
-    from distembed.ranks import process_group
-    from distembed.training.run import RunOptions, train_run
+    from distembed.training.start import RunOptions, find_start_alone
 
     options = RunOptions(run_dir, config.stem, resume, resume_or_start, plan)
     loaded = load_config(config, overrides or [])
+    start = find_start_alone(loaded, options, say)
+    from distembed.ranks import process_group
+    from distembed.training.run import train_run
+
     with process_group(loaded.train.device) as ranks:
-        finished = train_run(loaded, options, ranks, console, say)
+        finished = train_run(loaded, options, ranks, console, say, start)
         if ranks.is_first:
             if finished.described is not None:
                 say(finished.described)
@@ -66,9 +69,12 @@ def evaluate_command(
 ) -> None:
     """Evaluate a run's newest checkpoint: logloss, AUC, normalised entropy, calibration, accuracy."""
     from distembed.files import finite
+    from distembed.training.trained_run import find_trained_run
+
+    found = find_trained_run(run, data, split)
     from distembed.training.inference import describe_metrics, evaluate_split, load_run
 
-    with load_run(run, data) as loaded:
+    with load_run(found) as loaded:
         metrics = evaluate_split(loaded.state, loaded.dataset, split, loaded.ranks)
         if loaded.ranks.is_first:
             print(json.dumps(finite(metrics), indent=2) if as_json else describe_metrics(loaded.state, metrics))
@@ -82,9 +88,13 @@ def predict_command(
     data: DataOption = None,
 ) -> None:
     """Write the click probability of every row of a split, in its order."""
+    from distembed.training.trained_run import find_trained_run, require_prediction_file
+
+    require_prediction_file(output)
+    found = find_trained_run(run, data, split)
     from distembed.training.inference import load_run, predict_split
 
-    with load_run(run, data) as loaded:
+    with load_run(found) as loaded:
         num_rows = predict_split(loaded.state, loaded.dataset, split, output, loaded.ranks)
         if loaded.ranks.is_first:
             say(f"{output}: {num_rows:,} predictions")
@@ -102,12 +112,15 @@ def materialise_command(
     data: DataOption = None,
 ) -> None:
     """Write the composed vectors of a run's tables, one a row, for serving."""
-    from distembed.data.dataset.manifest import Manifest
-    from distembed.training.materialise import materialise_run
-    from distembed.training.resume import choose_dataset, load_run_config
+    from distembed.training.id_file import id_column
+    from distembed.training.trained_run import find_trained_run, require_folder
 
-    loaded = load_run_config(run)
-    schema = Manifest.load(choose_dataset(run, loaded, data)).schema
-    for written in materialise_run(run, loaded, schema, output, table or [], ids, overwrite):
+    require_folder(output)
+    found = find_trained_run(run, data)
+    if ids is not None:
+        id_column(ids)
+    from distembed.training.materialise import materialise_run
+
+    for written in materialise_run(run, found.config, found.manifest.schema, output, table or [], ids, overwrite):
         rows_per_second = written.num_rows / written.seconds
         say(f"{written.path}: {written.num_rows:,} vectors, {rows_per_second:,.0f} rows/s")

@@ -1,11 +1,13 @@
 """The cluster to plan for: machines that are alike, with ranks on them."""
 
 from dataclasses import dataclass
-
-from torchrec.distributed.planner import Topology
+from typing import TYPE_CHECKING
 
 from distembed.errors import UserError
 from distembed.planning.devices import Device
+
+if TYPE_CHECKING:
+    from torchrec.distributed.planner import Topology
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,10 @@ class Cluster:
         """Bytes of a rank's share of the machine's memory, beside a CUDA device; 0 for ranks on CPUs."""
         return 0 if self.device.kind == "cpu" else self.host_memory_bytes // self.ranks_per_node
 
-    def topology(self) -> Topology:
+    def topology(self) -> "Topology":
         """Returns TorchRec's form of the cluster, with bandwidths in bytes a millisecond."""
+        from torchrec.distributed.planner import Topology
+
         device, is_cpu = self.device, self.device.kind == "cpu"
         return Topology(
             world_size=self.world_size,

@@ -8,13 +8,14 @@ import dataclasses
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from distembed.errors import UserError
 from distembed.names import one_of
 from distembed.units import parse_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 _MIB, _GB, _TFLOPS = 2**20, 10**9, 10**12
 
@@ -110,14 +111,18 @@ def _numbers(settings: Iterable[str]) -> dict[str, Any]:
     return numbers
 
 
-def device_here(device: torch.device, memory_bytes: int) -> Device:
+def device_here(device: "torch.device", memory_bytes: int) -> Device:
     """Returns the device of this process, by its driver's name for it; an unknown one computes as an A100.
 
     Args:
         device: Device of this rank.
         memory_bytes: Memory of the device; on a CPU, of the machine.
     """
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    name = "cpu"
+    if device.type == "cuda":
+        import torch
+
+        name = torch.cuda.get_device_name(device)
     return dataclasses.replace(_like(name, memory_bytes), memory_bytes=memory_bytes)
 
 

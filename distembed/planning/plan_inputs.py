@@ -6,12 +6,13 @@ would not be those of the run. So it is applied only where its inputs are the sa
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import pydantic.dataclasses
 from pydantic import Field
 
-from distembed.embedding.config import CompositionalEmbeddingConfig
+if TYPE_CHECKING:
+    from distembed.embedding.config import CompositionalEmbeddingConfig
 
 _AtLeastOne = Annotated[int, Field(strict=True, ge=1)]
 
@@ -41,7 +42,7 @@ class TablePlanInputs:
     feature_names: list[str]
 
     @classmethod
-    def from_table(cls, table: CompositionalEmbeddingConfig) -> "TablePlanInputs":
+    def from_table(cls, table: "CompositionalEmbeddingConfig") -> "TablePlanInputs":
         """Returns what a plan depends on of a table."""
         parts = table.partition_tables()
         return cls(
@@ -98,7 +99,7 @@ class PlanInputs:
         return lines + [f"{path} of {_name_tables(names)}: {values}" for (path, values), names in alike.items()]
 
 
-def table_plan_inputs(tables: Sequence[CompositionalEmbeddingConfig]) -> dict[str, TablePlanInputs]:
+def table_plan_inputs(tables: "Sequence[CompositionalEmbeddingConfig]") -> dict[str, TablePlanInputs]:
     """Returns the inputs of tables, by their names."""
     return {table.name: TablePlanInputs.from_table(table) for table in tables}
 

@@ -1,12 +1,13 @@
 """A plan as JSON, and in one line."""
 
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torchrec.distributed.types import ShardingPlan
+if TYPE_CHECKING:
+    from torchrec.distributed.types import ShardingPlan
 
 
-def plan_as_json(plan: ShardingPlan) -> dict[str, dict[str, Any]]:
+def plan_as_json(plan: "ShardingPlan") -> dict[str, dict[str, Any]]:
     """Returns ``{module: {table: {sharding_type, compute_kernel, ranks, shards}}}``.
 
     A shard is ``{rank, offset, size}``; offset and size are rows and columns of the table's unit of placement.
@@ -28,7 +29,7 @@ def plan_as_json(plan: ShardingPlan) -> dict[str, dict[str, Any]]:
     }
 
 
-def describe_plan(plan: ShardingPlan) -> str:
+def describe_plan(plan: "ShardingPlan") -> str:
     """Returns one line: how many tables have each sharding type, and how many shards each rank has."""
     shardings = [sharding for module_plan in plan.plan.values() for sharding in module_plan.values()]
     counts = Counter(sharding.sharding_type for sharding in shardings)

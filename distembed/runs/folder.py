@@ -8,13 +8,14 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO, Any
-
-from torch.utils.tensorboard import SummaryWriter
+from typing import IO, TYPE_CHECKING, Any
 
 from distembed.errors import Interrupted, UserError
 from distembed.files import finite, write_json, write_text
 from distembed.runs.lock import owned
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 LAUNCH_FOLDER = "launch"
 """Folder within a run folder that holds what launching the run on a cluster leaves there before it starts."""
@@ -87,6 +88,8 @@ class RunFolder:
                 "started": _now(),
             }
             write_json(self.path / "run.json", self._info)
+            from torch.utils.tensorboard import SummaryWriter
+
             self._board = SummaryWriter(str(self.path / "tensorboard"), purge_step=resumed_step + 1)
             with metrics.open("a", encoding="utf-8") as self._metrics:
                 try:

@@ -1,6 +1,7 @@
 """Training a model of a config, and using it afterwards.
 
-- ``run.py`` is a whole run: its folder, whether it is resumed, which plan is applied, then training and evaluation.
+- ``start.py`` finds what a run starts with, without a model: its folder, whether it is resumed, which plan is applied.
+- ``run.py`` is a whole run: training and evaluation.
 - ``build.py`` builds, plans and shards the model; ``trainer.py`` trains it, with ``pipeline.py`` for the steps.
 - ``resume.py`` reads the config, dataset and plan of an earlier run, and says what may differ when it is resumed.
 - ``evaluation.py``, ``inference.py`` and ``materialise.py`` evaluate a model, predict with it and write its vectors.

@@ -22,9 +22,9 @@ from distembed.optim.declared import TableOptimizers
 from distembed.optim.optimizers import Optimizers, fuse_sparse_optimizer, needs_dense_kernel
 from distembed.optim.tables import table_parameters
 from distembed.planning import make_plan
+from distembed.planning.apply_plan import apply_saved_plan
 from distembed.planning.networks import estimate_network
 from distembed.planning.plan_inputs import PlanInputs, table_plan_inputs
-from distembed.planning.saved_plan import SavedPlan, apply_saved_plan
 from distembed.planning.workload import Workload
 from distembed.ranks import Ranks
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, CompositionalEmbeddingCollectionSharder
@@ -33,6 +33,7 @@ from distembed.sse.perturbation import Perturbation
 from distembed.tasks import Task
 from distembed.tasks.base import require_fields
 from distembed.training.pipeline import StepPipeline
+from distembed.training.start import PlanChoice
 from distembed.training.task_model import TaskModel
 
 
@@ -172,32 +173,6 @@ class TrainingState:
     plan: ShardingPlan
     plan_inputs: PlanInputs
     bf16: bool
-
-
-@dataclass(frozen=True)
-class PlanChoice:
-    """Saved plans to apply in place of a new one.
-
-    Attributes:
-        required: A plan that is applied in any case, and refused where its inputs differ; None for none.
-        preferred: A plan that is applied where its inputs are the same, unless one is required; where they differ,
-            tables are planned anew. None for none.
-    """
-
-    required: SavedPlan | None = None
-    preferred: SavedPlan | None = None
-
-    def for_inputs(self, inputs: PlanInputs) -> SavedPlan | None:
-        """Returns the plan to apply for these inputs; None where tables are to be planned anew."""
-        if self.required is not None or self.preferred is None:
-            return self.required
-        return None if self.reasons_to_replan(inputs) else self.preferred
-
-    def reasons_to_replan(self, inputs: PlanInputs) -> list[str]:
-        """Returns a line for each difference for which the preferred plan is not applied."""
-        if self.required is not None or self.preferred is None:
-            return []
-        return self.preferred.plan_inputs.differences(inputs)
 
 
 def build_training_state(

@@ -7,23 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.csv
-import pyarrow.parquet
 
 from distembed.checkpoints import load_checkpoint
-from distembed.checkpoints.run_checkpoints import newest_checkpoint
+from distembed.checkpoints.places import newest_checkpoint
 from distembed.config import Config
 from distembed.data.dataset.manifest import Manifest
-from distembed.errors import UserError
 from distembed.files import whole_file
 from distembed.optim.config import SparseOptimizerConfig
 from distembed.ranks import Ranks, process_group
 from distembed.training.build import Blueprint, TrainingState, build_training_state
 from distembed.training.evaluation import score_batches, score_split
-from distembed.training.resume import choose_dataset, load_run_config
-
-PREDICTION_FORMATS = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWriter}
-"""Writer class by the output file's suffix."""
+from distembed.training.trained_run import PREDICTION_FORMATS, TrainedRun, require_prediction_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,20 +36,17 @@ class LoadedRun:
 
 
 @contextmanager
-def load_run(run_dir: Path, data: str | None) -> Iterator[LoadedRun]:
+def load_run(run: TrainedRun) -> Iterator[LoadedRun]:
     """Loads a run within the block on the devices that there are, in a process group; all ranks call it.
 
     Args:
-        run_dir: The run's folder.
-        data: The folder of another dataset, whose ids have to stand for the same values; None for the run's own.
+        run: The run, and the dataset to use it on.
 
     Raises:
-        UserError: The folder holds no run or no checkpoint, or the dataset is not there or is not like the run's own.
+        UserError: The run has no checkpoint, or the dataset has other tables than the run was trained on.
     """
-    config = load_run_config(run_dir)
-    dataset = choose_dataset(run_dir, config, data)
     with process_group("auto") as ranks:
-        yield LoadedRun(load_training_state(run_dir, dataset, config, ranks), dataset, ranks)
+        yield LoadedRun(load_training_state(run.folder, run.dataset, run.config, ranks), run.dataset, ranks)
 
 
 def load_training_state(run_dir: Path, dataset: str, config: Config, ranks: Ranks) -> TrainingState:
@@ -105,8 +96,7 @@ def predict_split(state: TrainingState, dataset: str, split: str, output: Path, 
         UserError: The file's suffix is neither ``.parquet`` nor ``.csv``.
         RunError: The file cannot be written.
     """
-    if output.suffix not in PREDICTION_FORMATS:
-        raise UserError(f"--output {output} ends in {output.suffix!r}; known: {', '.join(PREDICTION_FORMATS)}.")
+    require_prediction_file(output)
     if not ranks.is_first:
         for outputs in score_batches(state, dataset, split, ranks):
             for values in outputs.values():

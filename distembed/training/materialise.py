@@ -5,11 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from distembed.checkpoints.checkpoint import load_weights
-from distembed.checkpoints.run_checkpoints import newest_checkpoint
+from distembed.checkpoints.places import newest_checkpoint
 from distembed.config import Config
 from distembed.data.dataset.schema import Schema
 from distembed.embedding import materialise
@@ -17,6 +14,7 @@ from distembed.embedding.modules import embedding_modules, table_configs, weight
 from distembed.errors import UserError
 from distembed.models import ModelInputs
 from distembed.names import one_of
+from distembed.training.id_file import id_column, read_ids
 from distembed.units import enumerate_names
 
 _FEW = 5
@@ -54,7 +52,7 @@ def materialise_run(
         run_dir: The folder of a run with a checkpoint.
         config: The run's config.
         schema: The columns of the run's dataset.
-        output: The folder to write to, made if it is not there.
+        output: The folder to write to, made if it is not there; no file.
         names: Names of the tables to write; all tables unless given.
         ids_file: Parquet file of the ids whose vectors to write, for a single table; all ids of each table unless
             given.
@@ -82,18 +80,16 @@ def materialise_run(
             f"table {hashing[0]!r} hashes its ids, so there is no list of all; give them with --ids, for one --table."
             + _others([table.name for table in wanted if table.pre_hash is None])
         )
-    if output.exists() and not output.is_dir():
-        raise UserError(f"--output {output} is a file; give a folder.")
     paths = [output / f"{table.name}.parquet" for table in wanted]
     there = [path for path in paths if path.exists()]
     if there and not overwrite:
         raise UserError(f"{there[0]} is there already; add --overwrite to replace it, or give another --output.")
-    column = None if ids_file is None else _id_column(ids_file)
+    column = None if ids_file is None else id_column(ids_file)
     checkpoint = newest_checkpoint(run_dir, config.train.checkpoint_dir)
     for table, path in zip(wanted, paths, strict=True):
         started = time.perf_counter()
         weights = load_weights(checkpoint, weight_names[table.name])
-        ids = None if ids_file is None or column is None else _read_ids(ids_file, column)
+        ids = None if ids_file is None or column is None else read_ids(ids_file, column)
         num_rows = materialise(table, weights, path, ids)
         yield MaterialisedTable(table.name, path, num_rows, time.perf_counter() - started)
 
@@ -103,33 +99,3 @@ def _others(names: Sequence[str]) -> str:
     if not names:
         return ""
     return f" Without --ids, --table takes any of the others: {enumerate_names(names, most=_FEW)}."
-
-
-def _id_column(path: Path) -> str:
-    """Returns the name of the column ``id``, or of the only column of integers."""
-    try:
-        schema = pq.read_schema(path)
-    except (OSError, pa.ArrowException) as error:
-        raise _unreadable(path, error) from error
-    integers = [field.name for field in schema if pa.types.is_integer(field.type)]
-    if "id" in integers:
-        return "id"
-    if len(integers) != 1:
-        columns = ", ".join(f"{field.name} ({field.type})" for field in schema)
-        raise UserError(f"--ids {path} needs a column 'id' of integers, or one such column only; it has {columns}.")
-    return integers[0]
-
-
-def _read_ids(path: Path, column: str) -> Iterator[int]:
-    """Yields the ids of a column."""
-    try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(columns=[column]):
-                yield from batch.column(0).to_pylist()
-    except (OSError, pa.ArrowException) as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: BaseException) -> UserError:
-    """Returns the error of a file of ids that is no Parquet file."""
-    return UserError(f"--ids {path} cannot be read as a Parquet file: {error}")

@@ -1,4 +1,4 @@
-"""A whole run of a config: which folder, whether it is resumed, which plan is applied, then training and evaluation."""
+"""A whole run of a config: training and evaluation, and what its folder keeps of both."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,47 +9,15 @@ from typing import Any
 from rich.console import Console
 
 from distembed.config import Config
-from distembed.data.dataset.manifest import Manifest, id_fingerprint
-from distembed.data.prepare.vocabulary import reserved_ids
+from distembed.data.dataset.manifest import id_fingerprint
 from distembed.describe import describe
 from distembed.embedding import assignment_checksums
-from distembed.errors import UserError
 from distembed.files import write_json
-from distembed.graph.prepare.value_ids import require_same_ids
-from distembed.planning.saved_plan import read_saved_plan
 from distembed.ranks import Collectives, Ranks
-from distembed.runs.folder import RunFolder, default_run_folder, holds_run, require_new_or_resume
-from distembed.runs.lock import DEAD_MACHINE_SECONDS
-from distembed.sse import SSE
-from distembed.sse.config import build_sse, graph_fingerprints
-from distembed.training.build import PlanChoice
-from distembed.training.resume import load_run_plan, require_same_config, require_same_graphs
-from distembed.training.trainer import RunStart, Trainer
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """The options of a run beside its config.
-
-    Attributes:
-        run_dir: The run's folder; None for one in ``runs`` that is named after ``name`` and the time.
-        name: How the name of such a folder begins.
-        resume: Whether to resume the folder's run from its newest checkpoint.
-        resume_or_start: Whether to resume where the folder holds a run and to start a run where it does not. It then
-            waits for another process that owns the folder, until that counts as dead.
-        plan: A file of ``distembed plan --output`` that says where tables are placed. With ``resume_or_start`` it is
-            applied only where its inputs are those of this run, and a resumed run's own plan comes before it.
-    """
-
-    run_dir: Path | None = None
-    name: str = "run"
-    resume: bool = False
-    resume_or_start: bool = False
-    plan: Path | None = None
-
-    def __post_init__(self) -> None:
-        if (self.resume or self.resume_or_start) and self.run_dir is None:
-            raise UserError("--resume needs --run-dir, the folder of the run to go on with.")
+from distembed.runs.folder import RunFolder
+from distembed.sse.config import graph_fingerprints
+from distembed.training.start import RunOptions, RunStart, find_start
+from distembed.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -68,7 +36,12 @@ class FinishedRun:
 
 
 def train_run(
-    config: Config, options: RunOptions, ranks: Ranks, console: Console | None, say: Callable[[str], None]
+    config: Config,
+    options: RunOptions,
+    ranks: Ranks,
+    console: Console | None,
+    say: Callable[[str], None],
+    start: RunStart | None = None,
 ) -> FinishedRun:
     """Trains a config and evaluates it on its test split; all ranks call it.
 
@@ -78,6 +51,7 @@ def train_run(
         ranks: This rank among all.
         console: Where rank 0 shows the progress; None for nowhere.
         say: Prints a line; called on rank 0 only.
+        start: What the run starts with, where that was found already.
 
     Raises:
         UserError: The folder, the dataset, a plan or a setting cannot be used.
@@ -85,33 +59,18 @@ def train_run(
             written.
         Interrupted: After a signal, once a checkpoint is written.
     """
-    collectives = Collectives()
-    folder = _agree_on_folder(options, collectives)
-    resume = options.resume
-    if options.resume_or_start:
-        resume = collectives.on_first(lambda: holds_run(folder))
-    collectives.on_first(lambda: _require_usable(folder, config, resume))
-    start = RunStart(
-        resume,
-        _choose_plans(config, options, folder, resume, collectives, say),
-        DEAD_MACHINE_SECONDS if options.resume_or_start else 0.0,
-    )
-    dataset = config.data.require_path()
-    manifest = Manifest.load(dataset)
-    sse = _replaced_ids(config, dataset, manifest)
-    info = _run_info(config, dataset, manifest, sse)
-    if resume:
-        collectives.on_first(lambda: require_same_graphs(folder, info["graphs"]))
+    start = start or find_start(config, options, Collectives().on_first, say)
+    info = _run_info(config, start)
     if ranks.is_first:
         for line in info["kept_full"]:
             say(line)
-    run_folder = RunFolder(folder)
-    trainer = Trainer(config, sse, run_folder, ranks, start, console)
+    run_folder = RunFolder(start.folder)
+    trainer = Trainer(config, run_folder, ranks, start, console)
     if not ranks.is_first:
         trainer.train()
         if config.data.test is not None:
             trainer.evaluate(config.data.test)
-        return FinishedRun(folder, None, None)
+        return FinishedRun(start.folder, None, None)
     info |= {"world_size": ranks.world_size, "device": ranks.device.type, "precision": trainer.precision}
     with run_folder.open(config.to_yaml(), info, trainer.step):
         trainer.train()
@@ -119,67 +78,20 @@ def train_run(
         if config.data.test is not None:
             evaluation = trainer.evaluate(config.data.test)
             described = f"{config.data.test}: {config.task.build().describe(evaluation)}"
-            write_json(folder / "evaluation.json", evaluation)
+            write_json(start.folder / "evaluation.json", evaluation)
         run_folder.end("finished")
-    return FinishedRun(folder, evaluation, described)
+    return FinishedRun(start.folder, evaluation, described)
 
 
-def _require_usable(folder: Path, config: Config, resume: bool) -> None:
-    """Makes sure that the run can be started, or resumed, in its folder."""
-    require_new_or_resume(folder, resume)
-    if resume:
-        require_same_config(folder, config)
-
-
-def _agree_on_folder(options: RunOptions, collectives: Collectives) -> Path:
-    """Returns rank 0's folder on every rank; the names that ranks give it by their clocks may differ."""
-    own = options.run_dir or default_run_folder(options.name)
-    return collectives.on_first(lambda: own.absolute())
-
-
-def _choose_plans(
-    config: Config,
-    options: RunOptions,
-    folder: Path,
-    resume: bool,
-    collectives: Collectives,
-    say: Callable[[str], None],
-) -> PlanChoice:
-    """Returns the saved plans to apply: the one that is given, or that of the run that is resumed.
-
-    With ``resume_or_start`` both are only preferred, the resumed run's before the one that is given.
-    """
-    if options.plan is not None and not options.resume_or_start:
-        return PlanChoice(required=read_saved_plan(options.plan))
-    preferred = collectives.on_first(lambda: load_run_plan(folder, config, say)) if resume else None
-    if preferred is None and options.plan is not None:
-        preferred = read_saved_plan(options.plan)
-    return PlanChoice(preferred=preferred)
-
-
-def _replaced_ids(config: Config, dataset: str, manifest: Manifest) -> dict[str, SSE]:
-    """Returns the rule by which ids are replaced in training, by feature.
-
-    Raises:
-        UserError: A graph is not over the ids of its table.
-    """
-    num_embeddings = {feature.name: feature.num_embeddings for feature in manifest.schema.categorical}
-    sse = build_sse(config.sse, num_embeddings, reserved_ids(manifest))
-    for table, rule in sse.items():
-        if rule.graph is not None:
-            require_same_ids(rule.graph, dataset, manifest, table)
-    return sse
-
-
-def _run_info(config: Config, dataset: str, manifest: Manifest, sse: dict[str, SSE]) -> dict[str, Any]:
+def _run_info(config: Config, start: RunStart) -> dict[str, Any]:
     """Returns what ``run.json`` records of the config and the dataset."""
     description = describe(config)
     schemes = [table.config.scheme.name for table in description.tables]
     return {
         "seed": config.train.seed,
         "batch_size": config.train.batch_size,
-        "id_fingerprint": id_fingerprint(dataset, manifest),
-        "graphs": graph_fingerprints(sse),
+        "id_fingerprint": id_fingerprint(config.data.require_path(), start.manifest),
+        "graphs": graph_fingerprints(start.sse),
         "assignments": assignment_checksums(config.embedding),
         "kept_full": description.full_table_lines(),
         "schemes": {scheme: schemes.count(scheme) for scheme in dict.fromkeys(schemes)},

@@ -7,7 +7,6 @@ training is left in it when the model is evaluated or saved.
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ from rich.console import Console
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.checkpoints.run_checkpoints import Checkpoints, checkpoint_place
+from distembed.checkpoints.places import checkpoint_place
+from distembed.checkpoints.run_checkpoints import Checkpoints
 from distembed.config import Config
 from distembed.data.reader import Batch, BatchOrder, BatchReader
 from distembed.errors import Interrupted, RunError, UserError
@@ -27,29 +27,15 @@ from distembed.planning import describe_plan
 from distembed.planning.saved_plan import saved_plan_as_json
 from distembed.ranks import Collectives, Ranks
 from distembed.runs.folder import RunFolder
-from distembed.sse import SSE, set_step
+from distembed.sse import set_step
 from distembed.tasks.base import Outputs
-from distembed.training.build import Blueprint, PlanChoice, build_training_state
+from distembed.training.build import Blueprint, build_training_state
 from distembed.training.evaluation import score_split
 from distembed.training.interruption import Interruption
 from distembed.training.metrics_window import MetricsWindow
 from distembed.training.progress import TrainingProgress
 from distembed.training.replaced_shares import replaced_shares
-
-
-@dataclass(frozen=True)
-class RunStart:
-    """How a run starts.
-
-    Attributes:
-        resume: Whether the run continues from its newest checkpoint, if there is one.
-        plans: Saved plans to apply in place of a new one.
-        wait_seconds: Seconds to wait for another process that trains into the folder.
-    """
-
-    resume: bool = False
-    plans: PlanChoice = PlanChoice()
-    wait_seconds: float = 0.0
+from distembed.training.start import RunStart
 
 
 class Trainer:
@@ -59,10 +45,9 @@ class Trainer:
 
     Args:
         config: The whole config.
-        sse: The rule by which ids are replaced in training, by feature.
         folder: The run's folder.
         ranks: This rank among all.
-        start: How the run starts.
+        start: What the run starts with.
         console: Where rank 0 shows the progress; None for nowhere.
 
     Raises:
@@ -74,7 +59,6 @@ class Trainer:
     def __init__(
         self,
         config: Config,
-        sse: Mapping[str, SSE],
         folder: RunFolder,
         ranks: Ranks,
         start: RunStart,
@@ -85,7 +69,7 @@ class Trainer:
         self._folder = folder
         self._ranks = ranks
         self._start = start
-        self._sse = sse
+        self._sse = start.sse
         self._console = console if ranks.is_first else None
         self._reader = self._make_reader()
         if self._reader.num_rows == 0:
@@ -94,7 +78,7 @@ class Trainer:
         Collectives().on_first(lambda: folder.require_free(start.wait_seconds))
         checkpoint = self._newest_checkpoint()
         self.num_steps = self._count_steps()
-        blueprint = Blueprint.for_ranks(config, self._reader.schema, ranks, sse)
+        blueprint = Blueprint.for_ranks(config, self._reader.schema, ranks, start.sse)
         self._state = build_training_state(blueprint, ranks, self.num_steps, start.plans)
         self._step = 0
         self._samples = 0

@@ -91,7 +91,7 @@ def check_checkpoints(config: "Config", run_dir: Path, is_new: bool) -> Finding:
         run_dir: Run folder.
         is_new: Whether the run was never submitted, so that it has no checkpoints of its own yet.
     """
-    from distembed.checkpoints.run_checkpoints import checkpoint_place
+    from distembed.checkpoints.places import checkpoint_place
     from distembed.checkpoints.store import CheckpointStore
 
     place = checkpoint_place(run_dir, config.train.checkpoint_dir)
@@ -114,7 +114,7 @@ def check_mounts(config: "Config", run_dir: Path, mounts: Sequence[Any]) -> Find
         run_dir: Run folder.
         mounts: TorchX's mounts of the containers.
     """
-    from distembed.checkpoints.run_checkpoints import checkpoint_place
+    from distembed.checkpoints.places import checkpoint_place
     from distembed.config import input_paths
 
     run_dir = run_dir.absolute()

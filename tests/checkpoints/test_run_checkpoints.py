@@ -18,7 +18,8 @@ from torch import nn
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from distembed.checkpoints import load_checkpoint, run_checkpoints, save_checkpoint
-from distembed.checkpoints.run_checkpoints import Checkpoints, checkpoint_place, newest_checkpoint
+from distembed.checkpoints.places import checkpoint_place, newest_checkpoint
+from distembed.checkpoints.run_checkpoints import Checkpoints
 from distembed.checkpoints.store import CheckpointStore
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.errors import RunError, UserError

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from distembed.checkpoints.run_checkpoints import newest_checkpoint
+from distembed.checkpoints.places import newest_checkpoint
 from tests.robustness.checkpoint_numbers import saved_numbers
 from tests.robustness.strikes import MOMENTS, Strike, run_and_strike
 

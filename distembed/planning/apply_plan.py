@@ -1,0 +1,207 @@
+"""Applies a saved plan: places tables as a file says, if that is a plan for what is to run.
+
+:func:`apply_saved_plan` refuses a plan whose inputs differ from those of the run, be it in ranks, batch, model,
+optimizers or tables, and a plan that does not place the tables of its own inputs. The error lists everything that is
+wrong.
+"""
+
+import reprlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.planner.utils import placement
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    ModuleShardingPlan,
+    ParameterSharding,
+    ShardingPlan,
+    ShardingType,
+    ShardMetadata,
+)
+
+from distembed.embedding.config import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig
+from distembed.errors import UserError
+from distembed.planning.plan_inputs import PlanInputs
+from distembed.planning.saved_plan import SavedPlan, SavedShard, SavedTable
+from distembed.sharding.placement import COMPUTE_KERNELS, SHARDING_TYPES, place_table, unit_size
+from distembed.sharding.shardings import SEQUENCE_SHARDING_TYPES
+
+_DENSE = EmbeddingComputeKernel.DENSE.value
+_ON_CPU = (EmbeddingComputeKernel.FUSED.value, _DENSE)
+_AXES = ("rows", "columns")
+
+
+def apply_saved_plan(
+    saved: SavedPlan,
+    tables: Mapping[str, Sequence[CompositionalEmbeddingConfig]],
+    now: PlanInputs,
+    fused: bool = True,
+) -> ShardingPlan:
+    """Returns a saved plan in TorchRec's form.
+
+    Args:
+        saved: The plan that was read.
+        tables: The tables of each collection of the model, by its path.
+        now: The inputs of a plan for the model, the ranks and the settings of this run.
+        fused: Whether FBGEMM has the tables' optimizer; without it they need dense kernels.
+
+    Raises:
+        UserError: The inputs of the plan differ, or it does not place the tables; the error lists every difference.
+    """
+    changed = saved.plan_inputs.differences(now)
+    if changed:
+        nodes, listed = now.world_size // now.local_world_size, "\n  ".join(changed)
+        raise UserError(
+            "the plan was made for something else than what is to run; plan anew, with `distembed plan CONFIG --nodes "
+            f"{nodes} --gpus {now.local_world_size} --gpu DEVICE --output FILE`, or leave --plan out:\n  {listed}"
+        )
+    target = _PlanTarget(now.world_size, now.local_world_size, now.device_kind, fused)
+    differences = [
+        difference
+        for module, own in tables.items()
+        for difference in _differences(saved, module, {table.name: table for table in own}, target)
+    ]
+    if differences:
+        listed = "\n  ".join(differences)
+        raise UserError(
+            "the plan does not place what it was made for, and must have been changed; plan anew, with `distembed plan "
+            f"CONFIG --output FILE`:\n  {listed}"
+        )
+    plan: dict[str, ModuleShardingPlan] = {}
+    for module, own in tables.items():
+        plan[module] = sharded = EmbeddingModuleShardingPlan()
+        for table in own:
+            sharded[table.name] = target.sharding(saved.modules[module][table.name])
+    return ShardingPlan(plan)
+
+
+@dataclass(frozen=True)
+class _PlanTarget:
+    """The ranks and devices of this run, on which a plan has to place the tables.
+
+    Attributes:
+        world_size: Number of ranks.
+        local_world_size: Number of ranks on a machine.
+        device_kind: Type of their devices, ``cuda`` or ``cpu``.
+        fused: Whether FBGEMM has the tables' optimizer on them.
+    """
+
+    world_size: int
+    local_world_size: int
+    device_kind: str
+    fused: bool
+
+    def sharding(self, own: SavedTable) -> ParameterSharding:
+        """Returns where a table is placed in TorchRec's form."""
+        shards = [
+            ShardMetadata(
+                list(shard.offset), list(shard.size), placement(self.device_kind, shard.rank, self.local_world_size)
+            )
+            for shard in own.shards
+        ]
+        spec = EnumerableShardingSpec(shards) if shards else None
+        return ParameterSharding(own.sharding_type, own.compute_kernel, list(own.ranks), spec)
+
+    def kernels(self, sharding_type: str) -> Sequence[str]:
+        """Returns the compute kernels that tables of a sharding type can have."""
+        if sharding_type == ShardingType.DATA_PARALLEL.value or not self.fused:
+            return (_DENSE,)
+        return COMPUTE_KERNELS if self.device_kind == "cuda" else _ON_CPU
+
+
+def _differences(
+    saved: SavedPlan, module: str, tables: Mapping[str, CompositionalEmbeddingConfig], target: _PlanTarget
+) -> Iterator[str]:
+    """Yields a line for each reason why the tables of a module cannot be placed by the plan."""
+    if module not in saved.modules:
+        yield f"module {module!r} is in the model and not in the plan, which has {', '.join(map(repr, saved.modules))}"
+        return
+    planned = saved.modules[module]
+    yield from (f"table {name!r} is in the plan and not in the model" for name in planned if name not in tables)
+    for name, table in tables.items():
+        if name in planned:
+            yield from _table_differences(table, planned[name], target)
+        else:
+            yield f"table {name!r} is in the model and not in the plan"
+
+
+def _table_differences(table: CompositionalEmbeddingConfig, own: SavedTable, target: _PlanTarget) -> Iterator[str]:
+    """Yields a line for each reason why a table cannot be placed where the plan says."""
+    where, kind = f"table {table.name!r}", own.sharding_type
+    possible = SHARDING_TYPES if isinstance(table, CompositionalEmbeddingBagConfig) else SEQUENCE_SHARDING_TYPES
+    if kind not in possible:
+        yield f"{where} is planned {reprlib.repr(kind)}, and can be placed {', '.join(possible)}"
+        return
+    if own.compute_kernel not in target.kernels(kind):
+        unfused = "" if target.fused else " with an optimizer that FBGEMM lacks"
+        yield (
+            f"{where} is planned with compute kernel {reprlib.repr(own.compute_kernel)}, and those of {kind} tables on "
+            f"{target.device_kind}{unfused} are {', '.join(target.kernels(kind))}"
+        )
+    found = [*_wrong_ranks(own, target.world_size), *_wrong_shards(own, unit_size(table))]
+    yield from (f"{where} {difference}" for difference in found)
+    if not found and own.compute_kernel in COMPUTE_KERNELS:
+        try:
+            place_table(table, target.sharding(own), target.world_size)
+        except UserError as error:
+            yield str(error)
+
+
+def _wrong_ranks(own: SavedTable, world_size: int) -> Iterator[str]:
+    """Yields what is wrong with the ranks of a table and of its shards."""
+    kind, shard_ranks = own.sharding_type, [shard.rank for shard in own.shards]
+    beyond = sorted({rank for rank in (*own.ranks, *shard_ranks) if rank >= world_size})
+    there_are = f"and there are {world_size} ranks" if world_size > 1 else "and there is 1 rank"
+    if kind == ShardingType.ROW_WISE.value and len(own.shards) != world_size:
+        yield f"is planned row_wise in {len(own.shards)} shards, {there_are}"
+    elif beyond:
+        yield f"is planned on rank {', '.join(map(str, beyond))}, {there_are}, the last {world_size - 1}"
+    elif kind == ShardingType.DATA_PARALLEL.value and sorted(own.ranks) != list(range(world_size)):
+        yield f"is planned data_parallel on ranks {reprlib.repr(own.ranks)}, {there_are}: each has a copy"
+    if kind != ShardingType.DATA_PARALLEL.value and own.ranks != shard_ranks:
+        yield f"is planned on ranks {reprlib.repr(own.ranks)}, and its shards on {reprlib.repr(shard_ranks)}"
+
+
+def _wrong_shards(own: SavedTable, size: tuple[int, int]) -> Iterator[str]:
+    """Yields why the shards are not the table, with each number of it once."""
+    kind, shards = own.sharding_type, own.shards
+    if kind == ShardingType.DATA_PARALLEL.value:
+        if shards:
+            yield f"is planned data_parallel in {len(shards)} shards, and a table that is replicated has none"
+        return
+    if not shards:
+        yield f"is planned {kind} without a shard"
+        return
+    reach = [max(shard.span(axis)[1] for shard in shards) for axis in (0, 1)]
+    if tuple(reach) != size:
+        yield f"is planned as {reach[0]:,} x {reach[1]:,} numbers, and is {size[0]:,} x {size[1]:,}"
+    divided = 0 if kind == ShardingType.ROW_WISE.value else 1
+    if kind == ShardingType.TABLE_WISE.value and len(shards) > 1:
+        yield f"is planned table_wise in {len(shards)} shards, and has one"
+    yield from _untiled(shards, divided)
+    whole = 1 - divided
+    for shard in shards:
+        if shard.span(whole) != (0, reach[whole]):
+            start, stop = shard.span(whole)
+            yield (
+                f"is planned {kind} with {_AXES[whole]} [{start:,}, {stop:,}) on rank {shard.rank}, and each of its "
+                f"shards has all {reach[whole]:,}"
+            )
+
+
+def _untiled(shards: Sequence[SavedShard], axis: int) -> Iterator[str]:
+    """Yields the rows (axis 0) or columns (axis 1) that are in no shard, or in several."""
+    end = 0
+    for start, stop in sorted(shard.span(axis) for shard in shards):
+        if start == stop:
+            # row-wise, where rows are fewer than ranks, the last ranks have none
+            if axis == 1 or start != end:
+                yield f"is planned with a shard of no {_AXES[axis]} at {start:,}"
+            continue
+        if start > end:
+            yield f"is planned with {_AXES[axis]} [{end:,}, {start:,}) on no rank"
+        if start < end:
+            yield f"is planned with {_AXES[axis]} [{start:,}, {min(end, stop):,}) in two shards"
+        end = max(end, stop)

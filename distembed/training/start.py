@@ -1,0 +1,177 @@
+"""What a run starts with, found without a model: its folder, whether it is resumed, plans, dataset and graphs.
+
+A process that trains alone finds it before it loads torch, so that a folder that does not exist is told at once.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from distembed.config import Config
+from distembed.data.dataset.manifest import Manifest
+from distembed.data.prepare.vocabulary import reserved_ids
+from distembed.errors import UserError
+from distembed.graph.prepare.value_ids import require_same_ids
+from distembed.planning.plan_inputs import PlanInputs
+from distembed.planning.saved_plan import SavedPlan, read_saved_plan
+from distembed.runs.folder import default_run_folder, holds_run, require_new_or_resume
+from distembed.runs.lock import DEAD_MACHINE_SECONDS
+from distembed.sse import SSE
+from distembed.sse.config import build_sse, graph_fingerprints
+from distembed.training.resume import load_run_plan, require_same_config, require_same_graphs
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The options of a run beside its config.
+
+    Attributes:
+        run_dir: The run's folder; None for one in ``runs`` that is named after ``name`` and the time.
+        name: How the name of such a folder begins.
+        resume: Whether to resume the folder's run from its newest checkpoint.
+        resume_or_start: Whether to resume where the folder holds a run and to start a run where it does not. It then
+            waits for another process that owns the folder, until that counts as dead.
+        plan: A file of ``distembed plan --output`` that says where tables are placed. With ``resume_or_start`` it is
+            applied only where its inputs are those of this run, and a resumed run's own plan comes before it.
+    """
+
+    run_dir: Path | None = None
+    name: str = "run"
+    resume: bool = False
+    resume_or_start: bool = False
+    plan: Path | None = None
+
+    def __post_init__(self) -> None:
+        if (self.resume or self.resume_or_start) and self.run_dir is None:
+            raise UserError("--resume needs --run-dir, the folder of the run to go on with.")
+
+
+@dataclass(frozen=True)
+class PlanChoice:
+    """Saved plans to apply in place of a new one.
+
+    Attributes:
+        required: A plan that is applied in any case, and refused where its inputs differ; None for none.
+        preferred: A plan that is applied where its inputs are the same, unless one is required; where they differ,
+            tables are planned anew. None for none.
+    """
+
+    required: SavedPlan | None = None
+    preferred: SavedPlan | None = None
+
+    def for_inputs(self, inputs: PlanInputs) -> SavedPlan | None:
+        """Returns the plan to apply for these inputs; None where tables are to be planned anew."""
+        if self.required is not None or self.preferred is None:
+            return self.required
+        return None if self.reasons_to_replan(inputs) else self.preferred
+
+    def reasons_to_replan(self, inputs: PlanInputs) -> list[str]:
+        """Returns a line for each difference for which the preferred plan is not applied."""
+        if self.required is not None or self.preferred is None:
+            return []
+        return self.preferred.plan_inputs.differences(inputs)
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """What a run starts with.
+
+    Attributes:
+        folder: The run's folder.
+        manifest: The manifest of its dataset.
+        sse: The rule by which ids are replaced in training, by feature.
+        resume: Whether the run continues from its newest checkpoint, if there is one.
+        plans: Saved plans to apply in place of a new one.
+        wait_seconds: Seconds to wait for another process that trains into the folder.
+    """
+
+    folder: Path
+    manifest: Manifest
+    sse: dict[str, SSE]
+    resume: bool = False
+    plans: PlanChoice = PlanChoice()
+    wait_seconds: float = 0.0
+
+
+class OnFirst(Protocol):
+    """Does something on rank 0 alone: :meth:`distembed.ranks.Collectives.on_first`, or what a process alone has."""
+
+    def __call__(self, function: Callable[[], T]) -> T:
+        """Returns, or raises, on every rank what ``function`` returns or raises on rank 0; all ranks call it."""
+
+
+def find_start(config: Config, options: RunOptions, on_first: OnFirst, say: Callable[[str], None]) -> RunStart:
+    """Finds what a run starts with, and refuses one that cannot be started; all ranks call it.
+
+    Args:
+        config: The whole config.
+        options: The folder, whether to resume, and a plan.
+        on_first: Does on rank 0 what the ranks have to agree on.
+        say: Prints a line; called on rank 0 only.
+
+    Raises:
+        UserError: The folder, the dataset, a graph or a plan cannot be used, or the config of a resumed run differs.
+    """
+    folder = _agree_on_folder(options, on_first)
+    resume = options.resume or (options.resume_or_start and on_first(lambda: holds_run(folder)))
+    on_first(lambda: _require_usable(folder, config, resume))
+    plans = _choose_plans(config, options, folder, resume, on_first, say)
+    dataset = config.data.require_path()
+    manifest = Manifest.load(dataset)
+    sse = _replaced_ids(config, dataset, manifest)
+    if resume:
+        on_first(lambda: require_same_graphs(folder, graph_fingerprints(sse)))
+    return RunStart(folder, manifest, sse, resume, plans, DEAD_MACHINE_SECONDS if options.resume_or_start else 0.0)
+
+
+def find_start_alone(config: Config, options: RunOptions, say: Callable[[str], None]) -> RunStart | None:
+    """Does the same in a process that trains alone; returns None in one of several, which have to agree first."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        return None
+    return find_start(config, options, lambda function: function(), say)
+
+
+def _agree_on_folder(options: RunOptions, on_first: OnFirst) -> Path:
+    """Returns rank 0's folder on every rank; the names that ranks give it by their clocks may differ."""
+    own = options.run_dir or default_run_folder(options.name)
+    return on_first(lambda: own.absolute())
+
+
+def _require_usable(folder: Path, config: Config, resume: bool) -> None:
+    """Makes sure that the run can be started, or resumed, in its folder."""
+    require_new_or_resume(folder, resume)
+    if resume:
+        require_same_config(folder, config)
+
+
+def _choose_plans(
+    config: Config, options: RunOptions, folder: Path, resume: bool, on_first: OnFirst, say: Callable[[str], None]
+) -> PlanChoice:
+    """Returns the saved plans to apply: the one that is given, or that of the run that is resumed.
+
+    With ``resume_or_start`` both are only preferred, the resumed run's before the one that is given.
+    """
+    if options.plan is not None and not options.resume_or_start:
+        return PlanChoice(required=read_saved_plan(options.plan))
+    preferred = on_first(lambda: load_run_plan(folder, config, say)) if resume else None
+    if preferred is None and options.plan is not None:
+        preferred = read_saved_plan(options.plan)
+    return PlanChoice(preferred=preferred)
+
+
+def _replaced_ids(config: Config, dataset: str, manifest: Manifest) -> dict[str, SSE]:
+    """Returns the rule by which ids are replaced in training, by feature.
+
+    Raises:
+        UserError: A graph is not over the ids of its table.
+    """
+    num_embeddings = {feature.name: feature.num_embeddings for feature in manifest.schema.categorical}
+    sse = build_sse(config.sse, num_embeddings, reserved_ids(manifest))
+    for table, rule in sse.items():
+        if rule.graph is not None:
+            require_same_ids(rule.graph, dataset, manifest, table)
+    return sse

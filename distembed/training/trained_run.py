@@ -1,0 +1,74 @@
+"""A run that is used after its training: what can be known of it, and of what is asked for, without its model."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow.csv
+import pyarrow.parquet
+
+from distembed.checkpoints.places import newest_checkpoint
+from distembed.config import Config
+from distembed.data.dataset.manifest import Manifest
+from distembed.errors import UserError
+from distembed.training.resume import choose_dataset, load_run_config
+
+PREDICTION_FORMATS = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWriter}
+"""Writer class by the suffix of a file of predictions."""
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A run with a checkpoint, and a dataset to use it on.
+
+    Attributes:
+        folder: The run's folder.
+        config: The run's config.
+        dataset: The dataset's folder.
+        manifest: The dataset's manifest.
+    """
+
+    folder: Path
+    config: Config
+    dataset: str
+    manifest: Manifest
+
+
+def find_trained_run(folder: Path, data: str | None, split: str | None = None) -> TrainedRun:
+    """Finds a run, and refuses one that cannot be used, without torch.
+
+    Args:
+        folder: The run's folder.
+        data: The folder of another dataset, whose ids have to stand for the same values; None for the run's own.
+        split: The split of the dataset that is to be read; None for none.
+
+    Raises:
+        UserError: The folder holds no run or no checkpoint, or the dataset is not there, is not like the run's own, or
+            has no such split.
+    """
+    config = load_run_config(folder)
+    dataset = choose_dataset(folder, config, data)
+    manifest = Manifest.load(dataset)
+    if split is not None:
+        manifest.split(split)
+    newest_checkpoint(folder, config.train.checkpoint_dir)
+    return TrainedRun(folder, config, dataset, manifest)
+
+
+def require_prediction_file(output: Path) -> None:
+    """Refuses a file that predictions cannot be written to.
+
+    Raises:
+        UserError: The file's suffix is neither ``.parquet`` nor ``.csv``.
+    """
+    if output.suffix not in PREDICTION_FORMATS:
+        raise UserError(f"--output {output} ends in {output.suffix!r}; known: {', '.join(PREDICTION_FORMATS)}.")
+
+
+def require_folder(output: Path) -> None:
+    """Refuses a path that is not, and cannot be made, a folder to write vectors to.
+
+    Raises:
+        UserError: The path is a file.
+    """
+    if output.exists() and not output.is_dir():
+        raise UserError(f"--output {output} is a file; give a folder.")
