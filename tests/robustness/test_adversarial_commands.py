@@ -4,13 +4,11 @@ All of them are given in a folder that holds what :func:`write_workspace` lists;
 it was.
 """
 
-import hashlib
 import json
 import re
 import shlex
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -20,6 +18,7 @@ import yaml
 
 from distembed.checksums import KEY, with_checksum
 from tests.robustness.commands import Commands
+from tests.robustness.workspace import Workspace, made_workspace
 from tests.small_runs import config_values, write_dataset
 
 ROW = "1\t" + "\t".join(["7"] * 13) + "\t" + "\t".join(["0000abcd"] * 26) + "\n"
@@ -205,7 +204,7 @@ def write_workspace(folder: Path, commands: Commands) -> None:
         (folder / name).write_text("mine")
     for name in ("loop", "loop.yaml"):
         (folder / name).symlink_to(name)
-    pq.write_table(pa.table({"number": [1], "word": ["x"]}), folder / "noids.parquet")
+    pq.write_table(pa.table({"word": ["x"]}), folder / "noids.parquet")
     pq.write_table(pa.table({"id": [99]}), folder / "outside.parquet")
     # datasets that are not whole, or not as they should be
     write_dataset(folder / "huge", num_ids=2**62)
@@ -230,45 +229,10 @@ def write_workspace(folder: Path, commands: Commands) -> None:
     shutil.rmtree(folder / "emptied" / "checkpoints")
 
 
-def everything(folder: Path) -> dict[Path, str]:
-    """What a folder holds: the sum of each file, by its path; but for locks, which are empty when nobody has them."""
-    return {
-        path.relative_to(folder): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "other"
-        for path in folder.rglob("*")
-        if path.name != ".lock" and (path.is_symlink() or not path.is_dir())
-    }
-
-
-@dataclass(frozen=True)
-class Workspace:
-    """The folder in which commands are given, a copy of it as it was, and what both hold."""
-
-    folder: Path
-    copy: Path
-    contents: dict[Path, str]
-    commands: Commands
-
-    def changes(self) -> list[str]:
-        """What is other than it was in the beginning; it is made as it was."""
-        now = everything(self.folder)
-        if now == self.contents:
-            return []
-        shutil.rmtree(self.folder)
-        shutil.copytree(self.copy, self.folder, symlinks=True)
-        return sorted(str(path) for path in now.keys() | self.contents if now.get(path) != self.contents.get(path))
-
-
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workspace]:
-    folder = tmp_path_factory.mktemp("workspace")
-    commands = Commands(folder, tmp_path_factory.mktemp("printed"))
-    try:
-        write_workspace(folder, commands)
-        copy = folder.with_name(f"{folder.name}-copy")
-        shutil.copytree(folder, copy, symlinks=True)
-        yield Workspace(folder, copy, everything(folder), commands)
-    finally:
-        commands.close()
+    with made_workspace(tmp_path_factory, write_workspace) as made:
+        yield made
 
 
 @pytest.mark.parametrize(("command", "fragment"), REFUSED, ids=[command for command, _ in REFUSED])
