@@ -22,3 +22,9 @@ def say(text: str) -> None:
     r"""Prints a line as it is, however long; bytes of a file's name that are no text become ``\udcff``."""
     text = text.encode(errors="backslashreplace").decode()
     console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def note(text: str | None) -> None:
+    """Prints a remark, if there is one, beside the output, which may be read by a program."""
+    if text is not None:
+        errors.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from distembed.commands.shared import ConfigArgument, OverridesArgument, console, say
+from distembed.commands.shared import ConfigArgument, OverridesArgument, console, note, say
 
 app = typer.Typer()
 
@@ -68,6 +68,7 @@ def evaluate_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a line.")] = False,
 ) -> None:
     """Evaluate a run's newest checkpoint: logloss, AUC, normalised entropy, calibration, accuracy."""
+    from distembed.data.dataset.verification import missing_checksums_note
     from distembed.files import finite
     from distembed.training.trained_run import find_trained_run
 
@@ -75,6 +76,8 @@ def evaluate_command(
     from distembed.training.inference import describe_metrics, evaluate_split, load_run
 
     with load_run(found) as loaded:
+        if loaded.ranks.is_first:
+            note(missing_checksums_note(loaded.dataset))
         metrics = evaluate_split(loaded.state, loaded.dataset, split, loaded.ranks)
         if loaded.ranks.is_first:
             print(json.dumps(finite(metrics), indent=2) if as_json else describe_metrics(loaded.state, metrics))
@@ -88,6 +91,7 @@ def predict_command(
     data: DataOption = None,
 ) -> None:
     """Write the click probability of every row of a split, in its order."""
+    from distembed.data.dataset.verification import missing_checksums_note
     from distembed.training.trained_run import find_trained_run, require_prediction_file
 
     require_prediction_file(output)
@@ -95,6 +99,8 @@ def predict_command(
     from distembed.training.inference import load_run, predict_split
 
     with load_run(found) as loaded:
+        if loaded.ranks.is_first:
+            note(missing_checksums_note(loaded.dataset))
         num_rows = predict_split(loaded.state, loaded.dataset, split, output, loaded.ranks)
         if loaded.ranks.is_first:
             say(f"{output}: {num_rows:,} predictions")

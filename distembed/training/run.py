@@ -10,12 +10,14 @@ from rich.console import Console
 
 from distembed.config import Config
 from distembed.data.dataset.manifest import id_fingerprint
+from distembed.data.dataset.verification import missing_checksums_note
 from distembed.describe import describe
 from distembed.embedding import assignment_checksums
 from distembed.files import write_json
+from distembed.graph.verification import missing_checksums_note as graph_note
 from distembed.ranks import Collectives, Ranks
 from distembed.runs.folder import RunFolder
-from distembed.sse.config import graph_fingerprints
+from distembed.sse.config import graph_fingerprints, graph_paths
 from distembed.training.start import RunOptions, RunStart, find_start
 from distembed.training.trainer import Trainer
 
@@ -62,7 +64,7 @@ def train_run(
     start = start or find_start(config, options, Collectives().on_first, say)
     info = _run_info(config, start)
     if ranks.is_first:
-        for line in info["kept_full"]:
+        for line in (*info["kept_full"], *_missing_checksums(config)):
             say(line)
     run_folder = RunFolder(start.folder)
     trainer = Trainer(config, run_folder, ranks, start, console)
@@ -81,6 +83,12 @@ def train_run(
             write_json(start.folder / "evaluation.json", evaluation)
         run_folder.end("finished")
     return FinishedRun(start.folder, evaluation, described)
+
+
+def _missing_checksums(config: Config) -> list[str]:
+    """Returns a note for the dataset and each graph that older versions made without checksums."""
+    graphs = map(graph_note, graph_paths(config.sse))
+    return [f"note: {text}" for text in (missing_checksums_note(config.data.require_path()), *graphs) if text]
 
 
 def _run_info(config: Config, start: RunStart) -> dict[str, Any]:

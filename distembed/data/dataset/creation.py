@@ -58,12 +58,13 @@ def _relative(folder: Path, path: str | os.PathLike[str]) -> str:
     Raises:
         UserError: It lies outside.
     """
-    by_text = Path(os.path.abspath(folder)), Path(os.path.abspath(folder / path))
-    resolved = folder.resolve(), (folder / path).resolve()
-    for root, file in (by_text, resolved):
-        if file.is_relative_to(root):
-            return file.relative_to(root).as_posix()
-    raise UserError(f"{by_text[1]} lies outside the dataset folder {folder}: move it or link it there")
+    absolute = Path(os.path.abspath(folder / path))
+    if absolute.is_relative_to(os.path.abspath(folder)):
+        return absolute.relative_to(os.path.abspath(folder)).as_posix()
+    real = absolute.parent.resolve() / absolute.name  # both may be named by other links
+    if real.is_relative_to(folder.resolve()):
+        return real.relative_to(folder.resolve()).as_posix()
+    raise UserError(f"{absolute} lies outside the dataset folder {folder}: move it or link it there")
 
 
 def _read_label(path: Path, schema: Schema) -> pa.ChunkedArray:

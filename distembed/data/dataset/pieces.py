@@ -181,15 +181,14 @@ def piece_sizes(path: Path, metadata: pq.FileMetaData) -> list[int]:
 
 def _row_group_bounds(row_group: pq.RowGroupMetaData, before: int) -> tuple[int, int]:
     """Returns where a row group's columns begin and end; where the one before ends, if it has no bytes."""
-    columns = [row_group.column(index) for index in range(row_group.num_columns)]
-    bounds = [
-        (min(column.data_page_offset, column.dictionary_page_offset or column.data_page_offset), column)
-        for column in columns
-        if column.total_compressed_size
-    ]
-    if not bounds:
-        return before, before
-    return min(start for start, _ in bounds), max(start + column.total_compressed_size for start, column in bounds)
+    starts, stops = [], []
+    for column in (row_group.column(index) for index in range(row_group.num_columns)):
+        # a column without rows may have a dictionary and no page, which is then said to be at 0
+        pages = [offset for offset in (column.dictionary_page_offset, column.data_page_offset) if offset]
+        if pages and column.total_compressed_size:
+            starts.append(min(pages))
+            stops.append(min(pages) + column.total_compressed_size)
+    return (min(starts), max(stops)) if starts else (before, before)
 
 
 def file_pieces(path: Path) -> Pieces:
