@@ -21,6 +21,7 @@ from distembed.planning import PlanRequest, Workload
 from distembed.planning.cluster import Cluster
 from distembed.planning.estimated_plan import EstimatedPlan
 from distembed.planning.memory import RankMemory
+from distembed.planning.networks import require_networks_fit
 from distembed.planning.plan import find_plan
 from distembed.planning.plan_inputs import PlanInputs
 from distembed.planning.storage import TableStorage, table_storage, total, whole_table_storage
@@ -182,6 +183,7 @@ def assess_capacity(config: Config, cluster: Cluster) -> Assessment:
 
     Raises:
         UserError: The settings cannot be planned at all.
+        RunError: This machine cannot make the networks.
     """
     is_cuda = cluster.device.kind == "cuda"
     if config.plan.host_memory and is_cuda and not cluster.host_memory_bytes:
@@ -194,6 +196,7 @@ def assess_capacity(config: Config, cluster: Cluster) -> Assessment:
     bf16 = config.train.precision != "fp32" if is_cuda else use_bf16(config.train.precision, device)
     sse = build_sse(config.sse, {feature.name: feature.num_embeddings for feature in schema.categorical}, ())
     blueprint = Blueprint(config, schema, cluster.world_size, cluster.ranks_per_node, device, bf16, sse)
+    require_networks_fit(config.model, blueprint.model_inputs, num_copies=1)
     model, workload, optimizers = blueprint.build_plannable(), blueprint.workload(), table_optimizers(config.train)
     collections = {path: table_configs(module) for path, module in embedding_modules(model).items()}
     tables = [table for own in collections.values() for table in own]

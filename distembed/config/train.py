@@ -4,8 +4,9 @@ from dataclasses import field
 from typing import Annotated, Literal
 
 import pydantic.dataclasses
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field
 
+from distembed.bounds import Count, Interval
 from distembed.names import STRICT
 from distembed.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
 
@@ -32,16 +33,16 @@ class TrainConfig:
             such as ``s3://bucket/folder``; null for ``checkpoints`` in the run's folder.
     """
 
-    batch_size: PositiveInt = 128
-    epochs: PositiveInt = 1
-    max_steps: PositiveInt | None = None
+    batch_size: Count = 128
+    epochs: Count = 1
+    max_steps: Count | None = None
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     dense_optimizer: DenseOptimizerConfig = field(default_factory=DenseOptimizerConfig)
     sparse_optimizer: SparseOptimizerConfig = field(default_factory=SparseOptimizerConfig)
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    log_every: PositiveInt = 100
-    evaluate_every: NonNegativeInt = 0
-    checkpoint_every: NonNegativeInt = 0
-    keep_checkpoints: PositiveInt = 2
+    log_every: Count = 100
+    evaluate_every: Interval = 0
+    checkpoint_every: Interval = 0
+    keep_checkpoints: Count = 2
     checkpoint_dir: Annotated[str, Field(min_length=1)] | None = None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torchrec.modules.embedding_configs import DataType
 
+from distembed.bounds import MAX_TABLE_BYTES
 from distembed.composition import COMPOSITIONS, Composition
 from distembed.embedding.initialization import SeededInit
 from distembed.embedding.settings import ID_POLICIES, POOLINGS, IdPolicy, Pooling
@@ -120,9 +121,16 @@ class CompositionalEmbeddingConfig:
                 raise UserError(f"{where}: sse is {self.sse!r}; give an instance, such as SSE(p0=0.01).")
             self.sse.require_valid_for(self.num_embeddings, f"{where}: sse")
         try:
-            self.combine.partition_dims(self.embedding_dim, len(self.scheme.num_rows))
+            dims = self.combine.partition_dims(self.embedding_dim, len(self.scheme.num_rows))
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
+        for num_rows, dim in zip(self.scheme.num_rows, dims, strict=True):
+            if num_rows * dim * _BYTES_PER_FUNCTION_PARAMETER > MAX_TABLE_BYTES:
+                raise UserError(
+                    f"{where} would have {num_rows:,} rows of {dim:,} numbers, for num_embeddings="
+                    f"{self.num_embeddings}: more than any machines hold. Lower embedding_dim, or compress it further "
+                    "(collisions, num_partitions), or hash its ids into fewer."
+                )
 
     def _resolve(self, name: str, value: object) -> None:
         """Replaces a field's value, as the frozen class does not allow otherwise."""

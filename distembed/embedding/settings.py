@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import pydantic.dataclasses
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
+from distembed.bounds import Width, Widths
 from distembed.composition import ACTIVATIONS, COMPOSITIONS
 from distembed.errors import UserError
 from distembed.names import STRICT, complete_tables, one_of, over_default
@@ -19,7 +20,7 @@ Pooling = Literal["sum", "mean", "max"]
 POOLINGS: tuple[Pooling, ...] = ("sum", "mean", "max")
 _AtLeastTwo = Annotated[int, Field(ge=2)]
 _ALTERNATIVES = (("collisions", "num_buckets"), ("num_partitions", "moduli"))
-_Sizes = Annotated[list[PositiveInt], Field(min_length=1)]
+_Moduli = Annotated[list[PositiveInt], Field(min_length=1)]
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
@@ -54,15 +55,15 @@ class TableConfig:
     collisions: PositiveInt | None = None
     num_buckets: PositiveInt | None = None
     num_partitions: _AtLeastTwo | None = None
-    moduli: _Sizes | None = None
+    moduli: _Moduli | None = None
     assignments: str | None = None
     columns: Annotated[list[str], Field(min_length=1)] | None = None
     allow_collisions: bool = False
     composition: str = "product"
-    dims: _Sizes | None = None
-    hidden: _Sizes = field(default_factory=lambda: [64])
+    dims: Widths | None = None
+    hidden: Widths = field(default_factory=lambda: [64])
     activation: str = "relu"
-    embedding_dim: PositiveInt = 16
+    embedding_dim: Width = 16
     pooling: Pooling = "sum"
     threshold: int = Field(default=200, ge=0)
     force: bool = False

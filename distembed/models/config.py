@@ -8,16 +8,14 @@ from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 import pydantic.dataclasses
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
+from distembed.bounds import Widths
 from distembed.names import STRICT
 
 if TYPE_CHECKING:
     from distembed.models.base import Model
     from distembed.models.inputs import ModelInputs
-
-Sizes = Annotated[list[PositiveInt], Field(min_length=1)]
-"""Layer sizes of a network: at least one."""
 
 
 class ModelConfig(Protocol):
@@ -44,8 +42,8 @@ class DLRMConfig:
     """
 
     name: Literal["dlrm"] = "dlrm"
-    bottom: Sizes = field(default_factory=lambda: [512, 256, 64])
-    top: Sizes = field(default_factory=lambda: [512, 256])
+    bottom: Widths = field(default_factory=lambda: [512, 256, 64])
+    top: Widths = field(default_factory=lambda: [512, 256])
 
     def build(self, inputs: "ModelInputs") -> "Model":
         """Builds the model over all features of the dataset."""
@@ -66,8 +64,8 @@ class DCNConfig:
     """
 
     name: Literal["dcn"] = "dcn"
-    deep: Sizes = field(default_factory=lambda: [512, 256, 64])
-    num_cross_layers: PositiveInt = 6
+    deep: Widths = field(default_factory=lambda: [512, 256, 64])
+    num_cross_layers: Annotated[int, Field(gt=0, le=1000)] = 6
 
     def build(self, inputs: "ModelInputs") -> "Model":
         """Builds the model over all features of the dataset."""

@@ -9,6 +9,9 @@ from distembed.planning.devices import Device
 if TYPE_CHECKING:
     from torchrec.distributed.planner import Topology
 
+MAX_RANKS = 2**16
+"""Number of ranks up to which a plan is made; its time and memory grow with each of them."""
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -30,6 +33,11 @@ class Cluster:
         for option, number in (("--nodes", self.nodes), ("--gpus", self.ranks_per_node)):
             if number < 1:
                 raise UserError(f"{option} is {number}; it must be 1 or more.")
+        if self.world_size > MAX_RANKS:
+            raise UserError(
+                f"--nodes {self.nodes} with --gpus {self.ranks_per_node} are {self.world_size:,} ranks; a plan has "
+                f"{MAX_RANKS:,} at most."
+            )
 
     @property
     def world_size(self) -> int:

@@ -4,8 +4,9 @@ from dataclasses import field
 from typing import Annotated, Literal
 
 import pydantic.dataclasses
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
+from distembed.bounds import Width
 from distembed.names import STRICT
 
 ShardingTypes = Annotated[
@@ -23,7 +24,7 @@ class TablePlanConfig:
     """
 
     sharding_types: ShardingTypes | None = None
-    min_partition: PositiveInt | None = None
+    min_partition: Width | None = None
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
@@ -44,7 +45,7 @@ class PlanConfig:
     """
 
     sharding_types: ShardingTypes | None = None
-    min_partition: PositiveInt | None = None
+    min_partition: Width | None = None
     host_memory: bool = False
     reserve: Annotated[float, Field(ge=0, lt=1)] = 0.05
     tables: dict[str, TablePlanConfig] = field(default_factory=dict)

@@ -23,9 +23,12 @@ from distembed.data.dataset.schema import BatchField, Schema
 from distembed.data.reader.batch import Batch
 from distembed.embedding import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig, vector_names
 from distembed.embedding.modules import embedding_modules, table_configs
+from distembed.errors import RunError
+from distembed.host_memory import host_memory_bytes
 from distembed.models import Model, ModelConfig, ModelInputs
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.tasks import Task
+from distembed.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -192,6 +195,29 @@ def estimate_network(
         counter.get_total_flops(),
         output_bytes / max(1, num_rows),
     )
+
+
+def require_networks_fit(model_config: ModelConfig, inputs: ModelInputs, num_copies: int) -> None:
+    """Makes sure, without making them, that this machine can hold the weights of a model's networks.
+
+    Args:
+        model_config: The config's section ``model``.
+        inputs: The features and tables that the model is built from; the memory of tables is not counted.
+        num_copies: Number of processes of this machine that make them.
+
+    Raises:
+        RunError: The weights take more memory than the machine has.
+    """
+    with FakeTensorMode():
+        model = model_config.build(_VectorInputs(inputs.schema, inputs.tables, inputs.embedding_dim))
+        _replace_collections(model)
+        num_bytes = sum(map(_num_bytes, [*model.parameters(), *model.buffers()])) * num_copies
+    if num_bytes > host_memory_bytes():
+        raise RunError(
+            f"The networks of model.name={model_config.name!r} take {format_bytes(num_bytes)} for their weights alone"
+            f"{f' in {num_copies} processes' if num_copies > 1 else ''}; this machine has "
+            f"{format_bytes(host_memory_bytes())}. Lower the sizes of layers under model, or embedding_dim."
+        )
 
 
 def _replace_collections(model: nn.Module) -> None:

@@ -133,8 +133,8 @@ def _step_does_not_fit(estimated: EstimatedPlan) -> RunError:
     lacking += [f"{estimated.host_excess:,} bytes of host memory"] * (estimated.host_excess > 0)
     return RunError(
         f"A step does not fit: rank {rank} lacks {' and '.join(lacking)} (most: {items}; in bytes). Lower "
-        "train.batch_size, raise embedding.default.collisions, use more ranks, or keep less free with plan.reserve; "
-        "`distembed plan` shows each rank."
+        "train.batch_size or train.log_every, raise embedding.default.collisions, use more ranks, or keep less free "
+        "with plan.reserve; `distembed plan` shows each rank."
     )
 
 

@@ -23,7 +23,7 @@ from distembed.optim.optimizers import Optimizers, fuse_sparse_optimizer, needs_
 from distembed.optim.tables import table_parameters
 from distembed.planning import make_plan
 from distembed.planning.apply_plan import apply_saved_plan
-from distembed.planning.networks import estimate_network
+from distembed.planning.networks import estimate_network, require_networks_fit
 from distembed.planning.plan_inputs import PlanInputs, table_plan_inputs
 from distembed.planning.workload import Workload
 from distembed.ranks import Ranks
@@ -188,8 +188,9 @@ def build_training_state(
 
     Raises:
         UserError: The model cannot be built, or the inputs of a required plan differ.
-        RunError: The tables do not fit into the memory of the ranks.
+        RunError: The tables or the networks do not fit into the memory of the ranks.
     """
+    require_networks_fit(blueprint.config.model, blueprint.model_inputs, ranks.local_world_size)
     torch.manual_seed(blueprint.config.train.seed)
     task_model, sharders = blueprint.build_plannable(), blueprint.sharders
     collections = embedding_modules(task_model)
