@@ -80,6 +80,9 @@ def _limit_openmp_spinning() -> None:
 def main() -> NoReturn:
     """Runs the command and ends the process with its exit code."""
     _limit_openmp_spinning()
+    for stream in (sys.stdout, sys.stderr):
+        # what a stream's encoding has no characters for, such as a file's odd name, is no reason to fail
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         code = app(standalone_mode=False)
     except _WrongUsage as error:
@@ -104,10 +107,18 @@ def main() -> NoReturn:
         _end(1, f"[bold red]failed:[/] {_escape(error)}")
     except Exception as error:
         record_error(error)
+        if _is_out_of_memory(error):
+            _end(1, f"[bold red]failed:[/] there is not enough memory: {_escape(error)}")
         raise
     if code == 130:  # typer's answer to Ctrl-C
         _end(INTERRUPTED_EXIT_CODE, "[bold yellow]interrupted[/]")
     _leave(code or 0)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Returns whether memory ran out, as Python and PyArrow say so, or torch on a CPU or on a GPU."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return bool(names & {"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(error)
 
 
 def _usage_error(error: Any) -> str:

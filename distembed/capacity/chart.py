@@ -14,6 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from distembed.capacity.assessment import Assessment
 from distembed.capacity.texts import shown_items, verdict
+from distembed.outputs import MADE_BY
 from distembed.runs.pages import COLOURS, FIGURE_SETTINGS, PAGE_COLOUR
 from distembed.units import binary_unit, format_bytes
 
@@ -122,7 +123,7 @@ def render_chart(assessment: Assessment, file_format: str) -> bytes:
         _draw_chart(assessment, figure)
         content = io.BytesIO()
         # a date would make other bytes of the same values
-        metadata = {"Date": None} if file_format == "svg" else None
+        metadata = {"Date": None, "Creator": MADE_BY} if file_format == "svg" else {"Software": MADE_BY}
         figure.savefig(content, format=file_format, dpi=150, metadata=metadata)
     return content.getvalue()
 

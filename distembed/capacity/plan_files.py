@@ -1,11 +1,12 @@
 """The files that ``distembed plan`` is asked to write, and what can be known of them before anything is planned."""
 
-import tempfile
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from distembed.errors import RunError, UserError
+from distembed.errors import UserError
+from distembed.outputs import require_file
 
 REPORT_SUFFIXES = (".html", ".png", ".svg")
 """How the name of a report may end: a page, or the chart alone."""
@@ -18,12 +19,14 @@ class PlanFiles:
     Attributes:
         output: File of the plan, for ``distembed train --plan``.
         compress: File of the config, compressed as little as the cluster asks for.
-        report: File of the page or chart of the plan; one that is there is replaced.
+        report: File of the page or chart of the plan; one that distembed made is replaced.
+        overwrite: Whether any file that is there is replaced.
     """
 
     output: Path | None = None
     compress: Path | None = None
     report: Path | None = None
+    overwrite: bool = False
 
     def requested(self) -> Iterator[tuple[str, Path]]:
         """Yields the option and the file of each that was asked for."""
@@ -36,17 +39,17 @@ class PlanFiles:
         """Finds out what can be known before there is anything to write.
 
         Raises:
-            UserError: A file is a folder, or is there and is no report, or two options name the same one.
+            UserError: A file is a folder, or is there and is not to be replaced, or two options name the same one.
             RunError: No file can be made in a folder.
         """
-        if self.report is not None:
-            require_known_suffix(self.report)
         option_by_file: dict[Path, str] = {}
         for option, file in self.requested():
             other = option_by_file.setdefault(file.absolute(), option)
             if other != option:
                 raise UserError(f"{other} and {option} both name {file}; name two files.")
-            _require_writable(option, file, may_replace=option == "--report")
+            require_file(option, file, self.overwrite, may_replace_own=option == "--report")
+        if self.report is not None:
+            require_known_suffix(self.report)
 
 
 def require_known_suffix(file: Path) -> None:
@@ -58,24 +61,5 @@ def require_known_suffix(file: Path) -> None:
     if file.suffix.lower() not in REPORT_SUFFIXES:
         found = f"ends in {file.suffix!r}" if file.suffix else "has no suffix"
         raise UserError(f"{file} {found}; a plan can be written as one of: {', '.join(REPORT_SUFFIXES)}.")
-    if file.is_dir():
+    if os.path.isdir(file):
         raise UserError(f"{file} is a folder; name a file.")
-
-
-def _require_writable(option: str, file: Path, may_replace: bool) -> None:
-    """Refuses a file that could not be written; the errors are those of :meth:`PlanFiles.require_writable`."""
-    if file.is_dir():
-        raise UserError(f"{option} {file} is a folder; name a file.")
-    if file.exists() and not may_replace:
-        raise UserError(f"{option} {file} exists already; name a new file.")
-    folder = next(parent for parent in file.absolute().parents if parent.exists())
-    if not folder.is_dir():
-        raise UserError(f"{option} {file} cannot be written: {folder} is a file and no folder; name another one.")
-    try:
-        # permissions alone are not enough: a file system may be read-only, or none for files
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise RunError(
-            f"{option} {file} cannot be written: no file can be made in {folder} ({error}); choose another folder."
-        ) from error

@@ -33,12 +33,15 @@ def describe_command(
 @app.command("report", epilog="Example: `distembed report runs/full runs/quotient_remainder --output report.html`")
 def report_command(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs to show and compare.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="HTML file to write.")] = Path("report.html"),
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="HTML file to write; a report that is there is replaced.")
+    ] = Path("report.html"),
+    overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT whatever it is.")] = False,
 ) -> None:
     """Write one self-contained HTML file with plots and a comparison of runs."""
     from distembed.runs.report import print_comparison, write_run_report
 
-    print_comparison(write_run_report(runs, output), console)
+    print_comparison(write_run_report(runs, output, overwrite), console)
     say(f"report {output}")
 
 

@@ -65,6 +65,7 @@ class FileOptions:
         Path | None,
         typer.Option("--compress", "--fit", help="New YAML file to write: the config, compressed as little as fits."),
     ] = None
+    overwrite: Annotated[bool, typer.Option(help="Replace files that are there.")] = False
 
 
 @app.command("plan", epilog="Example: `distembed plan configs/criteo_kaggle.yaml --nodes 1 --gpus 8 --gpu h100-80gb`")
@@ -87,7 +88,7 @@ def plan_command(
     planned_for = cluster.cluster()
     loaded = load_config(config, overrides or [])
     loaded.data.load_schema()
-    to_write = PlanFiles(output=files.output, compress=files.compress, report=files.report)
+    to_write = PlanFiles(files.output, files.compress, files.report, files.overwrite)
     to_write.require_writable()
     from distembed.capacity.run_plan import run_plan
 

@@ -89,12 +89,13 @@ def predict_command(
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write: .parquet or .csv.")],
     split: Annotated[str, typer.Option(help="Split to predict.")] = "test",
     data: DataOption = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT if it is there.")] = False,
 ) -> None:
     """Write the click probability of every row of a split, in its order."""
     from distembed.data.dataset.verification import missing_checksums_note
     from distembed.training.trained_run import find_trained_run, require_prediction_file
 
-    require_prediction_file(output)
+    require_prediction_file(output, overwrite)
     found = find_trained_run(run, data, split)
     from distembed.training.inference import load_run, predict_split
 
@@ -118,10 +119,11 @@ def materialise_command(
     data: DataOption = None,
 ) -> None:
     """Write the composed vectors of a run's tables, one a row, for serving."""
+    from distembed.outputs import require_folder
     from distembed.training.id_file import id_column
-    from distembed.training.trained_run import find_trained_run, require_folder
+    from distembed.training.trained_run import find_trained_run
 
-    require_folder(output)
+    require_folder("--output", output)
     found = find_trained_run(run, data)
     if ids is not None:
         id_column(ids)

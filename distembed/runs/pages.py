@@ -14,7 +14,7 @@ import matplotlib
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from distembed import __version__
+from distembed.outputs import MADE_BY
 
 COLOURS = ("#3f7fd9", "#e07b39", "#2a9d78", "#b565c4", "#c9a227", "#d1495b", "#4fa3ab", "#8d6e63")
 """Colours of what is compared, of middling lightness, so that they can be read on white as well as on black."""
@@ -58,9 +58,10 @@ def page(title: str, content: str, style: str = "") -> str:
     """
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
+        f'<meta name="generator" content="{escape(MADE_BY)}">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<style>{_STYLE}{style}</style>\n'
         f"</head>\n<body>\n<main>\n<h1>{escape(title)}</h1>\n{content}"
-        f"<footer>made by distembed {escape(__version__)}</footer>\n</main>\n</body>\n</html>\n"
+        f"<footer>made by {escape(MADE_BY)}</footer>\n</main>\n</body>\n</html>\n"
     )
 
 

@@ -5,6 +5,7 @@ shown as far as they came.
 """
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from distembed.errors import UserError
 from distembed.files import write_text
+from distembed.outputs import require_file
 from distembed.runs import plots
 from distembed.runs.metrics import ReportedMetric
 from distembed.runs.pages import colour, figure, page, section, swatch
@@ -73,27 +75,29 @@ def _metric_column(metric: ReportedMetric) -> ReportColumn:
     )
 
 
-def write_run_report(runs: Sequence[Path], output: Path) -> list[RunSummary]:
+def write_run_report(runs: Sequence[Path], output: Path, overwrite: bool = False) -> list[RunSummary]:
     """Writes the HTML file, whole or not at all.
 
     Args:
         runs: Run folders, in the order in which to show them.
-        output: The file to write; its folder is made where it is missing.
+        output: The file to write; its folder is made where it is missing. A report that is there is replaced.
+        overwrite: Whether any other file is replaced, too.
 
     Returns:
         One summary a run, in the same order.
 
     Raises:
-        UserError: One of the runs is no run folder or is given twice, or ``output`` cannot be a file.
+        UserError: One of the runs is no run folder or is given twice, or ``output`` cannot be a file, or is one that is
+            no report and not to be replaced.
+        RunError: The file cannot be written.
     """
     if not runs:
         raise UserError("report needs one run folder or more; give folders that `distembed train` made.")
-    resolved = [run.resolve() for run in runs]
+    resolved = [os.path.realpath(run) for run in runs]
     twice = [str(run) for run, path in zip(runs, resolved, strict=True) if resolved.count(path) > 1]
     if twice:
         raise UserError(f"the same run is given more than once: {', '.join(twice)}.")
-    if output.is_dir():
-        raise UserError(f"--output {output} is a folder; give the name of an HTML file.")
+    require_file("--output", output, overwrite, may_replace_own=True)
     records = [RunRecord.read(run) for run in runs]
     named = dict(zip(unique_names(records), records, strict=True))
     summaries = [RunSummary.from_record(record, name) for name, record in named.items()]

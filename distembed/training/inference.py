@@ -9,7 +9,6 @@ from typing import Any
 import pyarrow as pa
 
 from distembed.checkpoints import load_checkpoint
-from distembed.checkpoints.places import newest_checkpoint
 from distembed.config import Config
 from distembed.data.dataset.manifest import Manifest
 from distembed.files import whole_file
@@ -17,7 +16,8 @@ from distembed.optim.config import SparseOptimizerConfig
 from distembed.ranks import Ranks, process_group
 from distembed.training.build import Blueprint, TrainingState, build_training_state
 from distembed.training.evaluation import score_batches, score_split
-from distembed.training.trained_run import PREDICTION_FORMATS, TrainedRun, require_prediction_file
+from distembed.training.newest import read_newest
+from distembed.training.trained_run import PREDICTION_FORMATS, TrainedRun
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,13 +61,12 @@ def load_training_state(run_dir: Path, dataset: str, config: Config, ranks: Rank
     Raises:
         UserError: The run has no checkpoint, or the dataset has other tables than the run was trained on.
     """
-    checkpoint = newest_checkpoint(run_dir, config.train.checkpoint_dir)
     # nothing is trained: any optimizer will do that every device has
     train = dataclasses.replace(config.train, sparse_optimizer=SparseOptimizerConfig(name="sgd"))
     config = dataclasses.replace(config, train=train)
     blueprint = Blueprint.for_ranks(config, Manifest.load(dataset).schema, ranks, {})
     state = build_training_state(blueprint, ranks, num_steps=1)
-    load_checkpoint(checkpoint, state.model)
+    read_newest(run_dir, config, lambda checkpoint: load_checkpoint(checkpoint, state.model))
     return state
 
 
@@ -93,10 +92,8 @@ def predict_split(state: TrainingState, dataset: str, split: str, output: Path, 
         The number of rows on rank 0, and 0 on other ranks.
 
     Raises:
-        UserError: The file's suffix is neither ``.parquet`` nor ``.csv``.
         RunError: The file cannot be written.
     """
-    require_prediction_file(output)
     if not ranks.is_first:
         for outputs in score_batches(state, dataset, split, ranks):
             for values in outputs.values():

@@ -14,7 +14,9 @@ from distembed.embedding.modules import embedding_modules, table_configs, weight
 from distembed.errors import UserError
 from distembed.models import ModelInputs
 from distembed.names import one_of
+from distembed.outputs import require_file
 from distembed.training.id_file import id_column, read_ids
+from distembed.training.newest import is_removed, removed_meanwhile
 from distembed.units import enumerate_names
 
 _FEW = 5
@@ -81,14 +83,16 @@ def materialise_run(
             + _others([table.name for table in wanted if table.pre_hash is None])
         )
     paths = [output / f"{table.name}.parquet" for table in wanted]
-    there = [path for path in paths if path.exists()]
-    if there and not overwrite:
-        raise UserError(f"{there[0]} is there already; add --overwrite to replace it, or give another --output.")
+    for path in paths:
+        require_file("--output", path, overwrite)
     column = None if ids_file is None else id_column(ids_file)
     checkpoint = newest_checkpoint(run_dir, config.train.checkpoint_dir)
     for table, path in zip(wanted, paths, strict=True):
         started = time.perf_counter()
-        weights = load_weights(checkpoint, weight_names[table.name])
+        try:
+            weights = load_weights(checkpoint, weight_names[table.name])
+        except UserError as error:
+            raise removed_meanwhile(checkpoint) if is_removed(checkpoint) else error from None
         ids = None if ids_file is None or column is None else read_ids(ids_file, column)
         num_rows = materialise(table, weights, path, ids)
         yield MaterialisedTable(table.name, path, num_rows, time.perf_counter() - started)

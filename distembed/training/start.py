@@ -14,6 +14,7 @@ from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare.vocabulary import reserved_ids
 from distembed.errors import UserError
 from distembed.graph.prepare.value_ids import require_same_ids
+from distembed.outputs import require_folder
 from distembed.planning.plan_inputs import PlanInputs
 from distembed.planning.saved_plan import SavedPlan, read_saved_plan
 from distembed.runs.folder import default_run_folder, holds_run, require_new_or_resume
@@ -21,6 +22,7 @@ from distembed.runs.lock import DEAD_MACHINE_SECONDS
 from distembed.sse import SSE
 from distembed.sse.config import build_sse, graph_fingerprints
 from distembed.training.resume import load_run_plan, require_same_config, require_same_graphs
+from distembed.training.start_checks import require_splits
 
 T = TypeVar("T")
 
@@ -121,6 +123,7 @@ def find_start(config: Config, options: RunOptions, on_first: OnFirst, say: Call
     on_first(lambda: _require_usable(folder, config, resume))
     plans = _choose_plans(config, options, folder, resume, on_first, say)
     dataset = config.data.require_path()
+    on_first(lambda: require_splits(dataset, config.data.splits()))
     manifest = Manifest.load(dataset)
     sse = _replaced_ids(config, dataset, manifest)
     if resume:
@@ -143,6 +146,7 @@ def _agree_on_folder(options: RunOptions, on_first: OnFirst) -> Path:
 
 def _require_usable(folder: Path, config: Config, resume: bool) -> None:
     """Makes sure that the run can be started, or resumed, in its folder."""
+    require_folder("--run-dir", folder)
     require_new_or_resume(folder, resume)
     if resume:
         require_same_config(folder, config)

@@ -10,7 +10,9 @@ from distembed.checkpoints.places import newest_checkpoint
 from distembed.config import Config
 from distembed.data.dataset.manifest import Manifest
 from distembed.errors import UserError
+from distembed.outputs import require_file
 from distembed.training.resume import choose_dataset, load_run_config
+from distembed.training.start_checks import require_splits
 
 PREDICTION_FORMATS = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWriter}
 """Writer class by the suffix of a file of predictions."""
@@ -43,32 +45,28 @@ def find_trained_run(folder: Path, data: str | None, split: str | None = None) -
 
     Raises:
         UserError: The folder holds no run or no checkpoint, or the dataset is not there, is not like the run's own, or
-            has no such split.
+            has no such split that is whole.
     """
     config = load_run_config(folder)
     dataset = choose_dataset(folder, config, data)
     manifest = Manifest.load(dataset)
     if split is not None:
-        manifest.split(split)
+        require_splits(dataset, {"--split": split})
     newest_checkpoint(folder, config.train.checkpoint_dir)
     return TrainedRun(folder, config, dataset, manifest)
 
 
-def require_prediction_file(output: Path) -> None:
-    """Refuses a file that predictions cannot be written to.
+def require_prediction_file(output: Path, overwrite: bool) -> None:
+    """Refuses a file that predictions cannot be written to, before there are any.
+
+    Args:
+        output: The file.
+        overwrite: Whether one that is there may be replaced.
 
     Raises:
-        UserError: The file's suffix is neither ``.parquet`` nor ``.csv``.
+        UserError: The file's suffix is neither ``.parquet`` nor ``.csv``, it cannot be a file, or it is there already.
+        RunError: No file can be made in its folder.
     """
     if output.suffix not in PREDICTION_FORMATS:
         raise UserError(f"--output {output} ends in {output.suffix!r}; known: {', '.join(PREDICTION_FORMATS)}.")
-
-
-def require_folder(output: Path) -> None:
-    """Refuses a path that is not, and cannot be made, a folder to write vectors to.
-
-    Raises:
-        UserError: The path is a file.
-    """
-    if output.exists() and not output.is_dir():
-        raise UserError(f"--output {output} is a file; give a folder.")
+    require_file("--output", output, overwrite)

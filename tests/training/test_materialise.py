@@ -82,7 +82,7 @@ def test_vectors_are_those_of_the_checkpoint(run: Path, tmp_path: Path) -> None:
         assert found["id"].to_pylist() == list(range(SIZES[name]))
         vectors = torch.tensor(found["vector"].to_pylist())
         torch.testing.assert_close(vectors, expected(run, name, list(range(SIZES[name])), tmp_path))
-    with pytest.raises(UserError, match="M.parquet is there already; add --overwrite"):
+    with pytest.raises(UserError, match="M.parquet exists already; .*add --overwrite"):
         materialise(run, tmp_path / "vectors", "--table", "M")
     materialise(run, tmp_path / "vectors", "--table", "M", "--overwrite")
 

@@ -41,6 +41,10 @@ class DataConfig:
             f"(or, to describe a model only, data.schema={next(iter(SCHEMAS))})."
         )
 
+    def splits(self) -> dict[str, str | None]:
+        """Returns the split that each setting names."""
+        return {"data.train": self.train, "data.validation": self.validation, "data.test": self.test}
+
     def require_path(self) -> str:
         """Returns ``path``, where rows are needed.
 

@@ -1,0 +1,61 @@
+"""Reads the newest checkpoint of a run, be it that the run still trains and removes older ones meanwhile."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from distembed.checkpoints.places import newest_checkpoint
+from distembed.checkpoints.store import CheckpointStore, place_and_name, storage_errors
+from distembed.config import Config
+from distembed.errors import UserError
+from distembed.ranks import Collectives
+
+T = TypeVar("T")
+_TRIES = 5
+
+
+def read_newest(run_dir: Path, config: Config, read: Callable[[str], T]) -> T:
+    """Returns what ``read`` makes of the newest checkpoint; all ranks call it, and read the same one.
+
+    A checkpoint that is removed while it is read is no error: then the one that is newest by then is read.
+
+    Args:
+        run_dir: The run's folder.
+        config: The run's config.
+        read: Reads the checkpoint of this path or URL; all ranks call it.
+
+    Raises:
+        UserError: The run has no checkpoint, it cannot be read, or each was removed while it was read.
+    """
+    collectives = Collectives()
+    for _ in range(_TRIES):
+        checkpoint = collectives.on_first(lambda: newest_checkpoint(run_dir, config.train.checkpoint_dir))
+        try:
+            returned, failure = read(checkpoint), None
+        except UserError as error:
+            failure = error
+        if not any(collectives.gather(failure is not None)):
+            return returned
+        removed = collectives.on_first(lambda path=checkpoint: is_removed(path))  # type: ignore[misc]
+        if not removed:
+            raise failure or UserError(f"{checkpoint} could not be read by another rank.")
+    raise removed_meanwhile(checkpoint)
+
+
+def is_removed(checkpoint: str) -> bool:
+    """Returns whether a checkpoint that was whole is so no longer.
+
+    Raises:
+        UserError: The place cannot be reached.
+    """
+    place, name = place_and_name(checkpoint)
+    with storage_errors(place):
+        return not CheckpointStore(place).is_whole(name)
+
+
+def removed_meanwhile(checkpoint: str) -> UserError:
+    """Returns the error of a checkpoint that its run has removed while it was read."""
+    return UserError(
+        f"{checkpoint} was removed while it was read, since its run trains on and keeps the newest ones only; try "
+        "again, wait for the run to end, or train with more train.keep_checkpoints."
+    )
