@@ -37,3 +37,14 @@ def newest_checkpoint(run_dir: Path, checkpoint_dir: str | None = None) -> str:
             f"{run_dir} has no checkpoint in {place}; give the folder of a run that `distembed train` made."
         )
     return store.checkpoint_path(names[-1])
+
+
+def num_checkpoints(place: str) -> int:
+    """Returns the number of whole checkpoints in a place.
+
+    Raises:
+        UserError: The place cannot be reached.
+    """
+    store = CheckpointStore(place)
+    with storage_errors(place):
+        return len(store.names())

@@ -43,6 +43,11 @@ class ScheduleConfig:
     decay: Literal["none", "linear", "cosine"] = "none"
     final_factor: Annotated[float, Field(ge=0, le=1)] = 0.0
 
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the factor of a step depends on how many steps the run has."""
+        return self.warmup > 0 or (self.decay != "none" and self.final_factor < 1)
+
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class DenseOptimizerConfig:

@@ -1,8 +1,9 @@
 """The config, dataset and plan of an earlier run, and what may differ when it is resumed or its model is used.
 
-A resumed run has to give the numbers that it would have given without the interruption. So its config may differ only
-in settings that leave the numbers as they are, such as where files are, how often something is logged and where tables
-are placed. A model may be evaluated on another dataset, if its ids stand for the same values.
+A resumed run has to give the weights that it would have given without the interruption. So its config may differ only
+in settings that leave them as they are: where files are, what is evaluated, how often something is logged, where tables
+are placed. It may also train for longer, unless a learning rate depends on the number of steps. A model may be
+evaluated on another dataset, if its ids stand for the same values.
 """
 
 import dataclasses
@@ -10,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from distembed.checkpoints.places import checkpoint_place, num_checkpoints
 from distembed.config import Config, load_config
 from distembed.data.dataset.manifest import Manifest, id_fingerprint
 from distembed.embedding import assignment_checksums
@@ -17,15 +19,21 @@ from distembed.errors import UserError
 from distembed.planning.saved_plan import SavedPlan, read_saved_plan
 from distembed.runs.record import read_json_object
 
-# these settings leave the numbers as they are; the reader checks by itself that the dataset is the same
 _MAY_CHANGE = {
     "data.path",
+    "data.schema",
+    "data.validation",
+    "data.test",
     "train.device",
     "train.log_every",
     "train.evaluate_every",
     "train.checkpoint_every",
     "train.keep_checkpoints",
+    "train.checkpoint_dir",
 }
+"""Settings that leave the weights as they are; the reader checks by itself that the rows are the same."""
+_LENGTHS = ("train.epochs", "train.max_steps")
+"""Settings of how long a run is, which may only grow."""
 
 
 def load_run_config(run: Path) -> Config:
@@ -73,7 +81,7 @@ def choose_dataset(run: Path, config: Config, data: str | None) -> str:
 
 
 def require_same_config(folder: Path, config: Config) -> None:
-    """Makes sure that a run is resumed with a config that gives the same numbers.
+    """Makes sure that a run is resumed with a config that gives the same weights.
 
     Args:
         folder: The run's folder.
@@ -82,15 +90,51 @@ def require_same_config(folder: Path, config: Config) -> None:
     Raises:
         UserError: Settings differ that may not; the error lists all of them.
     """
-    before, now = _flat(load_run_config(folder)), _flat(config)
+    started_with = load_run_config(folder)
+    before, now = _flat(started_with), _flat(config)
     differences = [
         f"{key}: {before.get(key)!r} before, {now.get(key)!r} now"
         for key in before | now
         if before.get(key) != now.get(key) and not _may_change_on_resume(key)
     ]
+    differences += _changed_lengths(started_with, config)
     if differences:
         listed = "\n  ".join(differences)
-        raise UserError(f"--resume: the config differs from the one that {folder} was started with:\n  {listed}")
+        raise UserError(
+            f"--resume: the config differs from the one that {folder} was started with, in what decides the weights:"
+            f"\n  {listed}"
+        )
+    _require_moved_checkpoints(folder, started_with.train.checkpoint_dir, config.train.checkpoint_dir)
+
+
+def _require_moved_checkpoints(folder: Path, before: str | None, now: str | None) -> None:
+    """Makes sure that a run which keeps its checkpoints elsewhere from now on has those there that it goes on from."""
+    old_place, new_place = checkpoint_place(folder, before), checkpoint_place(folder, now)
+    if old_place == new_place or num_checkpoints(new_place) or not num_checkpoints(old_place):
+        return
+    raise UserError(
+        f"--resume: train.checkpoint_dir is {now!r}, where no checkpoint is; those of the run are in {old_place}. Move "
+        "them there first, or leave train.checkpoint_dir as it was."
+    )
+
+
+def _changed_lengths(before: Config, now: Config) -> list[str]:
+    """Returns a line for each setting of a run's length that has not the value that it was started with and must."""
+    scheduled = [
+        f"train.{name}.schedule"
+        for name in ("dense_optimizer", "sparse_optimizer")
+        if getattr(before.train, name).schedule.depends_on_length
+    ]
+    lines = []
+    for key in _LENGTHS:
+        name = key.removeprefix("train.")
+        old, new = getattr(before.train, name), getattr(now.train, name)
+        # no limit is more than any number
+        if new == old or (new is None or (old is not None and new > old)) and not scheduled:
+            continue
+        reason = f"{scheduled[0]} follows the number of steps" if scheduled else "a run may only become longer"
+        lines.append(f"{key}: {old!r} before, {new!r} now, but {reason}")
+    return lines
 
 
 def require_same_graphs(folder: Path, graphs: Mapping[str, str]) -> None:
@@ -139,10 +183,10 @@ def load_run_plan(folder: Path, config: Config, say: Callable[[str], None]) -> S
 
 
 def _may_change_on_resume(key: str) -> bool:
-    """Returns whether a setting, given by its dotted path, leaves the numbers of a run as they are."""
+    """Returns whether a setting, given by its dotted path, may change here; lengths are compared apart."""
     # graphs are compared by their contents, wherever they are
     is_graph = key.startswith("sse.") and key.endswith(".graph")
-    return key in _MAY_CHANGE or key.startswith("plan.") or is_graph
+    return key in _MAY_CHANGE or key in _LENGTHS or key.startswith("plan.") or is_graph
 
 
 def _flat(config: Config) -> dict[str, Any]:
