@@ -93,7 +93,7 @@ def test_what_cannot_be_written_is_told_before_the_work(
     suffix, arguments = COMMANDS[name]
     output = place(tmp_path, kind, suffix)
     for work in (
-        "distembed.training.trained_run.find_trained_run",
+        "distembed.training.inference.load_run",
         "distembed.training.materialise.load_weights",
         "distembed.runs.report.RunRecord.read",
         "distembed.capacity.run_plan.report_capacity",
