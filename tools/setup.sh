@@ -114,9 +114,10 @@ install() {
     pip_install "${requirements[0]}"
     say "Installing distembed${stamp_extras:+ [$stamp_extras]} and what it needs"
     # --no-build-isolation: the build backend is setuptools, which torch has brought.
-    # Named here they are resolved first: left to itself, pip tries out releases of botocore until it gives up.
-    [[ " $stamp_extras " != *" launch "* ]] || aws+=("boto3==1.44.5")
-    [[ " $stamp_extras " != *" test "* ]] || aws+=("moto==5.2.5")
+    # Named here they are resolved first: left to itself, pip tries out releases of botocore until it gives up. What s3fs
+    # stands on, aiobotocore, goes with few of them.
+    [[ " $stamp_extras " != *" launch "* ]] || aws+=("boto3==1.43.117")
+    [[ " $stamp_extras " != *" test "* ]] || aws+=("moto==5.2.5" "aiobotocore==3.10.0" "s3fs==2026.9.0")
     pip_install --no-build-isolation "${requirements[0]}" "${aws[@]}" --editable ".${stamp_extras:+[${stamp_extras// /,}]}"
     say "Installing ${requirements[*]:1} ($device)"
     # --no-deps: torchrec demands fbgemm-gpu, the CUDA build, on every machine.

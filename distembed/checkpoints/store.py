@@ -6,6 +6,7 @@ such file was being written, or removed, when its process died; it is passed ove
 """
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,11 @@ from distembed.files import finite, free_space
 
 LAST_FILE = "progress.json"
 _OWNER_FILE = ".run"
+_S3_ATTEMPTS = "12"
+"""How often a request is made to an S3 that fails, unless the user's AWS_MAX_ATTEMPTS says; by itself botocore makes 5.
+
+The waits between them double: one checkpoint takes a few dozen requests, of which none may fail for good.
+"""
 
 
 class CheckpointStore:
@@ -170,6 +176,8 @@ def open_file_system(url: str) -> tuple[Any, str]:
     Raises:
         UserError: Fsspec does not know the URL's protocol, or the package for it is not installed.
     """
+    if url.startswith(("s3://", "s3a://")):
+        os.environ.setdefault("AWS_MAX_ATTEMPTS", _S3_ATTEMPTS)
     try:
         files, path = fsspec.core.url_to_fs(url)
     except ImportError as error:

@@ -263,7 +263,7 @@ def test_any_url_of_fsspec_will_do(url: str, tmp_path: Path) -> None:
     ("url", "message"),
     [
         ("nonsense://place", "nonsense"),
-        ("s3://bucket/folder", "s3fs"),
+        ("gcs://bucket/folder", "gcsfs"),
         ("{}/file/below", "checkpoints cannot be kept in .*/file/below"),
         ("http://127.0.0.1:9/nothing", "needs a package|cannot be kept"),
     ],

@@ -47,6 +47,19 @@ class Strike:
 
 
 @dataclass(frozen=True)
+class Surroundings:
+    """What processes find, beside what strikes them.
+
+    Attributes:
+        sync: Whether training waits while checkpoints are written.
+        quick_retries: Whether requests to S3 that failed are made again at once, and not after seconds.
+    """
+
+    sync: bool = False
+    quick_retries: bool = False
+
+
+@dataclass(frozen=True)
 class Ended:
     """How a command ended.
 
@@ -61,7 +74,9 @@ class Ended:
     text: str
 
 
-def run_and_strike(arguments: tuple[object, ...], run: Path, ranks: int, strike: Strike | None, sync: bool) -> Ended:
+def run_and_strike(
+    arguments: tuple[object, ...], run: Path, ranks: int, strike: Strike | None, found: Surroundings
+) -> Ended:
     """Runs the command on ranks that are ended as a launcher ends them: once one has failed, the others soon.
 
     Args:
@@ -69,11 +84,11 @@ def run_and_strike(arguments: tuple[object, ...], run: Path, ranks: int, strike:
         run: The run's folder.
         ranks: Number of processes.
         strike: What hits them; None for nothing.
-        sync: Whether training waits while checkpoints are written.
+        found: What they find beside it.
     """
     notes = run.with_name(f"{run.name}-notes-{sum(1 for _ in run.parent.glob(f'{run.name}-notes-*'))}")
     notes.mkdir()
-    started = start_processes(ranks, run_and_be_struck, arguments, run, notes, ranks, free_port(), strike, sync)
+    started = start_processes(ranks, run_and_be_struck, arguments, run, notes, ranks, free_port(), strike, found)
     with suppress(ProcessExitedException):
         while not started.join(grace_period=10):
             pass
@@ -90,17 +105,25 @@ def run_and_be_struck(
     ranks: int,
     port: int,
     strike: Strike | None,
-    sync: bool,
+    found: Surroundings,
 ) -> None:
     (notes / f".pid-{rank}").write_text(str(os.getpid()))
     (notes / f".pid-{rank}").rename(notes / f"pid-{rank}")
-    if sync:
+    if found.quick_retries:
+        retry_at_once()
+    if found.sync:
         from distembed.checkpoints import run_checkpoints
 
         run_checkpoints.available_memory_bytes = lambda: 0
     if strike is not None and strike.rank == rank:
         MOMENTS[strike.moment](run, counted(strike, notes, ranks))
     run_command(rank, arguments, notes, ranks, port)
+
+
+def retry_at_once() -> None:
+    from botocore import retryhandler
+
+    retryhandler.delay_exponential = lambda base, growth_factor, attempts: 0.0
 
 
 def counted(strike: Strike, notes: Path, ranks: int) -> Come:
@@ -193,6 +216,13 @@ def before_recording(_: Path, come: Come, split: str = "validation") -> None:
     before(RunFolder, "record", come, lambda _folder, _kind, _step, values: values.get("split") == split)
 
 
+def before_request(_: Path, come: Come) -> None:
+    """Before each request to S3."""
+    from s3fs import S3FileSystem
+
+    before(S3FileSystem, "_call_s3", come)
+
+
 def before_end(_: Path, come: Come) -> None:
     """Before it is recorded how the run ended."""
     from distembed.runs.folder import RunFolder
@@ -213,6 +243,7 @@ MOMENTS: dict[str, Callable[[Path, Come], None]] = {
     "finally evaluated": lambda run, come: before_recording(run, come, "test"),
     "evaluation file": lambda run, come: before_change(run, come, r"evaluation\.json", ("os.rename",)),
     "end": before_end,
+    "request": before_request,
 }
 """Name -> function that is given the run's folder and what to call, on the rank on which the moment comes.
 
