@@ -22,11 +22,14 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from distembed.checksums import checksum_of
+from distembed.data.dataset import pieces
 from distembed.data.prepare import ProgressUpdate, ResourceLimits, prepare_criteo, synthesize_criteo
 from distembed.data.reader import BatchOrder, BatchReader
 from distembed.files import write_json
@@ -72,6 +75,23 @@ def bench_reader(dataset: Path, batch_size: int, prefetch_batches: int) -> float
     return num_rows / (time.perf_counter() - start)
 
 
+def bench_checksums(dataset: Path) -> float:
+    """Returns the share of the reader's processor time that goes into checksums of row groups."""
+    seconds = 0.0
+
+    def timed(data: bytes) -> str:
+        nonlocal seconds
+        start = time.thread_time()
+        checksum = checksum_of(data)
+        seconds += time.thread_time() - start
+        return checksum
+
+    with mock.patch.object(pieces, "checksum_of", timed):
+        start = time.thread_time()
+        bench_reader(dataset, 2048, 0)
+        return seconds / (time.thread_time() - start)
+
+
 def run(num_rows: int, threads: int, repeats: int, folder: Path) -> dict[str, Any]:
     """Measures synthesizing, preparing and reading."""
     source, dataset = folder / "rows.tsv", folder / "dataset"
@@ -93,6 +113,7 @@ def run(num_rows: int, threads: int, repeats: int, folder: Path) -> dict[str, An
         "prepare": max(prepared, key=lambda one: one["rows_per_second"]),
         "prepare_all_rows_per_second": [one["rows_per_second"] for one in prepared],
         "reader_rows_per_second": reader,
+        "reader_checksum_shares": [bench_checksums(dataset) for _ in range(repeats)],
         "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
 
@@ -107,6 +128,8 @@ def make_table(result: dict[str, Any]) -> Table:
     for batch_size, speeds in result["reader_rows_per_second"].items():
         for how, speed in speeds.items():
             table.add_row(f"reader, batch {batch_size}", f"{speed / 1e3:.0f}", how.replace("_", " "))
+    shares = ", ".join(f"{share:.1%}" for share in result["reader_checksum_shares"])
+    table.add_row("checksums", "", f"{shares} of the reader's time")
     return table
 
 
