@@ -2,7 +2,9 @@
 
 - ``prepare/`` makes a dataset of raw files; :mod:`distembed.graph.prepare` makes a knowledge graph over its ids.
 - ``dataset/`` says what a dataset is: ``schema.py`` what its columns are, ``manifest.py`` what its folder holds,
-  ``columns.py`` whether Parquet files fit, and ``config.py`` where a config finds it.
+  ``creation.py`` makes a manifest for files from elsewhere, ``columns.py`` says whether Parquet files fit,
+  ``pieces.py`` and ``row_groups.py`` hold what is read against its checksum, ``verification.py`` all of it, and
+  ``config.py`` says where a config finds it.
 - ``reader/`` reads it: ``order.py`` decides which row comes when, ``decode.py`` reads row groups, ``prefetch.py`` runs
   ahead in a thread, and ``reader.py`` makes the ``Batch`` of ``batch.py``.
 
