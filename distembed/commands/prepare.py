@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from distembed.commands.parameters import flattened
-from distembed.commands.shared import console, say
+from distembed.commands.shared import console, note, say
 from distembed.units import parse_bytes
 
 app = typer.Typer()
@@ -104,11 +104,9 @@ def prepare_criteo_command(
     )
     limits = ResourceLimits(memory_limit_bytes=memory_limit_bytes, threads=threads)
     with prepare_progress(console) as progress:
-        manifest = prepare_criteo(
-            inputs, output, options, limits, overwrite=overwrite, progress=progress, note=_say_note
-        )
+        manifest = prepare_criteo(inputs, output, options, limits, overwrite=overwrite, progress=progress, note=note)
     for warning in dataset_warnings(manifest):
-        _say_note(warning)
+        note(warning)
     for line in describe_dataset(manifest, output):
         say(line)
     say(f"dataset {output}")
@@ -160,7 +158,7 @@ def prepare_graph_command(
             memory_limit_bytes=memory_limit_bytes,
             overwrite=overwrite,
             progress=progress,
-            note=_say_note,
+            note=note,
         )
     for line in describe_graph(graph):
         say(line)
@@ -182,8 +180,3 @@ def synthesize_command(
         f"{output}: {rows:,} rows; the best possible logloss is {summary.bayes_logloss:.4f}, "
         f"AUC {summary.bayes_auc:.4f}"
     )
-
-
-def _say_note(text: str) -> None:
-    """Prints what should be known of the input or the result, and is no error."""
-    say(f"note: {text}")

@@ -19,8 +19,7 @@ OverridesArgument = Annotated[
 
 
 def say(text: str) -> None:
-    r"""Prints a line as it is, however long; bytes of a file's name that are no text become ``\udcff``."""
-    text = text.encode(errors="backslashreplace").decode()
+    """Prints a line as it is, however long."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from distembed import cli
-from distembed.commands.shared import console
+from distembed.commands.shared import console, errors
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare import CriteoOptions, dataset_warnings, prepare_criteo
 from distembed.errors import UserError
@@ -36,9 +36,9 @@ LOST = {
 
 def prepare(*arguments: object) -> str:
     """Runs the command within this process, and returns what it prints."""
-    with console.capture() as said:
+    with console.capture() as said, errors.capture() as noted:
         cli.app(["prepare", "criteo", *map(str, arguments)], standalone_mode=False)
-    return said.get()
+    return noted.get() + said.get()
 
 
 @pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
