@@ -7,14 +7,19 @@
                                         model.NAME             weights, with the size of the whole tensor
                                         optimizer.NAME.STATE   see distembed.checkpoints.optimizer_state
                                         random.DEVICE.RANK     see distembed.checkpoints.random_state
-        progress.json                   written last: step, reader's position, names of optimizers
+                                        ranks.NAME.RANK        what each rank has for itself
+        progress.json                   written last: step, reader's position, names of optimizers, checksums
+
+Nothing of these files is executed when they are read (:mod:`distembed.checkpoints.metadata`), and what is read is
+held against its checksum (:mod:`distembed.checkpoints.verified_files`).
 
 What one plan, kernel and number of ranks has saved, any other loads, as does a module that is not sharded: each rank
 reads its own shards of each tensor (:mod:`distembed.checkpoints.shards`) straight into its live weights and states.
 Learning rates are not saved; they follow from the step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +30,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from distembed.checkpoints.content import (
     CheckpointContent,
+    Progress,
     all_optimizer_names,
     describe_tables,
     live_states,
@@ -34,10 +40,14 @@ from distembed.checkpoints.random_state import restore_random_state
 from distembed.checkpoints.saved import SavedCheckpoint
 from distembed.checkpoints.shards import TensorShards
 from distembed.checkpoints.store import CheckpointStore, place_and_name
-from distembed.checkpoints.transfer import read_tensors, write_checkpoint
+from distembed.checkpoints.transfer import DamagedCheckpoint, damaged, read_tensors, write_checkpoint
+from distembed.checkpoints.verified_files import DamagedFile
 from distembed.errors import UserError
 from distembed.optim.live_state import set_step_count
 from distembed.ranks import Collectives
+
+RUN_KEYS = ("step", "samples", "seconds", "reader")
+"""What the progress of a run has at least, which :func:`load_run` returns."""
 
 
 def save_checkpoint(
@@ -62,7 +72,7 @@ def save_checkpoint(
     """
     place, name = place_and_name(str(checkpoint))
     collectives = Collectives()
-    content = CheckpointContent.collect(name, model, optimizer, progress or {}, collectives)
+    content = CheckpointContent.collect(name, model, optimizer, Progress(progress or {}), collectives)
     write_checkpoint(CheckpointStore(place), content, None, collectives)
 
 
@@ -70,16 +80,16 @@ def load_checkpoint(
     checkpoint: Path | str,
     model: nn.Module,
     optimizer: KeyedOptimizer | None = None,
-    restore_random: bool = False,
     collectives: Collectives | None = None,
 ) -> dict[str, Any]:
     """Reads weights, and optimizer state where asked, into the live model; all ranks call it.
+
+    Nothing of a checkpoint is executed, and each block is held against its checksum.
 
     Args:
         checkpoint: Local path or URL of a checkpoint that is whole.
         model: A model as for :func:`save_checkpoint`, under any plan on any number of ranks.
         optimizer: The optimizer of its parameters; None to leave optimizer state alone.
-        restore_random: Whether torch's random number generators continue from the saved state.
         collectives: The ranks; those of the default process group unless given.
 
     Returns:
@@ -87,34 +97,86 @@ def load_checkpoint(
 
     Raises:
         UserError: The checkpoint is of another model or of other optimizers; the error lists the differences, and
-            nothing is overwritten. Or it is damaged, when some of the live weights may be overwritten.
+            nothing is overwritten. Or it cannot be reached.
+        DamagedCheckpoint: It is damaged; some of the live weights may be overwritten.
     """
-    checkpoint, collectives = str(checkpoint), collectives or Collectives()
+    return _load(str(checkpoint), model, optimizer, lambda saved: {}, collectives or Collectives()).progress
+
+
+@dataclass(frozen=True)
+class ResumedRun:
+    """What a run finds in the checkpoint that it goes on from, beside its model.
+
+    Attributes:
+        values: What was saved as the values of its :class:`Progress`.
+        tensors: The tensors of it that this rank goes on with, by name: its own or, on another number of ranks, those
+            of none, one or several of the ranks that saved, so that each goes to one rank.
+        has_checksums: Whether the checkpoint has checksums; those of early versions of distembed have none.
+    """
+
+    values: dict[str, Any]
+    tensors: dict[str, list[Tensor]]
+    has_checksums: bool
+
+
+def load_run(checkpoint: str, model: nn.Module, optimizer: KeyedOptimizer, collectives: Collectives) -> ResumedRun:
+    """Reads a checkpoint as :func:`load_checkpoint` does, and continues torch's random numbers; all ranks call it.
+
+    Raises:
+        UserError: As for :func:`load_checkpoint`.
+        DamagedCheckpoint: As for :func:`load_checkpoint`.
+    """
+    rank, world_size = collectives.rank, collectives.world_size
+    random: dict[str, Tensor] = {}
+    own: dict[str, Tensor] = {}
+
+    def run_tensors(saved: SavedCheckpoint) -> dict[str, Tensor]:
+        random.update(saved.random_state_to_read(rank))
+        own.update(saved.rank_tensors_to_read(rank, world_size))
+        return random | own
+
+    saved = _load(checkpoint, model, optimizer, run_tensors, collectives)
+    if "random.cpu.0" not in random or any(key not in saved.progress for key in RUN_KEYS):
+        raise damaged(checkpoint, DamagedFile("it is not the checkpoint of a run"))
+    states = {key.split(".")[1]: state for key, state in random.items() if key.endswith(f".{rank}")}
+    restore_random_state(random["random.cpu.0"], states if saved.world_size == world_size else {}, rank, world_size)
+    tensors: dict[str, list[Tensor]] = {}
+    for key, tensor in own.items():
+        name = key.partition(".")[2].rpartition(".")[0]
+        tensors.setdefault(name, []).append(tensor)
+    return ResumedRun(saved.progress, tensors, saved.has_checksums)
+
+
+def _load(
+    checkpoint: str,
+    model: nn.Module,
+    optimizer: KeyedOptimizer | None,
+    further_tensors: Callable[[SavedCheckpoint], Mapping[str, Tensor]],
+    collectives: Collectives,
+) -> SavedCheckpoint:
+    """Reads a checkpoint into the live model and its optimizer, and into further tensors; all ranks call it."""
     weights = live_weights(model)
     optimizers = None if optimizer is None else all_optimizer_names(optimizer, collectives)
     saved, problem = None, None
     try:
         saved = SavedCheckpoint.read(checkpoint)
-        problem = saved.differences(weights, describe_tables(model), optimizers)
+        if differences := saved.differences(weights, describe_tables(model), optimizers):
+            problem = UserError(differences)
     except UserError as error:
-        problem = str(error)
+        problem = error
     problems = [found for found in collectives.gather(problem) if found is not None]
     if problems or saved is None:
-        raise UserError(problems[0])
+        # what one rank cannot reach is not damaged
+        raise min(problems, key=lambda found: isinstance(found, DamagedCheckpoint))
     to_read = {f"model.{name}": shards for name, shards in weights.items()}
     if optimizer is not None:
         to_read |= saved.states_to_read(live_states(optimizer, weights))
-    random = saved.random_state_to_read(collectives.rank) if restore_random else {}
-    to_read |= {key: TensorShards.from_value(tensor) for key, tensor in random.items()}
-    read_tensors(checkpoint, to_read, collectives)
+    to_read |= {key: TensorShards.from_value(tensor) for key, tensor in further_tensors(saved).items()}
+    read_tensors(checkpoint, saved.metadata, to_read, collectives)
     _forget_caches(model)
     if optimizer is not None and "step" in saved.progress:
         set_step_count(optimizer, saved.progress["step"])
-    if restore_random:
-        rank, world_size = collectives.rank, collectives.world_size
-        own = {key.split(".")[1]: state for key, state in random.items() if key.endswith(f".{rank}")}
-        restore_random_state(random["random.cpu.0"], own if saved.world_size == world_size else {}, rank, world_size)
-    return saved.progress
+    return saved
 
 
 def load_weights(checkpoint: Path | str, suffixes: Sequence[str]) -> list[Tensor]:
@@ -131,8 +193,8 @@ def load_weights(checkpoint: Path | str, suffixes: Sequence[str]) -> list[Tensor
         UserError: The checkpoint has no such weight, or cannot be read.
     """
     checkpoint = str(checkpoint)
-    saved = SavedCheckpoint.read(checkpoint).tensors
-    weights = {}
+    read = SavedCheckpoint.read(checkpoint)
+    saved, weights = read.tensors, {}
     for suffix in suffixes:
         names = [name for name in saved if name.startswith("model.") and name.endswith(f".{suffix}")]
         if len(names) != 1:
@@ -142,7 +204,8 @@ def load_weights(checkpoint: Path | str, suffixes: Sequence[str]) -> list[Tensor
             )
         entry = saved[names[0]]
         weights[names[0]] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    read_tensors(checkpoint, {name: TensorShards.from_value(tensor) for name, tensor in weights.items()}, Collectives())
+    shards = {name: TensorShards.from_value(tensor) for name, tensor in weights.items()}
+    read_tensors(checkpoint, read.metadata, shards, Collectives())
     return list(weights.values())
 
 

@@ -1,10 +1,10 @@
 """What a rank writes of a checkpoint: its part of the live model, its optimizers, and its random state."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.optim.keyed import KeyedOptimizer
 
@@ -19,6 +19,22 @@ from distembed.optim.live_state import optimizer_names, parameter_states
 from distembed.ranks import Collectives
 from distembed.sharding.parameters import ShardedParameters
 
+RANKS = "ranks"
+"""The section of what each rank has for itself: ``ranks.NAME.RANK``."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far training has come, as a checkpoint keeps it.
+
+    Attributes:
+        values: What is the same on all ranks, as JSON holds it.
+        tensors: What this rank alone has, by name.
+    """
+
+    values: Mapping[str, Any]
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+
 
 @dataclass(frozen=True)
 class CheckpointContent:
@@ -26,7 +42,7 @@ class CheckpointContent:
 
     Attributes:
         name: Name of the checkpoint within its store.
-        state: Shards by section (``model``, ``optimizer``, ``random``) and by name.
+        state: Shards by section (``model``, ``optimizer``, ``random``, ``ranks``) and by name.
         last_file: What ``progress.json`` holds.
     """
 
@@ -40,13 +56,13 @@ class CheckpointContent:
         name: str,
         model: nn.Module,
         optimizer: KeyedOptimizer | None,
-        progress: Mapping[str, Any],
+        progress: Progress,
         collectives: Collectives,
     ) -> "CheckpointContent":
         """Returns views of the live model; all ranks call it.
 
         Raises:
-            UserError: An optimizer's states have no names, or ``progress`` lacks the step that an optimizer needs.
+            UserError: An optimizer's states have no names, or the progress lacks the step that an optimizer needs.
         """
         weights = live_weights(model)
         states: dict[str, TensorShards] = {}
@@ -54,14 +70,14 @@ class CheckpointContent:
         if optimizer is not None:
             states = live_states(optimizer, weights)
             optimizers = all_optimizer_names(optimizer, collectives)
-            _require_step(optimizers.values(), progress)
+            _require_step(optimizers.values(), progress.values)
         rank, world_size = collectives.rank, collectives.world_size
         state = {
             section: {key: shards.to_save(key, rank, world_size) for key, shards in entries.items()}
             for section, entries in (("model", weights), ("optimizer", states))
         }
-        random = {f"{device}.{rank}": value for device, value in random_state().items()}
-        state["random"] = {key: TensorShards.from_value(value) for key, value in random.items()}
+        for section, tensors in (("random", random_state()), (RANKS, progress.tensors)):
+            state[section] = {f"{name}.{rank}": TensorShards.from_value(value) for name, value in tensors.items()}
         last_file = {
             "world_size": world_size,
             "tables": describe_tables(model),
@@ -69,7 +85,7 @@ class CheckpointContent:
                 kind: sorted(name for name in optimizers if optimizers[name] == kind)
                 for kind in set(optimizers.values())
             },
-            "progress": dict(progress),
+            "progress": dict(progress.values),
         }
         return cls(name, state, last_file)
 

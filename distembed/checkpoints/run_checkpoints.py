@@ -1,23 +1,20 @@
 """The checkpoints of a run, and writing one while training goes on."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
-from distembed.checkpoints.checkpoint import load_checkpoint
-from distembed.checkpoints.content import CheckpointContent
+from distembed.checkpoints.checkpoint import ResumedRun, load_run
+from distembed.checkpoints.content import CheckpointContent, Progress
 from distembed.checkpoints.store import CheckpointStore, storage_errors
-from distembed.checkpoints.transfer import damaged, not_written, write_checkpoint
+from distembed.checkpoints.transfer import DamagedCheckpoint, not_written, write_checkpoint
 from distembed.errors import UserError
 from distembed.host_memory import available_memory_bytes, give_back_freed_memory
 from distembed.ranks import Collectives, Ranks
-
-PROGRESS_KEYS = ("step", "samples", "seconds", "reader")
-"""What a run gives :meth:`Checkpoints.save` as progress, and :meth:`Checkpoints.load` returns."""
+from distembed.units import enumerate_lines
 
 _COPY_SHARE = 0.5
 """Share of the available host memory that the copies may take which are written beside training."""
@@ -64,9 +61,12 @@ class Checkpoints:
         Raises:
             UserError: The place cannot be reached.
         """
-        with storage_errors(self._store.url):
-            names = self._collectives.on_first(self._store.names)
+        names = self._names()
         return self._store.checkpoint_path(names[-1]) if names else None
+
+    def _names(self) -> list[str]:
+        with storage_errors(self._store.url):
+            return self._collectives.on_first(self._store.names)
 
     def require_usable(self) -> None:
         """Makes sure that every rank can write, and that the first sees what the others wrote.
@@ -113,32 +113,54 @@ class Checkpoints:
                 "train.checkpoint_dir, or remove the file .run in it if that run is gone or has moved."
             )
 
-    def load(self, checkpoint: str, model: nn.Module, optimizer: KeyedOptimizer) -> dict[str, Any]:
-        """Reads weights, optimizer state and random state of a checkpoint into the live model.
+    def restore(self, model: nn.Module, optimizer: KeyedOptimizer, say: Callable[[str], None]) -> ResumedRun | None:
+        """Reads the newest checkpoint that is not damaged into the live model, with the state of random numbers.
+
+        Damaged ones are set aside, so that a job which nobody watches goes on from the one before. What a killed
+        process had no time to remove is removed.
 
         Args:
-            checkpoint: Path or URL of the checkpoint.
             model: The model to restore.
             optimizer: The optimizer of its parameters.
+            say: Prints a line; called for each checkpoint that is damaged, or has no checksums.
 
         Returns:
-            What :meth:`save` was given as ``progress``.
+            What :meth:`save` was given as progress; None where there is no checkpoint.
 
         Raises:
-            UserError: The checkpoint is of another model or of other optimizers, or is damaged.
+            UserError: The place cannot be reached, the checkpoint is of another model or of other optimizers, or all
+                checkpoints are damaged, when they stay where they are.
         """
-        progress = load_checkpoint(checkpoint, model, optimizer, restore_random=True, collectives=self._collectives)
-        missing = [key for key in PROGRESS_KEYS if key not in progress]
-        if missing:
-            raise damaged(checkpoint, KeyError(f"progress.json has no {', '.join(missing)}"))
-        return progress
+        damages: dict[str, DamagedCheckpoint] = {}
+        for name in reversed(self._names()):
+            try:
+                resumed = load_run(self._store.checkpoint_path(name), model, optimizer, self._collectives)
+            except DamagedCheckpoint as damage:
+                damages[name] = damage
+                continue
+            for damaged, why in damages.items():
+                with storage_errors(self._store.url):
+                    aside = self._collectives.on_first(partial(self._store.set_aside, damaged))
+                say(f"{why} It is kept as {aside}; going on from {self._store.checkpoint_path(name)}.")
+            if not resumed.has_checksums:
+                say(f"{self._store.checkpoint_path(name)} is of an early version and has no checksums")
+            with storage_errors(self._store.url):
+                self._collectives.on_first(partial(self._store.keep_newest, self._keep))
+            return resumed
+        if damages:
+            listed = enumerate_lines([str(damage) for damage in damages.values()])
+            raise UserError(
+                f"no checkpoint in {self._store.url} is whole:{listed}"
+                "\nPut back a copy of one, or start anew in another folder."
+            )
+        return None
 
     def save(
         self,
         step: int,
         model: nn.Module,
         optimizer: KeyedOptimizer,
-        progress: Mapping[str, Any],
+        progress: Progress,
         say: Callable[[str], None],
     ) -> None:
         """Writes a checkpoint, or has it written while training goes on; on failure the older ones stay.
@@ -147,7 +169,7 @@ class Checkpoints:
             step: Number of steps done.
             model: The model as it is now.
             optimizer: The optimizer of its parameters.
-            progress: What :meth:`load` returns.
+            progress: What :meth:`restore` returns.
             say: Prints a line, when the checkpoint is whole.
 
         Raises:

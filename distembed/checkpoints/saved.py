@@ -2,18 +2,20 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from distembed.checkpoints.content import RANKS
 from distembed.checkpoints.optimizer_state import blend_columns
 from distembed.checkpoints.random_state import random_state
 from distembed.checkpoints.shards import TensorShards
-from distembed.checkpoints.store import read_last_file
+from distembed.checkpoints.store import read_file, read_last_file
 from distembed.checkpoints.transfer import damaged
+from distembed.checkpoints.verified_files import read_verified_metadata
 from distembed.errors import UserError
 from distembed.units import enumerate_lines
 
@@ -31,6 +33,8 @@ class SavedCheckpoint:
         optimizers: Name of the optimizer of every parameter.
         world_size: Number of ranks that wrote it.
         progress: What its writer gave as progress.
+        has_checksums: Whether its files have checksums; those of early versions of distembed have none.
+        metadata: Where the blocks of its tensors lie.
     """
 
     path: str
@@ -39,20 +43,32 @@ class SavedCheckpoint:
     optimizers: Mapping[str, str]
     world_size: int
     progress: dict[str, Any]
+    has_checksums: bool
+    metadata: Metadata
 
     @classmethod
     def read(cls, path: str) -> "SavedCheckpoint":
         """Reads what a checkpoint holds.
 
         Raises:
-            UserError: The checkpoint cannot be reached, or is damaged.
+            UserError: The checkpoint cannot be reached.
+            DamagedCheckpoint: It is damaged.
         """
         try:
             last_file = read_last_file(path)
-            entries = FsspecReader(path).read_metadata().state_dict_metadata
+            metadata = read_verified_metadata(partial(read_file, path), last_file.get("metadata_checksum"))
+            entries = metadata.state_dict_metadata
             tensors = {key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
-            optimizers = {name: kind for kind, names in last_file["optimizers"].items() for name in names}
-            return cls(path, tensors, last_file["tables"], optimizers, last_file["world_size"], last_file["progress"])
+            return cls(
+                path,
+                tensors,
+                tables=last_file["tables"],
+                optimizers={name: kind for kind, names in last_file["optimizers"].items() for name in names},
+                world_size=last_file["world_size"],
+                progress=last_file["progress"],
+                has_checksums="metadata_checksum" in last_file,
+                metadata=metadata,
+            )
         except UserError:
             raise
         except Exception as error:  # a damaged file may fail to read in any way
@@ -108,6 +124,18 @@ class SavedCheckpoint:
         """Returns tensors to fill with the random state of the first rank and of this one, by the saved tensor."""
         keys = ["random.cpu.0", *[f"random.{device}.{rank}" for device in random_state()]]
         return {key: torch.empty(self.tensors[key].size, dtype=torch.uint8) for key in keys if key in self.tensors}
+
+    def rank_tensors_to_read(self, rank: int, world_size: int) -> dict[str, Tensor]:
+        """Returns tensors to fill with those that ranks had each for itself, by the saved tensor.
+
+        On another number of ranks, rank r of n gets those of the ranks r, r + n, r + 2n and so on.
+        """
+        found = {}
+        for key, entry in self.tensors.items():
+            section, _, name = key.partition(".")
+            if section == RANKS and int(name.rpartition(".")[2]) % world_size == rank:
+                found[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        return found
 
 
 def _describe(size: torch.Size, dtype: torch.dtype) -> str:

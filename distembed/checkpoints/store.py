@@ -15,10 +15,14 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from distembed import checksums
+from distembed.checksums import checksum_differs, with_checksum
 from distembed.errors import UserError
 from distembed.files import finite, free_space
 
 LAST_FILE = "progress.json"
+_FIELDS_WITHOUT_CHECKSUMS = {"world_size", "tables", "optimizers", "progress"}
+_FIELDS = _FIELDS_WITHOUT_CHECKSUMS | {"metadata_checksum", checksums.KEY}
 _OWNER_FILE = ".run"
 _S3_ATTEMPTS = "12"
 """How often a request is made to an S3 that fails, unless the user's AWS_MAX_ATTEMPTS says; by itself botocore makes 5.
@@ -73,12 +77,21 @@ class CheckpointStore:
 
         Args:
             name: Name of the checkpoint.
-            contents: What the file holds; floats that JSON cannot hold become null.
+            contents: What the file holds, without its checksum; floats that JSON cannot hold become null.
         """
         path = f"{self._root}/{name}/{LAST_FILE}"
         with self._files.open(f"{path}.partial", "wb") as file:
-            file.write(json.dumps(finite(contents), indent=2).encode())
+            file.write(json.dumps(with_checksum(finite(contents)), indent=2).encode())
         self._files.mv(f"{path}.partial", path)
+
+    def set_aside(self, name: str) -> str:
+        """Moves a damaged checkpoint out of the way and returns its new path; no later save removes it."""
+        self._files.invalidate_cache()
+        aside = f"damaged-{name}"
+        while self._files.exists(f"{self._root}/{aside}"):
+            aside += "-again"
+        self._files.mv(f"{self._root}/{name}", f"{self._root}/{aside}", recursive=True)
+        return self.checkpoint_path(aside)
 
     def discard(self, name: str) -> None:
         """Removes a checkpoint that could not be written to its end; a whole one stays."""
@@ -189,10 +202,23 @@ def open_file_system(url: str) -> tuple[Any, str]:
     return files, path.rstrip("/")
 
 
-def read_last_file(checkpoint: str) -> dict[str, Any]:
-    """Returns what :meth:`CheckpointStore.finish` wrote."""
+def read_file(checkpoint: str, name: str) -> bytes:
+    """Returns the bytes of a file of a checkpoint."""
     files, path = open_file_system(checkpoint)
-    contents: dict[str, Any] = json.loads(files.cat_file(f"{path}/{LAST_FILE}"))
+    return bytes(files.cat_file(f"{path}/{name}"))
+
+
+def read_last_file(checkpoint: str) -> dict[str, Any]:
+    """Returns what :meth:`CheckpointStore.finish` wrote.
+
+    Raises:
+        ValueError: The file is damaged.
+    """
+    contents = json.loads(read_file(checkpoint, LAST_FILE))
+    if not isinstance(contents, dict) or contents.keys() not in (_FIELDS, _FIELDS_WITHOUT_CHECKSUMS):
+        raise ValueError(f"{LAST_FILE} has not the fields that it was written with")
+    if checksum_differs(contents):
+        raise ValueError(f"{LAST_FILE} does not have the checksum that it was written with")
     return contents
 
 

@@ -4,13 +4,18 @@ from contextlib import suppress
 from functools import partial
 
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.metadata import Metadata
 
 from distembed.checkpoints.content import CheckpointContent
 from distembed.checkpoints.shards import ShardsLoadPlanner, ShardsSavePlanner, TensorShards
 from distembed.checkpoints.store import CheckpointStore
+from distembed.checkpoints.verified_files import ChecksumWriter, DamagedFile, VerifyingReader
 from distembed.errors import RunError, UserError
 from distembed.ranks import Collectives
+
+
+class DamagedCheckpoint(UserError):
+    """A checkpoint that is not as it was written; one before it may be whole."""
 
 
 def write_checkpoint(
@@ -30,13 +35,15 @@ def write_checkpoint(
     """
     try:
         collectives.on_first(partial(store.start, content.name))
+        writer = ChecksumWriter(store.checkpoint_path(content.name))
         dcp.save(
             {section: dict(entries) for section, entries in content.state.items()},
-            storage_writer=FsspecWriter(store.checkpoint_path(content.name), per_thread_copy_ahead=0),
+            storage_writer=writer,
             planner=ShardsSavePlanner(),
             process_group=collectives.group,
         )
-        collectives.on_first(partial(store.finish, content.name, content.last_file))
+        last_file = {**content.last_file, "metadata_checksum": writer.metadata_checksum}  # the first rank's has one
+        collectives.on_first(partial(store.finish, content.name, last_file))
     except UserError:
         raise
     except (Exception, dcp.api.CheckpointException) as error:  # file systems raise errors of their own kinds
@@ -56,21 +63,25 @@ def write_checkpoint(
         ) from error
 
 
-def read_tensors(checkpoint: str, tensors: dict[str, TensorShards], collectives: Collectives) -> None:
+def read_tensors(
+    checkpoint: str, metadata: Metadata, tensors: dict[str, TensorShards], collectives: Collectives
+) -> None:
     """Fills shards with a checkpoint's numbers, in place; all ranks call it.
 
     Args:
         checkpoint: Local path or URL of the checkpoint.
+        metadata: Where its blocks lie.
         tensors: The shards to fill, by the saved tensor.
         collectives: The ranks that read.
 
     Raises:
-        UserError: The checkpoint cannot be reached, or is damaged; some of the shards may be filled by then.
+        UserError: The checkpoint cannot be reached.
+        DamagedCheckpoint: It is damaged; some of the shards may be filled by then.
     """
     try:
         dcp.load(
             tensors,
-            storage_reader=FsspecReader(checkpoint),
+            storage_reader=VerifyingReader(checkpoint, metadata),
             planner=ShardsLoadPlanner(flatten_state_dict=False),
             process_group=collectives.group,
         )
@@ -88,16 +99,22 @@ def not_written(store: CheckpointStore, name: str, error: BaseException) -> RunE
 
 def damaged(checkpoint: str, error: BaseException) -> UserError:
     """Returns what is raised where a checkpoint cannot be read."""
-    if isinstance(error, (PermissionError, ConnectionError, TimeoutError, ImportError)):
+    if isinstance(_first_failure(error), (PermissionError, ConnectionError, TimeoutError, ImportError)):
         return UserError(f"{checkpoint} cannot be reached ({_reason(error)}); see that every rank may read it.")
-    return UserError(
-        f"{checkpoint} cannot be read ({_reason(error)}); if every rank can reach it, it is damaged: remove it to use "
-        "the one before."
+    return DamagedCheckpoint(
+        f"{checkpoint} cannot be read ({_reason(error)}). If every rank can reach it, it is damaged: `distembed train "
+        "--resume` sets it aside and goes on from the one before."
     )
 
 
 def _reason(error: BaseException) -> str:
     """Returns an error in one line; torch's own lists the whole traceback of every rank."""
+    error = _first_failure(error)
+    return str(error) if isinstance(error, DamagedFile) else f"{type(error).__name__}: {error}".strip()
+
+
+def _first_failure(error: BaseException) -> BaseException:
+    """Returns the error itself or, where it is torch's list of the ranks' errors, the first of them."""
     if isinstance(error, dcp.api.CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
-    return f"{type(error).__name__}: {error}".strip()
+        return next(iter(error.failures.values()))[0]
+    return error

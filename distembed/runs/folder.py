@@ -118,11 +118,16 @@ class RunFolder:
                 if isinstance(number, float | int):
                     self._board.add_scalar(f"{prefix}/{path}", number, step)
 
-    def drop_evaluations(self, split: str | None) -> None:
-        """Removes earlier evaluations on ``split``, which a resumed run that had reached its end makes again."""
+    def has_evaluation(self, step: int, split: str | None) -> bool:
+        """Returns whether an evaluation on ``split`` after so many steps is recorded."""
+        lines = (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return any((own := json.loads(line)).get("split") == split and own["step"] == step for line in lines)
+
+    def drop_evaluations(self, step: int) -> None:
+        """Removes the evaluations after so many steps, which a resumed run that had reached its end makes again."""
         path = self.path / "metrics.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines()
-        lines = [line for line in lines if json.loads(line).get("split") != split]
+        lines = [line for line in lines if not ((own := json.loads(line))["kind"] == "eval" and own["step"] == step)]
         assert self._metrics is not None
         self._metrics.truncate(0)
         self._metrics.write("".join(f"{line}\n" for line in lines))

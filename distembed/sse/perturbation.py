@@ -7,6 +7,8 @@ far ahead as it likes. After a resume :func:`set_step` sets the number.
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,25 @@ from distembed.sse.arrays import Array
 from distembed.sse.replacement import Replacer
 from distembed.sse.rule import SSE
 from distembed.sse.stream import IdStream
+
+_MOST_AHEAD = 64
+"""Number of batches, more than any pipeline prepares ahead of the step, whose counts are kept apart."""
+
+
+@dataclass(frozen=True)
+class _BatchCounts:
+    """How many ids of a batch there were, were drawn anew, and were drawn anew as what they had been, by stream."""
+
+    step: int
+    seen: np.ndarray
+    drawn: np.ndarray
+    unchanged: Array | None
+
+    def joined(self, later: "_BatchCounts") -> "_BatchCounts":
+        """Returns the counts of both, as those of the later batch."""
+        both = [each for each in (self.unchanged, later.unchanged) if each is not None]
+        unchanged = both[0] + both[1] if len(both) == 2 else both[0] if both else None
+        return _BatchCounts(later.step, self.seen + later.seen, self.drawn + later.drawn, unchanged)
 
 
 class Perturbation(nn.Module):
@@ -50,7 +71,7 @@ class Perturbation(nn.Module):
         self._streams = list(streams)
         self._rank = rank
         self._replacer: Replacer | None = None
-        self._start_counting()
+        self._counts: list[_BatchCounts] = []
 
     def extra_repr(self) -> str:
         return f"step={self.step}"
@@ -60,21 +81,25 @@ class Perturbation(nn.Module):
         """Whether any ids are ever replaced."""
         return any(stream.sse.p0 > 0 for stream in self._streams)
 
-    def take_counts(self) -> dict[str, tuple[int, int]]:
-        """Returns for each table how many ids were replaced, and how many there were, since the last call."""
-        replaced = self._drawn
-        if isinstance(self._unchanged, Tensor):
-            torch.cuda.synchronize(self._unchanged.device)  # a pipeline counts on a stream of its own
-            replaced = replaced - self._unchanged.cpu().numpy()
-        elif self._unchanged is not None:
-            replaced = replaced - self._unchanged
-        counts = zip(replaced.tolist(), self._seen.tolist(), strict=True)
-        self._start_counting()
-        return _sums_by_table((stream.table, count) for stream, count in zip(self._streams, counts, strict=True))
+    def take_counts(self, until_step: int | None = None) -> dict[str, tuple[int, int]]:
+        """Returns for each table how many ids were replaced, and how many there were, since the last call.
 
-    def _start_counting(self) -> None:
-        self._seen, self._drawn = np.zeros((2, len(self._streams)), np.int64)
-        self._unchanged: Array | None = None
+        Args:
+            until_step: Step before which batches are counted; those of later steps, which a pipeline has prepared, are
+                left for the next call. None for all.
+        """
+        taken = [batch for batch in self._counts if until_step is None or batch.step < until_step]
+        self._counts = self._counts[len(taken) :]
+        none = np.zeros(len(self._streams), np.int64)
+        total = reduce(_BatchCounts.joined, taken, _BatchCounts(0, none, none, None))
+        replaced = total.drawn
+        if isinstance(total.unchanged, Tensor):
+            torch.cuda.synchronize(total.unchanged.device)  # a pipeline counts on a stream of its own
+            replaced = replaced - total.unchanged.cpu().numpy()
+        elif total.unchanged is not None:
+            replaced = replaced - total.unchanged
+        counts = zip(replaced.tolist(), total.seen.tolist(), strict=True)
+        return _sums_by_table((stream.table, count) for stream, count in zip(self._streams, counts, strict=True))
 
     def _replace(
         self, ids: Int[Tensor, "*shape"], counts: tuple[int, ...], starts: tuple[int, ...]
@@ -92,12 +117,10 @@ class Perturbation(nn.Module):
         if self._replacer is None or (self._replacer.device, self._replacer.dtype) != (ids.device, ids.dtype):
             self._replacer = Replacer(self._streams, ids.device, ids.dtype, self._ids_may_be_outside)
         result = self._replacer(ids, counts, starts, self.step, rank, self.in_place)
+        self._counts.append(_BatchCounts(self.step, np.array(counts), result.num_drawn, result.num_unchanged))
+        if len(self._counts) > _MOST_AHEAD:  # nobody may ever ask for them
+            self._counts[:2] = [self._counts[0].joined(self._counts[1])]
         self.step += 1
-        self._seen += counts
-        self._drawn += result.num_drawn
-        if result.num_unchanged is not None:
-            before = self._unchanged
-            self._unchanged = result.num_unchanged if before is None else before + result.num_unchanged
         return result.ids
 
 
@@ -244,9 +267,14 @@ def set_step(model: nn.Module, step: int) -> None:
         perturbation.step = step
 
 
-def take_counts(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Returns for each table how many ids were replaced on this rank, and how many there were, since the last call."""
-    return _sums_by_table(count for module in _perturbations(model) for count in module.take_counts().items())
+def take_counts(model: nn.Module, until_step: int | None = None) -> dict[str, tuple[int, int]]:
+    """Returns for each table how many ids were replaced on this rank, and how many there were, since the last call.
+
+    Args:
+        model: The model, or any module around it.
+        until_step: As for :meth:`Perturbation.take_counts`.
+    """
+    return _sums_by_table(count for module in _perturbations(model) for count in module.take_counts(until_step).items())
 
 
 def _stride_arguments(features: KeyedJaggedTensor) -> dict[str, Any]:

@@ -8,15 +8,15 @@ training is left in it when the model is evaluated or saved.
 import time
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.checkpoints.checkpoint import ResumedRun
+from distembed.checkpoints.content import Progress
 from distembed.checkpoints.places import checkpoint_place
 from distembed.checkpoints.run_checkpoints import Checkpoints
 from distembed.config import Config
@@ -34,7 +34,7 @@ from distembed.training.evaluation import score_split
 from distembed.training.interruption import Interruption
 from distembed.training.metrics_window import MetricsWindow
 from distembed.training.progress import TrainingProgress
-from distembed.training.replaced_shares import replaced_shares
+from distembed.training.replaced_shares import replaced_counts, replaced_shares
 from distembed.training.start import RunStart
 
 
@@ -76,7 +76,7 @@ class Trainer:
             raise UserError(f"split {config.data.train!r} of {self._dataset} has no rows to train on.")
         self._checkpoints = self._make_checkpoints()
         Collectives().on_first(lambda: folder.require_free(start.wait_seconds))
-        checkpoint = self._newest_checkpoint()
+        self._require_own_checkpoints()
         self.num_steps = self._count_steps()
         blueprint = Blueprint.for_ranks(config, self._reader.schema, ranks, start.sse)
         self._state = build_training_state(blueprint, ranks, self.num_steps, start.plans)
@@ -85,8 +85,7 @@ class Trainer:
         self._seconds = 0.0
         self._num_in_flight = 0
         self._window = MetricsWindow()
-        if checkpoint is not None:
-            self._restore(checkpoint)
+        self._resumed = self._restore() if start.resume else None
 
     def _make_reader(self, prefetch_batches: int = 4) -> BatchReader:
         """Returns a reader of this rank's rows of the training split, at its beginning."""
@@ -105,21 +104,19 @@ class Trainer:
         owner = None if train.checkpoint_dir is None else str(folder.absolute())
         return Checkpoints(checkpoint_place(folder, train.checkpoint_dir), train.keep_checkpoints, self._ranks, owner)
 
-    def _newest_checkpoint(self) -> str | None:
-        """Returns the checkpoint to resume from; None where there is none. All ranks call it.
+    def _require_own_checkpoints(self) -> None:
+        """Makes sure that a run which is not resumed has an empty place for checkpoints; all ranks call it.
 
         Raises:
-            UserError: There is one, but the run is not resumed.
+            UserError: There are checkpoints.
         """
-        checkpoint = self._checkpoints.newest()
-        if checkpoint is not None and not self._start.resume:
+        if not self._start.resume and self._checkpoints.newest() is not None:
             checkpoint_dir = self._config.train.checkpoint_dir
             raise UserError(
                 f"train.checkpoint_dir is {checkpoint_dir!r}, but "
                 f"{checkpoint_place(self._folder.path, checkpoint_dir)} holds checkpoints of another run; give an "
                 "empty place, or none for the run's own folder."
             )
-        return checkpoint
 
     def _count_steps(self) -> int:
         """Returns the number of steps of the whole run."""
@@ -150,14 +147,16 @@ class Trainer:
             plan_inputs, plan = self._state.plan_inputs, self._state.plan
             write_json(self._folder.path / "plan.json", saved_plan_as_json(plan_inputs, plan))
             if self._step == self.num_steps:
-                self._folder.drop_evaluations(self._config.data.test)
+                self._folder.drop_evaluations(self._step)
         with (
             TrainingProgress(self._console, self.num_steps) as self._progress,
             Interruption(self._ranks) as stop,
             self._checkpoints,
         ):
             self._say_start()
-            self._window = MetricsWindow()
+            self._window = self._restored_window()
+            if self._evaluation_is_due() and not self._has_evaluated():
+                self._validate()  # the run was ended between its checkpoint and this
             while self._step < self.num_steps:
                 if self._run_segment(stop):
                     self._save()
@@ -220,15 +219,32 @@ class Trainer:
     def _save_and_evaluate(self) -> None:
         """Saves a checkpoint and evaluates on the validation split, where they are due after this step."""
         started = time.perf_counter()
-        train, split = self._config.train, self._config.data.validation
-        at_epoch_end = self._step % self._reader.batches_per_epoch == 0 or self._step == self.num_steps
-        if at_epoch_end or (train.checkpoint_every and self._step % train.checkpoint_every == 0):
+        if self._is_due(self._config.train.checkpoint_every):
             self._save()
-        if split is not None and (at_epoch_end or (train.evaluate_every and self._step % train.evaluate_every == 0)):
-            values = self.evaluate(split)
-            if values:
-                self._progress.say(f"step {self._step}/{self.num_steps}  {split}: {self._state.task.describe(values)}")
+        if self._evaluation_is_due():
+            self._validate()
         self._window.paused += time.perf_counter() - started
+
+    def _is_due(self, every: int) -> bool:
+        """Returns whether what is done every so many steps, and at the end of each epoch, is due after this step."""
+        at_epoch_end = self._step % self._reader.batches_per_epoch == 0 or self._step == self.num_steps
+        return self._step > 0 and (at_epoch_end or (every > 0 and self._step % every == 0))
+
+    def _evaluation_is_due(self) -> bool:
+        return self._config.data.validation is not None and self._is_due(self._config.train.evaluate_every)
+
+    def _has_evaluated(self) -> bool:
+        """Returns whether the evaluation after this step is recorded already; all ranks call it."""
+        split = self._config.data.validation
+        return Collectives().on_first(lambda: self._folder.has_evaluation(self._step, split))
+
+    def _validate(self) -> None:
+        """Evaluates on the validation split, and shows the metrics; all ranks call it."""
+        split = self._config.data.validation
+        assert split is not None
+        values = self.evaluate(split)
+        if values:
+            self._progress.say(f"step {self._step}/{self.num_steps}  {split}: {self._state.task.describe(values)}")
 
     def _record_step(self, loss: Tensor, outputs: Outputs) -> None:
         """Adds the step that was just done to the next line of metrics."""
@@ -252,8 +268,10 @@ class Trainer:
         """Records and shows a line of metrics of the steps since the last one; all ranks call it."""
         self._require_finite()
         window = self._window
-        replaced = replaced_shares(self._state.model, self._ranks)
-        losses = self._ranks.gather_rows(torch.stack(window.losses).sum().unsqueeze(0))
+        window.add_replaced(replaced_counts(self._state.model, self._step))
+        replaced = replaced_shares(window.replaced, self._ranks)
+        assert window.loss is not None
+        losses = self._ranks.gather_rows(window.loss.unsqueeze(0))
         rows = {name: self._ranks.gather_rows(torch.cat(values)) for name, values in window.outputs.items()}
         seconds = window.seconds
         self._seconds += seconds
@@ -261,7 +279,7 @@ class Trainer:
         if not self._ranks.is_first:
             return
         # each rank's loss is its share times the number of ranks
-        loss = float(np.sum(losses, dtype=np.float64)) / window.rows / self._ranks.world_size
+        loss = float(np.sum(losses)) / window.rows / self._ranks.world_size
         values: dict[str, Any] = {
             "epoch": (self._step - 1) // self._reader.batches_per_epoch,
             "samples": self._samples,
@@ -281,7 +299,9 @@ class Trainer:
         """Writes this rank's rows of the step to a file and raises the RunError that names it."""
         epoch, batch = divmod(step - 1, self._reader.batches_per_epoch)
         path = self._folder.path / f"not-finite-step-{step}-rank-{self._ranks.rank}.npz"
-        self._write_batch(epoch, batch, path)
+        reader = self._make_reader(prefetch_batches=0)
+        reader.load_state_dict({**self._reader.state_dict(), "epoch": epoch, "batch": batch})
+        next(iter(reader)).write(path)
         raise RunError(
             f"The loss is {loss} at step {step} (epoch {epoch}, batch {batch}, rank {self._ranks.rank}). "
             f"This rank's rows of that batch are in {path}; look for extreme values among the dense features. "
@@ -290,43 +310,47 @@ class Trainer:
             "or train.precision=fp32."
         )
 
-    def _write_batch(self, epoch: int, batch: int, path: Path) -> None:
-        """Writes this rank's rows of a batch of an epoch as a NumPy archive."""
-        state = {**self._reader.state_dict(), "epoch": epoch, "batch": batch}
-        reader = self._make_reader(prefetch_batches=0)
-        reader.load_state_dict(state)
-        arrays: dict[str, np.ndarray] = {}
-        for name, values in next(iter(reader)).fields.items():
-            if isinstance(values, KeyedJaggedTensor):
-                arrays["feature_names"] = np.array(values.keys())
-                arrays |= {"ids": values.values().numpy(), "lengths": values.lengths().numpy()}
-            else:
-                arrays[name] = values.numpy()
-        np.savez(path, **arrays)  # type: ignore[arg-type]
-
     def _save(self) -> None:
         """Begins to save a checkpoint after this step; all ranks call it."""
         self._require_finite()  # weights that have met a NaN must not replace good ones
-        progress = {
+        self._window.add_replaced(replaced_counts(self._state.model, self._step))
+        values = {
             "step": self._step,
             "samples": self._samples,
             "seconds": self._seconds,
             "reader": self._reader.state_dict(in_flight=self._num_in_flight),
+            "window": self._window.values(self._ranks.world_size),
         }
         step, state = f"step {self._step}/{self.num_steps}", self._state
         self._checkpoints.save(
             self._step,
             state.model,
             state.optimizers.combined,
-            progress,
+            Progress(values, self._window.tensors()),
             say=lambda text: self._progress.say(f"{step}  {text}"),
         )
 
-    def _restore(self, checkpoint: str) -> None:
-        """Loads a checkpoint, so that the run continues after its step; all ranks call it."""
-        progress = self._checkpoints.load(checkpoint, self._state.model, self._state.optimizers.combined)
-        self._reader.load_state_dict(progress["reader"])
-        self._step, self._samples, self._seconds = progress["step"], progress["samples"], progress["seconds"]
+    def _restore(self) -> ResumedRun | None:
+        """Loads the newest checkpoint, if there is one, so that the run continues after its step; all ranks call it."""
+        resumed = self._checkpoints.restore(self._state.model, self._state.optimizers.combined, self._say)
+        if resumed is not None:
+            values = resumed.values
+            self._reader.load_state_dict(values["reader"])
+            self._step, self._samples, self._seconds = values["step"], values["samples"], values["seconds"]
+        return resumed
+
+    def _restored_window(self) -> MetricsWindow:
+        """Returns the window of metrics in which the run was saved, or an empty one."""
+        # checkpoints of early versions have none
+        values = None if self._resumed is None else self._resumed.values.get("window")
+        if self._resumed is None or values is None:
+            return MetricsWindow()
+        return MetricsWindow.restored(values, self._resumed.tensors, self._ranks.world_size, self._ranks.device)
+
+    def _say(self, text: str) -> None:
+        """Prints a line before training begins, on rank 0."""
+        if self._console is not None:
+            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _say_start(self) -> None:
         """Prints from which step to which the run trains, with which plan and which replaced ids."""

@@ -18,6 +18,8 @@ from torch import nn
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from distembed.checkpoints import load_checkpoint, run_checkpoints, save_checkpoint
+from distembed.checkpoints.checkpoint import load_run
+from distembed.checkpoints.content import Progress
 from distembed.checkpoints.places import checkpoint_place, newest_checkpoint
 from distembed.checkpoints.run_checkpoints import Checkpoints
 from distembed.checkpoints.store import CheckpointStore
@@ -47,14 +49,14 @@ class Run:
     def save(self, step: int) -> None:
         nn.init.constant_(self.model.weight, step)
         progress = {"step": step, **PROGRESS}
-        self.checkpoints.save(step, self.model, self.optimizer, progress, self.said.append)
+        self.checkpoints.save(step, self.model, self.optimizer, Progress(progress), self.said.append)
 
     def saved_weight(self, checkpoint: str) -> float:
         """Of a fresh model into which the checkpoint is loaded; asserts that its numbers are of one step."""
         fresh = nn.Linear(4, 3)
         parameters = dict(fresh.named_parameters())
         optimizer = KeyedOptimizerWrapper(parameters, lambda params: torch.optim.Adagrad(params))
-        step = self.checkpoints.load(checkpoint, fresh, optimizer)["step"]
+        step = load_run(checkpoint, fresh, optimizer, self.checkpoints._collectives).values["step"]
         assert (fresh.weight == step).all()
         return float(step)
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -53,6 +55,17 @@ class Batch(Pipelineable):
     def pin_memory(self) -> Batch:
         """Returns this batch in page-locked memory, for asynchronous copies to a GPU."""
         return self._each(lambda field: field.pin_memory())
+
+    def write(self, path: Path) -> None:
+        """Writes the rows as a NumPy archive: an array a field, and for ids their values, lengths and features."""
+        arrays: dict[str, np.ndarray] = {}
+        for name, values in self.fields.items():
+            if isinstance(values, KeyedJaggedTensor):
+                arrays["feature_names"] = np.array(values.keys())
+                arrays |= {"ids": values.values().numpy(), "lengths": values.lengths().numpy()}
+            else:
+                arrays[name] = values.numpy()
+        np.savez(path, **arrays)  # type: ignore[arg-type]
 
     def _each(self, change: Callable[[Field], Field]) -> Batch:
         """Returns a batch of the changed fields."""
