@@ -9,7 +9,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from distembed.checkpoints.checkpoint import ResumedRun, load_run
 from distembed.checkpoints.content import CheckpointContent, Progress
-from distembed.checkpoints.store import CheckpointStore, storage_errors
+from distembed.checkpoints.store import INTERRUPTED, CheckpointStore, storage_errors
 from distembed.checkpoints.transfer import DamagedCheckpoint, not_written, write_checkpoint
 from distembed.errors import UserError
 from distembed.host_memory import available_memory_bytes, give_back_freed_memory
@@ -162,6 +162,7 @@ class Checkpoints:
         optimizer: KeyedOptimizer,
         progress: Progress,
         say: Callable[[str], None],
+        is_due: bool = True,
     ) -> None:
         """Writes a checkpoint, or has it written while training goes on; on failure the older ones stay.
 
@@ -171,13 +172,14 @@ class Checkpoints:
             optimizer: The optimizer of its parameters.
             progress: What :meth:`restore` returns.
             say: Prints a line, when the checkpoint is whole.
+            is_due: Whether a run that is not interrupted would write it too.
 
         Raises:
             RunError: This checkpoint could not be written; the error gives the reason. Where the one before could not
                 be, this one is written at once, to see whether that was a passing failure.
         """
         failed_before = self._join()
-        name = f"step-{step:08d}"
+        name = f"step-{step:08d}{'' if is_due else INTERRUPTED}"
         try:
             is_there = self._collectives.on_first(partial(self._store.is_whole, name))
         except Exception as error:  # file systems raise errors of their own kinds

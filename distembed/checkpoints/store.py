@@ -23,6 +23,8 @@ from distembed.files import finite, free_space
 LAST_FILE = "progress.json"
 _FIELDS_WITHOUT_CHECKSUMS = {"world_size", "tables", "optimizers", "progress"}
 _FIELDS = _FIELDS_WITHOUT_CHECKSUMS | {"metadata_checksum", checksums.KEY}
+INTERRUPTED = "-interrupted"
+"""How the name of a checkpoint ends that was written because the run was interrupted, when none was due."""
 _OWNER_FILE = ".run"
 _S3_ATTEMPTS = "12"
 """How often a request is made to an S3 that fails, unless the user's AWS_MAX_ATTEMPTS says; by itself botocore makes 5.
@@ -99,8 +101,13 @@ class CheckpointStore:
             self._remove(name)
 
     def keep_newest(self, count: int) -> None:
-        """Removes all checkpoints but the newest ``count`` whole ones."""
-        kept = self.names()[-count:]
+        """Removes all checkpoints but the newest ``count`` whole ones.
+
+        One that was written for an interruption makes room for the next, whatever their number, so that a run that was
+        interrupted keeps what it would have kept without.
+        """
+        whole = self.names()
+        kept = [name for name in whole if not name.endswith(INTERRUPTED) or name == whole[-1]][-count:]
         for name in self._names():
             if name not in kept and self._is_checkpoint(name):
                 self._remove(name)

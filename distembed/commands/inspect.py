@@ -1,4 +1,4 @@
-"""The commands ``distembed describe``, ``report`` and ``doctor``: what a config, a run or this machine has."""
+"""The commands ``distembed describe``, ``report``, ``check`` and ``doctor``: what a config, a run, this machine has."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 
 from distembed.commands.shared import ConfigArgument, OverridesArgument, console, say
+from distembed.errors import UserError
+from distembed.units import enumerate_lines, format_bytes
 
 app = typer.Typer()
 
@@ -43,6 +45,27 @@ def report_command(
 
     print_comparison(write_run_report(runs, output, overwrite), console)
     say(f"report {output}")
+
+
+@app.command("check", epilog="Example: `distembed check runs/first`")
+def check_command(
+    path: Annotated[
+        str, typer.Argument(metavar="PATH", help="A run, a checkpoint (a URL will do), a dataset or a graph.")
+    ],
+) -> None:
+    """Hold every byte of a run's checkpoints, a checkpoint, a dataset or a graph against its checksum."""
+    from distembed.training.check import check
+
+    problems: list[str] = []
+    for checked in check(path):
+        found = checked.found
+        state = f"{len(found.problems)} problems" if found.problems else "whole"
+        lacking = "" if found.has_checksums else "; it is of an early version and carries no checksums"
+        size = format_bytes(found.num_bytes)
+        say(f"{checked.kind} {checked.path}: {state}, {found.num_files:,} files, {size}{lacking}")
+        problems += found.problems
+    if problems:
+        raise UserError(f"{path} is damaged:{enumerate_lines(problems, most=100)}")
 
 
 @app.command("doctor", epilog="Example: `distembed doctor`")

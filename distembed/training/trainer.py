@@ -328,6 +328,7 @@ class Trainer:
             state.optimizers.combined,
             Progress(values, self._window.tensors()),
             say=lambda text: self._progress.say(f"{step}  {text}"),
+            is_due=self._is_due(self._config.train.checkpoint_every),
         )
 
     def _restore(self) -> ResumedRun | None:

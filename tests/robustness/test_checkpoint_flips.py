@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
-from distembed.checkpoints import load_checkpoint, save_checkpoint
+from distembed.checkpoints import save_checkpoint
+from distembed.checkpoints.checkpoint import load_run
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.errors import UserError
 from distembed.partitions import QuotientRemainder
+from distembed.ranks import Collectives
 from tests.ranks import run_on_ranks
 
 # without a process group torch says that it takes this for one process, which it is
@@ -40,8 +42,7 @@ class Trained:
         return [value.clone() for value in (*self.model.state_dict().values(), *states, torch.get_rng_state())]
 
     def load(self, checkpoint: Path) -> tuple[dict[str, Any], list[Tensor]]:
-        progress = load_checkpoint(checkpoint, self.model, self.optimizer, restore_random=True)
-        return progress, self.numbers()
+        return load_run(str(checkpoint), self.model, self.optimizer, Collectives()).values, self.numbers()
 
     def spoil(self) -> None:
         """Makes every number another one, so that what is not read does not pass for what is."""

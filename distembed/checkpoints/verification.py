@@ -1,0 +1,46 @@
+"""Whether a checkpoint is whole, byte for byte."""
+
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from distembed.checkpoints.saved import SavedCheckpoint
+from distembed.checkpoints.store import LAST_FILE, open_file_system
+from distembed.checkpoints.transfer import DamagedCheckpoint, damaged
+from distembed.checkpoints.verified_files import METADATA_FILE, DamagedFile, read_block
+from distembed.checksums import Verification
+
+
+def verify_checkpoint(checkpoint: str) -> Verification:
+    """Holds every block of every file of a checkpoint against its checksum; of early versions, against its size.
+
+    Args:
+        checkpoint: Local path or URL of the checkpoint.
+
+    Returns:
+        All problems, not only the first.
+
+    Raises:
+        UserError: The checkpoint cannot be reached.
+    """
+    try:
+        saved = SavedCheckpoint.read(checkpoint)
+    except DamagedCheckpoint as damage:
+        return Verification([str(damage)], num_files=1)
+    files, path = open_file_system(checkpoint)
+    found = Verification(has_checksums=saved.has_checksums)
+    found.num_files = 2
+    found.num_bytes = sum(files.size(f"{path}/{name}") for name in (LAST_FILE, METADATA_FILE))
+    blocks: dict[str, list[_StorageInfo]] = {}
+    for info in saved.metadata.storage_data.values():
+        blocks.setdefault(info.relative_path, []).append(info)
+    for name in sorted(blocks):
+        found.num_files += 1
+        try:
+            with files.open(f"{path}/{name}", "rb") as file:
+                for info in sorted(blocks[name], key=lambda info: info.offset):
+                    try:
+                        found.num_bytes += len(read_block(file, info))
+                    except DamagedFile as damage:
+                        found.problems.append(f"{checkpoint}: {damage}.")
+        except OSError as error:
+            found.problems.append(str(damaged(f"{checkpoint}/{name}", error)))
+    return found

@@ -1,0 +1,108 @@
+"""Whether what is at hand is whole: a run with its checkpoints, a checkpoint, a dataset or a graph."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from distembed.checkpoints.run_checkpoints import checkpoint_place
+from distembed.checkpoints.store import LAST_FILE, CheckpointStore, storage_errors
+from distembed.checkpoints.verification import verify_checkpoint
+from distembed.checkpoints.verified_files import METADATA_FILE
+from distembed.checksums import Verification
+from distembed.data.dataset.manifest import MANIFEST_NAME
+from distembed.data.dataset.verification import verify_dataset
+from distembed.errors import UserError
+from distembed.graph.folder import GRAPH_FILE
+from distembed.graph.verification import verify_graph
+from distembed.planning.saved_plan import read_saved_plan
+from distembed.runs.record import RunRecord
+from distembed.training.resume import load_run_config
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A thing that was checked.
+
+    Attributes:
+        kind: ``run``, ``checkpoint``, ``dataset`` or ``graph``.
+        path: Local path or URL.
+        found: What was found.
+    """
+
+    kind: str
+    path: str
+    found: Verification
+
+
+def check(path: str) -> Iterator[Checked]:
+    """Yields what is at a place, after all of its bytes were held against their checksums: a run, then its checkpoints.
+
+    Args:
+        path: Folder of a run, a checkpoint, a dataset or a graph, or URL of a checkpoint.
+
+    Raises:
+        UserError: There is none of these at the place.
+    """
+    folder = Path(path)
+    if "://" in path or _has(folder, LAST_FILE, METADATA_FILE):
+        yield Checked("checkpoint", path, verify_checkpoint(path))
+    elif _has(folder, MANIFEST_NAME):
+        yield Checked("dataset", path, verify_dataset(folder))
+    elif _has(folder, GRAPH_FILE):
+        yield Checked("graph", path, verify_graph(folder))
+    elif _has(folder, "run.json", "config.yaml"):
+        yield Checked("run", path, _verify_run_files(folder))
+        yield from _check_checkpoints(folder)
+    else:
+        raise UserError(f"{path} is no run, checkpoint, dataset or graph; give the folder of one.")
+
+
+def _has(folder: Path, *names: str) -> bool:
+    return any((folder / name).is_file() for name in names)
+
+
+def _verify_run_files(run: Path) -> Verification:
+    """Reads the files of a run as all commands do; none of them has a checksum."""
+    found = Verification()
+    for name, read in (
+        ("config.yaml", lambda: load_run_config(run)),
+        ("run.json", lambda: RunRecord.read(run)),
+        ("plan.json", lambda: read_saved_plan(run / "plan.json")),
+        ("metrics.jsonl", lambda: _require_whole_lines(run / "metrics.jsonl")),
+    ):
+        if name in ("plan.json", "metrics.jsonl") and not (run / name).exists():
+            continue  # the run was killed before it wrote it
+        try:
+            read()
+            found.add((), run / name)
+        except UserError as error:
+            found.add([str(error)], run / name)
+    return found
+
+
+def _require_whole_lines(metrics: Path) -> None:
+    """Makes sure that all lines but the last, which a killed process may leave cut short, are JSON objects."""
+    lines = metrics.read_bytes().split(b"\n")
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            whole = isinstance(json.loads(line), dict)
+        except (ValueError, RecursionError):
+            whole = False
+        if not whole:
+            raise UserError(f"{metrics}, line {number}, is no JSON object; `distembed train --resume` leaves it out.")
+
+
+def _check_checkpoints(run: Path) -> Iterator[Checked]:
+    try:
+        checkpoint_dir = load_run_config(run).train.checkpoint_dir
+    except UserError:
+        return  # which was said
+    place = checkpoint_place(run, checkpoint_dir)
+    store = CheckpointStore(place)
+    with storage_errors(place):
+        names = store.names()
+    for name in names:
+        found = verify_checkpoint(store.checkpoint_path(name))
+        if not found.problems or store.is_whole(name):  # else the run has removed it meanwhile
+            yield Checked("checkpoint", store.checkpoint_path(name), found)
