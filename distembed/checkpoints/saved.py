@@ -13,9 +13,9 @@ from distembed.checkpoints.content import RANKS
 from distembed.checkpoints.optimizer_state import blend_columns
 from distembed.checkpoints.random_state import random_state
 from distembed.checkpoints.shards import TensorShards
-from distembed.checkpoints.store import read_file, read_last_file
+from distembed.checkpoints.store import file_sizes, read_file, read_last_file
 from distembed.checkpoints.transfer import damaged
-from distembed.checkpoints.verified_files import read_verified_metadata
+from distembed.checkpoints.verified_files import read_verified_metadata, require_sizes
 from distembed.errors import UserError
 from distembed.units import enumerate_lines
 
@@ -57,6 +57,7 @@ class SavedCheckpoint:
         try:
             last_file = read_last_file(path)
             metadata = read_verified_metadata(partial(read_file, path), last_file.get("metadata_checksum"))
+            require_sizes(metadata, file_sizes(path))
             entries = metadata.state_dict_metadata
             tensors = {key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
             return cls(

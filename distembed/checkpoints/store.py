@@ -215,13 +215,24 @@ def read_file(checkpoint: str, name: str) -> bytes:
     return bytes(files.cat_file(f"{path}/{name}"))
 
 
+def file_sizes(checkpoint: str) -> dict[str, int]:
+    """Returns the bytes of each file of a checkpoint, by name."""
+    files, path = open_file_system(checkpoint)
+    files.invalidate_cache()
+    return {entry["name"].rpartition("/")[2]: entry["size"] for entry in files.ls(path, detail=True)}
+
+
 def read_last_file(checkpoint: str) -> dict[str, Any]:
     """Returns what :meth:`CheckpointStore.finish` wrote.
 
     Raises:
         ValueError: The file is damaged.
     """
-    contents = json.loads(read_file(checkpoint, LAST_FILE))
+    data = read_file(checkpoint, LAST_FILE)
+    try:
+        contents = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{LAST_FILE} is no JSON: {error}") from error
     if not isinstance(contents, dict) or contents.keys() not in (_FIELDS, _FIELDS_WITHOUT_CHECKSUMS):
         raise ValueError(f"{LAST_FILE} has not the fields that it was written with")
     if checksum_differs(contents):

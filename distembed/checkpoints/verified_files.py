@@ -99,6 +99,26 @@ def read_verified_metadata(read: Callable[[str], bytes], checksum: str | None) -
     return metadata
 
 
+def require_sizes(metadata: Metadata, sizes: Mapping[str, int]) -> None:
+    """Makes sure that the files of all blocks are there and end where the last block does.
+
+    Args:
+        metadata: What ``.metadata`` says.
+        sizes: Bytes of each file that is there, by name.
+
+    Raises:
+        DamagedFile: A file is missing, or is too short.
+    """
+    ends: dict[str, int] = {}
+    for info in metadata.storage_data.values():
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    for name, end in ends.items():
+        if name not in sizes:
+            raise DamagedFile(f"{name} is missing")
+        if sizes[name] < end:
+            raise DamagedFile(f"{name} ends after {sizes[name]:,} of {end:,} bytes")
+
+
 def read_block(file: IO[bytes], info: _StorageInfo) -> bytes:
     """Returns the bytes of a block of an open file.
 

@@ -11,7 +11,8 @@ from distembed.ranks import Collectives
 
 def saved_numbers(checkpoint: str) -> dict[str, Tensor]:
     """Returns every tensor of a checkpoint: weights, optimizer state and random state."""
-    entries = SavedCheckpoint.read(checkpoint).tensors
-    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
-    read_tensors(checkpoint, {name: TensorShards.from_value(tensor) for name, tensor in tensors.items()}, Collectives())
+    saved = SavedCheckpoint.read(checkpoint)
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in saved.tensors.items()}
+    shards = {name: TensorShards.from_value(tensor) for name, tensor in tensors.items()}
+    read_tensors(checkpoint, saved.metadata, shards, Collectives())
     return tensors
