@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from distembed.checkpoints.run_checkpoints import checkpoint_place
+from distembed.checkpoints.places import checkpoint_place
 from distembed.checkpoints.store import LAST_FILE, CheckpointStore, storage_errors
 from distembed.checkpoints.verification import verify_checkpoint
 from distembed.checkpoints.verified_files import METADATA_FILE

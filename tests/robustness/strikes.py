@@ -184,7 +184,7 @@ def before_change(run: Path, come: Come, pattern: str, events: tuple[str, ...] =
         # a folder that is removed is open, and its files go by their names alone
         within = event in ("os.remove", "os.rmdir") and arguments[-1] != -1
         path = os.fsdecode(path)
-        if (within or path.startswith(str(run))) and re.search(f"(?:{pattern})$", path):
+        if (within or path.startswith(f"{run}/")) and re.search(f"(?:{pattern})$", path):
             come()
 
     sys.addaudithook(hear)

@@ -185,7 +185,7 @@ def test_ctrl_c_leaves_a_checkpoint_to_go_on_from(config: Path, tmp_path: Path) 
     assert json.loads((run / "run.json").read_text())["status"] == "interrupted"
     (checkpoint,) = sorted((run / "checkpoints").glob("step-*"))[-1:]
     last = metrics(run, "train")[-1]["step"]
-    assert int(checkpoint.name.removeprefix("step-")) == last
+    assert int(checkpoint.name.split("-")[1]) == last
     done = distembed("evaluate", run)
     assert "logloss" in done.stdout
 
