@@ -49,7 +49,9 @@ from distembed.data.prepare.write_parquet import FilePlan, FileWriter, WrittenFi
 from distembed.errors import UserError
 from distembed.files import full_disk_explained
 
-MAX_INT64 = 2**63 - 1
+MAX_COUNT = 2**63 - 1
+MAX_HASH_SIZE = 2**62
+"""Sums of two ids, as partitions of tables make them, then stay within 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class CriteoOptions:
 
     Attributes:
         min_count: Values seen fewer times in the training rows share the out-of-vocabulary id; 1 or more.
-        hash_size: Size of the tables that ids are hashed into; None builds a vocabulary instead.
+        hash_size: Size of the tables that ids are hashed into, 2 to 2^62; None builds a vocabulary instead.
         hash_seed: Seed of the hash, below 2^64.
         split: Shares of the rows for training, validation and test in time order; or ``days``: every file is a day
             (one file is cut into seven), the last day is halved into validation and test, the others train.
@@ -75,14 +77,14 @@ class CriteoOptions:
     max_rejected: float = 0.01
 
     def __post_init__(self) -> None:
-        if not 1 <= self.min_count <= MAX_INT64:
+        if not 1 <= self.min_count <= MAX_COUNT:
             raise UserError(
-                f"min_count (--min-count) is {self.min_count}: it must be in 1 to {MAX_INT64}; 1 keeps every value"
+                f"min_count (--min-count) is {self.min_count}: it must be in 1 to {MAX_COUNT}; 1 keeps every value"
             )
-        if self.hash_size is not None and not 2 <= self.hash_size <= MAX_INT64:
+        if self.hash_size is not None and not 2 <= self.hash_size <= MAX_HASH_SIZE:
             raise UserError(
-                f"hash_size (--hash-size) is {self.hash_size}: it must be in 2 to {MAX_INT64}, since ids have 64 bits "
-                "and id 0 is for missing values; give the number of rows that the tables shall have"
+                f"hash_size (--hash-size) is {self.hash_size}: it must be in 2 to {MAX_HASH_SIZE}, since id 0 is for "
+                "missing values and ids have 64 bits; give the number of rows that each table shall have"
             )
         if not 0 <= self.hash_seed < 2**64:
             raise UserError(f"hash_seed (--hash-seed) is {self.hash_seed}: it must be in 0 to {2**64 - 1}")
