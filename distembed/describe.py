@@ -1,6 +1,7 @@
 """What a config amounts to: every embedding table and dense layer, counted without making any table."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +13,8 @@ from rich.table import Table
 from distembed.config import Config
 from distembed.data.dataset.schema import CategoricalFeature
 from distembed.embedding import CompositionalEmbeddingConfig, reason_to_stay_full
-from distembed.embedding.modules import embedding_modules, table_configs
 from distembed.models import ModelInputs
+from distembed.models.config import CountedModelConfig, ModelConfig, Shapes
 from distembed.units import format_bytes
 
 
@@ -161,22 +162,32 @@ def describe(config: Config) -> Description:
     """
     schema = config.data.load_schema()
     features = {feature.name: feature for feature in schema.categorical}
-    model = config.model.build(ModelInputs.from_config(schema, config.embedding))
-    collections = embedding_modules(model)
-    in_collections = {id(weight) for module in collections.values() for weight in module.parameters()}
+    inputs = ModelInputs.from_config(schema, config.embedding)
+    tables: Sequence[CompositionalEmbeddingConfig] = list(inputs.tables.values())
+    if isinstance(config.model, CountedModelConfig) and tables:
+        shapes = config.model.dense_shapes(inputs)
+    else:
+        tables, shapes = _built(config.model, inputs)
     return Description(
         config.model.name,
-        tuple(
-            DescribedTable(table, _reason_full(table, features, config))
-            for module in collections.values()
-            for table in table_configs(module)
-        ),
-        tuple(
-            DescribedLayer(name, tuple(parameter.shape), parameter.numel())
-            for name, parameter in model.named_parameters()
-            if id(parameter) not in in_collections
-        ),
+        tuple(DescribedTable(table, _reason_full(table, features, config)) for table in tables),
+        tuple(DescribedLayer(name, shape, math.prod(shape)) for name, shape in shapes.items()),
     )
+
+
+def _built(model_config: ModelConfig, inputs: ModelInputs) -> tuple[list[CompositionalEmbeddingConfig], Shapes]:
+    """Returns the tables and the shapes of the dense layers of a model, which is built for that."""
+    from distembed.embedding.modules import embedding_modules, table_configs
+
+    model = model_config.build(inputs)
+    collections = embedding_modules(model).values()
+    in_collections = {id(weight) for module in collections for weight in module.parameters()}
+    shapes = {
+        name: tuple(parameter.shape)
+        for name, parameter in model.named_parameters()
+        if id(parameter) not in in_collections
+    }
+    return [table for module in collections for table in table_configs(module)], shapes
 
 
 def _reason_full(

@@ -9,7 +9,8 @@ they are first asked for::
     __all__ = ["Partition"]
     __getattr__ = imports_on_demand(__name__)
 
-A table of names is a :class:`NameTable`, whose values may be given by where they are, ``"module:name"``.
+A table of names is a :class:`NameTable`, whose values may be given by where they are, ``"module:name"``. A module that
+computes with tensors and is needed without as well takes :data:`torch` from here.
 """
 
 import ast
@@ -17,7 +18,11 @@ import importlib
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import Any, TypeVar
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    import torch as torch
 
 T = TypeVar("T")
 
@@ -88,3 +93,15 @@ class NameTable(MutableMapping[str, T]):
 
     def __len__(self) -> int:
         return len(self._values)
+
+
+class _ModuleOnDemand(ModuleType):
+    """A module that is imported when something of it is first asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+if not TYPE_CHECKING:
+    torch = _ModuleOnDemand("torch")
+    """torch, which is loaded when something of it is first used."""

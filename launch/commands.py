@@ -48,12 +48,13 @@ def launch_command(
     from distembed.config import load_config
     from distembed.runs.folder import default_run_folder
     from launch.jobs.job import Job, default_request
-    from launch.jobs.start import launch_job
 
     loaded = load_config(config, overrides or [])
     folder = str(run_dir or default_run_folder(config.stem))
     job = Job(folder, scheduler, j, component=default_request(scheduler, folder, j))
     job = training.applied_to(asked.applied_to(job))
+    from launch.jobs.start import launch_job
+
     launch_job(job, loaded, dry_run=submit.dry_run, detach=submit.detach, say=say)
 
 

@@ -13,10 +13,16 @@ from hypothesis import strategies as st
 
 from distembed.composition import COMPOSITIONS
 from distembed.config import load_config
-from distembed.data.dataset.schema import CRITEO_KAGGLE_CARDINALITIES
+from distembed.data.dataset.schema import CRITEO_KAGGLE_CARDINALITIES, CategoricalFeature, Schema
 from distembed.describe import DescribedTable, describe
-from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
-from distembed.models import ModelInputs
+from distembed.embedding import (
+    CompositionalEmbeddingBagCollection,
+    CompositionalEmbeddingBagConfig,
+    EmbeddingConfig,
+    TableConfig,
+)
+from distembed.models import MODELS, DCNConfig, DLRMConfig, ModelInputs
+from distembed.models.config import CountedModelConfig
 from distembed.partitions import PARTITIONS
 from distembed.units import format_bytes
 
@@ -42,6 +48,35 @@ def test_path_based_tables_grow_by_what_the_paper_says() -> None:
     first_tables = sum(16 * -(-n // 4) for n in CRITEO_KAGGLE_CARDINALITIES)
     dense = describe(load_config(KAGGLE, path)).num_dense_parameters
     assert counts[0] == dense + first_tables + 26 * 4 * (33 * SIZES[0] + 16)
+
+
+COUNTED = [
+    DLRMConfig(bottom=[5, 3], top=[7]),
+    DLRMConfig(bottom=[9], top=[6, 4, 2]),
+    DCNConfig(deep=[3], num_cross_layers=1),
+    DCNConfig(),
+]
+
+
+@pytest.mark.parametrize("composition", ["product", "feature"])
+@pytest.mark.parametrize(("num_dense", "num_features"), [(0, 1), (1, 1), (13, 3)])
+@pytest.mark.parametrize("model", COUNTED)
+def test_a_model_counts_itself_as_it_is_built(
+    model: CountedModelConfig, num_dense: int, num_features: int, composition: str
+) -> None:
+    features = tuple(CategoricalFeature(f"C{number}", 1000 + number) for number in range(num_features))
+    schema = Schema("label", tuple(f"I{number}" for number in range(num_dense)), features)
+    table = TableConfig(partition="quotient_remainder", composition=composition, force=True)
+    inputs = ModelInputs.from_config(schema, EmbeddingConfig(table))
+    built = model.build(inputs)
+    weights = {id(weight) for weight in built.embeddings.parameters()}
+    dense = {name: tuple(own.shape) for name, own in built.named_parameters() if id(own) not in weights}
+    assert list(model.dense_shapes(inputs).items()) == list(dense.items())
+    assert built.embeddings.tables() == list(inputs.tables.values())
+
+
+def test_every_model_of_the_package_counts_itself() -> None:
+    assert all(isinstance(config(), CountedModelConfig) for config in MODELS.values())
 
 
 @pytest.mark.parametrize("composition", COMPOSITIONS)

@@ -1,15 +1,18 @@
 """The contract of every composition."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
 from jaxtyping import Float, Int64
-from torch import Tensor
-from torch.nn import functional as F
 
 from distembed.composition.initial import Distribution
+from distembed.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Composition(ABC):
@@ -65,5 +68,5 @@ class Composition(ABC):
 
 def look_up(weight: Float[Tensor, "rows dim"], row: Int64[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:
     """Returns rows of a weight; a weight stored in half precision gives float32, as in FBGEMM."""
-    vectors = F.embedding(row, weight)
+    vectors = torch.nn.functional.embedding(row, weight)
     return vectors.float() if vectors.dtype in (torch.float16, torch.bfloat16) else vectors

@@ -4,17 +4,22 @@ Trade-off: each partition's table has only a share of the dimension, so it is ab
 with the same row in one partition agree in that whole part of the vector.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
-import torch
 from jaxtyping import Float
-from torch import Tensor
 
 from distembed.composition.base import Composition
 from distembed.composition.initial import Distribution, Uniform
 from distembed.errors import UserError
+from distembed.lazy import torch
 from distembed.partitions.base import require_positive
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Concat(Composition):

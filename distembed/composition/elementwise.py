@@ -4,15 +4,20 @@ Trade-off: both keep the full dimension in every partition. The product tells id
 must be taken id by id; the sum is cheaper for bags, since it may be pooled first.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from functools import reduce
+from typing import TYPE_CHECKING
 
-import torch
 from jaxtyping import Float
-from torch import Tensor
 
 from distembed.composition.base import Composition
 from distembed.composition.initial import Distribution, NearSigns, Uniform
+from distembed.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class _Elementwise(Composition):

@@ -4,15 +4,20 @@ Trade-off: nothing is lost by composing, and the model itself learns how the par
 the full dimension for each table, so its interaction and first layer grow.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from jaxtyping import Float
-from torch import Tensor
 
 from distembed.composition.base import Composition
 from distembed.composition.concat import side_by_side
 from distembed.composition.initial import Distribution, Uniform
+from distembed.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Feature(Composition):

@@ -1,11 +1,15 @@
 """Distributions of initial weights; each fills a tensor in place."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch import Tensor
+from distembed.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Distribution(Protocol):

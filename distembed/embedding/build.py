@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from distembed.composition import COMPOSITIONS
 from distembed.data.dataset.schema import CategoricalFeature
@@ -11,8 +12,11 @@ from distembed.embedding.config import CompositionalEmbeddingBagConfig
 from distembed.embedding.settings import EmbeddingConfig, TableConfig
 from distembed.errors import UserError
 from distembed.names import one_of
-from distembed.partitions import PARTITIONS, Explicit, KeyedHash, Naive, Partition
+from distembed.partitions import PARTITIONS, KeyedHash, Naive, Partition
 from distembed.sse import SSE
+
+if TYPE_CHECKING:
+    from distembed.partitions import Explicit
 
 _DEFAULT_COLLISIONS = 4
 
@@ -91,7 +95,7 @@ def _make_partition(feature: CategoricalFeature, settings: TableConfig) -> Parti
     """
     scheme = PARTITIONS[settings.partition]
     try:
-        if scheme is Explicit:
+        if settings.partition == "explicit":
             return _read_explicit(feature.num_embeddings, settings)
         chosen = {name: getattr(settings, name) for name in scheme.settings}
         if "collisions" in chosen and settings.collisions is None and settings.num_buckets is None:
@@ -101,7 +105,7 @@ def _make_partition(feature: CategoricalFeature, settings: TableConfig) -> Parti
         raise UserError(f"embedding, table {feature.name!r}: {error}") from None
 
 
-def _read_explicit(num_embeddings: int, settings: TableConfig) -> Explicit:
+def _read_explicit(num_embeddings: int, settings: TableConfig) -> "Explicit":
     """Returns the explicit partitions of a table's file, or raises a :class:`UserError` where none is set."""
     if settings.assignments is None or settings.columns is None:
         raise UserError("partition explicit needs assignments, a Parquet file, and columns, its columns.")
@@ -113,6 +117,8 @@ def _read_explicit(num_embeddings: int, settings: TableConfig) -> Explicit:
 @lru_cache(maxsize=64)
 def _explicit(
     num_embeddings: int, path: Path, columns: tuple[str, ...], allow_collisions: bool, modified_ns: int
-) -> Explicit:
+) -> "Explicit":
     """Reads and checks a file once for each time of its modification, not whenever a table is described or built."""
+    from distembed.partitions import Explicit
+
     return Explicit.from_parquet(num_embeddings, path, columns, allow_collisions)

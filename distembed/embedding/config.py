@@ -6,20 +6,24 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from torchrec.modules.embedding_configs import DataType
+from typing import TYPE_CHECKING, Literal
 
 from distembed.bounds import MAX_TABLE_BYTES
 from distembed.composition import COMPOSITIONS, Composition
 from distembed.embedding.initialization import SeededInit
 from distembed.embedding.settings import ID_POLICIES, POOLINGS, IdPolicy, Pooling
 from distembed.errors import UserError
+from distembed.lazy import torch
 from distembed.names import one_of
 from distembed.partitions import PARTITIONS, KeyedHash, Partition
 from distembed.partitions.base import require_positive
-from distembed.sse import SSE, FeaturePerturbation, IdStream
+from distembed.sse import SSE, IdStream
 
-_BYTES_PER_PARAMETER = {DataType.FP32: 4, DataType.FP16: 2}
+if TYPE_CHECKING:
+    from distembed.sse import FeaturePerturbation
+
+DataType = Literal["FP32", "FP16"]
+_BYTES_PER_PARAMETER: dict[DataType, int] = {"FP32": 4, "FP16": 2}
 _BYTES_PER_FUNCTION_PARAMETER = 4
 
 
@@ -59,7 +63,7 @@ class CompositionalEmbeddingConfig:
         partition: An instance for the same ``num_embeddings``, or a name of ``distembed.partitions.PARTITIONS`` that is
             built with its default settings.
         composition: An instance, or a name of ``distembed.composition.COMPOSITIONS``.
-        data_type: The type of the vectors; functions are FP32.
+        data_type: The type of the vectors, ``FP32`` or ``FP16``, or TorchRec's ``DataType``; functions are FP32.
         seed: The seed of ``sse`` and, with the table's name and the partition's number, of the initial values.
         id_policy: How to treat an id outside of ``[0, num_embeddings)``: ``error`` raises an error, ``clip_to_oov``
             replaces it by ``oov_id``, ``modulo`` by its remainder modulo ``num_embeddings``, which is not negative.
@@ -78,7 +82,7 @@ class CompositionalEmbeddingConfig:
     feature_names: Sequence[str]
     partition: Partition | str = "naive"
     composition: Composition | str = "product"
-    data_type: DataType = DataType.FP32
+    data_type: DataType = "FP32"
     seed: int = 0
     id_policy: IdPolicy = "error"
     oov_id: int | None = None
@@ -110,7 +114,8 @@ class CompositionalEmbeddingConfig:
             combine = COMPOSITIONS[one_of(f"{where}: composition", self.composition, COMPOSITIONS)]
             self._resolve("composition", combine())
         _require_instance(f"{where}: composition", self.composition, Composition)
-        one_of(f"{where}: data_type", self.data_type, _BYTES_PER_PARAMETER)
+        data_type = getattr(self.data_type, "value", self.data_type)
+        self._resolve("data_type", one_of(f"{where}: data_type", data_type, _BYTES_PER_PARAMETER))
         one_of(f"{where}: id_policy", self.id_policy, ID_POLICIES)
         if self.oov_id is None:
             self._resolve("oov_id", min(1, self.num_embeddings - 1))
@@ -147,6 +152,16 @@ class CompositionalEmbeddingConfig:
         """The composition as an instance."""
         assert isinstance(self.composition, Composition)
         return self.composition
+
+    @property
+    def dtype(self) -> "torch.dtype":
+        """The dtype of the vectors in the weights."""
+        return {"FP32": torch.float32, "FP16": torch.float16}[self.data_type]
+
+    @property
+    def bytes_per_number(self) -> int:
+        """The bytes of a number of the vectors in the weights."""
+        return _BYTES_PER_PARAMETER[self.data_type]
 
     @property
     def num_vectors(self) -> int:
@@ -198,7 +213,7 @@ class CompositionalEmbeddingConfig:
         """The bytes of all parameters, without optimizer state."""
         vectors = sum(part.num_parameters for part in self.lookup_tables())
         functions = sum(part.num_parameters for part in self.function_tables())
-        return vectors * _BYTES_PER_PARAMETER[self.data_type] + functions * _BYTES_PER_FUNCTION_PARAMETER
+        return vectors * self.bytes_per_number + functions * _BYTES_PER_FUNCTION_PARAMETER
 
 
 @dataclass(frozen=True)
@@ -229,13 +244,15 @@ def vector_names(tables: Sequence[CompositionalEmbeddingConfig]) -> list[str]:
     return [name for table in tables for feature in table.feature_names for name in table.vector_names(feature)]
 
 
-def perturbation(tables: Sequence[CompositionalEmbeddingConfig], rank: int | None = None) -> FeaturePerturbation:
+def perturbation(tables: Sequence[CompositionalEmbeddingConfig], rank: int | None = None) -> "FeaturePerturbation":
     """Returns the module that replaces the ids of these tables' features in training.
 
     Args:
         tables: Tables; the ids of those without an ``sse`` are not replaced.
         rank: This process's rank; unless given, that in the default process group.
     """
+    from distembed.sse import FeaturePerturbation
+
     streams = [
         IdStream(table.name, feature, table.num_embeddings, table.sse, table.seed)
         for table in tables

@@ -8,14 +8,19 @@ each block from a generator of its own, so that a rank draws little more than th
     this rank        |  rows 1.5 to 3.2  |               draws blocks 1 to 3
 """
 
+from __future__ import annotations
+
 import hashlib
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
 from jaxtyping import Float
-from torch import Tensor
 
 from distembed.composition.initial import Distribution
+from distembed.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _NUMBERS_PER_BLOCK = 2**22
 
@@ -42,9 +47,14 @@ class SeededInit:
         """Fills the whole weight and returns it."""
         return self.fill_part(weight, 0, 0)
 
-    @torch.no_grad()
     def fill_part(self, part: Float[Tensor, "rows columns"], first_row: int, first_column: int) -> Tensor:
         """Fills a range of the weight's rows and columns with its values in the whole weight, and returns it."""
+        with torch.no_grad():
+            self._fill(part, first_row, first_column)
+        return part
+
+    def _fill(self, part: Float[Tensor, "rows columns"], first_row: int, first_column: int) -> None:
+        """Does the same, where gradients are off."""
         end, columns = first_row + len(part), slice(first_column, first_column + part.shape[1])
         block_rows = max(1, _NUMBERS_PER_BLOCK // self.dim)
         # allocated once: freed and allocated again for every block, glibc's heap would grow by each
@@ -60,7 +70,6 @@ class SeededInit:
                     scratch = part.new_empty(min(block_rows, self.num_rows), self.dim)
                 drawn = self.distribution.fill(scratch[: stop - start], generator)
                 within.copy_(drawn[max(first_row - start, 0) :][: len(within), columns])
-        return part
 
     def _generator(self, block: int, device: torch.device) -> torch.Generator:
         """Returns the random numbers of a block."""

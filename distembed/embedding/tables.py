@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import data_type_to_dtype
+from torchrec.modules.embedding_configs import DataType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
@@ -79,7 +79,7 @@ class CompositionalTables(nn.Module, Generic[TableT]):
         """Returns a module for each partition that holds vectors; ``make`` builds it from its weight."""
         return nn.ModuleDict(
             {
-                part.name: make(empty_weight(part, self._device, data_type_to_dtype(table.data_type)))
+                part.name: make(empty_weight(part, self._device, table.dtype))
                 for table in self._tables
                 for part in self._parts[table.name]
                 if not part.is_function
@@ -166,7 +166,7 @@ def torchrec_configs(
             num_embeddings=table.num_embeddings,
             embedding_dim=table.embedding_dim,
             feature_names=vector_names([table]),
-            data_type=table.data_type,
+            data_type=DataType(table.data_type),
             **fields(table),
         )
         for table in tables
@@ -186,7 +186,7 @@ def lookup_table_configs(make: Callable[..., Any], tables: Sequence[TableT]) -> 
             num_embeddings=part.num_rows,
             embedding_dim=part.dim,
             feature_names=list(table.feature_names),
-            data_type=table.data_type,
+            data_type=DataType(table.data_type),
             init_fn=part.init,
         )
         for table in tables

@@ -3,9 +3,10 @@
 They are apart from the models, so that a config is read and checked without torch.
 """
 
+from collections.abc import Sequence
 from dataclasses import Field as DataclassField
 from dataclasses import field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import pydantic.dataclasses
 from pydantic import Field
@@ -16,6 +17,10 @@ from distembed.names import STRICT
 if TYPE_CHECKING:
     from distembed.models.base import Model
     from distembed.models.inputs import ModelInputs
+
+
+Shapes = dict[str, tuple[int, ...]]
+"""The shape of each parameter of a module, by its path, in the module's order."""
 
 
 class ModelConfig(Protocol):
@@ -29,6 +34,17 @@ class ModelConfig(Protocol):
 
     def build(self, inputs: "ModelInputs") -> "Model":
         """Builds the model for a dataset."""
+
+
+@runtime_checkable
+class CountedModelConfig(Protocol):
+    """A model's section that can count what it builds, so that the model is described without torch.
+
+    The model has a table for each categorical feature, and no other. Others are built to be described.
+    """
+
+    def dense_shapes(self, inputs: "ModelInputs") -> Shapes:
+        """Returns the shapes of the model's parameters outside of its tables."""
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
@@ -52,6 +68,14 @@ class DLRMConfig:
         embeddings, vector_names = inputs.pooled_embeddings()
         return DLRM(embeddings, vector_names, inputs.embedding_dim, inputs.num_dense, self.bottom, self.top)
 
+    def dense_shapes(self, inputs: "ModelInputs") -> Shapes:
+        """Returns the shapes of the networks' weights and biases."""
+        has_bottom = inputs.num_dense > 0
+        num_vectors = inputs.num_vectors + has_bottom
+        dim, num_pairs = inputs.embedding_dim, num_vectors * (num_vectors - 1) // 2
+        bottom = mlp_shapes("bottom", inputs.num_dense, [*self.bottom, dim]) if has_bottom else {}
+        return bottom | mlp_shapes("top", (dim if has_bottom else 0) + num_pairs, [*self.top, 1])
+
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class DCNConfig:
@@ -73,3 +97,24 @@ class DCNConfig:
 
         embeddings, vector_names = inputs.pooled_embeddings()
         return DCN(embeddings, vector_names, inputs.embedding_dim, inputs.num_dense, self.deep, self.num_cross_layers)
+
+    def dense_shapes(self, inputs: "ModelInputs") -> Shapes:
+        """Returns the shapes of the networks' weights and biases."""
+        in_features = inputs.num_dense + inputs.num_vectors * inputs.embedding_dim
+        crossed = (self.num_cross_layers, in_features)
+        return {
+            **mlp_shapes("deep", in_features, self.deep),
+            "cross.weights": crossed,
+            "cross.biases": crossed,
+            "output.weight": (1, self.deep[-1] + in_features),
+            "output.bias": (1,),
+        }
+
+
+def mlp_shapes(path: str, in_features: int, sizes: Sequence[int]) -> Shapes:
+    """Returns the shapes of an MLP's weights and biases; between two linear layers there is one without parameters."""
+    shapes: Shapes = {}
+    for number, (fan_in, fan_out) in enumerate(zip([in_features, *sizes[:-1]], sizes, strict=True)):
+        shapes[f"{path}.layers.{2 * number}.weight"] = (fan_out, fan_in)
+        shapes[f"{path}.layers.{2 * number}.bias"] = (fan_out,)
+    return shapes

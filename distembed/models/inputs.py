@@ -2,14 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from distembed.data.dataset.schema import Schema
 from distembed.embedding import (
-    CompositionalEmbeddingBagCollection,
     CompositionalEmbeddingBagConfig,
-    CompositionalEmbeddingCollection,
     CompositionalEmbeddingConfig,
     EmbeddingConfig,
     build_tables,
@@ -17,6 +14,9 @@ from distembed.embedding import (
 )
 from distembed.names import one_of
 from distembed.sse import SSE
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,14 @@ class ModelInputs:
         """The number of dense features."""
         return len(self.schema.dense)
 
-    def pooled_embeddings(self, features: Sequence[str] | None = None, suffix: str = "") -> tuple[nn.Module, list[str]]:
+    @property
+    def num_vectors(self) -> int:
+        """The number of vectors that the tables of all features give a row."""
+        return len(vector_names(list(self.tables.values())))
+
+    def pooled_embeddings(
+        self, features: Sequence[str] | None = None, suffix: str = ""
+    ) -> "tuple[nn.Module, list[str]]":
         """Makes a collection that maps ids to one vector a row and feature.
 
         Args:
@@ -77,7 +84,7 @@ class ModelInputs:
 
     def sequence_embeddings(
         self, features: Sequence[str] | None = None, suffix: str = ""
-    ) -> tuple[nn.Module, list[str]]:
+    ) -> "tuple[nn.Module, list[str]]":
         """Makes a collection that maps ids to one vector an id; arguments and errors as :meth:`pooled_embeddings`.
 
         Returns:
@@ -90,12 +97,16 @@ class ModelInputs:
         ]
         return self._make_sequences(tables), vector_names(tables)
 
-    def _make_pooled(self, tables: Sequence[CompositionalEmbeddingBagConfig]) -> nn.Module:
+    def _make_pooled(self, tables: Sequence[CompositionalEmbeddingBagConfig]) -> "nn.Module":
         """Returns a collection of bags over these tables."""
+        from distembed.embedding import CompositionalEmbeddingBagCollection
+
         return CompositionalEmbeddingBagCollection(tables, device="meta")
 
-    def _make_sequences(self, tables: Sequence[CompositionalEmbeddingConfig]) -> nn.Module:
+    def _make_sequences(self, tables: Sequence[CompositionalEmbeddingConfig]) -> "nn.Module":
         """Returns a collection of sequences over these tables."""
+        from distembed.embedding import CompositionalEmbeddingCollection
+
         return CompositionalEmbeddingCollection(tables, device="meta")
 
     def _choose_tables(self, features: Sequence[str] | None, suffix: str) -> list[CompositionalEmbeddingBagConfig]:

@@ -1,15 +1,19 @@
 """The contract of every partition scheme: exact integer maps from ids to rows, and back."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-import torch
 from jaxtyping import Int64
-from torch import Tensor
 
 from distembed.errors import UserError
+from distembed.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_NUM_EMBEDDINGS = 2**63 - 1
 """The largest number of ids that a table can have, as ids are int64."""

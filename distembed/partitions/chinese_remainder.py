@@ -6,14 +6,16 @@ ids from the whole range, where the last digits of mixed radix give neighbouring
 given rows takes more arithmetic.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
 from jaxtyping import Int64
-from torch import Tensor
 
 from distembed.errors import UserError
+from distembed.lazy import torch
 from distembed.partitions.base import MAX_NUM_EMBEDDINGS, Partition
 from distembed.partitions.digits import from_digits
 from distembed.partitions.moduli import (
@@ -24,6 +26,9 @@ from distembed.partitions.moduli import (
     require_num_partitions,
     suggest_moduli,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class ChineseRemainder(Partition):

@@ -5,11 +5,16 @@ With radices ``m_1, ..., m_k`` and ``M_j = m_1 * ... * m_{j-1}``, an id is ``x =
 tell any two ids below ``m_1 * ... * m_k`` apart.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from distembed.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def to_digits(ids: Tensor, lower_moduli: Sequence[int] | Tensor) -> Tensor:

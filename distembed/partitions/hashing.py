@@ -6,17 +6,22 @@ allow. The key makes the ids differ between tables, and unforeseeable to whoever
 cryptographic protection, for strings it is one (BLAKE2b, to 64 bits).
 """
 
+from __future__ import annotations
+
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
 from jaxtyping import Int64
-from torch import Tensor
 
 from distembed.data.splitmix import GOLDEN_GAMMA, MULTIPLIERS, SHIFTS
 from distembed.errors import UserError
+from distembed.lazy import torch
 from distembed.partitions.base import require_positive
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _MAX_SEED = 2**63 - 1
 _NEGLIGIBLE_BITS = 64

@@ -5,14 +5,16 @@ Each partition looks at one digit of the id: ``p_1(x) = x mod m_1``, ``p_j(x) = 
 more partitions, the more ids share each row, and the more lookups an id costs.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
 from jaxtyping import Int64
-from torch import Tensor
 
 from distembed.errors import UserError
+from distembed.lazy import torch
 from distembed.partitions.base import Partition
 from distembed.partitions.digits import colliding_digits, from_digits, to_digits
 from distembed.partitions.moduli import (
@@ -22,6 +24,9 @@ from distembed.partitions.moduli import (
     require_num_partitions,
     suggest_moduli,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class MixedRadix(Partition):

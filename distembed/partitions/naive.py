@@ -3,12 +3,17 @@
 Trade-off: no compression, and every id is trained on its own occurrences alone.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from jaxtyping import Int64
-from torch import Tensor
 
 from distembed.partitions.base import Partition
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Naive(Partition):

@@ -5,17 +5,22 @@ Trade-off: m + c rows in place of n, least near ``m = c = sqrt(n)``; every id ke
 price of a second lookup and of ids that share half of their parameters.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
 from jaxtyping import Int64
-from torch import Tensor
 
 from distembed.errors import UserError
+from distembed.lazy import torch
 from distembed.partitions.base import Partition, require_positive
 from distembed.partitions.digits import colliding_digits, from_digits, to_digits
 from distembed.partitions.remainder import rows_for_collisions
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class QuotientRemainder(Partition):

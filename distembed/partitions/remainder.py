@@ -4,14 +4,19 @@ Trade-off: the smallest and the fastest table, but not complementary: about c id
 apart, however long the training.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from jaxtyping import Int64
-from torch import Tensor
 
 from distembed.errors import UserError
+from distembed.lazy import torch
 from distembed.partitions.base import Partition, require_positive
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def rows_for_collisions(num_embeddings: int, collisions: int) -> int:

@@ -23,7 +23,6 @@ from dataclasses import dataclass, fields
 
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ShardingType
-from torchrec.modules.embedding_configs import DATA_TYPE_NUM_BITS
 
 from distembed.planning.lookups import ExchangeKey, RankLookups, column_shards, exchange_key, is_on_every_rank
 from distembed.planning.networks import NetworkEstimate
@@ -309,7 +308,7 @@ def _unfused_gradients(placements: Sequence[Placement], world_size: int) -> list
 
 
 def _itemsize(placement: Placement) -> int:
-    return DATA_TYPE_NUM_BITS[placement.table.data_type] // 8
+    return placement.table.bytes_per_number
 
 
 def _is_sent(sharding_type: str, world_size: int) -> bool:

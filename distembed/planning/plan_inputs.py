@@ -51,7 +51,7 @@ class TablePlanInputs:
             dims=[part.dim for part in parts],
             composition=table.combine.name,
             embedding_dim=table.embedding_dim,
-            data_type=table.data_type.value,
+            data_type=table.data_type,
             pooling=getattr(table, "pooling", None),
             feature_names=list(table.feature_names),
         )

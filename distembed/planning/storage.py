@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.constants import UVM_CACHING_RATIO
-from torchrec.modules.embedding_configs import DATA_TYPE_NUM_BITS
 
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.optim.declared import TableOptimizers
@@ -103,7 +102,7 @@ def table_storage(
 
 def whole_table_storage(table: CompositionalEmbeddingConfig, optimizers: TableOptimizers) -> TableStorage:
     """Returns the storage of a table of any size that one rank holds whole; no weights are allocated."""
-    itemsize = DATA_TYPE_NUM_BITS[table.data_type] // 8
+    itemsize = table.bytes_per_number
     vectors = [
         _parameter([(part.num_rows, part.dim)], itemsize, optimizers.sparse, optimizers.is_fused)
         for part in table.lookup_tables()
@@ -124,7 +123,7 @@ def _rank_storages(
     placement: Placement, world_size: int, optimizers: TableOptimizers, cache_ratio: float
 ) -> Iterator[tuple[int, TableStorage]]:
     """Yields ranks and the storage of a part of the table on them; a rank comes once for each of its parts."""
-    itemsize, kernel = DATA_TYPE_NUM_BITS[placement.table.data_type] // 8, placement.unit.compute_kernel
+    itemsize, kernel = placement.table.bytes_per_number, placement.unit.compute_kernel
     is_fused = kernel != EmbeddingComputeKernel.DENSE.value
     for sharding in placement.sharded.values():
         shards: dict[int, list[tuple[int, int]]] = {}

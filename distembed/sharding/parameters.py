@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingEnv2D
 from torchrec.distributed.utils import append_prefix
-from torchrec.modules.embedding_configs import data_type_to_dtype
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.embedding.config import CompositionalEmbeddingConfig
@@ -73,7 +72,7 @@ class ShardedParameters:
                 empty_weight(
                     part,
                     device if device is not None else torch.device("cpu"),
-                    torch.float32 if part.is_function else data_type_to_dtype(placement.table.data_type),
+                    torch.float32 if part.is_function else placement.table.dtype,
                 )
             )
             for placement in self._placements.values()

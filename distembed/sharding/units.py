@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType, data_type_to_dtype
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 
 from distembed.embedding.bag_collection import CompositionalEmbeddingBagCollection
 from distembed.embedding.collection import CompositionalEmbeddingCollection
@@ -25,8 +25,7 @@ def unit_parameters(module: CompositionalTables[Any]) -> dict[str, nn.Parameter]
 
 
 def _unit_parameter(module: CompositionalTables[Any], table: CompositionalEmbeddingConfig) -> nn.Parameter:
-    dtype = data_type_to_dtype(table.data_type)
-    unit = nn.Parameter(torch.empty(unit_size(table), device="meta", dtype=dtype))
+    unit = nn.Parameter(torch.empty(unit_size(table), device="meta", dtype=table.dtype))
     # the planner counts optimizer state, and plans by hand choose the kernel, from these attributes alone
     for attribute in ("_optimizer_classes", "_optimizer_kwargs", "_in_backward_optimizers"):
         if hasattr(module.weights(table.name)[0], attribute):
@@ -58,7 +57,7 @@ class _Units(nn.Module):
                 num_embeddings=table.num_embeddings,
                 embedding_dim=width(table),
                 feature_names=list(table.feature_names),
-                data_type=table.data_type,
+                data_type=DataType(table.data_type),
                 **fields,
             )
             for table in self._units

@@ -8,8 +8,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchrec.modules.embedding_configs import DataType
-
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.sharding.placement import TableSlice, is_pooled
 
@@ -127,7 +125,7 @@ class GroupLoad:
     @property
     def stacks(self) -> bool:
         """Whether replicated weights are copied into one, in float32."""
-        return len({table.name for table in self.tables}) > 1 or self.table.data_type != DataType.FP32
+        return len({table.name for table in self.tables}) > 1 or self.table.data_type != "FP32"
 
     @property
     def replicated_vector_bytes(self) -> int:

@@ -1,0 +1,148 @@
+"""Commands and refusals that need no model answer without loading torch, which takes seconds."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from distembed.data.dataset.creation import create_manifest
+from distembed.data.dataset.schema import CategoricalFeature, Schema
+
+HEAVY = ("torch", "torchrec", "fbgemm_gpu")
+PROGRAM = f"""
+import contextlib, io, json, sys
+from distembed.cli import main
+for line in json.load(sys.stdin):
+    before, errors = set(sys.modules), io.StringIO()
+    sys.argv[1:] = line.split()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
+        try:
+            main()
+        except SystemExit as ended:
+            code = ended.code
+    loaded = [name for name in {HEAVY} if name in sys.modules and name not in before]
+    print(json.dumps([code, errors.getvalue(), loaded]), file=sys.__stdout__, flush=True)
+"""
+
+Answer = tuple[int, str, list[str]]
+
+ANSWERED = [
+    "--help",
+    "--version",
+    "train --help",
+    "launch --help",
+    "prepare criteo --help",
+    "describe config.yaml",
+    "describe config.yaml --json embedding.default.composition=concat embedding.default.partition=mixed_radix",
+    "describe schema.yaml embedding.default.partition=chinese_remainder model.name=dcn",
+    "synthesize rows.tsv --rows 50",
+    "prepare criteo few.tsv --output made",
+    "prepare graph edges.csv --output graph --num-embeddings 10",
+    "report run",
+    "status launched",
+]
+"""Command lines that end with 0."""
+
+REFUSED = [
+    "describe nowhere.yaml",
+    "describe config.yaml data.path=nowhere",
+    "describe config.yaml embedding.default.partition=quotient",
+    "describe config.yaml train.sparse_optimizer.name=adamw",
+    "describe config.yaml model.name=towers",
+    "describe config.yaml task.name=order",
+    "prepare criteo nowhere.tsv --output made",
+    "prepare criteo few.tsv --output run",
+    "prepare criteo few.tsv --output made --split 0.5",
+    "prepare graph nowhere.csv --output graph --num-embeddings 10",
+    "report dataset",
+    "status dataset",
+    "launch nowhere.yaml",
+    "train nowhere.yaml",
+    "train config.yaml train.batch_size=0",
+    "train config.yaml train.batchsize=64",
+    "train config.yaml data.path=nowhere",
+    "train schema.yaml",
+    "train config.yaml --resume",
+    "train config.yaml --run-dir new --resume",
+    "train config.yaml --run-dir run",
+    "train config.yaml --run-dir config.yaml",
+    "train config.yaml --run-dir dataset",
+    "train config.yaml --run-dir run --resume train.batch_size=7",
+    "train config.yaml --plan nowhere.json",
+    "train config.yaml --plan run/run.json",
+    "train config.yaml sse.default.p0=0.1 sse.default.graph=nowhere",
+    "evaluate nowhere",
+    "evaluate run",
+    "evaluate run --data nowhere",
+    "evaluate run --split autumn",
+    "predict run --output predictions.txt",
+    "predict run --output predictions.csv",
+    "materialise run --output config.yaml",
+    "materialise run --output vectors --ids config.yaml",
+    "materialise run --output vectors",
+    "plan config.yaml --gpu h100",
+    "plan config.yaml --memory much",
+    "plan config.yaml data.path=nowhere",
+    "plan config.yaml --output run/run.json",
+    "plan config.yaml --report plan.txt",
+]
+"""Command lines that end with 2."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a dataset, configs, a run that has no checkpoint, a launched job, and raw files."""
+    folder = tmp_path_factory.mktemp("quick")
+    ids = {name: np.arange(20, dtype=np.int32) % 10 for name in ("C1", "C2")}
+    for split in ("train", "validation", "test"):
+        (folder / "dataset" / split).mkdir(parents=True)
+        columns = {"label": np.arange(20, dtype=np.int8) % 2, "I1": np.ones(20, np.float32), **ids}
+        pq.write_table(pa.table(columns), folder / "dataset" / split / "part-0.parquet")
+    schema = Schema("label", ("I1",), (CategoricalFeature("C1", 10), CategoricalFeature("C2", 10)))
+    files = {split: [f"{split}/part-0.parquet"] for split in ("train", "validation", "test")}
+    create_manifest(folder / "dataset", schema, files)
+    config = {"data": {"path": str(folder / "dataset")}, "train": {"batch_size": 4}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    (folder / "schema.yaml").write_text("data: {schema: criteo_kaggle}\n")
+    (folder / "run").mkdir()
+    (folder / "run" / "config.yaml").write_text(yaml.safe_dump(config))
+    (folder / "run" / "run.json").write_text(json.dumps({"name": "run", "status": "finished"}))
+    (folder / "run" / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "loss": 0.5, "samples": 4}\n')
+    (folder / "launched" / "launch").mkdir(parents=True)
+    submission = {"handle": "local_cwd://session/job", "time": "2024-01-01T00:00:00+00:00", "j": "1x1"}
+    job: dict[str, Any] = {"run_dir": str(folder / "launched"), "scheduler": "local_cwd", "j": "1x1"}
+    (folder / "launched" / "launch" / "job.json").write_text(json.dumps({**job, "submissions": [submission]}))
+    row = "\t".join(["7"] * 13 + ["0000abcd"] * 26)
+    (folder / "few.tsv").write_text(f"0\t{row}\n1\t{row}\n" * 10)
+    (folder / "edges.csv").write_text("source,target\n1,2\n3,4\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answers(folder: Path) -> dict[str, Answer]:
+    """The exit code of each command line, what it says of errors, and what it was the first to load."""
+    lines = [*ANSWERED, *REFUSED]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], input=json.dumps(lines), capture_output=True, text=True, cwd=folder
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(zip(lines, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+@pytest.mark.parametrize("line", ANSWERED)
+def test_what_needs_no_model_is_answered_without_torch(line: str, answers: dict[str, Answer]) -> None:
+    code, error, loaded = answers[line]
+    assert (code, error, loaded) == (0, "", [])
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_can_be_seen_without_a_model_is_refused_without_torch(line: str, answers: dict[str, Answer]) -> None:
+    code, error, loaded = answers[line]
+    assert (code, loaded) == (2, []) and error.startswith("error: ")
