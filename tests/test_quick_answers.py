@@ -20,15 +20,16 @@ PROGRAM = f"""
 import contextlib, io, json, sys
 from distembed.cli import main
 for line in json.load(sys.stdin):
-    before, errors = set(sys.modules), io.StringIO()
+    before, output, errors = set(sys.modules), *(io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2))
     sys.argv[1:] = line.split()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
         try:
             main()
         except SystemExit as ended:
             code = ended.code
     loaded = [name for name in {HEAVY} if name in sys.modules and name not in before]
-    print(json.dumps([code, errors.getvalue(), loaded]), file=sys.__stdout__, flush=True)
+    errors.seek(0)
+    print(json.dumps([code, errors.read(), loaded]), file=sys.__stdout__, flush=True)
 """
 
 Answer = tuple[int, str, list[str]]
@@ -119,8 +120,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     submission = {"handle": "local_cwd://session/job", "time": "2024-01-01T00:00:00+00:00", "j": "1x1"}
     job: dict[str, Any] = {"run_dir": str(folder / "launched"), "scheduler": "local_cwd", "j": "1x1"}
     (folder / "launched" / "launch" / "job.json").write_text(json.dumps({**job, "submissions": [submission]}))
-    row = "\t".join(["7"] * 13 + ["0000abcd"] * 26)
-    (folder / "few.tsv").write_text(f"0\t{row}\n1\t{row}\n" * 10)
+    rows = [[str(number // 2 % 2), *[str(number)] * 13, *[f"{number % 2:08x}"] * 26] for number in range(20)]
+    (folder / "few.tsv").write_text("".join("\t".join(row) + "\n" for row in rows))
     (folder / "edges.csv").write_text("source,target\n1,2\n3,4\n")
     return folder
 

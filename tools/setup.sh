@@ -8,7 +8,7 @@
 # DISTEMBED_PYTHON=/path/to/python3   the interpreter to build on (default: the first suitable one on PATH)
 # DISTEMBED_DEVICE=cpu|cuda           which members of the trio to take (default: cuda where nvidia-smi works)
 #
-# Packages come from wherever pip is configured to take them; nothing is compiled. The stamp is written last, so that
+# Packages come from wherever pip is configured to take them; nothing is built from source. The stamp is written last, so that
 # an environment without one was interrupted and is made afresh: a killed pip leaves packages that only look installed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -126,6 +126,10 @@ install() {
         say "Installing $TORCHX"
         pip_install --no-deps "$TORCHX"
     fi
+    # At once and on all cores: pip would compile on one, and without it each command's first user waits, and where
+    # bytecode is not written each user of each. What is not for this Python does not compile, and is left.
+    say "Compiling bytecode"
+    "$VENV/bin/python" -m compileall -qq -j 0 $VENV/lib/python*/site-packages distembed launch || true
     say "Loading torch, FBGEMM and TorchRec once"
     "$VENV/bin/python" -W ignore -c 'import torch, fbgemm_gpu, torchrec' ||
         fail "the trio is installed and does not load; see:  $VENV/bin/python -m distembed.doctor"

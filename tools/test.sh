@@ -13,9 +13,9 @@ tools/setup.sh test
 
 # One thread a worker: the workers share the cores already.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
-# Bytecode is kept even where that is switched off: each process that a test starts would compile torch for seconds.
-unset PYTHONDONTWRITEBYTECODE
-export PYTHONPYCACHEPREFIX=$PWD/.venv/bytecode
+# The set-up's bytecode lies beside the modules, where no prefix leads away from it. Of modules that have changed since,
+# bytecode is kept even where that is switched off: each process that a test starts would compile them anew.
+unset PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX
 sample=../shared/data/criteo_kaggle_110k.tsv.gz
 if [[ -z ${DISTEMBED_CRITEO_SAMPLE+set} && -f $sample ]]; then
     export DISTEMBED_CRITEO_SAMPLE=$PWD/$sample
