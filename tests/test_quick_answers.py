@@ -120,7 +120,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     submission = {"handle": "local_cwd://session/job", "time": "2024-01-01T00:00:00+00:00", "j": "1x1"}
     job: dict[str, Any] = {"run_dir": str(folder / "launched"), "scheduler": "local_cwd", "j": "1x1"}
     (folder / "launched" / "launch" / "job.json").write_text(json.dumps({**job, "submissions": [submission]}))
-    rows = [[str(number // 2 % 2), *[str(number)] * 13, *[f"{number % 2:08x}"] * 26] for number in range(20)]
+    rows = [[str(number % 2), *[str(number)] * 13, *[f"{number // 2 % 2:08x}"] * 26] for number in range(20)]
     (folder / "few.tsv").write_text("".join("\t".join(row) + "\n" for row in rows))
     (folder / "edges.csv").write_text("source,target\n1,2\n3,4\n")
     return folder
