@@ -136,7 +136,9 @@ def prepare_criteo(
     sources = list_sources(inputs, note)
     require_outside(sources, Path(output))
     with (
-        full_disk_explained(lambda _: disk_is_full(sources, Path(output)), (OSError, pa.ArrowException)),
+        full_disk_explained(
+            lambda error: disk_is_full(error, sources, Path(output)), (OSError, pa.ArrowException), max_file_size=True
+        ),
         staged_folder(Path(output), overwrite=overwrite) as folder,
     ):
         require_space(sources, Path(output), limits, note)

@@ -10,6 +10,7 @@ Pipes are not counted, since nothing is known of them. Where there is plenty of 
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,8 +73,12 @@ def require_space(sources: Sequence[Path], output: Path, limits: ResourceLimits,
         )
 
 
-def disk_is_full(sources: Sequence[Path], output: Path) -> str:
-    """Returns the text of an error that says how much room is needed."""
+def disk_is_full(error: Exception, sources: Sequence[Path], output: Path) -> str:
+    """Returns the text of an error that says how much room is needed, given the system's error."""
+    if getattr(error, "errno", None) == errno.EFBIG:
+        return (
+            f"{output} could not be written: this process may not write files so large (see `ulimit -f`); allow it to"
+        )
     folder = nearest_folder(output.parent)
     sizes = [
         source.stat().st_size * (_GZIP_RATIO if is_gzip(source) else 1) for source in sources if not is_pipe(source)
