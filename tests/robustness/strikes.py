@@ -235,7 +235,7 @@ MOMENTS: dict[str, Callable[[Path, Come], None]] = {
     "step": before_step,
     "change": lambda run, come: before_change(run, come, ".*"),
     "saving": lambda run, come: before_change(run, come, r"\.distcp|\.metadata.*|\.tmp|progress\.json.*", ("open",)),
-    "saved": lambda run, come: before_change(run, come, r"step-\d+/progress\.json", ("os.remove",)),
+    "saved": lambda run, come: before_change(run, come, r"step-[^/]*/progress\.json", ("os.remove",)),
     "removing": lambda run, come: before_change(run, come, r"\.distcp|\.metadata.*", ("os.remove",)),
     "validation": before_evaluation,
     "validated": before_recording,

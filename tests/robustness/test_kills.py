@@ -38,11 +38,18 @@ def draw_strike(draw: random.Random, ranks: int) -> Strike:
     return Strike(moment, count, by, rank, draw.random() < 0.5)
 
 
-@pytest.mark.parametrize(("ranks", "strikes"), [(1, 2), (2, 2)])
+@pytest.mark.parametrize(("ranks", "strikes"), [(1, 2), (2, 1)])
 def test_what_is_killed_ends_as_what_is_left_alone(config: Path, tmp_path: Path, ranks: int, strikes: int) -> None:
     draw = random.Random(ranks)
     drawn = DrawnRun.drawn(config, draw, ranks)
     strike_and_compare(drawn, drawn, tmp_path, lambda: draw_strike(draw, ranks), strikes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", [*OF_ALL_RANKS, *OF_RANK_0])
+def test_every_moment_comes(config: Path, tmp_path: Path, moment: str) -> None:
+    overrides = ["train.max_steps=9", "train.checkpoint_every=2", "train.keep_checkpoints=1"]
+    assert not DrawnRun(config, overrides, 1, sync=True).run(tmp_path / "run", Strike(moment))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
