@@ -19,6 +19,7 @@ from distembed.commands import inspect, plan, prepare, train
 from distembed.commands.error_file import record_error
 from distembed.commands.shared import errors
 from distembed.errors import Interrupted, RunError, UserError
+from distembed.parent import end_with_parent
 from launch import commands as launch
 
 INTERRUPTED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again
@@ -83,6 +84,7 @@ def main() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         # what a stream's encoding has no characters for, such as a file's odd name, is no reason to fail
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    end_with_parent()
     try:
         code = app(standalone_mode=False)
     except _WrongUsage as error:
@@ -91,8 +93,7 @@ def main() -> NoReturn:
             _leave(2)
         _end(2, f"[bold red]error:[/] {_escape(text)}")
     except UserError as error:
-        record_error(error)
-        _end(2, f"[bold red]error:[/] {_escape(error)}")
+        _end(2, "" if record_error(error, 2) else f"[bold red]error:[/] {_escape(error)}")
     except Interrupted as error:
         _end(INTERRUPTED_EXIT_CODE, f"[bold yellow]interrupted:[/] {_escape(error)}")
     except RunError as error:
@@ -102,7 +103,7 @@ def main() -> NoReturn:
         _leave(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP):
-            _end(2, f"[bold red]error:[/] {_escape(error)}")
+            _end(2, "" if record_error(error, 2) else f"[bold red]error:[/] {_escape(error)}")
         record_error(error)
         _end(1, f"[bold red]failed:[/] {_escape(error)}")
     except Exception as error:
@@ -137,9 +138,10 @@ def _escape(error: BaseException | str) -> str:
 
 
 def _end(code: int, message: str) -> NoReturn:
-    """Prints a message, with the rank where that is not 0, and ends the process."""
+    """Prints a message, with the rank where that is not 0, or nothing where it is empty, and ends the process."""
     rank = os.environ.get("RANK", "0")
-    errors.print(message if rank == "0" else f"rank {rank}: {message}", highlight=False, soft_wrap=True)
+    if message:
+        errors.print(message if rank == "0" else f"rank {rank}: {message}", highlight=False, soft_wrap=True)
     _leave(code)
 
 

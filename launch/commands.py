@@ -109,11 +109,12 @@ def resume_command(
 
 
 def _load(run: str) -> "Job":
-    """Returns the job of a run; see :func:`launch.jobs.job.load_job`."""
+    """Returns the job of a run, as far as its scheduler has it; see :func:`launch.jobs.job.load_job`."""
     _require_torchx()
     from launch.jobs.job import load_job
+    from launch.jobs.pending import settled
 
-    return load_job(run)
+    return settled(load_job(run))
 
 
 def _require_torchx() -> None:
@@ -125,6 +126,4 @@ def _require_torchx() -> None:
     try:
         import torchx.runner  # noqa: F401
     except ImportError as error:
-        raise UserError(
-            f"launching needs TorchX, and it cannot be imported ({error}): run tools/setup.sh launch."
-        ) from None
+        raise UserError(f"launching needs TorchX, and it cannot be imported ({error}): run tools/setup.sh.") from None

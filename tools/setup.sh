@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # Makes .venv ready to run distembed, and ends at once when nothing has changed since the last time.
 #
-#   tools/setup.sh          what the product needs
-#   tools/setup.sh launch   and what jobs are started on clusters with
-#   tools/setup.sh test     and what the tests need, `launch` included
+#   tools/setup.sh              what the product needs, and what starts jobs on this machine and on Slurm
+#   tools/setup.sh kubernetes   and what starts them on Kubernetes
+#   tools/setup.sh aws_batch    and what starts them on AWS Batch
+#   tools/setup.sh launch       both of these
+#   tools/setup.sh test         and what the tests need, `launch` included
 #
 # DISTEMBED_PYTHON=/path/to/python3   the interpreter to build on (default: the first suitable one on PATH)
 # DISTEMBED_DEVICE=cpu|cuda           which members of the trio to take (default: cuda where nvidia-smi works)
@@ -16,7 +18,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 readonly VENV=.venv
 readonly MARK=$VENV/.made-by-setup # ours, so that a .venv which someone else made is never deleted
 readonly STAMP=$VENV/.ready        # three lines: what it stands on, what was installed, which extras
-# The last release with all schedulers. Its metadata demands urllib3<1.27: what it needs is in the extra `launch`.
+# The last release with all schedulers. Its metadata demands urllib3<1.27: what it needs is in pyproject.toml.
 readonly TORCHX=torchx==0.7.0
 
 say() { printf '==> %s\n' "$*"; }
@@ -116,16 +118,14 @@ install() {
     # --no-build-isolation: the build backend is setuptools, which torch has brought.
     # Named here they are resolved first: left to itself, pip tries out releases of botocore until it gives up. What s3fs
     # stands on, aiobotocore, goes with few of them.
-    [[ " $stamp_extras " != *" launch "* ]] || aws+=("boto3==1.43.117")
+    [[ " $stamp_extras " != *" aws_batch "* ]] || aws+=("boto3==1.43.117")
     [[ " $stamp_extras " != *" test "* ]] || aws+=("moto==5.2.5" "aiobotocore==3.10.0" "s3fs==2026.9.0")
     pip_install --no-build-isolation "${requirements[0]}" "${aws[@]}" --editable ".${stamp_extras:+[${stamp_extras// /,}]}"
     say "Installing ${requirements[*]:1} ($device)"
     # --no-deps: torchrec demands fbgemm-gpu, the CUDA build, on every machine.
     pip_install --no-deps "${requirements[@]:1}"
-    if [[ " $stamp_extras " == *" launch "* ]]; then
-        say "Installing $TORCHX"
-        pip_install --no-deps "$TORCHX"
-    fi
+    say "Installing $TORCHX"
+    pip_install --no-deps "$TORCHX"
     # At once and on all cores: pip would compile on one, and without it each command's first user waits, and where
     # bytecode is not written each user of each. What is not for this Python does not compile, and is left.
     say "Compiling bytecode"
@@ -137,8 +137,9 @@ install() {
 
 extras=("$@")
 for extra in "${extras[@]}"; do
-    [[ $extra == launch || $extra == test ]] || fail "unknown extra '$extra'; allowed are: launch, test"
-    [[ $extra != test ]] || extras+=(launch)
+    [[ " kubernetes aws_batch launch test " == *" $extra "* ]] ||
+        fail "unknown extra '$extra'; allowed are: kubernetes, aws_batch, launch, test"
+    [[ $extra != launch && $extra != test ]] || extras+=(kubernetes aws_batch)
 done
 device=$(choose_device)
 end_if_ready

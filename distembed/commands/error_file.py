@@ -6,21 +6,34 @@ import os
 import time
 import traceback
 
+TOLD_VARIABLE = "DISTEMBED_LAUNCHER_TELLS"
+"""Environment variable by which a launcher says that it tells the user's mistakes itself, once for all ranks."""
 
-def record_error(error: BaseException) -> None:
+
+def record_error(error: BaseException, code: int = 1) -> bool:
     """Writes an error with its traceback into the launcher's file; does nothing without a launcher.
 
     The file is the one that ``TORCHELASTIC_ERROR_FILE`` names.
+
+    Args:
+        error: The error.
+        code: The exit code with which the process ends of it.
+
+    Returns:
+        Whether the launcher tells the user of it.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
-        return
+        return False
     now = time.time_ns()
     extra = {
         "py_callstack": "".join(traceback.format_exception(error)),
         "timestamp": str(now // 10**9),  # the launcher reads whole seconds
         "time_ns": str(now),
+        "exit_code": code,
     }
     message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
     with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
         json.dump({"message": message}, file)
+        return TOLD_VARIABLE in os.environ and code == 2
+    return False

@@ -13,9 +13,7 @@ from torchx.specs import macros
 
 from launch.apps.request import ElasticRequest
 from launch.apps.shape import Shape
-
-# SIGUSR1 beside those of torch.distributed.run: Slurm sends it some time before a time limit.
-_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+from launch.nodes.exit_codes import SIGNALS
 
 
 def quoted(word: object) -> str:
@@ -29,7 +27,7 @@ def log_dir(run_dir: str) -> str:
 
 
 def elastic_script(shape: Shape, module: Sequence[str], run_dir: str, request: ElasticRequest) -> str:
-    """Returns the script that runs ``python -m MODULE ...`` on every rank under ``torch.distributed.run``.
+    """Returns the script that runs ``python -m MODULE ...`` on every rank under :mod:`launch.nodes.run`.
 
     Args:
         shape: Nodes and processes.
@@ -47,31 +45,30 @@ def elastic_script(shape: Shape, module: Sequence[str], run_dir: str, request: E
     # so that the lines of rank 0 can be told from others, whichever node it is on
     lines += ["export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank $${rank}]:'"]
     # A single node takes any free port, so that several jobs fit on one machine.
-    endpoint = "localhost:0"
+    endpoint, awaited = "localhost:0", ""
     conf = f"join_timeout={request.join_timeout},last_call_timeout={request.last_call_timeout}"
-    python = quoted(request.python)
     if shape.max_nodes > 1:
         # Empty on node 0 itself on AWS Batch.
         lines += [f'host="$${{{macros.rank0_env}:-localhost}}"']
-        # Node 0 would wait for itself, where its own name is not "localhost".
-        waiting = f'{python} -m launch.await_host "$$host" {request.rdzv_port} --seconds {request.join_timeout}'
-        lines += [f'test "{macros.replica_id}" = 0 || {waiting} || exit']
         endpoint = f'"$$host":{request.rdzv_port}'
+        awaited = f' --host "$$host" --port {request.rdzv_port} --seconds {request.join_timeout}'
+        awaited += " --elastic" if shape.elastic else ""
         # Set here, not guessed from names: a node may have several. And where the port is taken this node fails, in
         # place of joining whoever has it.
         lines += [f'if test "{macros.replica_id}" = 0; then is_host=1; else is_host=0; fi']
         conf += ',is_host="$$is_host"'
-    limits = f"--max-restarts {request.max_restarts} --signals-to-handle {_SIGNALS}"
     launcher = [
+        f'--node "{macros.replica_id}" --starts "$$logs/../starts"{awaited} --',
         f"--nnodes {shape.nodes} --nproc-per-node {shape.processes}",
         f'--rdzv-backend c10d --rdzv-endpoint {endpoint} --rdzv-id "{macros.app_id}"',
         f"--rdzv-conf {conf}",
-        f"{limits} --shutdown-timeout {request.grace_seconds}",
+        f"--max-restarts {request.max_restarts} --signals-to-handle {SIGNALS}",
+        f"--shutdown-timeout {request.grace_seconds}",
         '--tee 3 --log-dir "$$logs"',
         f"-m {' '.join(map(quoted, module))}",
     ]
-    # torchrun may not be on PATH where its interpreter is. exec: signals are for the launcher, not for a shell.
-    lines += [" \\\n    ".join([f"exec {python} -m torch.distributed.run", *launcher])]
+    # exec: signals are for the launcher, not for a shell
+    lines += [" \\\n    ".join([f"exec {quoted(request.python)} -m launch.nodes.run", *launcher])]
     return "\n".join(lines) + "\n"
 
 

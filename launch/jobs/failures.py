@@ -23,12 +23,14 @@ class Failure:
         message: Type and text of the error.
         traceback: Python's traceback; "" where there is none.
         time: When the error was noted, in seconds since 1970.
+        exit_code: The exit code with which the rank has ended of it; 1 where it is not noted.
     """
 
     where: Path
     message: str
     traceback: str
     time: float
+    exit_code: int = 1
 
 
 def first_failure(logs: Path, since: float = 0.0) -> Failure | None:
@@ -63,6 +65,7 @@ def _read(file: Path) -> Failure | None:
             return Failure(file, noted, "", file.stat().st_mtime)
         extra = noted.get("extraInfo", {})
         seconds = float(extra["time_ns"]) / 1e9 if "time_ns" in extra else float(extra.get("timestamp", 0))
-        return Failure(file, str(noted["message"]), str(extra.get("py_callstack", "")), seconds)
+        code = int(extra.get("exit_code", 1))
+        return Failure(file, str(noted["message"]), str(extra.get("py_callstack", "")), seconds, code)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -5,14 +5,17 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 
 from torchx.runner import Runner
 from torchx.schedulers.local_scheduler import SignalException
 from torchx.specs import NONE, AppState, AppStatus
 
-from distembed.errors import Interrupted, RunError
+from distembed.errors import Interrupted, RunError, UserError
+from distembed.runs.record import RunInfo
 from launch.jobs.failures import first_failure
 from launch.jobs.job import LOCAL_SCHEDULERS, Job
+from launch.nodes.exit_codes import MISTAKES
 from launch.schedulers.slurm.scheduler import create_scheduler
 
 Say = Callable[[str], None]
@@ -33,9 +36,12 @@ def submit_and_follow(job: Job, runner: Runner, *, detach: bool, say: Say) -> No
 
     Raises:
         RunError: The job has failed.
-        Interrupted: Ctrl-C was pressed. A job on this machine has ended with it, any other continues.
+        UserError: It has failed of a mistake of the user's that shows on the nodes only.
+        Interrupted: The job was interrupted and is not started again by its scheduler; or Ctrl-C was pressed. A job on
+            this machine has ended with it, any other continues.
     """
     started = time.time()
+    earlier = _changed_at(job)
     job = job.submit(runner)
     say(f"submitted: {job.scheduler} {job.app_id}, run folder {job.run_dir}")
     if detach:
@@ -55,22 +61,43 @@ def submit_and_follow(job: Job, runner: Runner, *, detach: bool, say: Say) -> No
     if ended is not None and ended.state == AppState.SUCCEEDED:
         say(f"run {job.run_dir}")
         return
-    if ended is None or ended.state != AppState.CANCELLED:
-        _print_failure(job, started, say)
-    raise RunError(
-        f"the job {job.app_id} has ended: {'its state is not known' if ended is None else state_text(ended)}. Logs are "
-        f"in {job.folder / 'logs'}; go on with `distembed resume {job.run_dir}`."
-    )
-
-
-def _print_failure(job: Job, started: float, say: Say) -> None:
-    """Prints the error of the rank that failed first since ``started``, in seconds since 1970, if one has noted it."""
+    state = "its state is not known" if ended is None else state_text(ended)
+    remedy = f"Logs are in {job.folder / 'logs'}; go on with `distembed resume {job.run_dir}`."
+    if ended is not None and ended.state == AppState.CANCELLED:
+        raise RunError(f"the job {job.app_id} has ended: {state}. {remedy}")
     logs = job.folder / "logs"
     own = logs / job.app_id.rpartition(":")[2]  # Kubernetes puts its namespace before the name
     failure = first_failure(own) if own.is_dir() else first_failure(logs, since=started)
+    if failure is None and _changed_at(job) != earlier and _is_interrupted(job):
+        raise Interrupted(f"the job {job.app_id} was interrupted, and has saved what it has. {remedy}")
+    text = f"the job {job.app_id} has ended: {state}. {remedy}"
+    if failure is not None and failure.exit_code in MISTAKES:
+        raise UserError(text)  # the nodes have said which, once
     if failure is not None:
         say(f"first to fail: {failure.message} ({failure.where})")
         say(failure.traceback.rstrip())
+    raise RunError(text)
+
+
+def _record(job: Job) -> Path:
+    """Returns the file in which the run itself says how it goes."""
+    return Path(job.run_dir) / "run.json"
+
+
+def _changed_at(job: Job) -> int | None:
+    """Returns when the run's record has changed last, in nanoseconds; None where there is none."""
+    try:
+        return _record(job).stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+def _is_interrupted(job: Job) -> bool:
+    """Returns whether the run was interrupted, by its own record: few schedulers hand on exit codes."""
+    try:
+        return RunInfo.read(_record(job)).status == "interrupted"
+    except (OSError, UserError):
+        return False
 
 
 def state_text(status: AppStatus) -> str:

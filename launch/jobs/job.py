@@ -16,8 +16,8 @@ A run folder holds, beside what the run itself leaves (:class:`distembed.runs.fo
 import os
 import sys
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,7 +35,10 @@ from distembed.runs.lock import owned
 from launch.apps.applications import training_app
 from launch.apps.request import ElasticRequest
 from launch.apps.shape import parse_shape
+from launch.jobs.asking import asking
+from launch.jobs.pending import find_handle, planned_name
 from launch.jobs.versions import keep_versions
+from launch.schedulers.slurm.submission import OutcomeUnknown
 
 FOLDER = "launch"
 LOCAL_SCHEDULERS = ("local_cwd", "local_docker")
@@ -49,14 +52,16 @@ class Submission:
     """One time that a job was handed to its scheduler.
 
     Attributes:
-        handle: TorchX's name of the job, ``slurm://session/123``.
+        handle: TorchX's name of the job, ``slurm://session/123``; "" until the scheduler has it.
         time: When it was submitted, in UTC.
         j: Nodes and processes, ``[MIN:]NODESxPROCESSES``.
+        name: What the scheduler is asked for while there is no handle; see :mod:`launch.jobs.pending`.
     """
 
     handle: str
     time: str
     j: str
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -188,7 +193,7 @@ class Job:
             UserError: The job was submitted by another process since it was read.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        with self._locked():
+        with self.locked():
             if self._file.exists():
                 self._require_unchanged()
             write_text(self.folder / "config.yaml", config_yaml)
@@ -205,19 +210,76 @@ class Job:
             UserError: It was submitted by another process since it was read.
         """
         request = self.dry_run(runner)
-        with self._locked():
+        with self.locked():
             self._require_unchanged()
             keep_versions(self.folder / f"submission-{len(self.submissions) + 1}")
-            with asking(self.scheduler):
-                handle = runner.schedule(request)
-            submission = Submission(str(handle), datetime.now(UTC).isoformat(timespec="seconds"), self.j)
-            submitted = replace(self, submissions=(*self.submissions, submission))
+            # Noted before: this process may die before the scheduler has answered.
+            pending = self._with_submission(planned_name(self.scheduler, request) or "")
+            if pending.submissions[-1].name:
+                pending._save()
             try:
-                submitted._save()
+                with asking(self.scheduler):
+                    handle = str(runner.schedule(request))
+            except UserError:
+                self._save()  # refused
+                raise
+            except RunError as error:
+                return pending._recovered(runner, error)
+            try:
+                return pending.with_outcome(handle)
             except BaseException as error:
                 error.add_note(f"The job was submitted all the same: {handle}. `torchx cancel {handle}` ends it.")
                 raise
-        return submitted
+
+    def find_pending(self, runner: Runner) -> str | None:
+        """Returns the handle of the newest submission, of which nothing but its name is noted; None if there is no job.
+
+        Raises:
+            RunError: The scheduler cannot be asked.
+        """
+        with asking(self.scheduler):
+            return find_handle(self.scheduler, self.submissions[-1].name, runner)
+
+    def with_outcome(self, handle: str | None) -> "Job":
+        """Notes what has become of the newest submission: its handle, or None where there is no such job."""
+        *earlier, last = self.submissions
+        newest = [] if handle is None else [replace(last, handle=handle, name="")]
+        job = replace(self, submissions=(*earlier, *newest))
+        job._save()
+        return job
+
+    def reread(self) -> "Job":
+        """Returns the job as its file has it now."""
+        return _read(self._file)
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Locks the folder, so that one process at a time prepares or submits the job."""
+        return owned(self.folder, refusal="{folder.parent} is being launched by {owner}; wait for it.")
+
+    def _with_submission(self, name: str) -> "Job":
+        """Returns the job with one submission more, which has a name and no handle yet."""
+        submission = Submission("", datetime.now(UTC).isoformat(timespec="seconds"), self.j, name)
+        return replace(self, submissions=(*self.submissions, submission))
+
+    def _recovered(self, runner: Runner, error: RunError) -> "Job":
+        """Returns the submitted job where its scheduler has it, although it has answered with an error.
+
+        Raises:
+            RunError: It has not, or does not answer; then the submission stays noted by its name.
+        """
+        if not self.submissions[-1].name:
+            raise error
+        try:
+            handle = self.find_pending(runner)
+        except (UserError, RunError):
+            error.add_note(f"Whether it has the job is not known; `distembed status {self.run_dir}` looks for it.")
+            raise error from None
+        if handle is None and isinstance(error, OutcomeUnknown):
+            raise error  # it may still be on its way
+        job = self.with_outcome(handle)
+        if handle is None:
+            raise error
+        return job
 
     def _require_unchanged(self) -> None:
         """Makes sure that no other process has submitted the job.
@@ -227,7 +289,10 @@ class Job:
         """
         there = _read(self._file).submissions
         if len(there) != len(self.submissions):
-            raise UserError(f"{self.run_dir} was submitted by another process meanwhile, as {there[-1].handle}.")
+            handle = there[-1].handle if there else ""
+            raise UserError(
+                f"{self.run_dir} was submitted by another process meanwhile, as {handle or 'is not known'}."
+            )
 
     @property
     def _file(self) -> Path:
@@ -235,10 +300,6 @@ class Job:
 
     def _save(self) -> None:
         write_json(self._file, asdict(self))
-
-    def _locked(self) -> AbstractContextManager[None]:
-        """Locks the folder, so that one process at a time prepares or submits the job."""
-        return owned(self.folder, refusal="{folder.parent} is being launched by {owner}; wait for it.")
 
     def _options(self, runner: Runner) -> dict[str, Any]:
         """Returns options as the scheduler types them; its logs go into the run folder where it asks for a place."""
@@ -304,21 +365,3 @@ def _read(file: Path) -> Job:
         raise UserError(f"{file} cannot be read: {error}; start the run anew in another folder.") from error
     # the folder may have been moved since
     return replace(job, run_dir=str(file.parent.parent))
-
-
-@contextmanager
-def asking(scheduler: str) -> Iterator[None]:
-    """Names the scheduler in whatever its client raises: each has errors of its own, and no common one.
-
-    Raises:
-        UserError: The scheduler refuses the job.
-        RunError: The scheduler cannot be used.
-    """
-    try:
-        yield
-    except (UserError, RunError):
-        raise
-    except specs.InvalidRunConfigException as error:
-        raise UserError(f"the scheduler {scheduler} does not take this job: {error}") from error
-    except Exception as error:
-        raise RunError(f"{scheduler} cannot be used: {type(error).__name__}: {error}") from error

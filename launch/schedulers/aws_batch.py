@@ -1,6 +1,10 @@
-"""TorchX's scheduler for AWS Batch, corrected: TorchX 0.7.0 takes the number of retries for that of attempts.
+"""TorchX's scheduler for AWS Batch, corrected.
 
-One retry is no retry there. And AWS Batch refuses more than 10 attempts only when the job is submitted.
+- TorchX 0.7.0 takes the number of retries for that of attempts: one retry is no retry there. And AWS Batch refuses more
+  than 10 attempts only when the job is submitted.
+- An interruption is no failure, and a mistake of the user's is not tried again. AWS Batch counts all attempts alike: so
+  a job that saves its state has as many as there can be, the exit code of its first node decides whether there is
+  another (:mod:`launch.nodes.exit_codes`), and the nodes themselves count failures.
 """
 
 from typing import Any
@@ -9,6 +13,8 @@ from torchx.schedulers import aws_batch_scheduler
 from torchx.specs import AppDef, AppDryRunInfo
 
 from distembed.errors import UserError
+from launch.apps.roles import GRACE_SECONDS
+from launch.nodes.exit_codes import MISTAKES, RETRIES_USED, RETRIES_VARIABLE
 
 MAX_ATTEMPTS = 10
 """AWS Batch's own limit, the first start included."""
@@ -21,8 +27,16 @@ class AWSBatchScheduler(aws_batch_scheduler.AWSBatchScheduler):
         retries = max(role.max_retries for role in app.roles)
         if retries >= MAX_ATTEMPTS:
             raise UserError(f"max_retries is {retries}; AWS Batch allows 0 to {MAX_ATTEMPTS - 1}")
+        resumable = [role for role in app.roles if GRACE_SECONDS in role.metadata]
+        for role in resumable:
+            role.env[RETRIES_VARIABLE] = str(role.max_retries)
         dryrun_info = super()._submit_dryrun(app, cfg)
-        dryrun_info.request.job_def["retryStrategy"]["attempts"] = retries + 1
+        strategy = dryrun_info.request.job_def["retryStrategy"]
+        strategy["attempts"] = MAX_ATTEMPTS if resumable else retries + 1
+        if resumable:
+            # what matches none of these is tried again
+            ends = [{"onExitCode": str(code), "action": "EXIT"} for code in (0, *MISTAKES, RETRIES_USED)]
+            strategy["evaluateOnExit"] = ends
         return dryrun_info
 
 

@@ -9,9 +9,14 @@ the gang's size is left to Volcano's webhook  the job says how many pods must st
 a lost pod of an elastic job restarts it all  its pod alone comes back; the job ends when its first node has failed
 an elastic job waits for pods never started   it is complete when one of its nodes has completed
 a job without retries waits for its timeouts  it ends when a pod has failed, and gives back the others' nodes
+every end counts against the retries          an interruption does not, and a mistake of the user's ends the job
 pods are killed 30 seconds after SIGTERM      after the seconds that the role asks for, and 30 more
 ``status`` fails on "Completing", and on 404  it is running; and there is no such job
 ============================================  ======================================================================
+
+Volcano counts every start of a job alike, and gives up after a number of them that is given in advance. So it is given
+a large one, what is to be done is decided by the exit codes of the nodes (:mod:`launch.nodes.exit_codes`), and the
+nodes themselves count failures. Only those of a role that has a state to save know such codes.
 """
 
 import warnings
@@ -22,8 +27,11 @@ from torchx.schedulers.api import DescribeAppResponse
 from torchx.specs import AppDef, AppDryRunInfo, AppState, Role
 
 from launch.apps.roles import GRACE_SECONDS
+from launch.nodes.exit_codes import INTERRUPTED, MISTAKES, RETRIES_USED, RETRIES_VARIABLE
 
 _FAILURES = ["PodFailed", "PodEvicted"]
+_MOST_STARTS = 1000
+"""How often Volcano starts a job again whose nodes count failures themselves."""
 # After the grace the launcher still has to end its processes and to print their errors.
 _AFTER_GRACE_SECONDS = 30
 
@@ -35,6 +43,8 @@ class KubernetesScheduler(kubernetes_scheduler.KubernetesScheduler):
     """Runs applications as Volcano's jobs; see the module's comparison with TorchX's."""
 
     def _submit_dryrun(self, app: AppDef, cfg: Any) -> AppDryRunInfo[Any]:
+        for role in filter(_is_resumable, app.roles):
+            role.env[RETRIES_VARIABLE] = str(role.max_retries)
         with warnings.catch_warnings():
             # It warns of every retry that Volcano 1.4 had faults.
             warnings.filterwarnings("ignore", message=r"\s*Role .* configured with restarts")
@@ -66,20 +76,35 @@ def _correct(app: AppDef, spec: dict[str, Any]) -> None:
         for replica in range(role.num_replicas):
             task = next(tasks)
             task["policies"] = _policies(role, replica)
-            if GRACE_SECONDS in role.metadata:
+            if _is_resumable(role):
                 grace = int(role.metadata[GRACE_SECONDS]) + _AFTER_GRACE_SECONDS
                 task["template"].spec.termination_grace_period_seconds = grace
+                task["maxRetry"] = spec["maxRetry"] = _MOST_STARTS
     if any(map(_is_elastic, app.roles)):
         # Nodes end together: the launcher of each waits for all others.
         spec["policies"] = [{"event": "TaskCompleted", "action": "CompleteJob"}]
 
 
 def _policies(role: Role, replica: int) -> list[dict[str, Any]]:
-    """Returns what Volcano does when a replica's pod has failed or was evicted; [] for nothing."""
-    if _is_elastic(role) and replica > 0:
-        # A task is one pod. Replica 0 is where the others meet: without it they cannot continue.
-        return [{"events": _FAILURES, "action": "RestartTask"}] if role.max_retries else []
-    return [{"events": _FAILURES, "action": "RestartJob" if role.max_retries else "TerminateJob"}]
+    """Returns what Volcano does when a replica's pod has failed or was evicted; the first that applies counts."""
+    # A task is one pod. Replica 0 is where the others meet: without it they cannot continue.
+    is_needed = replica == 0 or not _is_elastic(role)
+    restart = "RestartJob" if is_needed else "RestartTask"
+    give_up = [{"events": _FAILURES, "action": "TerminateJob"}] if is_needed else []
+    if not _is_resumable(role):
+        return [{"events": _FAILURES, "action": restart}] if role.max_retries else give_up
+    by_code = [{"exitCode": code, "action": "TerminateJob"} for code in (*MISTAKES, RETRIES_USED)]
+    by_code += [{"exitCode": INTERRUPTED, "action": restart}]
+    # one that was evicted may have been told to end, and has saved; the nodes count it where it has not
+    if role.max_retries:
+        return [*by_code, {"events": _FAILURES, "action": restart}]
+    failed = [{"event": "PodFailed", "action": "TerminateJob"}] if is_needed else []
+    return [*by_code, {"event": "PodEvicted", "action": restart}, *failed]
+
+
+def _is_resumable(role: Role) -> bool:
+    """Returns whether the role's nodes end with the exit codes of :mod:`launch.nodes.exit_codes`."""
+    return GRACE_SECONDS in role.metadata
 
 
 def _fewest(role: Role) -> int:

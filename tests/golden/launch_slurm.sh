@@ -1,7 +1,7 @@
 sbatch --parsable --output=/shared/runs/first/launch/logs/slurm-%j.out <<'END_OF_SCRIPT'
 #!/bin/bash
-# Batch script of first/train, written by distembed.
-#SBATCH --job-name=first/train
+# Batch script of first-ID/train, written by distembed.
+#SBATCH --job-name=first-ID/train
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=16
@@ -91,13 +91,14 @@ export TORCHELASTIC_ERROR_FILE="$logs/error.json"
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='"'"'[rank ${rank}]:'"'"'
 host="${TORCHX_RANK0_HOST:-localhost}"
-test "'"$SLURM_PROCID"'" = 0 || python -m launch.await_host "$host" 29500 --seconds 600 || exit
 if test "'"$SLURM_PROCID"'" = 0; then is_host=1; else is_host=0; fi
-exec python -m torch.distributed.run \
+exec python -m launch.nodes.run \
+    --node "'"$SLURM_PROCID"'" --starts "$logs/../starts" --host "$host" --port 29500 --seconds 600 -- \
     --nnodes 2 --nproc-per-node 8 \
     --rdzv-backend c10d --rdzv-endpoint "$host":29500 --rdzv-id "'"$SLURM_JOB_ID"'" \
     --rdzv-conf join_timeout=600,last_call_timeout=30,is_host="$is_host" \
-    --max-restarts 3 --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout 120 \
+    --max-restarts 3 --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
+    --shutdown-timeout 120 \
     --tee 3 --log-dir "$logs" \
     -m distembed train /shared/config.yaml train.epochs=2 '"'"'data.path=/data/a b$c'"'"' --run-dir /shared/runs/first --resume-or-start --plan /shared/plan.json
 '
@@ -130,6 +131,9 @@ if is_interrupted; then
     say "interrupted; it goes on after it was queued again"
 elif [[ $(field NumNodes) == [0-9]* && $(field NumNodes) -lt min_nodes ]]; then
     say "$(field NumNodes) of the $min_nodes nodes that it needs are left; it goes on after it was queued again"
+elif ((grace)) && [[ $code =~ ^(2|3)$ ]]; then
+    say "failed; no retry: starting again does not mend what is wrong"
+    exit "$code"
 else
     [[ ! $warned_at ]] || echo "$(date '+%F %T') warned, it did not end within grace_seconds, $grace: nothing was saved"
     if ! echo "$(date '+%F %T') $code" >>"$failures" || ! count=$(wc -l <"$failures"); then

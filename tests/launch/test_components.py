@@ -24,13 +24,14 @@ from torchx.specs.builders import materialize_appdef
 
 from distembed.errors import UserError
 from distembed.planning.devices import DEVICES
-from launch import await_host, components, resources
+from launch import components, resources
 from launch.apps.component import component
 from launch.apps.request import NodeRequest
 from launch.apps.roles import find_resource, job_name
 from launch.apps.shape import Shape, parse_shape
-from launch.await_host import await_host as wait
 from launch.components import bench, evaluate, prepare, train
+from launch.nodes import await_host
+from launch.nodes.await_host import await_host as wait
 from tests.ranks import free_port
 from tests.small_runs import distembed, write_dataset
 
@@ -80,12 +81,13 @@ def test_torchx_keeps_what_it_has_itself() -> None:
 
 
 def test_the_schedulers_that_are_mended_are_ours() -> None:
-    ours = {"slurm", "kubernetes", "aws_batch", "ray"}
+    ours = {"local_cwd", "slurm", "kubernetes", "aws_batch", "ray"}
     groups = {point.name: point.value.partition(".")[0] for point in entry_points(group="torchx.schedulers")}
     assert {name for name, package in groups.items() if package == "launch"} == ours
     factories = schedulers.get_scheduler_factories()
     for name in ours - {"ray"}:
-        assert type(factories[name]("test")).__module__.startswith(f"launch.schedulers.{name}")
+        module = name.removesuffix("_cwd")
+        assert type(factories[name]("test")).__module__.startswith(f"launch.schedulers.{module}")
 
 
 def test_named_resources_are_those_that_are_registered() -> None:
@@ -107,7 +109,7 @@ def test_torch_is_not_loaded_to_launch() -> None:
     program = (
         "import importlib, pkgutil, sys, launch\n"
         "names = {module.name for module in pkgutil.walk_packages(launch.__path__, 'launch.')}\n"
-        "names -= {'launch.jobs.start'}\n"  # which plans
+        "names -= {'launch.jobs.start', 'launch.nodes.agent'}\n"  # which plans, and which runs on the nodes
         "for name in names: importlib.import_module(name)\n"
         "print('torch' in sys.modules)"
     )
@@ -269,9 +271,13 @@ def test_nodes_meet_at_the_first_and_write_to_folders_of_their_own(tmp_path: Pat
         f"--tee 3 --log-dir {logs[0]} -m distembed train c ",
     ):
         assert option in options
-    (awaiting, _), (other, _) = run_node(application, tmp_path, 1, "first.host")
-    assert awaiting == ["-m", "launch.await_host", "first.host", "4321", "--seconds", "7"]
-    of_this_node = {str(logs[0]): str(logs[1])}
+    ((other, _),) = run_node(application, tmp_path, 1, "first.host")
+    own = "launch.nodes.run --node 1 --starts {}/../starts --host first.host --port 4321 --seconds 7 --elastic -- "
+    assert own.format(logs[1]) in " ".join(other)
+    of_this_node = {str(logs[0]): str(logs[1]), f"{logs[0]}/../starts": f"{logs[1]}/../starts"}
+    number = launcher.index("--node") + 1
+    assert (launcher[number], other[number]) == ("0", "1")
+    launcher[number] = "1"
     assert [word.replace("is_host=0", "is_host=1") for word in other] == [
         of_this_node.get(word, word) for word in launcher
     ]
@@ -346,10 +352,14 @@ def test_a_port_that_opens_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_waiting_is_bounded_and_says_what_was_wrong() -> None:
-    command = [sys.executable, "-m", "launch.await_host"]
+    command = [sys.executable, "-m", "launch.nodes.run", "--node", "1", "--starts", "starts", "--seconds", "0.1"]
     for host, reason in {"no-such-node.invalid": "does not resolve", "127.0.0.2": "takes no connections"}.items():
         done = subprocess.run(
-            [*command, host, str(free_port()), "--seconds", "0.1"], capture_output=True, text=True, cwd=ROOT, timeout=60
+            [*command, "--host", host, "--port", str(free_port()), "--"],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            timeout=60,
         )
         assert done.returncode == 1
         assert reason in done.stderr

@@ -2,18 +2,25 @@
 
 import json
 import multiprocessing
+import os
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torchx.runner import Runner, get_runner
+from torchx.specs import AppState, AppStatus
 
 from distembed.errors import RunError, UserError
 from launch.apps.request import ElasticRequest
+from launch.jobs import pending
 from launch.jobs.job import Job, default_request, load_job
+from launch.jobs.pending import settled
+from launch.schedulers.slurm.submission import OutcomeUnknown
 
 NUMBERS = ElasticRequest(cpu=8, memMB=1000)
 
@@ -25,20 +32,31 @@ def runner() -> Iterator[Runner]:
 
 
 class FakeRunner:
-    """Takes whatever it is handed."""
+    """Takes whatever it is handed.
 
-    def __init__(self) -> None:
+    Args:
+        known: Handles of the jobs that it says it has.
+    """
+
+    def __init__(self, *known: str) -> None:
         self.taken = 0
+        self.known = known
 
     def scheduler_backends(self) -> list[str]:
-        return ["slurm"]
+        return ["slurm", "kubernetes"]
+
+    def status(self, handle: str) -> AppStatus | None:
+        return AppStatus(AppState.RUNNING) if handle in self.known else None
 
     def scheduler_run_opts(self, name: str) -> Any:
         with get_runner() as found:
             return found.scheduler_run_opts(name)
 
-    def dryrun(self, *_: Any, **__: Any) -> None:
-        return None
+    def dryrun(self, *_: Any, **__: Any) -> Any:
+        metadata = {"metadata": {"name": "run-xyz"}}
+        return SimpleNamespace(
+            _cfg={"namespace": "ml"}, request=SimpleNamespace(full_name="run-xyz/train", resource=metadata)
+        )
 
     def schedule(self, _: Any) -> str:
         self.taken += 1
@@ -46,7 +64,19 @@ class FakeRunner:
 
 
 def job_at(folder: Path, **values: Any) -> Job:
-    return Job(str(folder), "slurm", **{"j": "2x4", "component": NUMBERS, **values})
+    return Job(str(folder), **{"scheduler": "slurm", "j": "2x4", "component": NUMBERS, **values})
+
+
+def queue(folder: Path, monkeypatch: pytest.MonkeyPatch, listed: str, code: int = 0) -> None:
+    """A Slurm without accounting whose queue lists this job, by whatever name it is asked for."""
+    said = "Slurm accounting storage is disabled"
+    for name, script in (
+        ("squeue", f'[[ " $* " == *" --name=run-xyz/train "* ]] && echo "{listed}"; exit {code}'),
+        ("sacct", f'echo "{said}" >&2; exit 1'),
+    ):
+        (folder / name).write_text(f"#!/bin/bash\n{script}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
 
 
 def test_a_job_is_read_as_it_was_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,8 +233,12 @@ def test_a_submission_that_cannot_be_noted_is_named(tmp_path: Path, monkeypatch:
     job = job_at(tmp_path)
     job.prepare("", {})
 
-    def full(*_: Any) -> None:
-        raise RunError("no space left")
+    save = Job._save
+
+    def full(job: Job) -> None:
+        if job.submissions[-1].handle:
+            raise RunError("no space left")
+        save(job)
 
     monkeypatch.setattr(Job, "_save", full)
     with pytest.raises(RunError) as failed:
@@ -236,7 +270,7 @@ def test_a_request_that_cannot_be_made_is_an_error_of_one_sentence(
     assert not job.folder.exists()
 
 
-def test_a_submission_that_fails_leaves_a_job_to_submit(tmp_path: Path) -> None:
+def test_a_submission_that_fails_leaves_a_job_to_submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Away(FakeRunner):
         def schedule(self, _: Any) -> str:
             raise ConnectionError("no route to host")
@@ -244,8 +278,81 @@ def test_a_submission_that_fails_leaves_a_job_to_submit(tmp_path: Path) -> None:
     away: Any = Away()
     job = job_at(tmp_path)
     job.prepare("", {})
+    queue(tmp_path, monkeypatch, "")
     with pytest.raises(RunError, match="slurm cannot be used: ConnectionError: no route to host"):
         job.submit(away)
     assert json.loads((job.folder / "job.json").read_text())["submissions"] == []
     taker: Any = FakeRunner()
     assert load_job(str(tmp_path)).submit(taker).app_id == "1"
+
+
+class Killed(BaseException):
+    """What a killed process does next: nothing."""
+
+
+class Dying(FakeRunner):
+    """The process dies when the scheduler has been asked."""
+
+    def schedule(self, _: Any) -> str:
+        raise Killed
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "kubernetes"])
+@pytest.mark.parametrize("has_job", [True, False])
+def test_a_submission_that_nobody_noted_is_looked_for_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheduler: str, has_job: bool
+) -> None:
+    dying: Any = Dying()
+    job = job_at(tmp_path, scheduler=scheduler)
+    job.prepare("", {})
+    with pytest.raises(Killed):
+        job.submit(dying)
+    handle = {"slurm": "slurm://torchx/42", "kubernetes": "kubernetes://torchx/ml:run-xyz"}[scheduler]
+    queue(tmp_path, monkeypatch, "42" if has_job else "")
+    answering = nullcontext(FakeRunner(*([handle] if has_job else [])))
+    monkeypatch.setattr(pending, "get_runner", lambda: answering)
+    if not has_job:
+        with pytest.raises(RunError, match=r"by a process that is gone, and \w+ has no such job yet; try again in"):
+            settled(load_job(str(tmp_path)))
+        monkeypatch.setattr(pending, "SETTLE_SECONDS", -1)
+    found = settled(load_job(str(tmp_path)))
+    assert [one.handle for one in found.submissions] == ([handle] if has_job else [])
+    assert load_job(str(tmp_path)) == found == settled(found)
+    if not has_job:  # it may be submitted now
+        taker: Any = FakeRunner()
+        assert found.submit(taker).app_id == "1"
+
+
+def test_a_submission_stays_noted_while_slurm_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dying: Any = Dying()
+    job_at(tmp_path).prepare("", {})
+    with pytest.raises(Killed):
+        load_job(str(tmp_path)).submit(dying)
+    queue(tmp_path, monkeypatch, "", code=1)
+    monkeypatch.setattr(pending, "SETTLE_SECONDS", -1)
+    for _ in range(2):
+        with pytest.raises(RunError, match="jobs cannot be listed"):
+            settled(load_job(str(tmp_path)))
+    assert load_job(str(tmp_path)).submissions[-1].name == "run-xyz/train"
+
+
+@pytest.mark.parametrize("unknown", [True, False])
+def test_a_job_that_was_taken_without_a_word_is_found_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unknown: bool
+) -> None:
+    class Silent(FakeRunner):
+        def schedule(self, _: Any) -> str:
+            raise OutcomeUnknown("timed out") if unknown else RunError("broken pipe")
+
+    silent: Any = Silent()
+    job = job_at(tmp_path)
+    job.prepare("", {})
+    queue(tmp_path, monkeypatch, "")
+    with pytest.raises(RunError):
+        job.submit(silent)
+    # Slurm may still take what it has not refused
+    assert len(load_job(str(tmp_path)).submissions) == unknown
+    job._save()
+    queue(tmp_path, monkeypatch, "42")
+    assert job.submit(silent).handle == "slurm://torchx/42"
+    assert load_job(str(tmp_path)).app_id == "42"

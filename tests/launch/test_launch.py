@@ -4,6 +4,7 @@ import io
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -99,7 +100,7 @@ def workers(run: str) -> list[int]:
             words = (process / "cmdline").read_bytes().decode().split("\0")
         except OSError:
             continue
-        if folder in words and "torch.distributed.run" not in words and "bash" not in words[0]:
+        if folder in words and "launch.nodes.run" not in words and "bash" not in words[0]:
             found.append(int(process.name))
     return found
 
@@ -132,7 +133,7 @@ def test_what_cannot_run_is_refused_before_anything_is_submitted(here: MiniSlurm
 
 def test_a_dry_run_prints_the_script_and_the_plan(here: MiniSlurm, config: Path) -> None:
     output = launch(config, "run", "-j", "2x1", "--dry-run")
-    assert "#SBATCH --nodes=2" in output and "torch.distributed.run" in output and "plan: 4 " in output
+    assert "#SBATCH --nodes=2" in output and "launch.nodes.run" in output and "plan: 4 " in output
     assert not Path("run").exists()
 
 
@@ -190,6 +191,57 @@ def test_the_first_rank_to_fail_is_shown_with_its_traceback(here: MiniSlurm, con
         and "Traceback (most recent call last)" in output
     )
     assert "go on with `distembed resume run`" in output
+
+
+def test_a_mistake_that_shows_on_the_nodes_only_is_told_once_and_not_tried_again(
+    here: MiniSlurm, config: Path, tmp_path: Path
+) -> None:
+    """The dataset is there where the job is submitted, and gone when it starts."""
+    values = yaml.safe_load(config.read_text())
+    dataset = Path(values["data"]["path"])
+    (tmp_path / "moving").symlink_to(dataset)
+    copy = tmp_path / "config.yaml"
+    copy.write_text(yaml.safe_dump({**values, "data": {"path": str(tmp_path / "moving")}}))
+    # the job waits for a node until the dataset is gone
+    subprocess.run(["scontrol", "update", "NodeName=mini1,mini2", "State=DRAIN", "Reason=test"], check=True)
+    try:
+        launch(copy, "run", "-j", "2x1", "--max-retries", 3, "--detach")
+        (tmp_path / "moving").unlink()
+    finally:
+        subprocess.run(["scontrol", "update", "NodeName=mini1,mini2", "State=RESUME"], check=True)
+    wait_until(lambda: "failed" in status("run"), "it does not end")
+    output = distembed("logs", "run")
+    assert output.count(f"{tmp_path}/moving") == 1 and "would not mend it" in output, output
+    (said,) = Path("run/launch/logs").glob("slurm-*[0-9].out")
+    assert said.read_text().count(", start ") == 1 and "no retry" in said.read_text()
+    assert len(list(Path("run/launch/logs").rglob("attempt_*"))) == 2  # one on each node
+
+
+def test_a_job_whose_submitter_was_killed_is_found_again(
+    here: MiniSlurm, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It dies when Slurm has taken the job, and has not noted the number of it."""
+    real = shutil.which("sbatch")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "sbatch").write_text(
+        f'#!/bin/bash\n[[ " $* " != *" --test-only "* ]] || exec {real} "$@"\n{real} "$@"\nkill -KILL $PPID\n'
+    )
+    (tmp_path / "bin" / "sbatch").chmod(0o755)
+    command = ["launch", config, "-s", "slurm", "-j", "2x1", "--run-dir", "run", "--cpus", 1, "--memory-mb", 2000]
+    killed = subprocess.run(
+        [sys.executable, "-m", "distembed", *map(str, command), "--detach", "train.epochs=2000"],
+        env={**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed
+    assert [one.handle for one in load_job("run").submissions] == [""]
+    assert "cancel it first" in distembed("resume", "run", code=2)
+    (queued,) = subprocess.run(["squeue", "-h", "-o", "%i"], capture_output=True, text=True).stdout.split()
+    assert load_job("run").handle == f"slurm://torchx/{queued}"
+    distembed("cancel", "run")
+    wait_until(lambda: "cancelled" in status("run"), "it is not cancelled")
 
 
 @pytest.mark.slurm

@@ -63,7 +63,7 @@ def written(name: str) -> str:
     scheduler, arguments = CASES[name]
     request = dry_run(app(**arguments), scheduler)
     if scheduler == "slurm":
-        return str(request)
+        return re.sub(r"first-[a-z0-9]+/train", "first-ID/train", str(request))
     fields = request.job_def if scheduler == "aws_batch" else yaml.safe_load(str(request))
     # before the text is laid out: the id's length differs too
     fields = json.loads(re.sub(r"first-[a-z0-9]+", "first-ID", json.dumps(fields)))
@@ -135,15 +135,49 @@ def test_the_schemas_find_what_is_wrong() -> None:
         kubernetes_validate.validate(pod, "1.30", strict=True)
 
 
-def actions(job: dict[str, Any]) -> list[list[str]]:
-    return [[policy["action"] for policy in task["policies"]] for task in job["spec"]["tasks"]]
+def answers(policies: list[dict[str, Any]]) -> dict[str, str]:
+    """What Volcano does about each exit code and event of a pod: the first policy that names it counts."""
+    found: dict[str, str] = {}
+    for policy in policies:
+        named = [policy["exitCode"]] if "exitCode" in policy else policy.get("events", [policy.get("event")])
+        for one in named:
+            found.setdefault(str(one), policy["action"])
+    by_code = [number for number, policy in enumerate(policies) if "exitCode" in policy]
+    # a pod that failed has an exit code as well: of its policies the first counts
+    assert by_code == list(range(len(by_code)))
+    return found
+
+
+def test_volcano_knows_no_exit_codes_of_commands_that_save_nothing() -> None:
+    for max_retries, action in ((0, "TerminateJob"), (2, "RestartJob")):
+        application = evaluate(run_dir="runs/first", image="x", max_retries=max_retries)
+        job = yaml.safe_load(str(dry_run(application, "kubernetes")))
+        volcano.validate(job)
+        (task,) = job["spec"]["tasks"]
+        assert answers(task["policies"]) == {"PodFailed": action, "PodEvicted": action}
+        assert job["spec"]["maxRetry"] == max_retries
 
 
 def test_what_volcano_does_about_a_lost_pod() -> None:
-    assert actions(volcano_job(j="2x1")) == [["TerminateJob"], ["TerminateJob"]]
-    assert actions(volcano_job(j="2x1", max_retries=1)) == [["RestartJob"], ["RestartJob"]]
-    assert actions(volcano_job(j="1:3x1")) == [["TerminateJob"], [], []]
-    assert actions(volcano_job(j="1:3x1", max_retries=1)) == [["RestartJob"], ["RestartTask"], ["RestartTask"]]
+    def asked(j: str, max_retries: int) -> list[dict[str, str]]:
+        return [answers(task["policies"]) for task in volcano_job(j=j, max_retries=max_retries)["spec"]["tasks"]]
+
+    ends = dict.fromkeys(["2", "3", "70"], "TerminateJob")
+    whole = {**ends, "75": "RestartJob", "PodEvicted": "RestartJob"}
+    alone = {**ends, "75": "RestartTask", "PodEvicted": "RestartTask"}
+    never = {**whole, "PodFailed": "TerminateJob"}
+    again, alone_again = {**whole, "PodFailed": "RestartJob"}, {**alone, "PodFailed": "RestartTask"}
+    assert asked("2x1", 0) == [never, never]
+    assert asked("2x1", 1) == [again, again]
+    assert asked("1:3x1", 0) == [never, alone, alone]
+    assert asked("1:3x1", 1) == [again, alone_again, alone_again]
+    # failures are counted by the nodes, for Volcano would count interruptions with them
+    for max_retries in (0, 2):
+        job = volcano_job(j="2x1", max_retries=max_retries)
+        assert job["spec"]["maxRetry"] >= 100
+        for task in job["spec"]["tasks"]:
+            (container,) = task["template"]["spec"]["containers"]
+            assert {"name": "DISTEMBED_MAX_RETRIES", "value": str(max_retries)} in container["env"]
     # else a job that is done would wait for pods that were never started
     assert volcano_job(j="1:3x1")["spec"]["policies"] == [{"event": "TaskCompleted", "action": "CompleteJob"}]
     assert "policies" not in volcano_job(j="3x1")["spec"]
@@ -251,7 +285,7 @@ def test_aws_batch_takes_the_job(aws: Any) -> None:
         name = handle.rpartition(":")[2]
     (definition,) = aws.describe_job_definitions()["jobDefinitions"]
     assert definition["jobDefinitionName"] == name
-    assert (definition["type"], definition["retryStrategy"]["attempts"]) == ("multinode", 3)
+    assert (definition["type"], definition["retryStrategy"]["attempts"]) == ("multinode", 10)
     (job,) = aws.list_jobs(jobQueue="research", filters=[{"name": "JOB_NAME", "values": [name]}])["jobSummaryList"]
     assert job["jobName"] == name
 
@@ -266,10 +300,24 @@ def test_all_nodes_of_aws_batch_are_one_group() -> None:
     assert 'host="${AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS:-localhost}"' in group["container"]["command"][-1]
 
 
-@pytest.mark.parametrize(("max_retries", "attempts"), [(0, 1), (1, 2), (9, 10)])
-def test_the_first_start_is_no_retry_on_aws_batch(max_retries: int, attempts: int) -> None:
-    request = dry_run(app(max_retries=max_retries, **BOX), "aws_batch")
-    assert request.job_def["retryStrategy"]["attempts"] == attempts
+@pytest.mark.parametrize("max_retries", [0, 1, 9])
+def test_the_first_start_is_no_retry_on_aws_batch(max_retries: int) -> None:
+    request = dry_run(evaluate(run_dir="runs/first", image="x", max_retries=max_retries), "aws_batch")
+    assert request.job_def["retryStrategy"]["attempts"] == max_retries + 1
+
+
+@pytest.mark.parametrize("max_retries", [0, 1, 9])
+def test_aws_batch_ends_a_job_by_its_exit_code_and_the_nodes_count_failures(max_retries: int) -> None:
+    definition = dry_run(app(max_retries=max_retries, **BOX), "aws_batch").job_def
+    strategy = definition["retryStrategy"]
+    # whatever matches none of them is tried again, an interruption (75) too
+    assert {(one["onExitCode"], one["action"]) for one in strategy["evaluateOnExit"]} == {
+        (code, "EXIT") for code in ("0", "2", "3", "70")
+    }
+    assert len(strategy["evaluateOnExit"]) <= 5 and strategy["attempts"] == 10
+    (group,) = definition["nodeProperties"]["nodeRangeProperties"]
+    environment = {one["name"]: one["value"] for one in group["container"]["environment"]}
+    assert environment["DISTEMBED_MAX_RETRIES"] == str(max_retries)
 
 
 def commands(application: specs.AppDef, scheduler: str) -> list[str]:

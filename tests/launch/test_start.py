@@ -47,7 +47,7 @@ def dry(config: Config, tmp_path: Path) -> Dry:
 def test_the_gpu_of_a_named_resource_is_planned_for(dry: Dry) -> None:
     output = dry("local_cwd", component={"h": "gpu_8_h100"})
     assert "ok     plan: fits 1 x 4 h100-80gb" in output and "of 79.65 GiB a rank" in output
-    assert "torch.distributed.run" in output and "plan: 4 table_wise" in output
+    assert "launch.nodes.run" in output and "plan: 4 table_wise" in output
 
 
 def test_nodes_with_gpus_need_the_builds_for_them(dry: Dry, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +122,7 @@ def test_containers_must_see_the_run_folder_and_the_data_under_the_same_paths(
 def test_a_dry_run_of_what_does_not_fit_prints_the_request_as_well(dry: Dry) -> None:
     output = dry("local_cwd", 3, component={"cpu": 4, "memMB": 4})
     assert "wrong  plan: the model does not fit" in output and "plan: none" in output
-    assert "torch.distributed.run" in output and output.endswith("nothing was submitted")
+    assert "launch.nodes.run" in output and output.endswith("nothing was submitted")
 
 
 def test_paths_are_those_of_the_folder_that_it_was_launched_from(

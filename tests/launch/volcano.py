@@ -96,6 +96,10 @@ def validate(job: dict[str, Any]) -> None:
     if spec.get("minAvailable", 0) > sum(task["replicas"] for task in tasks):
         raise ValueError("the gang is larger than all tasks")
     for policies in [spec.get("policies", []), *(task.get("policies", []) for task in tasks)]:
-        events = [event for policy in policies for event in policy.get("events", [policy.get("event")])]
+        codes = [policy["exitCode"] for policy in policies if "exitCode" in policy]
+        if len(set(codes)) < len(codes) or 0 in codes:
+            raise ValueError(f"two policies for one exit code, or one for success: {codes}")
+        by_event = [policy for policy in policies if "exitCode" not in policy]
+        events = [event for policy in by_event for event in policy.get("events", [policy.get("event")])]
         if len(set(events)) < len(events) or ("*" in events and len(events) > 1):
             raise ValueError(f"two policies for one event: {events}")

@@ -121,6 +121,21 @@ def list_jobs() -> list[JobRecord]:
     return list(records.values())
 
 
+def find_job(name: str) -> str | None:
+    """Returns the number of this user's job of a name that no other has; None where there is none.
+
+    Raises:
+        RunError: The controller does not answer, and accounting does not know the job either.
+    """
+    queue = run_command(["squeue", "--noheader", "--states=all", f"--name={name}", "--format=%i"])
+    if not queue.returncode and queue.stdout.split():
+        return queue.stdout.split()[0]
+    past = _accounting([f"--name={name}", f"--starttime=now-{_LISTED_DAYS}days"], "JobID")
+    if queue.returncode and not past:
+        raise RunError(f"jobs cannot be listed: {failure_reason(queue)}")
+    return past[0][0] if past else None
+
+
 def host_names(nodes: str) -> list[str]:
     """Returns names of nodes, in the order of a job's replicas, from their short form; [] where Slurm does not know."""
     if not nodes:

@@ -8,6 +8,7 @@ TorchX                                           here
 a heterogeneous job, one component a node        one plain job, elastic where the role is (``script``)
 ``status`` asserts on "CANCELLED by 0"           every state has an answer, UNKNOWN where it is a new one
 a job requeued after NODE_FAIL is failed         it is pending or running, as the controller has it
+jobs of one application have one name            each has a name of its own, by which it is found
 without accounting there is no status            the controller is asked first (``queries``)
 values of variables end at a comma               they arrive as they are
 sbatch's reason is lost                          it is the message of the error
@@ -28,6 +29,7 @@ from typing import Any
 
 from torchx.schedulers import slurm_scheduler
 from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Stream, filter_regex
+from torchx.schedulers.ids import make_unique
 from torchx.specs import (
     MISSING,
     AppDef,
@@ -115,7 +117,7 @@ class SlurmScheduler(slurm_scheduler.SlurmScheduler):  # type: ignore[misc,unuse
             raise UserError(
                 f"the application {app.name!r} has {len(app.roles)} roles ({names}); on Slurm it must have one"
             )
-        return AppDryRunInfo(self._job(app.name, app.roles[0], cfg), str)
+        return AppDryRunInfo(self._job(make_unique(app.name), app.roles[0], cfg), str)
 
     def _job(self, name: str, role: Role, cfg: Mapping[str, Any]) -> SlurmJob:
         """Returns the job whose nodes are the replicas of the role."""

@@ -10,6 +10,8 @@ What the script does about the end of a step::
     cancelled                        the script cancels its own job once the step has saved what it has
     75, or not 0 after a warning     interrupted, can resume: back into the queue, however often that happens
     fewer nodes left than needed     back into the queue, however often that happens (elastic jobs)
+    2 or 3, of what has a state      a mistake of the user's, which starting again does not mend: the job has failed
+    to save
     any other                        back into the queue, at most `max_retries` times; then the job has failed
     a node died                      Slurm itself requeues the job (elastic ones continue with the nodes left)
     the first node of an elastic     the tasks of the other nodes see that Slurm has taken it from the job, and requeue
@@ -29,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distembed.errors import UserError
+from launch.nodes.exit_codes import INTERRUPTED, MISTAKES
 from launch.schedulers.slurm.shell import BATCH_SCRIPT, ELASTIC_TASK, FIXED_TASK, RECORD
 
 JOB_ID = "${app_id}"
@@ -45,8 +48,6 @@ OWN_OPTIONS = tuple(
 """Options of sbatch that the script has from elsewhere, or that it would not work with."""
 CANCEL_SECONDS = 30
 """How long after its grace period a job that was asked to end is cancelled by Slurm."""
-INTERRUPTED = 75
-"""Exit code of a command that was interrupted and can resume later, ``EX_TEMPFAIL``."""
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -146,6 +147,7 @@ class SlurmJob:
             mark=mark,
             step_options=" ".join(self._step_options()),
             interrupted=INTERRUPTED,
+            mistakes="|".join(map(str, MISTAKES)),
         )
 
     def __str__(self) -> str:

@@ -121,6 +121,9 @@ if is_interrupted; then
     say "interrupted; it goes on after it was queued again"
 elif [[ $(field NumNodes) == [0-9]* && $(field NumNodes) -lt min_nodes ]]; then
     say "$(field NumNodes) of the $min_nodes nodes that it needs are left; it goes on after it was queued again"
+elif ((grace)) && [[ $code =~ ^(@mistakes)$ ]]; then
+    say "failed; no retry: starting again does not mend what is wrong"
+    exit "$code"
 else
     [[ ! $warned_at ]] || echo "$(date '+%F %T') warned, it did not end within grace_seconds, $grace: nothing was saved"
     if ! echo "$(date '+%F %T') $code" >>"$failures" || ! count=$(wc -l <"$failures"); then

@@ -17,6 +17,10 @@ _OUTCOME_UNKNOWN = re.compile(r"timed out|Zero Bytes|reset by peer", re.IGNORECA
 """What a command prints that has put its question and got no answer."""
 
 
+class OutcomeUnknown(RunError):
+    """Slurm was handed a job, and has not said whether it has taken it."""
+
+
 def submit(command: Sequence[str], script: str, name: str) -> str:
     """Submits a script and returns the number of its job.
 
@@ -27,7 +31,8 @@ def submit(command: Sequence[str], script: str, name: str) -> str:
 
     Raises:
         UserError: Slurm does not accept the job; the message holds its reason.
-        RunError: Slurm cannot be reached, or has not answered.
+        RunError: Slurm cannot be reached.
+        OutcomeUnknown: It has not answered.
     """
     remedy = f"It may have taken the job: look with `squeue --name={name}` before you try again"
     # "123;cluster" where there are several clusters
@@ -154,7 +159,7 @@ def _sbatch(command: Sequence[str], script: str, remedy: str) -> Completed:
         if "ontact slurm controller" in reason or "Connection refused" in reason:
             raise RunError(f"the job was not submitted, because Slurm cannot be reached: {reason}")
         if _OUTCOME_UNKNOWN.search(reason):
-            raise RunError(f"Slurm has not answered: {reason}. {remedy}")
+            raise OutcomeUnknown(f"Slurm has not answered: {reason}. {remedy}")
         raise UserError(f"Slurm does not accept the job: {reason}")
     return answer
 

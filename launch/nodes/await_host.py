@@ -1,10 +1,9 @@
-"""Waits, not for ever, until a job's first node can be reached: ``python -m launch.await_host HOST PORT``.
+"""Waits, not for ever, until a job's first node can be reached.
 
 On Kubernetes the name of the first node's pod resolves only some time after the others have started, and what it runs
 listens later still, when its image has been pulled. ``torch.distributed.run`` gives up after a minute, or at once.
 """
 
-import argparse
 import socket
 import sys
 import time
@@ -47,24 +46,3 @@ def _unreachable(host: str, port: int) -> str:
     except OSError as error:
         return f"it takes no connections ({error.strerror or error})"
     return ""
-
-
-def _main() -> int:
-    """Runs the command; returns 0 once the host can be reached, else 1."""
-    parser = argparse.ArgumentParser(prog="python -m launch.await_host", description=__doc__)
-    parser.add_argument("host")
-    parser.add_argument("port", type=int)
-    parser.add_argument("--seconds", type=float, default=600)
-    given = parser.parse_args()
-    reason = await_host(given.host, given.port, given.seconds)
-    if reason:
-        print(
-            f"node 0 of the job ({given.host}:{given.port}) could not be reached within {given.seconds:g} s: {reason}. "
-            "See whether it has started and what it says, and that nodes may talk to each other on this port.",
-            file=sys.stderr,
-        )
-    return int(bool(reason))
-
-
-if __name__ == "__main__":
-    sys.exit(_main())

@@ -1,0 +1,266 @@
+"""The agent of ``torch.distributed.run`` on a node, which knows what the exit codes of its ranks ask for.
+
+torch's own agent starts all ranks again when one has ended with anything but 0. This one does so only for failures:
+
+- *A mistake of the user's* (:data:`~launch.nodes.exit_codes.MISTAKES`) on any rank ends the ranks of all nodes. It is
+  told once, on the node that noted it first.
+- *An interruption* on any rank ends those of all nodes too, for every rank has saved by then. An elastic job goes on
+  without the node that was told to end.
+
+Agents tell one another by the store in which their nodes meet. A rank that lost its connection to one that made the
+mistake may be seen to end first: so a failure is judged only after some seconds, in which the others' ends are seen.
+"""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.utils import store as stores
+from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.run import config_from_args, parse_args
+
+from distembed.commands.error_file import TOLD_VARIABLE
+from launch.nodes.exit_codes import FAILED, INTERRUPTED, MISTAKES
+
+JUDGE_SECONDS = 5.0
+"""How long after a failure the ends of other ranks are awaited, of which it may be a consequence."""
+LEAVE_SECONDS = 15.0
+"""How long agents wait for one another when the job ends on all nodes."""
+
+_LOOK_SECONDS = 1.0
+_KEY = "distembed/verdict"
+
+Say = Callable[[str], None]
+
+
+def run_ranks(arguments: Sequence[str], say: Say) -> int:
+    """Runs the ranks of this node under the arguments of ``torch.distributed.run``.
+
+    Args:
+        arguments: Arguments of ``torch.distributed.run``, with the ranks' own program.
+        say: Prints a line for the user.
+
+    Returns:
+        The exit code of the node; see :mod:`launch.nodes.exit_codes`.
+    """
+    config, entrypoint, program = config_from_args(parse_args(list(arguments)))
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
+    os.environ[TOLD_VARIABLE] = "1"
+    agent = NodeAgent(config, entrypoint, tuple(program), say)
+    try:
+        return _run(agent) or 0
+    except SignalException as told:
+        return INTERRUPTED if agent.has_ended_by(told.sigval) else FAILED
+    except ChildFailedError as error:
+        say(str(error))
+        return FAILED
+    except RendezvousError as error:
+        verdict = agent.others_verdict()
+        if verdict is None:
+            say(f"this node has lost the others: {error}")
+        return FAILED if verdict is None else verdict
+
+
+@record
+def _run(agent: "NodeAgent") -> int:
+    """Runs the agent, which leaves the error of the rank that failed first in the file for this node's error."""
+    return agent.run_to_end()
+
+
+class NodeAgent(LocalElasticAgent):
+    """The agent of one node; see the module.
+
+    Args:
+        config: What ``torch.distributed.run`` was told.
+        entrypoint: The program of each rank.
+        program: Its arguments.
+        say: Prints a line for the user.
+    """
+
+    def __init__(self, config: LaunchConfig, entrypoint: Any, program: tuple[str, ...], say: Say) -> None:
+        assert config.logs_specs is not None and config.shutdown_timeout is not None
+        meeting = RendezvousParameters(
+            config.rdzv_backend,
+            config.rdzv_endpoint,
+            config.run_id,
+            config.min_nodes,
+            config.max_nodes,
+            config.local_addr,
+            **config.rdzv_configs,
+        )
+        spec = WorkerSpec(
+            role=config.role,
+            local_world_size=config.nproc_per_node,
+            entrypoint=entrypoint,
+            args=program,
+            rdzv_handler=get_rendezvous_handler(meeting),
+            max_restarts=config.max_restarts,
+            monitor_interval=config.monitor_interval,
+            local_addr=config.local_addr,
+            event_log_handler=config.event_log_handler,
+            numa_options=config.numa_options,
+        )
+        super().__init__(
+            spec,
+            logs_specs=config.logs_specs,
+            start_method=config.start_method,
+            log_line_prefix_template=config.log_line_prefix_template,
+            shutdown_timeout=config.shutdown_timeout,
+        )
+        self._name = next((word for word in program if not word.startswith("-")), str(entrypoint))
+        self._is_elastic = config.min_nodes < config.max_nodes
+        self._say = say
+        self._verdict: int | None = None
+        self._failed_at: float | None = None
+        self._looked_at = 0.0
+
+    def run_to_end(self) -> int:
+        """Runs the ranks, as often as they may start, and returns the exit code of the node.
+
+        Raises:
+            ChildFailedError: A rank has failed, and may not be started again.
+            SignalException: This process was told to end, and has ended the ranks.
+            RendezvousError: The other nodes have ended the job, or cannot be reached.
+        """
+        handler = self._worker_group.spec.rdzv_handler
+        try:
+            result = self.run()
+        except SignalException:
+            raise  # the other nodes of an elastic job may meet again
+        except BaseException:
+            handler.shutdown()
+            raise
+        handler.shutdown()
+        if self._verdict is not None:
+            return self._verdict
+        if result is not None and result.is_failed():  # None: the other nodes have done without this one
+            raise ChildFailedError(self._name, result.failures)
+        return 0
+
+    def has_ended_by(self, number: signal.Signals) -> bool:
+        """Returns whether every rank has ended of itself: with everything saved, or before there was anything to save.
+
+        Args:
+            number: The signal that the ranks were sent.
+        """
+        return all(code in (0, INTERRUPTED, -number) for code in self._exit_codes())
+
+    def others_verdict(self) -> int | None:
+        """Returns the exit code with which another node wants all to end; None where there is none, or no telling."""
+        if self._worker_group.group_world_size == 1 or self._store is None:
+            return None
+        try:
+            return int(self._store.get(_KEY).split()[0]) if self._store.check([_KEY]) else None
+        except RuntimeError:  # the first node is gone, and the store with it
+            return None
+
+    def _invoke_run(self, role: str = "default") -> Any:
+        try:
+            return super()._invoke_run(role)
+        except SignalException:
+            # A second one would end this process before the ranks have saved; the scheduler ends what takes too long.
+            for name in os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"].split(","):
+                signal.signal(signal.Signals[name], signal.SIG_IGN)
+            raise
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        self._failed_at = None
+        super()._restart_workers(worker_group)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        codes = self._exit_codes()
+        failed = [code for code in codes if code]
+        if failed and self._failed_at is None:
+            self._failed_at = time.monotonic()
+        is_early = bool(failed) and self._may_be_a_consequence(codes)
+        self._verdict = self._judge(failed, is_early)
+        if self._verdict is not None:
+            self._agree(self._verdict)
+            self._remaining_restarts = 0
+            return RunResult(WorkerState.FAILED)
+        if is_early:
+            return RunResult(WorkerState.HEALTHY)
+        if failed and set(failed) == {INTERRUPTED}:
+            self._remaining_restarts += 1  # of an elastic job: going on without a node is no failure
+        return super()._monitor_workers(worker_group)
+
+    def _exit_codes(self) -> list[int | None]:
+        """Returns the exit code of each rank of this node; None for one that runs, and no codes before they start."""
+        handlers = getattr(self._pcontext, "subprocess_handlers", {})
+        return [handler.proc.poll() for _, handler in sorted(handlers.items())]
+
+    def _judge(self, failed: Sequence[int], is_early: bool) -> int | None:
+        """Returns the exit code with which all nodes have to end; None where there is no reason to.
+
+        Args:
+            failed: Exit codes of the ranks of this node that have ended with anything but 0.
+            is_early: Whether the ends of other ranks are still awaited.
+        """
+        mistakes = [code for code in failed if code in MISTAKES]
+        if mistakes:
+            return mistakes[0]
+        if INTERRUPTED in failed and not self._is_elastic and not is_early:
+            return INTERRUPTED
+        now = time.monotonic()
+        if not failed and now - self._looked_at < _LOOK_SECONDS:
+            return None
+        self._looked_at = now
+        return self.others_verdict()
+
+    def _may_be_a_consequence(self, codes: Sequence[int | None]) -> bool:
+        """Returns whether the ends of other ranks have to be awaited before a failure is judged."""
+        assert self._failed_at is not None
+        is_saving = all(code in (None, 0, INTERRUPTED) for code in codes)
+        patience = float(self._shutdown_timeout) if is_saving else JUDGE_SECONDS
+        has_others = None in codes or ((self._worker_group.group_world_size or 1) > 1 and not is_saving)
+        return has_others and time.monotonic() - self._failed_at < patience
+
+    def _agree(self, code: int) -> None:
+        """Tells the other nodes with which code to end, and the user why, where no other node has; waits for all."""
+        group = self._worker_group
+        mine = f"{code} {group.group_rank}"
+        is_first = True
+        if code == INTERRUPTED or group.group_world_size == 1 or self._store is None:
+            self._tell(code)  # an interruption shows in the ranks of every node
+            return
+        try:
+            is_first = self._store.compare_set(_KEY, "", mine).decode() == mine
+        except RuntimeError:
+            pass  # the first node is gone: it is told twice rather than never
+        if is_first:
+            self._tell(code)
+        try:
+            # the first node holds the store in which the others look
+            stores.barrier(self._store, group.group_world_size, f"{_KEY}/seen", barrier_timeout=LEAVE_SECONDS)
+        except RuntimeError:
+            pass
+
+    def _tell(self, code: int) -> None:
+        """Prints why the job ends."""
+        if code == INTERRUPTED:
+            self._say("interrupted: the ranks have saved what they have")
+            return
+        codes = self._exit_codes()
+        if code in codes:
+            message = self._message_of(codes.index(code))
+            self._say(f"error: {message}" if message else f"a rank has ended with code {code}, and has said why")
+            self._say("The ranks do not start again, which would not mend it.")
+
+    def _message_of(self, local_rank: int) -> str:
+        """Returns the error that a rank of this node has noted; "" where it has noted none."""
+        assert self._pcontext is not None
+        try:
+            noted = json.loads(Path(self._pcontext.error_files[local_rank]).read_text())["message"]["message"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return ""
+        return str(noted).partition(": ")[2]

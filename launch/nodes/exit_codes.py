@@ -1,0 +1,24 @@
+"""Exit codes with which a node ends, and what each asks of the scheduler; and the signals that ask it to end.
+
+====================  ===========================================================================
+0                     done
+2, 3                  a mistake of the user's: starting again does not mend it, so the job ends
+70                    failed as often as the job may be started again: it ends
+75                    interrupted, with everything saved: start it again, which counts as no failure
+any other             failed: start it again, as often as the job may be
+====================  ===========================================================================
+"""
+
+MISTAKES = (2, 3)
+"""Wrong input, and a model that does not fit; the exit codes of ``distembed train``."""
+RETRIES_USED = 70
+"""The job has failed, and may not be started again; ``EX_SOFTWARE`` of sysexits.h."""
+INTERRUPTED = 75
+"""Interrupted, can resume; ``EX_TEMPFAIL`` of sysexits.h, and the exit code of ``distembed train``."""
+FAILED = 1
+"""Failed for any other reason."""
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+"""Signals that ask a node to end. SIGUSR1 beside those of ``torch.distributed.run``: Slurm sends it some time before a
+time limit."""
+RETRIES_VARIABLE = "DISTEMBED_MAX_RETRIES"
+"""Environment variable: how often the job may be started again, where the nodes count (:mod:`launch.nodes.starts`)."""

@@ -1,0 +1,258 @@
+"""How a node's ranks are started, and with which exit code it ends, by what its ranks end of; with real processes."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distembed.parent import PARENT_VARIABLE
+from launch.nodes.starts import Starts
+from tests.ranks import free_port
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.timeout(120)
+
+# What a rank does by its number, as a Python expression over `start`, the number of times that it was started.
+RANK = """
+import json, os, signal, sys, time
+rank, plan = os.environ["RANK"], json.loads(os.environ["PLAN"])
+with open(f"starts-{rank}", "a") as file:
+    file.write(f"{os.getpid()}\\n")
+start = len(open(f"starts-{rank}").readlines())
+
+sys.path.insert(0, os.environ["ROOT"])
+from distembed.parent import end_with_parent
+end_with_parent()
+
+def fail(code, text="", after=0.0):
+    time.sleep(after)
+    if text:
+        from distembed.commands.error_file import record_error
+        from distembed.errors import UserError
+        record_error(UserError(text), code)
+    os._exit(code)
+
+def save(code=75):
+    def end(*_):
+        open(f"saved-{rank}", "w").close()
+        os._exit(code)
+    signal.signal(signal.SIGTERM, end)
+    open(f"ready-{rank}", "w").close()
+    time.sleep(600)
+
+def hang():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    open(f"ready-{rank}", "w").close()
+    time.sleep(600)
+
+eval(plan.get(rank, "0"))
+"""
+
+
+class Node:
+    """A node's launcher, started in a folder that all nodes of a job share.
+
+    Args:
+        folder: The folder.
+        plan: What each rank does, by its number.
+        number: Number of the node.
+        j: ``--nnodes`` and ``--nproc-per-node``.
+        port: Where nodes meet, where there are several.
+        max_restarts: How often ranks are started again.
+        grace: Seconds that ranks have to save.
+        environment: Further variables.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        plan: dict[int, str],
+        number: int = 0,
+        j: tuple[str, int] = ("1", 2),
+        port: int = 0,
+        max_restarts: int = 3,
+        grace: int = 20,
+        **environment: str,
+    ) -> None:
+        (folder / "rank.py").write_text(RANK)
+        own = ["--node", str(number), "--starts", "starts", "--port", str(port)]
+        is_host = f",is_host={int(number == 0)}" if port else ""
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "launch.nodes.run", *own, "--"]
+            + ["--nnodes", j[0], "--nproc-per-node", str(j[1]), "--rdzv-id", "job", "--rdzv-backend", "c10d"]
+            + ["--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf", f"join_timeout=60,last_call_timeout=1{is_host}"]
+            + ["--max-restarts", str(max_restarts), "--shutdown-timeout", str(grace)]
+            + ["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1", "--log-dir", f"logs-{number}", "rank.py"],
+            cwd=folder,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+                "ROOT": str(ROOT),
+                "PLAN": json.dumps(plan),
+                "OMP_NUM_THREADS": "1",
+                **environment,
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def end(self) -> tuple[int, str]:
+        """Its exit code, and what it and its ranks have printed."""
+        printed, _ = self.process.communicate(timeout=100)
+        return self.process.returncode, printed
+
+
+def starts(folder: Path, *ranks: int) -> list[int]:
+    """How often each rank was started."""
+    return [len((folder / f"starts-{rank}").read_text().split()) for rank in ranks]
+
+
+def wait_until(holds: Callable[[], bool], what: str, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, what
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def test_a_mistake_is_told_once_and_not_tried_again_whichever_rank_ends_first(tmp_path: Path) -> None:
+    # rank 0 has lost its connection to rank 1, which is slow to end
+    code, printed = Node(tmp_path, {0: "fail(1)", 1: "fail(2, 'no dataset: there', after=1)"}).end()
+    assert code == 2
+    assert printed.count("no dataset: there") == 1 and "error: no dataset: there\n" in printed, printed
+    assert "Traceback" not in printed
+    assert starts(tmp_path, 0, 1) == [1, 1]
+
+
+def test_a_failure_is_tried_again_and_then_ends_the_node(tmp_path: Path) -> None:
+    code, printed = Node(tmp_path, {0: "fail(9)", 1: "fail(1, after=0.5)"}, max_restarts=1).end()
+    assert code == 1 and "exitcode  : 9" in printed, printed
+    assert starts(tmp_path, 0) == [2]
+
+
+def test_an_interruption_is_one_for_the_scheduler_and_not_tried_again(tmp_path: Path) -> None:
+    # the second rank has still to write something after the first has ended
+    slowly = "(time.sleep(1), open('saved-1', 'w').close(), os._exit(75))"
+    code, printed = Node(tmp_path, {0: "fail(75)", 1: slowly}).end()
+    assert code == 75, printed
+    assert (tmp_path / "saved-1").exists() and starts(tmp_path, 0, 1) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("plan", "grace", "expected"),
+    [
+        ("save()", 20, 75),
+        pytest.param("save(1)", 20, 1, marks=pytest.mark.slow),
+        pytest.param("hang()", 1, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_node_that_is_told_to_end_says_whether_its_ranks_have_saved(
+    tmp_path: Path, plan: str, grace: int, expected: int
+) -> None:
+    node = Node(tmp_path, {0: plan, 1: plan}, grace=grace)
+    wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2, "the ranks do not start")
+    node.process.terminate()
+    code, printed = node.end()
+    assert code == expected, printed
+    assert starts(tmp_path, 0, 1) == [1, 1]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("mistaken", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_mistake_on_one_node_ends_all_nodes_and_is_told_once(tmp_path: Path, mistaken: int) -> None:
+    """The other rank hears nothing of it: it hangs, as in a collective."""
+    plan = {mistaken: "fail(2, 'no dataset here')", 1 - mistaken: "time.sleep(600)"}
+    port = free_port()
+    nodes = [Node(tmp_path, plan, number, ("2", 1), port) for number in range(2)]
+    ends = [node.end() for node in nodes]
+    assert [code for code, _ in ends] == [2, 2], ends
+    assert "".join(printed for _, printed in ends).count("no dataset here") == 1
+    assert starts(tmp_path, 0, 1) == [1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_nodes_of_a_fixed_job_end_together_when_one_is_told_to(tmp_path: Path) -> None:
+    # ranks agree: those of the other node save as well, and end
+    other = "[time.sleep(0.1) for _ in iter(lambda: os.path.exists('saved-0') or os.path.exists('saved-1'), True)]"
+    plan = {rank: f"save() if os.environ['NODE'] == '1' else ({other}, os._exit(75))" for rank in range(2)}
+    port = free_port()
+    nodes = [Node(tmp_path, plan, number, ("2", 1), port, NODE=str(number)) for number in range(2)]
+    wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 1, "the ranks do not start")
+    nodes[1].process.terminate()
+    ends = [node.end() for node in nodes]
+    assert [code for code, _ in ends] == [75, 75], ends
+    assert starts(tmp_path, 0, 1) == [1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_an_elastic_job_goes_on_without_the_node_that_is_told_to_end(tmp_path: Path) -> None:
+    other = "[time.sleep(0.1) for _ in iter(lambda: os.path.exists('saved-0') or os.path.exists('saved-1'), True)]"
+    first = f"({other}, os._exit(75)) if os.environ['WORLD_SIZE'] == '2' else print('alone')"
+    plan = {rank: f"save() if os.environ['NODE'] == '1' else {first}" for rank in range(2)}
+    port = free_port()
+    nodes = [Node(tmp_path, plan, number, ("1:2", 1), port, max_restarts=0, NODE=str(number)) for number in range(2)]
+    wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 1, "the ranks do not start")
+    nodes[1].process.terminate()
+    ends = [node.end() for node in nodes]
+    assert [code for code, _ in ends] == [0, 75], ends
+    assert "alone" in ends[0][1]
+
+
+def test_ranks_end_with_the_launcher_that_is_killed_and_save_before(tmp_path: Path) -> None:
+    node = Node(tmp_path, {0: "save()", 1: "save()"})
+    wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2, "the ranks do not start")
+    ranks = [int((tmp_path / f"starts-{rank}").read_text()) for rank in range(2)]
+    node.process.kill()
+    node.process.communicate()
+    wait_until(lambda: not any(map(is_running, ranks)), "ranks are left", seconds=20)
+    assert len(list(tmp_path.glob("saved-*"))) == 2
+
+
+def test_a_launcher_whose_parent_is_gone_before_it_could_listen_starts_no_ranks(tmp_path: Path) -> None:
+    code, _ = Node(tmp_path, {}, **{PARENT_VARIABLE: "1"}).end()
+    assert code == 75 and not list(tmp_path.glob("starts-*"))
+
+
+@pytest.mark.slow
+def test_a_job_that_has_failed_too_often_starts_no_ranks(tmp_path: Path) -> None:
+    limit = {"DISTEMBED_MAX_RETRIES": "1"}
+    ends = [Node(tmp_path, {0: "fail(9)"}, j=("1", 1), max_restarts=0, **limit).end()[0] for _ in range(3)]
+    assert ends == [1, 70, 70]
+    assert starts(tmp_path, 0) == [2]
+
+
+@given(st.lists(st.sampled_from(["done", "mistake", "interrupted", "failed", "lost", "one failed"]), max_size=12))
+def test_interruptions_are_no_failures(tmp_path_factory: pytest.TempPathFactory, ends: list[str]) -> None:
+    """Two nodes; a job ends with 70 at its first failure above the limit, and does not begin after it."""
+    folder = tmp_path_factory.mktemp("starts")
+    max_retries, failures = 2, 0
+    for end in ends:
+        first, second = Starts(folder, max_retries), Starts(folder, max_retries)
+        assert first.begin() == (failures <= max_retries)
+        if failures > max_retries:
+            return
+        codes = {"done": (0, 0), "mistake": (2, 3), "interrupted": (75, 75), "failed": (1, 1), "one failed": (75, 9)}
+        failures += end in ("failed", "lost", "one failed")
+        if end in ("done", "mistake"):
+            assert (first.end(codes[end][0]), second.end(codes[end][1])) == codes[end]
+            return
+        if end != "lost":
+            last = second.end(codes[end][1])
+            assert last == (70 if failures > max_retries and codes[end][1] != 75 else codes[end][1])
+            first.end(codes[end][0])
