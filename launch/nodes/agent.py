@@ -11,6 +11,7 @@ Agents tell one another by the store in which their nodes meet. A rank that lost
 mistake may be seen to end first: so a failure is judged only after some seconds, in which the others' ends are seen.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -30,7 +31,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, parse_args
 
 from distembed.commands.error_file import TOLD_VARIABLE
-from launch.nodes.exit_codes import FAILED, INTERRUPTED, MISTAKES
+from launch.nodes.exit_codes import FAILED, INTERRUPTED, MISTAKES, ToldToEnd
 
 JUDGE_SECONDS = 5.0
 """How long after a failure the ends of other ranks are awaited, of which it may be a consequence."""
@@ -52,6 +53,9 @@ def run_ranks(arguments: Sequence[str], say: Say) -> int:
 
     Returns:
         The exit code of the node; see :mod:`launch.nodes.exit_codes`.
+
+    Raises:
+        ToldToEnd: A signal has asked this process to end, and the ranks have ended.
     """
     config, entrypoint, program = config_from_args(parse_args(list(arguments)))
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
@@ -60,7 +64,9 @@ def run_ranks(arguments: Sequence[str], say: Say) -> int:
     try:
         return _run(agent) or 0
     except SignalException as told:
-        return INTERRUPTED if agent.has_ended_by(told.sigval) else FAILED
+        if not agent.is_elastic:
+            agent.leave()
+        raise ToldToEnd(agent.has_ended_by(told.sigval)) from None
     except ChildFailedError as error:
         say(str(error))
         return FAILED
@@ -118,7 +124,7 @@ class NodeAgent(LocalElasticAgent):
             shutdown_timeout=config.shutdown_timeout,
         )
         self._name = next((word for word in program if not word.startswith("-")), str(entrypoint))
-        self._is_elastic = config.min_nodes < config.max_nodes
+        self.is_elastic = config.min_nodes < config.max_nodes
         self._say = say
         self._verdict: int | None = None
         self._failed_at: float | None = None
@@ -209,7 +215,7 @@ class NodeAgent(LocalElasticAgent):
         mistakes = [code for code in failed if code in MISTAKES]
         if mistakes:
             return mistakes[0]
-        if INTERRUPTED in failed and not self._is_elastic and not is_early:
+        if INTERRUPTED in failed and not self.is_elastic and not is_early:
             return INTERRUPTED
         now = time.monotonic()
         if not failed and now - self._looked_at < _LOOK_SECONDS:
@@ -227,23 +233,24 @@ class NodeAgent(LocalElasticAgent):
 
     def _agree(self, code: int) -> None:
         """Tells the other nodes with which code to end, and the user why, where no other node has; waits for all."""
-        group = self._worker_group
-        mine = f"{code} {group.group_rank}"
+        mine = f"{code} {self._worker_group.group_rank}"
         is_first = True
-        if code == INTERRUPTED or group.group_world_size == 1 or self._store is None:
-            self._tell(code)  # an interruption shows in the ranks of every node
-            return
-        try:
-            is_first = self._store.compare_set(_KEY, "", mine).decode() == mine
-        except RuntimeError:
-            pass  # the first node is gone: it is told twice rather than never
+        # an interruption shows in the ranks of every node
+        if code != INTERRUPTED and self._worker_group.group_world_size != 1 and self._store is not None:
+            # where the first node is gone it is told twice rather than never
+            with contextlib.suppress(RuntimeError):
+                is_first = self._store.compare_set(_KEY, "", mine).decode() == mine
         if is_first:
             self._tell(code)
-        try:
-            # the first node holds the store in which the others look
-            stores.barrier(self._store, group.group_world_size, f"{_KEY}/seen", barrier_timeout=LEAVE_SECONDS)
-        except RuntimeError:
-            pass
+        self.leave()
+
+    def leave(self) -> None:
+        """Waits until all nodes end: the first one holds the store, without which the others lose sight of the job."""
+        group = self._worker_group
+        if group.group_world_size == 1 or self._store is None:
+            return
+        with contextlib.suppress(RuntimeError):
+            stores.barrier(self._store, group.group_world_size, f"{_KEY}/left", barrier_timeout=LEAVE_SECONDS)
 
     def _tell(self, code: int) -> None:
         """Prints why the job ends."""

@@ -28,7 +28,7 @@ def await_host(host: str, port: int, seconds: float) -> str:
     deadline = time.monotonic() + seconds
     printed = ""
     while True:
-        reason = _unreachable(host, port)
+        reason = unreachable(host, port)
         if not reason or time.monotonic() >= deadline:
             return reason
         if reason != printed:
@@ -37,7 +37,7 @@ def await_host(host: str, port: int, seconds: float) -> str:
         time.sleep(min(POLL_SECONDS, max(deadline - time.monotonic(), 0)))
 
 
-def _unreachable(host: str, port: int) -> str:
+def unreachable(host: str, port: int) -> str:
     """Returns why a port accepts no connections; "" where it does."""
     try:
         socket.create_connection((host, port), timeout=5).close()

@@ -22,3 +22,16 @@ SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 time limit."""
 RETRIES_VARIABLE = "DISTEMBED_MAX_RETRIES"
 """Environment variable: how often the job may be started again, where the nodes count (:mod:`launch.nodes.starts`)."""
+AGAIN_VARIABLE = "DISTEMBED_START_AGAIN"
+"""Environment variable: that the nodes start again themselves, where the scheduler starts no job again."""
+
+
+class ToldToEnd(BaseException):
+    """A signal has asked this node to end.
+
+    Attributes:
+        has_saved: Whether the ranks have ended of themselves: with everything saved, or with nothing to save.
+    """
+
+    def __init__(self, has_saved: bool = True) -> None:
+        self.has_saved = has_saved

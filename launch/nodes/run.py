@@ -9,18 +9,26 @@ import argparse
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from distembed.parent import PARENT_VARIABLE, end_with_parent
-from launch.nodes.await_host import await_host
-from launch.nodes.exit_codes import FAILED, INTERRUPTED, RETRIES_USED, RETRIES_VARIABLE, SIGNALS
+from launch.nodes.await_host import await_host, unreachable
+from launch.nodes.exit_codes import (
+    AGAIN_VARIABLE,
+    FAILED,
+    INTERRUPTED,
+    MISTAKES,
+    RETRIES_USED,
+    RETRIES_VARIABLE,
+    SIGNALS,
+    ToldToEnd,
+)
 from launch.nodes.starts import Starts
 
-
-class ToldToEnd(BaseException):
-    """A signal that asks the job to end, before any rank runs."""
+_LEAVING_SECONDS = 20.0
 
 
 def main() -> int:
@@ -32,16 +40,23 @@ def main() -> int:
     starts = None
     if retries is not None and (given.node == 0 or not given.elastic):  # else the others go on without this node
         starts = Starts(given.starts, int(retries))
+    can_go_on = False
     try:
         end_with_parent()
-        code = _run(given, launcher_arguments, starts)
-    except ToldToEnd:
-        code = INTERRUPTED
-    return code if starts is None else starts.end(code)
+        code = _await_turn(given, starts)
+        if code is None:
+            code = _run(launcher_arguments)
+            can_go_on = AGAIN_VARIABLE in os.environ and starts is not None
+    except ToldToEnd as told:
+        code = INTERRUPTED if told.has_saved else FAILED
+    code = code if starts is None else starts.end(code)
+    if can_go_on and code not in (0, *MISTAKES, RETRIES_USED):
+        _start_again(given)
+    return code
 
 
-def _run(given: argparse.Namespace, launcher_arguments: list[str], starts: Starts | None) -> int:
-    """Waits for the first node, or is it, and runs the ranks; returns the exit code of this node."""
+def _await_turn(given: argparse.Namespace, starts: Starts | None) -> int | None:
+    """Waits for the first node, or is it; returns the exit code where the ranks cannot be started, else None."""
     if given.node > 0:
         reason = await_host(given.host, given.port, given.seconds)
         if reason:
@@ -51,13 +66,31 @@ def _run(given: argparse.Namespace, launcher_arguments: list[str], starts: Start
                 "port."
             )
             return FAILED
+        if starts is not None:
+            starts.join()
     elif starts is not None and not starts.begin():
         _say(f"the job has failed before, and its retries ({os.environ[RETRIES_VARIABLE]}) are all used")
         return RETRIES_USED
-    os.environ[PARENT_VARIABLE] = str(os.getpid())  # the ranks end with this process
+    return None
+
+
+def _run(launcher_arguments: list[str]) -> int:
+    """Runs the ranks, which end with this process, and returns the exit code of this node."""
+    os.environ[PARENT_VARIABLE] = str(os.getpid())
     from launch.nodes.agent import run_ranks  # torch takes seconds to load
 
     return run_ranks(launcher_arguments, _say)
+
+
+def _start_again(given: argparse.Namespace) -> NoReturn:
+    """Starts this program anew in its own process, once the first node has left the place where the others met."""
+    _say("this node starts again")
+    os.environ.pop(PARENT_VARIABLE, None)
+    deadline = time.monotonic() + _LEAVING_SECONDS
+    while given.node > 0 and not unreachable(given.host, given.port) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the port at which the nodes met is one that a child inherits
+    os.execv(sys.executable, [sys.executable, "-m", "launch.nodes.run", *sys.argv[1:]])
 
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -73,9 +106,9 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_args(arguments[:at]), arguments[at + 1 :]
 
 
-def _raise(number: int, _frame: FrameType | None) -> NoReturn:
+def _raise(_number: int, _frame: FrameType | None) -> NoReturn:
     """Raises :class:`ToldToEnd`."""
-    raise ToldToEnd(signal.Signals(number).name)
+    raise ToldToEnd
 
 
 def _say(line: str) -> None:

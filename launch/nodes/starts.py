@@ -25,6 +25,7 @@ class Starts:
     def __init__(self, folder: Path, max_retries: int) -> None:
         self._folder = folder
         self._max_retries = max_retries
+        self._number = 0
         folder.mkdir(parents=True, exist_ok=True)
 
     def begin(self) -> bool:
@@ -35,8 +36,13 @@ class Starts:
         """
         if self._num_failed() > self._max_retries:
             return False
-        (self._folder / str(self._newest() + 1)).touch()
+        self._number = self._newest() + 1
+        (self._folder / str(self._number)).touch()
         return True
+
+    def join(self) -> None:
+        """Takes part in the newest start; the other nodes call it once the first one listens."""
+        self._number = self._newest()
 
     def end(self, code: int) -> int:
         """Notes how this start has ended on this node.
@@ -47,8 +53,7 @@ class Starts:
         """
         if code == 0 or code in MISTAKES:
             return code
-        newest = self._newest()
-        (self._folder / f"{newest}.{_INTERRUPTED if code == INTERRUPTED else _FAILED}").touch()
+        (self._folder / f"{self._number}.{_INTERRUPTED if code == INTERRUPTED else _FAILED}").touch()
         return RETRIES_USED if code != INTERRUPTED and self._num_failed() > self._max_retries else code
 
     def _newest(self) -> int:

@@ -30,7 +30,7 @@ from launch.apps.roles import GRACE_SECONDS
 from launch.nodes.exit_codes import INTERRUPTED, MISTAKES, RETRIES_USED, RETRIES_VARIABLE
 
 _FAILURES = ["PodFailed", "PodEvicted"]
-_MOST_STARTS = 1000
+_MOST_STARTS = 100
 """How often Volcano starts a job again whose nodes count failures themselves."""
 # After the grace the launcher still has to end its processes and to print their errors.
 _AFTER_GRACE_SECONDS = 30
@@ -79,7 +79,9 @@ def _correct(app: AppDef, spec: dict[str, Any]) -> None:
             if _is_resumable(role):
                 grace = int(role.metadata[GRACE_SECONDS]) + _AFTER_GRACE_SECONDS
                 task["template"].spec.termination_grace_period_seconds = grace
-                task["maxRetry"] = spec["maxRetry"] = _MOST_STARTS
+                spec["maxRetry"] = _MOST_STARTS
+                if replica == 0 or not _is_elastic(role):
+                    task["maxRetry"] = _MOST_STARTS
     if any(map(_is_elastic, app.roles)):
         # Nodes end together: the launcher of each waits for all others.
         spec["policies"] = [{"event": "TaskCompleted", "action": "CompleteJob"}]

@@ -1,7 +1,18 @@
-"""TorchX's scheduler for Ray, without the NameError that importing it ends in where Ray is missing."""
+"""TorchX's scheduler for Ray, corrected.
+
+- Importing it ends in a NameError where Ray is missing.
+- Neither Ray nor TorchX starts a job again: so the nodes of a job that saves its state start again themselves, after an
+  interruption, and after a failure as often as the job may be started again (:mod:`launch.nodes.run`).
+- ``status`` fails of a job that is not there.
+"""
 
 from importlib.util import find_spec
 from typing import Any
+
+from torchx.specs import AppDef, AppDryRunInfo
+
+from launch.apps.roles import GRACE_SECONDS
+from launch.nodes.exit_codes import AGAIN_VARIABLE, RETRIES_VARIABLE
 
 
 def create_scheduler(session_name: str, **options: Any) -> Any:
@@ -14,4 +25,22 @@ def create_scheduler(session_name: str, **options: Any) -> Any:
         raise ModuleNotFoundError("Ray is not installed; pip install 'ray[default]'")
     from torchx.schedulers import ray_scheduler
 
-    return ray_scheduler.create_scheduler(session_name, **options)
+    class RayScheduler(ray_scheduler.RayScheduler):
+        """Runs the nodes of an application as Ray's actors."""
+
+        def _submit_dryrun(self, app: AppDef, cfg: Any) -> AppDryRunInfo[Any]:
+            for role in app.roles:
+                if GRACE_SECONDS in role.metadata:
+                    role.env |= {RETRIES_VARIABLE: str(role.max_retries), AGAIN_VARIABLE: "1"}
+            return super()._submit_dryrun(app, cfg)
+
+        def describe(self, app_id: str) -> Any:
+            try:
+                return super().describe(app_id)
+            except RuntimeError as error:
+                if "does not exist" in str(error):
+                    return None
+                raise
+
+    known = {name: value for name, value in options.items() if name == "ray_client"}
+    return RayScheduler(session_name, **known)

@@ -202,17 +202,13 @@ def test_a_mistake_that_shows_on_the_nodes_only_is_told_once_and_not_tried_again
     (tmp_path / "moving").symlink_to(dataset)
     copy = tmp_path / "config.yaml"
     copy.write_text(yaml.safe_dump({**values, "data": {"path": str(tmp_path / "moving")}}))
-    # the job waits for a node until the dataset is gone
-    subprocess.run(["scontrol", "update", "NodeName=mini1,mini2", "State=DRAIN", "Reason=test"], check=True)
-    try:
-        launch(copy, "run", "-j", "2x1", "--max-retries", 3, "--detach")
-        (tmp_path / "moving").unlink()
-    finally:
-        subprocess.run(["scontrol", "update", "NodeName=mini1,mini2", "State=RESUME"], check=True)
+    launch(copy, "run", "-j", "2x1", "--max-retries", 3, "-o", "sbatch=--hold", "--detach")
+    (tmp_path / "moving").unlink()
+    subprocess.run(["scontrol", "release", load_job("run").app_id], check=True)
     wait_until(lambda: "failed" in status("run"), "it does not end")
     output = distembed("logs", "run")
     assert output.count(f"{tmp_path}/moving") == 1 and "would not mend it" in output, output
-    (said,) = Path("run/launch/logs").glob("slurm-*[0-9].out")
+    said = Path(f"run/launch/logs/slurm-{load_job('run').app_id}.out")
     assert said.read_text().count(", start ") == 1 and "no retry" in said.read_text()
     assert len(list(Path("run/launch/logs").rglob("attempt_*"))) == 2  # one on each node
 

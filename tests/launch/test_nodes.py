@@ -82,12 +82,13 @@ class Node:
         **environment: str,
     ) -> None:
         (folder / "rank.py").write_text(RANK)
-        own = ["--node", str(number), "--starts", "starts", "--port", str(port)]
+        host = "127.0.0.2" if port else "localhost"  # which is waited for
+        own = ["--node", str(number), "--starts", "starts", "--host", host, "--port", str(port)]
         is_host = f",is_host={int(number == 0)}" if port else ""
         self.process = subprocess.Popen(
             [sys.executable, "-m", "launch.nodes.run", *own, "--"]
             + ["--nnodes", j[0], "--nproc-per-node", str(j[1]), "--rdzv-id", "job", "--rdzv-backend", "c10d"]
-            + ["--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf", f"join_timeout=60,last_call_timeout=1{is_host}"]
+            + ["--rdzv-endpoint", f"{host}:{port}", "--rdzv-conf", f"join_timeout=60,last_call_timeout=1{is_host}"]
             + ["--max-restarts", str(max_restarts), "--shutdown-timeout", str(grace)]
             + ["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1", "--log-dir", f"logs-{number}", "rank.py"],
             cwd=folder,
@@ -237,6 +238,19 @@ def test_a_job_that_has_failed_too_often_starts_no_ranks(tmp_path: Path) -> None
     assert starts(tmp_path, 0) == [2]
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_nodes_that_no_scheduler_starts_again_do_so_themselves(tmp_path: Path) -> None:
+    """An interruption, a failure, and one too many; the node that is slower to end meets the other all the same."""
+    again = {"DISTEMBED_START_AGAIN": "1", "DISTEMBED_MAX_RETRIES": "1"}
+    plan = {0: "fail({1: 75}.get(start, 9))", 1: "fail({1: 75}.get(start, 9), after=1)"}
+    port = free_port()
+    nodes = [Node(tmp_path, plan, number, ("2", 1), port, 0, **again) for number in range(2)]
+    ends = [node.end() for node in nodes]
+    assert [code for code, _ in ends] == [70, 70], ends
+    assert starts(tmp_path, 0, 1) == [3, 3], ends
+
+
 @given(st.lists(st.sampled_from(["done", "mistake", "interrupted", "failed", "lost", "one failed"]), max_size=12))
 def test_interruptions_are_no_failures(tmp_path_factory: pytest.TempPathFactory, ends: list[str]) -> None:
     """Two nodes; a job ends with 70 at its first failure above the limit, and does not begin after it."""
@@ -247,6 +261,7 @@ def test_interruptions_are_no_failures(tmp_path_factory: pytest.TempPathFactory,
         assert first.begin() == (failures <= max_retries)
         if failures > max_retries:
             return
+        second.join()
         codes = {"done": (0, 0), "mistake": (2, 3), "interrupted": (75, 75), "failed": (1, 1), "one failed": (75, 9)}
         failures += end in ("failed", "lost", "one failed")
         if end in ("done", "mistake"):

@@ -363,6 +363,12 @@ def test_every_node_runs_the_same_command_but_for_its_number(scheduler: str, tmp
     assert len({re.sub(r'"\d"', "", script) for script in scripts}) == 1
 
 
+@pytest.mark.usefixtures("ray")
+def test_on_ray_nodes_start_again_themselves(tmp_path: Path) -> None:
+    for actor in dry_run(app(j="2x1", image=str(tmp_path), max_retries=2), "ray").actors:
+        assert (actor.env["DISTEMBED_START_AGAIN"], actor.env["DISTEMBED_MAX_RETRIES"]) == ("1", "2")
+
+
 def test_ray_that_is_missing_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launch.schedulers.ray.find_spec", lambda _: None)
     with get_runner() as runner, pytest.raises(ModuleNotFoundError, match="pip install"):
