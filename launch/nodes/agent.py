@@ -73,7 +73,7 @@ def run_ranks(arguments: Sequence[str], say: Say) -> int:
     except RendezvousError as error:
         verdict = agent.others_verdict()
         if verdict is None:
-            say(f"this node has lost the others: {error}")
+            say(f"this node has not met the others, or has lost them: {str(error) or type(error).__name__}")
         return FAILED if verdict is None else verdict
 
 

@@ -17,7 +17,7 @@ from launch.nodes.starts import Starts
 from tests.ranks import free_port
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 # What a rank does by its number, as a Python expression over `start`, the number of times that it was started.
 RANK = """
@@ -107,7 +107,7 @@ class Node:
 
     def end(self) -> tuple[int, str]:
         """Its exit code, and what it and its ranks have printed."""
-        printed, _ = self.process.communicate(timeout=100)
+        printed, _ = self.process.communicate(timeout=200)
         return self.process.returncode, printed
 
 
@@ -241,14 +241,14 @@ def test_a_job_that_has_failed_too_often_starts_no_ranks(tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_nodes_that_no_scheduler_starts_again_do_so_themselves(tmp_path: Path) -> None:
-    """An interruption, a failure, and one too many; the node that is slower to end meets the other all the same."""
-    again = {"DISTEMBED_START_AGAIN": "1", "DISTEMBED_MAX_RETRIES": "1"}
+    """After an interruption, and not after a failure; the node that is slower to end meets the other all the same."""
+    again = {"DISTEMBED_START_AGAIN": "1", "DISTEMBED_MAX_RETRIES": "0"}
     plan = {0: "fail({1: 75}.get(start, 9))", 1: "fail({1: 75}.get(start, 9), after=1)"}
     port = free_port()
     nodes = [Node(tmp_path, plan, number, ("2", 1), port, 0, **again) for number in range(2)]
     ends = [node.end() for node in nodes]
     assert [code for code, _ in ends] == [70, 70], ends
-    assert starts(tmp_path, 0, 1) == [3, 3], ends
+    assert starts(tmp_path, 0, 1) == [2, 2], ends
 
 
 @given(st.lists(st.sampled_from(["done", "mistake", "interrupted", "failed", "lost", "one failed"]), max_size=12))
