@@ -10,7 +10,7 @@
   should know of the result.
 - For every kind of preparation: ``inputs.py`` checks the inputs, ``limits.py`` and ``progress.py`` say what it may use
   and how far it is, and ``staging.py`` makes its output appear at once.
-- ``synthesize.py`` makes a Criteo-format file with a planted signal.
+- ``synthesize.py`` makes a Criteo-format file with a planted signal, of the rows of ``synthetic_rows.py``.
 """
 
 from distembed.data.prepare.criteo import CriteoOptions, prepare_criteo
