@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from distembed.checksums import KEY, with_checksum
 from distembed.data import SCHEMAS, CategoricalFeature, Manifest, Schema, create_manifest
 from distembed.data.reader.prefetch import Prefetcher
 from distembed.errors import UserError
@@ -28,12 +29,13 @@ def test_a_schema_survives_json() -> None:
     ("name", "size", "options", "message"),
     [
         ("a", 0, {}, "num_embeddings"),
+        ("a", 3.5, {}, "num_embeddings .* must be an integer"),
         ("", 3, {}, "name"),
         ("a", 3, {"mean_ids_per_row": 2.0}, "multi_hot=True"),
         ("a", 3, {"multi_hot": True, "mean_ids_per_row": -1.0}, "mean_ids_per_row"),
     ],
 )
-def test_impossible_features(name: str, size: int, options: dict, message: str) -> None:
+def test_impossible_features(name: str, size: float, options: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         CategoricalFeature(name, size, **options)
 
@@ -58,6 +60,21 @@ def test_a_manifest_for_files_of_ones_own(dataset: Path) -> None:
     assert [path.name for path in dataset.iterdir() if path.name.startswith(".")] == []
 
 
+MALFORMED: list[dict[str, object]] = [
+    {"schema": {}},
+    {"schema": []},
+    {"splits": []},
+    {"splits": {"train": {}}},
+    {"preparation": "x"},
+    {"vocabularies": {"a": {}}},
+    {"sources": [1]},
+    {"rejected": []},
+    {"checksums": {"checksums.bin": 1}},
+    {"checksums": {}},
+]
+"""Values of a manifest whose checksum fits, as someone who means it would write them."""
+
+
 def test_what_is_no_dataset(dataset: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not exist"):
         Manifest.load(tmp_path / "nowhere")
@@ -65,12 +82,14 @@ def test_what_is_no_dataset(dataset: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="it has no manifest.json"):
         Manifest.load(tmp_path / "empty")
     value = json.loads((dataset / "manifest.json").read_text())
+    valid = {name: own for name, own in value.items() if name != KEY}
     for content, message in (
         ("{", "not valid JSON"),
         ("[]", "not the manifest"),
         (json.dumps({**value, "format_version": 99}), "format_version 99"),
         (json.dumps({**value, "schema": {}}), "damaged"),
         (json.dumps({**value, "splits": {"train": {}}}), "damaged"),
+        *((json.dumps(with_checksum({**valid, **change})), "damaged") for change in MALFORMED),
     ):
         (dataset / "manifest.json").write_text(content)
         with pytest.raises(UserError, match=message):

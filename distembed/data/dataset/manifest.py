@@ -268,7 +268,7 @@ class Manifest:
             manifest = cls(
                 schema=Schema.from_json(value["schema"]),
                 splits={name: _split_from_json(split) for name, split in value["splits"].items()},
-                preparation=value.get("preparation", {}),
+                preparation={**value.get("preparation", {})},
                 vocabularies={name: Vocabulary(**entry) for name, entry in value.get("vocabularies", {}).items()},
                 sources=tuple(SourceFile(**source) for source in value.get("sources", ())),
                 rejected=Rejected(**value.get("rejected", {})),

@@ -13,6 +13,7 @@ one id a row; multi-hot features have a list of ids a row, which may be empty::
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,11 @@ class CategoricalFeature:
     def __post_init__(self) -> None:
         """Refuses values that no table could be built from."""
         _check_name("categorical feature", self.name)
+        if not isinstance(self.num_embeddings, numbers.Integral) or isinstance(self.num_embeddings, bool):
+            raise UserError(
+                f"num_embeddings of the categorical feature {self.name!r} is {self.num_embeddings!r}: it must be an "
+                "integer"
+            )
         if not 1 <= self.num_embeddings < 2**63:
             raise UserError(
                 f"num_embeddings of the categorical feature {self.name!r} is {self.num_embeddings}: "

@@ -157,9 +157,12 @@ _VOCABULARY_GROUP_ROWS = 131_072
 
 
 def _write_vocabulary(path: Path, parts: Iterator[Counts]) -> None:
-    """Writes row groups of a fixed size, so that the bytes do not depend on the memory that there was."""
+    """Writes row groups of a fixed size, so that the bytes do not depend on the memory that there was.
+
+    Pages have no checksums, other than the splits': the bytes say what ids stand for, and older versions wrote them so.
+    """
     next_id = FIRST_ID
-    with pq.ParquetWriter(path, _VOCABULARY_SCHEMA, compression="zstd", write_page_checksum=True) as writer:
+    with pq.ParquetWriter(path, _VOCABULARY_SCHEMA, compression="zstd") as writer:
         for part in _regrouped(parts):
             ids = np.arange(next_id, next_id + len(part.keys))
             columns = [pa.array(ids), pa.array(part.keys), pa.array(part.counts)]
