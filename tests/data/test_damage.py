@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,9 @@ from distembed.data.dataset.verification import missing_checksums_note, require_
 from distembed.data.prepare import prepare_criteo
 from distembed.data.reader import BatchOrder, BatchReader
 from distembed.errors import UserError
+from distembed.graph import Graph
+from distembed.graph.prepare import GraphOptions, NodeIds, prepare_graph
+from distembed.graph.prepare.value_ids import table_ids
 from distembed.partitions import Explicit
 from tests.data import reference
 from tests.data.small_dataset import SCHEMA, make_dataset, open_reader, rows_of
@@ -284,7 +288,6 @@ class Canary:
         return Path.touch, (self.path,)
 
 
-@pytest.mark.filterwarnings("ignore:pickle-based deserialization of pa.PyExtensionType")
 def test_nothing_of_a_foreign_parquet_file_is_executed(tmp_path: Path) -> None:
     """PyArrow once unpickled the types of columns that a file declares to be of Python's making."""
     canary = tmp_path / "canary"
@@ -294,20 +297,46 @@ def test_nothing_of_a_foreign_parquet_file_is_executed(tmp_path: Path) -> None:
     }
     fields = [pa.field(name, pa.int64(), metadata=declared) for name in ("y", "x", "id")]
     schema = pa.schema(fields, metadata={b"pandas": pickle.dumps(Canary(canary))})
-    rows = pa.table([[0, 1], [2, 3], [0, 1]], schema=schema)
-    pq.write_table(rows, tmp_path / "a.parquet")
-    features = Schema("y", ("x",), (CategoricalFeature("id", 2),))
-    folders = []
-    for read in (
-        lambda: folders.append(create_manifest(tmp_path, features, {"train": ["a.parquet"]})),
-        lambda: [*BatchReader(tmp_path, "train", BatchOrder(2))],
-        lambda: verify_dataset(tmp_path),
-        lambda: Explicit.from_parquet(2, tmp_path / "a.parquet", ["id"]),
-    ):
-        try:
-            read()
-        except UserError as refused:
-            assert "type" in str(refused) or "manifest" in str(refused)
-        assert not canary.exists()
+    pq.write_table(pa.table([[0, 1], [2, 3], [0, 1]], schema=schema), tmp_path / "a.parquet")
+    assert b"ARROW:schema" in pq.read_metadata(tmp_path / "a.parquet").metadata
+    create_manifest(tmp_path, Schema("y", ("x",), (CategoricalFeature("id", 2),)), {"train": ["a.parquet"]})
+    (batch,) = BatchReader(tmp_path, "train", BatchOrder(2, shuffle=False))
+    assert batch["dense_features"].tolist() == [[2.0], [3.0]]
+    assert verify_dataset(tmp_path).problems == []
+    assert Explicit.from_parquet(2, tmp_path / "a.parquet", ["id"]).num_rows == (2,)
+    columns = GraphOptions(source="y", target="x")
+    prepare_graph([tmp_path / "a.parquet"], tmp_path / "graph", NodeIds(num_embeddings=4), columns)
+    assert not canary.exists()
     pickle.loads(pickle.dumps(Canary(canary)))
     assert canary.exists()  # it would have sung
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_pickles_in_the_place_of_files_are_not_read(criteo: Path, tmp_path: Path, old: bool) -> None:
+    Graph.from_edges(9, [0, 1], [1, 2], [1.0, 2.0]).write(tmp_path / "graph")
+    canary = tmp_path / "canary"
+    attack = pickle.dumps(Canary(canary))
+    if old:
+        make_old(criteo)
+
+    def read_all() -> None:
+        for split in Manifest.load(criteo).splits:
+            list(BatchReader(criteo, split, BatchOrder(50)))
+        for table in ("C1", "C26"):
+            table_ids(criteo, table)
+        Graph.open(tmp_path / "graph")
+
+    read_all()
+    everything = [path for folder in (criteo, tmp_path / "graph") for path in sorted(folder.rglob("*.*"))]
+    files = [path for path in everything if path.parent.name != "vocabulary" or path.stem in ("C1", "C26")]
+    for path in files:
+        content = path.read_bytes()
+        for inserted in (attack, attack + content[len(attack) :]):
+            path.write_bytes(inserted)
+            if path.name == "rejected.tsv":  # which nothing reads
+                read_all()
+            else:
+                with pytest.raises(UserError, match=re.escape(str(path))):
+                    read_all()
+        path.write_bytes(content)
+    assert len(files) == 2 + 3 + 1 + 1 + (not old) + 5 and not canary.exists()

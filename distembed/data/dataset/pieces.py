@@ -38,7 +38,7 @@ Pieces: TypeAlias = NDArray[np.void]
 """The pieces of a file, or of several end to end, each of the type ``PIECE``."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PiecewiseFile:
     """A Parquet file of which every piece that is read is held against its checksum.
 
