@@ -59,7 +59,7 @@ def check_command(
     problems: list[str] = []
     for checked in check(path):
         found = checked.found
-        state = f"{len(found.problems)} problems" if found.problems else "whole"
+        state = f"damaged in {len(found.problems)} place(s)" if found.problems else "whole"
         lacking = "" if found.has_checksums else "; it is of an early version and carries no checksums"
         size = format_bytes(found.num_bytes)
         say(f"{checked.kind} {checked.path}: {state}, {found.num_files:,} files, {size}{lacking}")

@@ -10,6 +10,7 @@ from distembed.checkpoints.store import LAST_FILE, CheckpointStore, storage_erro
 from distembed.checkpoints.verification import verify_checkpoint
 from distembed.checkpoints.verified_files import METADATA_FILE
 from distembed.checksums import Verification
+from distembed.config import load_config
 from distembed.data.dataset.manifest import MANIFEST_NAME
 from distembed.data.dataset.verification import verify_dataset
 from distembed.errors import UserError
@@ -77,7 +78,8 @@ def _verify_run_files(run: Path) -> Verification:
             read()
             found.add((), run / name)
         except UserError as error:
-            found.add([str(error)], run / name)
+            # the first two are read together
+            found.add([text for text in [str(error)] if text not in found.problems], run / name)
     return found
 
 
@@ -95,7 +97,7 @@ def _require_whole_lines(metrics: Path) -> None:
 
 def _check_checkpoints(run: Path) -> Iterator[Checked]:
     try:
-        checkpoint_dir = load_run_config(run).train.checkpoint_dir
+        checkpoint_dir = load_config(run / "config.yaml").train.checkpoint_dir
     except UserError:
         return  # which was said
     place = checkpoint_place(run, checkpoint_dir)

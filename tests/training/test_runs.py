@@ -201,7 +201,8 @@ def test_a_warning_stops_a_run_that_then_goes_on_where_it_was(config: Path, tmp_
     assert process.exitcode == 75
     stopped = metrics(run, "train")[-1]["step"]
     assert json.loads((run / "run.json").read_text())["status"] == "interrupted"
-    assert (run / "checkpoints" / f"step-{stopped:08d}" / "progress.json").exists()
+    (checkpoint,) = (run / "checkpoints").glob(f"step-{stopped:08d}*")  # whether or not one was due
+    assert (checkpoint / "progress.json").exists()
     # the same command starts another run, and goes on with that when it is given again
     once = ("train", config, "--run-dir", tmp_path / "other", "--resume-or-start")
     first, again = distembed(*once), distembed(*once)
@@ -269,7 +270,7 @@ def test_kill_leaves_only_whole_checkpoints(config: Path, tmp_path: Path, delay:
     process.join()
     done = distembed("evaluate", run)  # reads the newest
     assert "logloss" in done.stdout
-    step = max(int(p.name.removeprefix("step-")) for p in (run / "checkpoints").glob("step-*"))
+    step = max(int(p.name.split("-")[1]) for p in (run / "checkpoints").glob("step-*"))
     assert step in [line["step"] for line in metrics(run, "train")]
     resumed = start(config, run, "train.checkpoint_every=1", "train.keep_checkpoints=3", "--resume")
     wait_for_steps(run, resumed, step + 3)

@@ -57,7 +57,7 @@ def stopped_at(step: int, run: Path, copy: Path) -> Path:
     """A copy of a run whose later checkpoints were never written."""
     shutil.copytree(run, copy)
     for checkpoint in (copy / "checkpoints").iterdir():
-        if int(checkpoint.name.removeprefix("step-")) > step:
+        if int(checkpoint.name.split("-")[1]) > step:
             shutil.rmtree(checkpoint)
     return copy
 
