@@ -195,12 +195,17 @@ def require_free_space(path: Path, needed_bytes: int, remedy: str) -> None:
     Raises:
         RunError: The disk has less room.
     """
-    free_bytes = shutil.disk_usage(nearest_folder(path)).free
-    if free_bytes < needed_bytes:
+    free = free_bytes(path)
+    if free < needed_bytes:
         raise RunError(
             f"{path} would not fit on its disk: at least {format_bytes(needed_bytes)} are needed, and "
-            f"{format_bytes(free_bytes)} are free; {remedy}."
+            f"{format_bytes(free)} are free; {remedy}."
         )
+
+
+def free_bytes(path: Path) -> int:
+    """Returns the free bytes of the disk that a file or folder is on, or would be; it need not exist yet."""
+    return shutil.disk_usage(nearest_folder(path)).free
 
 
 def nearest_folder(path: Path) -> Path:

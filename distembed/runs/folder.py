@@ -13,6 +13,7 @@ from typing import IO, TYPE_CHECKING, Any
 from distembed.errors import Interrupted, UserError
 from distembed.files import finite, write_json, write_text
 from distembed.runs.lock import owned
+from distembed.runs.record import read_metrics_lines
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -162,10 +163,8 @@ def _metrics_until(path: Path, step: int) -> list[str]:
 
     A killed run may have come further than the checkpoint that it resumes from, or have left half a line.
     """
-    if not path.exists():
-        return []
     lines = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in read_metrics_lines(path):
         try:
             if json.loads(line)["step"] <= step:
                 lines.append(line)

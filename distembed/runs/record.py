@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from distembed.errors import UserError
-from distembed.files import read_json
+from distembed.files import read_json, read_regular_file
 from distembed.runs.metrics import ReportedMetric, parse_metrics
 
 _REQUIRED = ("run.json", "config.yaml")
+_MOST_METRICS_BYTES = 1 << 34
 
 
 @dataclass(frozen=True)
@@ -262,11 +263,23 @@ def _read_metrics(path: Path) -> list[MetricsLine]:
     return sorted(map(MetricsLine.parse, _metrics_objects(path)), key=lambda line: line.metric("step"))
 
 
+def read_metrics_lines(path: Path) -> list[str]:
+    """Returns the lines of ``metrics.jsonl``; none where there is no such file.
+
+    Raises:
+        UserError: The file cannot be read.
+    """
+    try:
+        return read_regular_file(path, _MOST_METRICS_BYTES).decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error}; the run folder is damaged.") from error
+
+
 def _metrics_objects(path: Path) -> Iterator[Mapping[str, Any]]:
     """Yields the objects on the whole lines of ``metrics.jsonl`` in their order; none where there is no such file."""
-    if not path.exists():
-        return
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in read_metrics_lines(path):
         try:
             values = json.loads(line)
         except (ValueError, RecursionError):

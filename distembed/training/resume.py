@@ -46,7 +46,9 @@ def load_run_config(run: Path) -> Config:
         if not (run / name).is_file():
             raise UserError(f"{run} is no run: it has no {name}. Give a folder that `distembed train` made.")
     config = load_config(run / "config.yaml")
-    trained_on = read_json_object(run / "run.json").get("assignments", {})
+    if config.data.path is None:
+        raise UserError(f"{run / 'config.yaml'} names no dataset; the run folder is damaged.")
+    trained_on = _recorded(run, "assignments")
     for path, checksum in assignment_checksums(config.embedding).items():
         if trained_on.get(path) != checksum:
             raise UserError(
@@ -147,13 +149,21 @@ def require_same_graphs(folder: Path, graphs: Mapping[str, str]) -> None:
     Raises:
         UserError: A table's graph is another one; the error names the table.
     """
-    before = read_json_object(folder / "run.json").get("graphs", {})
+    before = _recorded(folder, "graphs")
     for table in {**before, **graphs}:
         if before.get(table) != graphs.get(table):
             raise UserError(
                 f"--resume: the graph of table {table!r} is not the one that {folder} was started with; put that one "
                 "back."
             )
+
+
+def _recorded(run: Path, key: str) -> Mapping[str, Any]:
+    """Returns an object that ``run.json`` holds; an empty one where it does not."""
+    value = read_json_object(run / "run.json").get(key, {})
+    if not isinstance(value, Mapping):
+        raise UserError(f"{run / 'run.json'}: {key} is {value!r} instead of an object; the run folder is damaged.")
+    return value
 
 
 def load_run_plan(folder: Path, config: Config, say: Callable[[str], None]) -> SavedPlan | None:
