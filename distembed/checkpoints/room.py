@@ -7,7 +7,7 @@ from fsspec.implementations.local import LocalFileSystem
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
-from distembed.checkpoints.content import CheckpointContent
+from distembed.checkpoints.content import CheckpointContent, Progress
 from distembed.checkpoints.places import num_checkpoints
 from distembed.checkpoints.store import open_file_system
 from distembed.files import free_bytes, require_free_space
@@ -15,33 +15,30 @@ from distembed.ranks import Collectives
 from distembed.units import format_bytes
 
 
-def checkpoint_bytes(model: nn.Module, optimizer: KeyedOptimizer, step: int, collectives: Collectives) -> int:
-    """Returns the bytes of the weights and states of a checkpoint, of all ranks together; all ranks call it.
-
-    Args:
-        model: The model.
-        optimizer: The optimizer of its parameters; states that it makes with the first step only are not counted.
-        step: Number of steps done.
-        collectives: The ranks.
-    """
-    content = CheckpointContent.collect("", model, optimizer, {"step": step}, collectives)
-    return sum(collectives.gather(content.num_bytes))
-
-
-def require_room(url: str, num_bytes: int, keep: int, say: Callable[[str], None]) -> None:
+def require_room(url: str, keep: int, model: nn.Module, optimizer: KeyedOptimizer, say: Callable[[str], None]) -> None:
     """Makes sure that the disk has room for one more checkpoint, and warns where it has none for all that are kept.
 
-    Of object stores nothing is known.
+    Of object stores nothing is known. States that an optimizer makes with the first step only are not counted. All
+    ranks call it.
 
     Args:
         url: Local path or URL of the place where the checkpoints lie.
-        num_bytes: Bytes of a checkpoint.
         keep: Number of checkpoints that stay; one more is there while the next is written.
+        model: The model.
+        optimizer: The optimizer of its parameters.
         say: Prints a line.
 
     Raises:
         RunError: Not a single checkpoint fits.
     """
+    collectives = Collectives()
+    content = CheckpointContent.collect("", model, optimizer, Progress({"step": 0}), collectives)
+    num_bytes = sum(collectives.gather(content.num_bytes))
+    collectives.on_first(lambda: require_bytes(url, keep, num_bytes, say))
+
+
+def require_bytes(url: str, keep: int, num_bytes: int, say: Callable[[str], None]) -> None:
+    """Does what :func:`require_room` does for checkpoints of so many bytes, in one process."""
     files, path = open_file_system(url)
     if not isinstance(files, LocalFileSystem):
         return

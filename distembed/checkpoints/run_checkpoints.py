@@ -9,6 +9,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from distembed.checkpoints.checkpoint import ResumedRun, load_run
 from distembed.checkpoints.content import CheckpointContent, Progress
+from distembed.checkpoints.room import require_room
 from distembed.checkpoints.store import INTERRUPTED, CheckpointStore, storage_errors
 from distembed.checkpoints.transfer import DamagedCheckpoint, not_written, write_checkpoint
 from distembed.errors import UserError
@@ -102,6 +103,10 @@ class Checkpoints:
         if self._owner is not None:
             with storage_errors(store.url):
                 collectives.on_first(partial(self._claim, self._owner))
+
+    def require_room(self, model: nn.Module, optimizer: KeyedOptimizer, say: Callable[[str], None]) -> None:
+        """Makes sure that there is room for one more checkpoint, as :func:`distembed.checkpoints.room.require_room`."""
+        require_room(self._store.url, self._keep, model, optimizer, say)
 
     def _claim(self, owner: str) -> None:
         if self._store.owner() is None:

@@ -18,7 +18,6 @@ from torch import Tensor
 from distembed.checkpoints.checkpoint import ResumedRun
 from distembed.checkpoints.content import Progress
 from distembed.checkpoints.places import checkpoint_place
-from distembed.checkpoints.room import checkpoint_bytes, require_room
 from distembed.checkpoints.run_checkpoints import Checkpoints
 from distembed.config import Config
 from distembed.data.reader import Batch, BatchOrder, BatchReader
@@ -155,7 +154,7 @@ class Trainer:
             self._checkpoints,
         ):
             self._say_start()
-            self._require_room()
+            self._checkpoints.require_room(self._state.model, self._state.optimizers.combined, self._progress.say)
             self._window = self._restored_window()
             if self._evaluation_is_due() and not self._has_evaluated():
                 self._validate()  # the run was ended between its checkpoint and this
@@ -166,13 +165,6 @@ class Trainer:
                     raise Interrupted(f"interrupted after step {self._step}; go on with --resume.")
                 self._save_and_evaluate()
         self._reader.close()
-
-    def _require_room(self) -> None:
-        """Makes sure that a checkpoint will have room on its disk; all ranks call it."""
-        collectives, train = Collectives(), self._config.train
-        num_bytes = checkpoint_bytes(self._state.model, self._state.optimizers.combined, self._step, collectives)
-        place = checkpoint_place(self._folder.path, train.checkpoint_dir)
-        collectives.on_first(lambda: require_room(place, num_bytes, train.keep_checkpoints, self._progress.say))
 
     def evaluate(self, split: str) -> dict[str, Any]:
         """Evaluates a whole split and records its metrics; all ranks call it.

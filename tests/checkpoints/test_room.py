@@ -1,12 +1,13 @@
 """Room for checkpoints on the disk, found out before the first step."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from distembed import cli
-from distembed.checkpoints.room import require_room
+from distembed.checkpoints.room import require_bytes
 from distembed.errors import RunError
 
 
@@ -17,13 +18,13 @@ def test_room_is_asked_for_one_checkpoint_and_warned_of_for_all(tmp_path: Path) 
         with pytest.raises(
             RunError, match=f"{place} would not fit.*at least .* needed.*are free; that is one checkpoint"
         ):
-            require_room(url, 2 * free, 1, said.append)
+            require_bytes(url, 1, 2 * free, said.append)
         assert not said
-        require_room(url, free // 100, 2, said.append)
+        require_bytes(url, 2, free // 100, said.append)
         assert not said
-        require_room(url, free // 2, 2, said.append)
+        require_bytes(url, 2, free // 2, said.append)
         assert f"{place} will not hold train.keep_checkpoints=2" in said.pop() and not said
-    require_room("memory://bucket/place", 2**62, 2, said.append)
+    require_bytes("memory://bucket/place", 2, 2**62, said.append)
     assert not said and not place.exists()
 
 
@@ -32,11 +33,11 @@ def test_a_run_without_room_for_a_checkpoint_ends_before_its_first_step(
 ) -> None:
     asked = list[int]()
 
-    def larger_than_the_disk(url: str, num_bytes: int, *others: object) -> None:
+    def larger_than_the_disk(url: str, keep: int, num_bytes: int, say: Callable[[str], None]) -> None:
         asked.append(num_bytes)
-        require_room(url, 2**62, *others)  # type: ignore[arg-type]
+        require_bytes(url, keep, 2**62, say)
 
-    monkeypatch.setattr("distembed.training.trainer.require_room", larger_than_the_disk)
+    monkeypatch.setattr("distembed.checkpoints.room.require_bytes", larger_than_the_disk)
     run = tmp_path / "run"
     with pytest.raises(RunError, match="checkpoints would not fit on its disk: at least 4194304.00 TiB"):
         cli.app(["train", str(config), "train.max_steps=1", "--run-dir", str(run)], standalone_mode=False)
