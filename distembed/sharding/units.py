@@ -16,21 +16,64 @@ from distembed.embedding.bag_collection import CompositionalEmbeddingBagCollecti
 from distembed.embedding.collection import CompositionalEmbeddingCollection
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.tables import CompositionalTables
+from distembed.errors import UserError
 from distembed.sharding.placement import unit_size, width
 
 
 def unit_parameters(module: CompositionalTables[Any]) -> dict[str, nn.Parameter]:
-    """Returns, by table, a meta parameter of the unit's size that declares the optimizer of the table's vectors."""
+    """Returns, by table, a meta parameter of the unit's size that declares the optimizer of the table's vectors.
+
+    Raises:
+        UserError: The partitions of a table declare different optimizers.
+    """
     return {table.name: _unit_parameter(module, table) for table in module.tables()}
 
 
 def _unit_parameter(module: CompositionalTables[Any], table: CompositionalEmbeddingConfig) -> nn.Parameter:
     unit = nn.Parameter(torch.empty(unit_size(table), device="meta", dtype=table.dtype))
+    _require_one_optimizer(module, table)
     # the planner counts optimizer state, and plans by hand choose the kernel, from these attributes alone
     for attribute in ("_optimizer_classes", "_optimizer_kwargs", "_in_backward_optimizers"):
         if hasattr(module.weights(table.name)[0], attribute):
             setattr(unit, attribute, getattr(module.weights(table.name)[0], attribute))
     return unit
+
+
+def _require_one_optimizer(module: CompositionalTables[Any], table: CompositionalEmbeddingConfig) -> None:
+    """Raises where partitions of a table declare different optimizers, or one with different settings.
+
+    A table is placed and trained as one unit, with one optimizer: the others would be ignored. Functions of path-based
+    tables, which the dense optimizer trains, may declare none.
+    """
+    declared = {
+        part.name: optimizers
+        for part, weight in zip(table.partition_tables(), module.weights(table.name), strict=True)
+        if (optimizers := _declared_optimizers(weight)) or not part.is_function
+    }
+    first = next(iter(declared.values()))
+    if all(optimizers == first for optimizers in declared.values()):
+        return
+    found = "; ".join(f"{name}: {_optimizers_text(optimizers)}" for name, optimizers in declared.items())
+    raise UserError(
+        f"table {table.name!r} is placed and trained as one, but its partitions declare different optimizers: {found}. "
+        "Give all vectors of a table the same one with the same settings, by one call of apply_optimizer_in_backward, "
+        "and its functions, where it has some, none."
+    )
+
+
+def _declared_optimizers(weight: torch.Tensor) -> list[tuple[type, dict[str, Any]]]:
+    """Returns the classes and settings of the optimizers that a weight was given by apply_optimizer_in_backward."""
+    classes, settings = getattr(weight, "_optimizer_classes", []), getattr(weight, "_optimizer_kwargs", [])
+    return list(zip(classes, settings, strict=True))
+
+
+def _optimizers_text(optimizers: Sequence[tuple[type, dict[str, Any]]]) -> str:
+    """Returns optimizers as text, such as ``Adagrad(lr=0.1)``."""
+    texts = [
+        f"{kind.__name__}({', '.join(f'{name}={value}' for name, value in sorted(settings.items()))})"
+        for kind, settings in optimizers
+    ]
+    return " and ".join(texts) or "none"
 
 
 class _Units(nn.Module):
