@@ -19,6 +19,7 @@ hypothesis.settings.load_profile("distembed")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=100, help="How many strikes hit training runs, among the slow tests.")
     parser.addoption("--flips", type=int, default=1000, help="How many bits are flipped, in each of the slow tests.")
+    parser.addoption("--cases", type=int, default=300, help="How many models and batches of ids the slow test draws.")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,7 +4,7 @@
 :class:`CompositionalEmbeddingConfig` that of its ``EmbeddingConfig``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from distembed.sse import FeaturePerturbation
 
 DataType = Literal["FP32", "FP16"]
+IdDtype = Literal["int64", "int32"]
 _BYTES_PER_PARAMETER: dict[DataType, int] = {"FP32": 4, "FP16": 2}
+_BITS_OF_ID: dict[IdDtype, int] = {"int64": 63, "int32": 31}
 _BYTES_PER_FUNCTION_PARAMETER = 4
 
 
@@ -71,6 +73,9 @@ class CompositionalEmbeddingConfig:
             table of one id.
         pre_hash: A hash that is applied to every id first, so that ids may be any int64.
         sse: The rule by which ids are replaced in training; none are unless it is given.
+        id_dtype: The dtype in which ids travel to the ranks that look them up, ``int64`` or ``int32``, or torch's,
+            whatever dtype a batch has: they lie in the table by then. With int32, which halves what they take, a table
+            has up to 2^31 ids; a collection takes int64 if any of its tables does.
 
     Raises:
         UserError: A name is unknown, a size is below 1, or the partition or ``sse`` was made for another number of ids.
@@ -88,6 +93,7 @@ class CompositionalEmbeddingConfig:
     oov_id: int | None = None
     pre_hash: KeyedHash | None = None
     sse: SSE | None = None
+    id_dtype: IdDtype = "int64"
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or "." in self.name:
@@ -121,6 +127,13 @@ class CompositionalEmbeddingConfig:
             self._resolve("oov_id", min(1, self.num_embeddings - 1))
         elif type(self.oov_id) is not int or not 0 <= self.oov_id < self.num_embeddings:
             raise UserError(f"{where}: oov_id is {self.oov_id!r}; it must lie in [0, {self.num_embeddings}).")
+        id_dtype = str(self.id_dtype).removeprefix("torch.")
+        self._resolve("id_dtype", one_of(f"{where}: id_dtype", id_dtype, _BITS_OF_ID))
+        if self.num_embeddings > 2 ** _BITS_OF_ID[self.id_dtype]:
+            raise UserError(
+                f"{where}: id_dtype is {self.id_dtype}, which does not hold ids up to {self.num_embeddings - 1}; use "
+                "int64."
+            )
         if self.sse is not None:
             if not isinstance(self.sse, SSE):
                 raise UserError(f"{where}: sse is {self.sse!r}; give an instance, such as SSE(p0=0.01).")
@@ -260,6 +273,11 @@ def perturbation(tables: Sequence[CompositionalEmbeddingConfig], rank: int | Non
         for feature in table.feature_names
     ]
     return FeaturePerturbation(streams, rank)
+
+
+def common_id_dtype(tables: Iterable[CompositionalEmbeddingConfig]) -> "torch.dtype":
+    """Returns the dtype in which the ids of a collection of these tables travel: the widest ``id_dtype``."""
+    return torch.int32 if all(table.id_dtype == "int32" for table in tables) else torch.int64
 
 
 def meaning_of_weights(table: CompositionalEmbeddingConfig) -> str:

@@ -3,6 +3,9 @@
 A table may hash its ids first (``pre_hash``); ids that then lie outside of ``[0, num_embeddings)`` follow the table's
 ``id_policy``. A batch that needs nothing of this, the usual case, costs one pass over its ids, for the maximum of each
 feature. Ids are compared as unsigned numbers, among which a negative one is larger than any table.
+
+What comes out is of one dtype, which the tables' settings say (``id_dtype``) and never a batch: each rank maps its own
+batch, and ids of two types in one all-to-all would make gloo abort, or ranks look up other ids than were sent.
 """
 
 from collections.abc import Sequence
@@ -15,7 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.embedding.config import CompositionalEmbeddingConfig, common_id_dtype
+from distembed.embedding.whole_batches import require_whole
 from distembed.errors import UserError
 
 _LARGEST_UNSIGNED = 2**64 - 1
@@ -29,35 +33,39 @@ class IdMapper:
     On the CPU an id that is refused raises a :class:`UserError` that names table, feature, position and value. On a GPU
     the check runs asynchronously, so as not to stop the stream, and fails as a device-side assertion.
 
+    Attributes:
+        dtype: The dtype of all ids that it returns: the widest ``id_dtype`` of the tables.
+
     Args:
         tables: Tables of which no two read the same feature.
     """
 
     def __init__(self, tables: Sequence[CompositionalEmbeddingConfig]) -> None:
+        self.dtype = common_id_dtype(tables)
         self._table_by_feature = {name: table for table in tables for name in table.feature_names}
         self._layout: _Layout | None = None
 
     def __call__(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Returns the same object where no id has to change, else a copy with int64 ids.
+        """Returns the same object where neither an id nor the dtype has to change, else a copy with other ids.
 
         Raises:
-            UserError: An id is refused, the ids are no integers, or the features have different numbers of rows.
+            UserError: An id is refused, the ids are no integers, or the batch is not whole, as
+                :func:`distembed.embedding.whole_batches.require_whole` says.
         """
+        require_whole(features)
         values = features.values()
-        if values.numel() == 0 or values.is_meta:
+        if values.is_meta:
             return features
-        if features.variable_stride_per_key():
-            raise UserError(
-                "The batch has another number of rows for each feature (stride_per_key_per_rank is set); compositional "
-                "tables take batches with the same rows for all."
-            )
+        if values.numel() == 0:  # of any dtype: torch.tensor([]) is of float32
+            return self._with_ids(features, values.to(self.dtype))
         layout = self._find_layout(features)
         if values.device.type == "cpu":
             changed = layout.hashed + _features_outside(features, layout.last_ids)
         else:
             _assert_inside(features, layout.device_bounds)
             changed = layout.mapped
-        return self._replace(features, changed) if changed else features
+        ids = values.to(self.dtype)
+        return self._with_ids(features, self._map(features, ids, changed) if changed else ids)
 
     def _find_layout(self, features: KeyedJaggedTensor) -> "_Layout":
         """Returns the layout of a batch: the last one where keys, dtype and device are the same, else a new one."""
@@ -68,20 +76,34 @@ class IdMapper:
             self._layout = layout = _make_layout(keys, tables, values.dtype, values.device)
         return layout
 
-    def _replace(self, features: KeyedJaggedTensor, changed: Sequence[int]) -> KeyedJaggedTensor:
-        """Returns a copy of a batch in which the ids of the features with these indices are mapped."""
+    def _map(self, features: KeyedJaggedTensor, ids: Int[Tensor, " ids"], changed: Sequence[int]) -> Tensor:
+        """Returns a batch's ids, of which those of the features with these indices are mapped.
+
+        Args:
+            features: The batch, whose ids are of any dtype.
+            ids: Its ids in the dtype of what is returned, which may be too narrow for those that are mapped.
+            changed: Indices of the features.
+        """
         keys, counts = features.keys(), features.length_per_key()
-        pieces = list(features.values().long().split(counts))
+        raw, pieces = features.values().split(counts), list(ids.split(counts))
         for i in changed:
-            pieces[i] = map_ids(self._table_by_feature[keys[i]], pieces[i], f"feature {keys[i]!r}")
+            pieces[i] = map_ids(self._table_by_feature[keys[i]], raw[i], f"feature {keys[i]!r}").to(self.dtype)
+        return torch.cat(pieces)
+
+    @staticmethod
+    def _with_ids(features: KeyedJaggedTensor, ids: Int[Tensor, " ids"]) -> KeyedJaggedTensor:
+        """Returns a batch with other ids, and the batch itself where they are its own."""
+        if ids is features.values():
+            return features
         return KeyedJaggedTensor(
-            keys,
-            torch.cat(pieces),
+            features.keys(),
+            ids,
             weights=features.weights_or_none(),
             lengths=features.lengths_or_none(),
             offsets=features.offsets_or_none(),
             stride=features.stride(),
-            length_per_key=counts,
+            length_per_key=features.length_per_key(),
+            offset_per_key=features.offset_per_key_or_none(),
         )
 
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass, fields
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ShardingType
 
+from distembed.embedding.config import common_id_dtype
 from distembed.planning.lookups import ExchangeKey, RankLookups, column_shards, exchange_key, is_on_every_rank
 from distembed.planning.networks import NetworkEstimate
 from distembed.planning.workload import Workload, pipeline_depth
@@ -105,6 +106,10 @@ class Step:
         self._by_exchange: dict[ExchangeKey, list[Placement]] = {}
         for placement in placements:
             self._by_exchange.setdefault(exchange_key(placement), []).append(placement)
+        self._id_bytes = {
+            path: common_id_dtype([own.table for own in placements if own.collection == path]).itemsize
+            for path in {placement.collection for placement in placements}
+        }
         self._received = {
             key: sum(self._num_vectors(placement) * width(placement.table) for placement in own) * _FLOAT
             for key, own in self._by_exchange.items()
@@ -156,13 +161,15 @@ class Step:
                 # each rank gets the ids of its rows, and has a partial sum of every bag, or the vectors of these ids
                 vectors = bags * others if is_pooled(placement.table) else ids
                 vector_bytes = vectors * width(placement.table) * _FLOAT
-                sent += SentBytes(ids * _LONG + bags * _INT * others, vector_bytes, vector_bytes)
+                id_bytes = ids * self._id_bytes[placement.collection]
+                sent += SentBytes(id_bytes + bags * _INT * others, vector_bytes, vector_bytes)
         return sent
 
     def _sent_to_shard(self, placement: Placement, columns: int) -> SentBytes:
         """Returns what a rank sends to the owner of some columns: ids of its rows, and gradients of their vectors."""
         return SentBytes(
-            ids=math.ceil(self._num_ids(placement)) * _LONG + self._num_bags(placement) * _INT,
+            ids=math.ceil(self._num_ids(placement)) * self._id_bytes[placement.collection]
+            + self._num_bags(placement) * _INT,
             gradients=self._num_vectors(placement) * columns * _FLOAT,
         )
 

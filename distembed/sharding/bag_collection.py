@@ -98,10 +98,11 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
                 "The collection has is_weighted=True, but the KeyedJaggedTensor has no weights; make it with "
                 "weights=, or the collection without is_weighted."
             )
+        mapped = self._map_ids(features)  # which looks whether the batch is whole
         if not self._is_weighted:
-            features = without_weights(features)
-        ctx.divisor = self._output.divisor(features)
-        return super().input_dist(ctx, self._perturb_ids(ctx, self._map_ids(features)))
+            mapped = without_weights(mapped)
+        ctx.divisor = self._output.divisor(mapped)
+        return super().input_dist(ctx, self._perturb_ids(ctx, mapped))
 
     def output_dist(self, ctx: EmbeddingBagCollectionContext, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
         """Sends composed vectors to the rows' ranks; all ranks call it."""

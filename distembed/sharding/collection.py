@@ -114,12 +114,12 @@ class ShardedCompositionalEmbeddingCollection(ShardedParameters, ShardedEmbeddin
 
     def input_dist(self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
         """Brings ids inside their tables, replaces some in training, sends each to its owner; all ranks call it."""
-        features = without_weights(maybe_td_to_kjt(features))
+        features = maybe_td_to_kjt(features)
         self._follow_keys(features.keys(), self._sharding_type_to_sharding.values())
         ctx.raw_features = features
-        perturbed = self._perturb_ids(ctx, self._map_ids(features))
+        perturbed = self._perturb_ids(ctx, without_weights(self._map_ids(features)))
         # TorchRec's dists of sequences need a row
-        return super().input_dist(ctx, perturbed if features.stride() else _empty_row(features))
+        return super().input_dist(ctx, perturbed if perturbed.stride() else _empty_row(perturbed))
 
     def output_dist(
         self, ctx: EmbeddingCollectionContext, output: list[Tensor]

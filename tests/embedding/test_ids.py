@@ -1,7 +1,9 @@
 """Ids outside of their tables: every policy, in every module, against Python's integers."""
 
+import itertools
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -9,11 +11,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.data.dataset.schema import CategoricalFeature, Schema
+from distembed.data.reader.decode import RecordLayout
 from distembed.embedding import (
     CompositionalEmbeddingBag,
     CompositionalEmbeddingBagCollection,
     CompositionalEmbeddingBagConfig,
     CompositionalEmbeddingCollection,
+    EmbeddingConfig,
+    build_tables,
 )
 from distembed.embedding.ids import IdMapper
 from distembed.embedding.settings import ID_POLICIES
@@ -109,6 +115,45 @@ def test_a_table_larger_than_the_type_of_its_ids() -> None:
     for kind in (torch.int64, torch.int32):
         batch = KeyedJaggedTensor(["f"], torch.tensor([-1, 2**31 - 1], dtype=kind), lengths=torch.tensor([1, 1]))
         assert mapper(batch).values().tolist() == [10**12 - 1, 2**31 - 1]
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"id_policy": "clip_to_oov"}, {"id_policy": "modulo"}, {"pre_hash": KeyedHash(5)}]
+)
+def test_the_dtype_of_ids_is_that_of_the_tables(settings: dict[str, object]) -> None:
+    """Whatever a batch has: ids of which type, inside or outside of the table, or none at all."""
+    for narrow, other in itertools.product((torch.int32, torch.int64), repeat=2):
+        mapper = IdMapper([table("a", id_dtype=narrow, **settings), table("b", ("g",), id_dtype=other)])
+        assert mapper.dtype == (torch.int32 if {narrow, other} == {torch.int32} else torch.int64)
+        for outside in ([3], [-1], [2**31 - 1]) if settings else ([3],):
+            mapped = []
+            for kind in (torch.int32, torch.int64):
+                ids = torch.tensor([*outside, 0, 7], dtype=kind)
+                mapped.append(mapper(KeyedJaggedTensor(["f", "g"], ids, lengths=torch.tensor([2, 1]))).values())
+                assert mapped[-1].dtype == mapper.dtype
+            assert mapped[0].tolist() == mapped[1].tolist()
+        for kind in (torch.int32, torch.int64, torch.float32):
+            empty = KeyedJaggedTensor(["f", "g"], torch.zeros(0, dtype=kind), lengths=torch.tensor([0, 0]))
+            assert mapper(empty).values().dtype == mapper.dtype
+
+
+def test_a_dtype_that_does_not_hold_a_tables_ids_is_refused() -> None:
+    make = CompositionalEmbeddingBagConfig
+    assert make("t", 2**31, 4, ["f"], "quotient_remainder", id_dtype=torch.int32).id_dtype == "int32"
+    with pytest.raises(UserError, match=r"table 't': id_dtype is int32, .* up to 2147483648; use int64"):
+        make("t", 2**31 + 1, 4, ["f"], "quotient_remainder", id_dtype="int32")
+    with pytest.raises(UserError, match="table 't': id_dtype is 'int16', .*Known: int64, int32"):
+        make("t", 9, 4, ["f"], id_dtype=torch.int16)
+
+
+def test_tables_of_a_dataset_take_the_dtype_of_its_batches() -> None:
+    config = EmbeddingConfig()
+    for largest in (2**31, 2**31 + 1):
+        schema = Schema("label", ("dense",), (CategoricalFeature("a", 9), CategoricalFeature("b", largest)))
+        batch = torch.from_numpy(np.zeros(0, RecordLayout.from_schema(schema).dtype))
+        assert IdMapper(build_tables(schema.categorical, config)).dtype == batch.dtype
+    several = CategoricalFeature("c", 9, multi_hot=True)  # lists of ids are int64
+    assert IdMapper(build_tables([CategoricalFeature("a", 9), several], config)).dtype == torch.int64
 
 
 def test_batches_of_other_keys_and_types_follow_each_other() -> None:

@@ -35,7 +35,7 @@ from tests.ranks import run_on_ranks
 SIZES = {"t0": 1000, "t1": 777, "t2": 96}
 FEATURES = {"t0": ["a", "b"], "t1": ["c"], "t2": ["d"]}
 NUM_FEATURES, DIM, COLLISIONS, WORLD_SIZE = 4, 16, 4, 2
-FLOAT, INT64 = 4, 8
+FLOAT, LENGTH = 4, 8
 FUSED = EmbeddingComputeKernel.FUSED.value
 
 Plan = Callable[[int], Any]
@@ -102,10 +102,17 @@ def plain(is_weighted: bool) -> nn.Module:
     return EmbeddingBagCollection(tables=tables, device=torch.device("meta"), is_weighted=is_weighted)
 
 
-def ours(composition: str, is_weighted: bool) -> nn.Module:
+def ours(composition: str, is_weighted: bool, id_dtype: torch.dtype) -> nn.Module:
     tables = [
         CompositionalEmbeddingBagConfig(
-            name, size, DIM, FEATURES[name], QuotientRemainder(size, collisions=COLLISIONS), composition
+            name,
+            size,
+            DIM,
+            FEATURES[name],
+            QuotientRemainder(size, collisions=COLLISIONS),
+            composition,
+            id_policy="modulo",
+            id_dtype=id_dtype,
         )
         for name, size in SIZES.items()
     ]
@@ -158,14 +165,22 @@ def count_step(model: nn.Module, features: KeyedJaggedTensor) -> dict[str, Count
     return counts
 
 
-def dists_by_hand(kind: str, rank: int, features: KeyedJaggedTensor) -> dict[str, dict[str, int]]:
+def with_dtype(features: KeyedJaggedTensor, dtype: torch.dtype) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(
+        features.keys(), features.values().to(dtype), features.weights_or_none(), lengths=features.lengths()
+    )
+
+
+def dists_by_hand(
+    kind: str, rank: int, features: KeyedJaggedTensor, id_dtype: torch.dtype
+) -> dict[str, dict[str, int]]:
     """What a plain table's dists carry, from the shapes alone."""
     rows, all_rows = features.stride(), sum(rows_of_ranks(kind))
     is_weighted = features.weights_or_none() is not None
-    per_id = INT64 + FLOAT * is_weighted
+    per_id = id_dtype.itemsize + FLOAT * is_weighted
     # to each rank the sizes of what comes: lengths, ids, weights, and the number of rows
-    sizes = WORLD_SIZE * INT64 * (3 + is_weighted)
-    lengths, ids = rows * NUM_FEATURES * INT64, features.values().numel() * per_id
+    sizes = WORLD_SIZE * LENGTH * (3 + is_weighted)
+    lengths, ids = rows * NUM_FEATURES * LENGTH, features.values().numel() * per_id
     pooled = all_rows * NUM_FEATURES * DIM * FLOAT
     gradients = rows * NUM_FEATURES * DIM * FLOAT
     if kind == "table_wise":
@@ -205,24 +220,30 @@ def replicated_by_hand(kind: str, composition: str) -> dict[str, int]:
     return {name: num_rows * dim * FLOAT for name, num_rows in rows.items()}
 
 
-def check_traffic(rank: int, world_size: int, kind: str) -> None:
-    for is_weighted in (False, True):
-        stock = shard(plain(is_weighted), EmbeddingBagCollectionSharder({}), kind)
-        for composition in ("product", "sum", "concat"):
-            model = shard(ours(composition, is_weighted), CompositionalEmbeddingBagCollectionSharder({}), kind)
-            assert replicated_bytes(model) == replicated_by_hand(kind, composition)
-            for bag in (1, 10):
-                features = draw(rows_of_ranks(kind)[rank], rank, bag, is_weighted)
-                counts, stock_counts = count_step(model, features), count_step(stock, features)
-                gradients = sum(replicated_bytes(model).values())
+def check_traffic(rank: int, world_size: int, kind: str, is_weighted: bool, id_dtype: torch.dtype) -> None:
+    """Ids travel in the tables' dtype, whatever a batch has and though one rank has an id outside of its table."""
+    stock = shard(plain(is_weighted), EmbeddingBagCollectionSharder({}), kind)
+    for composition in ("product", "sum", "concat"):
+        model = shard(ours(composition, is_weighted, id_dtype), CompositionalEmbeddingBagCollectionSharder({}), kind)
+        assert replicated_bytes(model) == replicated_by_hand(kind, composition)
+        for bag in (1, 10):
+            features = draw(rows_of_ranks(kind)[rank], rank, bag, is_weighted)
+            stock_counts = count_step(stock, with_dtype(features, id_dtype))
+            stock_counts["backward"].pop("allreduce_", 0)
+            if rank == 1:
+                features.values()[0] += SIZES["t0"]
+            gradients = sum(replicated_bytes(model).values())
+            for given in (torch.int64, torch.int32):
+                counts = count_step(model, with_dtype(features, given))
                 assert counts["backward"].pop("allreduce_", 0) == gradients
-                stock_counts["backward"].pop("allreduce_", 0)
-                assert counts == stock_counts == dists_by_hand(kind, rank, features), (kind, composition, bag)
+                by_hand = dists_by_hand(kind, rank, features, id_dtype)
+                assert counts == stock_counts == by_hand, (kind, composition, bag, given)
 
 
 def check_all_traffic(rank: int, world_size: int) -> None:
     for kind in PLANS:
-        check_traffic(rank, world_size, kind)
+        for is_weighted, id_dtype in ((False, torch.int64), (True, torch.int64), (False, torch.int32)):
+            check_traffic(rank, world_size, kind, is_weighted, id_dtype)
 
 
 @pytest.mark.distributed
