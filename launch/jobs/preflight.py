@@ -54,8 +54,9 @@ def check_capacity(assessment: "Assessment", shape: Shape) -> Finding:
 
 
 def check_dataset(config: "Config") -> Finding:
-    """Checks that the dataset is there, with all files of its manifest."""
+    """Checks that the dataset is there, with all files of its manifest, and that the config's splits are whole."""
     from distembed.data.dataset.manifest import Manifest
+    from distembed.training.start_checks import require_splits
 
     try:
         path = Path(config.data.require_path())
@@ -67,6 +68,10 @@ def check_dataset(config: "Config") -> Finding:
     if missing:
         lacks = f"{path} lacks {len(missing)} of its {len(files)} files, {missing[0]} first"
         return _wrong("dataset", lacks, "prepare it again")
+    try:
+        require_splits(str(path), config.data.splits())
+    except UserError as error:
+        return _wrong("dataset", str(error))
     return Finding("dataset", "ok", f"{path}: {len(files)} file(s)")
 
 

@@ -136,6 +136,10 @@ def test_a_plan_that_does_not_fit_is_refused_with_its_numbers(tmp_path: Path) ->
 def test_a_dataset_without_a_file_of_its_manifest_is_refused(tmp_path: Path) -> None:
     folder = write_dataset(tmp_path / "dataset")
     assert check_dataset(config_of(folder)).status == "ok"
+    content = (folder / "test" / "part-0.parquet").read_bytes()
+    (folder / "test" / "part-0.parquet").write_bytes(content[:-1])
+    cut = check_dataset(config_of(folder))
+    assert cut.status == "wrong" and f"test/part-0.parquet has {len(content) - 1} bytes" in cut.detail
     (folder / "test" / "part-0.parquet").unlink()
     lacking = check_dataset(config_of(folder))
     assert lacking.status == "wrong" and "lacks 1 of its 3 files, test/part-0.parquet first" in lacking.detail

@@ -187,7 +187,7 @@ class Manifest:
             if self._split_files:
                 known = (pieces.get(file.path) for file in self._split_files)
                 paths = (folder / file.path for file in self._split_files)
-                write_pieces(folder, (file_pieces(p) if k is None else k for p, k in zip(paths, known, strict=True)))
+                write_pieces(folder, [file_pieces(p) if k is None else k for p, k in zip(paths, known, strict=True)])
             checksums = {file: FileChecksum.of(folder / file) for file in self.other_files}
         except (pa.ArrowException, OSError) as error:
             raise UserError(f"a file of {folder} cannot be read, which its manifest is to list: {error}") from error

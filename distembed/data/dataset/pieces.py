@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from distembed.checksums import checksum_of, file_checksum
 from distembed.errors import UserError
+from distembed.files import whole_file
 
 CHECKSUMS_NAME = "checksums.bin"
 REMEDY = "prepare the data again, or fetch the file again from where a whole copy is"
@@ -205,7 +206,11 @@ def file_pieces(path: Path) -> Pieces:
 
 
 def write_pieces(folder: Path, pieces: Iterable[Pieces]) -> None:
-    """Writes ``checksums.bin``, from the pieces of all files of all splits in the manifest's order."""
-    with (folder / CHECKSUMS_NAME).open("wb") as file:
+    """Writes ``checksums.bin`` whole or not at all, from the pieces of all files of all splits in the manifest's order.
+
+    Raises:
+        RunError: The file cannot be written.
+    """
+    with whole_file(folder / CHECKSUMS_NAME, make_folder=False) as temporary, open(temporary, "wb") as file:
         for of_one_file in pieces:
             file.write(of_one_file.tobytes())
