@@ -30,6 +30,8 @@ from distembed.graph.alias_method import alias_tables, row_blocks
 from distembed.graph.edges import Edges, merge_equal, require_num_nodes, sort_edges, stored_edges
 from distembed.graph.folder import ArrayWriter, GraphDescription, array_types, fingerprint, map_array, require_checksum
 
+_PIECE = 2**20
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Graph:
@@ -115,7 +117,10 @@ class Graph:
         if arrays["starts"][0] != 0 or arrays["starts"][-1] != description.num_edges:
             raise UserError(f"{folder} is damaged: its rows do not cover its edges; make the graph again.")
         num_nodes, directed = description.num_nodes, description.directed
-        return cls(num_nodes, **arrays, directed=directed, folder=folder, description=description)
+        graph = cls(num_nodes, **arrays, directed=directed, folder=folder, description=description)
+        if verified:
+            graph.require_own_ids()
+        return graph
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Writes the graph to a new or empty folder, for :meth:`open`.
@@ -200,6 +205,24 @@ class Graph:
         if self.folder is not None and self.description is not None:
             for stored in self.description.arrays.values():
                 require_checksum(self.folder, stored)
+
+    def require_own_ids(self) -> None:
+        """Makes sure that neighbours are ids of the graph, since what training draws is looked up unchecked.
+
+        Raises:
+            UserError: They are not, which the checksums of a graph that someone made so do not tell.
+        """
+        place = "the graph" if self.folder is None else self.folder
+        for begin in range(0, self.num_nodes, _PIECE):
+            if (np.diff(self.starts[begin : begin + _PIECE + 1]) < 0).any():
+                raise UserError(f"{place} is damaged: its rows overlap; make the graph again.")
+        for begin in range(0, self.num_edges, _PIECE):
+            piece = self.neighbors[begin : begin + _PIECE]
+            if piece.min() < 0 or piece.max() >= self.num_nodes:
+                last = self.num_nodes - 1
+                raise UserError(
+                    f"{place} is damaged: it has neighbours outside of its ids, 0 to {last}; make it again."
+                )
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
         names = array_types(self.num_nodes, self.weighted)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from distembed.checksums import Verification
 from distembed.errors import UserError
+from distembed.graph.csr import Graph
 from distembed.graph.folder import GRAPH_FILE, GraphDescription, require_checksum
 
 
@@ -26,7 +27,9 @@ def missing_checksums_note(folder: str | os.PathLike[str]) -> str | None:
 
 
 def verify_graph(folder: str | os.PathLike[str], progress: Callable[[int], None] | None = None) -> Verification:
-    """Holds every byte of every file of a graph against its checksums; the memory does not grow with the graph.
+    """Holds every byte of every file of a graph against its checksums, and its neighbours against its ids.
+
+    The memory does not grow with the graph.
 
     Args:
         folder: Folder that ``distembed prepare graph`` made.
@@ -51,4 +54,9 @@ def verify_graph(folder: str | os.PathLike[str], progress: Callable[[int], None]
         found.add(problems, folder / stored.file)
         if progress is not None:
             progress(found.num_bytes)
+    if not found.problems:
+        try:
+            Graph.open(folder, verified=False).require_own_ids()
+        except UserError as error:
+            found.problems.append(str(error))
     return found

@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,33 @@ def test_rows_that_do_not_cover_the_edges_are_refused(tmp_path: Path) -> None:
     (tmp_path / "graph" / "starts.bin").write_bytes(b"\1" * 88)
     with pytest.raises(UserError, match="rows do not cover its edges"):
         Graph.open(tmp_path / "graph", verified=False)
+
+
+def write_anew(folder: Path, name: str, values: list[int]) -> None:
+    """Writes other numbers and all checksums of them, as someone who means it would."""
+    graph, other = Graph.open(folder), folder.parent / "other"
+    array = np.array(values, getattr(graph, name).dtype)
+    replace(graph, **{name: array}, folder=None, description=None).write(other)
+    shutil.rmtree(folder)
+    other.rename(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("neighbors", [1, 2, 3, 4], "neighbours outside of its ids, 0 to 3"),
+        ("neighbors", [1, -1, 3, 2], "neighbours outside of its ids"),
+        ("starts", [0, 3, 1, 3, 4], "its rows overlap"),
+        ("starts", [0, 1, 3, 3, 5], "rows do not cover its edges"),
+    ],
+)
+def test_neighbors_are_ids_whatever_checksums_say(tmp_path: Path, name: str, values: list[int], message: str) -> None:
+    Graph.from_edges(4, [0, 2], [1, 3]).write(tmp_path / "graph")
+    write_anew(tmp_path / "graph", name, values)
+    with pytest.raises(UserError, match=message):
+        Graph.open(tmp_path / "graph")
+    (problem,) = verify_graph(tmp_path / "graph").problems
+    assert message in problem
 
 
 def flip_a_bit(path: Path) -> None:
