@@ -43,7 +43,9 @@ def whole_file(path: Path, make_folder: bool = True) -> Iterator[str]:
         os.replace(temporary, path)
         temporary = None
     except OSError as error:
-        raise RunError(f"{path} could not be written ({error}){_room_left(path.parent)}") from error
+        num_bytes = os.path.getsize(temporary) if temporary and os.path.exists(temporary) else 0
+        after = f" after {format_bytes(num_bytes)}" if num_bytes else ""
+        raise RunError(f"{path} could not be written ({error}){after}{_room_left(path.parent)}") from error
     finally:
         if temporary is not None:
             with suppress(FileNotFoundError):  # the folder was deleted meanwhile
@@ -89,12 +91,12 @@ def read_regular_file(path: Path, most_bytes: int) -> bytes:
         ValueError: No file can have such a path.
     """
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
             raise OSError("it is no regular file")
-        content = file.read(most_bytes + 1)
-    if len(content) > most_bytes:
-        raise OSError(f"it has more than {most_bytes:,} bytes")
-    return content
+        if found.st_size > most_bytes:
+            raise OSError(f"it has {found.st_size:,} bytes, which is more than {most_bytes:,}")
+        return file.read()
 
 
 def read_json(path: Path, remedy: str) -> Any:

@@ -12,6 +12,7 @@ from distembed.checkpoints.store import CheckpointStore
 from distembed.checkpoints.verified_files import ChecksumWriter, DamagedFile, VerifyingReader
 from distembed.errors import RunError, UserError
 from distembed.ranks import Collectives
+from distembed.units import format_bytes
 
 
 class DamagedCheckpoint(UserError):
@@ -47,7 +48,7 @@ def write_checkpoint(
     except UserError:
         raise
     except (Exception, dcp.api.CheckpointException) as error:  # file systems raise errors of their own kinds
-        failure = not_written(store, content.name, error)
+        failure = not_written(store, content.name, error, content.num_bytes)
         if collectives.rank == 0:
             with suppress(Exception):
                 store.discard(content.name)
@@ -89,10 +90,12 @@ def read_tensors(
         raise damaged(checkpoint, error) from error
 
 
-def not_written(store: CheckpointStore, name: str, error: BaseException) -> RunError:
-    """Returns what is raised where a checkpoint cannot be written."""
+def not_written(store: CheckpointStore, name: str, error: BaseException, num_bytes: int | None = None) -> RunError:
+    """Returns what is raised where a checkpoint cannot be written, of which this rank's part has so many bytes."""
+    needed = "" if num_bytes is None else f"; this rank has {format_bytes(num_bytes)} to write"
     return RunError(
-        f"The checkpoint {store.checkpoint_path(name)} could not be written ({_reason(error)}){store.room_left()}. "
+        f"The checkpoint {store.checkpoint_path(name)} could not be written ({_reason(error)}){needed}"
+        f"{store.room_left()}. "
         "Older checkpoints are kept; free space or mend the permissions, then go on with --resume."
     )
 

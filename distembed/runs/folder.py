@@ -3,15 +3,16 @@
 import json
 import os
 import platform
+import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from distembed.errors import Interrupted, UserError
-from distembed.files import finite, write_json, write_text
+from distembed.errors import Interrupted, RunError, UserError
+from distembed.files import finite, free_space, full_disk_explained, write_json, write_text
 from distembed.runs.lock import owned
 from distembed.runs.record import read_metrics_lines
 
@@ -92,11 +93,18 @@ class RunFolder:
             from torch.utils.tensorboard import SummaryWriter
 
             self._board = SummaryWriter(str(self.path / "tensorboard"), purge_step=resumed_step + 1)
-            with metrics.open("a", encoding="utf-8") as self._metrics:
+            with (
+                _quiet_threads(),
+                full_disk_explained(lambda error: _disk_is_full(self.path, error)),
+                metrics.open("a", encoding="utf-8") as self._metrics,
+            ):
                 try:
                     yield self
                 except BaseException as error:
-                    self.end("interrupted" if isinstance(error, KeyboardInterrupt | Interrupted) else "failed", error)
+                    with suppress(RunError):  # a full disk is told by the error itself
+                        self.end(
+                            "interrupted" if isinstance(error, KeyboardInterrupt | Interrupted) else "failed", error
+                        )
                     raise
                 finally:
                     self._board.close()
@@ -145,6 +153,24 @@ class RunFolder:
         if error is not None:
             self._info["error"] = f"{type(error).__name__}: {error}"
         write_json(self.path / "run.json", self._info)
+
+
+@contextmanager
+def _quiet_threads() -> Iterator[None]:
+    """Keeps TensorBoard's thread from printing the traceback of a full disk, which the next record raises."""
+    usual = threading.excepthook
+    threading.excepthook = lambda failed: None if isinstance(failed.exc_value, OSError) else usual(failed)
+    try:
+        yield
+    finally:
+        threading.excepthook = usual
+
+
+def _disk_is_full(folder: Path, error: Exception) -> str:
+    return (
+        f"what the run records in {folder} could not be written ({error}); {free_space(folder)} are left. Free space, "
+        "then go on with --resume."
+    )
 
 
 def versions() -> dict[str, str]:
