@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import IO, Any
 
+import torch
 import xxhash
 from torch.distributed.checkpoint._fsspec_filesystem import FileSystem, FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.filesystem import WriteResult, _StorageInfo
@@ -47,7 +48,8 @@ class ChecksumWriter(FsspecWriter):
         self.metadata_checksum: str | None = None
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        written = super().write_data(plan, planner)
+        with _without_crc32():
+            written = super().write_data(plan, planner)
         for result in written.value():
             info = result.storage_data
             info.checksum = self._files.checksums[info.relative_path][info.offset]
@@ -134,6 +136,17 @@ def read_block(file: IO[bytes], info: _StorageInfo) -> bytes:
     if checksum is not None and checksum_of(data) != checksum:
         raise DamagedFile(f"{place} does not have the checksum that it was written with")
     return data
+
+
+@contextmanager
+def _without_crc32() -> Generator[None, None, None]:
+    """Keeps torch from computing checksums of its own within the block, which take longer and are never verified."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 class _ChecksumFiles(FileSystem):
