@@ -45,6 +45,9 @@ def launch_command(
     Exit code 3 where the model does not fit or a check fails; nothing is submitted then.
     """
     _require_torchx()
+    from launch.jobs.asking import require_package
+
+    require_package(scheduler, dry_run=submit.dry_run)
     from distembed.config import load_config
     from distembed.runs.folder import default_run_folder
     from launch.jobs.job import Job, default_request
@@ -103,6 +106,9 @@ def resume_command(
 ) -> None:
     """Check and submit a launched run again, with what is changed here; it resumes from its newest checkpoint."""
     job = _load(run)
+    from launch.jobs.asking import require_package
+
+    require_package(job.scheduler, dry_run=submit.dry_run)
     from launch.jobs.start import resume_job
 
     resume_job(asked.applied_to(job, j), dry_run=submit.dry_run, detach=submit.detach, say=say)

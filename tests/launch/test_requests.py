@@ -24,6 +24,7 @@ from torchx.specs import AppState
 
 from distembed.errors import UserError
 from launch.components import bench, evaluate, prepare, train
+from launch.jobs.asking import require_package
 from launch.schedulers.slurm.scheduler import SlurmScheduler
 from tests.launch import volcano
 
@@ -373,6 +374,30 @@ def test_ray_that_is_missing_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("launch.schedulers.ray.find_spec", lambda _: None)
     with get_runner() as runner, pytest.raises(ModuleNotFoundError, match="pip install"):
         runner.scheduler_run_opts("ray")
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "package", "command"),
+    [
+        ("kubernetes", "kubernetes", "tools/setup.sh kubernetes"),
+        ("aws_batch", "boto3", "tools/setup.sh aws_batch"),
+        ("ray", "ray", f"{sys.executable} -m pip install 'ray[default]'"),
+    ],
+)
+def test_only_what_the_chosen_scheduler_needs_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, scheduler: str, package: str, command: str
+) -> None:
+    def nothing(name: str) -> None:
+        """No package is installed."""
+
+    monkeypatch.setattr("launch.jobs.asking.find_spec", nothing)
+    message = f"--scheduler {scheduler} needs the package {package}, which is not installed: run {command}."
+    with pytest.raises(UserError, match=re.escape(message)):
+        require_package(scheduler, dry_run=False)
+    for free in ("local_cwd", "local_docker", "slurm", "lsf"):
+        require_package(free, dry_run=False)
+    if scheduler == "aws_batch":  # what would be submitted is known without it
+        require_package(scheduler, dry_run=True)
 
 
 def test_docker_takes_the_names_of_containers() -> None:

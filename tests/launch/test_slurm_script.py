@@ -136,6 +136,19 @@ def test_what_fails_or_was_interrupted_is_requeued_unless_the_job_is_ended(
     assert requeued(pretend) == is_requeued
 
 
+@pytest.mark.parametrize("code", [2, 3, 4, 22])
+@pytest.mark.parametrize("grace_seconds", [0, 60])
+def test_a_mistake_of_the_users_is_not_tried_again_by_what_saves_a_state(
+    pretend: Path, tmp_path: Path, code: int, grace_seconds: int
+) -> None:
+    script = job(tmp_path, "bash", "-c", f"exit {code}", max_retries=1, grace_seconds=grace_seconds).script()
+    done = run(pretend, script)
+    is_mistake = code in (2, 3) and grace_seconds > 0
+    assert done.returncode == code
+    assert requeued(pretend) == (not is_mistake)
+    assert (b"no retry" in done.stdout) == is_mistake
+
+
 @pytest.mark.parametrize("max_retries", [0, 1, 3])
 def test_failures_are_counted_and_interruptions_are_not(pretend: Path, tmp_path: Path, max_retries: int) -> None:
     failing = job(tmp_path, "bash", "-c", "exit 1", max_retries=max_retries).script()
