@@ -106,6 +106,8 @@ def main() -> NoReturn:
             _end(2, "" if record_error(error, 2) else f"[bold red]error:[/] {_escape(error)}")
         record_error(error)
         _end(1, f"[bold red]failed:[/] {_escape(error)}")
+    except UnicodeEncodeError as error:
+        _end(2, f"[bold red]error:[/] {_escape(ascii(error.object))} is not written in UTF-8; give another name.")
     except Exception as error:
         record_error(error)
         if _is_out_of_memory(error):

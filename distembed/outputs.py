@@ -59,6 +59,8 @@ def require_folder(option: str, folder: Path) -> None:
 
 def _kind(option: str, path: Path) -> int | None:
     """Returns what a path names, links followed; None where there is nothing."""
+    if any("\ud800" <= character <= "\udfff" for character in str(path)):  # how Python has other bytes
+        raise UserError(f"{option} {ascii(str(path))} is not written in UTF-8; name another place.")
     try:
         return stat.S_IFMT(os.stat(path).st_mode)
     except FileNotFoundError:

@@ -124,6 +124,19 @@ def test_what_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "x"
 
 
+@pytest.mark.parametrize("name", ["predict", "report", "materialise", "plan report", "plan output", "train"])
+def test_names_in_other_encodings_are_refused_as_files_of_all_kinds_cannot_have_them(
+    run: Path, tmp_path: Path, name: str
+) -> None:
+    suffix, arguments = COMMANDS.get(
+        name, ("", lambda run, out: ["train", run.parent / "config.yaml", "--run-dir", out])
+    )
+    output = tmp_path / "folder\udcff" / f"C1{suffix}"
+    with pytest.raises(UserError, match=r"--[a-z-]+ '.*\\udcff.*' is not written in UTF-8"):
+        call(*arguments(run, output))
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_place_that_takes_no_files_is_told(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="--output /proc/x.csv cannot be written: no file can be made in /proc"):
         require_file("--output", Path("/proc/x.csv"), overwrite=False)
