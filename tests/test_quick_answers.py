@@ -48,6 +48,8 @@ ANSWERED = [
     "prepare graph edges.csv --output graph --num-embeddings 10",
     "report run",
     "status launched",
+    "check dataset",
+    "check run",
 ]
 """Command lines that end with 0."""
 
@@ -64,7 +66,15 @@ REFUSED = [
     "prepare graph nowhere.csv --output graph --num-embeddings 10",
     "report dataset",
     "status dataset",
+    "report run --output config.yaml",
+    "check nowhere",
+    "logs launched",
+    "cancel launched",
+    "resume dataset",
     "launch nowhere.yaml",
+    "launch config.yaml --detach",
+    "launch config.yaml --scheduler slurrm",
+    "launch config.yaml --run-dir run",
     "train nowhere.yaml",
     "train config.yaml train.batch_size=0",
     "train config.yaml train.batchsize=64",

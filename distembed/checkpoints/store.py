@@ -21,6 +21,7 @@ from distembed.errors import UserError
 from distembed.files import finite, free_space
 
 LAST_FILE = "progress.json"
+METADATA_FILE = ".metadata"
 _FIELDS_WITHOUT_CHECKSUMS = {"world_size", "tables", "optimizers", "progress"}
 _FIELDS = _FIELDS_WITHOUT_CHECKSUMS | {"metadata_checksum", checksums.KEY}
 INTERRUPTED = "-interrupted"

@@ -3,9 +3,9 @@
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from distembed.checkpoints.saved import SavedCheckpoint
-from distembed.checkpoints.store import LAST_FILE, open_file_system
+from distembed.checkpoints.store import LAST_FILE, METADATA_FILE, open_file_system
 from distembed.checkpoints.transfer import DamagedCheckpoint, damaged
-from distembed.checkpoints.verified_files import METADATA_FILE, DamagedFile, read_block
+from distembed.checkpoints.verified_files import DamagedFile, read_block
 from distembed.checksums import Verification
 
 

@@ -21,9 +21,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.futures import Future
 
 from distembed.checkpoints.metadata import parse_metadata
+from distembed.checkpoints.store import METADATA_FILE
 from distembed.checksums import checksum_of
-
-METADATA_FILE = ".metadata"
 
 
 class DamagedFile(ValueError):

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distembed.checkpoints.places import checkpoint_place
-from distembed.checkpoints.store import LAST_FILE, CheckpointStore, storage_errors
-from distembed.checkpoints.verification import verify_checkpoint
-from distembed.checkpoints.verified_files import METADATA_FILE
+from distembed.checkpoints.store import LAST_FILE, METADATA_FILE, CheckpointStore, storage_errors
 from distembed.checksums import Verification
 from distembed.config import load_config
 from distembed.data.dataset.manifest import MANIFEST_NAME
@@ -47,7 +45,7 @@ def check(path: str) -> Iterator[Checked]:
     """
     folder = Path(path)
     if "://" in path or _has(folder, LAST_FILE, METADATA_FILE):
-        yield Checked("checkpoint", path, verify_checkpoint(path))
+        yield _check_checkpoint(path)
     elif _has(folder, MANIFEST_NAME):
         yield Checked("dataset", path, verify_dataset(folder))
     elif _has(folder, GRAPH_FILE):
@@ -105,6 +103,12 @@ def _check_checkpoints(run: Path) -> Iterator[Checked]:
     with storage_errors(place):
         names = store.names()
     for name in names:
-        found = verify_checkpoint(store.checkpoint_path(name))
-        if not found.problems or store.is_whole(name):  # else the run has removed it meanwhile
-            yield Checked("checkpoint", store.checkpoint_path(name), found)
+        checked = _check_checkpoint(store.checkpoint_path(name))
+        if not checked.found.problems or store.is_whole(name):  # else the run has removed it meanwhile
+            yield checked
+
+
+def _check_checkpoint(checkpoint: str) -> Checked:
+    from distembed.checkpoints.verification import verify_checkpoint  # of all that is checked, this alone needs torch
+
+    return Checked("checkpoint", checkpoint, verify_checkpoint(checkpoint))

@@ -7,13 +7,11 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from torchx.runner import get_runner
 
-from distembed.capacity.as_json import assessment_as_json
-from distembed.capacity.assessment import Assessment, assess_capacity
 from distembed.config import Config, load_config, with_absolute_paths
 from distembed.doctor import Finding
 from distembed.errors import UserError
@@ -26,6 +24,9 @@ from launch.jobs.control import require_ended
 from launch.jobs.follow import Say, submit_and_follow
 from launch.jobs.job import CONTAINERS, LOCAL_SCHEDULERS, Job
 from launch.resources import gpu_name
+
+if TYPE_CHECKING:
+    from distembed.capacity.assessment import Assessment
 
 
 def launch_job(job: Job, config: Config, *, dry_run: bool, detach: bool, say: Say) -> None:
@@ -73,7 +74,13 @@ def start(job: Job, config: Config, *, dry_run: bool, detach: bool, say: Say) ->
     with get_runner() as runner:
         request = job.dry_run(runner)
         _require_resource(job)
-        assessment = assess_capacity(config, _cluster(job))
+        cluster = _cluster(job)
+        config.data.load_schema()
+        # what plans is loaded once there is something to plan
+        from distembed.capacity.as_json import assessment_as_json
+        from distembed.capacity.assessment import assess_capacity
+
+        assessment = assess_capacity(config, cluster)
         findings = _checks(job, request.request, config, assessment)
         for finding in findings:
             remedy = f" ({finding.remedy})" if finding.status == "wrong" and finding.remedy else ""
@@ -134,8 +141,10 @@ def _cluster(job: Job) -> Cluster:
     return Cluster(device, shape.max_nodes, shape.processes, host_memory_bytes=memory_bytes)
 
 
-def _checks(job: Job, request: Any, config: Config, assessment: Assessment) -> Sequence[Finding]:
+def _checks(job: Job, request: Any, config: Config, assessment: "Assessment") -> Sequence[Finding]:
     """Returns what every check finds that applies to the job's scheduler."""
+    from distembed.capacity.assessment import assess_capacity
+
     shape, folder, resource = parse_shape(job.j), Path(job.run_dir), job.app().roles[0].resource
     fewest = (
         assess_capacity(config, dataclasses.replace(assessment.cluster, nodes=shape.min_nodes))
