@@ -193,6 +193,7 @@ def test_the_first_rank_to_fail_is_shown_with_its_traceback(here: MiniSlurm, con
     assert "go on with `distembed resume run`" in output
 
 
+@pytest.mark.slurm
 def test_a_mistake_that_shows_on_the_nodes_only_is_told_once_and_not_tried_again(
     here: MiniSlurm, config: Path, tmp_path: Path
 ) -> None:
@@ -213,6 +214,7 @@ def test_a_mistake_that_shows_on_the_nodes_only_is_told_once_and_not_tried_again
     assert len(list(Path("run/launch/logs").rglob("attempt_*"))) == 2  # one on each node
 
 
+@pytest.mark.slurm
 def test_a_job_whose_submitter_was_killed_is_found_again(
     here: MiniSlurm, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ import yaml
 
 from tests.small_runs import write_dataset
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.slow, pytest.mark.distributed]
 
 
 @pytest.fixture
@@ -65,7 +65,6 @@ def wait_for_steps(run: Path, seconds: float = 120) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.distributed
 def test_no_process_outlives_a_launch_that_is_killed(launched: subprocess.Popen[str], tmp_path: Path) -> None:
     run = tmp_path / "run"
     wait_for_steps(run)
@@ -80,8 +79,6 @@ def test_no_process_outlives_a_launch_that_is_killed(launched: subprocess.Popen[
     assert list((run / "checkpoints").glob("step-*"))
 
 
-@pytest.mark.slow
-@pytest.mark.distributed
 def test_a_job_whose_ranks_are_told_to_end_was_interrupted(launched: subprocess.Popen[str], tmp_path: Path) -> None:
     run = tmp_path / "run"
     wait_for_steps(run)
@@ -92,7 +89,6 @@ def test_a_job_whose_ranks_are_told_to_end_was_interrupted(launched: subprocess.
     assert "was interrupted" in printed and "Traceback" not in printed and "go on with `distembed resume" in printed
 
 
-@pytest.mark.distributed
 def test_a_mistake_that_only_the_ranks_see_is_told_once_and_not_tried_again(config: Path, tmp_path: Path) -> None:
     """The dataset is gone when the node starts, which has another interpreter."""
     python = tmp_path / "python"

@@ -225,6 +225,43 @@ def test_ranks_end_with_the_launcher_that_is_killed_and_save_before(tmp_path: Pa
     assert len(list(tmp_path.glob("saved-*"))) == 2
 
 
+# What `torchx run -s local_cwd` and `distembed launch` do, as a process that can be killed.
+SUBMIT = """
+import sys, time
+from torchx.specs import AppDef, Resource, Role
+from launch.schedulers.local import create_scheduler
+here = Resource(cpu=1, gpu=0, memMB=1)
+role = Role("train", "", entrypoint=sys.argv[1], args=sys.argv[2:], resource=here)
+scheduler = create_scheduler("session")  # which ends its processes when it is forgotten
+scheduler.submit(AppDef("job", [role]), {"log_dir": "submitted"})
+time.sleep(600)
+"""
+
+
+def test_nothing_outlives_the_process_on_this_machine_that_submitted_it(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(RANK)
+    node = ["-m", "launch.nodes.run", "--node", "0", "--starts", "starts", "--", "--nproc-per-node", "2"]
+    node += ["--rdzv-id", "job", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    submitter = subprocess.Popen(
+        [sys.executable, "-c", SUBMIT, sys.executable, *node, "rank.py"],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "ROOT": str(ROOT),
+            "PLAN": json.dumps({0: "save()", 1: "save()"}),
+        },
+    )
+    try:
+        wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2, "the ranks do not start")
+    finally:
+        submitter.kill()
+        submitter.wait()
+    started = [int((tmp_path / f"starts-{rank}").read_text()) for rank in range(2)]
+    wait_until(lambda: not any(map(is_running, started)), "ranks are left", seconds=20)
+    assert len(list(tmp_path.glob("saved-*"))) == 2
+
+
 def test_a_launcher_whose_parent_is_gone_before_it_could_listen_starts_no_ranks(tmp_path: Path) -> None:
     code, _ = Node(tmp_path, {}, **{PARENT_VARIABLE: "1"}).end()
     assert code == 75 and not list(tmp_path.glob("starts-*"))
