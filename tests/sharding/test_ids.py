@@ -43,6 +43,7 @@ def test_a_sample_of_drawn_cases_equals_the_unsharded_module_in_either_dtype() -
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.distributed
 def test_drawn_cases_equal_the_unsharded_module_in_either_dtype(pytestconfig: pytest.Config) -> None:
     run_on_ranks(WORLD_SIZE, check_cases, range(SAMPLE, SAMPLE + pytestconfig.getoption("cases")))
