@@ -16,7 +16,7 @@ import typer
 
 from distembed import __version__
 from distembed.commands import inspect, plan, prepare, train
-from distembed.commands.error_file import record_error
+from distembed.commands.error_file import record_error, user_exit_code
 from distembed.commands.shared import errors
 from distembed.errors import Interrupted, RunError, UserError
 from distembed.parent import end_with_parent
@@ -93,7 +93,8 @@ def main() -> NoReturn:
             _leave(2)
         _end(2, f"[bold red]error:[/] {_escape(text)}")
     except UserError as error:
-        _end(2, "" if record_error(error, 2) else f"[bold red]error:[/] {_escape(error)}")
+        exit_code = user_exit_code(error)
+        _end(exit_code, "" if record_error(error, exit_code) else f"[bold red]error:[/] {_escape(error)}")
     except Interrupted as error:
         _end(INTERRUPTED_EXIT_CODE, f"[bold yellow]interrupted:[/] {_escape(error)}")
     except RunError as error:

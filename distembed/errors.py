@@ -10,6 +10,10 @@ class UserError(ValueError):
     """Wrong input: a setting, a file or an argument that cannot be accepted as it is."""
 
 
+class FolderInUse(UserError):
+    """A folder that another process owns; once that has ended, the same command works."""
+
+
 class RunError(RuntimeError):
     """A run that was asked for rightly and could not be carried out, such as a loss that is not finite."""
 

@@ -6,8 +6,18 @@ import os
 import time
 import traceback
 
+from distembed.errors import FolderInUse, UserError
+
 TOLD_VARIABLE = "DISTEMBED_LAUNCHER_TELLS"
 """Environment variable by which a launcher says that it tells the user's mistakes itself, once for all ranks."""
+
+
+def user_exit_code(error: UserError) -> int:
+    """Returns the exit code of a user's mistake: 2, or 1 where a launcher of ours starts the process again.
+
+    It does so for a folder in use, which is free some time: a mistake would end the whole job.
+    """
+    return 1 if isinstance(error, FolderInUse) and TOLD_VARIABLE in os.environ else 2
 
 
 def record_error(error: BaseException, code: int = 1) -> bool:

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from distembed.errors import Interrupted, RunError, UserError
+from distembed.errors import FolderInUse, Interrupted, RunError, UserError
 from distembed.files import finite, free_space, full_disk_explained, write_json, write_text
 from distembed.runs.lock import owned
 from distembed.runs.record import read_metrics_lines
@@ -78,7 +78,7 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         with owned(self.path):
             if self._read_last_record() != self._last_record:
-                raise UserError(f"another process has trained into {self.path} just now; start this one again.")
+                raise FolderInUse(f"another process has trained into {self.path} just now; start this one again.")
             write_text(self.path / "config.yaml", config_yaml)
             metrics = self.path / "metrics.jsonl"
             write_text(metrics, "".join(f"{line}\n" for line in _metrics_until(metrics, resumed_step)))

@@ -31,7 +31,7 @@ from contextlib import contextmanager
 from enum import Enum, auto
 from pathlib import Path
 
-from distembed.errors import RunError, UserError
+from distembed.errors import FolderInUse, RunError
 from distembed.runs.flock import locks_are_local, mounted_file_systems, take_flock
 from distembed.runs.lease import USUAL_TIMES, Lease, LeaseTimes, read_lock_file, seconds_since_boot
 from distembed.runs.owner import FolderOwner, describe_owner
@@ -76,7 +76,7 @@ def owned(
         times: How often the ownership is renewed and looked at.
 
     Raises:
-        UserError: Another process owns the folder.
+        FolderInUse: Another process owns the folder.
         RunError: The lock file cannot be written.
     """
     try:
@@ -130,7 +130,7 @@ class _Contender:
         """Returns this process's ownership once it has it.
 
         Raises:
-            UserError: A living owner has not ended in time.
+            FolderInUse: A living owner has not ended in time.
             OSError: The lock file cannot be written.
         """
         has_locks = not locks_are_local(os.path.realpath(self._folder), mounted_file_systems())
@@ -183,7 +183,7 @@ class _Contender:
         """
         owner = describe_owner(text)
         if state is _OwnerState.ALIVE and seconds_since_boot() >= self._deadline:
-            raise UserError(self._refusal.format(folder=self._folder, owner=owner))
+            raise FolderInUse(self._refusal.format(folder=self._folder, owner=owner))
         if state not in self._said:
             self._said.add(state)
             if state is _OwnerState.ALIVE:

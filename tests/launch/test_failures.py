@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from distembed.commands.error_file import record_error
-from distembed.errors import RunError
+from distembed.commands.error_file import TOLD_VARIABLE, record_error, user_exit_code
+from distembed.errors import FolderInUse, RunError, UserError
 from launch.jobs.failures import first_failure
 
 
@@ -63,7 +63,7 @@ def test_the_time_of_errors_that_torch_itself_has_written_is_in_whole_seconds(tm
 
 TWICE = """
 import os, sys
-from distembed.commands.error_file import record_error
+from distembed.commands.error_file import TOLD_VARIABLE, record_error, user_exit_code
 number = os.environ["TORCHELASTIC_RESTART_COUNT"]
 record_error(RuntimeError(f"of start {number} on rank {os.environ['RANK']}"))
 sys.exit(1)
@@ -94,3 +94,9 @@ def test_an_error_that_was_recovered_from_is_not_the_one_that_ended_the_job(tmp_
     assert failure is not None and failure.message == "RuntimeError: of start 1 on rank 0"
     newest = max(node.iterdir(), key=lambda folder: folder.stat().st_mtime_ns)
     assert newest in failure.where.parents
+
+
+def test_a_folder_in_use_is_no_mistake_to_a_launcher_that_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert user_exit_code(FolderInUse("of another")) == user_exit_code(UserError("wrong")) == 2
+    monkeypatch.setenv(TOLD_VARIABLE, "1")
+    assert (user_exit_code(FolderInUse("of another")), user_exit_code(UserError("wrong"))) == (1, 2)

@@ -55,7 +55,7 @@ def here(slurm: MiniSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
 
 def distembed(*arguments: object, code: int = 0) -> str:
     """What the command prints, errors too. It runs in this process, which loads what all the commands need once."""
-    printed = io.StringIO()
+    printed = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(sys, "argv", ["distembed", *map(str, arguments)]))
         stack.enter_context(mock.patch.dict(os.environ))
@@ -63,8 +63,9 @@ def distembed(*arguments: object, code: int = 0) -> str:
         stack.enter_context(redirect_stderr(printed))
         ended = stack.enter_context(pytest.raises(SystemExit))
         main()
-    assert ended.value.code == code, f"exit code {ended.value.code}\n{printed.getvalue()}"
-    return printed.getvalue()
+    said = printed.buffer.getvalue().decode()
+    assert ended.value.code == code, f"exit code {ended.value.code}\n{said}"
+    return said
 
 
 def launch(config: Path, run: str, *arguments: object, code: int = 0) -> str:
