@@ -152,6 +152,8 @@ class CheckpointStore:
     def _names(self) -> list[str]:
         self._files.invalidate_cache()
         if not self._files.exists(self._root):
+            if isinstance(self._files, LocalFileSystem) and os.path.islink(self._root):
+                raise FileExistsError(f"{self._root} is a link that leads nowhere")
             return []
         paths = self._files.ls(self._root, detail=False)
         return sorted(name for path in paths if (name := path.rstrip("/").rsplit("/", 1)[-1]).startswith("step-"))

@@ -112,7 +112,7 @@ FURTHER = [
     ("train config.yaml --run-dir new data.path=nowhere", "nowhere"),
     ("train config.yaml --run-dir new data.path=null", "data.path"),
     ("train config.yaml --run-dir new train.checkpoint_dir=nonsense://x", "nonsense"),
-    ("train config.yaml --run-dir new train.checkpoint_dir=../loop", "loop"),
+    ("train config.yaml --run-dir new train.checkpoint_dir=FOLDER/loop", "loop"),
     ("train config.yaml --run-dir new --plan noise.bin", "noise.bin"),
     ("train config.yaml --run-dir new --plan nowhere.json", "nowhere.json"),
     ("train config.yaml --run-dir taken.txt", "taken.txt"),
@@ -245,7 +245,7 @@ def test_so_are_further_ones(workspace: Workspace, command: str, fragment: str) 
 
 
 def require_refused(workspace: Workspace, command: str, fragment: str) -> None:
-    done = workspace.commands.run(*shlex.split(command))
+    done = workspace.commands.run(*shlex.split(command.replace("FOLDER", str(workspace.folder))))
     changes = workspace.changes()
     assert done.code == 2, done
     assert "Traceback" not in done.output + done.errors, done.errors
