@@ -42,14 +42,8 @@ def build_tables(
     for name in config.tables:
         one_of("embedding.tables", name, names)
     rules = sse or {}
-    # as in the reader's batches, so that none has to be converted
-    is_narrow = not any(feature.multi_hot or feature.num_embeddings > 2**31 for feature in features)
     return [
-        dataclasses.replace(
-            _build_table(feature, config.for_table(feature.name), seed),
-            sse=rules.get(feature.name),
-            id_dtype="int32" if is_narrow else "int64",
-        )
+        dataclasses.replace(_build_table(feature, config.for_table(feature.name), seed), sse=rules.get(feature.name))
         for feature in features
     ]
 
