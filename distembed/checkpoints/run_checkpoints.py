@@ -10,7 +10,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from distembed.checkpoints.checkpoint import ResumedRun, load_run
 from distembed.checkpoints.content import CheckpointContent, Progress
 from distembed.checkpoints.room import require_room
-from distembed.checkpoints.store import INTERRUPTED, CheckpointStore, storage_errors
+from distembed.checkpoints.store import INTERRUPTED, CheckpointStore, missing_checksums_note, storage_errors
 from distembed.checkpoints.transfer import DamagedCheckpoint, not_written, write_checkpoint
 from distembed.errors import UserError
 from distembed.host_memory import available_memory_bytes, give_back_freed_memory
@@ -148,7 +148,7 @@ class Checkpoints:
                     aside = self._collectives.on_first(partial(self._store.set_aside, damaged))
                 say(f"{why} It is kept as {aside}; going on from {self._store.checkpoint_path(name)}.")
             if not resumed.has_checksums:
-                say(f"{self._store.checkpoint_path(name)} is of an early version and has no checksums")
+                say(f"note: {missing_checksums_note(self._store.checkpoint_path(name))}")
             with storage_errors(self._store.url):
                 self._collectives.on_first(partial(self._store.keep_newest, self._keep))
             return resumed

@@ -193,6 +193,16 @@ def place_and_name(checkpoint: str) -> tuple[str, str]:
     return f"{protocol}{separator}{parent or '/'}", name
 
 
+def missing_checksums_note(checkpoint: str) -> str | None:
+    """Returns a sentence for the user where a checkpoint was made before there were checksums; None for others."""
+    try:
+        if checksums.KEY in read_last_file(checkpoint):
+            return None
+    except FileNotFoundError:
+        return None  # its run has removed it meanwhile
+    return f"the checkpoint {checkpoint} carries no checksums, since an older version made it: damage may pass unseen."
+
+
 def open_file_system(url: str) -> tuple[Any, str]:
     """Returns fsspec's file system for a URL or a local path, and the path within it.
 

@@ -68,7 +68,6 @@ def evaluate_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a line.")] = False,
 ) -> None:
     """Evaluate a run's newest checkpoint: logloss, AUC, normalised entropy, calibration, accuracy."""
-    from distembed.data.dataset.verification import missing_checksums_note
     from distembed.files import finite
     from distembed.training.trained_run import find_trained_run
 
@@ -77,7 +76,8 @@ def evaluate_command(
 
     with load_run(found) as loaded:
         if loaded.ranks.is_first:
-            note(missing_checksums_note(loaded.dataset))
+            for text in loaded.notes():
+                note(text)
         metrics = evaluate_split(loaded.state, loaded.dataset, split, loaded.ranks)
         if loaded.ranks.is_first:
             print(json.dumps(finite(metrics), indent=2) if as_json else describe_metrics(loaded.state, metrics))
@@ -92,7 +92,6 @@ def predict_command(
     overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT if it is there.")] = False,
 ) -> None:
     """Write the click probability of every row of a split, in its order."""
-    from distembed.data.dataset.verification import missing_checksums_note
     from distembed.training.trained_run import find_trained_run, require_prediction_file
 
     require_prediction_file(output, overwrite)
@@ -101,7 +100,8 @@ def predict_command(
 
     with load_run(found) as loaded:
         if loaded.ranks.is_first:
-            note(missing_checksums_note(loaded.dataset))
+            for text in loaded.notes():
+                note(text)
         num_rows = predict_split(loaded.state, loaded.dataset, split, output, loaded.ranks)
         if loaded.ranks.is_first:
             say(f"{output}: {num_rows:,} predictions")

@@ -9,8 +9,10 @@ from typing import Any
 import pyarrow as pa
 
 from distembed.checkpoints import load_checkpoint
+from distembed.checkpoints.store import missing_checksums_note as checkpoint_note
 from distembed.config import Config
 from distembed.data.dataset.manifest import Manifest
+from distembed.data.dataset.verification import missing_checksums_note as dataset_note
 from distembed.files import whole_file
 from distembed.optim.config import SparseOptimizerConfig
 from distembed.ranks import Ranks, process_group
@@ -26,13 +28,20 @@ class LoadedRun:
 
     Attributes:
         state: The model and its task; nothing of it is trained any further.
+        checkpoint: Path or URL of the checkpoint.
         dataset: The dataset's folder.
         ranks: This rank among all.
     """
 
     state: TrainingState
+    checkpoint: str
     dataset: str
     ranks: Ranks
+
+    def notes(self) -> list[str]:
+        """Returns what the user should know of what was loaded, a sentence each; for rank 0."""
+        found = (checkpoint_note(self.checkpoint), dataset_note(self.dataset))
+        return [text for text in found if text is not None]
 
 
 @contextmanager
@@ -46,11 +55,14 @@ def load_run(run: TrainedRun) -> Iterator[LoadedRun]:
         UserError: The run has no checkpoint, or the dataset has other tables than the run was trained on.
     """
     with process_group("auto") as ranks:
-        yield LoadedRun(load_training_state(run.folder, run.dataset, run.config, ranks), run.dataset, ranks)
+        state, checkpoint = load_training_state(run.folder, run.dataset, run.config, ranks)
+        yield LoadedRun(state, checkpoint, run.dataset, ranks)
 
 
-def load_training_state(run_dir: Path, dataset: str, config: Config, ranks: Ranks) -> TrainingState:
-    """Returns the model of a run's newest checkpoint, shaped for the given dataset; all ranks call it.
+def load_training_state(run_dir: Path, dataset: str, config: Config, ranks: Ranks) -> tuple[TrainingState, str]:
+    """Returns the model of a run's newest checkpoint, shaped for the given dataset, and the checkpoint's path or URL.
+
+    All ranks call it.
 
     Args:
         run_dir: The run's folder.
@@ -66,8 +78,12 @@ def load_training_state(run_dir: Path, dataset: str, config: Config, ranks: Rank
     config = dataclasses.replace(config, train=train)
     blueprint = Blueprint.for_ranks(config, Manifest.load(dataset).schema, ranks, {})
     state = build_training_state(blueprint, ranks, num_steps=1)
-    read_newest(run_dir, config, lambda checkpoint: load_checkpoint(checkpoint, state.model))
-    return state
+
+    def load(checkpoint: str) -> str:
+        load_checkpoint(checkpoint, state.model)
+        return checkpoint
+
+    return state, read_newest(run_dir, config, load)
 
 
 def evaluate_split(state: TrainingState, dataset: str, split: str, ranks: Ranks) -> dict[str, Any]:
