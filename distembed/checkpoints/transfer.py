@@ -1,5 +1,6 @@
 """Writing and reading a checkpoint's tensors by ``torch.distributed.checkpoint``, with errors that name the remedy."""
 
+import pickle
 from contextlib import suppress
 from functools import partial
 
@@ -113,7 +114,11 @@ def damaged(checkpoint: str, error: BaseException) -> UserError:
 def _reason(error: BaseException) -> str:
     """Returns an error in one line; torch's own lists the whole traceback of every rank."""
     error = _first_failure(error)
-    return str(error) if isinstance(error, DamagedFile) else f"{type(error).__name__}: {error}".strip()
+    if isinstance(error, DamagedFile):
+        return str(error)
+    if isinstance(error, pickle.UnpicklingError):  # torch's own text says how to run the code that may be in there
+        return "a block holds something else than a tensor"
+    return f"{type(error).__name__}: {error}".strip()
 
 
 def _first_failure(error: BaseException) -> BaseException:

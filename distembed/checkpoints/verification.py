@@ -57,5 +57,4 @@ def _require_readable(block: bytes, info: _StorageInfo) -> None:
     try:
         torch.load(io.BytesIO(block), weights_only=True)
     except Exception as error:  # a damaged block may fail in any way
-        reason = str(error).partition("\n")[0]
-        raise DamagedFile(f"{info.relative_path}, from byte {info.offset:,}, holds no tensor ({reason})") from error
+        raise DamagedFile(f"{info.relative_path} holds something else than a tensor at byte {info.offset:,}") from error

@@ -96,7 +96,7 @@ def test_a_block_executes_nothing(tmp_path: Path) -> None:
     for info in metadata.storage_data.values():
         info.offset, info.length = 0, (checkpoint / "__0_0.distcp").stat().st_size
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(DamagedCheckpoint, match="posix.mkdir"):
+    with pytest.raises(DamagedCheckpoint, match="a block holds something else than a tensor"):
         load(checkpoint)
     assert not canary.exists()
 
