@@ -122,4 +122,5 @@ def checksum_differs(values: Mapping[str, Any]) -> bool:
 
 
 def _json_checksum(values: Mapping[str, Any]) -> str:
-    return checksum_of(json.dumps(values, sort_keys=True, separators=(",", ":")).encode())
+    as_read = json.loads(json.dumps(values))  # keys that are numbers are text in JSON, and sort as text
+    return checksum_of(json.dumps(as_read, sort_keys=True, separators=(",", ":")).encode())

@@ -14,6 +14,10 @@ class FolderInUse(UserError):
     """A folder that another process owns; once that has ended, the same command works."""
 
 
+class DamagedCheckpoint(UserError):
+    """A checkpoint that is not as it was written; one before it may be whole."""
+
+
 class RunError(RuntimeError):
     """A run that was asked for rightly and could not be carried out, such as a loss that is not finite."""
 

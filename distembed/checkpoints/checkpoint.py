@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torchrec.distributed.types import ShardedModule
 from torchrec.optim.keyed import KeyedOptimizer
@@ -40,9 +39,9 @@ from distembed.checkpoints.random_state import restore_random_state
 from distembed.checkpoints.saved import SavedCheckpoint
 from distembed.checkpoints.shards import TensorShards
 from distembed.checkpoints.store import CheckpointStore, place_and_name
-from distembed.checkpoints.transfer import DamagedCheckpoint, damaged, read_tensors, write_checkpoint
+from distembed.checkpoints.transfer import not_read, read_tensors, write_checkpoint
 from distembed.checkpoints.verified_files import DamagedFile
-from distembed.errors import UserError
+from distembed.errors import DamagedCheckpoint, RunError, UserError
 from distembed.optim.live_state import set_step_count
 from distembed.ranks import Collectives
 
@@ -137,9 +136,12 @@ def load_run(checkpoint: str, model: nn.Module, optimizer: KeyedOptimizer, colle
 
     saved = _load(checkpoint, model, optimizer, run_tensors, collectives)
     if "random.cpu.0" not in random or any(key not in saved.progress for key in RUN_KEYS):
-        raise damaged(checkpoint, DamagedFile("it is not the checkpoint of a run"))
+        raise not_read(checkpoint, DamagedFile("it is not the checkpoint of a run"))
     states = {key.split(".")[1]: state for key, state in random.items() if key.endswith(f".{rank}")}
-    restore_random_state(random["random.cpu.0"], states if saved.world_size == world_size else {}, rank, world_size)
+    try:
+        restore_random_state(random["random.cpu.0"], states if saved.world_size == world_size else {}, rank, world_size)
+    except RuntimeError as error:  # of another length
+        raise not_read(checkpoint, error) from error
     tensors: dict[str, list[Tensor]] = {}
     for key, tensor in own.items():
         name = key.partition(".")[2].rpartition(".")[0]
@@ -157,26 +159,38 @@ def _load(
     """Reads a checkpoint into the live model and its optimizer, and into further tensors; all ranks call it."""
     weights = live_weights(model)
     optimizers = None if optimizer is None else all_optimizer_names(optimizer, collectives)
-    saved, problem = None, None
+    to_read = {f"model.{name}": shards for name, shards in weights.items()}
+    saved: SavedCheckpoint | None = None
+    problem: UserError | RunError | None = None
     try:
         saved = SavedCheckpoint.read(checkpoint)
         if differences := saved.differences(weights, describe_tables(model), optimizers):
             problem = UserError(differences)
-    except UserError as error:
+        else:
+            further = _further_shards(saved, further_tensors)
+    except (UserError, RunError) as error:
         problem = error
     problems = [found for found in collectives.gather(problem) if found is not None]
     if problems or saved is None:
         # what one rank cannot reach is not damaged
         raise min(problems, key=lambda found: isinstance(found, DamagedCheckpoint))
-    to_read = {f"model.{name}": shards for name, shards in weights.items()}
     if optimizer is not None:
         to_read |= saved.states_to_read(live_states(optimizer, weights))
-    to_read |= {key: TensorShards.from_value(tensor) for key, tensor in further_tensors(saved).items()}
+    to_read |= further
     read_tensors(checkpoint, saved.metadata, to_read, collectives)
     _forget_caches(model)
     if optimizer is not None and "step" in saved.progress:
         set_step_count(optimizer, saved.progress["step"])
     return saved
+
+
+def _further_shards(
+    saved: SavedCheckpoint, further_tensors: Callable[[SavedCheckpoint], Mapping[str, Tensor]]
+) -> dict[str, TensorShards]:
+    try:
+        return {key: TensorShards.from_value(tensor) for key, tensor in further_tensors(saved).items()}
+    except ValueError as error:  # a rank's number that is none
+        raise not_read(saved.path, error) from error
 
 
 def load_weights(checkpoint: Path | str, suffixes: Sequence[str]) -> list[Tensor]:
@@ -202,8 +216,7 @@ def load_weights(checkpoint: Path | str, suffixes: Sequence[str]) -> list[Tensor
                 f"{checkpoint} has {len(names)} weights that end in .{suffix}; use the config that the run was started "
                 "with."
             )
-        entry = saved[names[0]]
-        weights[names[0]] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        weights[names[0]] = read.empty(names[0])
     shards = {name: TensorShards.from_value(tensor) for name, tensor in weights.items()}
     read_tensors(checkpoint, read.metadata, shards, Collectives())
     return list(weights.values())

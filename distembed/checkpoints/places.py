@@ -29,22 +29,21 @@ def newest_checkpoint(run_dir: Path, checkpoint_dir: str | None = None) -> str:
         UserError: The run has no whole checkpoint, or the place cannot be reached.
     """
     place = checkpoint_place(run_dir, checkpoint_dir)
-    store = CheckpointStore(place)
-    with storage_errors(place):
-        names = store.names()
+    names = checkpoint_names(place)
     if not names:
         raise UserError(
             f"{run_dir} has no checkpoint in {place}; give the folder of a run that `distembed train` made."
         )
-    return store.checkpoint_path(names[-1])
+    return CheckpointStore(place).checkpoint_path(names[-1])
 
 
-def num_checkpoints(place: str) -> int:
-    """Returns the number of whole checkpoints in a place.
+def checkpoint_names(place: str) -> list[str]:
+    """Returns the names of the whole checkpoints in a place, oldest first.
 
     Raises:
-        UserError: The place cannot be reached.
+        UserError: The place cannot be used.
+        RunError: The place cannot be reached.
     """
     store = CheckpointStore(place)
     with storage_errors(place):
-        return len(store.names())
+        return store.names()

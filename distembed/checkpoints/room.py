@@ -8,7 +8,7 @@ from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
 from distembed.checkpoints.content import CheckpointContent, Progress
-from distembed.checkpoints.places import num_checkpoints
+from distembed.checkpoints.places import checkpoint_names
 from distembed.checkpoints.store import open_file_system
 from distembed.files import free_bytes, require_free_space
 from distembed.ranks import Collectives
@@ -44,7 +44,7 @@ def require_bytes(url: str, keep: int, num_bytes: int, say: Callable[[str], None
         return
     remedy = "that is one checkpoint; free space, or give another place as train.checkpoint_dir"
     require_free_space(Path(path), num_bytes, remedy)
-    num_missing = keep + 1 - num_checkpoints(url)
+    num_missing = keep + 1 - len(checkpoint_names(url))
     free = free_bytes(Path(path))
     if num_missing * num_bytes > free:
         say(

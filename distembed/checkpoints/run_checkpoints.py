@@ -11,8 +11,8 @@ from distembed.checkpoints.checkpoint import ResumedRun, load_run
 from distembed.checkpoints.content import CheckpointContent, Progress
 from distembed.checkpoints.room import require_room
 from distembed.checkpoints.store import INTERRUPTED, CheckpointStore, missing_checksums_note, storage_errors
-from distembed.checkpoints.transfer import DamagedCheckpoint, not_written, write_checkpoint
-from distembed.errors import UserError
+from distembed.checkpoints.transfer import not_written, write_checkpoint
+from distembed.errors import DamagedCheckpoint, RunError, UserError
 from distembed.host_memory import available_memory_bytes, give_back_freed_memory
 from distembed.ranks import Collectives, Ranks
 from distembed.units import enumerate_lines
@@ -44,6 +44,7 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._said_that_steps_wait = False
+        self._damaged: list[str] = []
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -75,14 +76,15 @@ class Checkpoints:
         Raises:
             UserError: A rank cannot write, the first rank does not see what another wrote, or the place belongs to
                 another run.
+            RunError: A rank cannot write, which may pass.
         """
         store, collectives = self._store, self._collectives
-        problem = None
+        problem: UserError | RunError | None = None
         try:
             with storage_errors(store.url):
                 store.write_probe(collectives.rank)
-        except UserError as error:
-            problem = str(error)
+        except (UserError, RunError) as error:
+            problem = error
         problems = [found for found in collectives.gather(problem) if found is not None]
         try:
             with storage_errors(store.url):
@@ -90,16 +92,17 @@ class Checkpoints:
                     lambda: [r for r in range(collectives.world_size) if not store.sees_probe(r)]
                 )
                 if not problems and unseen:
-                    problems = [
+                    text = (
                         f"what rank(s) {', '.join(map(str, unseen))} wrote to {store.url} is not seen by rank 0; give "
                         "a place that all ranks share as train.checkpoint_dir."
-                    ]
+                    )
+                    problems = [UserError(text)]
         finally:
             if problem is None:
                 with storage_errors(store.url):
                     store.remove_probe(collectives.rank)
         if problems:
-            raise UserError(problems[0])
+            raise problems[0]
         if self._owner is not None:
             with storage_errors(store.url):
                 collectives.on_first(partial(self._claim, self._owner))
@@ -121,8 +124,7 @@ class Checkpoints:
     def restore(self, model: nn.Module, optimizer: KeyedOptimizer, say: Callable[[str], None]) -> ResumedRun | None:
         """Reads the newest checkpoint that is not damaged into the live model, with the state of random numbers.
 
-        Damaged ones are set aside, so that a job which nobody watches goes on from the one before. What a killed
-        process had no time to remove is removed.
+        Nothing is changed where checkpoints lie: that is for :meth:`tidy`, once the run owns them.
 
         Args:
             model: The model to restore.
@@ -133,32 +135,47 @@ class Checkpoints:
             What :meth:`save` was given as progress; None where there is no checkpoint.
 
         Raises:
-            UserError: The place cannot be reached, the checkpoint is of another model or of other optimizers, or all
-                checkpoints are damaged, when they stay where they are.
+            UserError: The place cannot be used, the checkpoint is of another model or of other optimizers, or all
+                checkpoints are damaged.
+            RunError: The place or the checkpoint cannot be reached.
         """
-        damages: dict[str, DamagedCheckpoint] = {}
+        damages: list[str] = []
         for name in reversed(self._names()):
+            checkpoint = self._store.checkpoint_path(name)
             try:
-                resumed = load_run(self._store.checkpoint_path(name), model, optimizer, self._collectives)
+                resumed = load_run(checkpoint, model, optimizer, self._collectives)
             except DamagedCheckpoint as damage:
-                damages[name] = damage
+                self._damaged.append(name)
+                damages.append(str(damage))
                 continue
-            for damaged, why in damages.items():
-                with storage_errors(self._store.url):
-                    aside = self._collectives.on_first(partial(self._store.set_aside, damaged))
-                say(f"{why} It is kept as {aside}; going on from {self._store.checkpoint_path(name)}.")
+            for text in damages:
+                say(f"{text} Going on from {checkpoint}.")
             if not resumed.has_checksums:
-                say(f"note: {missing_checksums_note(self._store.checkpoint_path(name))}")
-            with storage_errors(self._store.url):
-                self._collectives.on_first(partial(self._store.keep_newest, self._keep))
+                say(f"note: {missing_checksums_note(checkpoint)}")
             return resumed
         if damages:
-            listed = enumerate_lines([str(damage) for damage in damages.values()])
             raise UserError(
-                f"no checkpoint in {self._store.url} is whole:{listed}"
+                f"no checkpoint in {self._store.url} is whole:{enumerate_lines(damages)}"
                 "\nPut back a copy of one, or start anew in another folder."
             )
         return None
+
+    def tidy(self, say: Callable[[str], None]) -> None:
+        """Sets aside the checkpoints that :meth:`restore` found damaged, and removes what a killed process has left.
+
+        Args:
+            say: Prints a line; called for each checkpoint that is set aside.
+
+        Raises:
+            UserError: The place cannot be used.
+            RunError: The place cannot be reached.
+        """
+        with storage_errors(self._store.url):
+            for name in self._damaged:
+                aside = self._collectives.on_first(partial(self._store.set_aside, name))
+                say(f"{self._store.checkpoint_path(name)}, which is damaged, is kept as {aside}")
+            self._damaged = []
+            self._collectives.on_first(partial(self._store.keep_newest, self._keep))
 
     def save(
         self,

@@ -1,5 +1,6 @@
 """What a checkpoint on disk holds, without the numbers themselves, and how it differs from a live model."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -13,10 +14,10 @@ from distembed.checkpoints.content import RANKS
 from distembed.checkpoints.optimizer_state import blend_columns
 from distembed.checkpoints.random_state import random_state
 from distembed.checkpoints.shards import TensorShards
-from distembed.checkpoints.store import file_sizes, read_file, read_last_file
-from distembed.checkpoints.transfer import damaged
-from distembed.checkpoints.verified_files import read_verified_metadata, require_sizes
-from distembed.errors import UserError
+from distembed.checkpoints.store import METADATA_FILE, file_sizes, read_file, read_last_file
+from distembed.checkpoints.transfer import not_read
+from distembed.checkpoints.verified_files import DamagedFile, read_verified_metadata, require_sizes
+from distembed.errors import RunError, UserError
 from distembed.units import enumerate_lines
 
 _MAX_DIFFERENCES = 10
@@ -51,7 +52,8 @@ class SavedCheckpoint:
         """Reads what a checkpoint holds.
 
         Raises:
-            UserError: The checkpoint cannot be reached.
+            UserError: The checkpoint may not be read.
+            RunError: It cannot be reached.
             DamagedCheckpoint: It is damaged.
         """
         try:
@@ -70,10 +72,10 @@ class SavedCheckpoint:
                 has_checksums="metadata_checksum" in last_file,
                 metadata=metadata,
             )
-        except UserError:
+        except (UserError, RunError):
             raise
         except Exception as error:  # a damaged file may fail to read in any way
-            raise damaged(path, error) from error
+            raise not_read(path, error) from error
 
     def differences(
         self, weights: Mapping[str, TensorShards], tables: Mapping[str, str], optimizers: Mapping[str, str] | None
@@ -124,7 +126,7 @@ class SavedCheckpoint:
     def random_state_to_read(self, rank: int) -> dict[str, Tensor]:
         """Returns tensors to fill with the random state of the first rank and of this one, by the saved tensor."""
         keys = ["random.cpu.0", *[f"random.{device}.{rank}" for device in random_state()]]
-        return {key: torch.empty(self.tensors[key].size, dtype=torch.uint8) for key in keys if key in self.tensors}
+        return {key: self.empty(key) for key in keys if key in self.tensors}
 
     def rank_tensors_to_read(self, rank: int, world_size: int) -> dict[str, Tensor]:
         """Returns tensors to fill with those that ranks had each for itself, by the saved tensor.
@@ -132,11 +134,23 @@ class SavedCheckpoint:
         On another number of ranks, rank r of n gets those of the ranks r, r + n, r + 2n and so on.
         """
         found = {}
-        for key, entry in self.tensors.items():
+        for key in self.tensors:
             section, _, name = key.partition(".")
             if section == RANKS and int(name.rpartition(".")[2]) % world_size == rank:
-                found[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+                found[key] = self.empty(key)
         return found
+
+    def empty(self, key: str) -> Tensor:
+        """Returns a tensor to fill with a saved one.
+
+        Raises:
+            DamagedCheckpoint: It would be larger than the checkpoint's files.
+        """
+        entry = self.tensors[key]
+        num_bytes = math.prod(entry.size) * entry.properties.dtype.itemsize
+        if num_bytes > sum(info.length for info in self.metadata.storage_data.values()):
+            raise not_read(self.path, DamagedFile(f"{METADATA_FILE} says that {key} has {num_bytes:,} bytes"))
+        return torch.empty(entry.size, dtype=entry.properties.dtype)
 
 
 def _describe(size: torch.Size, dtype: torch.dtype) -> str:

@@ -5,6 +5,7 @@ last-written file, ``progress.json``, is there, and to remove a checkpoint is to
 such file was being written, or removed, when its process died; it is passed over, and cleared away at the next save.
 """
 
+import errno
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -17,13 +18,17 @@ from fsspec.implementations.local import LocalFileSystem
 
 from distembed import checksums
 from distembed.checksums import checksum_differs, with_checksum
-from distembed.errors import UserError
-from distembed.files import finite, free_space
+from distembed.errors import RunError, UserError
+from distembed.files import finite, free_space, read_regular_file
 
 LAST_FILE = "progress.json"
 METADATA_FILE = ".metadata"
 _FIELDS_WITHOUT_CHECKSUMS = {"world_size", "tables", "optimizers", "progress"}
 _FIELDS = _FIELDS_WITHOUT_CHECKSUMS | {"metadata_checksum", checksums.KEY}
+_MOST_BYTES = 8 << 30
+"""Size from which on a file that is read as a whole is none of a checkpoint."""
+_PASSING = {errno.EIO, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EMFILE}
+_PASSING |= {errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT}
 INTERRUPTED = "-interrupted"
 """How the name of a checkpoint ends that was written because the run was interrupted, when none was due."""
 _OWNER_FILE = ".run"
@@ -225,6 +230,8 @@ def open_file_system(url: str) -> tuple[Any, str]:
 def read_file(checkpoint: str, name: str) -> bytes:
     """Returns the bytes of a file of a checkpoint."""
     files, path = open_file_system(checkpoint)
+    if isinstance(files, LocalFileSystem):
+        return read_regular_file(Path(path) / name, _MOST_BYTES)
     return bytes(files.cat_file(f"{path}/{name}"))
 
 
@@ -259,13 +266,21 @@ def storage_errors(place: str) -> Iterator[None]:
 
     Raises:
         UserError: A file system raised something; the error names the place and the remedy.
+        RunError: The same of what may pass by itself, such as a lost connection or a full disk.
     """
     try:
         yield
-    except UserError:
+    except (UserError, RunError):
         raise
     except Exception as error:  # file systems raise errors of their own kinds
-        raise UserError(
+        kind = RunError if may_pass(error) else UserError
+        raise kind(
             f"checkpoints cannot be kept in {place} ({type(error).__name__}: {error}). Check that it exists and can be "
             "written to, or give another place as train.checkpoint_dir."
         ) from error
+
+
+def may_pass(error: BaseException) -> bool:
+    """Returns whether a file system's error is none of the user's mistakes, and may be gone at the next attempt."""
+    by_name = any(word in type(error).__name__ for word in ("Connect", "Timeout"))  # botocore's and others' own kinds
+    return by_name or isinstance(error, ConnectionError) or getattr(error, "errno", None) in _PASSING

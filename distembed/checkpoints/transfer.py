@@ -11,13 +11,9 @@ from distembed.checkpoints.content import CheckpointContent
 from distembed.checkpoints.shards import ShardsLoadPlanner, ShardsSavePlanner, TensorShards
 from distembed.checkpoints.store import CheckpointStore
 from distembed.checkpoints.verified_files import ChecksumWriter, DamagedFile, VerifyingReader
-from distembed.errors import RunError, UserError
+from distembed.errors import DamagedCheckpoint, RunError, UserError
 from distembed.ranks import Collectives
 from distembed.units import format_bytes
-
-
-class DamagedCheckpoint(UserError):
-    """A checkpoint that is not as it was written; one before it may be whole."""
 
 
 def write_checkpoint(
@@ -77,7 +73,8 @@ def read_tensors(
         collectives: The ranks that read.
 
     Raises:
-        UserError: The checkpoint cannot be reached.
+        UserError: The checkpoint may not be read.
+        RunError: It cannot be reached.
         DamagedCheckpoint: It is damaged; some of the shards may be filled by then.
     """
     try:
@@ -88,7 +85,7 @@ def read_tensors(
             process_group=collectives.group,
         )
     except (Exception, dcp.api.CheckpointException) as error:  # a damaged file may fail to read in any way
-        raise damaged(checkpoint, error) from error
+        raise not_read(checkpoint, error) from error
 
 
 def not_written(store: CheckpointStore, name: str, error: BaseException, num_bytes: int | None = None) -> RunError:
@@ -101,14 +98,24 @@ def not_written(store: CheckpointStore, name: str, error: BaseException, num_byt
     )
 
 
-def damaged(checkpoint: str, error: BaseException) -> UserError:
-    """Returns what is raised where a checkpoint cannot be read."""
-    if isinstance(_first_failure(error), (PermissionError, ConnectionError, TimeoutError, ImportError)):
-        return UserError(f"{checkpoint} cannot be reached ({_reason(error)}); see that every rank may read it.")
-    return DamagedCheckpoint(
-        f"{checkpoint} cannot be read ({_reason(error)}). If every rank can reach it, it is damaged: `distembed train "
-        "--resume` sets it aside and goes on from the one before."
-    )
+def not_read(checkpoint: str, error: BaseException) -> DamagedCheckpoint | RunError | UserError:
+    """Returns what is raised where a checkpoint cannot be read: it is damaged, or it cannot be reached."""
+    found = _first_failure(error)
+    if _is_damage(found):
+        return DamagedCheckpoint(f"{checkpoint} is damaged: {_reason(error)}.")
+    kind = UserError if isinstance(found, PermissionError | ImportError) else RunError
+    return kind(f"{checkpoint} cannot be reached ({_reason(error)}); see that every rank may read it.")
+
+
+def _is_damage(error: BaseException) -> bool:
+    """Returns whether an error says that a file is not as it was written, and not that it could not be read just now.
+
+    Blocks that have their checksum can only fail for lack of memory; what fails in others is what they hold.
+    """
+    if isinstance(error, MemoryError) or "alloc" in str(error):
+        return False
+    decoding = (DamagedFile, pickle.UnpicklingError, FileNotFoundError, ValueError, LookupError, EOFError, TypeError)
+    return isinstance(error, (*decoding, AttributeError, AssertionError, RuntimeError, RecursionError))
 
 
 def _reason(error: BaseException) -> str:

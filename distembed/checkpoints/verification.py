@@ -7,9 +7,10 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from distembed.checkpoints.saved import SavedCheckpoint
 from distembed.checkpoints.store import LAST_FILE, METADATA_FILE, open_file_system
-from distembed.checkpoints.transfer import DamagedCheckpoint, damaged
+from distembed.checkpoints.transfer import not_read
 from distembed.checkpoints.verified_files import DamagedFile, read_block
 from distembed.checksums import Verification
+from distembed.errors import DamagedCheckpoint
 
 
 def verify_checkpoint(checkpoint: str) -> Verification:
@@ -47,8 +48,8 @@ def verify_checkpoint(checkpoint: str) -> Verification:
                             _require_readable(block, info)
                     except DamagedFile as damage:
                         found.problems.append(f"{checkpoint}: {damage}.")
-        except OSError as error:
-            found.problems.append(str(damaged(f"{checkpoint}/{name}", error)))
+        except Exception as error:  # file systems raise errors of their own kinds
+            found.problems.append(str(not_read(f"{checkpoint}/{name}", error)))
     return found
 
 

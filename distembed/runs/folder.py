@@ -64,13 +64,16 @@ class RunFolder:
                 self._last_record = self._read_last_record()
 
     @contextmanager
-    def open(self, config_yaml: str, info: Mapping[str, Any], resumed_step: int) -> Iterator["RunFolder"]:
+    def open(
+        self, config_yaml: str, info: Mapping[str, Any], resumed_step: int, is_at_end: bool = False
+    ) -> Iterator["RunFolder"]:
         """Owns the folder within the block, and records how the run starts and how it ended.
 
         Args:
             config_yaml: The resolved config.
             info: Further values for ``run.json``.
             resumed_step: The step after which the run resumes, 0 for a new run; metrics of later steps are removed.
+            is_at_end: Whether that is the last step, whose evaluations are then made again, and removed here.
 
         Raises:
             UserError: Another process trains into this folder, or has since :meth:`require_free`.
@@ -81,7 +84,7 @@ class RunFolder:
                 raise FolderInUse(f"another process has trained into {self.path} just now; start this one again.")
             write_text(self.path / "config.yaml", config_yaml)
             metrics = self.path / "metrics.jsonl"
-            write_text(metrics, "".join(f"{line}\n" for line in _metrics_until(metrics, resumed_step)))
+            write_text(metrics, "".join(f"{line}\n" for line in _metrics_until(metrics, resumed_step, is_at_end)))
             self._info = {
                 "name": self.path.name,
                 **info,
@@ -132,16 +135,6 @@ class RunFolder:
         lines = (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         return any((own := json.loads(line)).get("split") == split and own["step"] == step for line in lines)
 
-    def drop_evaluations(self, step: int) -> None:
-        """Removes the evaluations after so many steps, which a resumed run that had reached its end makes again."""
-        path = self.path / "metrics.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines()
-        lines = [line for line in lines if not ((own := json.loads(line))["kind"] == "eval" and own["step"] == step)]
-        assert self._metrics is not None
-        self._metrics.truncate(0)
-        self._metrics.write("".join(f"{line}\n" for line in lines))
-        self._metrics.flush()
-
     def _read_last_record(self) -> str | None:
         """Returns ``run.json`` as the last process to train into the folder left it; None where none did."""
         file = self.path / "run.json"
@@ -184,15 +177,17 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _metrics_until(path: Path, step: int) -> list[str]:
-    """Returns the whole lines of metrics up to ``step``.
+def _metrics_until(path: Path, step: int, without_its_evaluations: bool) -> list[str]:
+    """Returns the whole lines of metrics up to ``step``, with or without the evaluations after it.
 
     A killed run may have come further than the checkpoint that it resumes from, or have left half a line.
     """
     lines = []
     for line in read_metrics_lines(path):
         try:
-            if json.loads(line)["step"] <= step:
+            values = json.loads(line)
+            is_dropped = without_its_evaluations and values["kind"] == "eval" and values["step"] == step
+            if values["step"] <= step and not is_dropped:
                 lines.append(line)
         except (ValueError, KeyError, TypeError, RecursionError):
             continue

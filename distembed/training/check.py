@@ -5,18 +5,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from distembed.checkpoints.places import checkpoint_place
-from distembed.checkpoints.store import LAST_FILE, METADATA_FILE, CheckpointStore, storage_errors
+from distembed.checkpoints.places import checkpoint_names, checkpoint_place
+from distembed.checkpoints.store import LAST_FILE, METADATA_FILE, CheckpointStore
 from distembed.checksums import Verification
 from distembed.config import load_config
 from distembed.data.dataset.manifest import MANIFEST_NAME
 from distembed.data.dataset.verification import verify_dataset
 from distembed.errors import UserError
+from distembed.files import read_regular_file
 from distembed.graph.folder import GRAPH_FILE
 from distembed.graph.verification import verify_graph
 from distembed.planning.saved_plan import read_saved_plan
 from distembed.runs.record import RunRecord
 from distembed.training.resume import load_run_config
+
+_MOST_METRICS_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ def _verify_run_files(run: Path) -> Verification:
         try:
             read()
             found.add((), run / name)
-        except UserError as error:
+        except (UserError, OSError) as error:
             # the first two are read together
             found.add([text for text in [str(error)] if text not in found.problems], run / name)
     return found
@@ -83,7 +86,7 @@ def _verify_run_files(run: Path) -> Verification:
 
 def _require_whole_lines(metrics: Path) -> None:
     """Makes sure that all lines but the last, which a killed process may leave cut short, are JSON objects."""
-    lines = metrics.read_bytes().split(b"\n")
+    lines = read_regular_file(metrics, _MOST_METRICS_BYTES).split(b"\n")
     for number, line in enumerate(lines[:-1], start=1):
         try:
             whole = isinstance(json.loads(line), dict)
@@ -100,9 +103,7 @@ def _check_checkpoints(run: Path) -> Iterator[Checked]:
         return  # which was said
     place = checkpoint_place(run, checkpoint_dir)
     store = CheckpointStore(place)
-    with storage_errors(place):
-        names = store.names()
-    for name in names:
+    for name in checkpoint_names(place):
         checked = _check_checkpoint(store.checkpoint_path(name))
         if not checked.found.problems or store.is_whole(name):  # else the run has removed it meanwhile
             yield checked

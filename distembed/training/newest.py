@@ -7,7 +7,7 @@ from typing import TypeVar
 from distembed.checkpoints.places import newest_checkpoint
 from distembed.checkpoints.store import CheckpointStore, place_and_name, storage_errors
 from distembed.config import Config
-from distembed.errors import UserError
+from distembed.errors import DamagedCheckpoint, RunError, UserError
 from distembed.ranks import Collectives
 
 T = TypeVar("T")
@@ -30,9 +30,12 @@ def read_newest(run_dir: Path, config: Config, read: Callable[[str], T]) -> T:
     collectives = Collectives()
     for _ in range(_TRIES):
         checkpoint = collectives.on_first(lambda: newest_checkpoint(run_dir, config.train.checkpoint_dir))
+        failure: UserError | RunError | None = None
         try:
-            returned, failure = read(checkpoint), None
-        except UserError as error:
+            returned = read(checkpoint)
+        except DamagedCheckpoint as error:
+            failure = UserError(f"{error} `distembed train --resume` sets it aside and goes on from the one before.")
+        except (UserError, RunError) as error:
             failure = error
         if not any(collectives.gather(failure is not None)):
             return returned

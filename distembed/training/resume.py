@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from distembed.checkpoints.places import checkpoint_place, num_checkpoints
+from distembed.checkpoints.places import checkpoint_names, checkpoint_place
 from distembed.config import Config, load_config
 from distembed.data.dataset.manifest import Manifest, id_fingerprint
 from distembed.embedding import assignment_checksums
@@ -112,12 +112,15 @@ def require_same_config(folder: Path, config: Config) -> None:
 def _require_moved_checkpoints(folder: Path, before: str | None, now: str | None) -> None:
     """Makes sure that a run which keeps its checkpoints elsewhere from now on has those there that it goes on from."""
     old_place, new_place = checkpoint_place(folder, before), checkpoint_place(folder, now)
-    if old_place == new_place or num_checkpoints(new_place) or not num_checkpoints(old_place):
+    if old_place == new_place:
         return
-    raise UserError(
-        f"--resume: train.checkpoint_dir is {now!r}, where no checkpoint is; those of the run are in {old_place}. Move "
-        "them there first, or leave train.checkpoint_dir as it was."
-    )
+    old_newest, new_newest = (max(checkpoint_names(place), default="") for place in (old_place, new_place))
+    if new_newest < old_newest:
+        there = f"the newest checkpoint is {new_newest}" if new_newest else "no checkpoint is"
+        raise UserError(
+            f"--resume: train.checkpoint_dir is {now!r}, where {there}; the run's newest is {old_newest} in "
+            f"{old_place}. Move its checkpoints there first, or leave train.checkpoint_dir as it was."
+        )
 
 
 def _changed_lengths(before: Config, now: Config) -> list[str]:

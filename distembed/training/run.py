@@ -74,7 +74,7 @@ def train_run(
             trainer.evaluate(config.data.test)
         return FinishedRun(start.folder, None, None)
     info |= {"world_size": ranks.world_size, "device": ranks.device.type, "precision": trainer.precision}
-    with run_folder.open(config.to_yaml(), info, trainer.step):
+    with run_folder.open(config.to_yaml(), info, trainer.step, trainer.step == trainer.num_steps):
         trainer.train()
         evaluation = described = None
         if config.data.test is not None:
@@ -96,6 +96,7 @@ def _run_info(config: Config, start: RunStart) -> dict[str, Any]:
     description = describe(config)
     schemes = [table.config.scheme.name for table in description.tables]
     return {
+        "id": start.run_id,
         "seed": config.train.seed,
         "batch_size": config.train.batch_size,
         "id_fingerprint": id_fingerprint(config.data.require_path(), start.manifest),

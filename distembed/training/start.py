@@ -4,6 +4,7 @@ A process that trains alone finds it before it loads torch, so that a folder tha
 """
 
 import os
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from distembed.planning.plan_inputs import PlanInputs
 from distembed.planning.saved_plan import SavedPlan, read_saved_plan
 from distembed.runs.folder import default_run_folder, holds_run, require_new_or_resume
 from distembed.runs.lock import DEAD_MACHINE_SECONDS
+from distembed.runs.record import read_json_object
 from distembed.sse import SSE
 from distembed.sse.config import build_sse, graph_fingerprints
 from distembed.training.resume import load_run_plan, require_same_config, require_same_graphs
@@ -86,6 +88,7 @@ class RunStart:
         folder: The run's folder.
         manifest: The manifest of its dataset.
         sse: The rule by which ids are replaced in training, by feature.
+        run_id: What tells the run and its checkpoints from all others.
         resume: Whether the run continues from its newest checkpoint, if there is one.
         plans: Saved plans to apply in place of a new one.
         wait_seconds: Seconds to wait for another process that trains into the folder.
@@ -94,6 +97,7 @@ class RunStart:
     folder: Path
     manifest: Manifest
     sse: dict[str, SSE]
+    run_id: str
     resume: bool = False
     plans: PlanChoice = PlanChoice()
     wait_seconds: float = 0.0
@@ -128,7 +132,9 @@ def find_start(config: Config, options: RunOptions, on_first: OnFirst, say: Call
     sse = _replaced_ids(config, dataset, manifest)
     if resume:
         on_first(lambda: require_same_graphs(folder, graph_fingerprints(sse)))
-    return RunStart(folder, manifest, sse, resume, plans, DEAD_MACHINE_SECONDS if options.resume_or_start else 0.0)
+    run_id = on_first(lambda: _run_id(folder, resume))
+    wait_seconds = DEAD_MACHINE_SECONDS if options.resume_or_start else 0.0
+    return RunStart(folder, manifest, sse, run_id, resume, plans, wait_seconds)
 
 
 def find_start_alone(config: Config, options: RunOptions, say: Callable[[str], None]) -> RunStart | None:
@@ -142,6 +148,12 @@ def _agree_on_folder(options: RunOptions, on_first: OnFirst) -> Path:
     """Returns rank 0's folder on every rank; the names that ranks give it by their clocks may differ."""
     own = options.run_dir or default_run_folder(options.name)
     return on_first(lambda: own.absolute())
+
+
+def _run_id(folder: Path, resume: bool) -> str:
+    """Returns the id of the run that is resumed, or a new one; runs of early versions had none."""
+    recorded = read_json_object(folder / "run.json").get("id") if resume else None
+    return recorded if isinstance(recorded, str) else uuid.uuid4().hex
 
 
 def _require_usable(folder: Path, config: Config, resume: bool) -> None:

@@ -146,8 +146,8 @@ class Trainer:
         if self._ranks.is_first:
             plan_inputs, plan = self._state.plan_inputs, self._state.plan
             write_json(self._folder.path / "plan.json", saved_plan_as_json(plan_inputs, plan))
-            if self._step == self.num_steps:
-                self._folder.drop_evaluations(self._step)
+        if self._resumed is not None:
+            self._checkpoints.tidy(self._say)
         with (
             TrainingProgress(self._console, self.num_steps) as self._progress,
             Interruption(self._ranks) as stop,
@@ -155,9 +155,9 @@ class Trainer:
         ):
             self._say_start()
             self._checkpoints.require_room(self._state.model, self._state.optimizers.combined, self._progress.say)
-            self._window = self._restored_window()
             if self._evaluation_is_due() and not self._has_evaluated():
                 self._validate()  # the run was ended between its checkpoint and this
+            self._window = self._restored_window()
             while self._step < self.num_steps:
                 if self._run_segment(stop):
                     self._save()
@@ -316,6 +316,7 @@ class Trainer:
         self._require_finite()  # weights that have met a NaN must not replace good ones
         self._window.add_replaced(replaced_counts(self._state.model, self._step))
         values = {
+            "run": self._start.run_id,
             "step": self._step,
             "samples": self._samples,
             "seconds": self._seconds,
@@ -337,6 +338,12 @@ class Trainer:
         resumed = self._checkpoints.restore(self._state.model, self._state.optimizers.combined, self._say)
         if resumed is not None:
             values = resumed.values
+            if values.get("run", self._start.run_id) != self._start.run_id:
+                place = checkpoint_place(self._folder.path, self._config.train.checkpoint_dir)
+                raise UserError(
+                    f"--resume: {place} holds checkpoints of another run than {self._folder.path}; give the place of "
+                    "its own as train.checkpoint_dir."
+                )
             self._reader.load_state_dict(values["reader"])
             self._step, self._samples, self._seconds = values["step"], values["samples"], values["seconds"]
         return resumed

@@ -1,5 +1,6 @@
 """Checkpoints that are damaged or made to do harm: nothing is executed, and what is read is what was written."""
 
+import errno
 import json
 import os
 import pickle
@@ -17,8 +18,8 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from distembed.checkpoints import load_checkpoint, save_checkpoint
 from distembed.checkpoints.content import Progress
 from distembed.checkpoints.run_checkpoints import Checkpoints
-from distembed.checkpoints.transfer import DamagedCheckpoint
-from distembed.errors import UserError
+from distembed.checkpoints.verified_files import VerifyingReader
+from distembed.errors import DamagedCheckpoint, RunError, UserError
 from distembed.ranks import Ranks
 
 # without a process group torch says that it takes this for one process, which it is
@@ -140,7 +141,7 @@ def test_a_damaged_file_is_named(file: str, tmp_path: Path) -> None:
     with pytest.raises(DamagedCheckpoint, match=f"{file}.* does not have the checksum that it was written with"):
         load(checkpoint)
     (checkpoint / file).write_bytes(whole[:100])
-    with pytest.raises(DamagedCheckpoint, match="cannot be read"):
+    with pytest.raises(DamagedCheckpoint, match="is damaged"):
         load(checkpoint)
     (checkpoint / file).unlink()
     with pytest.raises(DamagedCheckpoint, match=file):
@@ -181,7 +182,11 @@ class Run:
 
     def restore(self) -> int:
         nn.init.constant_(self.model.weight, -1)
+        self.said.clear()
+        before = self.names()
         resumed = self.checkpoints.restore(self.model, self.optimizer, self.said.append)
+        assert self.names() == before  # nothing is changed before the run owns the place
+        self.checkpoints.tidy(self.said.append)
         assert resumed is not None
         step = resumed.values["step"]
         assert (self.model.weight == step).all() and [int(own) for own in resumed.tensors["own"]] == [step]
@@ -205,9 +210,10 @@ def test_resuming_falls_back_to_the_newest_that_is_not_damaged(tmp_path: Path) -
     run.damage(3, seed=0)
     assert run.restore() == 2
     assert run.names() == ["damaged-step-00000003", "step-00000001", "step-00000002"]
-    (said,) = run.said
-    assert "step-00000003 cannot be read (__0_0.distcp, bytes" in said
-    assert f"It is kept as {tmp_path}/damaged-step-00000003; going on from {tmp_path}/step-00000002." in said
+    damage, kept = run.said
+    assert f"{tmp_path}/step-00000003 is damaged: __0_0.distcp, bytes" in damage
+    assert f"Going on from {tmp_path}/step-00000002." in damage
+    assert kept == f"{tmp_path}/step-00000003, which is damaged, is kept as {tmp_path}/damaged-step-00000003"
     run.damage(2, seed=1)
     shutil.rmtree(tmp_path / "damaged-step-00000003")
     shutil.copytree(tmp_path / "step-00000002", tmp_path / "damaged-step-00000002")
@@ -216,7 +222,7 @@ def test_resuming_falls_back_to_the_newest_that_is_not_damaged(tmp_path: Path) -
     before = run.names()
     run.damage(1, seed=2)
     for _ in range(2):  # nothing is moved, so that the next attempt does not start anew
-        with pytest.raises(UserError, match=r"(?s)no checkpoint in .* is whole:.*step-00000001 cannot be read"):
+        with pytest.raises(UserError, match=r"(?s)no checkpoint in .* is whole:.*step-00000001 is damaged"):
             run.restore()
     assert run.names() == before
 
@@ -228,3 +234,47 @@ def test_resuming_removes_what_a_killed_process_had_no_time_to(tmp_path: Path) -
     (tmp_path / "step-00000004" / "__0_0.distcp").write_bytes(b"half")
     assert run.restore() == 3
     assert run.names() == ["step-00000002", "step-00000003"]
+
+
+class EndpointConnectionError(Exception):
+    """As botocore has it, which is no OSError."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        EndpointConnectionError("no route"),
+        TimeoutError("too late"),
+        OSError(errno.EMFILE, "too many open files"),
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes."),
+    ],
+)
+def test_what_cannot_be_read_just_now_is_not_damaged(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, before = Run(tmp_path), sorted(tmp_path.iterdir())
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(VerifyingReader, "_slice_file", fail)
+    with pytest.raises(RunError, match=r"step-00000003 cannot be reached \("):
+        run.restore()
+    assert sorted(tmp_path.iterdir()) == before
+    monkeypatch.undo()
+    assert run.restore() == 3
+
+
+@pytest.mark.parametrize("file", ["progress.json", ".metadata"])
+def test_a_pipe_is_not_waited_for(file: str, tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path)
+    (checkpoint / file).unlink()
+    os.mkfifo(checkpoint / file)
+    with pytest.raises(RunError, match="it is no regular file"):
+        load(checkpoint)
+
+
+def test_keys_of_progress_may_be_numbers(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "it", nn.Linear(1, 1), progress={"best": {2: 1.0, 10: 2.0}})
+    assert load_checkpoint(tmp_path / "it", nn.Linear(1, 1)) == {"best": {"2": 1.0, "10": 2.0}}

@@ -37,9 +37,10 @@ def test_it_goes_on_from_the_one_before(ranks: int, config: Path, tmp_path: Path
         damage(run / "checkpoints" / "step-00000012")
     before = "step-00000012" if ranks == 1 else "step-00000009"
     refused = distembed("evaluate", run, code=2).stderr
-    assert "step-00000014 cannot be read (__0_0.distcp, bytes" in refused and "remove" not in refused
+    assert "step-00000014 is damaged: __0_0.distcp, bytes" in refused and "remove" not in refused
     done = train(config, run, 14, "--resume-or-start", ranks=ranks)
-    assert f"damaged-step-00000014; going on from {run}/checkpoints/{before}" in done.stdout
+    assert f"Going on from {run}/checkpoints/{before}." in done.stdout
+    assert "step-00000014, which is damaged, is kept as" in done.stdout
     aside = sorted((run / "checkpoints").glob("damaged-*"))
     assert [path.name for path in aside] == [f"damaged-step-{n:08d}" for n in ([14] if ranks == 1 else [12, 14])]
     for path in aside:
@@ -56,6 +57,32 @@ def test_without_a_whole_one_it_fails_and_moves_nothing(config: Path, tmp_path: 
         damage(run / "checkpoints" / name)
     for _ in range(2):
         failed = train(config, run, 6, "--resume", ranks=1, code=2).stderr
-        assert "no checkpoint in" in failed and all(f"{name} cannot be read" in failed for name in names)
+        assert "no checkpoint in" in failed and all(f"{name} is damaged" in failed for name in names)
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == names
     assert json.loads((run / "run.json").read_text())["status"] == "finished"
+
+
+def test_checkpoints_of_another_run_are_neither_read_nor_removed(config: Path, tmp_path: Path) -> None:
+    """Be they in the other run's own folder, or in a place of their own."""
+    other, run = tmp_path / "other", tmp_path / "run"
+    place = f"train.checkpoint_dir={tmp_path / 'place'}"
+    train(config, other, 9, ranks=1)
+    train(config, tmp_path / "third", 9, place, ranks=1)
+    train(config, run, 3, ranks=1)
+    for theirs in (other / "checkpoints", tmp_path / "place"):
+        before = sorted(path for path in theirs.rglob("*") if path.name != ".run")
+        metrics = (run / "metrics.jsonl").read_text()
+        arguments = (f"train.checkpoint_dir={theirs}", "train.keep_checkpoints=1")
+        failed = train(config, run, 12, *arguments, "--resume", ranks=1, code=2).stderr
+        assert f"{theirs} holds checkpoints of another run than {run}" in failed
+        assert sorted(path for path in theirs.rglob("*") if path.name != ".run") == before
+        assert (run / "metrics.jsonl").read_text() == metrics
+
+
+def test_a_place_with_older_checkpoints_than_the_runs_is_refused(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(config, run, 6, ranks=1)
+    shutil.copytree(run / "checkpoints", tmp_path / "copy")
+    shutil.rmtree(tmp_path / "copy" / "step-00000006")
+    failed = train(config, run, 9, f"train.checkpoint_dir={tmp_path / 'copy'}", "--resume", ranks=1, code=2).stderr
+    assert "the newest checkpoint is step-00000003; the run's newest is step-00000006 in" in failed
