@@ -2,8 +2,8 @@
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.data.dataset.schema import CategoricalFeature, Schema
-from distembed.data.reader.decode import RecordLayout
+from distembed.data.reader import BatchOrder, BatchReader
 from distembed.embedding import (
     CompositionalEmbeddingBag,
     CompositionalEmbeddingBagCollection,
@@ -146,14 +145,12 @@ def test_a_dtype_that_does_not_hold_a_tables_ids_is_refused() -> None:
         make("t", 9, 4, ["f"], id_dtype=torch.int16)
 
 
-def test_tables_of_a_dataset_take_the_dtype_of_its_batches() -> None:
-    config = EmbeddingConfig()
-    for largest in (2**31, 2**31 + 1):
-        schema = Schema("label", ("dense",), (CategoricalFeature("a", 9), CategoricalFeature("b", largest)))
-        batch = torch.from_numpy(np.zeros(0, RecordLayout.from_schema(schema).dtype))
-        assert IdMapper(build_tables(schema.categorical, config)).dtype == batch.dtype
-    several = CategoricalFeature("c", 9, multi_hot=True)  # lists of ids are int64
-    assert IdMapper(build_tables([CategoricalFeature("a", 9), several], config)).dtype == torch.int64
+def test_tables_of_a_dataset_take_the_dtype_of_its_batches(dataset: Path) -> None:
+    reader = BatchReader(dataset, "train", BatchOrder(8))
+    features = next(iter(reader))["sparse_features"]
+    assert isinstance(features, KeyedJaggedTensor)
+    assert IdMapper(build_tables(reader.schema.categorical, EmbeddingConfig())).dtype == features.values().dtype
+    reader.close()
 
 
 def test_batches_of_other_keys_and_types_follow_each_other() -> None:

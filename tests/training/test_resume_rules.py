@@ -119,7 +119,7 @@ def test_checkpoints_have_to_be_where_the_config_now_says(short: Path, tmp_path:
         short.parent / "config.yaml", ["train.max_steps=6", f"train.checkpoint_dir={tmp_path / 'new'}"]
     )
     with pytest.raises(
-        UserError, match="train.checkpoint_dir is .*new', where no checkpoint is; those of the run are in"
+        UserError, match="train.checkpoint_dir is .*new', where no checkpoint is; the run's newest is step-00000006 in"
     ):
         require_same_config(short, config)
     shutil.copytree(short / "checkpoints", tmp_path / "new")
