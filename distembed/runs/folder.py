@@ -23,6 +23,8 @@ LAUNCH_FOLDER = "launch"
 """Folder within a run folder that holds what launching the run on a cluster leaves there before it starts."""
 _BEFORE_A_RUN = (LAUNCH_FOLDER, "config.yaml", "metrics.jsonl")
 """Files that a folder may hold, beside hidden ones, when a run starts there: a killed start leaves the last two."""
+_WRITTEN = ("config.yaml", "run.json", "plan.json", "metrics.jsonl", "evaluation.json")
+"""Files that a run writes."""
 _PACKAGES = ("distembed", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy", "pyarrow")
 
 
@@ -217,6 +219,9 @@ def require_new_or_resume(path: Path, resume: bool) -> None:
     """
     if path.exists() and not path.is_dir():
         raise UserError(f"--run-dir {path} is a file; give a folder.")
+    for name in _WRITTEN:
+        if (path / name).is_dir():
+            raise UserError(f"{path / name} is a folder, where a run writes a file; move it away.")
     if resume and not holds_run(path):
         raise UserError(f"--resume: {path} holds no run; give the folder of the run to go on with.")
     if not path.exists() or all(name in _BEFORE_A_RUN or name.startswith(".") for name in os.listdir(path)):

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import s3fs
 
 from tests.robustness.disturbed_runs import DrawnRun, strike_and_compare
 from tests.robustness.s3_server import BUCKET, failing_s3
@@ -35,6 +36,7 @@ def s3(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
         }.items():
             monkeypatch.setenv(name, value)
         retry_at_once()
+        s3fs.S3FileSystem.clear_instance_cache()  # those of this process know the server of the test before
         yield f"s3://{BUCKET}"
 
 
