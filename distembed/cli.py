@@ -18,7 +18,7 @@ from distembed import __version__
 from distembed.commands import inspect, plan, prepare, train
 from distembed.commands.error_file import record_error, user_exit_code
 from distembed.commands.shared import errors
-from distembed.errors import Interrupted, RunError, UserError
+from distembed.errors import InsufficientMemory, Interrupted, RunError, UserError
 from distembed.parent import end_with_parent
 from launch import commands as launch
 
@@ -97,6 +97,8 @@ def main() -> NoReturn:
         _end(exit_code, "" if record_error(error, exit_code) else f"[bold red]error:[/] {_escape(error)}")
     except Interrupted as error:
         _end(INTERRUPTED_EXIT_CODE, f"[bold yellow]interrupted:[/] {_escape(error)}")
+    except InsufficientMemory as error:
+        _end(3, "" if record_error(error, 3) else f"[bold red]failed:[/] {_escape(error)}")
     except RunError as error:
         record_error(error)
         _end(1, f"[bold red]failed:[/] {_escape(error)}")

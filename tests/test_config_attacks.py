@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from distembed.config import load_config
+from distembed.config.yaml_text import MAX_BYTES, parse_yaml
 from distembed.errors import UserError
 from distembed.files import read_json
 
@@ -22,11 +23,16 @@ BOMBS = {
     "[" * LEVELS: "more than 50 levels",
     "{a: " * LEVELS: "more than 50 levels",
     "- " * LEVELS + "1": "more than 50 levels",
-    "\n".join(" " * level + "a:" for level in range(1000)): "more than 50 levels",
+    "\n".join(" " * level + "a:" for level in range(500)): "more than 50 levels",
     "a: [" + "1," * 100_000 + "]": "more than 100,000 values",
-    "train: {seed: 0x" + "f" * 100_000 + "}": "train.seed: the number has 400000 bits",
-    "train: {seed: " + "1:" * 20_000 + "1}": "train.seed: the number has",
-    "train: {seed: " + "9" * 5_000 + "}": "a value that cannot be read",
+    "train: {seed: 0x" + "f" * 100_000 + "}": "a number has 100,002 characters; give one of at most 1,000",
+    "train: {seed: 0x" + "f" * 900 + "}": "train.seed: the number has 3600 bits",
+    "train: {seed: " + "1:" * 60_000 + "1}": "train.seed: ",
+    "train: {seed: 1" + ":1" * 60_000 + ".5}": "train.seed: ",
+    "train: {seed: " + "9" * 5_000 + "}": "a number has 5,000 characters",
+    "train: {seed: 1" + "_" * 200_000 + ".}": "a number has 200,002 characters",
+    "train: {seed: 2024-01-01" + " " * 200_000 + "x}": "train.seed: ",
+    "train: {seed: 0b_}": "a value that cannot be read",
     "train: {seed: 2024-13-45}": "a value that cannot be read",
     "train: {seed: 9223372036854775808}": "train.seed: the number has 64 bits",
     'train: {checkpoint_dir: "a\\0b"}': "train.checkpoint_dir: 'a\\x00b' has the character '\\x00'",
@@ -49,6 +55,25 @@ def test_overrides_are_refused_as_files_are(value: str) -> None:
     with pytest.raises(UserError) as error:
         load_config(None, [f"train.seed={value}"])
     assert "train.seed" in str(error.value) and len(str(error.value)) < 1000
+
+
+def test_more_overrides_than_a_file_may_hold_are_refused() -> None:
+    overrides = [f"train.checkpoint_dir={'x' * (MAX_BYTES // 4)}"] * 4
+    with pytest.raises(UserError, match="the overrides have more than 262,144 characters; write such settings into a"):
+        load_config(None, overrides)
+
+
+def test_where_a_number_is_that_cannot_be_read_is_said() -> None:
+    for number in ("9" * 5000, "0b_", "2024-13-45"):
+        with pytest.raises(UserError, match="line 2, column 12"):
+            parse_yaml(f"train:\n    seed:  {number}", "it")
+
+
+def test_numbers_are_read_as_people_mean_them() -> None:
+    text = "[1:30, 1:30.5, 1e-3, 1E5, 1.5e3, .5, 1_000, 0x1f, 0b11, 017, -7, +1.5, 0, 9.]"
+    numbers = [0.001, 1e5, 1500.0, 0.5, 1000, 31, 3, 15, -7, 1.5, 0, 9.0]
+    assert parse_yaml(text, "it") == ["1:30", "1:30.5", *numbers]
+    assert [type(value) for value in parse_yaml("[1e5, 1_0, .inf]", "it")] == [float, int, float]
 
 
 def test_an_override_within_thousands_of_sections_is_refused() -> None:
@@ -93,7 +118,7 @@ def make_place(folder: Path, kind: str) -> str:
     elif kind == "latin":
         place.write_bytes(b"a: \xff")
     elif kind == "large":
-        place.write_bytes(b"# " + b"x" * (4 << 20))
+        place.write_bytes(b"# " + b"x" * MAX_BYTES)
     return {"zero": "/dev/zero", "nul": '"a\\0b"', "surrogate": '"\\ud800"'}.get(kind, kind)
 
 

@@ -183,7 +183,7 @@ def assess_capacity(config: Config, cluster: Cluster) -> Assessment:
 
     Raises:
         UserError: The settings cannot be planned at all.
-        RunError: This machine cannot make the networks.
+        InsufficientMemory: This machine cannot make the networks.
     """
     is_cuda = cluster.device.kind == "cuda"
     if config.plan.host_memory and is_cuda and not cluster.host_memory_bytes:

@@ -10,6 +10,8 @@ from distembed.errors import FolderInUse, UserError
 
 TOLD_VARIABLE = "DISTEMBED_LAUNCHER_TELLS"
 """Environment variable by which a launcher says that it tells the user's mistakes itself, once for all ranks."""
+MISTAKES = (2, 3)
+"""Exit codes of wrong input and of what does not fit: every rank says the same, and starting again does not mend it."""
 
 
 def user_exit_code(error: UserError) -> int:
@@ -45,5 +47,5 @@ def record_error(error: BaseException, code: int = 1) -> bool:
     message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
     with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
         json.dump({"message": message}, file)
-        return TOLD_VARIABLE in os.environ and code == 2
+        return TOLD_VARIABLE in os.environ and code in MISTAKES
     return False

@@ -21,7 +21,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from distembed.config.train import TrainConfig
-from distembed.config.yaml_text import MAX_LEVELS, parse_yaml
+from distembed.config.yaml_text import MAX_BYTES, MAX_LEVELS, parse_yaml
 from distembed.data.dataset.config import DataConfig
 from distembed.embedding.settings import EmbeddingConfig
 from distembed.errors import UserError
@@ -63,8 +63,6 @@ class Config:
 _ADAPTER = TypeAdapter(Config)
 _PATHS = frozenset({"path", "assignments", "graph"})
 """Keys of files and folders that a relative path names from the working directory."""
-_MOST_BYTES = 4 << 20
-"""Size of the largest file; PyYAML takes half a minute for so much."""
 _MOST_FILES = 20
 """Number of files of which each extends the next."""
 _MOST_SHOWN = 80
@@ -78,6 +76,8 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
         UserError: The config is wrong; the error lists the path of every mistake and the nearest name of unknown keys.
     """
     values = _read_extended(path) if path is not None else {}
+    if sum(map(len, overrides)) > MAX_BYTES:
+        raise UserError(f"the overrides have more than {MAX_BYTES:,} characters; write such settings into a file.")
     for override in overrides:
         _apply(values, override)
     return validate(values, str(path) if path is not None else "the overrides")
@@ -255,7 +255,7 @@ def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 def _read_yaml(path: Path) -> dict[str, Any]:
     """Returns the keys of a file, which may be empty."""
     try:
-        text = read_regular_file(path, _MOST_BYTES).decode("utf-8")
+        text = read_regular_file(path, MAX_BYTES).decode("utf-8")
     except (OSError, ValueError) as error:  # ValueErrors are other encodings, and a path that no file can have
         raise UserError(f"the config {path} cannot be read: {error}") from error
     values = parse_yaml(text, str(path))

@@ -14,6 +14,9 @@ from distembed.errors import UserError
 MAX_VALUES = 100_000
 """Values, keys and levels of a text, an alias counted as all that it stands for."""
 MAX_LEVELS = 50
+MAX_BYTES = 256 << 10
+"""Size of the largest text; PyYAML takes seconds for so much of short values."""
+_MAX_NUMBER_CHARACTERS = 1000
 
 
 def parse_yaml(text: str, source: str) -> Any:
@@ -30,7 +33,7 @@ def parse_yaml(text: str, source: str) -> Any:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise UserError(f"{source} is not YAML that a config may hold: {error}") from error
-    except ValueError as error:  # a date that there is none of, a number of too many digits
+    except ValueError as error:  # an escape that names no character
         raise UserError(f"{source} has a value that cannot be read: {error}") from error
 
 
@@ -65,20 +68,45 @@ class _Loader(yaml.SafeLoader):
             self._sizes[event.anchor] = self._num_values - before
         return node
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Returns the value of a node; a number that is too long, and a date that there is none of, are mistakes."""
+        if node.tag in (_INT, _FLOAT) and len(node.value) > _MAX_NUMBER_CHARACTERS:
+            raise _mistake(
+                f"a number has {len(node.value):,} characters; give one of at most {_MAX_NUMBER_CHARACTERS:,}", node
+            )
+        try:
+            return super().construct_object(node, deep)
+        except ValueError as error:
+            raise _mistake(f"a value that cannot be read: {error}", node) from error
+
     def _count(self, num_values: int, event: yaml.Event) -> None:
         self._num_values += num_values
         if self._num_values > MAX_VALUES:
             raise _mistake(f"it stands for more than {MAX_VALUES:,} values", event)
 
 
-def _mistake(text: str, event: yaml.Event) -> yaml.YAMLError:
-    return yaml.constructor.ConstructorError(None, None, text, event.start_mark)
+def _mistake(text: str, place: yaml.Event | yaml.Node) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, text, place.start_mark)
 
 
-# YAML 1.1 takes 1e-3 for a string, since it wants a dot
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
+_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+_NUMBERS = {
+    # YAML 1.1 takes 1e-3 for a string, since it wants a dot
+    _FLOAT: r"[-+]?([0-9][0-9_]*(\.[0-9_]*([eE][-+]?[0-9]+)?|[eE][-+]?[0-9]+)|\.(inf|Inf|INF))"
+    r"|\.[0-9][0-9_]*([eE][-+]?[0-9]+)?|\.(nan|NaN|NAN)",
+    _INT: r"[-+]?(0b[0-1_]+|0[0-7_]+|0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)",
+}
+"""What a number looks like: as in YAML 1.1, whose numbers to the base 60, as 1:30 is one, are left out.
+
+A long one takes a time that is quadratic in its length, and nobody who writes 1:30 means 90.
+"""
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _NUMBERS]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _tag, _pattern in _NUMBERS.items():
+    _Loader.add_implicit_resolver(_tag, re.compile(rf"(?:{_pattern})$"), list("-+.0123456789"))
 
 
 def _mapping_without_repeats(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:

@@ -23,7 +23,7 @@ from distembed.data.dataset.schema import BatchField, Schema
 from distembed.data.reader.batch import Batch
 from distembed.embedding import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig, vector_names
 from distembed.embedding.modules import embedding_modules, table_configs
-from distembed.errors import RunError
+from distembed.errors import InsufficientMemory
 from distembed.host_memory import host_memory_bytes
 from distembed.models import Model, ModelConfig, ModelInputs
 from distembed.optim.kinds import OPTIMIZERS
@@ -206,14 +206,14 @@ def require_networks_fit(model_config: ModelConfig, inputs: ModelInputs, num_cop
         num_copies: Number of processes of this machine that make them.
 
     Raises:
-        RunError: The weights take more memory than the machine has.
+        InsufficientMemory: The weights take more memory than the machine has.
     """
     with FakeTensorMode():
         model = model_config.build(_VectorInputs(inputs.schema, inputs.tables, inputs.embedding_dim))
         _replace_collections(model)
         num_bytes = sum(map(_num_bytes, [*model.parameters(), *model.buffers()])) * num_copies
     if num_bytes > host_memory_bytes():
-        raise RunError(
+        raise InsufficientMemory(
             f"The networks of model.name={model_config.name!r} take {format_bytes(num_bytes)} for their weights alone"
             f"{f' in {num_copies} processes' if num_copies > 1 else ''}; this machine has "
             f"{format_bytes(host_memory_bytes())}. Lower the sizes of layers under model, or embedding_dim."

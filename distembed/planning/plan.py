@@ -11,7 +11,7 @@ from torch import nn
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
-from distembed.errors import RunError
+from distembed.errors import InsufficientMemory, RunError
 from distembed.host_memory import host_memory_bytes
 from distembed.optim.declared import TableOptimizers
 from distembed.planning.cluster import Cluster
@@ -46,7 +46,8 @@ def make_plan(
         optimizers: Optimizers of the compositional tables; what the tables declare unless given.
 
     Raises:
-        RunError: The tables, or the step that trains them, do not fit.
+        InsufficientMemory: The tables, or the step that trains them, do not fit.
+        RunError: The planner fails.
         UserError: The config names a table that does not exist or allows no way for one that does, or two tables have
             one name.
     """
@@ -80,7 +81,8 @@ def find_plan(request: PlanRequest) -> EstimatedPlan:
     not fit.
 
     Raises:
-        RunError: The planner finds no plan.
+        InsufficientMemory: The tables do not fit, or a rank has no room beside them.
+        RunError: The planner fails.
         UserError: The config names a table that does not exist, or allows no way for one that does.
     """
     reserved, first = _bytes_beside_tables(request), None
@@ -103,12 +105,12 @@ def _bytes_beside_tables(request: PlanRequest) -> int:
     """Returns the bytes of each rank without any tables.
 
     Raises:
-        RunError: They are more than a rank has.
+        InsufficientMemory: They are more than a rank has.
     """
     beside, capacity = request.workload.bytes_beside_tables(request.cluster.world_size), request.plannable_bytes
     if sum(beside.values()) > capacity:
         items = ", ".join(f"{name} {num_bytes:,}" for name, num_bytes in beside.items() if num_bytes)
-        raise RunError(
+        raise InsufficientMemory(
             f"No plan fits: beside tables each rank needs {sum(beside.values()):,} bytes ({items}); it has "
             f"{capacity:,}. Lower train.batch_size, or use larger devices."
         )
@@ -124,14 +126,14 @@ def _bytes_beside_shards(request: PlanRequest, found: SearchResult, estimated: E
     return max(total - counted[rank] for rank, total in totals if total > request.plannable_bytes) - functions
 
 
-def _step_does_not_fit(estimated: EstimatedPlan) -> RunError:
+def _step_does_not_fit(estimated: EstimatedPlan) -> InsufficientMemory:
     """Returns the error of a plan whose tables have room and whose step has not, with the remedy."""
     rank, memory = max(enumerate(estimated.memory), key=lambda it: it[1].total)
     largest = sorted(memory.items().items(), key=lambda it: -it[1])[:3]
     items = ", ".join(f"{name} {num_bytes:,}" for name, num_bytes in largest)
     lacking = [f"{estimated.excess:,} bytes of memory"] * (estimated.excess > 0)
     lacking += [f"{estimated.host_excess:,} bytes of host memory"] * (estimated.host_excess > 0)
-    return RunError(
+    return InsufficientMemory(
         f"A step does not fit: rank {rank} lacks {' and '.join(lacking)} (most: {items}; in bytes). Lower "
         "train.batch_size or train.log_every, raise embedding.default.collisions, use more ranks, or keep less free "
         "with plan.reserve; `distembed plan` shows each rank."
@@ -141,11 +143,13 @@ def _step_does_not_fit(estimated: EstimatedPlan) -> RunError:
 def _no_plan_found(failure: Exception, world_size: int) -> RunError:
     """Returns the error of a search without a plan, with the planner's words and the remedy."""
     if isinstance(failure, PlannerError) and failure.error_type == PlannerErrorType.INSUFFICIENT_STORAGE:
-        return RunError(
+        return InsufficientMemory(
             f"The embedding tables do not fit in the memory of {world_size} rank(s): {failure}\n"
             "Raise embedding.default.collisions, lower embedding.default.embedding_dim, or use more ranks."
         )
-    return RunError(
+    no_room = (PlannerErrorType.STRICT_CONSTRAINTS, PlannerErrorType.PARTITION)
+    kind = InsufficientMemory if isinstance(failure, PlannerError) and failure.error_type in no_room else RunError
+    return kind(
         f"TorchRec's planner finds no plan: {type(failure).__name__}: {failure}\n"
         "Allow more sharding types or a smaller min_partition under plan, or leave it out."
     )

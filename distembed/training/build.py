@@ -188,7 +188,7 @@ def build_training_state(
 
     Raises:
         UserError: The model cannot be built, or the inputs of a required plan differ.
-        RunError: The tables or the networks do not fit into the memory of the ranks.
+        InsufficientMemory: The tables or the networks do not fit into the memory of the ranks.
     """
     require_networks_fit(blueprint.config.model, blueprint.model_inputs, ranks.local_world_size)
     torch.manual_seed(blueprint.config.train.seed)

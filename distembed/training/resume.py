@@ -2,8 +2,9 @@
 
 A resumed run has to give the weights that it would have given without the interruption. So its config may differ only
 in settings that leave them as they are: where files are, what is evaluated, how often something is logged, where tables
-are placed. It may also train for longer, unless a learning rate depends on the number of steps. A model may be
-evaluated on another dataset, if its ids stand for the same values.
+are placed. Another device gives them up to rounding, if its networks compute in the same precision. The config may also
+train for longer, unless a learning rate depends on the number of steps. A model may be evaluated on another dataset, if
+its ids stand for the same values.
 """
 
 import dataclasses
@@ -94,6 +95,8 @@ def require_same_config(folder: Path, config: Config) -> None:
     """
     started_with = load_run_config(folder)
     before, now = _flat(started_with), _flat(config)
+    if now["train.precision"] == read_json_object(folder / "run.json").get("precision"):
+        before["train.precision"] = now["train.precision"]  # what auto has meant
     differences = [
         f"{key}: {before.get(key)!r} before, {now.get(key)!r} now"
         for key in before | now
@@ -107,6 +110,25 @@ def require_same_config(folder: Path, config: Config) -> None:
             f"\n  {listed}"
         )
     _require_moved_checkpoints(folder, started_with.train.checkpoint_dir, config.train.checkpoint_dir)
+
+
+def require_same_precision(folder: Path, bf16: bool) -> None:
+    """Makes sure that the networks of a resumed run compute as before, where ``auto`` may choose another way here.
+
+    Args:
+        folder: The run's folder.
+        bf16: Whether they would compute in bf16.
+
+    Raises:
+        UserError: It is not the one that the run was started with.
+    """
+    precision = "bf16" if bf16 else "fp32"
+    before = read_json_object(folder / "run.json").get("precision", precision)
+    if before != precision:
+        raise UserError(
+            f"--resume: the networks of {folder} were trained in {before}, and train.precision=auto chooses "
+            f"{precision} on this device, which gives other weights; set train.precision={before}."
+        )
 
 
 def _require_moved_checkpoints(folder: Path, before: str | None, now: str | None) -> None:

@@ -18,6 +18,8 @@ from distembed.graph.verification import missing_checksums_note as graph_note
 from distembed.ranks import Collectives, Ranks
 from distembed.runs.folder import RunFolder
 from distembed.sse.config import graph_fingerprints, graph_paths
+from distembed.training.build import use_bf16
+from distembed.training.resume import require_same_precision
 from distembed.training.start import RunOptions, RunStart, find_start
 from distembed.training.trainer import Trainer
 
@@ -57,11 +59,14 @@ def train_run(
 
     Raises:
         UserError: The folder, the dataset, a plan or a setting cannot be used.
-        RunError: The tables do not fit into the memory of the ranks, the loss is not finite, or a checkpoint cannot be
-            written.
+        InsufficientMemory: The tables or the networks do not fit into the memory of the ranks.
+        RunError: The loss is not finite, or a checkpoint cannot be written.
         Interrupted: After a signal, once a checkpoint is written.
     """
     start = start or find_start(config, options, Collectives().on_first, say)
+    if start.resume:
+        bf16 = use_bf16(config.train.precision, ranks.device)
+        Collectives().on_first(lambda: require_same_precision(start.folder, bf16))
     info = _run_info(config, start)
     if ranks.is_first:
         for line in (*info["kept_full"], *_missing_checksums(config)):

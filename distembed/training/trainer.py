@@ -53,7 +53,7 @@ class Trainer:
     Raises:
         UserError: There are no rows to train on, the folder is in use, the place for checkpoints holds another run's,
             or the inputs of a required plan differ.
-        RunError: The tables do not fit into the memory of the ranks.
+        InsufficientMemory: The tables do not fit into the memory of the ranks.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from torchx.runner import Runner
 from torchx.schedulers.local_scheduler import SignalException
 from torchx.specs import NONE, AppState, AppStatus
 
-from distembed.errors import Interrupted, RunError, UserError
+from distembed.errors import InsufficientMemory, Interrupted, RunError, UserError
 from distembed.runs.record import RunInfo
 from launch.jobs.failures import first_failure
 from launch.jobs.job import LOCAL_SCHEDULERS, Job
@@ -72,7 +72,7 @@ def submit_and_follow(job: Job, runner: Runner, *, detach: bool, say: Say) -> No
         raise Interrupted(f"the job {job.app_id} was interrupted, and has saved what it has. {remedy}")
     text = f"the job {job.app_id} has ended: {state}. {remedy}"
     if failure is not None and failure.exit_code in MISTAKES:
-        raise UserError(text)  # the nodes have said which, once
+        raise InsufficientMemory(text) if failure.exit_code == 3 else UserError(text)  # the nodes have said why, once
     if failure is not None:
         say(f"first to fail: {failure.message} ({failure.where})")
         say(failure.traceback.rstrip())

@@ -31,7 +31,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, parse_args
 
 from distembed.commands.error_file import TOLD_VARIABLE
-from launch.nodes.exit_codes import FAILED, INTERRUPTED, MISTAKES, ToldToEnd
+from launch.nodes.exit_codes import FAILED, INTERRUPTED, MISTAKES, ToldToEnd, ignore_signals, raise_when_told
 
 JUDGE_SECONDS = 5.0
 """How long after a failure the ends of other ranks are awaited, of which it may be a consequence."""
@@ -62,11 +62,20 @@ def run_ranks(arguments: Sequence[str], say: Say) -> int:
     os.environ[TOLD_VARIABLE] = "1"
     agent = NodeAgent(config, entrypoint, tuple(program), say)
     try:
-        return _run(agent) or 0
+        code = _end_of(agent, say)
+        raise_when_told()  # torch's handlers stay, and raise an error of its own
+        return code
     except SignalException as told:
+        ignore_signals()
         if not agent.is_elastic:
             agent.leave()
         raise ToldToEnd(agent.has_ended_by(told.sigval)) from None
+
+
+def _end_of(agent: "NodeAgent", say: Say) -> int:
+    """Runs the agent, and returns the exit code of the node."""
+    try:
+        return _run(agent) or 0
     except ChildFailedError as error:
         say(str(error))
         return FAILED
@@ -175,8 +184,7 @@ class NodeAgent(LocalElasticAgent):
             return super()._invoke_run(role)
         except SignalException:
             # A second one would end this process before the ranks have saved; the scheduler ends what takes too long.
-            for name in os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"].split(","):
-                signal.signal(signal.Signals[name], signal.SIG_IGN)
+            ignore_signals()
             raise
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:

@@ -9,7 +9,13 @@ any other             failed: start it again, as often as the job may be
 ====================  ===========================================================================
 """
 
-MISTAKES = (2, 3)
+import signal
+from types import FrameType
+from typing import NoReturn
+
+from distembed.commands import error_file
+
+MISTAKES = error_file.MISTAKES
 """Wrong input, and a model that does not fit; the exit codes of ``distembed train``."""
 RETRIES_USED = 70
 """The job has failed, and may not be started again; ``EX_SOFTWARE`` of sysexits.h."""
@@ -35,3 +41,26 @@ class ToldToEnd(BaseException):
 
     def __init__(self, has_saved: bool = True) -> None:
         self.has_saved = has_saved
+
+
+def raise_when_told() -> None:
+    """Makes the first signal that asks this node to end raise :class:`ToldToEnd`, and further ones do nothing."""
+    for name in SIGNALS.split(","):
+        signal.signal(signal.Signals[name], _raise)
+
+
+def ignore_signals() -> None:
+    """Makes signals that ask this node to end do nothing; the scheduler ends what takes too long."""
+    for name in SIGNALS.split(","):
+        # not SIG_IGN: Python complains of a signal that arrives meanwhile
+        signal.signal(signal.Signals[name], _do_nothing)
+
+
+def _do_nothing(_number: int, _frame: FrameType | None) -> None:
+    """Lets a signal pass."""
+
+
+def _raise(_number: int, _frame: FrameType | None) -> NoReturn:
+    """Raises :class:`ToldToEnd`."""
+    ignore_signals()
+    raise ToldToEnd

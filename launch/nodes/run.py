@@ -7,11 +7,9 @@ code says so; see :mod:`launch.nodes.exit_codes` and :mod:`launch.nodes.agent`.
 
 import argparse
 import os
-import signal
 import sys
 import time
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
 from distembed.parent import PARENT_VARIABLE, end_with_parent
@@ -23,25 +21,26 @@ from launch.nodes.exit_codes import (
     MISTAKES,
     RETRIES_USED,
     RETRIES_VARIABLE,
-    SIGNALS,
     ToldToEnd,
+    ignore_signals,
+    raise_when_told,
 )
 from launch.nodes.starts import Starts
 
 _LEAVING_SECONDS = 20.0
+_LAST = (0, *MISTAKES, RETRIES_USED)
+"""Exit codes after which a job does not start again."""
 
 
 def main() -> int:
     """Runs the ranks to their end, and returns the exit code for the scheduler."""
     given, launcher_arguments = _parse(sys.argv[1:])
-    for name in SIGNALS.split(","):
-        signal.signal(signal.Signals[name], _raise)
     retries = os.environ.get(RETRIES_VARIABLE)
-    starts = None
-    if retries is not None and (given.node == 0 or not given.elastic):  # else the others go on without this node
-        starts = Starts(given.starts, int(retries))
-    can_go_on = False
+    starts, can_go_on = None, False
     try:
+        raise_when_told()
+        if retries is not None and (given.node == 0 or not given.elastic):  # else the others go on without this node
+            starts = Starts(given.starts, int(retries))
         end_with_parent()
         code = _await_turn(given, starts)
         if code is None:
@@ -49,9 +48,14 @@ def main() -> int:
             can_go_on = AGAIN_VARIABLE in os.environ and starts is not None
     except ToldToEnd as told:
         code = INTERRUPTED if told.has_saved else FAILED
-    code = code if starts is None else starts.end(code)
-    if can_go_on and code not in (0, *MISTAKES, RETRIES_USED):
-        _start_again(given)
+    try:
+        code = code if starts is None else starts.end(code)
+        if can_go_on and code not in _LAST:
+            _start_again(given)
+        ignore_signals()
+    except ToldToEnd:  # once the ranks have ended: how they have is noted, and this node does not start again
+        code = code if starts is None else starts.end(code)
+        code = code if code in _LAST else INTERRUPTED
     return code
 
 
@@ -106,15 +110,13 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_args(arguments[:at]), arguments[at + 1 :]
 
 
-def _raise(_number: int, _frame: FrameType | None) -> NoReturn:
-    """Raises :class:`ToldToEnd`."""
-    raise ToldToEnd
-
-
 def _say(line: str) -> None:
     """Prints a line for the user; the prefix of a rank's lines is missing, so that it is shown on every node."""
     print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)  # a signal that arrives while the interpreter ends would change the code

@@ -222,7 +222,8 @@ def test_old_datasets_are_read_and_what_only_looks_old_is_damaged(criteo: Path) 
     assert json.loads((criteo / "manifest.json").read_text()).keys() == json.loads(written).keys() - {KEY, "checksums"}
     assert rows() == first and id_fingerprint(criteo, Manifest.load(criteo)) == fingerprint
     require_whole(criteo, ["train", "validation", "test"])
-    assert "carries no checksums" in (missing_checksums_note(criteo) or "")
+    note = missing_checksums_note(criteo) or ""
+    assert "carries no checksums" in note and "for new runs: a run that is resumed needs this one" in note
     found = verify_dataset(criteo)
     assert found.problems == [] and not found.has_checksums
     (criteo / "train/part-00000.parquet").write_bytes(bytes((criteo / "train/part-00000.parquet").stat().st_size))

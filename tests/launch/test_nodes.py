@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -67,6 +68,8 @@ class Node:
         port: Where nodes meet, where there are several.
         max_restarts: How often ranks are started again.
         grace: Seconds that ranks have to save.
+        host: The first node; unless given, the one at which nodes meet.
+        meet: Where nodes meet; at the first node unless given.
         environment: Further variables.
     """
 
@@ -79,16 +82,23 @@ class Node:
         port: int = 0,
         max_restarts: int = 3,
         grace: int = 20,
+        host: str = "",
+        meet: str = "",
         **environment: str,
     ) -> None:
         (folder / "rank.py").write_text(RANK)
-        host = "127.0.0.2" if port else "localhost"  # which is waited for
+        host = host or ("127.0.0.2" if port else "localhost")  # which is waited for
         own = ["--node", str(number), "--starts", "starts", "--host", host, "--port", str(port)]
-        is_host = f",is_host={int(number == 0)}" if port else ""
+        is_host = f",is_host={int(number == 0)}" if port and not meet else ""
         self.process = subprocess.Popen(
             [sys.executable, "-m", "launch.nodes.run", *own, "--"]
             + ["--nnodes", j[0], "--nproc-per-node", str(j[1]), "--rdzv-id", "job", "--rdzv-backend", "c10d"]
-            + ["--rdzv-endpoint", f"{host}:{port}", "--rdzv-conf", f"join_timeout=60,last_call_timeout=1{is_host}"]
+            + [
+                "--rdzv-endpoint",
+                meet or f"{host}:{port}",
+                "--rdzv-conf",
+                f"join_timeout=60,last_call_timeout=1{is_host}",
+            ]
             + ["--max-restarts", str(max_restarts), "--shutdown-timeout", str(grace)]
             + ["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1", "--log-dir", f"logs-{number}", "rank.py"],
             cwd=folder,
@@ -170,6 +180,38 @@ def test_a_node_that_is_told_to_end_says_whether_its_ranks_have_saved(
     code, printed = node.end()
     assert code == expected, printed
     assert starts(tmp_path, 0, 1) == [1, 1]
+
+
+def storm(process: subprocess.Popen[str]) -> None:
+    """Tells a process to end, again and again, until it has ended."""
+    while process.poll() is None:
+        process.terminate()
+
+
+def test_a_node_that_is_told_to_end_twice_has_ended_by_the_first_time(tmp_path: Path) -> None:
+    """While it waits for the first node, which is not there, and while it notes its end."""
+    node = Node(tmp_path, {}, 1, ("2", 1), free_port(), DISTEMBED_MAX_RETRIES="3")
+    assert node.process.stdout is not None and "waiting up to 600 s" in node.process.stdout.readline()
+    storm(node.process)
+    assert node.end() == (75, "")
+    assert [file.name for file in (tmp_path / "starts").iterdir()] == ["0.interrupted"]
+
+
+def test_a_node_that_is_told_to_end_while_it_starts_again_does_not(tmp_path: Path) -> None:
+    """Its ranks were interrupted, and it waits until the first node has left, which this one does not."""
+    with socket.create_server(("127.0.0.1", 0)) as first:
+        port = first.getsockname()[1]
+        again = {"DISTEMBED_START_AGAIN": "1", "DISTEMBED_MAX_RETRIES": "3"}
+        node = Node(tmp_path, {0: "fail(75)"}, 1, ("1", 1), port, host="127.0.0.1", meet="localhost:0", **again)
+        assert node.process.stdout is not None
+        lines = []
+        while not lines or "starts again" not in lines[-1]:
+            lines.append(node.process.stdout.readline())
+            assert lines[-1], lines
+        storm(node.process)
+        code, printed = node.end()
+    assert (code, printed) == (75, ""), lines
+    assert starts(tmp_path, 0) == [1] and (tmp_path / "starts" / "0.interrupted").exists()
 
 
 @pytest.mark.distributed

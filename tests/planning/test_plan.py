@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
-from distembed.errors import RunError, UserError
+from distembed.errors import InsufficientMemory, UserError
 from distembed.optim.declared import TableOptimizers
 from distembed.partitions import QuotientRemainder
 from distembed.planning import PlanConfig, PlanRequest, Workload, describe_plan, make_plan, plan_as_json
@@ -93,14 +93,14 @@ def check_plans(rank: int, world_size: int) -> None:
     # 3 GiB of weights fit on two ranks, with as much state of Adagrad they do not, nor with AMSGrad's and gradients
     assert types(plan(PlanConfig(), one_table(3 * GIB))) == ["column_wise"]
     for optimizer, is_fused in (("adagrad", True), ("amsgrad", False)):
-        with pytest.raises(RunError, match="do not fit"):
+        with pytest.raises(InsufficientMemory, match="do not fit"):
             plan(PlanConfig(), one_table(3 * GIB), optimizers=TableOptimizers(optimizer, is_fused=is_fused))
-    with pytest.raises(RunError, match="do not fit in the memory of 2 rank"):  # on every rank, and none waits
+    with pytest.raises(InsufficientMemory, match="do not fit in the memory of 2 rank"):  # on every rank, and none waits
         plan(PlanConfig(), one_table(400 * GIB))
     # tables that have room, and a step that has none; or its networks
-    with pytest.raises(RunError, match=r"A step does not fit: rank \d lacks [\d,]+ bytes.*train.batch_size"):
+    with pytest.raises(InsufficientMemory, match=r"A step does not fit: rank \d lacks [\d,]+ bytes.*train.batch_size"):
         plan(PlanConfig(), one_table(1 * GIB), Workload(20_000_000))
-    with pytest.raises(RunError, match=r"beside tables each rank needs 3,221,225,472 bytes.*activations"):
+    with pytest.raises(InsufficientMemory, match=r"beside tables each rank needs 3,221,225,472 bytes.*activations"):
         plan(PlanConfig(), workload=Workload(8, network=NetworkEstimate(peak=3 * GIB)))
 
 

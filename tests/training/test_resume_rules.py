@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from distembed import cli
@@ -14,7 +15,8 @@ from distembed.config import load_config
 from distembed.errors import UserError
 from distembed.optim.config import ScheduleConfig
 from distembed.optim.optimizers import learning_rate_factor
-from distembed.training.resume import require_same_config
+from distembed.training.build import use_bf16
+from distembed.training.resume import require_same_config, require_same_precision
 from tests.small_runs import config_values, distembed
 
 WEIGHTS = ["bottom.layers.0.weight", "top.layers.2.weight"]
@@ -112,6 +114,30 @@ def test_a_schedule_depends_on_the_length_exactly_where_its_factors_do() -> None
                 schedule = ScheduleConfig(warmup, decay, final)  # type: ignore[arg-type]
                 short, long = ([learning_rate_factor(schedule, step, steps) for step in range(8)] for steps in (8, 80))
                 assert (short != long) == schedule.depends_on_length
+
+
+@pytest.mark.parametrize("other", ["bf16", "fp32"])
+def test_a_run_goes_on_in_the_precision_that_it_was_started_in(short: Path, tmp_path: Path, other: str) -> None:
+    """Whatever ``auto`` chooses here, a run that was started where it chose the other one is refused."""
+    run, config = tmp_path / "run", short.parent / "config.yaml"
+    shutil.copytree(short, run)
+    overrides = ["train.max_steps=7", "train.precision=auto"]
+    (run / "config.yaml").write_text(load_config(config, ["train.max_steps=6", "train.precision=auto"]).to_yaml())
+    info = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**info, "precision": other}))
+    here = {"bf16": "fp32", "fp32": "bf16"}[other]
+    require_same_precision(run, bf16=other == "bf16")
+    with pytest.raises(UserError, match=f"trained in {other}, .*auto chooses {here} .* set train.precision={other}"):
+        require_same_precision(run, bf16=here == "bf16")
+    if use_bf16("auto", torch.device("cpu")) == (here == "bf16"):
+        with pytest.raises(UserError, match=f"were trained in {other}"):
+            call("train", config, *overrides, "--run-dir", run, "--resume")
+    else:
+        call("train", config, *overrides, "--run-dir", run, "--resume")
+        assert json.loads((run / "run.json").read_text())["precision"] == other
+    with pytest.raises(UserError, match=f"train.precision: 'auto' before, '{here}' now"):
+        require_same_config(run, load_config(config, ["train.max_steps=7", f"train.precision={here}"]))
+    require_same_config(run, load_config(config, ["train.max_steps=7", f"train.precision={other}"]))
 
 
 def test_checkpoints_have_to_be_where_the_config_now_says(short: Path, tmp_path: Path) -> None:

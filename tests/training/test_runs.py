@@ -293,6 +293,26 @@ def test_a_loss_that_is_not_finite_stops_the_run(config: Path, tmp_path: Path) -
     assert json.loads((run / "run.json").read_text())["status"] == "failed"
 
 
+def test_what_does_not_fit_ends_with_3_on_every_rank(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the error that each leaves for the launcher has this code, by which no rank is started again."""
+    errors = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(errors))
+    for ranks, override, said in (
+        (2, "train.batch_size=2000000000", "No plan fits: beside tables each rank needs"),
+        (1, "model.top=[1048576, 1048576, 1048576]", "The networks of model.name='dlrm' take"),
+    ):
+        done = distembed("train", config, override, "--run-dir", tmp_path / "large", ranks=ranks, code=3)
+        assert done.stderr.count(said) == ranks and "Traceback" not in done.stderr
+        noted = json.loads(errors.read_text())["message"]
+        assert noted["message"].startswith(f"InsufficientMemory: {said}") and noted["extraInfo"]["exit_code"] == 3
+        errors.unlink()
+    monkeypatch.setenv("DISTEMBED_LAUNCHER_TELLS", "1")
+    done = distembed("train", config, "model.top=[1048576, 1048576, 1048576]", "--run-dir", tmp_path / "large", code=3)
+    assert "The networks" not in done.stderr and errors.exists()
+
+
 def test_what_cannot_be_done_is_said_before_anything_is_trained(config: Path, tmp_path: Path, finished: Path) -> None:
     damaged = tmp_path / "damaged"
     shutil.copytree(finished, damaged)

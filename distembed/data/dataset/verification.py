@@ -43,8 +43,8 @@ def missing_checksums_note(dataset_dir: str | os.PathLike[str]) -> str | None:
     if Manifest.load(dataset_dir).has_checksums:
         return None
     return (
-        f"the dataset {dataset_dir} carries no checksums, since an older version made it: damage may pass unseen; "
-        "prepare it again to have them."
+        f"the dataset {dataset_dir} carries no checksums, since an older version made it: damage may pass unseen. "
+        "A dataset prepared again has them, for new runs: a run that is resumed needs this one."
     )
 
 
