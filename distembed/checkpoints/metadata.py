@@ -117,8 +117,9 @@ class _MetadataUnpickler(pickle._Unpickler):
         try:
             return _KNOWN[module_name, global_name]
         except KeyError:
+            name = f"{module_name}.{global_name}"[:100]
             raise pickle.UnpicklingError(
-                f"it names {module_name}.{global_name}, which no checkpoint has: loading it would run code"
+                f"it names {name}, which no checkpoint has: loading it would run code"
             ) from None
 
     def load_newobj(self) -> None:
