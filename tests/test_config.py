@@ -6,6 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from distembed.config import Config, TrainConfig, load_config
+from distembed.config.yaml_text import format_yaml, parse_yaml
 from distembed.errors import UserError
 from distembed.models import DCNConfig
 
@@ -163,3 +164,11 @@ def test_a_section_of_another_kind_is_no_model() -> None:
     with pytest.raises(ValidationError, match="model"):
         Config(model=TrainConfig())  # type: ignore[arg-type]
     assert Config(model=DCNConfig()).model == DCNConfig()
+
+
+@pytest.mark.parametrize(
+    "text", ["1e3", "1.5", "1:30", "0x1f", "007", "null", "yes", ".inf", "2024-01-01", "-", "~", ""]
+)
+def test_texts_that_look_like_something_else_are_read_back(text: str) -> None:
+    for value in ({"path": text}, {"path": [text, 1e-05, 1000.0, 3, None, True]}):
+        assert parse_yaml(format_yaml(value), "it") == value

@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pydantic.dataclasses
-import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from distembed.config.train import TrainConfig
-from distembed.config.yaml_text import MAX_BYTES, MAX_LEVELS, parse_yaml
+from distembed.config.yaml_text import MAX_BYTES, MAX_LEVELS, format_yaml, parse_yaml
 from distembed.data.dataset.config import DataConfig
 from distembed.embedding.settings import EmbeddingConfig
 from distembed.errors import UserError
@@ -57,7 +56,7 @@ class Config:
 
     def to_yaml(self) -> str:
         """Returns YAML that :func:`load_config` reads back to an equal config."""
-        return yaml.safe_dump(dataclasses.asdict(self), sort_keys=False)
+        return format_yaml(dataclasses.asdict(self))
 
 
 _ADAPTER = TypeAdapter(Config)

@@ -37,6 +37,11 @@ def parse_yaml(text: str, source: str) -> Any:
         raise UserError(f"{source} has a value that cannot be read: {error}") from error
 
 
+def format_yaml(value: Any) -> str:
+    """Returns YAML that :func:`parse_yaml` reads back to an equal value."""
+    return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False))
+
+
 class _Loader(yaml.SafeLoader):
     """Reads YAML as people mean it: ``1e-3`` is a number, and a key that is given twice is a mistake."""
 
@@ -121,6 +126,12 @@ def _mapping_without_repeats(loader: _Loader, node: yaml.MappingNode) -> dict[An
             raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", key_node.start_mark)
         seen.add(key)
     return loader.construct_mapping(node, deep=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes the texts that the loader would take for numbers."""
+
+    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping_without_repeats)
