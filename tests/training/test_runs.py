@@ -319,7 +319,7 @@ def test_what_cannot_be_done_is_said_before_anything_is_trained(config: Path, tm
     for checkpoint in (damaged / "checkpoints").iterdir():
         (checkpoint / "__0_0.distcp").unlink()
     done = distembed("evaluate", damaged, code=2)
-    assert "cannot be read" in done.stderr and "Traceback" not in done.stderr
+    assert "is damaged" in done.stderr and "Traceback" not in done.stderr
     # starting a process for each would take minutes
     for arguments, message in [
         (["train", config, "--resume"], "--resume needs --run-dir"),
