@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import yaml
 from torch.multiprocessing import ProcessExitedException
 
 from distembed.data.dataset.creation import create_manifest
@@ -61,6 +62,13 @@ def config_values(dataset: Path) -> dict[str, Any]:
             "sparse_optimizer": {"name": "sgd", "learning_rate": 1.0},
         },
     }
+
+
+def train_small(folder: Path, dataset: Path, max_steps: int) -> Path:
+    """Trains the small model for so many steps of 31, with its config beside the run; returns the run's folder."""
+    (folder / "config.yaml").write_text(yaml.safe_dump(config_values(dataset)))
+    distembed("train", folder / "config.yaml", f"train.max_steps={max_steps}", "--run-dir", folder / "run")
+    return folder / "run"
 
 
 def command(*arguments: object, ranks: int = 1) -> list[str]:

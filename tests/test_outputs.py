@@ -6,22 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from distembed import cli
 from distembed.commands.shared import console
 from distembed.errors import RunError, UserError
 from distembed.outputs import require_file, require_folder
-from tests.small_runs import config_values, distembed
+from tests.small_runs import train_small
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Path:
     """The run of 4 steps, and its config beside it."""
-    folder = tmp_path_factory.mktemp("finished")
-    (folder / "config.yaml").write_text(yaml.safe_dump(config_values(dataset)))
-    distembed("train", folder / "config.yaml", "train.max_steps=4", "--run-dir", folder / "run")
-    return folder / "run"
+    return train_small(tmp_path_factory.mktemp("finished"), dataset, 4)
 
 
 def call(*arguments: object) -> str:

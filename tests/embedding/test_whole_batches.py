@@ -177,5 +177,7 @@ def test_a_gpu_looks_at_lengths_without_waiting() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         require_whole(batch)
+        with pytest.raises(RuntimeError):
+            batch.lengths().sum().item()  # which waits, as this mode notices
     finally:
         torch.cuda.set_sync_debug_mode("default")

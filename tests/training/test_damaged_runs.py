@@ -6,12 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import yaml
 
 from distembed import cli
 from distembed.commands.shared import console
 from distembed.errors import UserError
-from tests.small_runs import config_values, distembed
+from tests.small_runs import train_small
 
 
 def replace(kind: str, file: Path) -> None:
@@ -45,10 +44,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Path:
     """The run of 4 steps, and its config beside it."""
-    folder = tmp_path_factory.mktemp("finished")
-    (folder / "config.yaml").write_text(yaml.safe_dump(config_values(dataset)))
-    distembed("train", folder / "config.yaml", "train.max_steps=4", "--run-dir", folder / "run")
-    return folder / "run"
+    return train_small(tmp_path_factory.mktemp("finished"), dataset, 4)
 
 
 QUICK = {"run.json": ["empty", "nested", "other values", "pipe"], "config.yaml": ["null", "bytes", "pipe"]} | {

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from distembed import cli
 from distembed.checkpoints.checkpoint import load_weights
@@ -17,7 +16,7 @@ from distembed.optim.config import ScheduleConfig
 from distembed.optim.optimizers import learning_rate_factor
 from distembed.training.build import use_bf16
 from distembed.training.resume import require_same_config, require_same_precision
-from tests.small_runs import config_values, distembed
+from tests.small_runs import train_small
 
 WEIGHTS = ["bottom.layers.0.weight", "top.layers.2.weight"]
 
@@ -32,10 +31,7 @@ def call(*arguments: object) -> str:
 @pytest.fixture(scope="module")
 def short(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Path:
     """The run of 6 steps of 31, and its config beside it."""
-    folder = tmp_path_factory.mktemp("short")
-    (folder / "config.yaml").write_text(yaml.safe_dump(config_values(dataset)))
-    distembed("train", folder / "config.yaml", "train.max_steps=6", "--run-dir", folder / "run")
-    return folder / "run"
+    return train_small(tmp_path_factory.mktemp("short"), dataset, 6)
 
 
 def test_what_cannot_change_the_weights_may_change(short: Path, dataset: Path, tmp_path: Path) -> None:
