@@ -1,7 +1,7 @@
 """A plan with what each rank holds under it and how long its step takes."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -10,6 +10,7 @@ from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.types import ShardingPlan
 
 from distembed.embedding.tables import CompositionalTables
+from distembed.planning.alternatives import Alternative
 from distembed.planning.memory import RankMemory, rank_memories
 from distembed.planning.request import PlanRequest
 from distembed.planning.search import SearchResult
@@ -29,6 +30,10 @@ class EstimatedPlan:
         times: Time of a step on each rank.
         excess: Bytes that the fullest rank lacks, beside the share that is kept free; negative where it has room.
         host_excess: Bytes that a rank lacks of its share of the machine's memory, beside a CUDA device.
+        lower_bound_ms: Milliseconds of the slowest rank's step that no plan that fits can go below; None where no bound
+            is known.
+        is_complete: Whether the search ended by itself; else it was stopped after its last allowed try.
+        alternatives: The best other placements of each table, the best first, by table.
     """
 
     plan: ShardingPlan
@@ -37,6 +42,9 @@ class EstimatedPlan:
     times: list[StepTime]
     excess: int
     host_excess: int
+    lower_bound_ms: float | None = None
+    is_complete: bool = True
+    alternatives: Mapping[str, Sequence[Alternative]] = field(default_factory=dict)
 
     @property
     def fits(self) -> bool:

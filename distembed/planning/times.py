@@ -35,17 +35,19 @@ class StepTime:
         exchange: Time of exchanging ids, vectors and their gradients.
         networks: Time of the networks' forward and backward passes.
         all_reduce: Time of averaging the gradients of what every rank has.
+        starts: Time of starting kernels and exchanges.
     """
 
     lookup: float
     exchange: float
     networks: float
     all_reduce: float
+    starts: float = 0.0
 
     @property
     def total(self) -> float:
         """Sum of all times, as if nothing overlapped."""
-        return self.lookup + self.exchange + self.networks + self.all_reduce
+        return self.lookup + self.exchange + self.networks + self.all_reduce + self.starts
 
     def as_json(self) -> dict[str, float]:
         """Returns the times by name, in milliseconds."""
