@@ -8,6 +8,7 @@ from typing import Any
 
 from distembed.capacity.assessment import AssessedRank, AssessedTable, Assessment
 from distembed.capacity.report import CapacityReport
+from distembed.planning.alternatives import Alternative
 from distembed.planning.saved_plan import saved_plan_as_json
 from distembed.planning.storage import TableStorage
 from distembed.planning.workload import pipeline_depth
@@ -35,6 +36,8 @@ def assessment_as_json(assessment: Assessment) -> dict[str, Any]:
         "beside_tables": assessment.bytes_beside_tables,
         "left_for_tables": assessment.bytes_left_for_tables,
         "planner_says": assessment.planner_error,
+        "lower_bound_ms": assessment.lower_bound_ms,
+        "search_complete": assessment.is_search_complete,
         "ranks": [_rank_values(rank) for rank in assessment.ranks],
         "tables": [_table_values(table) for table in assessment.tables],
         "notes": list(assessment.notes),
@@ -80,6 +83,20 @@ def _table_values(table: AssessedTable) -> dict[str, Any]:
         "ranks": [] if placement is None else list(placement.ranks),
         "columns": [] if placement is None else [list(columns) for columns in placement.columns],
         "why": "" if placement is None else placement.reason,
+        "alternatives": [] if placement is None else list(map(_alternative_values, placement.alternatives)),
+    }
+
+
+def _alternative_values(alternative: Alternative) -> dict[str, Any]:
+    """Returns another placement of a table, and what it would add to what the plan takes."""
+    return {
+        "sharding_type": alternative.sharding_type,
+        "compute_kernel": alternative.compute_kernel,
+        "num_shards": alternative.num_shards,
+        "added_milliseconds": alternative.milliseconds,
+        "added_memory_bytes": alternative.memory_bytes,
+        "added_sent_bytes": alternative.sent_bytes,
+        "fits": alternative.fits,
     }
 
 

@@ -18,6 +18,7 @@ from distembed.errors import RunError, UserError
 from distembed.optim.declared import TableOptimizers
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.planning import PlanRequest, Workload
+from distembed.planning.alternatives import Alternative
 from distembed.planning.cluster import Cluster
 from distembed.planning.estimated_plan import EstimatedPlan
 from distembed.planning.memory import RankMemory
@@ -81,6 +82,7 @@ class TablePlacement:
         columns: First column of each shard, and the one behind its last.
         storage: Storage of the table on all ranks together.
         reason: Why the planner chose this placement.
+        alternatives: The best other placements of the table, the best first.
     """
 
     sharding_type: str
@@ -89,6 +91,7 @@ class TablePlacement:
     columns: tuple[tuple[int, int], ...]
     storage: TableStorage
     reason: str
+    alternatives: tuple[Alternative, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,10 @@ class Assessment:
         planner_error: Why the planner finds no plan; empty where it finds one.
         plan_inputs: What the plan was made for, to compare when it is used again.
         notes: What else the reader should know of the plan, a sentence each.
+        lower_bound_ms: Milliseconds of the slowest rank's step that no plan that fits can go below; None where no bound
+            is known.
+        is_search_complete: Whether the search for the plan ended by itself; else it was stopped after its last allowed
+            try.
     """
 
     cluster: Cluster
@@ -146,6 +153,8 @@ class Assessment:
     planner_error: str
     plan_inputs: PlanInputs
     notes: tuple[str, ...] = ()
+    lower_bound_ms: float | None = None
+    is_search_complete: bool = True
 
     @property
     def fits(self) -> bool:
@@ -223,6 +232,8 @@ def assess_capacity(config: Config, cluster: Cluster) -> Assessment:
         planner_error=planner_error,
         plan_inputs=blueprint.plan_inputs(model),
         notes=(*_notes(optimizers.sparse, placements), *_network_notes(workload)),
+        lower_bound_ms=None if planned is None else planned.lower_bound_ms,
+        is_search_complete=planned is None or planned.is_complete,
     )
 
 
@@ -279,6 +290,7 @@ def _table_placement(placement: Placement, planned: EstimatedPlan, optimizers: T
         columns=columns,
         storage=sum(storages, TableStorage()),
         reason=planned.why.get(name, "as TorchRec's planner places its own tables"),
+        alternatives=tuple(planned.alternatives.get(name, ())),
     )
 
 
