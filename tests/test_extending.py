@@ -17,6 +17,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.capacity.assessment import assess_capacity
+from distembed.capacity.configured_model import ConfiguredModel
 from distembed.capacity.remedies import find_remedies
 from distembed.config import load_config
 from distembed.data.reader.batch import Batch
@@ -265,4 +266,4 @@ def test_networks_that_cannot_be_estimated_have_a_share_of_memory_kept_free(tmp_
     assert assessment.fits and assessment.workload.network is None and assessment.reserve == pytest.approx(0.15)
     assert any("could not be estimated" in note for note in assessment.notes)
     assert not assess_capacity(config, small).fits
-    assert any(remedy.startswith("--gpu") for remedy in find_remedies(config, small).arguments)
+    assert any(remedy.startswith("--gpu") for remedy in find_remedies(ConfiguredModel(config), small).arguments)

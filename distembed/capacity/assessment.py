@@ -1,35 +1,33 @@
-"""Whether a config fits a cluster, and what each rank of it holds: ``distembed plan``.
+"""Whether a model fits a cluster, and what each rank of it holds: ``distembed plan``.
 
-The plan is the one that ``distembed train`` would make there. It is made on this machine, with the model on the meta
-device: no GPU, no other process, no memory for the tables.
+The plan of a config is the one that ``distembed train`` would make there. It is made on this machine, with the model on
+the meta device: no GPU, no other process, no memory for the tables.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 from torchrec.distributed.types import ShardingPlan, ShardingType
 
+from distembed.capacity.configured_model import ConfiguredModel
+from distembed.capacity.plannable import Plannable
 from distembed.config import Config
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.modules import embedding_modules, table_configs
 from distembed.errors import RunError, UserError
 from distembed.optim.declared import TableOptimizers
 from distembed.optim.kinds import OPTIMIZERS
-from distembed.planning import PlanRequest, Workload
+from distembed.planning import Workload
 from distembed.planning.alternatives import Alternative
 from distembed.planning.cluster import Cluster
 from distembed.planning.estimated_plan import EstimatedPlan
 from distembed.planning.memory import RankMemory
-from distembed.planning.networks import require_networks_fit
 from distembed.planning.plan import find_plan
 from distembed.planning.plan_inputs import PlanInputs
 from distembed.planning.storage import TableStorage, table_storage, total, whole_table_storage
 from distembed.planning.times import StepTime
 from distembed.sharding.placement import Placement, place_table, width
-from distembed.sse.config import build_sse
-from distembed.training.build import Blueprint, table_optimizers, use_bf16
 from distembed.units import enumerate_names
 
 _MAX_NAMES = 8
@@ -126,7 +124,7 @@ class AssessedTable:
 
 @dataclass(frozen=True)
 class Assessment:
-    """Whether and how a config fits a cluster.
+    """Whether and how a model fits a cluster.
 
     Attributes:
         cluster: Cluster that is planned for.
@@ -194,22 +192,26 @@ def assess_capacity(config: Config, cluster: Cluster) -> Assessment:
         UserError: The settings cannot be planned at all.
         InsufficientMemory: This machine cannot make the networks.
     """
-    is_cuda = cluster.device.kind == "cuda"
-    if config.plan.host_memory and is_cuda and not cluster.host_memory_bytes:
+    return assess(ConfiguredModel(config), cluster)
+
+
+def assess(plannable: Plannable, cluster: Cluster) -> Assessment:
+    """Plans any model for a cluster that need not be there.
+
+    Raises:
+        UserError: The settings cannot be planned at all.
+        InsufficientMemory: This machine cannot make the networks.
+    """
+    if plannable.plan.host_memory and cluster.device.kind == "cuda" and not cluster.host_memory_bytes:
         raise UserError(
             "plan.host_memory lets tables lie in the machines' memory, and how much each machine has of it is not "
             "known: say so with --host-memory, such as --host-memory 1TiB, or set plan.host_memory=false."
         )
-    schema, device = config.data.load_schema(), torch.device(cluster.device.kind)
-    # all CUDA devices of the catalogue have bf16
-    bf16 = config.train.precision != "fp32" if is_cuda else use_bf16(config.train.precision, device)
-    sse = build_sse(config.sse, {feature.name: feature.num_embeddings for feature in schema.categorical}, ())
-    blueprint = Blueprint(config, schema, cluster.world_size, cluster.ranks_per_node, device, bf16, sse)
-    require_networks_fit(config.model, blueprint.model_inputs, num_copies=1)
-    model, workload, optimizers = blueprint.build_plannable(), blueprint.workload(), table_optimizers(config.train)
-    collections = {path: table_configs(module) for path, module in embedding_modules(model).items()}
+    to_plan = plannable.on_cluster(cluster)
+    request = to_plan.request
+    workload, optimizers = request.workload, request.table_optimizers
+    collections = {path: table_configs(module) for path, module in embedding_modules(request.model).items()}
     tables = [table for own in collections.values() for table in own]
-    request = PlanRequest(model, blueprint.sharders, cluster, workload, config.plan, optimizers)
     planned, planner_error, placements = None, "", list[Placement]()
     try:
         planned = find_plan(request)
@@ -230,8 +232,8 @@ def assess_capacity(config: Config, cluster: Cluster) -> Assessment:
         ranks=() if planned is None else _assessed_ranks(planned, cluster, reserve_bytes(reserve, cluster)),
         plan=None if planned is None else planned.plan,
         planner_error=planner_error,
-        plan_inputs=blueprint.plan_inputs(model),
-        notes=(*_notes(optimizers.sparse, placements), *_network_notes(workload)),
+        plan_inputs=to_plan.plan_inputs,
+        notes=(*_notes(optimizers.sparse, placements), *_network_notes(workload), *to_plan.notes),
         lower_bound_ms=None if planned is None else planned.lower_bound_ms,
         is_search_complete=planned is None or planned.is_complete,
     )

@@ -1,4 +1,4 @@
-"""What would make a config fit: each remedy is planned as it would be typed before it is named.
+"""What would make a model fit: each remedy is planned as it would be typed before it is named.
 
 The search is bounded, since a plan for many ranks or columns takes seconds. What cannot help is not planned at all:
 tables that take more bytes than all ranks would have for them if a batch had no rows.
@@ -10,16 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from distembed.capacity.assessment import Assessment, assess_capacity, reserve_bytes
-from distembed.config import Config
-from distembed.embedding import TableConfig, build_tables
+from distembed.capacity.assessment import Assessment, assess, reserve_bytes
+from distembed.capacity.plannable import Plannable
 from distembed.errors import UserError
 from distembed.optim.kinds import OPTIMIZERS, row_wise_name
 from distembed.planning.cluster import Cluster
 from distembed.planning.devices import DEVICES, Device
 from distembed.planning.networks import NetworkEstimate
-from distembed.planning.storage import TableStorage, whole_table_storage
-from distembed.training.build import table_optimizers
 from distembed.units import exact_bytes
 
 MAX_SECONDS = 20.0
@@ -30,13 +27,11 @@ _MAX_NODES_FACTOR = 64
 _MAX_GPUS = 8
 _MAX_COLLISIONS = 2**20
 _GIB = 2**30
-_HASHED = ("quotient_remainder", "remainder")
-"""Partition schemes that a number of collisions, or of buckets, compresses."""
 
 
 @dataclass(frozen=True)
 class Remedies:
-    """Changes that make a config fit.
+    """Changes that make a model fit.
 
     Attributes:
         arguments: What to type behind the command, one remedy each.
@@ -52,7 +47,7 @@ class _OutOfTimeError(Exception):
 
 
 def find_remedies(
-    config: Config,
+    plannable: Plannable,
     cluster: Cluster,
     memory_is_given: bool = False,
     assessment: Assessment | None = None,
@@ -61,13 +56,13 @@ def find_remedies(
     """Finds one remedy of each kind: the smallest change of its kind, or the smallest found in time.
 
     Args:
-        config: Config that does not fit.
+        plannable: Model that does not fit.
         cluster: Cluster that it does not fit.
         memory_is_given: Whether ``--memory`` was typed, which holds for any device.
-        assessment: Result of planning the config for the cluster; it is planned once more unless given.
+        assessment: Result of planning the model for the cluster; it is planned once more unless given.
         max_seconds: Seconds after which no other plan is begun.
     """
-    search = _Search(config, cluster, assessment if assessment is not None else assess_capacity(config, cluster))
+    search = _Search(plannable, cluster, assessment if assessment is not None else assess(plannable, cluster))
     kinds: list[Callable[[], str | None]] = [search.gpus, search.nodes]
     kinds += [search.memory if memory_is_given else search.device, search.batch_size]
     # where networks alone are too large, smaller tables or other places for them are none
@@ -90,13 +85,13 @@ class _Search:
     """Looks for remedies: a method a kind, which returns what to type, or None where no change of the kind helps.
 
     Attributes:
-        assessment: Result of planning the config as it is.
+        assessment: Result of planning the model as it is.
         deadline: Time of the monotonic clock after which no other plan is begun.
         was_cut_short: Whether there was a plan that was not begun.
     """
 
-    def __init__(self, config: Config, cluster: Cluster, assessment: Assessment) -> None:
-        self._config, self._cluster, self.assessment = config, cluster, assessment
+    def __init__(self, plannable: Plannable, cluster: Cluster, assessment: Assessment) -> None:
+        self._plannable, self._cluster, self.assessment = plannable, cluster, assessment
         self.deadline, self.was_cut_short = 0.0, False
 
     def gpus(self) -> str | None:
@@ -144,42 +139,41 @@ class _Search:
 
     def batch_size(self) -> str | None:
         """Halves the batch, as seldom as it takes and not below a row for each rank."""
-        rows = self._config.train.batch_size
+        rows = self._plannable.batch_size
+
+        def halved(halvings: int) -> tuple[Plannable, str]:
+            return self._plannable.with_batch_size(rows >> halvings)
 
         def fits(halvings: int) -> bool:
-            train = dataclasses.replace(self._config.train, batch_size=rows >> halvings)
-            return self._fits(dataclasses.replace(self._config, train=train))
+            return self._fits(halved(halvings)[0])
 
         most = (rows // self._cluster.world_size).bit_length() - 1
         if most < 1 or not fits(most):
             return None
-        halvings = self._bisect(fits, 0, most)
-        return f"train.batch_size={rows >> halvings}"
+        return halved(self._bisect(fits, 0, most))[1]
 
     def sharding(self) -> str | None:
-        """Drops what the config says of how tables may be placed."""
+        """Drops what the settings say of how tables may be placed."""
+        plan = self._plannable.plan
         free: dict[str, Any] = {"sharding_types": None, "min_partition": None, "tables": {}}
-        changed = {name: value for name, value in free.items() if getattr(self._config.plan, name) != value}
+        changed = {name: value for name, value in free.items() if getattr(plan, name) != value}
         if not changed:
             return None
-        plan = dataclasses.replace(self._config.plan, **changed)
         settings = " ".join(f"plan.{name}={'null' if value is None else '{}'}" for name, value in changed.items())
-        return settings if self._fits(dataclasses.replace(self._config, plan=plan)) else None
+        return settings if self._fits(self._plannable.with_plan(dataclasses.replace(plan, **changed))) else None
 
     def optimizer(self) -> str | None:
-        """Takes an optimizer that keeps a number for each row, where the config's keeps some for each weight."""
-        sparse = self._config.train.sparse_optimizer
-        if not OPTIMIZERS[sparse.name].has_weight_states:
+        """Takes an optimizer that keeps a number for each row, where there is one that keeps some for each weight."""
+        name = self._plannable.sparse_optimizer
+        if name is None or not OPTIMIZERS[name].has_weight_states:
             return None
-        smaller = dataclasses.replace(sparse, name=row_wise_name())
-        train = dataclasses.replace(self._config.train, sparse_optimizer=smaller)
-        changed = dataclasses.replace(self._config, train=train)
-        return f"train.sparse_optimizer.name={smaller.name}" if self._fits(changed) else None
+        changed, argument = self._plannable.with_sparse_optimizer(row_wise_name())
+        return argument if self._fits(changed) else None
 
     def host_memory(self) -> str | None:
         """Adds host memory to each node, in whole gibibytes, where tables may lie in it."""
         cluster = self._cluster
-        if not self._config.plan.host_memory or cluster.device.kind == "cpu":
+        if not self._plannable.plan.host_memory or cluster.device.kind == "cpu":
             return None
 
         def fits(gibibytes: int) -> bool:
@@ -193,42 +187,27 @@ class _Search:
         return f"--host-memory {self._bisect(fits, too_few, enough)}GiB"
 
     def collisions(self) -> str | None:
-        """Compresses the default's tables; those of tables with settings of their own stay as they are."""
-        default = self._config.embedding.default
-        if default.partition not in ("naive", *_HASHED):
+        """Compresses tables further, or at all."""
+        before, with_collisions = self._plannable.collisions, self._plannable.with_collisions
+        if before is None:
             return None
-        scheme = "quotient_remainder" if default.partition == "naive" else default.partition
+        number = self._least(lambda collisions: self._fits(with_collisions(collisions)[0]), before, _MAX_COLLISIONS)
+        return None if number is None else with_collisions(number)[1]
 
-        def compressed(collisions: int) -> Config:
-            table = dataclasses.replace(default, partition=scheme, collisions=collisions, num_buckets=None)
-            embedding = dataclasses.replace(self._config.embedding, default=table)
-            return dataclasses.replace(self._config, embedding=embedding)
-
-        before = 1 if default.partition == "naive" else default.collisions or 1
-        collisions = self._least(lambda number: self._fits(compressed(number)), before, _MAX_COLLISIONS)
-        if collisions is None:
-            return None
-        settings = [] if scheme == default.partition else [f"embedding.default.partition={scheme}"]
-        settings += [] if default.num_buckets is None else ["embedding.default.num_buckets=null"]
-        settings.append(f"embedding.default.collisions={collisions}")
-        for name, table in self._config.embedding.tables.items():
-            settings += [f"embedding.tables.{name}.{own}" for own in _settings_to_repeat(table, default, scheme)]
-        return " ".join(settings)
-
-    def _fits(self, config: Config | None = None, cluster: Cluster | None = None) -> bool:
-        """Plans a changed config, or a changed cluster; False too where the change does not go with other settings.
+    def _fits(self, plannable: Plannable | None = None, cluster: Cluster | None = None) -> bool:
+        """Plans a changed model, or a changed cluster; False too where the change does not go with other settings.
 
         Raises:
             _OutOfTimeError: There are too many ranks to plan for, or there is no time left.
         """
-        config, cluster = config or self._config, cluster or self._cluster
+        plannable, cluster = plannable or self._plannable, cluster or self._cluster
         try:
-            if _table_bytes(config) > self._max_table_bytes(cluster):
+            if plannable.table_bytes() > self._max_table_bytes(cluster):
                 return False
             if cluster.world_size > _MAX_RANKS or time.monotonic() >= self.deadline:
                 self.was_cut_short = True
                 raise _OutOfTimeError
-            return assess_capacity(config, cluster).fits
+            return assess(plannable, cluster).fits
         except UserError:
             return False
 
@@ -238,7 +217,7 @@ class _Search:
         network = workload.network or NetworkEstimate()
         beside = network.parameters + network.buffers + network.optimizer_state + network.gradients
         beside += sum(workload.graph_bytes.values()) + reserve_bytes(self.assessment.reserve, cluster)
-        host_bytes = cluster.host_bytes_per_rank if self._config.plan.host_memory else 0
+        host_bytes = cluster.host_bytes_per_rank if self._plannable.plan.host_memory else 0
         return (max(0, cluster.rank_bytes - beside) + host_bytes) * cluster.world_size
 
     def _least(self, fits: Callable[[int], bool], too_few: int, most: int) -> int | None:
@@ -257,31 +236,3 @@ class _Search:
         except _OutOfTimeError:
             pass
         return enough
-
-
-def _settings_to_repeat(table: TableConfig, default: TableConfig, scheme: str) -> list[str]:
-    """Returns what to type of a table that keeps its settings, where it may have them from the changed default.
-
-    Args:
-        table: Settings of the table.
-        default: Settings of the default before the change.
-        scheme: Partition scheme of the default after the change.
-    """
-    settings = []
-    if table.partition == default.partition and scheme != default.partition:
-        settings.append(f"partition={table.partition}")
-    is_hashed = table.partition in _HASHED
-    if is_hashed and (table.collisions, table.num_buckets) == (default.collisions, default.num_buckets):
-        is_given = table.num_buckets is not None
-        settings.append(f"num_buckets={table.num_buckets}" if is_given else f"collisions={table.collisions or 4}")
-    return settings
-
-
-def _table_bytes(config: Config) -> int:
-    """Returns the bytes of all tables, each of them once."""
-    optimizers = table_optimizers(config.train)
-    storages = [
-        whole_table_storage(table, optimizers)
-        for table in build_tables(config.data.load_schema().categorical, config.embedding)
-    ]
-    return sum(storages, TableStorage()).total

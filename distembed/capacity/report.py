@@ -1,10 +1,10 @@
-"""All that ``distembed plan`` finds out: an assessment, and what would make the config fit."""
+"""All that ``distembed plan`` finds out: an assessment, and what would make the model fit."""
 
 from dataclasses import dataclass
 
-from distembed.capacity.assessment import Assessment, assess_capacity
+from distembed.capacity.assessment import Assessment, assess
+from distembed.capacity.plannable import Plannable
 from distembed.capacity.remedies import Remedies, find_remedies
-from distembed.config import Config
 from distembed.planning.cluster import Cluster
 
 UNFINISHED_SEARCH = "more remedies were not looked for: planning takes too long here"
@@ -12,10 +12,10 @@ UNFINISHED_SEARCH = "more remedies were not looked for: planning takes too long 
 
 @dataclass(frozen=True)
 class CapacityReport:
-    """Whether a config fits a cluster, and what would make it fit.
+    """Whether a model fits a cluster, and what would make it fit.
 
     Attributes:
-        assessment: How the config fits the cluster.
+        assessment: How the model fits the cluster.
         remedies: Changes that make it fit; none where it fits.
     """
 
@@ -28,18 +28,18 @@ class CapacityReport:
         return (*self.assessment.notes, *(() if self.remedies.is_complete else (UNFINISHED_SEARCH,)))
 
 
-def report_capacity(config: Config, cluster: Cluster, memory_is_given: bool) -> CapacityReport:
-    """Plans a config for a cluster and, where it does not fit, looks for remedies.
+def report_capacity(plannable: Plannable, cluster: Cluster, memory_is_given: bool) -> CapacityReport:
+    """Plans a model for a cluster and, where it does not fit, looks for remedies.
 
     Args:
-        config: Config to plan.
+        plannable: Model to plan, with its step and settings.
         cluster: Cluster to plan for.
         memory_is_given: Whether ``--memory`` says what a device has, so that no other device would have more.
 
     Raises:
         UserError: The settings cannot be planned at all.
     """
-    assessment = assess_capacity(config, cluster)
+    assessment = assess(plannable, cluster)
     if assessment.fits:
         return CapacityReport(assessment)
-    return CapacityReport(assessment, find_remedies(config, cluster, memory_is_given, assessment))
+    return CapacityReport(assessment, find_remedies(plannable, cluster, memory_is_given, assessment))

@@ -10,17 +10,18 @@ from rich.console import Console
 
 from distembed.capacity.as_json import report_as_json
 from distembed.capacity.compression import compress_config
+from distembed.capacity.configured_model import ConfiguredModel
 from distembed.capacity.plan_files import PlanFiles
+from distembed.capacity.plannable import Plannable
 from distembed.capacity.report import CapacityReport, report_capacity
 from distembed.capacity.terminal import print_capacity_report
-from distembed.config import Config
 from distembed.errors import InsufficientMemory
 from distembed.files import write_text
 from distembed.planning.cluster import Cluster
 
 
 def run_plan(
-    config: Config,
+    plannable: Plannable,
     cluster: Cluster,
     files: PlanFiles,
     *,
@@ -29,10 +30,10 @@ def run_plan(
     console: Console,
     errors: Console,
 ) -> bool:
-    """Plans, prints and writes; returns whether the config fits.
+    """Plans, prints and writes; returns whether the model fits.
 
     Args:
-        config: Config to plan.
+        plannable: Model to plan, of a config where a compressed one is asked for.
         cluster: Cluster to plan for.
         files: Files to write, which were found to be writable.
         memory_is_given: Whether ``--memory`` says what a device has, so that no other device would have more.
@@ -44,13 +45,14 @@ def run_plan(
         UserError: The settings cannot be planned at all.
         RunError: A file cannot be written; the plan is printed by then.
     """
-    reason = "the config does not fit"
+    reason = "it does not fit"
     if files.compress is not None:
+        assert isinstance(plannable, ConfiguredModel)
         try:
-            config = compress_config(config, cluster)
+            plannable = ConfiguredModel(compress_config(plannable.config, cluster))
         except InsufficientMemory as error:
             reason = str(error)  # then the config is planned as it is
-    report = report_capacity(config, cluster, memory_is_given)
+    report = report_capacity(plannable, cluster, memory_is_given)
     if as_json:
         print(_json_text(report), flush=True)
     else:
@@ -60,15 +62,16 @@ def run_plan(
     if unwritten:
         text = f"not written: {', '.join(unwritten)}, since {reason}"
         errors.print(text, markup=False, highlight=False, soft_wrap=True)
-    _write(files, config, report)
+    _write(files, plannable, report)
     return fits
 
 
-def _write(files: PlanFiles, config: Config, report: CapacityReport) -> None:
-    """Writes the files; of a config that does not fit the report alone."""
+def _write(files: PlanFiles, plannable: Plannable, report: CapacityReport) -> None:
+    """Writes the files; of a model that does not fit the report alone."""
     fits = report.assessment.fits
     if files.compress is not None and fits:
-        write_text(files.compress, config.to_yaml(), make_folder=True)
+        assert isinstance(plannable, ConfiguredModel)
+        write_text(files.compress, plannable.config.to_yaml(), make_folder=True)
     if files.output is not None and fits:
         write_text(files.output, _json_text(report) + "\n", make_folder=True)
     if files.report is not None:

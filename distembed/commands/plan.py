@@ -90,10 +90,11 @@ def plan_command(
     loaded.data.load_schema()
     to_write = PlanFiles(files.output, files.compress, files.report, files.overwrite)
     to_write.require_writable()
+    from distembed.capacity.configured_model import ConfiguredModel
     from distembed.capacity.run_plan import run_plan
 
     fits = run_plan(
-        loaded,
+        ConfiguredModel(loaded),
         planned_for,
         to_write,
         memory_is_given=cluster.memory is not None,

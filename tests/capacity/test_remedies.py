@@ -13,6 +13,8 @@ import pytest
 from distembed import cli
 from distembed.capacity import remedies
 from distembed.capacity.assessment import Assessment, assess_capacity
+from distembed.capacity.configured_model import ConfiguredModel
+from distembed.capacity.plannable import Plannable
 from distembed.capacity.remedies import Remedies, find_remedies
 from distembed.config import Config, load_config
 from distembed.planning.cluster import Cluster
@@ -72,7 +74,9 @@ def test_each_holds_as_it_is_typed_behind_the_command(case: str) -> None:
     settings, options, there_is, expected = CASES[case]
     typed = [str(KAGGLE), *settings, *options, "--memory", str(there_is.device.memory_bytes)]
     typed += ["--nodes", str(there_is.nodes), "--gpus", str(there_is.ranks_per_node)]
-    found = find_remedies(load_config(KAGGLE, settings), there_is, memory_is_given=True, max_seconds=600)
+    found = find_remedies(
+        ConfiguredModel(load_config(KAGGLE, settings)), there_is, memory_is_given=True, max_seconds=600
+    )
     assert found.is_complete and kinds(found) == expected
     for remedy in found.arguments:
         assert holds(typed, remedy), remedy
@@ -80,7 +84,7 @@ def test_each_holds_as_it_is_typed_behind_the_command(case: str) -> None:
 
 def test_without_a_memory_that_was_typed_another_device_is_one() -> None:
     config, there_is = load_config(KAGGLE, [NAIVE, "embedding.default.embedding_dim=512"]), cluster("40GiB")
-    found = find_remedies(config, there_is, max_seconds=600)
+    found = find_remedies(ConfiguredModel(config), there_is, max_seconds=600)
     (device,) = [remedy for remedy in found.arguments if remedy.startswith("--gpu ")]
     assert holds([str(KAGGLE), NAIVE, "embedding.default.embedding_dim=512", "--gpus", "1"], device)
     larger = [other for other in DEVICES.values() if other.kind == "cuda" and other.memory_bytes > 40 * 2**30]
@@ -91,7 +95,7 @@ def test_without_a_memory_that_was_typed_another_device_is_one() -> None:
 def test_each_number_is_the_least() -> None:
     """Against trying one number after another."""
     config, there_is = load_config(KAGGLE, [NAIVE]), cluster("700MB")
-    found = find_remedies(config, there_is, max_seconds=600)
+    found = find_remedies(ConfiguredModel(config), there_is, max_seconds=600)
 
     def first(change: Any) -> int:
         return next(n for n in itertools.count(1) if change(n).fits)
@@ -103,7 +107,7 @@ def test_each_number_is_the_least() -> None:
     collisions = first(lambda n: assess_capacity(load_config(KAGGLE, f"{compressed}{n}".split()), there_is))
     assert f"{compressed}{collisions}" in found.arguments
     large_batches = load_config(KAGGLE, ["train.batch_size=1000001"])
-    found = find_remedies(large_batches, cluster("2GB"), max_seconds=600)
+    found = find_remedies(ConfiguredModel(large_batches), cluster("2GB"), max_seconds=600)
     (smaller,) = [one for one in found.arguments if one.startswith("train.batch_size")]
     enough = [1_000_001 >> n for n in range(19) if assess_capacity(batches_of(1_000_001 >> n), cluster("2GB")).fits]
     assert smaller == f"train.batch_size={max(enough)}"
@@ -117,7 +121,7 @@ def test_tables_with_settings_of_their_own_keep_them(tmp_path: Path) -> None:
     file = tmp_path / "exceptions.yaml"
     file.write_text(WITH_EXCEPTIONS)
     config = load_config(file)
-    found = find_remedies(config, cluster("1GB"), max_seconds=600)
+    found = find_remedies(ConfiguredModel(config), cluster("1GB"), max_seconds=600)
     (remedy,) = [one for one in found.arguments if one.startswith("embedding.")]
     typed = load_config(file, shlex.split(remedy))
     assert assess_capacity(typed, cluster("1GB")).fits
@@ -132,14 +136,14 @@ def test_tables_with_settings_of_their_own_keep_them(tmp_path: Path) -> None:
 
 def test_what_is_not_planned_would_not_have_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
     config, there_is = load_config(KAGGLE, [NAIVE]), cluster("400MB", 1, 2)
-    bounded = find_remedies(config, there_is, max_seconds=600)
-    monkeypatch.setattr(remedies, "_table_bytes", lambda config: 0)
-    assert bounded == find_remedies(config, there_is, max_seconds=600) != Remedies()
+    bounded = find_remedies(ConfiguredModel(config), there_is, max_seconds=600)
+    monkeypatch.setattr(ConfiguredModel, "table_bytes", lambda self: 0)
+    assert bounded == find_remedies(ConfiguredModel(config), there_is, max_seconds=600) != Remedies()
 
 
 def test_smaller_tables_are_no_remedy_for_networks_that_are_too_large() -> None:
     config = load_config(KAGGLE, ["model.top=[4096, 4096]", "train.sparse_optimizer.name=adam"])
-    found = find_remedies(config, cluster("300MB"), max_seconds=600)
+    found = find_remedies(ConfiguredModel(config), cluster("300MB"), max_seconds=600)
     assert kinds(found) == {"--gpu"}
 
 
@@ -147,15 +151,18 @@ def test_the_search_ends_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     config, there_is = load_config(KAGGLE, [NAIVE]), cluster("700MB")
     found, planned = assess_capacity(config, there_is), list[int]()
 
-    def does_not_fit(config: Config, cluster: Cluster) -> Assessment:
+    def does_not_fit(plannable: Plannable, cluster: Cluster) -> Assessment:
         planned.append(cluster.world_size)
         return found
 
-    monkeypatch.setattr(remedies, "assess_capacity", does_not_fit)
-    nothing = find_remedies(config, there_is, assessment=found, max_seconds=0)
+    monkeypatch.setattr(remedies, "assess", does_not_fit)
+    nothing = find_remedies(ConfiguredModel(config), there_is, assessment=found, max_seconds=0)
     assert nothing == Remedies(is_complete=False) and not planned
     many = find_remedies(
-        config, dataclasses.replace(there_is, nodes=500, ranks_per_node=8), assessment=found, max_seconds=600
+        ConfiguredModel(config),
+        dataclasses.replace(there_is, nodes=500, ranks_per_node=8),
+        assessment=found,
+        max_seconds=600,
     )
     assert many == Remedies(is_complete=False)
     assert max(planned) == 4000

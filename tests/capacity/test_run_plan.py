@@ -178,7 +178,7 @@ def test_what_was_planned_is_printed_though_no_file_can_be_written(
 def test_a_plan_that_does_not_fit_is_not_written_and_that_is_said(tmp_path: Path) -> None:
     with errors.capture() as said:
         assert plan("--gpus", 1, "--memory", "20MB", "--output", tmp_path / "kept.json")[0] == 3
-    assert f"not written: --output {tmp_path}/kept.json, since the config does not fit" in said.get()
+    assert f"not written: --output {tmp_path}/kept.json, since it does not fit" in said.get()
     # not even compressed: what is printed is the config as it is, and what would do
     files = ["--output", tmp_path / "kept.json", "--compress", tmp_path / "compressed.yaml"]
     with errors.capture() as said:
