@@ -18,8 +18,8 @@ operator takes within itself is not counted, but for the sorting of ids in FBGEM
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ShardingType
@@ -60,7 +60,7 @@ class StepBuffers:
     @property
     def total(self) -> int:
         """Sum of all bytes."""
-        return sum(getattr(self, field.name) for field in fields(self) if field.name != "moment")
+        return self.inputs + self.outputs + self.lookups + self.activations + self.gradients
 
 
 @dataclass(frozen=True)
@@ -99,39 +99,26 @@ class Step:
     """
 
     def __init__(self, placements: Sequence[Placement], world_size: int, workload: Workload, device_kind: str) -> None:
-        self._placements, self._world_size, self._device_kind = placements, world_size, device_kind
+        self._world_size, self._device_kind = world_size, device_kind
         self._workload, self._network = workload, workload.network or NetworkEstimate()
         self._num_rows = workload.rows_of_rank(world_size)
         self._lookups = RankLookups(placements, world_size, workload)
-        self._by_exchange: dict[ExchangeKey, list[Placement]] = {}
-        for placement in placements:
-            self._by_exchange.setdefault(exchange_key(placement), []).append(placement)
+        self._placements = {placement.table.name: placement for placement in placements}
         self._id_bytes = {
             path: common_id_dtype([own.table for own in placements if own.collection == path]).itemsize
             for path in {placement.collection for placement in placements}
         }
-        self._received = {
-            key: sum(self._num_vectors(placement) * width(placement.table) for placement in own) * _FLOAT
-            for key, own in self._by_exchange.items()
-        }
-        self._common_exchanges = {
-            key: self._exchange(key, loads) for key, loads in self._lookups.common_loads().items()
-        }
+        self._shares = {name: self._share(placement) for name, placement in self._placements.items()}
         self._batches = pipeline_depth(device_kind, world_size) * self._batch_bytes()
-        self._sent_ids = sum(self._sent_id_bytes(placement) for placement in placements)
-        self._replicated = self._network.gradients + sum(
-            part.num_parameters * (_FLOAT if part.is_function else _itemsize(placement))
-            for placement in placements
-            for part in placement.replicated
-        )
-        self._sent_by_all, self._sent_to_shards = self._sent_by_every_rank(), SentBytes()
-        for rank in range(world_size):
-            for placement, table_slice in self._lookups.column_slices(rank):
-                self._sent_to_shards += self._sent_to_shard(placement, table_slice.num_columns)
-        self._unfused = _unfused_gradients(placements, world_size)
-        self._largest_replicated = max(
-            (part.num_parameters for p in placements for part in p.replicated if not part.is_function), default=0
-        )
+        self._totals: _Totals | None = None
+
+    def place(self, placement: Placement) -> None:
+        """Places one table anew, with all others where they are; it is told by its name."""
+        name = placement.table.name
+        self._lookups.remove(self._placements[name])
+        self._lookups.add(placement)
+        self._placements[name], self._shares[name] = placement, self._share(placement)
+        self._totals = None
 
     def buffers(self, rank: int) -> StepBuffers:
         """Returns the fullest moment of a step on one rank."""
@@ -139,31 +126,76 @@ class Step:
 
     def sent_bytes(self, rank: int) -> SentBytes:
         """Returns what a rank sends in a step."""
-        common, own = self._sent_by_all, SentBytes()
+        common, to_shards, own = self._sum().sent_by_all, self._sum().sent_to_shards, SentBytes()
         for placement, table_slice in self._lookups.column_slices(rank):
             own += self._sent_to_shard(placement, table_slice.num_columns)
         return SentBytes(
             # what goes to the shards' owners, but for those that this rank owns, whose vectors it sends in turn
-            common.ids + self._sent_to_shards.ids - own.ids,
+            common.ids + to_shards.ids - own.ids,
             common.vectors + own.gradients * (self._world_size - 1),
-            common.gradients + self._sent_to_shards.gradients - own.gradients,
-            common.all_reduce,
+            common.gradients + to_shards.gradients - own.gradients,
+            round(2 * (1 - 1 / self._world_size) * self._sum().replicated),
         )
 
-    def _sent_by_every_rank(self) -> SentBytes:
-        """Returns what each rank sends for tables that are looked up on all of them, and for replicated weights."""
+    def _sum(self) -> "_Totals":
+        """Returns what all tables have together."""
+        if self._totals is None:
+            self._totals = self._total()
+        return self._totals
+
+    def _total(self) -> "_Totals":
+        shares = self._shares.values()
+        received: dict[ExchangeKey, int] = {}
+        unfused: dict[int, int] = {}
+        for placement, share in zip(self._placements.values(), shares, strict=True):
+            key = exchange_key(placement)
+            received[key] = received.get(key, 0) + share.received
+            for rank, num_bytes in share.unfused.items():
+                unfused[rank] = unfused.get(rank, 0) + num_bytes
+        return _Totals(
+            received=received,
+            common={
+                key: self._exchange(key, received[key], loads) for key, loads in self._lookups.common_loads().items()
+            },
+            sent_ids=sum(share.sent_ids for share in shares),
+            replicated=self._network.gradients + sum(share.replicated for share in shares),
+            largest_replicated=max((share.largest_replicated for share in shares), default=0),
+            unfused=unfused,
+            sent_by_all=sum((share.sent_by_all for share in shares), SentBytes()),
+            sent_to_shards=sum((share.sent_to_shards for share in shares), SentBytes()),
+        )
+
+    def _share(self, placement: Placement) -> "_TableShare":
+        """Returns what one table has of a step, wherever the others are."""
+        to_shards = SentBytes()
+        if not is_on_every_rank(placement.unit.sharding_type):
+            for start, stop, _ in column_shards(placement):
+                to_shards += self._sent_to_shard(placement, stop - start)
+        replicated = placement.replicated
+        return _TableShare(
+            received=self._num_vectors(placement) * width(placement.table) * _FLOAT,
+            sent_ids=self._sent_id_bytes(placement),
+            replicated=sum(
+                part.num_parameters * (_FLOAT if part.is_function else _itemsize(placement)) for part in replicated
+            ),
+            largest_replicated=max((part.num_parameters for part in replicated if not part.is_function), default=0),
+            unfused=_unfused_gradients(placement),
+            sent_by_all=self._sent_by_every_rank(placement),
+            sent_to_shards=to_shards,
+        )
+
+    def _sent_by_every_rank(self, placement: Placement) -> SentBytes:
+        """Returns what each rank sends for a table that is looked up on all of them."""
+        sharding_type = placement.unit.sharding_type
+        if not is_on_every_rank(sharding_type) or not _is_sent(sharding_type, self._world_size):
+            return SentBytes()
         others, share = self._world_size - 1, 1 - 1 / self._world_size
-        sent = SentBytes(all_reduce=round(2 * share * self._replicated))
-        for placement in self._placements:
-            sharding_type = placement.unit.sharding_type
-            if is_on_every_rank(sharding_type) and _is_sent(sharding_type, self._world_size):
-                bags, ids = self._num_bags(placement), round(self._num_ids(placement) * share)
-                # each rank gets the ids of its rows, and has a partial sum of every bag, or the vectors of these ids
-                vectors = bags * others if is_pooled(placement.table) else ids
-                vector_bytes = vectors * width(placement.table) * _FLOAT
-                id_bytes = ids * self._id_bytes[placement.collection]
-                sent += SentBytes(id_bytes + bags * _INT * others, vector_bytes, vector_bytes)
-        return sent
+        bags, ids = self._num_bags(placement), round(self._num_ids(placement) * share)
+        # each rank gets the ids of its rows, and has a partial sum of every bag, or the vectors of these ids
+        vectors = bags * others if is_pooled(placement.table) else ids
+        vector_bytes = vectors * width(placement.table) * _FLOAT
+        id_bytes = ids * self._id_bytes[placement.collection]
+        return SentBytes(id_bytes + bags * _INT * others, vector_bytes, vector_bytes)
 
     def _sent_to_shard(self, placement: Placement, columns: int) -> SentBytes:
         """Returns what a rank sends to the owner of some columns: ids of its rows, and gradients of their vectors."""
@@ -173,15 +205,15 @@ class Step:
             gradients=self._num_vectors(placement) * columns * _FLOAT,
         )
 
-    def _exchange(self, key: ExchangeKey, loads: Sequence[GroupLoad]) -> "_Exchange":
+    def _exchange(self, key: ExchangeKey, received: int, loads: Sequence[GroupLoad]) -> "_Exchange":
         output, (_, sharding_type) = sum(load.output_bytes for load in loads), key
         is_sent = _is_sent(sharding_type, self._world_size)
         # a reduce-scatter sends the output itself, an all-to-all a copy
-        is_reduced = sharding_type == ShardingType.ROW_WISE.value and is_pooled(self._by_exchange[key][0].table)
+        is_reduced = sharding_type == ShardingType.ROW_WISE.value and all(is_pooled(load.table) for load in loads)
         return _Exchange(
             output=output,
             sent=output if is_sent and not is_reduced else 0,
-            received=self._received[key],
+            received=received,
             arriving_ids=sum(load.num_ids * _LONG + load.num_bags * _INT for load in loads) if is_sent else 0,
             lookups=[group_type(load.table, is_pooled(load.table)).memory(load, self._device_kind) for load in loads],
             is_sent=is_sent,
@@ -189,26 +221,29 @@ class Step:
 
     def _exchanges(self, rank: int) -> list["_Exchange"]:
         """Returns a rank's exchanges, those of tables that it has no part of as well: it receives their vectors."""
-        common, loads = self._common_exchanges, self._lookups.rank_loads(rank)
-        return [common[key] if key in common else self._exchange(key, loads.get(key, [])) for key in self._by_exchange]
+        totals, loads = self._sum(), self._lookups.rank_loads(rank)
+        return [
+            totals.common[key] if key in totals.common else self._exchange(key, received, loads.get(key, []))
+            for key, received in totals.received.items()
+        ]
 
     def _moments(self, rank: int) -> Iterator[StepBuffers]:
         """Yields all moments of a step on one rank, in order."""
-        exchanges = self._exchanges(rank)
+        exchanges, totals = self._exchanges(rank), self._sum()
         lookups = [lookup for exchange in exchanges for lookup in exchange.lookups]
         arriving = sum(exchange.arriving_ids for exchange in exchanges)
         received = sum(exchange.received for exchange in exchanges)
         saved = sum(lookup.saved_bytes for lookup in lookups)
         # gradients of what is on all ranks lie in buckets all the time, where there are other ranks
-        unfused = self._unfused[rank]
-        buckets, gradients = (self._replicated if self._world_size > 1 else 0), self._replicated + unfused
+        unfused = totals.unfused.get(rank, 0)
+        buckets, gradients = (totals.replicated if self._world_size > 1 else 0), totals.replicated + unfused
         # the task's outputs of the step before are still there, and those that wait for metrics
-        inputs = self._batches + self._sent_ids + arriving
+        inputs = self._batches + totals.sent_ids + arriving
         output_bytes = math.ceil(self._network.output_bytes_per_row * self._num_rows)
         inputs += output_bytes * (1 + self._workload.logged_steps)
         # ids as received and sorted by feature; those that were sent, of this batch and of the next
         fullest = _fullest_lookup(exchanges)
-        yield StepBuffers("lookup", inputs + arriving + self._sent_ids, 0, fullest, 0, buckets)
+        yield StepBuffers("lookup", inputs + arriving + totals.sent_ids, 0, fullest, 0, buckets)
         yield StepBuffers("output", inputs, 2 * received + received * (len(exchanges) > 1), saved, 0, buckets)
         yield StepBuffers("networks", inputs, 0, saved, self._network.peak, buckets)
         back = sum(exchange.output for exchange in exchanges)
@@ -224,7 +259,7 @@ class Step:
             # gradients of pooled vectors, in one tensor, are needed until the last lookup's turn
             waiting = back if len(lookups) > 1 else 0
             yield StepBuffers("table gradients", inputs, waiting, left + lookup.update_bytes, 0, done)
-        yield StepBuffers("optimizer", inputs, 0, self._largest_replicated * _FLOAT, 0, gradients)
+        yield StepBuffers("optimizer", inputs, 0, totals.largest_replicated * _FLOAT, 0, gradients)
 
     def _num_ids(self, placement: Placement) -> float:
         """Returns the number of ids of a table's features in a rank's batch."""
@@ -245,7 +280,7 @@ class Step:
         """Returns the bytes of a rank's batch: ids, how many of them each row has, dense features and labels."""
         seen: set[str] = set()
         ids = 0.0
-        for placement in self._placements:
+        for placement in self._placements.values():
             # several collections may read one feature
             ids += self._num_rows * self._ids_per_row(
                 [name for name in placement.table.feature_names if name not in seen]
@@ -263,6 +298,54 @@ class Step:
             # where each goes is kept as well, and there is a length for each rank
             return math.ceil(2 * ids + bags * self._world_size)
         return len(column_shards(placement)) * math.ceil(ids + bags)
+
+
+@dataclass(frozen=True)
+class _TableShare:
+    """What one table has of a step, wherever the others are.
+
+    Attributes:
+        received: Bytes of its vectors of a rank's rows.
+        sent_ids: Bytes of its ids in a rank's batch, in the order of the ranks that they go to.
+        replicated: Bytes of the weights, and of their gradients, that every rank has.
+        largest_replicated: Numbers of the largest of these, but for functions.
+        unfused: Bytes of gradients that are not updated within the backward pass, by rank.
+        sent_by_all: What each rank sends for it, where it is looked up on all of them.
+        sent_to_shards: What each rank sends to the owners of its columns, if it is none of them.
+    """
+
+    received: int
+    sent_ids: int
+    replicated: int
+    largest_replicated: int
+    unfused: Mapping[int, int]
+    sent_by_all: SentBytes
+    sent_to_shards: SentBytes
+
+
+@dataclass(frozen=True)
+class _Totals:
+    """The sums over all tables of what :class:`_TableShare` has of one, and what is looked up on every rank.
+
+    Attributes:
+        received: Bytes of all vectors of a rank's rows, by exchange, in the order of the exchanges.
+        common: Exchanges of tables that are looked up on every rank.
+        sent_ids: Bytes of ids in a rank's batch, in the order of the ranks that they go to.
+        replicated: Bytes of all weights, and of their gradients, that every rank has, those of networks too.
+        largest_replicated: Numbers of the largest replicated weight of a table.
+        unfused: Bytes of gradients of shards that are not updated within the backward pass, by rank.
+        sent_by_all: What each rank sends for tables that are looked up on all of them.
+        sent_to_shards: What a rank without shards sends to the owners of columns.
+    """
+
+    received: Mapping[ExchangeKey, int]
+    common: Mapping[ExchangeKey, "_Exchange"]
+    sent_ids: int
+    replicated: int
+    largest_replicated: int
+    unfused: Mapping[int, int]
+    sent_by_all: SentBytes
+    sent_to_shards: SentBytes
 
 
 @dataclass(frozen=True)
@@ -303,14 +386,14 @@ def _fullest_lookup(exchanges: Sequence[_Exchange]) -> int:
     return fullest
 
 
-def _unfused_gradients(placements: Sequence[Placement], world_size: int) -> list[int]:
-    """Returns the bytes of gradients of each rank's sharded tables that are not updated within the backward pass."""
-    gradients = [0] * world_size
-    for placement in placements:
-        if placement.unit.compute_kernel == EmbeddingComputeKernel.DENSE.value:
-            for sharding in placement.sharded.values():
-                for shard in sharding.sharding_spec.shards:
-                    gradients[shard.placement.rank()] += math.prod(shard.shard_sizes) * _itemsize(placement)
+def _unfused_gradients(placement: Placement) -> dict[int, int]:
+    """Returns the bytes of gradients of a table's shards that are not updated within the backward pass, by rank."""
+    gradients: dict[int, int] = {}
+    if placement.unit.compute_kernel == EmbeddingComputeKernel.DENSE.value:
+        for sharding in placement.sharded.values():
+            for shard in sharding.sharding_spec.shards:
+                rank, num_bytes = shard.placement.rank(), math.prod(shard.shard_sizes) * _itemsize(placement)
+                gradients[rank] = gradients.get(rank, 0) + num_bytes
     return gradients
 
 

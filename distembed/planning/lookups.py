@@ -1,7 +1,7 @@
 """What each rank looks up in a step of a plan: groups of :mod:`distembed.sharding.groups`, without their tensors."""
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from torchrec.distributed.types import ShardingType
@@ -13,6 +13,8 @@ from distembed.sharding.placement import Placement, TableSlice, width
 ExchangeKey = tuple[str, str]
 """Collection and sharding type, which a table shares with those that are communicated together."""
 PlacedSlice = tuple[Placement, TableSlice]
+_PlacedSlices = list[tuple[Placement, TableSlice, Hashable]]
+"""Slices of one table, each with the key of its group."""
 
 
 class RankLookups:
@@ -26,18 +28,32 @@ class RankLookups:
 
     def __init__(self, placements: Sequence[Placement], world_size: int, workload: Workload) -> None:
         self._world_size, self._workload = world_size, workload
-        self._common: list[PlacedSlice] = []
-        self._by_rank: list[list[PlacedSlice]] = [[] for _ in range(world_size)]
+        self._position = {placement.table.name: i for i, placement in enumerate(placements)}
+        self._common: dict[int, _PlacedSlices] = {}
+        self._by_rank: list[dict[int, _PlacedSlices]] = [{} for _ in range(world_size)]
         for placement in placements:
-            if is_on_every_rank(placement.unit.sharding_type):
-                self._common.append((placement, placement.slice(0, width(placement.table))))
-                continue
-            for start, stop, rank in column_shards(placement):
-                self._by_rank[rank].append((placement, placement.slice(start, stop)))
+            self.add(placement)
+
+    def add(self, placement: Placement) -> None:
+        """Adds the lookups of a table, which has none yet."""
+        position = self._position[placement.table.name]
+        if is_on_every_rank(placement.unit.sharding_type):
+            self._common[position] = [_placed_slice(placement, 0, width(placement.table))]
+            return
+        for start, stop, rank in column_shards(placement):
+            self._by_rank[rank].setdefault(position, []).append(_placed_slice(placement, start, stop))
+
+    def remove(self, placement: Placement) -> None:
+        """Removes the lookups of a table that is placed so."""
+        position = self._position[placement.table.name]
+        self._common.pop(position, None)
+        if not is_on_every_rank(placement.unit.sharding_type):
+            for *_, rank in column_shards(placement):
+                self._by_rank[rank].pop(position, None)
 
     def column_slices(self, rank: int) -> list[PlacedSlice]:
         """Returns slices of the tables of which this rank has a range of columns, or all columns to itself."""
-        return self._by_rank[rank]
+        return [(placement, own) for slices in self._by_rank[rank].values() for placement, own, _ in slices]
 
     def common_loads(self) -> dict[ExchangeKey, list[GroupLoad]]:
         """Returns what is looked up on every rank, and alike."""
@@ -47,11 +63,11 @@ class RankLookups:
         """Returns all else that one rank looks up."""
         return self._loads(self._by_rank[rank])
 
-    def _loads(self, slices: Sequence[PlacedSlice]) -> dict[ExchangeKey, list[GroupLoad]]:
+    def _loads(self, slices: Mapping[int, _PlacedSlices]) -> dict[ExchangeKey, list[GroupLoad]]:
         groups: dict[ExchangeKey, dict[Hashable, list[PlacedSlice]]] = {}
-        for placement, table_slice in slices:
-            key = group_key(table_slice), placement.unit.compute_kernel
-            groups.setdefault(exchange_key(placement), {}).setdefault(key, []).append((placement, table_slice))
+        for position in sorted(slices):
+            for placement, table_slice, key in slices[position]:
+                groups.setdefault(exchange_key(placement), {}).setdefault(key, []).append((placement, table_slice))
         return {key: [self._load(group) for group in own_groups.values()] for key, own_groups in groups.items()}
 
     def _load(self, group: Sequence[PlacedSlice]) -> GroupLoad:
@@ -69,6 +85,11 @@ class RankLookups:
             num_rows=num_rows,
             averages_gradients=self._world_size > 1,
         )
+
+
+def _placed_slice(placement: Placement, start: int, stop: int) -> tuple[Placement, TableSlice, Hashable]:
+    table_slice = placement.slice(start, stop)
+    return placement, table_slice, (group_key(table_slice), placement.unit.compute_kernel)
 
 
 def exchange_key(placement: Placement) -> ExchangeKey:

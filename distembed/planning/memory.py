@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from distembed.optim.declared import TableOptimizers
 from distembed.planning.buffers import SentBytes, Step, StepBuffers
 from distembed.planning.networks import NetworkEstimate
-from distembed.planning.storage import DEFAULT_CACHE_RATIO, TableStorage, table_storage, total
+from distembed.planning.storage import DEFAULT_CACHE_RATIO, TableStorage, storage_by_rank, total
 from distembed.planning.workload import Workload
 from distembed.sharding.placement import Placement
 
@@ -80,11 +80,54 @@ def rank_memories(
         plain_tables: Bytes of each rank's tables that are not compositional; None where there are none.
         cache_ratio: Slots of a cache to rows of a table that lies in host memory.
     """
-    tables = table_storage(placements, world_size, optimizers, cache_ratio)
+    memory = PlanMemory(placements, world_size, workload, optimizers, device_kind, cache_ratio)
     plain = plain_tables if plain_tables is not None else [0] * world_size
-    step, graphs = Step(placements, world_size, workload, device_kind), sum(workload.graph_bytes.values())
-    network = workload.network or NetworkEstimate()
-    return [
-        RankMemory(tables[rank], plain[rank], network, graphs, step.buffers(rank), step.sent_bytes(rank))
-        for rank in range(world_size)
-    ]
+    return [memory.rank(rank, plain[rank]) for rank in range(world_size)]
+
+
+class PlanMemory:
+    """The memory of ranks under a plan of which tables can be placed anew, one by one.
+
+    A rank is counted when it is asked for, so that after a change only those that matter take time.
+
+    Args:
+        placements: Placements of all compositional tables.
+        world_size: Number of ranks.
+        workload: Rows, ids and networks of a training step.
+        optimizers: Optimizers of the tables.
+        device_kind: ``cuda`` or ``cpu``.
+        cache_ratio: Slots of a cache to rows of a table that lies in host memory.
+    """
+
+    def __init__(
+        self,
+        placements: Sequence[Placement],
+        world_size: int,
+        workload: Workload,
+        optimizers: TableOptimizers,
+        device_kind: str,
+        cache_ratio: float = DEFAULT_CACHE_RATIO,
+    ) -> None:
+        self._world_size, self._optimizers, self._cache_ratio = world_size, optimizers, cache_ratio
+        self._network, self._graph_bytes = workload.network or NetworkEstimate(), sum(workload.graph_bytes.values())
+        self._step = Step(placements, world_size, workload, device_kind)
+        self._storage = {placement.table.name: self._storage_by_rank(placement) for placement in placements}
+
+    def place(self, placement: Placement) -> None:
+        """Places one table anew, with all others where they are; it is told by its name."""
+        self._step.place(placement)
+        self._storage[placement.table.name] = self._storage_by_rank(placement)
+
+    def rank(self, rank: int, plain_tables: int = 0) -> RankMemory:
+        """Returns the memory of one rank.
+
+        Args:
+            rank: Number of the rank.
+            plain_tables: Bytes of the rank's tables that are not compositional.
+        """
+        tables = {name: by_rank[rank] for name, by_rank in self._storage.items() if rank in by_rank}
+        step, sent = self._step.buffers(rank), self._step.sent_bytes(rank)
+        return RankMemory(tables, plain_tables, self._network, self._graph_bytes, step, sent)
+
+    def _storage_by_rank(self, placement: Placement) -> dict[int, TableStorage]:
+        return storage_by_rank(placement, self._world_size, self._optimizers, self._cache_ratio)

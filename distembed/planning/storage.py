@@ -13,13 +13,13 @@ Tables of the kernels ``fused_uvm`` and ``fused_uvm_caching`` lie in host memory
 of each row as a whole, and the cache with what FBGEMM notes of it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.constants import UVM_CACHING_RATIO
 
-from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.embedding.config import CompositionalEmbeddingConfig, PartitionTable
 from distembed.optim.declared import TableOptimizers
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.sharding.placement import Placement
@@ -29,6 +29,9 @@ DEFAULT_CACHE_RATIO = UVM_CACHING_RATIO
 CACHED = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
 IN_HOST_MEMORY = (CACHED, EmbeddingComputeKernel.FUSED_UVM.value)
 _FUNCTION_ITEMSIZE = 4  # functions are float32
+_Shards = tuple[tuple[int, int], ...]
+"""Rows and columns of each shard of a partition that one rank has."""
+_Parts = tuple[_Shards, ...]
 
 
 @dataclass(frozen=True)
@@ -94,9 +97,27 @@ def table_storage(
     """
     by_rank: list[dict[str, TableStorage]] = [{} for _ in range(world_size)]
     for placement in placements:
-        for rank, storage in _rank_storages(placement, world_size, optimizers, cache_ratio):
-            own = by_rank[rank]
-            own[placement.table.name] = own.get(placement.table.name, TableStorage()) + storage
+        for rank, storage in storage_by_rank(placement, world_size, optimizers, cache_ratio).items():
+            by_rank[rank][placement.table.name] = storage
+    return by_rank
+
+
+def storage_by_rank(
+    placement: Placement, world_size: int, optimizers: TableOptimizers, cache_ratio: float = DEFAULT_CACHE_RATIO
+) -> dict[int, TableStorage]:
+    """Returns the storage of one table on each rank that has a part of it; ranks with equal parts share one value."""
+    replicated = sum(
+        (_replicated_storage(placement, part, optimizers) for part in placement.replicated), TableStorage()
+    )
+    parts = _parts_by_rank(placement)
+    sums: dict[_Parts, TableStorage] = {}
+    by_rank = {}
+    for rank in range(world_size) if placement.replicated else parts:
+        own = tuple(parts.get(rank, ()))
+        if own not in sums:
+            sharded = (_sharded_storage(placement, shards, optimizers, cache_ratio) for shards in own)
+            sums[own] = sum(sharded, replicated)
+        by_rank[rank] = sums[own]
     return by_rank
 
 
@@ -119,28 +140,42 @@ def function_storage(table: CompositionalEmbeddingConfig, optimizers: TableOptim
     return sum(functions, TableStorage())
 
 
-def _rank_storages(
-    placement: Placement, world_size: int, optimizers: TableOptimizers, cache_ratio: float
-) -> Iterator[tuple[int, TableStorage]]:
-    """Yields ranks and the storage of a part of the table on them; a rank comes once for each of its parts."""
-    itemsize, kernel = placement.table.bytes_per_number, placement.unit.compute_kernel
-    is_fused = kernel != EmbeddingComputeKernel.DENSE.value
+def _parts_by_rank(placement: Placement) -> dict[int, list[_Shards]]:
+    """Returns the shards of each sharded partition that a rank has rows and columns of."""
+    by_rank: dict[int, list[_Shards]] = {}
     for sharding in placement.sharded.values():
-        shards: dict[int, list[tuple[int, int]]] = {}
+        shards: dict[int, _Shards] = {}
         for shard in sharding.sharding_spec.shards:
             rows, columns = shard.shard_sizes
             if rows and columns:
-                shards.setdefault(shard.placement.rank(), []).append((rows, columns))
+                rank = shard.placement.rank()
+                shards[rank] = (*shards.get(rank, ()), (rows, columns))
         for rank, sizes in shards.items():
-            storage = _parameter(sizes, itemsize, optimizers.sparse, is_fused)
-            if kernel in IN_HOST_MEMORY:
-                num_rows, slots = sum(rows for rows, _ in sizes), cache_ratio if kernel == CACHED else None
-                storage = _in_host_memory(storage, num_rows, optimizers.sparse, slots)
-            yield rank, storage
-    for part in placement.replicated:
-        name, size = (optimizers.dense, _FUNCTION_ITEMSIZE) if part.is_function else (optimizers.sparse, itemsize)
-        storage = _parameter([(part.num_rows, part.dim)], size, name, is_fused=False)
-        yield from ((rank, storage) for rank in range(world_size))
+            by_rank.setdefault(rank, []).append(sizes)
+    return by_rank
+
+
+def _sharded_storage(
+    placement: Placement, shards: _Shards, optimizers: TableOptimizers, cache_ratio: float
+) -> TableStorage:
+    """Returns the storage of one rank's shards of one partition."""
+    kernel = placement.unit.compute_kernel
+    is_fused = kernel != EmbeddingComputeKernel.DENSE.value
+    storage = _parameter(shards, placement.table.bytes_per_number, optimizers.sparse, is_fused)
+    if kernel not in IN_HOST_MEMORY:
+        return storage
+    num_rows, slots = sum(rows for rows, _ in shards), cache_ratio if kernel == CACHED else None
+    return _in_host_memory(storage, num_rows, optimizers.sparse, slots)
+
+
+def _replicated_storage(placement: Placement, part: PartitionTable, optimizers: TableOptimizers) -> TableStorage:
+    """Returns the storage of a partition, or of a function, that every rank has."""
+    name, itemsize = (
+        (optimizers.dense, _FUNCTION_ITEMSIZE)
+        if part.is_function
+        else (optimizers.sparse, placement.table.bytes_per_number)
+    )
+    return _parameter([(part.num_rows, part.dim)], itemsize, name, is_fused=False)
 
 
 def _parameter(shards: Sequence[tuple[int, int]], itemsize: int, optimizer: str, is_fused: bool) -> TableStorage:
@@ -167,4 +202,5 @@ def _in_host_memory(storage: TableStorage, num_rows: int, optimizer: str, cache_
 
 def total(storage: Mapping[str, TableStorage]) -> TableStorage:
     """Returns the storage of all tables of a rank together."""
-    return sum(storage.values(), TableStorage())
+    names = [field.name for field in fields(TableStorage)]
+    return TableStorage(*[sum([getattr(own, name) for own in storage.values()]) for name in names])
