@@ -1,19 +1,23 @@
-"""The chart of an assessment: the memory of each rank, by what takes it, below the device's capacity.
+"""The chart of an assessment: the memory and the time of each rank, by what takes it.
 
-Where there is no plan, the chart is of what tables need beside what is left for them.
+Memory stands below the device's capacity; where little of that is used, what is used is drawn as large as there is
+room. Where there is no plan, the chart is of what tables need beside what is left for them.
 """
 
 import io
+from collections.abc import Mapping
 from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, FigureBase
+from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from distembed.capacity.assessment import Assessment
-from distembed.capacity.texts import shown_items, verdict
+from distembed.capacity.quantities import MemoryByRank, RankQuantity, TimeByRank
+from distembed.capacity.texts import verdict
 from distembed.outputs import MADE_BY
 from distembed.runs.pages import COLOURS, FIGURE_SETTINGS, PAGE_COLOUR
 from distembed.units import binary_unit, format_bytes
@@ -22,7 +26,6 @@ MAX_BARS = 64
 """Ranks that have a bar each; those of a larger cluster are drawn as an area."""
 RED, GREEN = "#d1495b", "#2a9d78"
 
-_CLOSE_UP_SHARE = 0.4  # of the capacity; what is used is drawn once more, larger, where it is less
 _ITEM_COLOURS = {
     "tables": COLOURS[0],
     "optimizer": COLOURS[1],
@@ -35,6 +38,13 @@ _ITEM_COLOURS = {
     "activations": COLOURS[5],
     "allocator": "#9a9a9a",
 }
+# the times that go with what takes memory have its colours
+_ITEM_COLOURS |= {
+    "lookup": _ITEM_COLOURS["lookups"],
+    "exchange": _ITEM_COLOURS["step buffers"],
+    "all-reduce": _ITEM_COLOURS["gradients"],
+    "starts": COLOURS[3],
+}
 _DEMAND_COLOURS = {
     "weights": _ITEM_COLOURS["tables"],
     "optimizer_state": _ITEM_COLOURS["optimizer"],
@@ -42,36 +52,46 @@ _DEMAND_COLOURS = {
 }
 
 
-def draw_ranks(assessment: Assessment, axes: Axes, close_up: bool = False) -> None:
-    """Draws the memory of each rank, stacked by item: a bar each, or an area where there are many.
+def draw_ranks(quantity: RankQuantity, axes: Axes) -> None:
+    """Draws the memory or the time of each rank, stacked by item.
 
-    Args:
-        assessment: Assessment with a plan.
-        axes: Axes to draw into.
-        close_up: Whether to draw what is used, without the allocator's reserve and the capacity.
+    Up to :data:`MAX_BARS` ranks have a bar each. More are an area, from the rank with most to that with least.
     """
-    ranks = assessment.ranks
-    items = [item for item in shown_items(assessment) if not (close_up and item.name == "allocator")]
-    sizes = [np.array([item.bytes_on(rank) for rank in ranks], dtype=np.float64) for item in items]
-    capacity, bottom = assessment.cluster.rank_bytes, np.zeros(len(ranks))
-    highest = max(float(sum(sizes, np.zeros(1)).max()), 1.0 if close_up else capacity)
-    unit = _label_bytes(axes, highest)
-    for item, size in zip(items, sizes, strict=True):
-        name = f"{'close-up' if close_up else 'all'}-rank-{{}}-{item.name.replace(' ', '-')}"
-        _draw_item(axes, size / unit, bottom / unit, _ITEM_COLOURS[item.name], name)
-        bottom += size
-    if not close_up:
-        _draw_capacity(axes, capacity / unit, f"capacity {format_bytes(capacity)}")
-    margin = max(0.0, (6 - len(ranks)) / 2)  # a bar of one rank does not fill the width
-    axes.set_xlim(-0.5 - margin, len(ranks) - 0.5 + margin)
-    axes.set_ylim(0, highest / unit * (1.05 if close_up else 1.12))
-    if len(ranks) < 6:
-        axes.set_xticks(range(len(ranks)))
+    has_bars, limit = len(quantity.ranks) <= MAX_BARS, quantity.limit
+    groups = quantity.groups if has_bars else quantity.sorted_groups
+    ranks = quantity.ranks if has_bars else [group.first for group in groups]
+    amounts = [np.array([item.amount(rank) for rank in ranks], dtype=np.float64) for item in quantity.bar_items]
+    highest = max(float(sum(amounts, np.zeros(1)).max()), limit or 0.0) or 1.0
+    unit = _label_bytes(axes, highest, "y") if isinstance(quantity, MemoryByRank) else _label_milliseconds(axes)
+    edges = np.cumsum([0, *(len(group.ranks) for group in groups)])
+    bottom = np.zeros(len(ranks))
+    for item, amount in zip(quantity.bar_items, amounts, strict=True):
+        top, colour = bottom + amount, _ITEM_COLOURS[item.name]
+        if has_bars:
+            bars = axes.bar(range(len(ranks)), amount / unit, bottom=bottom / unit, color=colour)
+            for rank, bar in enumerate(bars):
+                bar.set_gid(f"{quantity.name}-{rank}-{item.name.replace(' ', '-')}")
+        else:
+            axes.stairs(top / unit, edges, baseline=bottom / unit, fill=True, color=colour)
+        bottom = top
+    if limit is not None:
+        _draw_capacity(axes, limit / unit, f"capacity {quantity.text(limit)}")
+    axes.set_ylim(0, highest / unit * (1.05 if limit is None else 1.12))
+    _label_ranks(axes, quantity, has_bars)
+
+
+def _label_ranks(axes: Axes, quantity: RankQuantity, has_bars: bool) -> None:
+    """Labels the axis of ranks, with their numbers or with how many they are."""
+    num_ranks, (most, least) = len(quantity.ranks), quantity.extremes
+    margin = max(0.0, (6 - num_ranks) / 2)  # a bar of one rank does not fill the width
+    axes.set_xlim(*((-0.5 - margin, num_ranks - 0.5 + margin) if has_bars else (0, num_ranks)))
+    if num_ranks < 6:
+        axes.set_xticks(range(num_ranks))
     else:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(False, axis="x")
     axes.set_axisbelow(True)
-    axes.set_xlabel("rank")
+    axes.set_xlabel("rank" if has_bars else f"number of ranks, from the {most} to the {least}")
 
 
 def draw_demand(assessment: Assessment, axes: Axes) -> None:
@@ -93,20 +113,14 @@ def draw_demand(assessment: Assessment, axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
-def needs_close_up(assessment: Assessment) -> bool:
-    """Returns whether the bars are so low that they are drawn once more, larger."""
-    used = max(rank.memory.total for rank in assessment.ranks)
-    return 0 < used < _CLOSE_UP_SHARE * assessment.cluster.rank_bytes
+def item_colours(quantity: RankQuantity) -> dict[str, str]:
+    """Returns the colours of a rank's items, by their name."""
+    return {item.name: _ITEM_COLOURS[item.name] for item in quantity.bar_items}
 
 
-def legend_colours(assessment: Assessment) -> dict[str, str]:
-    """Returns the colours by the name of what is drawn in them."""
-    if not assessment.ranks:
-        return {
-            **{name.replace("_", " "): colour for name, colour in _DEMAND_COLOURS.items()},
-            "left for tables": GREEN,
-        }
-    return {item.name: _ITEM_COLOURS[item.name] for item in shown_items(assessment)}
+def demand_colours() -> dict[str, str]:
+    """Returns the colours of what tables need and of what is left for them, by their name."""
+    return {**{name.replace("_", " "): colour for name, colour in _DEMAND_COLOURS.items()}, "left for tables": GREEN}
 
 
 def render_chart(assessment: Assessment, file_format: str) -> bytes:
@@ -117,7 +131,7 @@ def render_chart(assessment: Assessment, file_format: str) -> bytes:
         file_format: ``png`` or ``svg``.
     """
     dark = {key: "#222222" for key, value in FIGURE_SETTINGS.items() if value == PAGE_COLOUR}
-    height = 3.0 if not assessment.ranks else 8.0 if needs_close_up(assessment) else 5.0
+    height = 9.0 if assessment.ranks else 3.0
     with matplotlib.rc_context({**FIGURE_SETTINGS, **dark, "figure.facecolor": "white"}):
         figure = Figure(figsize=(10, height), layout="constrained")
         _draw_chart(assessment, figure)
@@ -133,26 +147,20 @@ def _draw_chart(assessment: Assessment, figure: Figure) -> None:
     figure.suptitle(verdict(assessment), x=0.01, ha="left", parse_math=False, color=GREEN if assessment.fits else RED)
     if not assessment.ranks:
         draw_demand(assessment, figure.add_subplot())
-    elif needs_close_up(assessment):
-        whole, close = figure.subplots(2)
-        draw_ranks(assessment, whole)
-        draw_ranks(assessment, close, close_up=True)
-        close.set_title("close-up: what is used, without the allocator's reserve", loc="left", fontsize="medium")
-    else:
-        draw_ranks(assessment, figure.add_subplot())
-    colours = legend_colours(assessment)
-    patches = [matplotlib.patches.Patch(color=colour, label=name) for name, colour in colours.items()]
-    figure.legend(handles=patches, loc="outside lower left", ncols=min(len(patches), 5))
-
-
-def _draw_item(axes: Axes, heights: np.ndarray, bottom: np.ndarray, colour: str, name: str) -> None:
-    """Draws one layer of the stack; ``name.format(rank)`` becomes the id of a rank's bar in an SVG."""
-    if len(heights) > MAX_BARS:
-        edges = np.arange(len(heights) + 1) - 0.5
-        axes.stairs(bottom + heights, edges, baseline=bottom, fill=True, color=colour)
+        _draw_legend(figure, demand_colours())
         return
-    for rank, bar in enumerate(axes.bar(range(len(heights)), heights, bottom=bottom, color=colour)):
-        bar.set_gid(name.format(rank))
+    parts: Any = figure.subfigures(2)
+    for part, quantity in zip(parts, (MemoryByRank(assessment), TimeByRank(assessment)), strict=True):
+        axes = part.subplots()
+        draw_ranks(quantity, axes)
+        axes.set_title(f"{quantity.heading}. {quantity.caption}", loc="left", fontsize="medium")
+        _draw_legend(part, item_colours(quantity))
+
+
+def _draw_legend(figure: FigureBase, colours: Mapping[str, str]) -> None:
+    """Draws below a figure what has which colour."""
+    patches = [Patch(color=colour, label=name) for name, colour in colours.items()]
+    figure.legend(handles=patches, loc="outside lower left", ncols=min(len(patches), 5))
 
 
 def _draw_capacity(axes: Axes, height: float, text: str) -> None:
@@ -162,7 +170,7 @@ def _draw_capacity(axes: Axes, height: float, text: str) -> None:
     axes.annotate(text, (1, height), (0, 3), ha="right", va="bottom", **place)
 
 
-def _label_bytes(axes: Axes, highest: float, axis: str = "y") -> int:
+def _label_bytes(axes: Axes, highest: float, axis: str) -> int:
     """Labels an axis with the unit of :func:`format_bytes` for the highest value, and returns the unit's bytes."""
     name, unit_bytes = binary_unit(int(highest))
     if axis == "y":
@@ -170,3 +178,9 @@ def _label_bytes(axes: Axes, highest: float, axis: str = "y") -> int:
     else:
         axes.set_xlabel(name)
     return unit_bytes
+
+
+def _label_milliseconds(axes: Axes) -> int:
+    """Labels the upright axis, and returns the unit's milliseconds."""
+    axes.set_ylabel("ms a step")
+    return 1

@@ -1,45 +1,46 @@
-"""A report as a page of HTML: verdict, remedies, chart, and a table of the tables and of the ranks."""
+"""A report as a page of HTML: verdict, remedies, and charts with tables of memory, of time and of the tables."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 
 from distembed.capacity.assessment import AssessedRank, Assessment
-from distembed.capacity.chart import GREEN, MAX_BARS, RED, draw_demand, draw_ranks, legend_colours, needs_close_up
+from distembed.capacity.chart import GREEN, MAX_BARS, RED, demand_colours, draw_demand, draw_ranks, item_colours
+from distembed.capacity.quantities import (
+    LineT,
+    MemoryByRank,
+    PlanColumn,
+    RankGroup,
+    RankItem,
+    RankQuantity,
+    TimeByRank,
+)
+from distembed.capacity.reasons import ALTERNATIVES_LEGEND, alternatives_text, bound_lines
 from distembed.capacity.report import CapacityReport
 from distembed.capacity.texts import (
-    LineT,
-    MemoryItem,
-    PlanColumn,
     cluster_text,
     host_lines,
     is_in_host_memory,
     shortage_lines,
-    shown_items,
-    shown_ranks,
-    step_columns,
     step_lines,
     table_columns,
     verdict,
 )
 from distembed.runs.pages import figure, page, render_svg, section, swatch
-from distembed.units import format_bytes
 
 
 def render_capacity_page(report: CapacityReport) -> str:
     """Returns the page's HTML, which fetches nothing."""
     assessment = report.assessment
     kind = "fits" if assessment.fits else "short"
-    lines = [*shortage_lines(assessment), *host_lines(assessment), *step_lines(assessment)]
+    lines = [*shortage_lines(assessment), *host_lines(assessment), *step_lines(assessment), *bound_lines(assessment)]
     remedies = [f"fits with {argument}" for argument in report.remedies.arguments]
-    heading = "Memory by rank" if assessment.ranks else "Memory"
-    sections = [
-        f'<p class="{kind}">{escape(verdict(assessment))}</p>\n{_paragraphs([*lines, *remedies])}',
-        section(heading, _legend(assessment) + _figures(assessment)),
-        section("Tables", _table(table_columns(assessment), assessment.tables, is_in_host_memory)),
-    ]
+    sections = [f'<p class="{kind}">{escape(verdict(assessment))}</p>\n{_paragraphs([*lines, *remedies])}']
     if assessment.ranks:
-        sections.append(section("Ranks", _rank_table(assessment)))
+        sections += [_rank_section(quantity) for quantity in (MemoryByRank(assessment), TimeByRank(assessment))]
+    else:
+        sections.append(_demand_section(assessment))
+    sections.append(_table_section(assessment))
     if report.notes:
         sections.append(section("Notes", _paragraphs(report.notes)))
     return page(f"distembed: plan for {cluster_text(assessment.cluster)}", "".join(sections), _STYLE)
@@ -50,68 +51,83 @@ def _paragraphs(lines: Iterable[str]) -> str:
     return "".join(f"<p>{escape(line)}</p>\n" for line in lines)
 
 
-def _legend(assessment: Assessment) -> str:
-    """Returns the colours of the figures with what is drawn in them."""
-    colours = legend_colours(assessment)
+def _legend(colours: Mapping[str, str]) -> str:
+    """Returns the colours of a figure with what is drawn in them."""
     shown = "".join(f"<span>{swatch(colour)}{escape(name)}</span>" for name, colour in colours.items())
     return f'<p class="legend">{shown}</p>\n'
 
 
-def _figures(assessment: Assessment) -> str:
-    """Returns the chart, once more in a close-up where its bars are low."""
-    if not assessment.ranks:
-        drawn = render_svg(lambda drawing: draw_demand(assessment, drawing.add_subplot()), (9, 2))
-        return figure("Needed and left", f"On all ranks of {cluster_text(assessment.cluster)} together.", drawn)
-    whole = render_svg(lambda drawing: draw_ranks(assessment, drawing.add_subplot()), (9, 4))
-    figures = figure("All of it", "The dashed line is the device's capacity.", _with_tooltips(whole, assessment))
-    if needs_close_up(assessment):
-        close = render_svg(lambda drawing: draw_ranks(assessment, drawing.add_subplot(), close_up=True), (9, 4))
-        caption = "What is used, without the allocator's reserve."
-        figures += figure("Close-up", caption, _with_tooltips(close, assessment))
-    return figures
+def _demand_section(assessment: Assessment) -> str:
+    """Returns what is needed beside what is left, where there is no plan."""
+    drawn = render_svg(lambda drawing: draw_demand(assessment, drawing.add_subplot()), (9, 2))
+    caption = f"On all ranks of {cluster_text(assessment.cluster)} together."
+    return section("Memory", _legend(demand_colours()) + figure("Needed and left", caption, drawn))
 
 
-def _with_tooltips(svg: str, assessment: Assessment) -> str:
-    """Returns the SVG with bars that show their bytes to a pointer."""
-    items = {item.name: item for item in shown_items(assessment)}
+def _rank_section(quantity: RankQuantity) -> str:
+    """Returns the bars of all ranks, and their numbers in a table."""
+    drawn = render_svg(lambda drawing: draw_ranks(quantity, drawing.add_subplot()), (9, 4))
+    bars = figure(quantity.heading, quantity.caption, _with_tooltips(drawn, quantity))
+    return section(quantity.heading, _legend(item_colours(quantity)) + bars + _rank_table(quantity))
+
+
+def _with_tooltips(svg: str, quantity: RankQuantity) -> str:
+    """Returns the SVG with bars that show their numbers to a pointer."""
+    items = {item.name.replace(" ", "-"): item for item in quantity.items}
 
     def add_title(match: re.Match[str]) -> str:
-        rank, item = assessment.ranks[int(match[2])], items[match[3].replace("-", " ")]
-        title = f"rank {rank.rank}: {item.name} {format_bytes(item.bytes_on(rank))}"
+        rank, item = quantity.ranks[int(match[1])], items[match[2]]
+        title = f"rank {rank.rank}: {item.name} {quantity.text(item.amount(rank))}{quantity.unit}"
         return f"{match[0]}<title>{escape(title)}</title>"
 
-    return re.sub(r'<g id="(all|close-up)-rank-(\d+)-([^"]+)">', add_title, svg)
+    return re.sub(rf'<g id="{quantity.name}-(\d+)-([^"]+)">', add_title, svg)
 
 
-def _rank_table(assessment: Assessment) -> str:
-    """Returns the table by rank; of ranks that have no bar of their own an excerpt."""
-    ranks, left_out = shown_ranks(assessment, MAX_BARS)
-    total_heading = f"total, of {format_bytes(assessment.cluster.rank_bytes)}"
-    columns = [PlanColumn[AssessedRank]("rank", lambda rank: str(rank.rank))]
-    columns += [PlanColumn(item.name, _size_text(item)) for item in shown_items(assessment)]
-    columns.append(PlanColumn(total_heading, lambda rank: format_bytes(rank.total_bytes)))
-    columns.append(PlanColumn("fullest moment", lambda rank: rank.memory.step.moment, is_number=False))
-    columns += step_columns(assessment)
-    table = _table(columns, ranks, lambda rank: rank.total_bytes > rank.capacity_bytes)
+def _rank_table(quantity: RankQuantity) -> str:
+    """Returns the table by rank, a line for ranks that are alike; of too many lines an excerpt."""
+    groups, left_out = quantity.shown_groups(MAX_BARS)
+    columns = [PlanColumn[RankGroup]("rank", lambda group: group.text, is_number=False)]
+    columns += [PlanColumn(item.name, _amount_text(quantity, item)) for item in quantity.items]
+    columns.append(PlanColumn(quantity.total_heading, lambda group: quantity.text(quantity.total(group.first))))
+    columns += [
+        PlanColumn(column.heading, _first_text(column), column.is_number)
+        for column in [*quantity.columns_beside, *quantity.remarks]
+    ]
+    table = _table(columns, groups, lambda group: quantity.is_too_much(group.first))
     return table + _paragraphs([left_out] if left_out else [])
 
 
-def _size_text(item: MemoryItem) -> Callable[[AssessedRank], str]:
-    """Returns the function that writes an item's bytes on a rank."""
-    return lambda rank: format_bytes(item.bytes_on(rank))
+def _amount_text(quantity: RankQuantity, item: RankItem) -> Callable[[RankGroup], str]:
+    """Returns the function that writes an item of ranks that are alike."""
+    return lambda group: quantity.text(item.amount(group.first))
+
+
+def _first_text(column: PlanColumn[AssessedRank]) -> Callable[[RankGroup], str]:
+    """Returns the function that writes a rank's column of ranks that are alike."""
+    return lambda group: column.text(group.first)
+
+
+def _table_section(assessment: Assessment) -> str:
+    """Returns the tables and where they lie, with what other placements would cost."""
+    table = _table(table_columns(assessment), assessment.tables, is_in_host_memory)
+    has_alternatives = any(map(alternatives_text, assessment.tables))
+    return section("Tables", table + _paragraphs([ALTERNATIVES_LEGEND] * has_alternatives))
 
 
 def _table(columns: Sequence[PlanColumn[LineT]], rows: Sequence[LineT], is_marked: Callable[[LineT], bool]) -> str:
     """Returns a table; the lines of marked rows are coloured."""
 
-    def line(tag: str, texts: Iterable[str], kind: str = "") -> str:
-        cells = zip(columns, texts, strict=True)
-        shown = "".join(f"<{tag}{_class('' if c.is_number else 'text')}>{escape(text)}</{tag}>" for c, text in cells)
-        return f"<tr{_class(kind)}>{shown}</tr>\n"
+    def line(tag: str, texts: Iterable[str], scope: str = "") -> str:
+        kinds = (_class("" if column.is_number else "text") for column in columns)
+        cells = zip(kinds, texts, strict=True)
+        return "".join(f"<{tag}{scope}{kind}>{escape(text)}</{tag}>" for kind, text in cells)
 
-    headings = line("th", (column.heading for column in columns))
-    body = "".join(line("td", (c.text(row) for c in columns), "marked" if is_marked(row) else "") for row in rows)
-    return f'<div class="wide"><table class="plan">\n{headings}{body}</table></div>\n'
+    headings = line("th", (column.heading for column in columns), ' scope="col"')
+    body = "".join(
+        f"<tr{_class('marked' if is_marked(row) else '')}>{line('td', (column.text(row) for column in columns))}</tr>\n"
+        for row in rows
+    )
+    return f'<div class="wide"><table class="plan">\n<tr>{headings}</tr>\n{body}</table></div>\n'
 
 
 def _class(name: str) -> str:
@@ -126,6 +142,6 @@ _STYLE = f"""
 p {{ margin: .35rem 0; overflow-wrap: anywhere; }}
 figure {{ margin-bottom: 1.5rem; }}
 table.plan .text {{ text-align: left; }}
-table.plan td.text:last-child {{ white-space: normal; min-width: 12rem; }}
+table.plan td.text:last-child, table.plan td.text:nth-last-child(2) {{ white-space: pre-line; min-width: 12rem; }}
 table.plan .marked {{ color: {RED}; font-weight: 600; }}
 """

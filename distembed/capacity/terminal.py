@@ -15,41 +15,30 @@ from rich.table import Table
 from rich.text import Text
 
 from distembed.capacity.assessment import AssessedRank, Assessment
+from distembed.capacity.quantities import MemoryByRank, RankGroup, RankItem, RankQuantity, TimeByRank
+from distembed.capacity.reasons import ALTERNATIVES_LEGEND, alternative_lines, bound_lines, reason_lines
 from distembed.capacity.report import CapacityReport
 from distembed.capacity.texts import (
-    MemoryItem,
     host_lines,
     is_in_host_memory,
-    reason_lines,
     shortage_lines,
-    shown_items,
-    shown_ranks,
-    step_columns,
     step_lines,
     table_columns,
     verdict,
 )
-from distembed.units import format_bytes
 
-_MAX_RANKS_SHOWN = 16
+_MAX_LINES = 16
 _GAP = 2
 _BAR_WIDTHS = 8, 24
 _MIN_REASON_WIDTH, _MAX_NAME_WIDTH = 40, 32
 
-# what a narrow terminal leaves out, in this order; memory that is left out is added up as "others"
+# what a narrow terminal leaves out, in this order; items that are left out are added up as "others"
 _DISPENSABLE_BY_RANK = (
-    "allocator",
-    "gradients",
-    "lookups",
-    "step buffers",
-    "sent a step",
-    "activations",
-    "SSE graphs",
-    "networks",
-    "optimizer",
+    *("allocator", "gradients", "lookups", "step buffers", "activations", "SSE graphs", "networks", "optimizer"),
+    *("starts", "all-reduce", "sent a step", "host memory"),
 )
-_DISPENSABLE_BY_TABLE = ("why", "scheme", "rows", "cache")
-_FOLDABLE_BY_TABLE = {"placed": 20, "table": 8}  # to so many characters
+_DISPENSABLE_BY_TABLE = ("instead", "why", "scheme", "rows", "cache")
+_FOLDABLE_BY_TABLE = {"placed": 20, "ranks": 12, "table": 8}  # to so many characters
 
 
 @dataclass(frozen=True)
@@ -71,7 +60,7 @@ class _PrintedColumn:
     @property
     def width(self) -> int:
         """Width in characters; headings are broken between words."""
-        widest = max(map(cell_len, [*self.heading.split(), *self.cells]))
+        widest = max(map(cell_len, [*self.heading.split(), *"\n".join(self.cells).split("\n")]))
         return min(self.max_width, widest)
 
 
@@ -85,8 +74,9 @@ def print_capacity_report(report: CapacityReport, console: Console) -> None:
     assessment = report.assessment
     if assessment.ranks:
         _print_tables(assessment, console)
-        _print_ranks(assessment, console)
-        _print_lines(console, step_lines(assessment))
+        for quantity in (MemoryByRank(assessment), TimeByRank(assessment)):
+            _print_ranks(quantity, console)
+        _print_lines(console, [*step_lines(assessment), *bound_lines(assessment)])
     _print_lines(console, host_lines(assessment), "bold yellow")
     _print_lines(console, [verdict(assessment)], "bold green" if assessment.fits else "bold red")
     _print_lines(console, [f"  {line}" for line in shortage_lines(assessment)])
@@ -113,76 +103,79 @@ def _print_tables(assessment: Assessment, console: Console) -> None:
             break
         left_out += [column.heading for column in columns if column.heading == heading]
         columns = [column for column in columns if column.heading != heading]
-    columns = _folded(columns, console.width)
-    if columns[-1].heading == "why":
-        width = console.width - _total_width(columns[:-1]) - _GAP
-        columns[-1] = _PrintedColumn("why", columns[-1].cells, False, width)
+    columns = _with_wide_reasons(_folded(columns, console.width), console.width)
     grid = _grid("tables", columns)
     for index, table in enumerate(assessment.tables):
         texts = [Text(column.cells[index]) for column in columns]
         grid.add_row(*texts, style="bold yellow" if is_in_host_memory(table) else None)
     console.print(grid)
-    if "why" in left_out:
-        left_out.remove("why")
-        _print_lines(console, reason_lines(assessment))
-    _print_omitted_columns(console, left_out)
+    _print_lines(console, reason_lines(assessment) if "why" in left_out else [])
+    if alternatives := alternative_lines(assessment):
+        _print_lines(console, alternatives if "instead" in left_out else [])
+        _print_lines(console, [ALTERNATIVES_LEGEND], "dim")
+    _print_omitted_columns(console, [heading for heading in left_out if heading not in ("why", "instead")])
     console.print()
 
 
-def _print_ranks(assessment: Assessment, console: Console) -> None:
-    """Prints a line for each rank that is shown, with its memory as a bar."""
-    ranks, left_out_ranks = shown_ranks(assessment, _MAX_RANKS_SHOWN)
-    items = {item.name: item for item in shown_items(assessment)}
+def _with_wide_reasons(columns: Sequence[_PrintedColumn], width: int) -> list[_PrintedColumn]:
+    """Returns the columns with the reasons as wide as there is room."""
+    room = width - _total_width(columns)
+    return [replace(column, max_width=column.width + room) if column.heading == "why" else column for column in columns]
+
+
+def _print_ranks(quantity: RankQuantity, console: Console) -> None:
+    """Prints a line for ranks that are alike, of those that are shown, with a bar."""
+    groups, left_out_groups = quantity.shown_groups(_MAX_LINES)
     left_out: list[str] = []
-    columns = _rank_columns(assessment, ranks, left_out)
-    for name in _dispensable_by_rank(assessment):
+    columns = _rank_columns(quantity, groups, left_out)
+    for name in _dispensable_by_rank(quantity):
         if _total_width(columns) + _GAP + _BAR_WIDTHS[0] <= console.width:
             break
         left_out.append(name)
-        columns = _rank_columns(assessment, ranks, left_out)
-    bar = min(_BAR_WIDTHS[1], max(_BAR_WIDTHS[0], console.width - _total_width(columns) - _GAP))
-    grid = _grid("memory by rank", columns)
-    grid.add_column(_broken(f"of {format_bytes(assessment.cluster.rank_bytes)}", bar), width=bar)
-    for index, rank in enumerate(ranks):
-        used, capacity = rank.total_bytes, rank.capacity_bytes
-        filled = Bar(capacity, 0, min(used, capacity), width=bar, color="red" if used > capacity else "default")
+        columns = _rank_columns(quantity, groups, left_out)
+    width = min(_BAR_WIDTHS[1], max(_BAR_WIDTHS[0], console.width - _total_width(columns) - _GAP))
+    grid = _grid(quantity.heading.lower(), columns)
+    grid.add_column(_broken(quantity.bar_heading, width), width=width)
+    for index, group in enumerate(groups):
         texts = [Text(column.cells[index]) for column in columns]
-        grid.add_row(*texts, filled, style="bold red" if used > capacity else None)
+        style = "bold red" if quantity.is_too_much(group.first) else None
+        grid.add_row(*texts, _bar(quantity, group.first, width), style=style)
     console.print(grid)
+    items = [item.name for item in quantity.items]
     added = [name for name in items if name in left_out]
-    if added:
-        _print_lines(console, [f"others: {', '.join(added)}"], "dim")
+    _print_lines(console, [f"others: {', '.join(added)}"] if added else [], "dim")
     _print_omitted_columns(console, [name for name in left_out if name not in items])
-    _print_lines(console, [left_out_ranks] if left_out_ranks else [], "dim")
+    _print_lines(console, [left_out_groups] if left_out_groups else [], "dim")
     console.print()
 
 
-def _dispensable_by_rank(assessment: Assessment) -> list[str]:
+def _bar(quantity: RankQuantity, rank: AssessedRank, width: int) -> Bar:
+    """Returns the bar of a rank, which is full where it has more than it may."""
+    full, colour = quantity.full_bar or 1.0, "red" if quantity.is_too_much(rank) else "default"
+    return Bar(full, 0, min(quantity.bar(rank), full), width=width, color=colour)
+
+
+def _dispensable_by_rank(quantity: RankQuantity) -> list[str]:
     """Returns what a narrow terminal leaves out of the table by rank: first what is zero on every rank."""
-    items = shown_items(assessment)
-    empty = [item.name for item in items if not any(map(item.bytes_on, assessment.ranks))]
-    headings = [*(item.name for item in items), *(column.heading for column in step_columns(assessment))]
-    return [*empty, *(name for name in _DISPENSABLE_BY_RANK if name in headings and name not in empty)]
+    empty = [item.name for item in quantity.items if not any(map(item.amount, quantity.ranks))]
+    shown = {*(item.name for item in quantity.items), *(column.heading for column in quantity.columns_beside)}
+    return [*empty, *(name for name in _DISPENSABLE_BY_RANK if name in shown and name not in empty)]
 
 
-def _rank_columns(
-    assessment: Assessment, ranks: Sequence[AssessedRank], left_out: Sequence[str]
-) -> list[_PrintedColumn]:
-    """Returns the columns but for the bar; memory that is left out is added up."""
+def _rank_columns(quantity: RankQuantity, groups: Sequence[RankGroup], left_out: Sequence[str]) -> list[_PrintedColumn]:
+    """Returns the columns but for the bar; items that are left out are added up."""
+    ranks = [group.first for group in groups]
 
-    def sizes(items: Sequence[MemoryItem]) -> list[int]:
-        return [sum(item.bytes_on(rank) for item in items) for rank in ranks]
+    def amounts(items: Sequence[RankItem]) -> list[str]:
+        return [quantity.text(sum(item.amount(rank) for item in items)) for rank in ranks]
 
-    items = shown_items(assessment)
-    columns = [_PrintedColumn("rank", [str(rank.rank) for rank in ranks])]
-    columns += [
-        _PrintedColumn(item.name, list(map(format_bytes, sizes([item])))) for item in items if item.name not in left_out
-    ]
-    others = sizes([item for item in items if item.name in left_out])
-    if any(others):
-        columns.append(_PrintedColumn("others", list(map(format_bytes, others))))
-    columns.append(_PrintedColumn("total", [format_bytes(rank.total_bytes) for rank in ranks]))
-    beside = [column for column in step_columns(assessment) if column.heading not in left_out]
+    columns = [_PrintedColumn("rank", [group.text for group in groups])]
+    columns += [_PrintedColumn(item.name, amounts([item])) for item in quantity.items if item.name not in left_out]
+    others = [item for item in quantity.items if item.name in left_out]
+    if any(item.amount(rank) for item in others for rank in ranks):
+        columns.append(_PrintedColumn("others", amounts(others)))
+    columns.append(_PrintedColumn(quantity.total_heading, [quantity.text(quantity.total(rank)) for rank in ranks]))
+    beside = [column for column in quantity.columns_beside if column.heading not in left_out]
     return columns + [_PrintedColumn(column.heading, list(map(column.text, ranks))) for column in beside]
 
 

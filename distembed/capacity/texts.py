@@ -4,75 +4,16 @@ The terminal (:mod:`distembed.capacity.terminal`) and the page (:mod:`distembed.
 They are plain: what shows them escapes them.
 """
 
-import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Generic, TypeVar
-
 from distembed.capacity.assessment import AssessedRank, AssessedTable, Assessment
+from distembed.capacity.number_texts import bytes_or_dash, format_milliseconds, ranges_text
+from distembed.capacity.quantities import MemoryByRank, PlanColumn, TimeByRank, sent_bytes
+from distembed.capacity.reasons import alternatives_text, reason
+from distembed.planning.buffers import SentBytes
 from distembed.planning.cluster import Cluster
 from distembed.planning.workload import pipeline_depth
 from distembed.units import enumerate_names, format_bytes
 
 _MAX_REASON_CHARACTERS = 300
-
-LineT = TypeVar("LineT")
-
-
-@dataclass(frozen=True)
-class MemoryItem:
-    """Something that takes memory on a device.
-
-    Attributes:
-        name: Name for the reader.
-        bytes_on: Returns its bytes on one rank.
-        is_rare: Whether it is left out where no rank has any of it.
-    """
-
-    name: str
-    bytes_on: Callable[[AssessedRank], int]
-    is_rare: bool = False
-
-
-def _network_bytes(rank: AssessedRank) -> int:
-    """Returns what the networks and their optimizer keep on a rank."""
-    network = rank.memory.network
-    return network.parameters + network.buffers + network.optimizer_state
-
-
-MEMORY_ITEMS = (
-    MemoryItem("tables", lambda rank: rank.storage.weights + rank.memory.plain_tables),
-    MemoryItem("optimizer", lambda rank: rank.storage.optimizer_state),
-    MemoryItem("cache", lambda rank: rank.storage.cache, is_rare=True),
-    MemoryItem("SSE graphs", lambda rank: rank.memory.graph_bytes, is_rare=True),
-    MemoryItem("networks", _network_bytes),
-    MemoryItem("gradients", lambda rank: rank.memory.step.gradients),
-    MemoryItem("step buffers", lambda rank: rank.memory.step.inputs + rank.memory.step.outputs),
-    MemoryItem("lookups", lambda rank: rank.memory.step.lookups),
-    MemoryItem("activations", lambda rank: rank.memory.step.activations),
-    MemoryItem("allocator", lambda rank: rank.allocator_bytes),
-)
-"""Items that add up to a rank's total, in the order in which they are stacked."""
-
-
-@dataclass(frozen=True)
-class PlanColumn(Generic[LineT]):
-    """A column of a table that is shown.
-
-    Attributes:
-        heading: Text above the column.
-        text: Returns the cell of one line.
-        is_number: Whether the cells stand to the right.
-    """
-
-    heading: str
-    text: Callable[[LineT], str]
-    is_number: bool = True
-
-
-def shown_items(assessment: Assessment) -> list[MemoryItem]:
-    """Returns the items that are shown, in the order in which they are stacked."""
-    return [item for item in MEMORY_ITEMS if not item.is_rare or any(map(item.bytes_on, assessment.ranks))]
 
 
 def table_columns(assessment: Assessment) -> list[PlanColumn[AssessedTable]]:
@@ -94,43 +35,17 @@ def table_columns(assessment: Assessment) -> list[PlanColumn[AssessedTable]]:
         PlanColumn("memory, all ranks", lambda table: format_bytes(table.storage.total)),
     ]
     if any(map(is_in_host_memory, assessment.tables)):
-        columns.append(PlanColumn("host memory", lambda table: _bytes_or_dash(table.storage.host)))
-        columns.append(PlanColumn("cache", lambda table: _bytes_or_dash(table.storage.cache)))
-    return [*columns, PlanColumn("why", _reason, is_number=False)]
-
-
-def step_columns(assessment: Assessment) -> list[PlanColumn[AssessedRank]]:
-    """Returns the columns of the table by rank that stand beside its items.
-
-    Host memory is a column only where some table lies there.
-    """
-    columns = [
-        PlanColumn[AssessedRank]("ms a step", lambda rank: _format_milliseconds(rank.times.total)),
-        PlanColumn[AssessedRank]("sent a step", lambda rank: format_bytes(_sent_bytes(rank))),
-    ]
-    if any(rank.storage.host for rank in assessment.ranks):
-        columns.insert(0, PlanColumn("host memory", lambda rank: _bytes_or_dash(rank.storage.host)))
+        columns.append(PlanColumn("host memory", lambda table: bytes_or_dash(table.storage.host)))
+        columns.append(PlanColumn("cache", lambda table: bytes_or_dash(table.storage.cache)))
+    columns.append(PlanColumn("why", reason, is_number=False))
+    if any(map(alternatives_text, assessment.tables)):
+        columns.append(PlanColumn("instead", lambda table: alternatives_text(table) or "none", is_number=False))
     return columns
 
 
 def is_in_host_memory(table: AssessedTable) -> bool:
     """Returns whether a table, or part of it, lies in host memory beside a device."""
     return table.storage.host > 0
-
-
-def shown_ranks(assessment: Assessment, max_ranks: int) -> tuple[list[AssessedRank], str]:
-    """Returns the ranks to show, and what to say of those that are left out.
-
-    All ranks are shown by their number where they are not too many; else the fullest and the emptiest, from the fullest
-    to the emptiest.
-    """
-    ranks = list(assessment.ranks)
-    if len(ranks) <= max_ranks:
-        return ranks, ""
-    ranks.sort(key=lambda rank: -rank.total_bytes)
-    num_left_out = len(ranks) - max_ranks
-    text = f"the fullest and the emptiest; {num_left_out:,} ranks between them are left out"
-    return ranks[: max_ranks - max_ranks // 2] + ranks[-(max_ranks // 2) :], text
 
 
 def verdict(assessment: Assessment) -> str:
@@ -148,19 +63,43 @@ def step_lines(assessment: Assessment) -> list[str]:
     """Returns the fullest rank, the slowest rank, and what a step is taken to be; [] where there is no plan."""
     if not assessment.ranks:
         return []
-    fullest = max(assessment.ranks, key=lambda rank: rank.total_bytes)
-    slowest = max(assessment.ranks, key=lambda rank: rank.times.total)
-    parts = dataclasses.asdict(slowest.times)
-    times = ", ".join(f"{name.replace('_', '-')} {_format_milliseconds(part)}" for name, part in parts.items())
-    cluster = assessment.cluster
+    memory, cluster = MemoryByRank(assessment), assessment.cluster
+    fullest = memory.most.first
     depth = pipeline_depth(cluster.device.kind, cluster.world_size)
     return [
-        f"fullest: rank {fullest.rank}, {format_bytes(fullest.total_bytes)} of {format_bytes(fullest.capacity_bytes)}; "
-        f"fullest moment of its step: {fullest.memory.step.moment}",
-        f"slowest: rank {slowest.rank}, {_format_milliseconds(slowest.times.total)} ms a step ({times})",
+        f"fullest: {memory.most.sentence_text}, {format_bytes(fullest.total_bytes)} of "
+        f"{format_bytes(fullest.capacity_bytes)}; fullest moment of its step: {fullest.memory.step.moment}",
+        _slowest_line(TimeByRank(assessment)),
         f"a step has {assessment.workload.batch_size:,} rows on all ranks, and {depth} batch(es) are on a "
-        "device at once; times are estimates, without what starting kernels takes",
+        "device at once; times are estimates",
     ]
+
+
+def _slowest_line(time: TimeByRank) -> str:
+    """Returns the slowest rank, what its step is made of, what it sends, and how long the others wait for it."""
+    slowest, total = time.most.first, time.full_bar
+    parts = sorted(((item.amount(slowest), item.name) for item in time.items), reverse=True)
+    shown = ", ".join(f"{name} {time.text(amount)}" for amount, name in parts if amount)
+    largest, name = parts[0]
+    line = f"slowest: {time.most.sentence_text}, {time.text(total)} ms a step"
+    line += f", {largest / total:.0%} of it {name} ({shown})" if total else ""
+    if sent_bytes(slowest):
+        who = "it" if len(time.most.ranks) == 1 else "each"
+        line += f"; {who} sends {format_bytes(sent_bytes(slowest))} ({_sent_text(slowest.memory.sent)})"
+    return line + (f"; the others wait {_mean_wait(time)} ms on average" if len(time.groups) > 1 else "")
+
+
+def _mean_wait(time: TimeByRank) -> str:
+    """Returns the milliseconds that ranks wait for the slowest ones, on average over all but these."""
+    groups = [group for group in time.groups if group is not time.most]
+    waits = [len(group.ranks) * (time.full_bar - time.total(group.first)) for group in groups]
+    return format_milliseconds(sum(waits) / sum(len(group.ranks) for group in groups))
+
+
+def _sent_text(sent: SentBytes) -> str:
+    """Returns the bytes that a rank sends, by kind, the most first."""
+    kinds = sorted(((num_bytes, kind) for kind, num_bytes in vars(sent).items() if num_bytes), reverse=True)
+    return ", ".join(f"{kind.replace('_', '-')} {format_bytes(num_bytes)}" for num_bytes, kind in kinds)
 
 
 def host_lines(assessment: Assessment) -> list[str]:
@@ -173,19 +112,6 @@ def host_lines(assessment: Assessment) -> list[str]:
     cache = f"{format_bytes(cache_bytes)} of" if cache_bytes else "no"
     names = enumerate_names([table.name for table in tables])
     return [f"in host memory: {names}: {format_bytes(host_bytes)}, with {cache} cache on the devices"]
-
-
-def reason_lines(assessment: Assessment) -> list[str]:
-    """Returns a line for each reason why tables are placed as they are, with their names."""
-    names_by_reason: dict[str, list[str]] = {}
-    for table in assessment.tables:
-        if reason := _reason(table):
-            names_by_reason.setdefault(reason, []).append(table.name)
-    num_tables = len(assessment.tables)
-    return [
-        f"why ({'all tables' if len(names) == num_tables else enumerate_names(names)}): {reason}"
-        for reason, names in names_by_reason.items()
-    ]
 
 
 def shortage_lines(assessment: Assessment) -> list[str]:
@@ -237,8 +163,9 @@ def _overfull_ranks(assessment: Assessment) -> list[str]:
     over = [rank for rank in assessment.ranks if rank.total_bytes > rank.capacity_bytes]
     if over:
         fullest = max(over, key=lambda rank: rank.total_bytes - rank.capacity_bytes)
-        items = sorted(shown_items(assessment), key=lambda item: -item.bytes_on(fullest))[:3]
-        largest = ", ".join(f"{item.name} {format_bytes(item.bytes_on(fullest))}" for item in items)
+        memory = MemoryByRank(assessment)
+        items = sorted(memory.items, key=lambda item: -item.amount(fullest))[:3]
+        largest = ", ".join(f"{item.name} {memory.text(item.amount(fullest))}" for item in items)
         shortage = _shortage(fullest, fullest.total_bytes, fullest.capacity_bytes, "memory", len(over) - 1)
         lines.append(f"{shortage}; most: {largest}")
     over = [rank for rank in assessment.ranks if rank.storage.host > rank.host_capacity_bytes]
@@ -268,28 +195,8 @@ def _sharding_text(table: AssessedTable) -> str:
 
 
 def _ranks_text(table: AssessedTable, world_size: int) -> str:
-    """Returns the ranks that hold a table, or how many they are."""
+    """Returns the ranks that hold a table."""
     ranks = sorted(set(table.placement.ranks)) if table.placement is not None else []
     if not ranks:
         return "all"
-    return ", ".join(map(str, ranks)) if len(ranks) <= 4 else f"{len(ranks):,} of {world_size:,}"
-
-
-def _reason(table: AssessedTable) -> str:
-    """Returns why a table is placed as it is; empty where there is no plan."""
-    return "" if table.placement is None else table.placement.reason
-
-
-def _sent_bytes(rank: AssessedRank) -> int:
-    """Returns what a rank sends to others in a step."""
-    return sum(dataclasses.astuple(rank.memory.sent))
-
-
-def _format_milliseconds(milliseconds: float) -> str:
-    """Returns the number with at least three digits."""
-    return f"{milliseconds:,.{1 if milliseconds >= 100 else 2 if milliseconds >= 10 else 3}f}"
-
-
-def _bytes_or_dash(num_bytes: int) -> str:
-    """Returns a size, and a dash for none."""
-    return format_bytes(num_bytes) if num_bytes else "-"
+    return "all" if len(ranks) == world_size > 1 else ranges_text(ranks)

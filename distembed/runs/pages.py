@@ -71,8 +71,9 @@ def section(heading: str, content: str) -> str:
 
 
 def figure(heading: str, caption: str, svg: str) -> str:
-    """Returns an SVG of :func:`render_svg` under a heading and a caption of plain text."""
-    return f"<figure><figcaption><b>{escape(heading)}</b> {escape(caption)}</figcaption>{svg}</figure>\n"
+    """Returns an SVG of :func:`render_svg` under a heading and a caption of plain text, which a screen reader reads."""
+    named = svg.replace('role="img"', f'role="img" aria-label="{escape(f"{heading}: {caption}")}"', 1)
+    return f"<figure><figcaption><b>{escape(heading)}</b> {escape(caption)}</figcaption>{named}</figure>\n"
 
 
 def swatch(colour: str) -> str:

@@ -123,10 +123,24 @@ def sent_bytes(rank: AssessedRank) -> int:
     return sum(vars(rank.memory.sent).values())
 
 
-def milliseconds(rank: AssessedRank) -> str:
-    """Of a step, as it is shown: with at least two digits after the point below 100, three below 10."""
-    total = rank.times.total
-    return f"{total:.3f}" if total < 10 else f"{total:.2f}"
+def milliseconds(time: float) -> str:
+    """As they are shown: with at least two digits after the point below 100, three below 10."""
+    return f"{time:.3f}" if time < 10 else f"{time:.2f}"
+
+
+def times(rank: AssessedRank) -> list[str]:
+    """Of a step, item by item, and their sum."""
+    parts = rank.times
+    amounts = [parts.lookup, parts.exchange, parts.all_reduce, parts.networks, parts.starts]
+    return list(map(milliseconds, [*amounts, sum(amounts)]))
+
+
+def with_ranks_alike(found: Assessment, num_kinds: int) -> Assessment:
+    """The same with ranks of so many kinds, which take turns."""
+    ranks = tuple(
+        dataclasses.replace(found.ranks[rank % num_kinds], rank=rank) for rank in range(found.cluster.world_size)
+    )
+    return dataclasses.replace(found, ranks=ranks)
 
 
 def reason(table: AssessedTable) -> str:
@@ -148,7 +162,8 @@ def _rank(rank: int, draw: random.Random, host_memory: bool) -> AssessedRank:
         step=StepBuffers("output gradients", size(), size(), size(), size(), size()),
         sent=SentBytes(*(draw.randrange(MIB, GIB) for _ in range(4))),
     )
-    times = StepTime(*(draw.uniform(0.1, 9) for _ in range(4)))
+    lookup, exchange, networks, all_reduce, starts = (draw.uniform(0.1, 9) for _ in range(5))
+    times = StepTime(lookup=lookup, exchange=exchange, networks=networks, all_reduce=all_reduce, starts=starts)
     return AssessedRank(rank, memory, ALLOCATOR, CAPACITY, 200 * GIB if host_memory else 0, times)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,13 +16,16 @@ from PIL import Image
 
 from distembed.capacity.assessment import Assessment
 from distembed.capacity.chart import draw_demand, draw_ranks
+from distembed.capacity.quantities import MemoryByRank, RankQuantity, TimeByRank
 from distembed.capacity.remedies import Remedies
 from distembed.capacity.report import CapacityReport
 from distembed.capacity.report_file import write_capacity_report
 from distembed.errors import RunError, UserError
+from distembed.planning.alternatives import Alternative
 from distembed.units import format_bytes
 from tests.capacity.plan_values import (
     GIB,
+    MIB,
     memory_values,
     milliseconds,
     mostly_free,
@@ -29,8 +33,10 @@ from tests.capacity.plan_values import (
     plan_assessment,
     reason,
     sent_bytes,
+    times,
     with_device,
     with_placement,
+    with_ranks_alike,
     with_table,
     without_plan,
 )
@@ -46,6 +52,13 @@ ITEMS = {  # from the bottom
     "lookups": ("lookups",),
     "activations": ("activations",),
     "allocator": ("allocator",),
+}
+TIMES = {  # from the bottom
+    "lookup": "lookup",
+    "exchange": "exchange",
+    "all-reduce": "all_reduce",
+    "networks": "networks",
+    "starts": "starts",
 }
 
 
@@ -96,9 +109,9 @@ def page(found: Assessment | CapacityReport, folder: Path) -> Page:
     return Page((folder / "plan.html").read_text(encoding="utf-8"))
 
 
-def axes_of(found: Assessment, close_up: bool = False) -> Any:
+def axes_of(quantity: RankQuantity) -> Any:
     axes = Figure().add_subplot()
-    draw_ranks(found, axes, close_up)
+    draw_ranks(quantity, axes)
     return axes
 
 
@@ -113,40 +126,67 @@ def capacity_of(axes: Any) -> float:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 8, 64])
-@pytest.mark.parametrize("close_up", [False, True])
-def test_bars_are_as_high_as_the_values_and_stand_on_each_other(num_ranks: int, close_up: bool) -> None:
-    found = plan_assessment(1, num_ranks, host_memory=True)
-    axes = axes_of(found, close_up)
+@pytest.mark.parametrize("is_nearly_empty", [False, True])
+def test_bars_are_as_high_as_the_values_and_stand_on_each_other(num_ranks: int, is_nearly_empty: bool) -> None:
+    found = overfull(plan_assessment(1, num_ranks, host_memory=True), 0, by=-GIB)
+    if is_nearly_empty:
+        found = dataclasses.replace(found, ranks=tuple(map(mostly_free, found.ranks)))
+    axes, unit = axes_of(MemoryByRank(found)), MIB if is_nearly_empty else GIB
     bars = {bar.get_gid(): bar for bar in axes.patches}
-    items = [item for item in ITEMS if not (close_up and item == "allocator")]
+    items = [item for item in ITEMS if not (is_nearly_empty and item == "allocator")]
     assert len(bars) == len(items) * num_ranks
     bottom = np.zeros(num_ranks)
     for item in items:
-        own = [bars[f"{'close-up' if close_up else 'all'}-rank-{rank}-{item}"] for rank in range(num_ranks)]
+        own = [bars[f"memory-{rank}-{item}"] for rank in range(num_ranks)]
         assert [bar.get_x() + bar.get_width() / 2 for bar in own] == pytest.approx(range(num_ranks))
-        assert [bar.get_height() * GIB for bar in own] == pytest.approx(expected(found, item))
-        assert [bar.get_y() * GIB for bar in own] == pytest.approx(bottom, abs=1)
+        assert [bar.get_height() * unit for bar in own] == pytest.approx(expected(found, item))
+        assert [bar.get_y() * unit for bar in own] == pytest.approx(bottom, abs=1)
         bottom += expected(found, item)
-    reserved = np.array([rank.allocator_bytes if close_up else 0 for rank in found.ranks])
-    assert bottom + reserved == pytest.approx([rank.total_bytes for rank in found.ranks])
-    assert bottom.max() / GIB < axes.get_ylim()[1], "no bar is cut off"
-    if not close_up:
+    assert bottom == pytest.approx([rank.memory.total if is_nearly_empty else rank.total_bytes for rank in found.ranks])
+    assert bottom.max() / unit < axes.get_ylim()[1], "no bar is cut off"
+    if is_nearly_empty:
+        assert axes.get_ylim()[1] < 1.1 * bottom.max() / unit and not axes.lines, "what is used fills the height"
+    else:
         assert capacity_of(axes) * GIB == pytest.approx(found.ranks[0].capacity_bytes)
 
 
-def test_many_ranks_are_areas_that_stand_on_each_other() -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2, 64])
+def test_bars_of_time_are_as_high_as_the_milliseconds_and_stand_on_each_other(num_ranks: int) -> None:
+    found = plan_assessment(1, num_ranks)
+    axes = axes_of(TimeByRank(found))
+    bars, bottom = {bar.get_gid(): bar for bar in axes.patches}, np.zeros(num_ranks)
+    assert len(bars) == len(TIMES) * num_ranks
+    for item, field in TIMES.items():
+        own = [bars[f"time-{rank}-{item}"] for rank in range(num_ranks)]
+        milliseconds = [getattr(rank.times, field) for rank in found.ranks]
+        assert [bar.get_height() for bar in own] == pytest.approx(milliseconds)
+        assert [bar.get_y() for bar in own] == pytest.approx(bottom)
+        bottom += milliseconds
+    assert bottom == pytest.approx([rank.times.total for rank in found.ranks])
+    assert bottom.max() < axes.get_ylim()[1] < 1.1 * bottom.max()
+
+
+def test_many_ranks_are_areas_from_most_to_least_that_stand_on_each_other() -> None:
     found = overfull(plan_assessment(128, 8), 77, by=9 * GIB)
-    axes = axes_of(found)
+    axes, order = axes_of(MemoryByRank(found)), np.argsort([-rank.total_bytes for rank in found.ranks])
     bottom = np.zeros(1024)
-    items = [item for item in ITEMS if item != "cache"]
-    for item, area in zip(items, axes.patches, strict=True):
+    for item, area in zip([item for item in ITEMS if item != "cache"], axes.patches, strict=True):
         top, edges, baseline = area.get_data()
-        assert edges == pytest.approx(np.arange(1025) - 0.5)
+        assert edges == pytest.approx(np.arange(1025))
         assert baseline * GIB == pytest.approx(bottom, abs=1)
-        bottom += expected(found, item)
+        bottom += np.array(expected(found, item))[order]
         assert top * GIB == pytest.approx(bottom)
-    assert bottom == pytest.approx([rank.total_bytes for rank in found.ranks])
+    assert bottom == pytest.approx(sorted((rank.total_bytes for rank in found.ranks), reverse=True))
     assert capacity_of(axes) < bottom.max() / GIB < axes.get_ylim()[1], "what is over the line is seen"
+
+
+def test_many_ranks_that_are_alike_are_a_step_as_wide_as_they_are_many() -> None:
+    found = with_ranks_alike(plan_assessment(128, 8), 3)
+    kinds = sorted(((rank.times.total, 342 - (rank.rank > 0)) for rank in found.ranks[:3]), reverse=True)
+    *_, last = axes_of(TimeByRank(found)).patches
+    top, edges, _ = last.get_data()
+    assert top == pytest.approx([total for total, _ in kinds])
+    assert np.diff(edges) == pytest.approx([count for _, count in kinds])
 
 
 def test_the_svg_has_a_bar_of_the_right_height_for_each_item_of_each_rank(tmp_path: Path) -> None:
@@ -155,12 +195,12 @@ def test_the_svg_has_a_bar_of_the_right_height_for_each_item_of_each_rank(tmp_pa
     root = ElementTree.parse(tmp_path / "plan.svg").getroot()
     heights = {}
     for group in root.iter(f"{SVG}g"):
-        if group.get("id", "").startswith("all-rank-"):
+        if group.get("id", "").startswith("memory-"):
             (path,) = group.iter(f"{SVG}path")
             ys = [float(y) for y in re.findall(r"[ML] \S+ (\S+)", path.get("d", ""))]
             heights[group.get("id")] = max(ys) - min(ys)
     wanted = {
-        f"all-rank-{rank}-{item}": size
+        f"memory-{rank}-{item}": size
         for item in ITEMS
         for rank, size in enumerate(expected(found, item))
         if item != "cache"
@@ -183,8 +223,7 @@ def test_what_is_needed_stands_beside_what_is_left() -> None:
     }
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 1024])
-@pytest.mark.parametrize("kind", ["fits", "over", "no plan", "host"])
+@pytest.mark.parametrize(("num_ranks", "kind"), [(1, "fits"), (1024, "fits"), (2, "over"), (2, "no plan"), (1, "host")])
 @pytest.mark.parametrize("suffix", [".html", ".svg", ".png"])
 def test_every_plan_can_be_written_in_every_form(num_ranks: int, kind: str, suffix: str, tmp_path: Path) -> None:
     found = plan_assessment(num_ranks, 1, host_memory=kind == "host")
@@ -198,7 +237,7 @@ def test_every_plan_can_be_written_in_every_form(num_ranks: int, kind: str, suff
     if suffix == ".png":
         image = Image.open(io.BytesIO(content))
         image.load()
-        assert image.format == "PNG" and image.width == 1500 and 400 <= image.height <= 1300
+        assert image.format == "PNG" and image.width == 1500 and 400 <= image.height <= 1400
         assert len(image.convert("RGB").getcolors(2**24) or []) > 5, "there is something on it"
         return
     verdict = "fits: " if kind in ("fits", "host") else "does not fit: "
@@ -214,14 +253,14 @@ def test_a_page_fetches_nothing(tmp_path: Path) -> None:
     html = (tmp_path / "plan.html").read_text()
     assert "@import" not in html and not re.search(r"url\((?!#)", html)
     assert "#010203" not in html and "currentColor" in html, "texts of the chart have the page's colour"
-    names = re.findall(r' id="((?:all|close-up)-rank[^"]*)"', html)
+    names = re.findall(r' id="((?:memory|time)-\d[^"]*)"', html)
     assert len(names) == len(set(names)) > 0
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 64, 1024])
 def test_the_page_tells_the_values_of_tables_and_ranks(num_ranks: int, tmp_path: Path) -> None:
     found = plan_assessment(num_ranks, 1, host_memory=True)
-    tables, ranks = page(found, tmp_path).tables
+    memory, time, tables = page(found, tmp_path).tables
     assert tables[0] == [
         "table",
         "scheme",
@@ -246,17 +285,26 @@ def test_the_page_tells_the_values_of_tables_and_ranks(num_ranks: int, tmp_path:
         assert row[5] == format_bytes(table.storage.total) and row[8] == reason(table)
     assert tables[-1][6:8] == ["11.00 GiB", "2.00 GiB"]
     by_total = sorted(found.ranks, key=lambda rank: -rank.total_bytes)
-    shown = found.ranks if num_ranks <= 64 else by_total[:32] + by_total[-32:]
-    for rank, row in zip(shown, ranks[1:], strict=True):
+    for rank, row in zip(found.ranks if num_ranks <= 64 else by_total[:32] + by_total[-32:], memory[1:], strict=True):
         items = [sum(memory_values(rank)[key] for key in keys) for keys in ITEMS.values()]
-        assert row == [
-            str(rank.rank),
-            *map(format_bytes, [*items, rank.total_bytes]),
-            "output gradients",
-            format_bytes(rank.storage.host),
-            milliseconds(rank),
-            format_bytes(sent_bytes(rank)),
-        ]
+        sizes = map(format_bytes, [*items, rank.total_bytes, rank.storage.host])
+        assert row == [str(rank.rank), *sizes, "output gradients"]
+    by_time = sorted(found.ranks, key=lambda rank: -rank.times.total)
+    for rank, row in zip(found.ranks if num_ranks <= 64 else by_time[:32] + by_time[-32:], time[1:], strict=True):
+        assert row == [str(rank.rank), *times(rank), *[format_bytes(sent_bytes(rank))] * (num_ranks > 1)]
+
+
+def test_the_page_tells_bound_and_other_placements_and_ranks_alike_once(tmp_path: Path) -> None:
+    other = Alternative("row_wise", "fused", 4, 0.5, MIB, 0, fits=False)
+    found = with_placement(with_ranks_alike(plan_assessment(1, 4), 1), 0, alternatives=(other, other))
+    found = dataclasses.replace(found, lower_bound_ms=found.ranks[0].times.total / 1.02, is_search_complete=False)
+    shown = page(found, tmp_path)
+    memory, time, tables = shown.tables
+    assert [len(memory), memory[1][0]] == [len(time), time[1][0]] == [2, "0-3 (4)"]
+    text = "row_wise in 4 shards +0.500 ms, +1.00 MiB, does not fit"
+    assert tables[0][-1] == "instead" and [row[-1] for row in tables[1:3]] == [f"{text}\n{text}", "none"]
+    for said in ("at most 2.0% above", "stopped early", "slowest: ranks 0-3 (4), ", "the others staying where they"):
+        assert said in shown.text
 
 
 def test_a_page_without_a_plan_tells_sizes_and_remedies(tmp_path: Path) -> None:
@@ -268,13 +316,13 @@ def test_a_page_without_a_plan_tells_sizes_and_remedies(tmp_path: Path) -> None:
         assert text in shown.text
 
 
-def test_a_plan_that_leaves_most_free_is_drawn_once_more_from_near(tmp_path: Path) -> None:
+def test_of_a_plan_that_leaves_most_free_it_is_said_how_much(tmp_path: Path) -> None:
     found = plan_assessment(1, 2)
-    assert "Close-up" not in page(overfull(found, 0, by=1), tmp_path).text
+    assert "What is used" not in page(overfull(found, 0, by=1), tmp_path).text
     found = dataclasses.replace(found, ranks=tuple(map(mostly_free, found.ranks)))
-    assert "Close-up" in page(found, tmp_path).text
-    highest = axes_of(found, close_up=True).get_ylim()[1]
-    assert highest < axes_of(found).get_ylim()[1] * 2**10 / 10, "MiB, of a tenth of the capacity at most"
+    share = max(rank.memory.total / rank.capacity_bytes for rank in found.ranks)
+    said = page(found, tmp_path).text
+    assert f"at most {math.ceil(share * 1000) / 10}% of the device's 79.65 GiB; 4.00 GiB of the rest are kept" in said
 
 
 def test_bars_tell_their_bytes_to_who_points_at_them(tmp_path: Path) -> None:
@@ -283,9 +331,18 @@ def test_bars_tell_their_bytes_to_who_points_at_them(tmp_path: Path) -> None:
     titles = re.findall(r"<title>(rank .*?)</title>", (tmp_path / "plan.html").read_text())
     for rank in found.ranks:
         assert f"rank {rank.rank}: lookups {format_bytes(memory_values(rank)['lookups'])}" in titles
+        assert f"rank {rank.rank}: all-reduce {milliseconds(rank.times.all_reduce)} ms" in titles
 
 
-@pytest.mark.parametrize("attack", ["<script>alert(1)</script>", '[red]"a"&', "</td></table><b>", "$x_1$ $"])
+def test_pictures_of_a_page_have_a_name_for_who_cannot_see_them(tmp_path: Path) -> None:
+    for found in (CapacityReport(plan_assessment(1, 2)), without_plan(plan_assessment(1, 2))):
+        write(found, tmp_path / "plan.html")
+        html = (tmp_path / "plan.html").read_text()
+        labels = re.findall(r'<svg role="img" aria-label="([^"]{20,})"', html)
+        assert len(labels) == html.count("<svg ") > 0
+
+
+@pytest.mark.parametrize("attack", ['<script>alert(1)</script>[red]"a"&</td></table><b>', "$x_1$ $"])
 def test_texts_are_escaped(attack: str, tmp_path: Path) -> None:
     found = with_placement(with_table(plan_assessment(1, 2), 0, name=attack), 0, reason=attack)
     found = dataclasses.replace(with_device(found, name=attack), notes=(attack,))

@@ -8,23 +8,29 @@ import pytest
 from rich.console import Console
 
 from distembed.capacity.assessment import Assessment
+from distembed.capacity.quantities import MemoryByRank, TimeByRank
 from distembed.capacity.remedies import Remedies
 from distembed.capacity.report import CapacityReport
 from distembed.capacity.terminal import print_capacity_report
-from distembed.capacity.texts import MEMORY_ITEMS
+from distembed.planning.alternatives import Alternative
+from distembed.planning.buffers import SentBytes
 from distembed.planning.networks import NetworkEstimate
 from distembed.planning.storage import TableStorage
+from distembed.planning.times import StepTime
 from tests.capacity.plan_values import (
     GIB,
     MIB,
     memory_values,
     milliseconds,
+    mostly_free,
     overfull,
     plan_assessment,
     sent_bytes,
+    times,
     with_device,
     with_placement,
     with_rank,
+    with_ranks_alike,
     with_table,
     without_plan,
 )
@@ -62,20 +68,28 @@ def two_digits(num_bytes: int) -> str:
     return f"{number:.2f} {units[0]}" if units[0] != "B" else f"{num_bytes} B"
 
 
-def test_items_are_all_of_the_memory_each_once() -> None:
-    """On more ranks than there are kinds of memory, all with numbers of their own."""
-    for rank in plan_assessment(4, 8, host_memory=True).ranks:
+def test_items_are_all_of_the_memory_and_of_the_time_each_once() -> None:
+    """On more ranks than there are kinds of either, all with numbers of their own."""
+    found = plan_assessment(4, 8, host_memory=True)
+    for rank in found.ranks:
         rank = dataclasses.replace(rank, memory=dataclasses.replace(rank.memory, graph_bytes=rank.memory.total % GIB))
-        assert sum(item.bytes_on(rank) for item in MEMORY_ITEMS) == rank.total_bytes
+        found = with_rank(found, rank.rank, memory=rank.memory)
         assert rank.total_bytes == sum(memory_values(rank).values())
+    for quantity, totals in (
+        (MemoryByRank(found), [rank.total_bytes for rank in found.ranks]),
+        (TimeByRank(found), [sum(vars(rank.times).values()) for rank in found.ranks]),
+    ):
+        for rank, total in zip(found.ranks, totals, strict=True):
+            assert sum(item.amount(rank) for item in quantity.items) == pytest.approx(total, rel=1e-12)
+            assert quantity.total(rank) == pytest.approx(total, rel=1e-12)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 16])
 @pytest.mark.parametrize("host_memory", [False, True])
 def test_each_rank_has_a_line_with_its_numbers(num_ranks: int, host_memory: bool) -> None:
     found = plan_assessment(1, num_ranks, host_memory=host_memory)
-    lines = lines_under(printed(found), "memory by rank")[:num_ranks]
-    for rank, line in zip(found.ranks, lines, strict=True):
+    text = printed(found)
+    for rank, line in zip(found.ranks, lines_under(text, "memory by rank")[:num_ranks], strict=True):
         memory = memory_values(rank)
         expected = [memory["table_weights"] + memory["plain_tables"], memory["table_optimizer_state"]]
         expected += [memory["table_cache"]] if host_memory else []
@@ -83,10 +97,56 @@ def test_each_rank_has_a_line_with_its_numbers(num_ranks: int, host_memory: bool
         expected += [memory["inputs"] + memory["outputs"], memory["lookups"], memory["activations"]]
         expected += [memory["allocator"], rank.total_bytes]
         expected += [rank.storage.host] if host_memory else []
-        expected += [sent_bytes(rank)]
         assert line.split()[0] == str(rank.rank)
         assert [" ".join(size) for size in SIZE.findall(line)] == list(map(two_digits, expected))
-        assert f" {milliseconds(rank)} " in line
+    for rank, line in zip(found.ranks, lines_under(text, "time by rank")[:num_ranks], strict=True):
+        sent = [two_digits(sent_bytes(rank))] if num_ranks > 1 else []
+        assert line.split("█")[0].split() == [str(rank.rank), *times(rank), *" ".join(sent).split()]
+
+
+def test_bars_are_as_long_as_the_values() -> None:
+    found = plan_assessment(1, 8)
+    text, slowest = printed(found), max(rank.times.total for rank in found.ranks)
+    capacity = found.ranks[0].capacity_bytes
+    for rank, memory, time in zip(
+        found.ranks, lines_under(text, "memory by rank"), lines_under(text, "time by rank"), strict=False
+    ):
+        assert memory.count("█") == int(24 * rank.total_bytes / capacity)
+        assert time.count("█") == int(24 * rank.times.total / slowest)
+
+
+def test_of_a_plan_that_leaves_most_free_bars_show_what_is_used() -> None:
+    found = plan_assessment(1, 8)
+    found = dataclasses.replace(found, ranks=tuple(map(mostly_free, found.ranks)))
+    fullest = max(rank.memory.total for rank in found.ranks)
+    text = printed(found)
+    assert f"of {two_digits(fullest)} used" in text
+    for rank, line in zip(found.ranks, lines_under(text, "memory by rank"), strict=False):
+        assert line.count("█") == int(24 * rank.memory.total / fullest)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_kinds", "first_cells"),
+    [
+        (1, 1, ["0"]),
+        (32, 1, ["0-31 (32)"]),
+        (1024, 1, ["0-1023 (1,024)"]),
+        (4, 2, ["0, 2 (2)", "1, 3 (2)"]),
+        (1024, 2, ["0, 2, 4 and 509 more (512)", "1, 3, 5 and 509 more (512)"]),
+        (1024, 1000, []),
+    ],
+)
+@pytest.mark.parametrize("width", [80, 250])
+def test_ranks_that_are_alike_are_one_line(num_ranks: int, num_kinds: int, first_cells: list[str], width: int) -> None:
+    text = printed(with_ranks_alike(plan_assessment(num_ranks, 1), num_kinds), width)
+    for title in ("memory by rank", "time by rank"):
+        lines = lines_under(text, title)
+        assert [line.strip()[: len(cell) + 1] for line, cell in zip(lines, first_cells, strict=False)] == [
+            f"{cell} " for cell in first_cells
+        ]
+        num_lines = next(i for i, line in enumerate([*lines, "x"]) if not re.match(r" *\d", line))
+        assert num_lines == (len(first_cells) or 16)
+    assert ("are left out" in text) == (not first_cells)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -118,13 +178,13 @@ def test_a_narrow_terminal_says_what_it_leaves_out() -> None:
     found = plan_assessment(1, 8)
     wide, narrow = printed(found, 250), printed(found, 80)
     assert not said_below(wide)
-    (others,) = (line for line in narrow.splitlines() if line.startswith("others"))
-    headings = narrow[narrow.index("memory by rank") : narrow.index("─", narrow.index("memory by rank"))]
-    for item in MEMORY_ITEMS:
-        if not item.is_rare:
+    said = [line for line in narrow.splitlines() if line.startswith("others")]
+    for quantity, others in zip((MemoryByRank(found), TimeByRank(found)), [*said, ""], strict=False):
+        table = narrow[narrow.index(quantity.heading.lower()) :]
+        headings = table[: table.index("─")]
+        for item in quantity.items:
             assert (item.name in others) != (item.name in headings), item.name
     assert "why (all tables): as TorchRec's planner finds fastest" in narrow
-    assert "left out in this width: sent a step" in narrow
 
 
 def test_reasons_are_told_of_their_tables() -> None:
@@ -135,16 +195,94 @@ def test_reasons_are_told_of_their_tables() -> None:
     assert second == "why (C4): so says plan.tables"
 
 
-def test_of_many_ranks_the_fullest_and_the_emptiest_are_shown() -> None:
+def test_of_many_ranks_those_with_most_and_with_least_are_shown() -> None:
     found = plan_assessment(128, 8)
-    by_total = sorted(found.ranks, key=lambda rank: -rank.total_bytes)
     text = printed(found)
-    shown = [int(line.split()[0]) for line in lines_under(text, "memory by rank")[:16]]
-    assert shown == [rank.rank for rank in by_total[:8] + by_total[-8:]]
-    assert "1,008 ranks between them are left out" in text
+    by_total = sorted(found.ranks, key=lambda rank: -rank.total_bytes)
+    by_time = sorted(found.ranks, key=lambda rank: -rank.times.total)
+    for title, ranks in (("memory by rank", by_total), ("time by rank", by_time)):
+        shown = [int(line.split()[0]) for line in lines_under(text, title)[:16]]
+        assert shown == [rank.rank for rank in ranks[:8] + ranks[-8:]]
+    assert "the fullest and the emptiest; 1,008 ranks between them are left out" in text
+    assert "the slowest and the fastest; 1,008 ranks between them are left out" in text
     assert f"fullest: rank {by_total[0].rank}, {two_digits(by_total[0].total_bytes)} of 79.65 GiB" in text
-    slowest = max(found.ranks, key=lambda rank: rank.times.total)
-    assert f"slowest: rank {slowest.rank}, {milliseconds(slowest)} ms a step" in text
+    assert f"slowest: rank {by_time[0].rank}, {milliseconds(by_time[0].times.total)} ms a step" in text
+
+
+def test_it_is_said_what_the_slowest_is_made_of_and_how_long_the_others_wait() -> None:
+    found = with_ranks_alike(plan_assessment(1, 4), 2)
+    slow = StepTime(lookup=2.0, exchange=6.0, networks=0.0, all_reduce=0.5, starts=1.5)
+    fast = StepTime(lookup=2.0, exchange=1.0, networks=0.0, all_reduce=0.5, starts=1.5)
+    for rank in range(4):
+        found = with_rank(found, rank, times=slow if rank == 1 else fast)
+    sent = SentBytes(ids=MIB, vectors=2 * MIB, gradients=3 * MIB)
+    found = with_rank(found, 1, memory=dataclasses.replace(found.ranks[1].memory, sent=sent))
+    (line,) = (line for line in printed(found).splitlines() if line.startswith("slowest"))
+    assert line == (
+        "slowest: rank 1, 10.00 ms a step, 60% of it exchange (exchange 6.000, lookup 2.000, starts 1.500, "
+        "all-reduce 0.500); it sends 6.00 MiB (gradients 3.00 MiB, vectors 2.00 MiB, ids 1.00 MiB); "
+        "the others wait 5.000 ms on average"
+    )
+    for alike in (plan_assessment(1, 1), with_ranks_alike(plan_assessment(1, 8), 1)):
+        assert "the others wait" not in printed(alike)
+
+
+@pytest.mark.parametrize(
+    ("lower_bound_ms", "said"),
+    [
+        (None, ""),
+        (0.0, ""),
+        (10.0, "bound: no plan that fits is faster"),
+        (9.7, "takes less than 9.700 ms; this one is at most 3.1% above"),
+        (9.99996, "takes less than 9.999 ms; this one is at most 0.1% above"),
+        (8.0, "takes less than 8.000 ms; this one is at most 25% above"),
+        (0.01, "takes less than 0.010 ms; this one is at most 99,900% above"),
+    ],
+)
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_the_bound_holds_as_it_is_said(lower_bound_ms: float | None, said: str, is_complete: bool) -> None:
+    found = with_rank(plan_assessment(1, 1), 0, times=StepTime(lookup=10.0, exchange=0.0, networks=0.0, all_reduce=0.0))
+    found = dataclasses.replace(found, lower_bound_ms=lower_bound_ms, is_search_complete=is_complete)
+    text = printed(found)
+    assert (said in text) if said else ("bound" not in text)
+    assert ("the search was stopped early" in text) == (not is_complete and lower_bound_ms != 10.0)
+    assert "bound" not in printed(overfull(found, 0, by=1)), "nothing fits"
+
+
+def test_other_placements_are_told_with_what_they_would_add() -> None:
+    others = (
+        Alternative("column_wise", "fused", 2, 0.125, -3 * MIB // 2, 12 * MIB, fits=True),
+        Alternative("table_wise", "fused_uvm_caching", 1, -0.25, 0, 0, fits=False),
+    )
+    replicated = (Alternative("data_parallel", "dense", 0, 0.0001, GIB, 0, fits=True),)
+    texts = [
+        "column_wise in 2 shards +0.125 ms, -1.50 MiB, +12.00 MiB sent",
+        "table_wise (fused_uvm_caching) -0.250 ms, +0 B, does not fit",
+    ]
+    found = plan_assessment(1, 2, num_tables=4)
+    for index, alternatives in enumerate((others, replicated, others, ())):
+        found = with_placement(found, index, alternatives=alternatives)
+    wide, narrow = printed(found, 250), printed(found, 80)
+    lines = [line.rstrip() for line in lines_under(wide, "tables")]
+    assert [lines[i].endswith(text) for i, text in ((0, texts[0]), (1, texts[1]), (3, texts[0]))] == [True] * 3
+    assert lines[2].endswith("data_parallel +0 ms, +1.00 GiB") and lines[5].endswith("none")
+    assert [line for line in narrow.splitlines() if line.startswith("instead")][:2] == [
+        f"instead (C1, C3): {'; '.join(texts)}",
+        "instead (C2): data_parallel +0 ms, +1.00 GiB",
+    ]
+    for text in (wide, narrow):
+        assert "instead: other placements of a table, the others staying where they are" in text
+    assert "instead" not in printed(plan_assessment(1, 2))
+
+
+def test_other_placements_of_many_tables_are_not_all_told() -> None:
+    found = plan_assessment(1, 2, num_tables=100)
+    for index in range(100):
+        other = Alternative("column_wise", "fused", 2, 1 + index / 100, 0, 0, fits=True)
+        found = with_placement(found, index, alternatives=(other,))
+    text = printed(found, 80)
+    assert "instead (C32): " in text and "instead (C33): " not in text
+    assert "instead (68 more tables): --report and --json say it" in text
 
 
 def test_where_it_fits_the_verdict_says_where() -> None:

@@ -1,0 +1,359 @@
+"""What each rank has of memory and of time, in items that add up: what the terminal, the page and the chart show alike.
+
+Ranks whose numbers read the same are one group, so that 1,024 ranks with the same shards are one line.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from functools import cached_property
+from typing import ClassVar, Generic, TypeVar
+
+from distembed.capacity.assessment import AssessedRank, Assessment
+from distembed.capacity.number_texts import bytes_or_dash, format_milliseconds, percent_at_most, ranges_text
+from distembed.units import format_bytes
+
+LineT = TypeVar("LineT")
+
+_NEARLY_EMPTY = 0.4  # of the capacity; what is used is drawn as large as there is room where it is less
+
+
+@dataclass(frozen=True)
+class PlanColumn(Generic[LineT]):
+    """A column of a table that is shown.
+
+    Attributes:
+        heading: Text above the column.
+        text: Returns the cell of one line.
+        is_number: Whether the cells stand to the right.
+    """
+
+    heading: str
+    text: Callable[[LineT], str]
+    is_number: bool = True
+
+
+@dataclass(frozen=True)
+class RankItem:
+    """Something that takes a rank's memory, or its time.
+
+    Attributes:
+        name: Name for the reader.
+        amount: Returns its bytes, or its milliseconds a step, on one rank.
+        is_rare: Whether it is left out where no rank has any of it.
+    """
+
+    name: str
+    amount: Callable[[AssessedRank], float]
+    is_rare: bool = False
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Ranks whose numbers read the same.
+
+    Attributes:
+        ranks: The ranks, by their number.
+    """
+
+    ranks: tuple[AssessedRank, ...]
+
+    @property
+    def first(self) -> AssessedRank:
+        """The rank that stands for all."""
+        return self.ranks[0]
+
+    @property
+    def text(self) -> str:
+        """The ranks' numbers: ``7``, or ``0-3, 8 (5)`` with how many they are."""
+        numbers = ranges_text([rank.rank for rank in self.ranks])
+        return numbers if len(self.ranks) == 1 else f"{numbers} ({len(self.ranks):,})"
+
+    @property
+    def sentence_text(self) -> str:
+        """The same for a sentence: ``rank 7``, or ``ranks 0-3, 8 (5)``."""
+        return f"{'rank' if len(self.ranks) == 1 else 'ranks'} {self.text}"
+
+
+class RankQuantity(ABC):
+    """Memory or time of all ranks of an assessment that has a plan.
+
+    Attributes:
+        name: Name of the quantity.
+        unit: What stands behind :meth:`text` where no heading says the unit.
+        extremes: What the rank with most of it is called, and the one with least.
+
+    Args:
+        assessment: Assessment with a plan.
+    """
+
+    name: ClassVar[str]
+    unit: ClassVar[str]
+    extremes: ClassVar[tuple[str, str]]
+    _all_items: ClassVar[tuple[RankItem, ...]]
+
+    def __init__(self, assessment: Assessment) -> None:
+        self.ranks: Sequence[AssessedRank] = assessment.ranks
+        self._assessment = assessment
+
+    @cached_property
+    def items(self) -> list[RankItem]:
+        """Items that are shown, in the order in which they are stacked; they add up to :meth:`total`."""
+        return [item for item in self._all_items if not item.is_rare or any(map(item.amount, self.ranks))]
+
+    @property
+    def bar_items(self) -> list[RankItem]:
+        """Items that bars are made of."""
+        return self.items
+
+    @property
+    @abstractmethod
+    def full_bar(self) -> float:
+        """Amount at which a bar is full."""
+
+    @property
+    @abstractmethod
+    def bar_heading(self) -> str:
+        """Text above the bars, with the amount at which they are full."""
+
+    @property
+    @abstractmethod
+    def limit(self) -> float | None:
+        """Amount that no rank may be above, where bars are drawn up to it."""
+
+    @property
+    @abstractmethod
+    def caption(self) -> str:
+        """What bars show, as a sentence."""
+
+    @property
+    @abstractmethod
+    def total_heading(self) -> str:
+        """Text above the column of totals."""
+
+    @property
+    @abstractmethod
+    def columns_beside(self) -> list[PlanColumn[AssessedRank]]:
+        """Columns that stand behind the total."""
+
+    @property
+    def remarks(self) -> list[PlanColumn[AssessedRank]]:
+        """Columns behind these, where there is much room."""
+        return []
+
+    @property
+    def heading(self) -> str:
+        """Text above all that is shown of the quantity."""
+        return f"{self.name.capitalize()} by rank"
+
+    @abstractmethod
+    def total(self, rank: AssessedRank) -> float:
+        """Returns the sum of all items on a rank."""
+
+    @abstractmethod
+    def text(self, amount: float) -> str:
+        """Returns an amount as it is shown."""
+
+    @abstractmethod
+    def is_too_much(self, rank: AssessedRank) -> bool:
+        """Returns whether a rank has more than it may."""
+
+    def bar(self, rank: AssessedRank) -> float:
+        """Returns the amount that a rank's bar stands for."""
+        return sum(item.amount(rank) for item in self.bar_items)
+
+    @cached_property
+    def groups(self) -> list[RankGroup]:
+        """Ranks that read the same, in the order of the first of each group."""
+        by_texts: dict[tuple[str, ...], list[AssessedRank]] = {}
+        for rank in self.ranks:
+            by_texts.setdefault(tuple(self._texts(rank)), []).append(rank)
+        return [RankGroup(tuple(ranks)) for ranks in by_texts.values()]
+
+    @cached_property
+    def sorted_groups(self) -> list[RankGroup]:
+        """The same, from the ranks that have most to those that have least."""
+        return sorted(self.groups, key=lambda group: -self.total(group.first))
+
+    @property
+    def most(self) -> RankGroup:
+        """The ranks that have most."""
+        return self.sorted_groups[0]
+
+    def shown_groups(self, max_lines: int) -> tuple[list[RankGroup], str]:
+        """Returns the groups to show, and what to say of those that are left out.
+
+        All are shown where they are not too many; else those with most and those with least, from most to least.
+        """
+        if len(self.groups) <= max_lines:
+            return self.groups, ""
+        groups, num_most = self.sorted_groups, max_lines - max_lines // 2
+        left_out = groups[num_most : len(groups) - max_lines // 2]
+        num_ranks = sum(len(group.ranks) for group in left_out)
+        text = f"the {self.extremes[0]} and the {self.extremes[1]}; {num_ranks:,} ranks between them are left out"
+        return groups[:num_most] + groups[len(groups) - max_lines // 2 :], text
+
+    def _texts(self, rank: AssessedRank) -> list[str]:
+        """Returns all that is shown of a rank."""
+        numbers = (self.text(item.amount(rank)) for item in self.items)
+        columns = [*self.columns_beside, *self.remarks]
+        return [*numbers, self.text(self.total(rank)), *(column.text(rank) for column in columns)]
+
+
+def _network_bytes(rank: AssessedRank) -> int:
+    """Returns what the networks and their optimizer keep on a rank."""
+    network = rank.memory.network
+    return network.parameters + network.buffers + network.optimizer_state
+
+
+_ALLOCATOR = RankItem("allocator", lambda rank: rank.allocator_bytes)
+
+
+class MemoryByRank(RankQuantity):
+    """The memory of each rank at the fullest moment of a step, in bytes."""
+
+    name, unit = "memory", ""
+    extremes = "fullest", "emptiest"
+    _all_items = (
+        RankItem("tables", lambda rank: rank.storage.weights + rank.memory.plain_tables),
+        RankItem("optimizer", lambda rank: rank.storage.optimizer_state),
+        RankItem("cache", lambda rank: rank.storage.cache, is_rare=True),
+        RankItem("SSE graphs", lambda rank: rank.memory.graph_bytes, is_rare=True),
+        RankItem("networks", _network_bytes),
+        RankItem("gradients", lambda rank: rank.memory.step.gradients),
+        RankItem("step buffers", lambda rank: rank.memory.step.inputs + rank.memory.step.outputs),
+        RankItem("lookups", lambda rank: rank.memory.step.lookups),
+        RankItem("activations", lambda rank: rank.memory.step.activations),
+        _ALLOCATOR,
+    )
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of a rank's memory."""
+        return self._assessment.cluster.rank_bytes
+
+    @cached_property
+    def is_nearly_empty(self) -> bool:
+        """Whether bars up to the capacity would be so low that what is used is drawn larger instead."""
+        used = max(rank.memory.total for rank in self.ranks)
+        return 0 < used < _NEARLY_EMPTY * self.capacity
+
+    @property
+    def bar_items(self) -> list[RankItem]:
+        """All items, but for what is kept free where a plan is nearly empty."""
+        return [item for item in self.items if not (self.is_nearly_empty and item is _ALLOCATOR)]
+
+    @property
+    def full_bar(self) -> float:
+        """The capacity; where a plan is nearly empty, what the fullest rank uses."""
+        return max(map(self.bar, self.ranks)) if self.is_nearly_empty else self.capacity
+
+    @property
+    def bar_heading(self) -> str:
+        """Text above the bars."""
+        return f"of {format_bytes(round(self.full_bar))}{' used' if self.is_nearly_empty else ''}"
+
+    @property
+    def limit(self) -> float | None:
+        """The capacity, unless it is far above all bars."""
+        return None if self.is_nearly_empty else self.capacity
+
+    @property
+    def caption(self) -> str:
+        """What of the capacity is drawn."""
+        if not self.is_nearly_empty:
+            return f"The dashed line is the device's capacity, {format_bytes(self.capacity)}."
+        share = max(map(self.bar, self.ranks)) / self.capacity
+        return (
+            f"What is used, at most {percent_at_most(share)} of the device's {format_bytes(self.capacity)}; "
+            f"{format_bytes(self._assessment.allocator_bytes)} of the rest are kept free for the allocator."
+        )
+
+    @property
+    def total_heading(self) -> str:
+        """Text above the totals."""
+        return "total"
+
+    @property
+    def columns_beside(self) -> list[PlanColumn[AssessedRank]]:
+        """Host memory, where some table lies there."""
+        has_host = any(rank.storage.host for rank in self.ranks)
+        return [PlanColumn("host memory", lambda rank: bytes_or_dash(rank.storage.host))] * has_host
+
+    @property
+    def remarks(self) -> list[PlanColumn[AssessedRank]]:
+        """The fullest moment."""
+        return [PlanColumn("fullest moment", lambda rank: rank.memory.step.moment, is_number=False)]
+
+    def total(self, rank: AssessedRank) -> float:
+        """Returns the bytes in use or kept free."""
+        return rank.total_bytes
+
+    def text(self, amount: float) -> str:
+        """Returns such as ``1.50 GiB``."""
+        return format_bytes(round(amount))
+
+    def is_too_much(self, rank: AssessedRank) -> bool:
+        """Returns whether a rank has more than its device's memory."""
+        return rank.total_bytes > rank.capacity_bytes
+
+
+class TimeByRank(RankQuantity):
+    """The time of a step on each rank, in milliseconds, and what the rank sends meanwhile."""
+
+    name, unit = "time", " ms"
+    extremes = "slowest", "fastest"
+    _all_items = (
+        RankItem("lookup", lambda rank: rank.times.lookup),
+        RankItem("exchange", lambda rank: rank.times.exchange, is_rare=True),
+        RankItem("all-reduce", lambda rank: rank.times.all_reduce, is_rare=True),
+        RankItem("networks", lambda rank: rank.times.networks),
+        RankItem("starts", lambda rank: rank.times.starts, is_rare=True),
+    )
+
+    @property
+    def full_bar(self) -> float:
+        """The time of the slowest rank."""
+        return max(map(self.total, self.ranks))
+
+    @property
+    def bar_heading(self) -> str:
+        """Text above the bars."""
+        return f"of {format_milliseconds(self.full_bar)} ms"
+
+    @property
+    def limit(self) -> float | None:
+        """There is none: time has no capacity."""
+        return None
+
+    @property
+    def caption(self) -> str:
+        """What the milliseconds are."""
+        return f"Estimated milliseconds of a step{'; all ranks wait for the slowest' * (len(self.ranks) > 1)}."
+
+    @property
+    def total_heading(self) -> str:
+        """Text above the totals."""
+        return "ms a step"
+
+    @property
+    def columns_beside(self) -> list[PlanColumn[AssessedRank]]:
+        """Bytes to other ranks, where there are others."""
+        return [PlanColumn("sent a step", lambda rank: format_bytes(sent_bytes(rank)))] * (len(self.ranks) > 1)
+
+    def total(self, rank: AssessedRank) -> float:
+        """Returns the milliseconds of a step."""
+        return rank.times.total
+
+    def text(self, amount: float) -> str:
+        """Returns such as ``0.125``, without the unit."""
+        return format_milliseconds(amount)
+
+    def is_too_much(self, rank: AssessedRank) -> bool:
+        """Returns False: time has no capacity."""
+        return False
+
+
+def sent_bytes(rank: AssessedRank) -> int:
+    """Returns what a rank sends to others in a step."""
+    return sum(astuple(rank.memory.sent))
