@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.types import ShardingEnv
+from torchrec.distributed.planner.utils import placement
+from torchrec.distributed.types import ShardingEnv, ShardingPlan, ShardMetadata
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
@@ -154,8 +157,31 @@ def _build_plain(optimizer: str, dense: str, dim: int) -> Trained:
     return Trained(model, CombinedOptimizer(wrappers), False, lambda step: None)
 
 
+SCATTERED_RANKS = ([-1, -1, -2, -1], [-1, -2, -2, -1], [-2, -1, -1, -1], [-1, -2, -1, -2])
+"""Ranks, counted from the last, of the column ranges of one table after the other: some are unequal once merged."""
+
+
+def scatter_columns(plan: ShardingPlan) -> None:
+    """Gives the column ranges of a plan's tables to ranks out of order."""
+    world, ranks_of_tables = dist.get_world_size(), cycle(SCATTERED_RANKS)
+    for planned in (planned for module_plan in plan.plan.values() for planned in module_plan.values()):
+        if planned.sharding_type == "column_wise":
+            shards = planned.sharding_spec.shards
+            planned.ranks = [rank % world for _, rank in zip(shards, cycle(next(ranks_of_tables)), strict=False)]
+            planned.sharding_spec = EnumerableShardingSpec(
+                [
+                    ShardMetadata(shard.shard_offsets, shard.shard_sizes, placement("cpu", rank, world))
+                    for shard, rank in zip(shards, planned.ranks, strict=True)
+                ]
+            )
+
+
 def shard(model: nn.Module, layout: str, optimizer: str, dense: str = "adam") -> Trained:
-    """Places all tables of a model alike; all ranks call it."""
+    """Places all tables of a model alike; all ranks call it.
+
+    Args:
+        layout: One of :data:`LAYOUTS`, or ``scattered``: column-wise, in ranges out of order.
+    """
     cpu, world = torch.device("cpu"), dist.get_world_size()
     sparse = SparseOptimizerConfig(name=optimizer, learning_rate=RATE, eps=EPS)
     fuse_sparse_optimizer(table_parameters(model), sparse, cpu)
@@ -164,6 +190,7 @@ def shard(model: nn.Module, layout: str, optimizer: str, dense: str = "adam") ->
         CompositionalEmbeddingCollectionSharder(),
         EmbeddingBagCollectionSharder(),
     ]
+    is_scattered, layout = layout == "scattered", "column_wise" if layout == "scattered" else layout
     constraints = dict.fromkeys(SIZES, ParameterConstraints(sharding_types=[layout], min_partition=4))
     for module in model.modules():
         for table in module.tables() if isinstance(module, CompositionalTables) else ():
@@ -178,6 +205,8 @@ def shard(model: nn.Module, layout: str, optimizer: str, dense: str = "adam") ->
     topology = Topology(world_size=world, local_world_size=world, compute_device="cpu")
     planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+    if is_scattered:
+        scatter_columns(plan)
     if needs_dense_kernel(sparse):
         for placed in (placed for module_plan in plan.plan.values() for placed in module_plan.values()):
             placed.compute_kernel = "dense"

@@ -27,7 +27,7 @@ from distembed.planning.plan import find_plan
 from distembed.planning.plan_inputs import PlanInputs
 from distembed.planning.storage import TableStorage, table_storage, total, whole_table_storage
 from distembed.planning.times import StepTime
-from distembed.sharding.placement import Placement, place_table, width
+from distembed.sharding.placement import Placement, place_tables, width
 from distembed.units import enumerate_names
 
 _MAX_NAMES = 8
@@ -216,9 +216,9 @@ def assess(plannable: Plannable, cluster: Cluster) -> Assessment:
     try:
         planned = find_plan(request)
         placements = [
-            place_table(table, planned.plan.plan[path][table.name], cluster.world_size, collection=path)
+            placement
             for path, own in collections.items()
-            for table in own
+            for placement in place_tables(own, planned.plan.plan[path], cluster.world_size, collection=path)
         ]
     except RunError as error:
         planner_error = str(error)

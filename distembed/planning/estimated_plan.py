@@ -16,7 +16,7 @@ from distembed.planning.request import PlanRequest
 from distembed.planning.search import SearchResult
 from distembed.planning.storage import IN_HOST_MEMORY
 from distembed.planning.times import StepTime, step_times
-from distembed.sharding.placement import Placement, place_table
+from distembed.sharding.placement import Placement, place_tables
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,10 @@ def plan_placements(model: nn.Module, plan: ShardingPlan, world_size: int) -> li
     """Returns where the parameters of all compositional tables of a model go, collection after collection."""
     units: Mapping[str, Any] = plan.plan
     return [
-        place_table(table, units[path][table.name], world_size, collection=path)
+        placement
         for path, module in model.named_modules()
         if isinstance(module, CompositionalTables)
-        for table in module.tables()
+        for placement in place_tables(module.tables(), units[path], world_size, collection=path)
     ]
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
@@ -86,6 +87,23 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
         self._embedding_bag_configs = self._show_partition_tables(EmbeddingBagConfig)
         super()._initialize_torch_state(skip_registering)
         self._register_replicated()
+
+    @staticmethod
+    def _pre_load_state_dict_hook(
+        self: "ShardedCompositionalEmbeddingBagCollection", state_dict: dict[str, Any], prefix: str, *others: Any
+    ) -> None:
+        """Puts this rank's shards in the place of each sharded tensor that is to be loaded.
+
+        TorchRec takes them to be as wide as the first shard of all ranks.
+        """
+        local_tensors = {}
+        for name in self._model_parallel_name_to_local_shards:
+            key = f"{prefix}embedding_bags.{name}.weight"
+            if isinstance(state_dict.get(key), ShardedTensor):
+                shards = [shard.tensor for shard in state_dict.pop(key).local_shards()]
+                local_tensors[key] = torch.cat(shards) if shards else torch.empty(0)
+        ShardedEmbeddingBagCollection._pre_load_state_dict_hook(self, state_dict, prefix, *others)
+        state_dict.update(local_tensors)
 
     def input_dist(
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor

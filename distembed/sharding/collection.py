@@ -14,7 +14,6 @@ from torchrec.distributed.types import (
     ParameterSharding,
     QuantizedCommCodecs,
     ShardingEnv,
-    ShardingType,
 )
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
@@ -64,28 +63,19 @@ class ShardedCompositionalEmbeddingCollection(ShardedParameters, ShardedEmbeddin
             self.load_state_dict(module.state_dict())
 
     def _require_equal_widths(self) -> None:
-        """Raises unless all tables are equally wide, and all column slices, as TorchRec's dists of sequences need."""
+        """Raises unless all tables are equally wide, and placed as TorchRec's dists of sequences need."""
         widths = {table.name: width(table) for table in self._tables}
         if len(set(widths.values())) > 1:
             raise UserError(
                 f"an id gives {widths} numbers in the tables of a sharded sequence collection, where all have to give "
                 "equally many; put tables of feature generation into a collection of their own."
             )
-        slices = {}
         for name, placement in self._placements.items():
             if placement.unit.sharding_type not in SEQUENCE_SHARDING_TYPES:
                 raise UserError(
                     f"table {name!r} is planned {placement.unit.sharding_type}; tables of sequences are placed "
                     f"{', '.join(SEQUENCE_SHARDING_TYPES)}."
                 )
-            if placement.unit.sharding_type == ShardingType.COLUMN_WISE.value:
-                assert placement.unit.sharding_spec is not None
-                slices[name] = {shard.shard_sizes[1] for shard in placement.unit.sharding_spec.shards}
-        if len(set().union(*slices.values())) > 1:
-            raise UserError(
-                f"tables of sequences are planned column_wise in ranges of {slices} columns on a rank, where all "
-                "ranges have to be equally wide; give these tables one min_partition, or place some table_wise."
-            )
 
     # an instance method in the place of TorchRec's class method: the sharding needs this module's tables
     def create_embedding_sharding(

@@ -19,7 +19,7 @@ from distembed.embedding.tables import CompositionalTables, empty_weight, lookup
 from distembed.errors import UserError
 from distembed.sharding.groups import lookup_formula
 from distembed.sharding.lookup import CompositionalLookup
-from distembed.sharding.placement import place_table
+from distembed.sharding.placement import place_tables
 from distembed.sse import FeaturePerturbation
 
 
@@ -64,7 +64,8 @@ class ShardedParameters:
             if table.name not in plan:
                 raise UserError(f"the plan has no table {table.name!r}, only {sorted(plan)}; plan anew for this model.")
         self._tables = tables
-        self._placements = {table.name: place_table(table, plan[table.name], env.world_size) for table in tables}
+        placements = place_tables(tables, plan, env.world_size)
+        self._placements = {placement.table.name: placement for placement in placements}
         self._unit_plan = {name: placement.unit for name, placement in self._placements.items()}
         # not yet registered, which TorchRec's constructor would not let them be
         self._replicated = {

@@ -11,10 +11,18 @@ vectors is communicated::
 
 Row-wise, the partition with most numbers is divided by rows; an id goes to the rank that has its row there. The others
 are replicated. Data-parallel, all are.
+
+TorchRec keeps what a rank has of a weight in one matrix, so the rank's ranges of its columns are equally wide. Ranges
+that are neighbours become one; where that would make them unequal, they are cut to the greatest width that divides
+all::
+
+    planned, of 128 columns    [0, 32) on rank 3, [32, 64) on 3, [64, 96) on 2, [96, 128) on 3
+    on rank 3                  [0, 32), [32, 64), [96, 128) in place of [0, 64), [96, 128)
 """
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -88,7 +96,7 @@ class Placement:
 
     Attributes:
         table: The table.
-        unit: Where the table's unit goes; neighbouring columns on one rank are one shard.
+        unit: Where the table's unit goes, a shard for each range of columns that a rank composes.
         sharded: Where the weights of the sharded partitions go, by partition table's name; all others are replicated.
         divided: Number of the partition that is divided by rows, or None.
         collection: Path of the table's collection within the model; collections communicate one after the other.
@@ -148,10 +156,50 @@ def can_be_placed(table: CompositionalEmbeddingConfig, sharding_type: str) -> bo
     return sharding_type in SHARDING_TYPES
 
 
+def place_tables(
+    tables: Sequence[CompositionalEmbeddingConfig],
+    units: Mapping[str, ParameterSharding],
+    world_size: int,
+    collection: str = "",
+) -> list[Placement]:
+    """Returns where the parameters of a collection's tables go if the planner places their units so.
+
+    TorchRec's dists of sequences need ranges of one width on all ranks and in all tables; unequal ones are cut to the
+    greatest width that divides all.
+
+    Args:
+        tables: The tables.
+        units: The planner's answer for each table as a whole, by the table's name.
+        world_size: Number of ranks.
+        collection: Path of the collection within the model.
+
+    Raises:
+        UserError: A table cannot be placed so, or the plan was made for others.
+    """
+    placements = {table.name: place_table(table, units[table.name], world_size, collection) for table in tables}
+    divided = {
+        name: placement
+        for name, placement in placements.items()
+        if not is_pooled(placement.table) and placement.unit.sharding_type == ShardingType.COLUMN_WISE.value
+    }
+    ranges = {name: _shards(placement.table, placement.unit) for name, placement in divided.items()}
+    if len({shard.shard_sizes[1] for shards in ranges.values() for shard in shards}) > 1:
+        columns = math.gcd(
+            *[
+                own.num_columns
+                for name, placement in divided.items()
+                for shard in ranges[name]
+                for own in _partition_slices(placement.table, placement.parts, *_columns(shard))
+            ]
+        )
+        placements |= {name: _by_columns(it.table, it.unit, collection, columns) for name, it in divided.items()}
+    return list(placements.values())
+
+
 def place_table(
     table: CompositionalEmbeddingConfig, unit: ParameterSharding, world_size: int, collection: str = ""
 ) -> Placement:
-    """Returns where a table's parameters go if the planner places its unit so.
+    """Returns where a table's parameters go if the planner places its unit so, alone in its collection.
 
     Args:
         table: The table.
@@ -206,31 +254,51 @@ def _by_rows(table: CompositionalEmbeddingConfig, unit: ParameterSharding, colle
     return Placement(table, unit, sharded, names.index(largest.name), collection)
 
 
-def _by_columns(table: CompositionalEmbeddingConfig, unit: ParameterSharding, collection: str) -> Placement:
-    shards = _merge_neighbours(_shards(table, unit))
-    _require_all_columns(table, shards)
+def _by_columns(
+    table: CompositionalEmbeddingConfig, unit: ParameterSharding, collection: str, columns: int | None = None
+) -> Placement:
+    """Divides a table by columns, in ranges of ``columns``, or as wide as the ranges of each rank can be."""
+    merged = _merge_neighbours(_shards(table, unit))
+    _require_all_columns(table, merged)
     parts = table.partition_tables()
+    by_rank: dict[int, list[ShardMetadata]] = {}
+    for shard in merged:
+        by_rank.setdefault(_rank(shard), []).append(shard)
+    widths = {rank: columns or _equal_columns(table, parts, shards) for rank, shards in by_rank.items()}
+    shards = [piece for shard in merged for piece in _cut(shard, widths[_rank(shard)])]
     sharded: dict[str, list[ShardMetadata]] = {part.name: [] for part in table.lookup_tables()}
-    widths: dict[tuple[str, int], set[int]] = {}
     for shard in shards:
-        rank = _rank(shard)
-        start = shard.shard_offsets[1]
-        for own in _partition_slices(table, parts, start, start + shard.shard_sizes[1]):
+        for own in _partition_slices(table, parts, *_columns(shard)):
             _require_multiple_of_four(table, own.part.name, own.num_columns)
-            widths.setdefault((own.part.name, rank), set()).add(own.num_columns)
             sharded[own.part.name].append(
                 ShardMetadata([0, own.start], [own.part.num_rows, own.num_columns], shard.placement)
             )
-    for (name, rank), own_widths in widths.items():
-        if len(own_widths) > 1:
-            raise UserError(
-                f"table {table.name!r}: rank {rank} has ranges of {sorted(own_widths)} columns of partition table "
-                f"{name!r} that are no neighbours; give a rank ranges of one size, such as by a min_partition that "
-                f"divides {width(table)}."
-            )
-    merged = _with_shards(unit, shards)
     by_name = {name: _with_shards(unit, shards) for name, shards in sharded.items()}
-    return Placement(table, merged, by_name, collection=collection)
+    return Placement(table, _with_shards(unit, shards), by_name, collection=collection)
+
+
+def _equal_columns(
+    table: CompositionalEmbeddingConfig, parts: Sequence[PartitionTable], shards: Sequence[ShardMetadata]
+) -> int | None:
+    """Returns into how wide ranges a rank's have to be cut so that those of each partition are equally wide, or None.
+
+    Partitions begin and end at multiples of it within a range, so that no piece is narrower.
+    """
+    widths: dict[int, set[int]] = {}
+    for shard in shards:
+        for own in _partition_slices(table, parts, *_columns(shard)):
+            widths.setdefault(own.partition, set()).add(own.num_columns)
+    return math.gcd(*set().union(*widths.values())) if any(len(own) > 1 for own in widths.values()) else None
+
+
+def _cut(shard: ShardMetadata, columns: int | None) -> list[ShardMetadata]:
+    """Returns a shard in pieces of this many columns, or whole."""
+    if columns is None:
+        return [shard]
+    row, num_rows = shard.shard_offsets[0], shard.shard_sizes[0]
+    return [
+        ShardMetadata([row, start], [num_rows, columns], shard.placement) for start in range(*_columns(shard), columns)
+    ]
 
 
 def _partition_slices(
@@ -260,6 +328,12 @@ def _shards(table: CompositionalEmbeddingConfig, unit: ParameterSharding) -> lis
     return unit.sharding_spec.shards
 
 
+def _columns(shard: ShardMetadata) -> tuple[int, int]:
+    """Returns the first column of a shard, and the one behind its last."""
+    start: int = shard.shard_offsets[1]
+    return start, start + shard.shard_sizes[1]
+
+
 def _rank(shard: ShardMetadata) -> int:
     rank = shard.placement.rank() if shard.placement is not None else None
     assert rank is not None
@@ -284,7 +358,7 @@ def _require_all_columns(table: CompositionalEmbeddingConfig, shards: Sequence[S
             break
         end += shard.shard_sizes[1]
     if end != width(table):
-        ranges = [[shard.shard_offsets[1], shard.shard_offsets[1] + shard.shard_sizes[1]] for shard in shards]
+        ranges = [list(_columns(shard)) for shard in shards]
         raise UserError(
             f"table {table.name!r} has {width(table)} columns, but the plan gives the ranks {ranges}; it was made for "
             "another table. Plan anew."

@@ -20,19 +20,20 @@ from distembed.embedding import CompositionalEmbeddingCollection, CompositionalE
 from distembed.errors import UserError
 from distembed.partitions import ChineseRemainder, MixedRadix, QuotientRemainder, Remainder
 from distembed.sharding import CompositionalEmbeddingCollectionSharder
+from tests.layouts import scatter_columns
 from tests.ranks import run_on_ranks
 from tests.sharding.test_sharded_equals_unsharded import check_weights
 
 SIZES = {"a": 1000, "b": 77, "c": 500, "d": 500, "e": 30, "f": 300, "g": 600, "h": 900, "i": 1}
-DIM = 8
-SHARDING_TYPES = ["table_wise", "column_wise", "row_wise", "data_parallel"]
+DIM = 16
+SHARDING_TYPES = ["table_wise", "column_wise", "scattered", "row_wise", "data_parallel"]
 
 
 def tables() -> list[CompositionalEmbeddingConfig]:
     make = CompositionalEmbeddingConfig
     return [
         make("a", 1000, DIM, ["a"], QuotientRemainder(1000, collisions=4), id_policy="modulo"),
-        make("b", 77, DIM, ["b"], QuotientRemainder(77, collisions=5), Concat([4, 4])),
+        make("b", 77, DIM, ["b"], QuotientRemainder(77, collisions=5), Concat([8, 8])),
         make("cd", 500, DIM, ["c", "d"], ChineseRemainder(500), "sum"),
         make("e", 30, DIM, ["e"]),
         make("f", 300, DIM, ["f"], Remainder(300, 4)),
@@ -69,14 +70,18 @@ def shard(model: Head, optimizer: Any, settings: dict[str, float], sharding_type
     sharders = [CompositionalEmbeddingCollectionSharder()]
     constraints = {
         table.name: ParameterConstraints(sharding_types=["table_wise"])
-        if sharding_type == "column_wise" and table.function_tables()
-        else ParameterConstraints(sharding_types=[sharding_type], min_partition=4)
+        if sharding_type in ("column_wise", "scattered") and table.function_tables()
+        else ParameterConstraints(
+            sharding_types=["column_wise" if sharding_type == "scattered" else sharding_type], min_partition=4
+        )
         for table in tables()
     }
     planner = EmbeddingShardingPlanner(
         topology=Topology(world_size=world, local_world_size=world, compute_device="cpu"), constraints=constraints
     )
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+    if sharding_type == "scattered":
+        scatter_columns(plan)
     env = ShardingEnv.from_process_group(dist.group.WORLD)
     return DistributedModelParallel(model, env=env, device=torch.device("cpu"), plan=plan, sharders=sharders)
 
