@@ -1,5 +1,6 @@
 """The cluster to plan for: machines that are alike, with ranks on them."""
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,11 @@ class Cluster:
     def world_size(self) -> int:
         """Number of ranks."""
         return self.nodes * self.ranks_per_node
+
+    @property
+    def ranks_at_once(self) -> float:
+        """Number of ranks of a node whose steps its cores compute at once, each as fast as if it were alone."""
+        return min(self.ranks_per_node, self.device.ranks_at_once or math.inf)
 
     @property
     def rank_bytes(self) -> int:

@@ -6,32 +6,49 @@ of a training step, forward and backward::
     rank = sum of its shards' lookups                      + what every rank does for each table
          + start of each group of lookups that it has      + start of each exchange that any table takes part in
          + for each phase of each exchange: the longer of sending and receiving
+         + all-reduces of what is replicated, with their start                  + networks
+
+On CPUs whose ranks share cores a node takes no less than all of its ranks' times over the number of ranks that its
+cores run at once (:attr:`~distembed.planning.devices.Device.ranks_at_once`).
 """
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
-from distembed.planning.lookups import ExchangeKey
+from torchrec.distributed.types import ParameterSharding, ShardingType
 
-Phase = tuple[ExchangeKey, str]
-"""An exchange, and what is sent in it: ``ids``, or ``vectors`` with their gradients on the way back."""
+from distembed.embedding.config import CompositionalEmbeddingConfig, PartitionTable, common_id_dtype
+from distembed.planning.lookup_time import LookupTimes, feature_launches, group_launches
+from distembed.planning.lookups import ExchangeKey, is_on_every_rank
+from distembed.planning.request import PlanRequest
+from distembed.planning.transfers import Phase, TableTraffic, Traffic, Transfer, is_divided_within_nodes
+from distembed.sharding.groups import TableLoad, group_key, lookup_formula
+from distembed.sharding.groups.load import FLOAT_BYTES, LONG_BYTES
+from distembed.sharding.placement import TableSlice, is_pooled, slice_table
+
+_MS = 1e3
+_ID_COLLECTIVES = 3
+"""TorchRec exchanges how many ids go where, how many each row has, and the ids."""
+_EXCHANGE_LAUNCHES = 40
+"""Operations that TorchRec starts around the collectives of an exchange: sorting ids by feature and by rank, copies."""
 
 
 @dataclass(frozen=True)
-class Transfer:
-    """What a shard has communicated in one phase.
-
-    A rank's phase takes the longer of what it does for its own shards and what it does for those of others::
-
-        max(sum of own shards' owner_ms, sum of all shards' other_ms - sum of own shards' other_ms)
+class Layout:
+    """How a table is divided, wherever its shards lie.
 
     Attributes:
-        owner_ms: Milliseconds of the rank that has the shard, to or from all others.
-        other_ms: Milliseconds of each other rank, to or from the owner.
+        sharding_type: TorchRec's name of the way in which the table is divided.
+        compute_kernel: TorchRec's name of the kernel that looks rows up.
+        columns: First column, and the one behind the last, of each range of columns of the output; one range where
+            columns are not divided. Two-level types have a shard on every rank of a node for each.
     """
 
-    owner_ms: float
-    other_ms: float
+    sharding_type: str
+    compute_kernel: str
+    columns: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -40,7 +57,8 @@ class ShardCost:
 
     Attributes:
         lookup_ms: Milliseconds of lookups, composing, their gradients and their update, without starting kernels.
-        group: What the shard is looked up together with; a rank starts the kernels of a group once.
+        group: What the shard is looked up together with; a rank starts the kernels of a group once. None where nothing
+            is looked up.
         transfers: What is communicated for the shard, by phase.
     """
 
@@ -54,14 +72,198 @@ class PlacementCost:
     """What one placement of a table costs.
 
     Attributes:
-        shards: Cost of each shard, in the order of the unit's shards; none of a table that is on every rank.
+        shards: Cost of each shard, range of columns after range, in one rank of a node after the other where rows are
+            divided within nodes; none of a table that is on every rank.
         everywhere: Cost to every rank of a table that is on all of them (``row_wise``, ``data_parallel``), and of what
             is replicated beside shards.
         all_reduce_ms: Milliseconds in which the gradients of replicated weights are averaged.
         exchange: The exchange that the table takes part in; None where nothing is exchanged.
+        sent_bytes: Bytes that all ranks together send in a step for the table.
     """
 
     shards: Sequence[ShardCost]
     everywhere: ShardCost | None = None
     all_reduce_ms: float = 0.0
     exchange: ExchangeKey | None = None
+    sent_bytes: float = 0.0
+
+
+class PlacementCosts:
+    """Costs of placements on one cluster, for one workload; tables that are alike are computed once.
+
+    Args:
+        request: Model, cluster and workload.
+    """
+
+    def __init__(self, request: PlanRequest) -> None:
+        cluster, workload = request.cluster, request.workload
+        self._cluster, self._workload = cluster, workload
+        self._traffic = Traffic(cluster)
+        self._lookups = LookupTimes(cluster.device, request.table_optimizers, workload.bf16, request.cache_ratio)
+        self._id_bytes = {
+            path: common_id_dtype(collection.tables()).itemsize for path, collection in request.collections.items()
+        }
+        self._group_starts: dict[Hashable, float] = {None: 0.0}
+        self._classes: dict[str, Hashable] = {}
+        self._known: dict[Hashable, PlacementCost] = {}
+
+    @cached_property
+    def networks_ms(self) -> float:
+        """Milliseconds of the networks' forward and backward passes, the same on every rank."""
+        network, device = self._workload.network, self._cluster.device
+        if network is None:
+            return 0.0
+        computing = network.flops / device.reached_flops(self._workload.bf16)
+        moving = 4 * network.peak / device.memory_bandwidth
+        return _MS * max(computing, moving)
+
+    @property
+    def networks_all_reduce_ms(self) -> float:
+        """Milliseconds in which the gradients of the networks are averaged."""
+        network = self._workload.network
+        return 0.0 if network is None else self._traffic.all_reduce_ms(network.gradients)
+
+    @property
+    def all_reduce_start_ms(self) -> float:
+        """Milliseconds that starting to average gradients takes, once a step."""
+        device = self._cluster.device
+        return 0.0 if self._cluster.world_size == 1 else _MS * device.collective_seconds
+
+    def group_start_ms(self, group: Hashable) -> float:
+        """Returns the milliseconds that a rank takes to start the kernels of a group, once a step.
+
+        Args:
+            group: Group of a shard whose cost has been asked for.
+        """
+        return self._group_starts[group]
+
+    def exchange_start_ms(self, exchange: ExchangeKey) -> float:
+        """Returns the milliseconds that every rank takes to start an exchange, once a step.
+
+        Args:
+            exchange: An exchange that any table takes part in.
+        """
+        device = self._cluster.device
+        levels = 2 if is_divided_within_nodes(exchange[1]) else 1
+        collectives = _ID_COLLECTIVES + 2 * levels
+        return _MS * (collectives * device.collective_seconds + _EXCHANGE_LAUNCHES * device.launch_seconds)
+
+    def table_class(self, table: CompositionalEmbeddingConfig, collection: str) -> Hashable:
+        """Returns what tables have in common that cost the same in every layout."""
+        if table.name not in self._classes:
+            features = table.feature_names
+            self._classes[table.name] = (
+                collection,
+                type(table),
+                lookup_formula(table),
+                tuple(table.scheme.num_rows),
+                table.num_embeddings,
+                len(features),
+                sum(self._workload.ids_per_row.get(name, 1.0) for name in features),
+                any(self._workload.has_bags(name) for name in features),
+            )
+        return self._classes[table.name]
+
+    def cost(self, table: CompositionalEmbeddingConfig, layout: Layout, collection: str) -> PlacementCost:
+        """Returns what a table costs if it is divided in some way.
+
+        Args:
+            table: The table.
+            layout: The way.
+            collection: Path of the table's collection within the model.
+        """
+        key = self.table_class(table, collection), layout
+        if key not in self._known:
+            self._known[key] = self._cost(table, layout, collection)
+        return self._known[key]
+
+    def _cost(self, table: CompositionalEmbeddingConfig, layout: Layout, collection: str) -> PlacementCost:
+        exchange = collection, layout.sharding_type
+        parts = table.partition_tables()
+        sharded = sharded_partitions(parts, layout.sharding_type)
+        slices = [slice_table(table, parts, columns, sharded) for columns in layout.columns]
+        traffic = self._table_traffic(table, collection)
+        replicated = [part for j, part in enumerate(parts) if j not in sharded]
+        replicated_bytes = FLOAT_BYTES * sum(part.num_parameters for part in replicated)
+        sent_bytes = self._traffic.all_reduce_bytes(replicated_bytes)
+        shards: list[ShardCost] = []
+        for own in slices:
+            shard = self._shard(own, layout, exchange, traffic)
+            shards += [shard] * (self._num_row_shards(layout.sharding_type))
+            sent_bytes += self._traffic.sent_bytes(traffic, layout.sharding_type, own.num_columns)
+        update_ms = self._lookups.replicated_update_ms(
+            sum(part.num_parameters for part in replicated if not part.is_function),
+            sum(part.num_parameters for part in replicated if part.is_function),
+        )
+        everywhere = ShardCost(update_ms, None) if update_ms else None
+        if is_on_every_rank(layout.sharding_type):
+            everywhere, shards = replace(shards[0], lookup_ms=shards[0].lookup_ms + update_ms), []
+        is_exchanged = self._cluster.world_size > 1 and layout.sharding_type != ShardingType.DATA_PARALLEL.value
+        return PlacementCost(
+            shards,
+            everywhere,
+            self._traffic.all_reduce_ms(replicated_bytes),
+            exchange if is_exchanged else None,
+            sent_bytes,
+        )
+
+    def _shard(self, own: TableSlice, layout: Layout, exchange: ExchangeKey, traffic: TableTraffic) -> ShardCost:
+        """Returns the cost of a rank's shard."""
+        load = self._load(own, layout.sharding_type, traffic)
+        group = exchange, group_key(own), layout.compute_kernel, load.is_multi_hot
+        device, num_shards = self._cluster.device, self._num_row_shards(layout.sharding_type)
+        self._group_starts[group] = _MS * group_launches(load) * device.launch_seconds
+        lookup_ms = self._lookups.milliseconds(load, layout.compute_kernel, num_shards)
+        lookup_ms += _MS * feature_launches(load) * device.launch_seconds
+        return ShardCost(lookup_ms, group, self._traffic.transfers(traffic, exchange, own.num_columns))
+
+    def _load(self, own: TableSlice, sharding_type: str, traffic: TableTraffic) -> TableLoad:
+        """Returns what a rank looks up of a table in a step."""
+        features, num_shards = own.table.feature_names, self._num_row_shards(sharding_type)
+        num_batches = 1 if sharding_type == ShardingType.DATA_PARALLEL.value else self._cluster.world_size
+        return TableLoad(
+            own,
+            len(features),
+            num_ids=num_batches * traffic.num_ids / num_shards,
+            num_bags=num_batches * traffic.num_bags,
+            possible_ids=-(-own.table.num_embeddings // num_shards),
+            is_multi_hot=any(self._workload.has_bags(name) for name in features),
+        )
+
+    def _table_traffic(self, table: CompositionalEmbeddingConfig, collection: str) -> TableTraffic:
+        """Returns what a rank's batch has of a table."""
+        num_rows = self._workload.rows_of_rank(self._cluster.world_size)
+        num_ids = num_rows * sum(self._workload.ids_per_row.get(name, 1.0) for name in table.feature_names)
+        num_bags = num_rows * len(table.feature_names)
+        return TableTraffic(num_ids, num_bags, self._id_bytes.get(collection, LONG_BYTES), is_pooled(table))
+
+    def _num_row_shards(self, sharding_type: str) -> int:
+        """Returns over how many ranks the rows of a table's largest partition are divided."""
+        if sharding_type == ShardingType.ROW_WISE.value:
+            return self._cluster.world_size
+        return self._cluster.ranks_per_node if is_divided_within_nodes(sharding_type) else 1
+
+
+def sharded_partitions(parts: Sequence[PartitionTable], sharding_type: str) -> frozenset[int]:
+    """Returns the numbers of a table's partitions whose weights are sharded; those of others are on every rank."""
+    if sharding_type == ShardingType.DATA_PARALLEL.value:
+        return frozenset()
+    lookups = [j for j, part in enumerate(parts) if not part.is_function]
+    if sharding_type == ShardingType.ROW_WISE.value or is_divided_within_nodes(sharding_type):
+        return frozenset([max(lookups, key=lambda j: parts[j].num_parameters)])
+    return frozenset(lookups)
+
+
+def layout(unit: ParameterSharding, num_columns: int) -> tuple[Layout, list[int]]:
+    """Returns how a plan divides a table, and the rank of each shard, in the order of :class:`PlacementCost`.
+
+    Args:
+        unit: The plan's answer for the table as a whole.
+        num_columns: Number of columns of the table's output.
+    """
+    if is_on_every_rank(unit.sharding_type):
+        return Layout(unit.sharding_type, unit.compute_kernel, ((0, num_columns),)), []
+    spec: Any = unit.sharding_spec
+    columns = [(shard.shard_offsets[1], shard.shard_offsets[1] + shard.shard_sizes[1]) for shard in spec.shards]
+    ranks = [shard.placement.rank() for shard in spec.shards]
+    return Layout(unit.sharding_type, unit.compute_kernel, tuple(dict.fromkeys(columns))), ranks

@@ -1,10 +1,14 @@
 """Devices to plan for: memory as the driver reports it, bandwidths and operations a second as the vendors state them.
 
 Bandwidths count one direction; that between nodes is one 400 Gbit/s port a GPU (200 for A100 and L4), as cloud
-machines of this kind have. Operations are those of dense matrices.
+machines of this kind have. Operations are those of dense matrices. What vendors do not state is a guess, the same for
+all GPUs: that rows reach 60% of the memory's bandwidth and networks 40% of the operations, that an operation takes the
+host 5 microseconds to start, with autograd, and a collective 30. A device file has what was measured instead
+(:mod:`distembed.planning.calibration`).
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,6 +22,8 @@ if TYPE_CHECKING:
     import torch
 
 _MIB, _GB, _TFLOPS = 2**20, 10**9, 10**12
+_LOOKUP_SHARE = 0.6
+"""Share of the memory's bandwidth that rows of 64 bytes and more reach which lie anywhere."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,13 @@ class Device:
         host_bandwidth: Bytes a second to the machine's memory.
         fp32_flops: Operations a second on float32.
         bf16_flops: Operations a second on bfloat16.
+        utilisation: Share of the operations a second that networks of this kind reach.
+        lookup_bandwidth: Bytes a second at which rows are read and written one by one.
+        row_seconds: Seconds of each row that is looked up and updated, beside its bytes.
+        launch_seconds: Seconds in which an operation is started, with its share of the autograd graph.
+        collective_seconds: Seconds that a collective takes however little it sends.
+        ranks_at_once: How many ranks of a node its cores run at once, each as fast as if it were alone; None where all
+            are, as those that have a device each.
     """
 
     name: str
@@ -45,39 +58,87 @@ class Device:
     host_bandwidth: float
     fp32_flops: float
     bf16_flops: float
+    utilisation: float
+    lookup_bandwidth: float
+    row_seconds: float
+    launch_seconds: float
+    collective_seconds: float
+    ranks_at_once: float | None = None
+
+    def reached_flops(self, bf16: bool) -> float:
+        """Returns the operations a second that networks reach."""
+        return self.utilisation * (self.bf16_flops if bf16 else self.fp32_flops)
 
 
-def _device(
+def _gpu(
     name: str, memory_mib: int, gb_a_second: tuple[float, float, float, float], tflops: tuple[float, float]
 ) -> Device:
-    bandwidths = [bandwidth * _GB for bandwidth in gb_a_second]
-    return Device(name, "cuda", memory_mib * _MIB, *bandwidths, *[operations * _TFLOPS for operations in tflops])
+    memory, local, node, host = [bandwidth * _GB for bandwidth in gb_a_second]
+    return Device(
+        name=name,
+        kind="cuda",
+        memory_bytes=memory_mib * _MIB,
+        memory_bandwidth=memory,
+        local_bandwidth=local,
+        node_bandwidth=node,
+        host_bandwidth=host,
+        fp32_flops=tflops[0] * _TFLOPS,
+        bf16_flops=tflops[1] * _TFLOPS,
+        utilisation=0.4,
+        lookup_bandwidth=_LOOKUP_SHARE * memory,
+        row_seconds=0.0,
+        launch_seconds=5e-6,
+        collective_seconds=30e-6,
+    )
 
 
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
-        _device("a100-40gb", 40_960, (1_555, 300, 25, 32), (19.5, 312)),
-        _device("a100-80gb", 81_920, (2_039, 300, 25, 32), (19.5, 312)),
-        _device("h100-80gb", 81_559, (3_350, 450, 50, 64), (67, 989)),
-        _device("h200-141gb", 143_771, (4_800, 450, 50, 64), (67, 989)),
-        _device("b200-180gb", 183_359, (7_700, 900, 50, 64), (80, 2_250)),
-        _device("l4-24gb", 23_034, (300, 32, 12.5, 32), (30.3, 121)),
+        _gpu("a100-40gb", 40_960, (1_555, 300, 25, 32), (19.5, 312)),
+        _gpu("a100-80gb", 81_920, (2_039, 300, 25, 32), (19.5, 312)),
+        _gpu("h100-80gb", 81_559, (3_350, 450, 50, 64), (67, 989)),
+        _gpu("h200-141gb", 143_771, (4_800, 450, 50, 64), (67, 989)),
+        _gpu("b200-180gb", 183_359, (7_700, 900, 50, 64), (80, 2_250)),
+        _gpu("l4-24gb", 23_034, (300, 32, 12.5, 32), (30.3, 121)),
         # two sockets of 32 cores
-        Device("cpu-256gb", "cpu", 256 * _GB, 200 * _GB, 25 * _GB, 12.5 * _GB, 200 * _GB, 4 * _TFLOPS, 8 * _TFLOPS),
+        Device(
+            name="cpu-256gb",
+            kind="cpu",
+            memory_bytes=256 * _GB,
+            memory_bandwidth=200 * _GB,
+            local_bandwidth=25 * _GB,
+            node_bandwidth=12.5 * _GB,
+            host_bandwidth=200 * _GB,
+            fp32_flops=4 * _TFLOPS,
+            bf16_flops=8 * _TFLOPS,
+            utilisation=0.4,
+            lookup_bandwidth=_LOOKUP_SHARE * 200 * _GB,
+            row_seconds=20e-9,
+            launch_seconds=20e-6,
+            collective_seconds=200e-6,
+        ),
     )
 }
 """Devices to plan for, by name."""
 
-_SETTINGS = {
+_SIZES = {
     "memory": "memory_bytes",
-    "memory_bandwidth": "memory_bandwidth",
-    "local_bandwidth": "local_bandwidth",
-    "node_bandwidth": "node_bandwidth",
-    "host_bandwidth": "host_bandwidth",
-    "fp32_flops": "fp32_flops",
-    "bf16_flops": "bf16_flops",
+    **{
+        name: name
+        for name in (
+            "memory_bandwidth",
+            "local_bandwidth",
+            "node_bandwidth",
+            "host_bandwidth",
+            "lookup_bandwidth",
+            "fp32_flops",
+            "bf16_flops",
+        )
+    },
 }
+_NUMBERS = ("utilisation", "row_seconds", "launch_seconds", "collective_seconds", "ranks_at_once")
+"""Numbers that are no sizes; seconds are given as such, ``launch_seconds=4e-6``."""
 
 
 def find_device(text: str) -> Device:
@@ -102,13 +163,31 @@ def find_device(text: str) -> Device:
 
 
 def _numbers(settings: Iterable[str]) -> dict[str, Any]:
-    numbers = {}
+    numbers: dict[str, Any] = {}
     for setting in settings:
         key, equals, size = setting.partition("=")
         if not equals:
             raise UserError(f"--gpu has {setting!r} behind the device; give NUMBER=SIZE such as memory=80GiB.")
-        numbers[_SETTINGS[one_of("number behind --gpu", key, _SETTINGS)]] = parse_bytes(f"--gpu {key}", size)
+        if one_of("number behind --gpu", key, [*_SIZES, *_NUMBERS]) in _SIZES:
+            numbers[_SIZES[key]] = parse_bytes(f"--gpu {key}", size)
+        else:
+            numbers[key] = _number(f"--gpu {key}", size)
     return numbers
+
+
+def _number(field: str, text: str) -> float:
+    """Returns a number of 0 or more.
+
+    Raises:
+        UserError: The text is none.
+    """
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < math.inf:
+        raise UserError(f"{field} is {text!r}; give a number of 0 or more, of seconds such as 4e-6.")
+    return number
 
 
 def device_here(device: "torch.device", memory_bytes: int) -> Device:

@@ -11,11 +11,12 @@ from torchrec.distributed.types import ShardingPlan
 
 from distembed.embedding.tables import CompositionalTables
 from distembed.planning.alternatives import Alternative
+from distembed.planning.costs import PlacementCosts
 from distembed.planning.memory import RankMemory, rank_memories
 from distembed.planning.request import PlanRequest
 from distembed.planning.search import SearchResult
 from distembed.planning.storage import IN_HOST_MEMORY
-from distembed.planning.times import StepTime, step_times
+from distembed.planning.times import PlacedTable, StepTime, step_times
 from distembed.sharding.placement import Placement, place_tables
 
 
@@ -81,9 +82,7 @@ def estimate_plan(request: PlanRequest, found: SearchResult) -> EstimatedPlan:
         plan=plan,
         why={p.table.name: found.why[p.table.name] + _host_memory_note(p) for p in placements},
         memory=memory,
-        times=step_times(
-            found.options, [rank.sent for rank in memory], workload, cluster.device, cluster.ranks_per_node
-        ),
+        times=step_times(placed_tables(request, plan, placements), PlacementCosts(request), cluster),
         excess=max(rank.total for rank in memory) - request.plannable_bytes,
         host_excess=max(rank.host for rank in memory) - cluster.host_bytes_per_rank,
     )
@@ -98,6 +97,24 @@ def plan_placements(model: nn.Module, plan: ShardingPlan, world_size: int) -> li
         if isinstance(module, CompositionalTables)
         for placement in place_tables(module.tables(), units[path], world_size, collection=path)
     ]
+
+
+def placed_tables(request: PlanRequest, plan: ShardingPlan, placements: Iterable[Placement]) -> list[PlacedTable]:
+    """Returns all tables of a model, TorchRec's own among them, with a plan's answers for them.
+
+    Args:
+        request: The model.
+        plan: The plan.
+        placements: Placements of the compositional tables.
+    """
+    units: Mapping[str, Any] = plan.plan
+    plain = [
+        PlacedTable(table, units[path][table.name], path)
+        for path, tables in request.tables_by_collection.items()
+        if path not in request.collections
+        for table in tables
+    ]
+    return [PlacedTable(own.table, own.unit, own.collection) for own in placements] + plain
 
 
 def counted_bytes(options: Iterable[ShardingOption], world_size: int) -> list[int]:

@@ -81,10 +81,19 @@ class PlanRequest:
         """Tables of TorchRec's own collections, described as the full tables that they are."""
         return [
             table
-            for _, module, _ in _sharded_modules(self.model, self.sharders)
-            if isinstance(module, EmbeddingBagCollection | EmbeddingCollection)
-            for table in table_configs(module)
+            for path, tables in self.tables_by_collection.items()
+            if path not in self.collections
+            for table in tables
         ]
+
+    @cached_property
+    def tables_by_collection(self) -> dict[str, Sequence[CompositionalEmbeddingConfig]]:
+        """Tables of all collections, those of TorchRec's own as the full tables that they are, by collection's path."""
+        return {
+            path: table_configs(module)
+            for path, module, _ in _sharded_modules(self.model, self.sharders)
+            if isinstance(module, CompositionalTables | EmbeddingBagCollection | EmbeddingCollection)
+        }
 
     @cached_property
     def table_optimizers(self) -> TableOptimizers:

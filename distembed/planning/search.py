@@ -11,9 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
-from torchrec.distributed.planner.constants import DEFAULT_PERF_ESTIMATOR
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-from torchrec.distributed.planner.estimator import EmbeddingPerfEstimatorFactory
 from torchrec.distributed.planner.proposers import GreedyProposer
 from torchrec.distributed.planner.types import Partitioner, PlannerError, PlannerErrorType, Proposer, ShardingOption
 from torchrec.distributed.types import ShardingPlan
@@ -24,7 +22,8 @@ from distembed.names import one_of
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.planning.balance import BalancedPartitioner, Choice, Divisible, choose, why_divided
 from distembed.planning.config import PlanConfig, TablePlanConfig
-from distembed.planning.perf_estimator import ComposedPerfEstimator, OncePerSize
+from distembed.planning.costs import PlacementCosts
+from distembed.planning.perf_estimator import PlacementPerfEstimator
 from distembed.planning.request import PlanRequest
 from distembed.planning.reservation import Reservation
 from distembed.planning.storage import function_storage, whole_table_storage
@@ -188,21 +187,16 @@ class Search:
         proposer: Proposer | None,
         partitioner: Partitioner | None,
     ) -> SearchResult:
-        request, cluster = self._request, self._request.cluster
+        request = self._request
         constraints = {**constraints, **self._plain_constraints()}
         reservation = Reservation(request.reserved_share, self._tables, self._optimizers, self._reserved_bytes)
-        plain_perf = EmbeddingPerfEstimatorFactory.create(
-            DEFAULT_PERF_ESTIMATOR, topology=self._topology, constraints=constraints
-        )
-        perf = ComposedPerfEstimator(
-            plain_perf, self._tables, cluster.world_size, cluster.device, request.workload.bf16
-        )
+        perf = PlacementPerfEstimator(PlacementCosts(request), request.tables_by_collection)
         planner = EmbeddingShardingPlanner(
             topology=self._topology,
             batch_size=self._batch_size,
             constraints=constraints,
             enumerator=EmbeddingEnumerator(
-                self._topology, self._batch_size, constraints, estimator=[OncePerSize(perf), self._storage_estimator()]
+                self._topology, self._batch_size, constraints, estimator=[perf, self._storage_estimator()]
             ),
             proposer=proposer,
             partitioner=partitioner,

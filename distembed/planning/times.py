@@ -1,29 +1,21 @@
-"""How long a step takes on each rank: an estimate, from bandwidths and operations a second that vendors state.
+"""How long a step takes on each rank: an estimate, the sum of what the placements of all tables cost.
 
-TorchRec's estimator knows a lookup of one vector an id. A composed table has rows of several partitions to read, which
-takes so much longer, and composing them reads all again and writes one; the functions of a path compute. So::
-
-    lookups      TorchRec's times of compute, x numbers read an id / columns of the output, + composing, + functions
-    exchange     TorchRec's times of the exchanges of ids and vectors
-    networks     operations at 40% of the device's best, or activations read and written twice, which is longer
-    all-reduce   of gradients, around a ring
-
-What starting kernels takes is not counted: it is most of the time of small batches.
+What a placement costs is said in :mod:`distembed.planning.costs`, and where the numbers of a device come from in
+:mod:`distembed.planning.devices`.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 
-from torchrec.distributed.planner.types import ShardingOption
-from torchrec.distributed.types import ShardingType
+from torchrec.distributed.types import ParameterSharding
 
-from distembed.planning.buffers import SentBytes
-from distembed.planning.devices import Device
-from distembed.planning.workload import Workload
-
-UTILISATION = 0.4
-"""Share of a device's operations a second that networks of this kind reach."""
-_MS = 1e3
+from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.planning.cluster import Cluster
+from distembed.planning.costs import PlacementCosts, ShardCost, layout
+from distembed.planning.lookups import ExchangeKey
+from distembed.planning.transfers import Phase
+from distembed.sharding.placement import width
 
 
 @dataclass(frozen=True)
@@ -36,6 +28,7 @@ class StepTime:
         networks: Time of the networks' forward and backward passes.
         all_reduce: Time of averaging the gradients of what every rank has.
         starts: Time of starting kernels and exchanges.
+        waiting: Time of waiting for cores that other ranks of the node use.
     """
 
     lookup: float
@@ -43,59 +36,114 @@ class StepTime:
     networks: float
     all_reduce: float
     starts: float = 0.0
+    waiting: float = 0.0
 
     @property
     def total(self) -> float:
         """Sum of all times, as if nothing overlapped."""
-        return self.lookup + self.exchange + self.networks + self.all_reduce + self.starts
+        return sum(asdict(self).values())
 
     def as_json(self) -> dict[str, float]:
         """Returns the times by name, in milliseconds."""
         return {**asdict(self), "total": self.total}
 
 
-def step_times(
-    options: Iterable[ShardingOption],
-    sent: Sequence[SentBytes],
-    workload: Workload,
-    device: Device,
-    local_world_size: int,
-) -> list[StepTime]:
+@dataclass(frozen=True)
+class PlacedTable:
+    """A table and a plan's answer for it.
+
+    Attributes:
+        table: The table; one of TorchRec's own is described as the full table that it is.
+        unit: The plan's answer for the table as a whole.
+        collection: Path of the table's collection within the model.
+    """
+
+    table: CompositionalEmbeddingConfig
+    unit: ParameterSharding
+    collection: str = ""
+
+
+def step_times(placed: Iterable[PlacedTable], costs: PlacementCosts, cluster: Cluster) -> list[StepTime]:
     """Returns the times of every rank.
 
     Args:
-        options: Sharding options that the planner chose, with ranks and perf.
-        sent: Bytes that each rank sends in a step.
-        workload: Rows, ids and networks of the step.
-        device: Device of each rank.
-        local_world_size: Number of ranks on a machine.
+        placed: All tables of the model.
+        costs: What placements cost.
+        cluster: Ranks that the tables are placed on.
     """
-    world_size = len(sent)
-    lookup, exchange, has_others = [0.0] * world_size, [0.0] * world_size, world_size > 1
-    for option in options:
-        # of data-parallel tables TorchRec counts their all-reduce, which is among the others here
-        is_exchanged = has_others and option.sharding_type != ShardingType.DATA_PARALLEL.value
-        for shard in option.shards:
-            assert shard.perf is not None and shard.rank is not None
-            lookup[shard.rank] += shard.perf.fwd_compute + shard.perf.bwd_compute + shard.perf.prefetch_compute
-            communication = shard.perf.fwd_comms + shard.perf.bwd_comms + shard.perf.input_dist_comms
-            exchange[shard.rank] += communication if is_exchanged else 0.0
-    networks = _network_time(workload, device)
-    bandwidth = device.node_bandwidth if world_size > local_world_size else device.local_bandwidth
-    return [
-        StepTime(lookup[rank], exchange[rank], networks, _MS * sent[rank].all_reduce / bandwidth)
-        for rank in range(world_size)
-    ]
+    added = _Added(costs, cluster.world_size)
+    for own in placed:
+        added.add(own)
+    times = [added.step_time(rank) for rank in range(cluster.world_size)]
+    return _sharing_cores(times, cluster)
 
 
-def _network_time(workload: Workload, device: Device) -> float:
-    if workload.network is None:
-        return 0.0
-    computing = workload.network.flops / reached_flops(device, workload.bf16)
-    moving = 4 * workload.network.peak / device.memory_bandwidth
-    return _MS * max(computing, moving)
+class _Added:
+    """Costs of placements, added up rank by rank.
+
+    Args:
+        costs: What placements cost.
+        world_size: Number of ranks.
+    """
+
+    def __init__(self, costs: PlacementCosts, world_size: int) -> None:
+        self._costs = costs
+        self._all_reduce = costs.networks_all_reduce_ms
+        self._exchanges: set[ExchangeKey] = set()
+        self._common, self._ranks = _Shards(), [_Shards() for _ in range(world_size)]
+        self._others: dict[Phase, float] = defaultdict(float)
+
+    def add(self, placed: PlacedTable) -> None:
+        """Adds what a table costs."""
+        own_layout, ranks = layout(placed.unit, width(placed.table))
+        cost = self._costs.cost(placed.table, own_layout, placed.collection)
+        self._all_reduce += cost.all_reduce_ms
+        if cost.exchange is not None:
+            self._exchanges.add(cost.exchange)
+        if cost.everywhere is not None:
+            self._common.add(cost.everywhere)
+        for rank, shard in zip(ranks, cost.shards, strict=True):
+            self._ranks[rank].add(shard)
+            for phase, transfer in shard.transfers.items():
+                self._others[phase] += transfer.other_ms
+
+    def step_time(self, rank: int) -> StepTime:
+        """Returns the time of a rank, as if it had cores of its own."""
+        own, common, costs = self._ranks[rank], self._common, self._costs
+        starts = sum(costs.group_start_ms(group) for group in own.groups | common.groups)
+        starts += sum(costs.exchange_start_ms(exchange) for exchange in self._exchanges)
+        exchange = 0.0
+        for phase in self._others.keys() | common.owner.keys():
+            others = self._others.get(phase, 0.0) - own.other.get(phase, 0.0)
+            exchange += max(own.owner.get(phase, 0.0) + common.owner.get(phase, 0.0), others)
+        lookup = own.lookup + common.lookup
+        return StepTime(lookup, exchange, costs.networks_ms, self._all_reduce, starts + costs.all_reduce_start_ms)
 
 
-def reached_flops(device: Device, bf16: bool) -> float:
-    """Returns the operations a second that networks of this kind reach on a device."""
-    return UTILISATION * (device.bf16_flops if bf16 else device.fp32_flops)
+class _Shards:
+    """Costs of some shards: their lookups, their groups, and what is communicated by phase."""
+
+    def __init__(self) -> None:
+        self.lookup = 0.0
+        self.groups: set[Hashable] = set()
+        self.owner: dict[Phase, float] = defaultdict(float)
+        self.other: dict[Phase, float] = defaultdict(float)
+
+    def add(self, shard: ShardCost) -> None:
+        self.lookup += shard.lookup_ms
+        self.groups.add(shard.group)
+        for phase, transfer in shard.transfers.items():
+            self.owner[phase] += transfer.owner_ms
+            self.other[phase] += transfer.other_ms
+
+
+def _sharing_cores(times: Sequence[StepTime], cluster: Cluster) -> list[StepTime]:
+    """Adds the time in which ranks wait for their node's cores: a node takes no less than its cores take for all."""
+    shared: list[StepTime] = []
+    size = cluster.ranks_per_node
+    for first in range(0, len(times), size):
+        node = times[first : first + size]
+        least = sum(time.total for time in node) / cluster.ranks_at_once
+        waits = cluster.ranks_at_once < size and least > max(time.total for time in node)
+        shared += [replace(time, waiting=least - time.total) for time in node] if waits else node
+    return shared

@@ -22,7 +22,7 @@ all::
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -120,9 +120,8 @@ class Placement:
 
     def slice(self, start: int, stop: int) -> TableSlice:
         """Returns columns ``[start, stop)`` of the output, and the partitions' columns that take part in them."""
-        partitions = tuple(_partition_slices(self.table, self.parts, start, stop))
-        sharded = frozenset(own.partition for own in partitions if own.part.name in self.sharded)
-        return TableSlice(self.table, stop - start, partitions, sharded)
+        sharded = frozenset(j for j, part in enumerate(self.parts) if part.name in self.sharded)
+        return slice_table(self.table, self.parts, (start, stop), sharded)
 
 
 def width(table: CompositionalEmbeddingConfig) -> int:
@@ -299,6 +298,22 @@ def _cut(shard: ShardMetadata, columns: int | None) -> list[ShardMetadata]:
     return [
         ShardMetadata([row, start], [num_rows, columns], shard.placement) for start in range(*_columns(shard), columns)
     ]
+
+
+def slice_table(
+    table: CompositionalEmbeddingConfig, parts: Sequence[PartitionTable], columns: tuple[int, int], sharded: Set[int]
+) -> TableSlice:
+    """Returns columns of a table's output, and the partitions' columns that take part in them.
+
+    Args:
+        table: The table.
+        parts: Parameters of its partitions.
+        columns: The first of the columns, and the one behind the last.
+        sharded: Numbers of the partitions whose weights are sharded.
+    """
+    start, stop = columns
+    partitions = tuple(_partition_slices(table, parts, start, stop))
+    return TableSlice(table, stop - start, partitions, frozenset(sharded & {own.partition for own in partitions}))
 
 
 def _partition_slices(

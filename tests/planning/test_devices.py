@@ -13,15 +13,17 @@ def test_devices_are_found_by_their_names_and_have_all_numbers() -> None:
     for name, device in DEVICES.items():
         assert find_device(name) is device or find_device(name) == device
         assert device.name == name and device.kind in ("cuda", "cpu")
-        numbers = dataclasses.asdict(device)
-        assert all(numbers[field] > 0 for field in numbers if field not in ("name", "kind"))
+        numbers, may_be_none = dataclasses.asdict(device), ("row_seconds", "ranks_at_once")
+        assert all(numbers[field] > 0 for field in numbers if field not in ("name", "kind", *may_be_none))
         # memory is nearer than other devices, and these are nearer than other nodes
         assert device.memory_bandwidth > device.local_bandwidth > device.node_bandwidth
 
 
 def test_numbers_behind_the_name_replace_the_catalogues() -> None:
-    own = find_device("h100-80gb,memory=96GiB,node_bandwidth=25GB")
-    expected = dataclasses.replace(DEVICES["h100-80gb"], memory_bytes=96 * 2**30, node_bandwidth=25 * 10**9)
+    own = find_device("h100-80gb,memory=96GiB,node_bandwidth=25GB,launch_seconds=4e-6")
+    expected = dataclasses.replace(
+        DEVICES["h100-80gb"], memory_bytes=96 * 2**30, node_bandwidth=25 * 10**9, launch_seconds=4e-6
+    )
     assert own == expected
     other = find_device("memory=48GB,bf16_flops=90e12")
     nearest = dataclasses.replace(DEVICES["a100-40gb"], memory_bytes=48 * 10**9, bf16_flops=90 * 10**12)
@@ -31,6 +33,8 @@ def test_numbers_behind_the_name_replace_the_catalogues() -> None:
         ("h100-80gb,memory=much", "--gpu memory is 'much'"),
         ("h100-80gb,memory=0", "above 0"),
         ("h100-80gb,memroy=1GB", "Did you mean 'memory'"),
+        ("h100-80gb,launch_seconds=5us", "number of 0 or more"),
+        ("h100-80gb,row_seconds=-1", "number of 0 or more"),
         ("h100-80gb,flops=1", "number behind --gpu is 'flops'"),
         ("memory_bandwidth=1TB", "has no memory"),
         ("", "--gpu is ''"),

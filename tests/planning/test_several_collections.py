@@ -169,9 +169,10 @@ def test_plain_tables_are_counted_where_they_lie() -> None:
     estimated = find_plan(request(model, sharders()))
     assert list(plan_as_json(estimated.plan)["theirs"]) == ["plain"]
     assert list(estimated.why) == list(plan_as_json(estimated.plan)["ours"]) == ["a", "b", "c"]
-    (rank,) = plan_as_json(estimated.plan)["theirs"]["plain"]["ranks"]
+    ranks = plan_as_json(estimated.plan)["theirs"]["plain"]["ranks"]
     plain_bytes = [memory.items()["plain_tables"] for memory in estimated.memory]
-    assert plain_bytes[rank] >= 10**6 * 64 * 4 and sum(plain_bytes) == plain_bytes[rank]
+    assert sum(plain_bytes) >= 10**6 * 64 * 4
+    assert {rank for rank, num_bytes in enumerate(plain_bytes) if num_bytes} == set(ranks)
 
 
 def test_collections_side_by_side_take_what_they_take_alone() -> None:

@@ -1,11 +1,14 @@
-"""Estimated times: TorchRec's for plain tables, and what several partitions and slower devices add to them."""
+"""Estimated times: sums of what placements cost, and what bandwidths, bags and numbers of ranks do to these."""
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 
 import pytest
 from torch import nn
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
+from torchrec.distributed.types import ParameterSharding, ShardMetadata
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
@@ -13,21 +16,45 @@ from distembed.composition import PathMLP
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.partitions import MixedRadix, QuotientRemainder
 from distembed.planning import PlanConfig, PlanRequest, Workload
+from distembed.planning.buffers import Step
 from distembed.planning.cluster import Cluster
+from distembed.planning.costs import PlacementCosts, layout
 from distembed.planning.devices import Device, find_device
 from distembed.planning.networks import NetworkEstimate
 from distembed.planning.plan import find_plan
-from distembed.planning.times import UTILISATION, StepTime
+from distembed.planning.times import PlacedTable, StepTime, step_times
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
+from distembed.sharding.placement import place_table, unit_size
 
 NUM_IDS, DIM, ROWS = 100_000, 64, 4096
+A100 = find_device("a100-80gb")
+QUOTIENT = QuotientRemainder(NUM_IDS, collisions=4)
+TABLES = [
+    CompositionalEmbeddingBagConfig("plain", NUM_IDS, DIM, ["a"]),
+    CompositionalEmbeddingBagConfig("product", NUM_IDS, DIM, ["b"], QUOTIENT),
+    CompositionalEmbeddingBagConfig("twin", NUM_IDS, DIM, ["c"], QUOTIENT),
+    CompositionalEmbeddingBagConfig("concat", NUM_IDS, DIM, ["d", "e"], QUOTIENT, "concat"),
+    CompositionalEmbeddingBagConfig("path", NUM_IDS, DIM, ["f"], QUOTIENT, PathMLP(hidden=[64])),
+]
+
+
+def request(
+    tables: Sequence[CompositionalEmbeddingBagConfig],
+    cluster: Cluster,
+    workload: Workload,
+    sharding_type: str = "table_wise",
+) -> PlanRequest:
+    model = nn.ModuleDict({"e": CompositionalEmbeddingBagCollection(tables, device="meta")})
+    return PlanRequest(
+        model, [CompositionalEmbeddingBagCollectionSharder()], cluster, workload, PlanConfig([sharding_type])
+    )
 
 
 def times(
     scheme: object = "naive",
     composition: object = "product",
     *,
-    device: Device | None = None,
+    device: Device = A100,
     nodes: int = 1,
     gpus: int = 2,
     network: NetworkEstimate | None = None,
@@ -36,63 +63,156 @@ def times(
 ) -> list[StepTime]:
     """Of each rank, with one table, on the first rank."""
     table = CompositionalEmbeddingBagConfig("t", NUM_IDS, DIM, ["f"], scheme, composition)  # type: ignore[arg-type]
-    cluster = Cluster(device or find_device("a100-80gb"), nodes, gpus)
+    cluster = Cluster(device, nodes, gpus)
     workload = Workload(ROWS * cluster.world_size, {"f": ids_per_row}, network=network, bf16=bf16)
-    model = nn.ModuleDict({"e": CompositionalEmbeddingBagCollection([table], device="meta")})
-    sharders = [CompositionalEmbeddingBagCollectionSharder()]
-    return find_plan(PlanRequest(model, sharders, cluster, workload, PlanConfig(["table_wise"]))).times
+    return find_plan(request([table], cluster, workload)).times
 
 
-def test_a_plain_table_takes_what_torchrec_says() -> None:
-    cluster = Cluster(find_device("a100-80gb"), 1, 2)
-    planner = EmbeddingShardingPlanner(
-        topology=cluster.topology(),
-        batch_size=ROWS,
-        constraints={"t": ParameterConstraints(["table_wise"], ["fused"])},
-    )
+def unit(
+    table: CompositionalEmbeddingBagConfig, sharding_type: str, blocks: Sequence[Sequence[int]]
+) -> ParameterSharding:
+    """A table on these ranks, for each range of columns those of its rows."""
+    rows, columns = unit_size(table)
+    width, shards = columns // len(blocks), []
+    for i, ranks in enumerate(blocks):
+        height = -(-rows // len(ranks))
+        for j, rank in enumerate(ranks):
+            size = [min(height, rows - j * height), width]
+            shards.append(ShardMetadata([j * height, i * width], size, f"rank:{rank}/cuda:{rank}"))
+    return ParameterSharding(sharding_type, "fused", [0], EnumerableShardingSpec(shards))
+
+
+UNITS = {
+    "table_wise": [[1]],
+    "column_wise": [[3], [0]],
+    "row_wise": [[0, 1, 2, 3]],
+    "table_row_wise": [[2, 3]],
+    "grid_shard": [[2, 3], [0, 1]],
+    "data_parallel": [[0]],
+}
+CLUSTER = Cluster(A100, 2, 2)
+
+
+@pytest.mark.parametrize("types", [*[[name] for name in UNITS], list(UNITS)])
+def test_a_ranks_time_is_the_sum_of_what_placements_cost(types: list[str]) -> None:
+    network = NetworkEstimate(gradients=10**6, flops=10**10, peak=10**7)
+    costs = PlacementCosts(request(TABLES, CLUSTER, Workload(ROWS, {"c": 3.0}, network=network)))
+    placed = [
+        PlacedTable(table, unit(table, name, UNITS[name] if table.name != "path" else UNITS[name][:1]), "e")
+        for table, name in zip(TABLES, itertools.cycle(types), strict=False)
+    ]
+    for rank, own in enumerate(step_times(placed, costs, CLUSTER)):
+        lookup, all_reduce, starts, groups, exchanges = 0.0, costs.networks_all_reduce_ms, 0.0, set(), set()
+        owner: dict[object, float] = {}
+        other: dict[object, float] = {}
+        for table in placed:
+            way, ranks = layout(table.unit, DIM)
+            cost = costs.cost(table.table, way, "e")
+            all_reduce += cost.all_reduce_ms
+            exchanges |= {cost.exchange} - {None}
+            mine = [shard for shard, at in zip(cost.shards, ranks, strict=True) if at == rank]
+            mine += [cost.everywhere] if cost.everywhere else []
+            lookup += sum(shard.lookup_ms for shard in mine)
+            groups |= {shard.group for shard in mine}
+            for shard in mine:
+                for phase, transfer in shard.transfers.items():
+                    owner[phase] = owner.get(phase, 0.0) + transfer.owner_ms
+            for shard, at in zip(cost.shards, ranks, strict=True):
+                for phase, transfer in shard.transfers.items():
+                    other[phase] = other.get(phase, 0.0) + (transfer.other_ms if at != rank else 0.0)
+        starts = costs.all_reduce_start_ms + sum(map(costs.group_start_ms, groups))
+        starts += sum(map(costs.exchange_start_ms, exchanges))
+        exchange = sum(max(owner.get(phase, 0.0), other.get(phase, 0.0)) for phase in owner.keys() | other.keys())
+        assert own.lookup == pytest.approx(lookup, rel=1e-12)
+        assert own.exchange == pytest.approx(exchange, rel=1e-12)
+        assert own.starts == pytest.approx(starts, rel=1e-12)
+        assert (own.networks, own.all_reduce) == (costs.networks_ms, pytest.approx(all_reduce, rel=1e-12))
+        assert own.total == pytest.approx(lookup + exchange + starts + all_reduce + costs.networks_ms)
+
+
+@pytest.mark.parametrize("sharding_type", ["table_wise", "column_wise", "row_wise", "data_parallel"])
+def test_all_ranks_together_send_what_each_is_said_to_send(sharding_type: str) -> None:
+    workload = Workload(ROWS, {"c": 3.0})
+    costs = PlacementCosts(request(TABLES, CLUSTER, workload))
+    for table in TABLES[:4]:
+        own = unit(table, sharding_type, UNITS[sharding_type])
+        step = Step([place_table(table, own, 4, "e")], 4, workload, "cuda")
+        sent = [step.sent_bytes(rank) for rank in range(4)]
+        expected = sum(each.ids + each.vectors + each.gradients + each.all_reduce for each in sent)
+        assert costs.cost(table, layout(own, DIM)[0], "e").sent_bytes == pytest.approx(expected, rel=1e-3)
+
+
+def test_two_levels_send_less_between_nodes_than_rows_over_all_ranks() -> None:
+    """Sums of a node's rows are added up before they leave it."""
+    slow = dataclasses.replace(A100, local_bandwidth=1e18)
+    cluster = Cluster(slow, 4, 8)
+    costs = PlacementCosts(request(TABLES, cluster, Workload(ROWS)))
+    ranks = list(range(32))
+    by_rows = costs.cost(TABLES[0], layout(unit(TABLES[0], "row_wise", [ranks]), DIM)[0], "e")
+    by_node = costs.cost(TABLES[0], layout(unit(TABLES[0], "table_row_wise", [ranks[:8]]), DIM)[0], "e")
+    assert by_rows.everywhere is not None
+    over_all = by_rows.everywhere.transfers[("e", "row_wise"), "vectors"].owner_ms
+    over_nodes = by_node.shards[0].transfers[("e", "table_row_wise"), "vectors"].owner_ms
+    # to 24 ranks of other nodes in the place of one of each
+    assert over_all == pytest.approx(8 * over_nodes)
+
+
+def test_a_plain_table_takes_its_bytes_over_the_bandwidths() -> None:
+    own, num_ids = times()[0], 2 * ROWS
+    # forward: ids, rows, sums; backward: gradients, sorted ids, rows that occur, read and written
+    distinct = NUM_IDS * (1 - (1 - 1 / NUM_IDS) ** num_ids)
+    forward = num_ids * (8 + 2 * 4 * DIM)
+    backward = num_ids * (64 + 4 * DIM) + 2 * distinct * 4 * DIM
+    assert own.lookup == pytest.approx(1e3 * (forward + backward) / A100.lookup_bandwidth)
+    # the other rank's ids with their numbers; vectors and gradients
+    assert own.exchange == pytest.approx(1e3 * ROWS * (8 + 4 + 2 * 4 * DIM) / A100.local_bandwidth)
+
+
+def test_a_table_of_torchrec_costs_what_the_same_full_table_does() -> None:
     config = EmbeddingBagConfig(name="t", embedding_dim=DIM, num_embeddings=NUM_IDS, feature_names=["f"])
-    planner.plan(
-        nn.ModuleDict({"e": EmbeddingBagCollection([config], device="meta")}),  # type: ignore[arg-type]
+    model = nn.ModuleDict({"e": EmbeddingBagCollection([config], device="meta")})  # type: ignore[arg-type]
+    stock = PlanRequest(
+        model,
         [EmbeddingBagCollectionSharder()],  # type: ignore[list-item]
+        Cluster(A100, 1, 2),
+        Workload(2 * ROWS),
+        PlanConfig(["table_wise"]),
     )
-    assert planner._best_plan is not None
-    (option,) = planner._best_plan
-    (shard,) = option.shards
-    assert shard.perf is not None
-    own = times()[0]
-    assert own.lookup == pytest.approx(shard.perf.fwd_compute + shard.perf.bwd_compute)
-    of_ids = shard.perf.input_dist_comms
-    assert own.exchange == pytest.approx(of_ids + shard.perf.fwd_comms + shard.perf.bwd_comms)
+    assert find_plan(stock).times == times()
 
 
 def test_more_partitions_take_longer_to_look_up_and_no_longer_to_exchange() -> None:
     plain = times()[0]
-    two = times(QuotientRemainder(NUM_IDS, collisions=4))[0]
+    two = times(QUOTIENT)[0]
     three = times(MixedRadix(NUM_IDS, num_partitions=3))[0]
-    halves = times(QuotientRemainder(NUM_IDS, collisions=4), "concat")[0]
-    path = times(QuotientRemainder(NUM_IDS, collisions=4), PathMLP(hidden=[64]))[0]
+    halves = times(QUOTIENT, "concat")[0]
+    path = times(QUOTIENT, PathMLP(hidden=[64]))[0]
     # k vectors are read and k + 1 moved to compose them; halves are as long as one vector, and are moved as well
-    assert 2 * plain.lookup < two.lookup < 4 * plain.lookup
+    assert 1.5 * plain.lookup < two.lookup < 4 * plain.lookup
     assert 1.2 * two.lookup < three.lookup < 2 * two.lookup
     assert plain.lookup < halves.lookup < two.lookup
     assert plain.lookup < path.lookup
     assert plain.exchange == two.exchange == three.exchange == halves.exchange == path.exchange
+    assert plain.starts < two.starts < three.starts
 
 
 def test_half_of_a_bandwidth_doubles_what_it_carries() -> None:
-    device, scheme = find_device("a100-80gb"), QuotientRemainder(NUM_IDS, collisions=4)
-    own = times(scheme)[0]
+    own = times(QUOTIENT)[0]
 
-    def slower(field: str, nodes: int = 1) -> StepTime:
-        return times(scheme, device=dataclasses.replace(device, **{field: getattr(device, field) / 2}), nodes=nodes)[0]
+    def slower(nodes: int, *fields: str) -> StepTime:
+        half = {field: getattr(A100, field) / 2 for field in fields}
+        return times(QUOTIENT, device=dataclasses.replace(A100, **half), nodes=nodes)[0]
 
-    assert slower("memory_bandwidth").lookup == pytest.approx(2 * own.lookup)
-    assert slower("local_bandwidth").exchange == pytest.approx(2 * own.exchange)
-    assert slower("node_bandwidth").exchange == own.exchange
-    across = times(scheme, nodes=2)[0]
-    assert slower("node_bandwidth", nodes=2).exchange > 1.5 * across.exchange
-    # the exchange within one node is the faster one, and one rank has none
-    assert across.exchange > own.exchange > times(scheme, gpus=1)[0].exchange == 0.0
+    assert slower(1, "memory_bandwidth", "lookup_bandwidth").lookup == pytest.approx(2 * own.lookup)
+    assert slower(1, "local_bandwidth").exchange == pytest.approx(2 * own.exchange)
+    assert slower(1, "node_bandwidth").exchange == own.exchange
+    across = times(QUOTIENT, nodes=2)[0]
+    # what goes to other nodes and what stays within one are added
+    assert slower(2, "node_bandwidth").exchange + slower(2, "local_bandwidth").exchange == pytest.approx(
+        3 * across.exchange
+    )
+    assert slower(2, "node_bandwidth").exchange > 1.5 * across.exchange
+    assert across.exchange > own.exchange > times(QUOTIENT, gpus=1)[0].exchange == 0.0
 
 
 def test_longer_bags_take_longer() -> None:
@@ -102,26 +222,32 @@ def test_longer_bags_take_longer() -> None:
 
 
 def test_networks_take_their_operations_or_their_activations() -> None:
-    device = find_device("a100-80gb")
     computes = NetworkEstimate(gradients=10**9, flops=10**12, peak=1)
-    for bf16, flops in ((True, device.bf16_flops), (False, device.fp32_flops)):
+    for bf16, flops in ((True, A100.bf16_flops), (False, A100.fp32_flops)):
         own = times(network=computes, bf16=bf16)[0]
-        assert own.networks == pytest.approx(1e3 * 10**12 / (UTILISATION * flops))
+        assert own.networks == pytest.approx(1e3 * 10**12 / (A100.utilisation * flops))
     # in a ring each of two ranks sends every gradient once
-    assert own.all_reduce == pytest.approx(1e3 * 10**9 / device.local_bandwidth)
-    assert own.total == pytest.approx(own.lookup + own.exchange + own.networks + own.all_reduce)
+    assert own.all_reduce == pytest.approx(1e3 * 10**9 / A100.local_bandwidth)
     moves = times(network=NetworkEstimate(flops=1, peak=10**9))[0]
-    assert moves.networks == pytest.approx(1e3 * 4 * 10**9 / device.memory_bandwidth)
+    assert moves.networks == pytest.approx(1e3 * 4 * 10**9 / A100.memory_bandwidth)
     assert times()[0].networks == 0.0
 
 
-def test_gradients_of_data_parallel_tables_are_counted_once() -> None:
+def test_gradients_of_data_parallel_tables_are_averaged_within_nodes_then_between_them() -> None:
     table = CompositionalEmbeddingBagConfig("t", NUM_IDS, DIM, ["f"])
-    model = nn.ModuleDict({"e": CompositionalEmbeddingBagCollection([table], device="meta")})
-    cluster, sharders = Cluster(find_device("a100-80gb"), 1, 8), [CompositionalEmbeddingBagCollectionSharder()]
-    planned = find_plan(PlanRequest(model, sharders, cluster, Workload(ROWS), PlanConfig(["data_parallel"])))
-    for own in planned.times:
-        # in a ring of n ranks each sends 2 (n - 1) / n of them
-        sent = 2 * 7 / 8 * NUM_IDS * DIM * 4
-        assert own.exchange == 0.0
-        assert own.all_reduce == pytest.approx(1e3 * sent / find_device("a100-80gb").local_bandwidth, rel=1e-6)
+    for nodes in (1, 4):
+        planned = find_plan(request([table], Cluster(A100, nodes, 8), Workload(ROWS), "data_parallel"))
+        within = 2 * 7 / 8 * NUM_IDS * DIM * 4 / A100.local_bandwidth
+        between = 2 * (nodes - 1) / nodes * NUM_IDS * DIM * 4 / 8 / A100.node_bandwidth
+        for own in planned.times:
+            assert own.exchange == 0.0
+            assert own.all_reduce == pytest.approx(1e3 * (within + between), rel=1e-6)
+
+
+def test_ranks_that_share_cores_wait_for_them() -> None:
+    """A node takes no less than all of its ranks' times over the number of ranks that its cores run at once."""
+    alone = times(gpus=4)
+    shared = times(gpus=4, device=dataclasses.replace(A100, ranks_at_once=2.0))
+    least = sum(own.total for own in alone) / 2
+    assert [own.total for own in shared] == pytest.approx([max(least, own.total) for own in alone])
+    assert [dataclasses.replace(own, waiting=0.0) for own in shared] == alone

@@ -16,7 +16,7 @@ from distembed.embedding.settings import POOLINGS
 from distembed.partitions import QuotientRemainder
 from distembed.planning.buffers import Step
 from distembed.planning.workload import Workload
-from distembed.sharding.groups import GroupLoad, LocalTable, group_type, make_group
+from distembed.sharding.groups import GroupLoad, LocalTable, TableLoad, group_type, make_group
 from distembed.sharding.placement import place_table, unit_size, width
 
 NUM_IDS, DIM, ROWS = 400, 8, 64
@@ -78,8 +78,9 @@ def test_more_ids_take_no_less_memory_and_work(composition: str, pooling: str | 
         totals.append(memory.saved_bytes + memory.forward_bytes)
     # from single ids to bags the way of looking up changes
     assert totals[1:] == sorted(totals[1:])
-    few, many = (kind.work(table, width(table), num_ids, ROWS) for num_ids in (ROWS, 9 * ROWS))
+    few, many = (kind.work(TableLoad(whole, 1, num_ids, ROWS, NUM_IDS, True)) for num_ids in (ROWS, 9 * ROWS))
     assert few.moved_bytes <= many.moved_bytes and few.operations <= many.operations
+    assert max(few.lookups) <= max(many.lookups)
     assert (few.operations > 0) == composition.startswith("path")
 
 

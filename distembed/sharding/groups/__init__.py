@@ -30,15 +30,17 @@ together again.
 
 from distembed.sharding.groups.base import Group, LocalTable, LookupRequest
 from distembed.sharding.groups.choice import group_key, group_type, lookup_formula, make_group
-from distembed.sharding.groups.load import GroupLoad, LookupMemory, LookupWork
+from distembed.sharding.groups.load import GroupLoad, Launches, LookupMemory, LookupWork, TableLoad
 
 __all__ = [
     "Group",
     "GroupLoad",
+    "Launches",
     "LocalTable",
     "LookupMemory",
     "LookupRequest",
     "LookupWork",
+    "TableLoad",
     "group_key",
     "group_type",
     "lookup_formula",

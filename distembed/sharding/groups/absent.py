@@ -8,7 +8,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.sharding.groups.base import Group, LocalTable, LookupRequest
-from distembed.sharding.groups.load import GroupLoad, LookupMemory
+from distembed.sharding.groups.load import GroupLoad, Launches, LookupMemory, LookupWork, TableLoad
 from distembed.sharding.placement import width
 
 
@@ -43,6 +43,11 @@ class AbsentGroup(Group):
         return LookupMemory(0, 0, 0, 0)
 
     @classmethod
-    def num_composed(cls, num_ids: float, num_bags: float) -> float:
-        """Returns zero."""
-        return 0.0
+    def work(cls, load: TableLoad) -> LookupWork:
+        """Returns no work."""
+        return LookupWork([], 0.0)
+
+    @classmethod
+    def launches(cls, is_multi_hot: bool) -> Launches:
+        """Returns the zeros and their sum."""
+        return Launches(4, 0)

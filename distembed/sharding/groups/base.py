@@ -16,8 +16,16 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.sharding.bucket_pool import Buckets
 from distembed.sharding.distinct import DistinctIds
-from distembed.sharding.groups.load import FLOAT_BYTES, LONG_BYTES, GroupLoad, LookupMemory, LookupWork
-from distembed.sharding.placement import TableSlice, width
+from distembed.sharding.groups.load import (
+    FLOAT_BYTES,
+    LONG_BYTES,
+    GroupLoad,
+    Launches,
+    LookupMemory,
+    LookupWork,
+    TableLoad,
+)
+from distembed.sharding.placement import TableSlice
 
 _SORT_BYTES = 64
 """Bytes for each id in FBGEMM's backward on CUDA, which sorts ids: places in the table and in the batch, both of them
@@ -229,22 +237,23 @@ class Group(ABC):
         """Returns the bytes of looking up, composing and pooling, without the gradients of replicated weights."""
 
     @classmethod
-    def work(cls, table: CompositionalEmbeddingConfig, columns: int, num_ids: float, num_bags: float) -> LookupWork:
-        """Returns the work of looking up and composing some columns of a table's output.
-
-        Args:
-            table: The table.
-            columns: Number of columns of the output.
-            num_ids: Number of ids of all features that come to the rank in a step.
-            num_bags: Number of bags of all features that come to the rank in a step.
-        """
-        read_share = sum(part.dim for part in table.lookup_tables()) / width(table)
-        # composing reads all vectors once more and writes one
-        composed = cls.num_composed(num_ids, num_bags) if len(table.scheme.num_rows) > 1 else 0.0
-        moved = composed * columns * (read_share + 1) * FLOAT_BYTES
-        return LookupWork(read_share, moved, 2 * num_ids * sum(part.dim for part in table.function_tables()))
+    @abstractmethod
+    def work(cls, load: TableLoad) -> LookupWork:
+        """Returns the work of looking up, composing and pooling one table of such a group."""
 
     @classmethod
     @abstractmethod
-    def num_composed(cls, num_ids: float, num_bags: float) -> float:
-        """Returns how many vectors are composed for these ids and bags."""
+    def launches(cls, is_multi_hot: bool) -> Launches:
+        """Returns how many operations the group starts in a step.
+
+        Args:
+            is_multi_hot: Whether a row may have more than one id of a feature.
+        """
+
+
+def composing_bytes(table_slice: TableSlice, num_composed: float) -> float:
+    """Returns the bytes that composing some vectors moves: all are read and one is written, twice so backward."""
+    if len(table_slice.table.scheme.num_rows) == 1:
+        return 0.0
+    dims = sum(part.num_columns for part in table_slice.partitions)
+    return 3 * num_composed * (dims + table_slice.num_columns) * FLOAT_BYTES

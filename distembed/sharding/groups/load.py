@@ -34,18 +34,65 @@ class LookupMemory:
 
 
 @dataclass(frozen=True)
-class LookupWork:
-    """Work of one lookup's forward pass, beside what TorchRec knows: a lookup of one vector an id.
+class TableLoad:
+    """What a rank looks up of one table in a step, from which the time of it is estimated.
 
     Attributes:
-        read_share: Numbers that are read an id, as a share of the output's columns.
-        moved_bytes: Bytes that composing reads and writes.
+        slice: Columns of the table's output that the rank composes.
+        num_features: Number of features that the table looks up.
+        num_ids: How many ids come to the rank, on average.
+        num_bags: How many bags come to the rank.
+        possible_ids: How many different ids of a feature can come to the rank.
+        is_multi_hot: Whether a row may have more than one id of a feature.
+    """
+
+    slice: TableSlice
+    num_features: int
+    num_ids: float
+    num_bags: float
+    possible_ids: int
+    is_multi_hot: bool
+
+    @property
+    def num_distinct(self) -> float:
+        """How many different ids of all features there are, were they uniform."""
+        features = self.num_features
+        return features * expected_distinct(self.possible_ids, self.num_ids / features)
+
+    @property
+    def num_vectors(self) -> float:
+        """How many composed vectors go out: one a bag, or one an id of sequences."""
+        return self.num_bags if is_pooled(self.slice.table) else self.num_ids
+
+
+@dataclass(frozen=True)
+class LookupWork:
+    """What looking a table up does in a step, forward and backward.
+
+    Attributes:
+        lookups: How many rows are looked up in each partition, and in how many sums.
+        moved_bytes: Bytes that all else reads and writes: composing, pooling, finding distinct ids.
         operations: Floating-point operations of the functions of paths.
     """
 
-    read_share: float
+    lookups: Sequence[tuple[float, float]]
     moved_bytes: float
-    operations: float
+    operations: float = 0.0
+
+
+@dataclass(frozen=True)
+class Launches:
+    """How many operations a kind of group starts in a step, forward and backward, however small they are.
+
+    Attributes:
+        group: Operations of the group as a whole.
+        partition: Operations for each partition whose vectors are looked up.
+        feature: Operations for each feature.
+    """
+
+    group: int
+    partition: int
+    feature: int = 0
 
 
 @dataclass(frozen=True)
@@ -113,7 +160,7 @@ class GroupLoad:
     def num_distinct(self) -> list[int]:
         """How many different ids each feature has in a step, were they uniform."""
         return [
-            math.ceil(-n * math.expm1(ids * math.log1p(-1 / n))) if n > 1 else 1
+            math.ceil(expected_distinct(n, ids))
             for n, ids in zip(self.possible_ids, self.num_ids_per_feature, strict=True)
         ]
 
@@ -139,3 +186,8 @@ class GroupLoad:
         """Bytes of the functions of all tables."""
         tables = {table.name: table for table in self.tables}.values()
         return sum(part.num_parameters for table in tables for part in table.function_tables()) * FLOAT_BYTES
+
+
+def expected_distinct(possible: int, draws: float) -> float:
+    """Returns how many of ``possible`` values occur among independent uniform draws, on average."""
+    return -possible * math.expm1(draws * math.log1p(-1 / possible)) if possible > 1 else 1.0

@@ -14,10 +14,22 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.composition import Composition, PathComposition, Product
 from distembed.sharding.distinct import DistinctIds, distinct_ids, take_once
-from distembed.sharding.groups.base import Group, LookupRequest
+from distembed.sharding.groups.base import Group, LookupRequest, composing_bytes
 from distembed.sharding.groups.functions import functions_memory
-from distembed.sharding.groups.load import FLOAT_BYTES, LONG_BYTES, GroupLoad, LookupMemory
-from distembed.sharding.groups.pooled import bag_sums_memory
+from distembed.sharding.groups.load import (
+    FLOAT_BYTES,
+    LONG_BYTES,
+    GroupLoad,
+    Launches,
+    LookupMemory,
+    LookupWork,
+    TableLoad,
+)
+from distembed.sharding.groups.pooled import BAG_SUMS_LAUNCHES, bag_sums_memory, bag_sums_work
+
+_FINDING_BYTES = 400
+"""Bytes that are read and written for each id to find the distinct ones: sorting, and twenty passes over numbers."""
+DISTINCT_LAUNCHES = Launches(group=60, partition=30, feature=3)
 
 
 class DistinctGroup(Group):
@@ -103,9 +115,30 @@ class DistinctGroup(Group):
         return LookupMemory(saved, forward, backward, update)
 
     @classmethod
-    def num_composed(cls, num_ids: float, num_bags: float) -> float:
-        """Returns the number of ids: repetitions, of which nothing is known, are left out of account."""
-        return num_ids
+    def work(cls, load: TableLoad) -> LookupWork:
+        """Returns the work of looking distinct ids up."""
+        return cls.distinct_work(load)
+
+    @classmethod
+    def distinct_work(cls, load: TableLoad) -> LookupWork:
+        """Returns the work of finding distinct ids, looking each up, composing it, then pooling."""
+        own, distinct = load.slice, load.num_distinct
+        # vectors are copied out of the padding, and their gradients into it
+        unpadding = 4 * distinct * sum(part.num_columns for part in own.partitions) * FLOAT_BYTES
+        pooling = 2 * (load.num_ids + load.num_vectors) * own.num_columns * FLOAT_BYTES
+        finding = load.num_ids * _FINDING_BYTES
+        functions = sum(part.dim for part in own.table.function_tables())
+        return LookupWork(
+            [(distinct, distinct)] * len(own.partitions),
+            finding + unpadding + pooling + composing_bytes(own, distinct),
+            # a multiplication and an addition, and in the backward pass two of each
+            operations=6 * distinct * functions,
+        )
+
+    @classmethod
+    def launches(cls, is_multi_hot: bool) -> Launches:
+        """Returns the operations of finding distinct ids, of their lookup in each partition, and of pooling."""
+        return DISTINCT_LAUNCHES
 
 
 class PerIdGroup(DistinctGroup):
@@ -129,6 +162,16 @@ class PerIdGroup(DistinctGroup):
     def lookup_memory(cls, load: GroupLoad, device_kind: str) -> LookupMemory:
         """Returns the bytes of whichever the batches ask for."""
         return cls.distinct_memory(load, device_kind) if any(load.multi_hot) else bag_sums_memory(load)
+
+    @classmethod
+    def work(cls, load: TableLoad) -> LookupWork:
+        """Returns the work of whichever the batches ask for."""
+        return cls.distinct_work(load) if load.is_multi_hot else bag_sums_work(load)
+
+    @classmethod
+    def launches(cls, is_multi_hot: bool) -> Launches:
+        """Returns the operations of whichever the batches ask for."""
+        return DISTINCT_LAUNCHES if is_multi_hot else BAG_SUMS_LAUNCHES
 
 
 def zeros_stay_zero(combine: Composition) -> bool:

@@ -10,8 +10,16 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.composition import Product
-from distembed.sharding.groups.base import Group, LookupRequest
-from distembed.sharding.groups.load import FLOAT_BYTES, LONG_BYTES, GroupLoad, LookupMemory
+from distembed.sharding.groups.base import Group, LookupRequest, composing_bytes
+from distembed.sharding.groups.load import (
+    FLOAT_BYTES,
+    LONG_BYTES,
+    GroupLoad,
+    Launches,
+    LookupMemory,
+    LookupWork,
+    TableLoad,
+)
 
 
 class PooledGroup(Group):
@@ -31,9 +39,23 @@ class PooledGroup(Group):
         return bag_sums_memory(load)
 
     @classmethod
-    def num_composed(cls, num_ids: float, num_bags: float) -> float:
-        """Returns the number of bags: their sums are composed."""
-        return num_bags
+    def work(cls, load: TableLoad) -> LookupWork:
+        """Returns the work of sums over bags, of each partition."""
+        return bag_sums_work(load)
+
+    @classmethod
+    def launches(cls, is_multi_hot: bool) -> Launches:
+        """Returns the operations of mapping ids to rows, of a sum over bags a partition, and of composing."""
+        return BAG_SUMS_LAUNCHES
+
+
+BAG_SUMS_LAUNCHES = Launches(group=14, partition=22)
+
+
+def bag_sums_work(load: TableLoad) -> LookupWork:
+    """Returns the work of summing every partition's vectors over bags and composing the sums."""
+    lookups = [(load.num_ids, load.num_bags)] * len(load.slice.partitions)
+    return LookupWork(lookups, composing_bytes(load.slice, load.num_bags))
 
 
 def bag_sums_memory(load: GroupLoad) -> LookupMemory:

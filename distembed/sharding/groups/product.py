@@ -4,6 +4,7 @@ The other bags are looked up id by id (:mod:`distembed.sharding.groups.per_id`);
 :mod:`distembed.sharding.bucket_pool` has the formula and says when buckets are faster.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 from jaxtyping import Float
@@ -12,9 +13,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.sharding.bucket_pool import buckets_are_faster, count_buckets_per_bag, split_bags
 from distembed.sharding.groups.base import LocalTable, LookupRequest
-from distembed.sharding.groups.load import FLOAT_BYTES, LONG_BYTES, GroupLoad, LookupMemory
+from distembed.sharding.groups.load import FLOAT_BYTES, LONG_BYTES, GroupLoad, LookupMemory, LookupWork, TableLoad
 from distembed.sharding.groups.per_id import PerIdGroup
 from distembed.sharding.groups.pooled import embedding_bag_bytes
+
+_SPLITTING_BYTES = 300
+"""Bytes that are read and written for each id to split bags: sorting keys, and fifteen passes over numbers."""
 
 
 class ProductGroup(PerIdGroup):
@@ -50,6 +54,20 @@ class ProductGroup(PerIdGroup):
         if not buckets_are_faster(load.num_ids, load.num_bags, buckets_per_bag):
             return super().distinct_memory(load, device_kind)
         return _buckets_memory(load, buckets_per_bag)
+
+    @classmethod
+    def distinct_work(cls, load: TableLoad) -> LookupWork:
+        """Returns the work of buckets where these are faster, else of looking distinct ids up."""
+        num_rows = load.slice.table.scheme.num_rows
+        buckets_per_bag = count_buckets_per_bag(num_rows)
+        if not buckets_are_faster(math.ceil(load.num_ids), math.ceil(load.num_bags), buckets_per_bag):
+            return super().distinct_work(load)
+        num_buckets, codes = load.num_bags * buckets_per_bag, float(load.num_features * buckets_per_bag)
+        largest = num_rows.index(max(num_rows))
+        lookups = [(load.num_ids, num_buckets) if j == largest else (codes, codes) for j in range(len(num_rows))]
+        # sums are read with their gradients, which are written; the pooled sums are as many as bags
+        moved = (4 * num_buckets + 3 * load.num_bags) * load.slice.num_columns * FLOAT_BYTES
+        return LookupWork(lookups, moved + load.num_ids * _SPLITTING_BYTES)
 
 
 def _buckets_memory(load: GroupLoad, buckets_per_bag: int) -> LookupMemory:

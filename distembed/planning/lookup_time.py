@@ -1,0 +1,166 @@
+"""How long a rank looks a table up, composes, and updates what it looked up: bytes over bandwidths.
+
+Of each partition a lookup reads n rows of d numbers and writes m sums, and the backward pass reads n gradients, sorts
+the n rows, and reads and writes each of the rows that occur with its states. Weights that are the same on every rank
+are looked up by torch, whose gradients are those of all rows, and so is the update; they are copied where several
+tables are stacked. What composing moves is said by the group (:mod:`distembed.sharding.groups`).
+"""
+
+from dataclasses import dataclass
+
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+
+from distembed.optim.declared import TableOptimizers
+from distembed.optim.kinds import OPTIMIZERS
+from distembed.planning.devices import Device
+from distembed.planning.storage import CACHED, IN_HOST_MEMORY
+from distembed.sharding.groups import TableLoad, group_type
+from distembed.sharding.groups.load import FLOAT_BYTES, LONG_BYTES, expected_distinct
+from distembed.sharding.placement import PartitionSlice, is_pooled
+
+_MS = 1e3
+_SORT_BYTES = 64
+"""Bytes that FBGEMM's backward pass reads and writes for each id, to sort them by row."""
+_DENSE_COPIES = 8
+_REPLICATED_LAUNCHES = 30
+"""Operations of torch's lookup of a partition in the place of FBGEMM's, with its gradient, average and update."""
+_FUNCTION_LAUNCHES = 60
+"""Operations of the functions of one partition of a path."""
+
+
+class LookupTimes:
+    """Times of lookups on one device.
+
+    Args:
+        device: Device of the rank.
+        optimizers: Optimizers of the tables.
+        bf16: Whether the functions of paths compute in bf16.
+        cache_ratio: Cached rows of a table in host memory, as a share of its rows.
+    """
+
+    def __init__(self, device: Device, optimizers: TableOptimizers, bf16: bool, cache_ratio: float) -> None:
+        self._device, self._optimizers, self._cache_ratio = device, optimizers, cache_ratio
+        self._flops = device.reached_flops(bf16)
+
+    def milliseconds(self, load: TableLoad, compute_kernel: str, num_shards: int) -> float:
+        """Returns the milliseconds of a table's lookups on a rank, forward and backward, and of their update.
+
+        Args:
+            load: What the rank looks up.
+            compute_kernel: TorchRec's name of the kernel of the sharded partitions.
+            num_shards: Over how many ranks the rows of the sharded partition are divided.
+        """
+        own, work = load.slice, group_type(load.slice.table, is_pooled(load.slice.table)).work(load)
+        seconds = work.moved_bytes / self._device.memory_bandwidth + work.operations / self._flops
+        for part, (num_ids, num_bags) in zip(own.partitions, work.lookups, strict=True):
+            is_sharded = part.partition in own.sharded
+            rows = _Rows(part, own.table.bytes_per_number, num_ids, num_bags, num_shards if is_sharded else 1)
+            if is_sharded and compute_kernel != EmbeddingComputeKernel.DENSE.value:
+                seconds += self._fused_seconds(rows, compute_kernel)
+                continue
+            seconds += self._dense_seconds(rows)
+            seconds += self._update_seconds(rows.num_numbers, self._optimizers.sparse) if is_sharded else 0.0
+        return _MS * seconds
+
+    def replicated_update_ms(self, num_vector_numbers: int, num_function_numbers: int) -> float:
+        """Returns the milliseconds in which torch updates replicated weights, of vectors and of functions."""
+        return _MS * (
+            self._update_seconds(num_vector_numbers, self._optimizers.sparse)
+            + self._update_seconds(num_function_numbers, self._optimizers.dense)
+        )
+
+    def _fused_seconds(self, rows: "_Rows", compute_kernel: str) -> float:
+        """Returns the seconds of FBGEMM's lookup, which updates the rows that occur within its backward pass."""
+        device = self._device
+        state_bytes = OPTIMIZERS[self._optimizers.sparse].fused_state_bytes(1, rows.dim)
+        updated = 2 * rows.num_distinct * (rows.row_bytes + state_bytes)
+        beside = rows.num_ids * (LONG_BYTES + _SORT_BYTES) + (rows.num_bags + rows.num_ids) * rows.dim * FLOAT_BYTES
+        read = rows.num_ids * rows.row_bytes
+        missed = {CACHED: 1 - self._cache_ratio}.get(compute_kernel, float(compute_kernel in IN_HOST_MEMORY))
+        return (
+            rows.num_ids * device.row_seconds
+            + (read + updated + beside) / device.lookup_bandwidth
+            + missed * (read + updated) / device.host_bandwidth
+        )
+
+    def _dense_seconds(self, rows: "_Rows") -> float:
+        """Returns the seconds of torch's lookup, and of a gradient of all rows."""
+        device = self._device
+        looked_up = rows.num_ids * (2 * LONG_BYTES + _SORT_BYTES + 3 * rows.dim * FLOAT_BYTES)
+        sums = 2 * rows.num_bags * rows.dim * FLOAT_BYTES
+        # weights are stacked; their gradient is zeroed, taken apart, scaled and put into a bucket
+        copied = _DENSE_COPIES * rows.num_numbers * FLOAT_BYTES
+        return (
+            rows.num_ids * device.row_seconds
+            + (looked_up + sums) / device.lookup_bandwidth
+            + copied / device.memory_bandwidth
+        )
+
+    def _update_seconds(self, num_numbers: float, optimizer: str) -> float:
+        """Returns the seconds of torch's optimizer: it reads gradients, and reads and writes weights and states."""
+        states = OPTIMIZERS[optimizer].fused_state_bytes(0, 1) if num_numbers else 0
+        return num_numbers * (3 * FLOAT_BYTES + 2 * states) / self._device.memory_bandwidth
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A partition's rows on a rank, and what is looked up of them.
+
+    Attributes:
+        part: Columns of the partition that the rank has.
+        itemsize: Bytes of a number of the weights.
+        num_ids: How many rows are looked up.
+        num_bags: In how many sums.
+        num_shards: Over how many ranks the rows are divided.
+    """
+
+    part: PartitionSlice
+    itemsize: int
+    num_ids: float
+    num_bags: float
+    num_shards: int
+
+    @property
+    def dim(self) -> int:
+        """Numbers of a row."""
+        return self.part.num_columns
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row's weights."""
+        return self.dim * self.itemsize
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows on the rank."""
+        return -(-self.part.part.num_rows // self.num_shards)
+
+    @property
+    def num_numbers(self) -> int:
+        """Number of weights on the rank."""
+        return self.num_rows * self.dim
+
+    @property
+    def num_distinct(self) -> float:
+        """How many different rows are looked up, were they uniform."""
+        return expected_distinct(self.num_rows, self.num_ids)
+
+
+def group_launches(load: TableLoad) -> int:
+    """Returns how many operations a rank starts for a group that has a table, whatever number of tables it has."""
+    table = load.slice.table
+    launches = group_type(table, is_pooled(table)).launches(load.is_multi_hot)
+    replicated = sum(part.partition not in load.slice.sharded for part in load.slice.partitions)
+    functions = len(table.function_tables())
+    return (
+        launches.group
+        + launches.partition * len(load.slice.partitions)
+        + _REPLICATED_LAUNCHES * replicated
+        + _FUNCTION_LAUNCHES * functions
+    )
+
+
+def feature_launches(load: TableLoad) -> int:
+    """Returns how many operations a rank starts for the features of a table, beside those of its group."""
+    table = load.slice.table
+    return group_type(table, is_pooled(table)).launches(load.is_multi_hot).feature * load.num_features

@@ -1,0 +1,145 @@
+"""What ranks send each other for one table in a step, in bytes, and how long it takes.
+
+Bytes within a node and between nodes have bandwidths of their own, and their times are added. B is the rows of a step
+on all ranks, b on one; W ranks lie on N nodes of L::
+
+    by columns      each rank sends its ids to the owner of the columns, who sends their vectors back
+    row_wise        each rank sends every other its share of the ids, and gets back partial sums of its b rows
+    two levels      each rank sends its ids to the L ranks of a node that have their rows; these add their sums of all
+                    B rows up among them, B / L for each, and send them to the other nodes
+    data_parallel   nothing but gradients of the weights, which are averaged
+
+Gradients go the way back. An average adds the gradients of P bytes up within nodes, then between them, each rank
+``2 P (L - 1) / L`` and ``2 P (N - 1) / (N L)``, which is what a ring sends.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torchrec.distributed.types import ShardingType
+
+from distembed.planning.cluster import Cluster
+from distembed.planning.lookups import ExchangeKey
+
+_MS = 1e3
+_LENGTH_BYTES, _FLOAT_BYTES = 4, 4
+
+Phase = tuple[ExchangeKey, str]
+"""An exchange, and what is sent in it: ``ids``, ``sums`` within a node, or ``vectors``; these two with gradients."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What a shard has communicated in one phase.
+
+    A rank's phase takes the longer of what it does for its own shards and what it does for those of others::
+
+        max(sum of own shards' owner_ms, sum of all shards' other_ms - sum of own shards' other_ms)
+
+    Attributes:
+        owner_ms: Milliseconds of the rank that has the shard, to or from all others.
+        other_ms: Milliseconds of each other rank, to or from the owner, as if that were any of the other ranks.
+    """
+
+    owner_ms: float
+    other_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class TableTraffic:
+    """What a rank's batch has of one table.
+
+    Attributes:
+        num_ids: Number of ids.
+        num_bags: Number of bags.
+        itemsize: Bytes of an id.
+        is_pooled: Whether ids of a bag have one vector together; else, in sequences, each has its own.
+    """
+
+    num_ids: float
+    num_bags: int
+    itemsize: int
+    is_pooled: bool
+
+    def id_bytes(self, num_ranks: int) -> float:
+        """Returns the bytes that go to one of several ranks which share the ids, each told how many a bag has."""
+        return self.num_ids * self.itemsize / num_ranks + self.num_bags * _LENGTH_BYTES
+
+    def vector_bytes(self, num_columns: int) -> float:
+        """Returns the bytes of the batch's composed vectors and of their gradients."""
+        return 2 * (self.num_bags if self.is_pooled else self.num_ids) * num_columns * _FLOAT_BYTES
+
+
+class Traffic:
+    """Times of what is sent on one cluster.
+
+    Args:
+        cluster: Ranks and the bandwidths between them.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        device, world_size, ranks_per_node = cluster.device, cluster.world_size, cluster.ranks_per_node
+        self._nodes, self._ranks_per_node, self._world_size = cluster.nodes, ranks_per_node, world_size
+        self._local, self._node = _MS / device.local_bandwidth, _MS / device.node_bandwidth
+        # milliseconds of a byte to each of the other ranks, and of a byte to any of them
+        self._to_all = (ranks_per_node - 1) * self._local + (world_size - ranks_per_node) * self._node
+        self._to_any = self._to_all / max(1, world_size - 1)
+
+    def all_reduce_ms(self, num_bytes: float) -> float:
+        """Returns the milliseconds in which all ranks average some bytes."""
+        within = (self._ranks_per_node - 1) / self._ranks_per_node * self._local
+        between = (self._nodes - 1) / (self._nodes * self._ranks_per_node) * self._node
+        return 2 * num_bytes * (within + between)
+
+    def all_reduce_bytes(self, num_bytes: float) -> float:
+        """Returns the bytes that all ranks together send for it."""
+        return 2 * num_bytes * (self._world_size - 1)
+
+    def transfers(self, table: TableTraffic, exchange: ExchangeKey, num_columns: int) -> Mapping[Phase, Transfer]:
+        """Returns what is communicated for a rank that has some columns of a table, or a share of their rows.
+
+        Args:
+            table: What a rank's batch has of the table.
+            exchange: The exchange that the table takes part in.
+            num_columns: Number of columns of the output.
+        """
+        sharding_type, share = exchange[1], self._ranks_per_node
+        if self._world_size == 1 or sharding_type == ShardingType.DATA_PARALLEL.value:
+            return {}
+        ids, vectors = (exchange, "ids"), (exchange, "vectors")
+        vector_bytes = table.vector_bytes(num_columns)
+        if sharding_type == ShardingType.ROW_WISE.value:
+            vector_bytes /= 1 if table.is_pooled else self._world_size
+            id_bytes = table.id_bytes(self._world_size)
+            return {ids: Transfer(id_bytes * self._to_all), vectors: Transfer(vector_bytes * self._to_all)}
+        if not is_divided_within_nodes(sharding_type):
+            return {ids: self._both(table.id_bytes(1)), vectors: self._both(vector_bytes)}
+        summed = (share - 1) / share * self._world_size * vector_bytes
+        between = vector_bytes * self._node
+        return {
+            ids: self._both(table.id_bytes(share)),
+            (exchange, "sums"): Transfer(summed * self._local),
+            vectors: Transfer((self._nodes - 1) * between, between / share),
+        }
+
+    def sent_bytes(self, table: TableTraffic, sharding_type: str, num_columns: int) -> float:
+        """Returns the bytes that all ranks together send for a range of columns, but for gradients of weights."""
+        others, share, vector_bytes = self._world_size - 1, self._ranks_per_node, table.vector_bytes(num_columns)
+        if sharding_type == ShardingType.DATA_PARALLEL.value:
+            return 0.0
+        if sharding_type == ShardingType.ROW_WISE.value:
+            vector_bytes /= 1 if table.is_pooled else self._world_size
+            return self._world_size * others * (table.id_bytes(self._world_size) + vector_bytes)
+        if not is_divided_within_nodes(sharding_type):
+            return others * (table.id_bytes(1) + vector_bytes)
+        summed = (share - 1) * self._world_size * vector_bytes
+        return share * (others * table.id_bytes(share) + (self._nodes - 1) * vector_bytes) + summed
+
+    def _both(self, num_bytes: float) -> Transfer:
+        """Returns the transfer of some bytes between the owner and each other rank."""
+        return Transfer(num_bytes * self._to_all, num_bytes * self._to_any)
+
+
+def is_divided_within_nodes(sharding_type: str) -> bool:
+    """Returns whether tables of a sharding type have their rows divided over the ranks of one node."""
+    return sharding_type in (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
