@@ -23,7 +23,13 @@ LAYOUTS = (*SHARDING_TYPES, "mixed")
 MIXED_LAYOUT = dict(
     zip("abcde", ("column_wise", "row_wise", "table_wise", "data_parallel", "table_column_wise"), strict=True)
 )
+IN_RANGES = ("column_wise", "table_column_wise", "grid_shard")
 Json = Any
+
+
+def local_world_size(world_size: int) -> int:
+    """Returns the number of ranks on each of several machines."""
+    return next(size for size in (2, 3, 1) if world_size % size == 0)
 
 
 @cache
@@ -35,11 +41,11 @@ def _planned(layout: str, world_size: int, device: str) -> str:
     constraints = {
         # a function needs whole vectors
         name: ParameterConstraints(
-            sharding_types=["table_wise" if name == "c" and "column" in kind else kind], min_partition=4
+            sharding_types=["table_wise" if name == "c" and kind in IN_RANGES else kind], min_partition=4
         )
         for name, kind in kinds.items()
     }
-    topology = Topology(world_size=world_size, local_world_size=min(2, world_size), compute_device=device)
+    topology = Topology(world_size=world_size, local_world_size=local_world_size(world_size), compute_device=device)
     sharders: list[Any] = [CompositionalEmbeddingBagCollectionSharder()]
     plan = EmbeddingShardingPlanner(topology=topology, constraints=constraints).plan(model, sharders)
     return json.dumps(plan_as_json(plan))
@@ -59,7 +65,7 @@ def inputs_now(world_size: int = 4, device: str = "cpu", **changes: Any) -> Plan
         "dense_optimizer": "adam",
         "tables": table_plan_inputs(tables()),
     }
-    return PlanInputs(world_size, min(2, world_size), device, **{**values, **changes})
+    return PlanInputs(world_size, local_world_size(world_size), device, **{**values, **changes})
 
 
 def plan_file(plan: Json, plan_inputs: PlanInputs) -> Json:

@@ -25,7 +25,14 @@ from distembed.embedding.config import CompositionalEmbeddingBagConfig, Composit
 from distembed.errors import UserError
 from distembed.planning.plan_inputs import PlanInputs
 from distembed.planning.saved_plan import SavedPlan, SavedShard, SavedTable
-from distembed.sharding.placement import COMPUTE_KERNELS, SHARDING_TYPES, place_table, unit_size
+from distembed.sharding.placement import (
+    BY_ROWS,
+    COMPUTE_KERNELS,
+    SHARDING_TYPES,
+    WITHIN_NODES,
+    place_table,
+    unit_size,
+)
 from distembed.sharding.shardings import SEQUENCE_SHARDING_TYPES
 
 _DENSE = EmbeddingComputeKernel.DENSE.value
@@ -140,7 +147,7 @@ def _table_differences(table: CompositionalEmbeddingConfig, own: SavedTable, tar
             f"{where} is planned with compute kernel {reprlib.repr(own.compute_kernel)}, and those of {kind} tables on "
             f"{target.device_kind}{unfused} are {', '.join(target.kernels(kind))}"
         )
-    found = [*_wrong_ranks(own, target.world_size), *_wrong_shards(own, unit_size(table))]
+    found = [*_wrong_ranks(own, target), *_wrong_shards(own, unit_size(table))]
     yield from (f"{where} {difference}" for difference in found)
     if not found and own.compute_kernel in COMPUTE_KERNELS:
         try:
@@ -149,9 +156,9 @@ def _table_differences(table: CompositionalEmbeddingConfig, own: SavedTable, tar
             yield str(error)
 
 
-def _wrong_ranks(own: SavedTable, world_size: int) -> Iterator[str]:
+def _wrong_ranks(own: SavedTable, target: _PlanTarget) -> Iterator[str]:
     """Yields what is wrong with the ranks of a table and of its shards."""
-    kind, shard_ranks = own.sharding_type, [shard.rank for shard in own.shards]
+    kind, shard_ranks, world_size = own.sharding_type, [shard.rank for shard in own.shards], target.world_size
     beyond = sorted({rank for rank in (*own.ranks, *shard_ranks) if rank >= world_size})
     there_are = f"and there are {world_size} ranks" if world_size > 1 else "and there is 1 rank"
     if kind == ShardingType.ROW_WISE.value and len(own.shards) != world_size:
@@ -160,8 +167,30 @@ def _wrong_ranks(own: SavedTable, world_size: int) -> Iterator[str]:
         yield f"is planned on rank {', '.join(map(str, beyond))}, {there_are}, the last {world_size - 1}"
     elif kind == ShardingType.DATA_PARALLEL.value and sorted(own.ranks) != list(range(world_size)):
         yield f"is planned data_parallel on ranks {reprlib.repr(own.ranks)}, {there_are}: each has a copy"
+    elif kind in WITHIN_NODES:
+        yield from _wrong_nodes(own, target.local_world_size)
     if kind != ShardingType.DATA_PARALLEL.value and own.ranks != shard_ranks:
         yield f"is planned on ranks {reprlib.repr(own.ranks)}, and its shards on {reprlib.repr(shard_ranks)}"
+
+
+def _wrong_nodes(own: SavedTable, ranks_per_node: int) -> Iterator[str]:
+    """Yields the ranges of columns whose rows are not divided between the ranks of one node, in order."""
+    for (start, stop), blocks in _ranges_of_columns(own.shards).items():
+        ranks = [block.rank for block in blocks]
+        first = ranks[0] - ranks[0] % ranks_per_node
+        if ranks != list(range(first, first + ranks_per_node)):
+            yield (
+                f"is planned {own.sharding_type} with columns [{start:,}, {stop:,}) on ranks {reprlib.repr(ranks)}, "
+                f"and the rows of a range are divided between the {ranks_per_node} rank(s) of one machine, in order"
+            )
+
+
+def _ranges_of_columns(shards: Sequence[SavedShard]) -> dict[tuple[int, int], list[SavedShard]]:
+    """Returns the shards of each range of columns, in the order of the plan."""
+    ranges: dict[tuple[int, int], list[SavedShard]] = {}
+    for shard in shards:
+        ranges.setdefault(shard.span(1), []).append(shard)
+    return ranges
 
 
 def _wrong_shards(own: SavedTable, size: tuple[int, int]) -> Iterator[str]:
@@ -177,7 +206,13 @@ def _wrong_shards(own: SavedTable, size: tuple[int, int]) -> Iterator[str]:
     reach = [max(shard.span(axis)[1] for shard in shards) for axis in (0, 1)]
     if tuple(reach) != size:
         yield f"is planned as {reach[0]:,} x {reach[1]:,} numbers, and is {size[0]:,} x {size[1]:,}"
-    divided = 0 if kind == ShardingType.ROW_WISE.value else 1
+    if kind == ShardingType.GRID_SHARD.value:
+        ranges = _ranges_of_columns(shards)
+        yield from _untiled([blocks[0] for blocks in ranges.values()], 1)
+        for blocks in ranges.values():
+            yield from _untiled(blocks, 0)
+        return
+    divided = 0 if kind in BY_ROWS else 1
     if kind == ShardingType.TABLE_WISE.value and len(shards) > 1:
         yield f"is planned table_wise in {len(shards)} shards, and has one"
     yield from _untiled(shards, divided)
@@ -196,7 +231,7 @@ def _untiled(shards: Sequence[SavedShard], axis: int) -> Iterator[str]:
     end = 0
     for start, stop in sorted(shard.span(axis) for shard in shards):
         if start == stop:
-            # row-wise, where rows are fewer than ranks, the last ranks have none
+            # where rows are fewer than the ranks that divide them, the last ranks have none
             if axis == 1 or start != end:
                 yield f"is planned with a shard of no {_AXES[axis]} at {start:,}"
             continue

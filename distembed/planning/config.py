@@ -10,7 +10,18 @@ from distembed.bounds import Width
 from distembed.names import STRICT
 
 ShardingTypes = Annotated[
-    list[Literal["table_wise", "column_wise", "table_column_wise", "row_wise", "data_parallel"]], Field(min_length=1)
+    list[
+        Literal[
+            "table_wise",
+            "column_wise",
+            "table_column_wise",
+            "row_wise",
+            "table_row_wise",
+            "grid_shard",
+            "data_parallel",
+        ]
+    ],
+    Field(min_length=1),
 ]
 
 

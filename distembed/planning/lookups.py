@@ -74,8 +74,8 @@ class RankLookups:
         first, _ = group[0]
         is_local = first.unit.sharding_type == ShardingType.DATA_PARALLEL.value
         num_rows = self._workload.rows_of_rank(self._world_size) if is_local else self._workload.batch_size
-        # a row-wise rank has a share of the ids
-        share = self._world_size if first.divided is not None else 1
+        # where rows are divided, a rank has a share of the ids
+        share = first.num_row_blocks
         features = [(table_slice, name) for _, table_slice in group for name in table_slice.table.feature_names]
         return GroupLoad(
             slices=[table_slice for table_slice, _ in features],

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torchrec.distributed.comm import get_topology_group_world_size
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingEnv2D
 from torchrec.distributed.utils import append_prefix
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -19,7 +21,7 @@ from distembed.embedding.tables import CompositionalTables, empty_weight, lookup
 from distembed.errors import UserError
 from distembed.sharding.groups import lookup_formula
 from distembed.sharding.lookup import CompositionalLookup
-from distembed.sharding.placement import place_tables
+from distembed.sharding.placement import WITHIN_NODES, Placement, place_tables
 from distembed.sse import FeaturePerturbation
 
 
@@ -66,6 +68,7 @@ class ShardedParameters:
         self._tables = tables
         placements = place_tables(tables, plan, env.world_size)
         self._placements = {placement.table.name: placement for placement in placements}
+        _require_nodes(placements, env.world_size)
         self._unit_plan = {name: placement.unit for name, placement in self._placements.items()}
         # not yet registered, which TorchRec's constructor would not let them be
         self._replicated = {
@@ -168,6 +171,28 @@ class ShardedParameters:
         for placement in self._placements.values():
             for name in placement.sharded:
                 yield append_prefix(prefix, f"{self._lookup_attribute}.{name}.weight")
+
+
+def _require_nodes(placements: Iterable[Placement], world_size: int) -> None:
+    """Raises unless rows that are divided within nodes are divided between as many ranks as a node has.
+
+    TorchRec makes the process groups of nodes from all ranks of the run, and their size from ``LOCAL_WORLD_SIZE``.
+    """
+    for placement in placements:
+        if placement.unit.sharding_type not in WITHIN_NODES:
+            continue
+        where, ranks_per_node = f"table {placement.table.name!r}", get_topology_group_world_size(world_size)
+        if placement.num_row_blocks != ranks_per_node:
+            raise UserError(
+                f"{where} is planned {placement.unit.sharding_type} with its rows on {placement.num_row_blocks} "
+                f"rank(s), but a node has {ranks_per_node} here; plan anew, or start the ranks by "
+                "torch.distributed.run, which sets LOCAL_WORLD_SIZE."
+            )
+        if world_size != dist.get_world_size():
+            raise UserError(
+                f"{where} is planned {placement.unit.sharding_type} over {world_size} of {dist.get_world_size()} "
+                "ranks; TorchRec makes nodes of all ranks together only. Place it otherwise."
+            )
 
 
 def order_by_group(tables: Sequence[CompositionalEmbeddingConfig]) -> list[CompositionalEmbeddingConfig]:

@@ -10,7 +10,17 @@ vectors is communicated::
     partition 1  [0, 8)     [8, 16)                partition 1             [0, 8)
 
 Row-wise, the partition with most numbers is divided by rows; an id goes to the rank that has its row there. The others
-are replicated. Data-parallel, all are.
+are replicated on all ranks. Data-parallel, all are.
+
+Over two levels, the rows are divided between the ranks of one node. A grid has ranges of columns on several nodes::
+
+    4 ranks, 2 a node        table_row_wise on node 1       grid_shard, 16 columns
+                             node 0        node 1           node 0             node 1
+    largest partition        -             rows, all        rows, [0, 8)       rows, [8, 16)
+    other partitions         replicated    replicated       replicated         replicated
+
+The replicated partitions are on every rank, those of other nodes too: they are plain parameters of the sharded module,
+whose gradients are averaged over all ranks.
 
 TorchRec keeps what a rank has of a weight in one matrix, so the rank's ranges of its columns are equally wide. Ranges
 that are neighbours become one; where that would make them unequal, they are cut to the greatest width that divides
@@ -34,7 +44,16 @@ from distembed.embedding.config import CompositionalEmbeddingBagConfig, Composit
 from distembed.errors import UserError
 
 BY_COLUMNS = (ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value)
-SHARDING_TYPES = (*BY_COLUMNS, ShardingType.ROW_WISE.value, ShardingType.DATA_PARALLEL.value)
+WITHIN_NODES = (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
+"""Rows are divided between the ranks of a node; for bags only."""
+BY_ROWS = (ShardingType.ROW_WISE.value, *WITHIN_NODES)
+SHARDING_TYPES = (*BY_COLUMNS, *BY_ROWS, ShardingType.DATA_PARALLEL.value)
+_BAGS_ONLY = (ShardingType.TABLE_COLUMN_WISE.value, *WITHIN_NODES)
+_IN_RANGES = (
+    ShardingType.COLUMN_WISE.value,
+    ShardingType.TABLE_COLUMN_WISE.value,
+    ShardingType.GRID_SHARD.value,
+)
 COMPUTE_KERNELS = tuple(
     kernel.value
     for kernel in (
@@ -118,6 +137,21 @@ class Placement:
         """Parameters of the partitions, functions too, whose weights are the same on every rank."""
         return [part for part in self.parts if part.name not in self.sharded]
 
+    @cached_property
+    def num_row_blocks(self) -> int:
+        """Number of ranks between which rows are divided: all of them, those of a node, or 1 where none are."""
+        if self.divided is None:
+            return 1
+        # every range of columns has as many
+        return sum(shard.shard_offsets[1] == 0 for shard in _shards(self.table, self.unit))
+
+    @property
+    def rows_per_block(self) -> int:
+        """Number of rows of the divided partition on a rank, but for the last ranks, which may have fewer or none."""
+        assert self.divided is not None
+        is_grid = len(_shards(self.table, self.unit)) > self.num_row_blocks
+        return _rows_per_block(self.parts[self.divided].num_rows, self.num_row_blocks, is_grid)
+
     def slice(self, start: int, stop: int) -> TableSlice:
         """Returns columns ``[start, stop)`` of the output, and the partitions' columns that take part in them."""
         sharded = frozenset(j for j, part in enumerate(self.parts) if part.name in self.sharded)
@@ -146,12 +180,12 @@ def can_be_placed(table: CompositionalEmbeddingConfig, sharding_type: str) -> bo
         return True
     if any(part.dim % 4 for part in table.lookup_tables()):
         return False
-    if sharding_type == ShardingType.TABLE_COLUMN_WISE.value and not is_pooled(table):
+    if sharding_type in _BAGS_ONLY and not is_pooled(table):
         return False
-    if sharding_type in (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value):
+    if sharding_type in BY_ROWS and getattr(table, "pooling", None) == "max":
+        return False
+    if sharding_type in _IN_RANGES:
         return table.combine.columns(table.embedding_dim, len(table.scheme.num_rows)) is not None
-    if sharding_type == ShardingType.ROW_WISE.value:
-        return getattr(table, "pooling", None) != "max"
     return sharding_type in SHARDING_TYPES
 
 
@@ -223,48 +257,89 @@ def place_table(
     if unit.sharding_type == ShardingType.DATA_PARALLEL.value:
         return Placement(table, unit, {}, collection=collection)
     ranks = [_rank(shard) for shard in _shards(table, unit)]
-    is_by_rows = unit.sharding_type == ShardingType.ROW_WISE.value
-    if max(ranks) >= world_size or (is_by_rows and ranks != list(range(world_size))):
+    needs_all = unit.sharding_type == ShardingType.ROW_WISE.value
+    if max(ranks) >= world_size or (needs_all and ranks != list(range(world_size))):
         raise UserError(
             f"{where} is planned {unit.sharding_type} on ranks {ranks}, but there are {world_size} ranks; the plan was "
             "made for another number of them. Plan anew."
         )
-    return _by_rows(table, unit, collection) if is_by_rows else _by_columns(table, unit, collection)
+    if unit.sharding_type in BY_ROWS:
+        return _by_rows(table, unit, _row_blocks(table, unit, world_size), collection)
+    return _by_columns(table, unit, collection)
 
 
-def _by_rows(table: CompositionalEmbeddingConfig, unit: ParameterSharding, collection: str) -> Placement:
+def _row_blocks(
+    table: CompositionalEmbeddingConfig, unit: ParameterSharding, world_size: int
+) -> list[list[ShardMetadata]]:
+    """Returns the blocks of rows of each range of columns; neighbouring ranges on the same ranks are one.
+
+    Raises:
+        UserError: The blocks of a range are not on the ranks of one node, in order, or are those of another table.
+    """
+    by_column: dict[int, list[ShardMetadata]] = {}
+    for shard in _shards(table, unit):
+        by_column.setdefault(shard.shard_offsets[1], []).append(shard)
+    ranks = [[_rank(block) for block in blocks] for blocks in by_column.values()]
+    ranks_per_node = len(ranks[0])
+    nodes = [list(range(first, first + ranks_per_node)) for first in range(0, world_size, ranks_per_node)]
+    if world_size % ranks_per_node or not all(own in nodes for own in ranks):
+        raise UserError(
+            f"table {table.name!r} is planned {unit.sharding_type} on ranks {ranks}, but each range of columns has its "
+            f"rows on all ranks of one node, in order, and there are {world_size} ranks; the plan was made for other "
+            "nodes. Plan anew."
+        )
+    columns_of_blocks = [_own_ranges(table, list(blocks)) for blocks in zip(*by_column.values(), strict=True)]
+    return [list(blocks) for blocks in zip(*columns_of_blocks, strict=True)]
+
+
+def _by_rows(
+    table: CompositionalEmbeddingConfig, unit: ParameterSharding, ranges: list[list[ShardMetadata]], collection: str
+) -> Placement:
     if isinstance(table, CompositionalEmbeddingBagConfig) and table.pooling == "max":
         raise UserError(
-            f"table {table.name!r} has pooling max and is planned row_wise, where each rank has only some ids of a bag "
-            f"and their vectors are summed; place it {_alternatives(BY_COLUMNS)} or data_parallel, or "
+            f"table {table.name!r} has pooling max and is planned {unit.sharding_type}, where each rank has only some "
+            f"ids of a bag and their vectors are summed; place it {_alternatives(BY_COLUMNS)} or data_parallel, or "
             "pool with sum or mean."
         )
+    parts = table.partition_tables()
     largest = max(table.lookup_tables(), key=lambda part: part.num_parameters)
-    _require_multiple_of_four(table, largest.name, largest.dim)
-    units = _shards(table, unit)
-    block = -(-largest.num_rows // len(units))
-    # where there are few rows for the ranks, the last ranks have none
-    shards = [
-        ShardMetadata([start, 0], [min(block, largest.num_rows - start), largest.dim], shard.placement)
-        for start, shard in zip(range(0, largest.num_rows, block), units, strict=False)
-    ]
-    names = [part.name for part in table.partition_tables()]
+    shards = []
+    for blocks in ranges:
+        for own in _partition_slices(table, parts, *_columns(blocks[0])):
+            if own.part.name == largest.name:
+                _require_multiple_of_four(table, largest.name, own.num_columns)
+                shards += _block_shards(own, blocks, is_grid=len(ranges) > 1)
+    whole = _with_shards(unit, [block for blocks in ranges for block in blocks])
     sharded = {largest.name: _with_shards(unit, shards)}
-    return Placement(table, unit, sharded, names.index(largest.name), collection)
+    return Placement(table, whole, sharded, [part.name for part in parts].index(largest.name), collection)
+
+
+def _block_shards(own: PartitionSlice, blocks: Sequence[ShardMetadata], is_grid: bool) -> list[ShardMetadata]:
+    """Returns the shards of a partition whose rows are divided; where there are few rows, the last ranks have none."""
+    num_rows = own.part.num_rows
+    rows_per_block = _rows_per_block(num_rows, len(blocks), is_grid)
+    return [
+        ShardMetadata([start, own.start], [min(rows_per_block, num_rows - start), own.num_columns], block.placement)
+        for start, block in zip(range(0, num_rows, rows_per_block), blocks, strict=False)
+    ]
+
+
+def _rows_per_block(num_rows: int, num_blocks: int, is_grid: bool) -> int:
+    """Returns the number of rows in each block but for the last ones, which may have fewer or none.
+
+    TorchRec takes the ranges of a grid to have a block on each rank of their node, or one alone: where the rows are too
+    few for all ranks, the first has them.
+    """
+    rows_per_block = -(-num_rows // num_blocks)
+    leaves_ranks_out = rows_per_block * (num_blocks - 1) >= num_rows
+    return num_rows if is_grid and leaves_ranks_out else rows_per_block
 
 
 def _by_columns(
     table: CompositionalEmbeddingConfig, unit: ParameterSharding, collection: str, columns: int | None = None
 ) -> Placement:
     """Divides a table by columns, in ranges of ``columns``, or as wide as the ranges of each rank can be."""
-    merged = _merge_neighbours(_shards(table, unit))
-    _require_all_columns(table, merged)
-    parts = table.partition_tables()
-    by_rank: dict[int, list[ShardMetadata]] = {}
-    for shard in merged:
-        by_rank.setdefault(_rank(shard), []).append(shard)
-    widths = {rank: columns or _equal_columns(table, parts, shards) for rank, shards in by_rank.items()}
-    shards = [piece for shard in merged for piece in _cut(shard, widths[_rank(shard)])]
+    shards, parts = _own_ranges(table, _shards(table, unit), columns), table.partition_tables()
     sharded: dict[str, list[ShardMetadata]] = {part.name: [] for part in table.lookup_tables()}
     for shard in shards:
         for own in _partition_slices(table, parts, *_columns(shard)):
@@ -274,6 +349,19 @@ def _by_columns(
             )
     by_name = {name: _with_shards(unit, shards) for name, shards in sharded.items()}
     return Placement(table, _with_shards(unit, shards), by_name, collection=collection)
+
+
+def _own_ranges(
+    table: CompositionalEmbeddingConfig, shards: Sequence[ShardMetadata], columns: int | None = None
+) -> list[ShardMetadata]:
+    """Returns ranges of columns without neighbours on one rank, cut into ``columns`` or as is needed on each rank."""
+    merged, parts = _merge_neighbours(shards), table.partition_tables()
+    _require_all_columns(table, merged)
+    by_rank: dict[int, list[ShardMetadata]] = {}
+    for shard in merged:
+        by_rank.setdefault(_rank(shard), []).append(shard)
+    widths = {rank: columns or _equal_columns(table, parts, own) for rank, own in by_rank.items()}
+    return [piece for shard in merged for piece in _cut(shard, widths[_rank(shard)])]
 
 
 def _equal_columns(

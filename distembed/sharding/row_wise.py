@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torchrec.distributed.embedding_sharding import EmbeddingShardingContext, bucketize_kjt_before_all2all
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist, RwSparseFeaturesDist
@@ -35,34 +35,50 @@ class RowWiseInputDist(RwSparseFeaturesDist):
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
         """Sends ids, lengths and, where there are some, weights."""
-        return self._dist(self._sort_by_rank(sparse_features))
-
-    def _sort_by_rank(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        by_row = KeyedJaggedTensor(
-            features.keys(),
-            self._rows(features),
-            weights=features.weights_or_none(),
-            lengths=features.lengths(),
-            stride=features.stride(),
+        in_blocks, places = sort_by_row_block(
+            sparse_features, self._divided, self._world_size, self._feature_block_sizes_tensor
         )
-        sorted_rows, places = bucketize_kjt_before_all2all(
-            by_row, self._world_size, self._feature_block_sizes_tensor, output_permute=True
-        )
-        assert places is not None
         self.unbucketize_permute_tensor = places  # for the way back of sequences
-        ids = features.values()
-        return KeyedJaggedTensor(
-            sorted_rows.keys(),
-            torch.empty_like(ids).scatter_(0, places.long(), ids),
-            weights=sorted_rows.weights_or_none(),
-            lengths=sorted_rows.lengths(),
-            stride=features.stride(),
-        )
+        return self._dist(in_blocks)
 
-    def _rows(self, features: KeyedJaggedTensor) -> Int64[Tensor, " ids"]:
-        """Returns the rows of all ids in their divided partitions."""
-        by_feature = zip(self._divided, features.values().long().split(features.length_per_key()), strict=True)
-        return torch.cat([scheme.rows(ids)[partition] for (scheme, partition), ids in by_feature])
+
+def sort_by_row_block(
+    features: KeyedJaggedTensor,
+    divided: Sequence[tuple[Partition, int]],
+    num_blocks: int,
+    rows_per_block: Int[Tensor, " features"],
+) -> tuple[KeyedJaggedTensor, Int[Tensor, " ids"]]:
+    """Sorts the ids of a batch by the block of rows of their divided partitions that they are in.
+
+    Args:
+        features: The batch.
+        divided: Scheme of each feature's table, and the number of the partition that is divided by rows.
+        num_blocks: In how many blocks the rows are.
+        rows_per_block: Number of rows in a block, for each feature.
+
+    Returns:
+        The ids of all features in the first block, then those in the second, and so on, with lengths and weights; and
+        where each id of the batch went.
+    """
+    ids = features.values()
+    by_feature = zip(divided, ids.long().split(features.length_per_key()), strict=True)
+    by_row = KeyedJaggedTensor(
+        features.keys(),
+        torch.cat([scheme.rows(own)[partition] for (scheme, partition), own in by_feature]),
+        weights=features.weights_or_none(),
+        lengths=features.lengths(),
+        stride=features.stride(),
+    )
+    sorted_rows, places = bucketize_kjt_before_all2all(by_row, num_blocks, rows_per_block, output_permute=True)
+    assert places is not None
+    in_blocks = KeyedJaggedTensor(
+        sorted_rows.keys(),
+        torch.empty_like(ids).scatter_(0, places.long(), ids),
+        weights=sorted_rows.weights_or_none(),
+        lengths=sorted_rows.lengths(),
+        stride=features.stride(),
+    )
+    return in_blocks, places
 
 
 class RowWiseOutputDist(RwPooledEmbeddingDist):

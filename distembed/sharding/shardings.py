@@ -1,10 +1,11 @@
 """TorchRec's shardings, of the units, with lookups of the partition tables between their dists."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.embedding_sharding import (
     BaseEmbeddingDist,
@@ -22,6 +23,7 @@ from torchrec.distributed.sharding.dp_sharding import (
     DpPooledEmbeddingDist,
     DpSparseFeaturesDist,
 )
+from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingDist, GridPooledEmbeddingSharding
 from torchrec.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddingSharding
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
 from torchrec.distributed.sharding.tw_sequence_sharding import TwSequenceEmbeddingSharding
@@ -31,10 +33,12 @@ from torchrec.distributed.types import ShardedTensorMetadata, ShardingEnv, Shard
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.partitions import Partition
 from distembed.sharding.groups import LocalTable
 from distembed.sharding.lookup import CompositionalLookup
-from distembed.sharding.placement import PartitionSlice, Placement, TableSlice, width
+from distembed.sharding.placement import PartitionSlice, Placement, TableSlice
 from distembed.sharding.row_wise import RowWiseInputDist, RowWiseOutputDist
+from distembed.sharding.within_nodes import NodeInputDist, NodeOutputDist
 
 
 class _Compositional:
@@ -83,35 +87,31 @@ class _Compositional:
 
     def _units_of_rank(self) -> list[ShardedEmbeddingTable]:
         """Returns the units on this rank, in the order of their features."""
-        return [unit for config in self._grouped_embedding_configs for unit in config.embedding_tables]
+        return _units(self._grouped_embedding_configs)
 
     def _local(self, unit: ShardedEmbeddingTable) -> LocalTable:
         """Returns what this rank holds of a unit's table."""
         placement = self._placements[unit.name]
+        start = 0 if unit.local_metadata is None else unit.local_metadata.shard_offsets[1]
+        columns, first_row = placement.slice(start, start + unit.local_cols), 0
         if placement.divided is not None:
-            whole = placement.slice(0, width(placement.table))
-            (divided,) = [own for own in whole.partitions if own.partition == placement.divided]
-            if self._rank >= len(_shards(placement, divided)):
-                return LocalTable(TableSlice(placement.table, 0, (), frozenset()), {})
-            shard = self._describe_shard(unit, placement, divided, self._rank)
-            assert shard.local_metadata is not None
-            return LocalTable(whole, {divided.partition: shard}, first_row=shard.local_metadata.shard_offsets[0])
-        if not placement.sharded:
-            return LocalTable(placement.slice(0, width(placement.table)), {})
-        assert unit.local_metadata is not None
-        start = unit.local_metadata.shard_offsets[1]
-        own_columns = placement.slice(start, start + unit.local_cols)
-        shards = {}
-        for own in own_columns.partitions:
-            starts = [shard.shard_offsets[1] for shard in _shards(placement, own)]
-            shards[own.partition] = self._describe_shard(unit, placement, own, starts.index(own.start))
-        return LocalTable(own_columns, shards)
+            first_row = self._rank % placement.num_row_blocks * placement.rows_per_block
+            if first_row >= placement.parts[placement.divided].num_rows:
+                return LocalTable(TableSlice(placement.table, columns.num_columns, (), frozenset()), {})
+        shards = {
+            own.partition: self._describe_shard(unit, placement, own)
+            for own in columns.partitions
+            if own.partition in columns.sharded
+        }
+        return LocalTable(columns, shards, first_row)
 
     def _describe_shard(
-        self, unit: ShardedEmbeddingTable, placement: Placement, own: PartitionSlice, number: int
+        self, unit: ShardedEmbeddingTable, placement: Placement, own: PartitionSlice
     ) -> ShardedEmbeddingTable:
-        """Returns TorchRec's description of one shard of a partition's weight."""
+        """Returns TorchRec's description of this rank's shard of a partition's weight."""
         part, metadata = own.part, _shards(placement, own)
+        places = [(shard.placement.rank(), shard.shard_offsets[1]) for shard in metadata if shard.placement is not None]
+        number = places.index((self._rank, own.start))
         shard = copy.copy(unit)
         shard.name = part.name
         shard.pooling = PoolingType.SUM  # of sequences too, one id a bag
@@ -133,13 +133,56 @@ def _shards(placement: Placement, own: PartitionSlice) -> list[ShardMetadata]:
 class _DividedByRows(_Compositional):
     def create_input_dist(self, device: torch.device | None = None) -> BaseSparseFeaturesDist[KeyedJaggedTensor]:
         """Makes the dist that routes ids by their rows in the divided partition."""
-        divided = []
-        for unit in self._units_of_rank():
-            placement = self._placements[unit.name]
-            assert placement.divided is not None
-            divided += [(placement.table.scheme, placement.divided)] * len(unit.feature_names)
+        divided = _divided(self._units_of_rank(), self._placements)
         assert self._env.process_group is not None
         return RowWiseInputDist(self._env.process_group, divided, device if device is not None else self._device)
+
+
+class _WithinNodes(_Compositional):
+    """Rows between the ranks of a node, ranges of columns on one node or several: TorchRec's grid.
+
+    A table of one range is what TorchRec calls ``table_row_wise``.
+    """
+
+    # TorchRec's
+    _pg: dist.ProcessGroup
+    _local_size: int
+    _grouped_embedding_configs_per_node: list[list[Any]]
+    _grouped_embedding_configs_per_rank: list[list[Any]]
+
+    def _units_of_rank(self) -> list[ShardedEmbeddingTable]:
+        return _units(self._grouped_embedding_configs_per_rank[self._rank])
+
+    def create_input_dist(self, device: torch.device | None = None) -> BaseSparseFeaturesDist[KeyedJaggedTensor]:
+        """Makes the dist that routes ids to the table's node and there by their rows in the divided partition."""
+        units = [unit for configs in self._grouped_embedding_configs_per_node for unit in _units(configs)]
+        num_features = self._features_per_rank(self._grouped_embedding_configs_per_rank)  # type: ignore[attr-defined]
+        rows = [self._placements[unit.name].rows_per_block for unit in units for _ in unit.feature_names]
+        return NodeInputDist(
+            self._pg,
+            self._local_size,
+            num_features,
+            _divided(units, self._placements),
+            rows,
+            device if device is not None else self._device,
+        )
+
+
+def _units(configs: Sequence[Any]) -> list[ShardedEmbeddingTable]:
+    """Returns the units of TorchRec's groups, in the order of their features."""
+    return [unit for config in configs for unit in config.embedding_tables]
+
+
+def _divided(
+    units: Sequence[ShardedEmbeddingTable], placements: Mapping[str, Placement]
+) -> list[tuple[Partition, int]]:
+    """Returns, for each feature of the units, its table's scheme and the partition that is divided by rows."""
+    divided = []
+    for unit in units:
+        placement = placements[unit.name]
+        assert placement.divided is not None
+        divided += [(placement.table.scheme, placement.divided)] * len(unit.feature_names)
+    return divided
 
 
 class _Replicated(_Compositional, BaseDpEmbeddingSharding[Any, KeyedJaggedTensor, torch.Tensor, torch.Tensor]):
@@ -184,6 +227,13 @@ class _RowWiseBags(_DividedByRows, RwPooledEmbeddingSharding):
         return RowWiseOutputDist(self._pg, self.embedding_dims(), self.qcomm_codecs_registry)
 
 
+class _GridBags(_WithinNodes, GridPooledEmbeddingSharding):
+    def create_output_dist(self, device: torch.device | None = None) -> BaseEmbeddingDist[Any, Any, Any]:
+        stock = super().create_output_dist(device)
+        assert isinstance(stock, GridPooledEmbeddingDist)
+        return NodeOutputDist(stock)
+
+
 class _TableWiseSequences(_Compositional, TwSequenceEmbeddingSharding):
     _pools = False
 
@@ -201,6 +251,8 @@ _BAGS = {
     ShardingType.COLUMN_WISE.value: _ColumnWiseBags,
     ShardingType.TABLE_COLUMN_WISE.value: _TableColumnWiseBags,
     ShardingType.ROW_WISE.value: _RowWiseBags,
+    ShardingType.TABLE_ROW_WISE.value: _GridBags,
+    ShardingType.GRID_SHARD.value: _GridBags,
     ShardingType.DATA_PARALLEL.value: _ReplicatedBags,
 }
 _SEQUENCES = {

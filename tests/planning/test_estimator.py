@@ -20,7 +20,7 @@ from distembed.planning.reservation import Reservation
 from distembed.planning.storage import TableStorage, function_storage, table_storage
 from distembed.planning.storage_estimator import StorageEstimator
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
-from distembed.sharding.placement import SHARDING_TYPES, can_be_placed, place_table
+from distembed.sharding.placement import SHARDING_TYPES, WITHIN_NODES, can_be_placed, place_table
 
 WORLD = 4
 
@@ -53,7 +53,7 @@ def options(sharding_type: str, device: str, optimizers: TableOptimizers, **sett
     return EmbeddingEnumerator(topology, 1, constraints, estimator=estimator).enumerate(model, [sharder])
 
 
-@pytest.mark.parametrize("sharding_type", SHARDING_TYPES)
+@pytest.mark.parametrize("sharding_type", [kind for kind in SHARDING_TYPES if kind not in WITHIN_NODES])
 def test_shards_and_functions_are_what_ranks_hold(sharding_type: str) -> None:
     topology = Topology(world_size=WORLD, local_world_size=2, compute_device="cpu")
     for sparse, dense, is_fused in itertools.product(OPTIMIZERS, ["sgd", "adam"], [True, False]):

@@ -216,7 +216,7 @@ ROWS_A, ROWS_B, ROWS_D = (unit_size(table)[0] for table in tables() if table.nam
             "compute kernel 'fused', and those of data_parallel tables on cpu are dense",
         ),
         ("a", {"sharding_type": "row"}, "is planned 'row', and can be placed table_wise, column_wise"),
-        ("a", {"sharding_type": "grid_shard"}, "is planned 'grid_shard', and can be placed"),
+        ("a", {"sharding_type": "virtual"}, "is planned 'virtual', and can be placed"),
         (
             "c",
             {"sharding_type": "column_wise", "ranks": [0, 1], "shards": shards((0, 0, 8), (1, 8, 16), rows=27)},
@@ -282,7 +282,7 @@ def test_all_that_is_wrong_with_a_plan_is_listed_at_once() -> None:
     module["b"]["shards"].pop()
     module["x"] = module.pop("c")
     module["d"]["ranks"] = [0, 5]
-    module["e"]["sharding_type"] = "table_row_wise"
+    module["e"]["sharding_type"] = "virtual"
     found = refusal(plan)
     for difference in (
         "table 'x' is in the plan and not in the model",
@@ -291,7 +291,7 @@ def test_all_that_is_wrong_with_a_plan_is_listed_at_once() -> None:
         "table 'b' is planned on ranks",
         "table 'c' is in the model and not in the plan",
         "table 'd' is planned on rank 5",
-        "table 'e' is planned 'table_row_wise'",
+        "table 'e' is planned 'virtual'",
     ):
         assert difference in found
     malformed = planned()

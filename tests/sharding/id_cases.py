@@ -25,7 +25,8 @@ from distembed.embedding.config import perturbation
 from distembed.errors import UserError
 from distembed.partitions import PARTITIONS, KeyedHash
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, CompositionalEmbeddingCollectionSharder
-from distembed.sharding.placement import SHARDING_TYPES, can_be_placed
+from distembed.sharding.placement import BY_ROWS, SHARDING_TYPES, can_be_placed
+from distembed.sharding.shardings import SEQUENCE_SHARDING_TYPES
 from distembed.sse import SSE
 from tests.embedding.schemes import make_partition, small_composition
 
@@ -70,8 +71,9 @@ def draw_case(number: int) -> Case:
     pools = number % 2 == 0
     is_weighted = bool(pools and rng.random() < 0.5)
     tables, sharding_types = [], {}
+    kinds = SHARDING_TYPES if pools else SEQUENCE_SHARDING_TYPES
     for i in range(int(rng.integers(1, 5))):
-        wanted = SHARDING_TYPES[number // 2 % len(SHARDING_TYPES)] if i == 0 else str(rng.choice(SHARDING_TYPES))
+        wanted = kinds[number // 2 % len(kinds)] if i == 0 else str(rng.choice(kinds))
         treatment = TREATMENTS[number // 3 % len(TREATMENTS)] if i == 0 else str(rng.choice(TREATMENTS))
         if not pools and "column" in wanted:
             # the planner may give one rank both halves of a table, and half of another, which are not equally wide
@@ -92,7 +94,7 @@ def _draw_table(
     rng: np.random.Generator, name: str, treatment: str, sharding_type: str, pools: bool, is_weighted: bool
 ) -> CompositionalEmbeddingConfig:
     """A table that can be placed so."""
-    poolings = ["sum", "mean"] if is_weighted or sharding_type == "row_wise" else ["sum", "mean", "max"]
+    poolings = ["sum", "mean"] if is_weighted or sharding_type in BY_ROWS else ["sum", "mean", "max"]
     while True:
         num_ids = int(rng.choice([1, 2, 5, 60, 1000]))
         partition = make_partition(str(rng.choice(list(PARTITIONS))), num_ids)

@@ -12,7 +12,7 @@ from distembed.composition import COMPOSITIONS, Concat
 from distembed.embedding import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig
 from distembed.errors import UserError
 from distembed.partitions import MixedRadix, QuotientRemainder
-from distembed.sharding.placement import Placement, place_table, place_tables, unit_size, width
+from distembed.sharding.placement import BY_ROWS, Placement, place_table, place_tables, unit_size, width
 
 DIVIDED = sorted(set(COMPOSITIONS) - {"path_linear", "path_mlp"})
 
@@ -23,8 +23,8 @@ def table(composition: object = "product", dim: int = 16, **settings: object) ->
 
 
 def planned(sharding_type: str, *columns: tuple[int, int, int], kernel: str = "fused") -> ParameterSharding:
-    """A plan of (rank, first column, last column) a shard; row-wise, of one row a rank."""
-    by_row = sharding_type == "row_wise"
+    """A plan of (rank, first column, last column) a shard; by rows, of one row a rank."""
+    by_row = sharding_type in BY_ROWS
     shards = [
         ShardMetadata([rank if by_row else 0, start], [1 if by_row else 254, stop - start], f"rank:{rank}/cpu")
         for rank, start, stop in columns
@@ -164,6 +164,31 @@ def test_row_wise_divides_the_largest_partition_and_replicates_the_others(ranks:
     assert shards(placement.sharded["t__p0"]) == [([start, 0], [min(block, 250 - start), 16]) for start in starts]
 
 
+@pytest.mark.parametrize("rows", [1, 5, 8, 9, 250])
+@pytest.mark.parametrize("nodes", [(1,), (0, 1), (1, 0, 1, 2)])
+def test_a_grid_divides_each_range_of_columns_by_rows_within_a_node(nodes: tuple[int, ...], rows: int) -> None:
+    ranks_per_node, columns = 4, 16 // len(nodes)
+    made = CompositionalEmbeddingBagConfig("t", 3 * rows, 16, ["t"], QuotientRemainder(3 * rows, collisions=3))
+    ranges = [(4 * node + i, c * columns, (c + 1) * columns) for c, node in enumerate(nodes) for i in range(4)]
+    kind = "grid_shard" if len(nodes) > 1 else "table_row_wise"
+    placement = place_table(made, planned(kind, *ranges), 12)
+    assert placement.num_row_blocks == ranks_per_node
+    (name,) = placement.sharded
+    largest = max(made.lookup_tables(), key=lambda part: part.num_rows)
+    assert name == largest.name
+    assert [part.name for part in placement.replicated] == [p.name for p in made.partition_tables() if p.name != name]
+    # each number once, on a rank of the node that has its columns
+    held = set()
+    for shard in placement.sharded[name].sharding_spec.shards:
+        (row, column), (num_rows, num_columns) = shard.shard_offsets, shard.shard_sizes
+        assert shard.placement.rank() // ranks_per_node == nodes[column // columns]
+        assert shard.placement.rank() % ranks_per_node == row // placement.rows_per_block
+        block = {(row + i, column + j) for i in range(num_rows) for j in range(num_columns)}
+        assert block and not block & held
+        held |= block
+    assert len(held) == largest.num_rows * 16
+
+
 def test_data_parallel_replicates_everything() -> None:
     placement = place_table(table("path_mlp"), planned("data_parallel"), 2)
     assert [part.name for part in placement.replicated] == ["t__p0", "t__p1"]
@@ -179,8 +204,16 @@ def test_the_unit_has_as_many_numbers_as_are_looked_up() -> None:
 @pytest.mark.parametrize(
     "made, sharding, message",
     [
-        (table(), planned("table_row_wise", (0, 0, 16)), "'t' is planned table_row_wise; .* table_wise, column_wise"),
-        (table(), planned("grid_shard", (0, 0, 16)), "is planned grid_shard"),
+        (table(), planned("virtual", (0, 0, 16)), "'t' is planned virtual; .* table_wise, column_wise"),
+        (
+            table(),
+            planned("table_row_wise", (1, 0, 16), (0, 0, 16)),
+            r"on ranks \[\[1, 0\]\], but each range of columns",
+        ),
+        (table(), planned("grid_shard", (0, 0, 8), (0, 8, 12)), "has 16 columns, but the plan gives the ranks"),
+        (table(pooling="max"), planned("table_row_wise", (0, 0, 16)), "pooling max and is planned table_row_wise"),
+        (table("path_mlp"), planned("grid_shard", (0, 0, 8), (1, 8, 16)), r"\[0, 8\) are planned apart.*path_mlp"),
+        (table(), planned("grid_shard", (0, 0, 6), (1, 6, 16)), "'t__p0' have 6 numbers on a rank; FBGEMM"),
         (table(), planned("table_wise", (0, 0, 16), kernel="key_value"), "compute kernel key_value; .* fused, dense"),
         (table("path_mlp"), planned("column_wise", (0, 0, 8), (1, 8, 16)), r"\[0, 8\) are planned apart.*path_mlp"),
         (table(pooling="max"), planned("row_wise", (0, 0, 16), (1, 0, 16)), "pooling max and is planned row_wise"),

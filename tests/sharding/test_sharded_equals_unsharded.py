@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.types import ShardingEnv
@@ -24,6 +25,7 @@ from distembed.embedding import CompositionalEmbeddingBagCollection, Composition
 from distembed.errors import UserError
 from distembed.partitions import ChineseRemainder, Explicit, MixedRadix, QuotientRemainder, Remainder
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
+from distembed.sharding.placement import BY_ROWS
 from tests.ranks import run_on_ranks
 
 SIZES = {"a": 1000, "b": 77, "c": 5000, "d": 5000, "e": 30, "f": 300, "g": 400}
@@ -73,9 +75,12 @@ class Head(nn.Module):
 
 def sharding_types_of(table: CompositionalEmbeddingBagConfig, sharding_type: str) -> list[str]:
     """The type itself, or where the table cannot have it table-wise."""
-    unable = {"column_wise": table.function_tables(), "table_column_wise": table.function_tables()}
-    unable["row_wise"] = [table] if table.pooling == "max" else []
-    return ["table_wise"] if unable.get(sharding_type) else [sharding_type]
+    unable: list[object] = []
+    if "column" in sharding_type or sharding_type == "grid_shard":
+        unable += table.function_tables()
+    if sharding_type in BY_ROWS and table.pooling == "max":
+        unable.append(table)
+    return ["table_wise"] if unable else [sharding_type]
 
 
 def shard(
@@ -93,7 +98,8 @@ def shard(
             sharding_types=types, min_partition=None if types == ["table_wise"] else 4
         )
     planner = EmbeddingShardingPlanner(
-        topology=Topology(world_size=world, local_world_size=world, compute_device="cpu"), constraints=constraints
+        topology=Topology(world_size=world, local_world_size=get_local_size(world), compute_device="cpu"),
+        constraints=constraints,
     )
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
     if optimizer is None:
@@ -155,9 +161,10 @@ class RowWiseAdagradOfSlices:
         sharded = model.state_dict()
         for key, weight in reference.named_parameters():
             if "embedding_bags" in key:
-                for shard in sharded[key].metadata().shards_metadata:
-                    columns = slice(shard.shard_offsets[1], shard.shard_offsets[1] + shard.shard_sizes[1])
-                    self.slices.append((weight, columns, torch.zeros(len(weight), 1)))
+                shards = sharded[key].metadata().shards_metadata if hasattr(sharded[key], "metadata") else []
+                ranges = {(shard.shard_offsets[1], shard.shard_sizes[1]) for shard in shards} or {(0, weight.shape[1])}
+                for start, columns in ranges:
+                    self.slices.append((weight, slice(start, start + columns), torch.zeros(len(weight), 1)))
 
     def step(self) -> None:
         for weight, columns, accumulated in self.slices:
@@ -171,7 +178,7 @@ def check_equal(rank: int, world_size: int, sharding_type: str, name: str, bags:
     reference = Head("cpu", weighted=bags == "weighted")
     model = shard(Head("meta", weighted=bags == "weighted"), fused, settings, sharding_type)
     sparse: Any = plain(reference.embeddings.embedding_bags.parameters(), **settings)
-    if name == "row_wise_adagrad" and "column" in sharding_type:
+    if name == "row_wise_adagrad" and ("column" in sharding_type or sharding_type == "grid_shard"):
         sparse = RowWiseAdagradOfSlices(reference, model, **settings)
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     of_tables = {key: weight for key, weight in dense.items() if "embedding_bags" in key}

@@ -9,7 +9,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.sharding.groups.base import Group, LocalTable, LookupRequest
 from distembed.sharding.groups.load import GroupLoad, Launches, LookupMemory, LookupWork, TableLoad
-from distembed.sharding.placement import width
 
 
 class AbsentGroup(Group):
@@ -23,7 +22,8 @@ class AbsentGroup(Group):
     def __init__(self, tables: Sequence[LocalTable], pools: bool) -> None:
         self.num_features = sum(len(local.table.feature_names) for local in tables)
         self.num_slices = self.num_tbes = 0
-        self._width = width(tables[0].table) * (self.num_features if pools else 1)
+        widths = [local.slice.num_columns for local in tables for _ in local.table.feature_names]
+        self._width = sum(widths) if pools else widths[0]
         self._pools = pools
 
     def request(self, features: KeyedJaggedTensor) -> LookupRequest:

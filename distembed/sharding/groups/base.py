@@ -53,15 +53,24 @@ class LocalTable:
 
 
 class _ReplicatedStack:
-    """Replicated weights of a group's tables in one partition, one below the other."""
+    """Replicated weights of a group's tables in one partition, one below the other.
 
-    def __init__(self, weights: Sequence[nn.Parameter], gradient_scale: int) -> None:
-        self._weights = weights
+    Args:
+        weights: Weight of each table.
+        columns: The columns of each weight that take part; none where all do.
+        gradient_scale: Factor of the gradients.
+    """
+
+    def __init__(self, weights: Sequence[nn.Parameter], columns: Sequence[slice], gradient_scale: int) -> None:
+        self._weights, self._columns = weights, columns
         self._gradient_scale = gradient_scale
 
     def rows(self) -> Float[Tensor, "rows dim"]:
         """Returns all weights in float32; their gradients on the way back are multiplied by the scale."""
-        stacked = (torch.cat(list(self._weights)) if len(self._weights) > 1 else self._weights[0]).float()
+        weights: Sequence[Tensor] = self._weights
+        if self._columns:
+            weights = [weight[:, own] for weight, own in zip(weights, self._columns, strict=True)]
+        stacked = (torch.cat(list(weights)) if len(weights) > 1 else weights[0]).float()
         return CommOpGradientScaling.apply(stacked, self._gradient_scale) if self._gradient_scale > 1 else stacked
 
     def first_rows(self) -> list[int]:
@@ -126,8 +135,9 @@ class Group(ABC):
             if partition in first.shards:
                 shifts.append([-local.first_row for local in per_feature])
                 continue
-            names = [local.table.partition_tables()[partition].name for local in tables]
-            self._stacks[position] = stack = _ReplicatedStack([replicated[name] for name in names], gradient_scale)
+            weights = [replicated[local.table.partition_tables()[partition].name] for local in tables]
+            columns = _columns_of(tables, position) if position < self.num_slices else []
+            self._stacks[position] = stack = _ReplicatedStack(weights, columns, gradient_scale)
             shifts.append(
                 [row for row, local in zip(stack.first_rows(), tables, strict=True) for _ in local.table.feature_names]
             )
@@ -257,3 +267,11 @@ def composing_bytes(table_slice: TableSlice, num_composed: float) -> float:
         return 0.0
     dims = sum(part.num_columns for part in table_slice.partitions)
     return 3 * num_composed * (dims + table_slice.num_columns) * FLOAT_BYTES
+
+
+def _columns_of(tables: Sequence[LocalTable], position: int) -> list[slice]:
+    """Returns the columns of a partition that take part in each table's slice; none where all do."""
+    slices = [local.slice.partitions[position] for local in tables]
+    if all(own.num_columns == own.part.dim for own in slices):
+        return []
+    return [slice(own.start, own.stop) for own in slices]
