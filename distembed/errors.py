@@ -28,3 +28,10 @@ class Interrupted(RunError):
 
 class InsufficientMemory(RunError):
     """What was asked for takes more memory than there is, in every way that was allowed (exit code 3)."""
+
+
+def one_line(error: BaseException, most: int = 300) -> str:
+    """Returns the type of an error that someone else's code raised, and at most so many characters of its message."""
+    message = " ".join(str(error).split()).rstrip(".")
+    shown = message if len(message) <= most else f"{message[:most]}..."
+    return f"{type(error).__name__}: {shown}" if shown else type(error).__name__

@@ -104,6 +104,20 @@ REFUSED = [
     "plan config.yaml data.path=nowhere",
     "plan config.yaml --output run/run.json",
     "plan config.yaml --report plan.txt",
+    "plan",
+    "plan config.yaml --batch-size 64",
+    "plan config.yaml --model models:make --batch-size 64",
+    "plan --model models:make",
+    "plan --model models --batch-size 64",
+    "plan --model nowhere:make --batch-size 64",
+    "plan --model models:mak --batch-size 64",
+    "plan --model models:make --batch-size 64 train.epochs=2",
+    "plan --model models:make --batch-size 64 plan.reserve=2",
+    "plan --model models:make --batch-size 64 --ids-per-row item",
+    "plan --model models:make --batch-size 64 --sparse-optimizer adamw",
+    "plan --model models:make --batch-size 64 --example models:batch",
+    "plan --model models:make --batch-size 64 --compress less.yaml",
+    "plan --model models:make --batch-size 64 --output run/run.json",
 ]
 """Command lines that end with 2."""
 
@@ -133,6 +147,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "launched" / "launch" / "job.json").write_text(json.dumps({**job, "submissions": [submission]}))
     rows = [[str(number % 2), *[str(number)] * 13, *[f"{number // 2 % 2:08x}"] * 26] for number in range(20)]
     (folder / "few.tsv").write_text("".join("\t".join(row) + "\n" for row in rows))
+    (folder / "models.py").write_text("def make():\n    raise AssertionError('it was called')\n")
     (folder / "edges.csv").write_text("source,target\n1,2\n3,4\n")
     return folder
 

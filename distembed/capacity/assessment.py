@@ -233,7 +233,7 @@ def assess(plannable: Plannable, cluster: Cluster) -> Assessment:
         plan=None if planned is None else planned.plan,
         planner_error=planner_error,
         plan_inputs=to_plan.plan_inputs,
-        notes=(*_notes(optimizers.sparse, placements), *_network_notes(workload), *to_plan.notes),
+        notes=(*_notes(optimizers.sparse, placements), *to_plan.notes),
         lower_bound_ms=None if planned is None else planned.lower_bound_ms,
         is_search_complete=planned is None or planned.is_complete,
     )
@@ -316,16 +316,6 @@ def _notes(sparse_optimizer: str, placements: Sequence[Placement]) -> tuple[str,
     return (
         f"{sparse_optimizer} keeps a number for each row of a range of columns, so that tables in several ranges "
         f"train a little otherwise than whole ones: {enumerate_names(divided_by_columns, _MAX_NAMES)}",
-    )
-
-
-def _network_notes(workload: Workload) -> tuple[str, ...]:
-    """Returns the note that nothing is known of the networks, for a model that fake tensors cannot follow."""
-    if workload.network is not None:
-        return ()
-    return (
-        "the networks' memory and time could not be estimated: their step looks at values, or has an operator without "
-        "a form for fake tensors; a share of each device is kept free for them",
     )
 
 

@@ -17,6 +17,10 @@ from distembed.training.build import Blueprint, table_optimizers, use_bf16
 
 _HASHED = ("quotient_remainder", "remainder")
 """Partition schemes that a number of collisions, or of buckets, compresses."""
+_UNKNOWN_STEP = (
+    "the memory of the networks' step and its time could not be estimated: it looks at values, or has an operator "
+    "without a form for fake tensors; a share of each device is kept free for it"
+)
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,8 @@ class ConfiguredModel(Plannable):
         model, workload = blueprint.build_plannable(), blueprint.workload()
         optimizers = table_optimizers(config.train)
         request = PlanRequest(model, blueprint.sharders, cluster, workload, config.plan, optimizers)
-        return ModelOnCluster(request, blueprint.plan_inputs(model))
+        is_step_known = workload.network is not None and workload.network.is_step_known
+        return ModelOnCluster(request, blueprint.plan_inputs(model), () if is_step_known else (_UNKNOWN_STEP,))
 
     def table_bytes(self) -> int:
         optimizers = table_optimizers(self.config.train)

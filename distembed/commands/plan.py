@@ -1,17 +1,22 @@
-"""The command ``distembed plan``: whether a config fits a cluster."""
+"""The command ``distembed plan``: whether a config, or someone's own model, fits a cluster."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from distembed.commands.model_options import ModelOptions, plan_settings
 from distembed.commands.parameters import flattened
-from distembed.commands.shared import ConfigArgument, OverridesArgument, console, errors
+from distembed.commands.shared import OverridesArgument, console, errors
+from distembed.errors import UserError
 from distembed.units import parse_bytes
 
 if TYPE_CHECKING:
+    from distembed.capacity.plan_files import PlanFiles
+    from distembed.capacity.plannable import Plannable
     from distembed.planning.cluster import Cluster
 
 app = typer.Typer()
@@ -71,30 +76,30 @@ class FileOptions:
 @app.command("plan", epilog="Example: `distembed plan configs/criteo_kaggle.yaml --nodes 1 --gpus 8 --gpu h100-80gb`")
 @flattened
 def plan_command(
-    config: ConfigArgument,
+    config: Annotated[str | None, typer.Argument(metavar="[CONFIG]", help="YAML file; none with --model.")] = None,
     overrides: OverridesArgument = None,
     *,
     cluster: ClusterOptions,
+    own: ModelOptions,
     files: FileOptions,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Plan a config for a cluster that need not be there: where tables go, and what each rank holds.
+    """Plan a config, or a model of one's own, for a cluster that need not be there: where tables go, what ranks hold.
 
     Exit code 0 where it fits, 3 where it does not.
     """
     from distembed.capacity.plan_files import PlanFiles
-    from distembed.config import load_config
 
     planned_for = cluster.cluster()
-    loaded = load_config(config, overrides or [])
-    loaded.data.load_schema()
+    arguments = [] if config is None else [config, *(overrides or [])]
     to_write = PlanFiles(files.output, files.compress, files.report, files.overwrite)
-    to_write.require_writable()
-    from distembed.capacity.configured_model import ConfiguredModel
+    plannable = (
+        _configured_model(arguments, own, to_write) if own.model is None else _own_model(arguments, own, to_write)
+    )
     from distembed.capacity.run_plan import run_plan
 
     fits = run_plan(
-        ConfiguredModel(loaded),
+        plannable,
         planned_for,
         to_write,
         memory_is_given=cluster.memory is not None,
@@ -104,3 +109,35 @@ def plan_command(
     )
     if not fits:
         raise typer.Exit(3)
+
+
+def _configured_model(arguments: Sequence[str], own: ModelOptions, to_write: "PlanFiles") -> "Plannable":
+    """Reads a config and its overrides, of which all is checked that can be without torch.
+
+    Raises:
+        UserError: There is no config, or something of it is wrong, or a file cannot be written.
+    """
+    own.require_none()
+    if not arguments:
+        raise UserError("there is nothing to plan: give CONFIG, a YAML file, or --model MODULE:FUNCTION.")
+    from distembed.config import load_config
+
+    config = load_config(Path(arguments[0]), arguments[1:])
+    config.data.load_schema()
+    to_write.require_writable()
+    from distembed.capacity.configured_model import ConfiguredModel
+
+    return ConfiguredModel(config)
+
+
+def _own_model(arguments: Sequence[str], own: ModelOptions, to_write: "PlanFiles") -> "Plannable":
+    """Makes someone's own model.
+
+    Raises:
+        UserError: An option is wrong, the model cannot be made or planned, or a file cannot be written.
+    """
+    if to_write.compress is not None:
+        raise UserError("--compress writes a config, and with --model there is none; leave it out.")
+    plan = plan_settings(arguments)
+    to_write.require_writable()
+    return own.plannable(plan)

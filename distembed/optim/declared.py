@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 from torchrec.distributed.types import ModuleSharder
+from torchrec.distributed.utils import emb_opt_type_to_optimizer_class
 
-from distembed.embedding.tables import CompositionalTables
 from distembed.errors import UserError
-from distembed.optim.kinds import OPTIMIZERS, fused_optimizer_name, fused_type
+from distembed.optim.kinds import OPTIMIZERS, fused_optimizer_name, fused_type, stateless_name
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class TableOptimizers:
     is_fused: bool = True
 
 
-def declared_optimizer(table: str, unit: nn.Parameter) -> str | None:
+def declared_optimizer(table: str, unit: nn.Parameter, shared: Any = None) -> str | None:
     """Returns the name of the fused optimizer of a table's vectors, a key of ``OPTIMIZERS``.
 
     It is the same whether ``apply_optimizer_in_backward`` or the sharder's ``fused_params`` names it.
@@ -35,6 +35,7 @@ def declared_optimizer(table: str, unit: nn.Parameter) -> str | None:
     Args:
         table: Name of the table for the error.
         unit: The table's parameter, as a sharder's ``shardable_parameters`` gives it.
+        shared: The class of the optimizer of all tables that declare none themselves.
 
     Returns:
         The name; None where the table declares none, so that FBGEMM takes SGD, which keeps no state.
@@ -42,7 +43,7 @@ def declared_optimizer(table: str, unit: nn.Parameter) -> str | None:
     Raises:
         UserError: The table declares several optimizers, or one whose states are not known.
     """
-    declared: list[Any] = getattr(unit, "_optimizer_classes", [])
+    declared: list[Any] = getattr(unit, "_optimizer_classes", [] if shared is None else [shared])
     if not declared:
         return None
     fused = fused_type(declared[0])
@@ -58,7 +59,7 @@ def declared_optimizer(table: str, unit: nn.Parameter) -> str | None:
 
 
 def declared_optimizers(model: nn.Module, sharders: Iterable[ModuleSharder[Any]]) -> dict[str, str | None]:
-    """Returns what :func:`declared_optimizer` says of every compositional table of a model, by the table's name.
+    """Returns what :func:`declared_optimizer` says of every table of a model that is sharded, by the table's name.
 
     Args:
         model: The model that holds the tables, not yet sharded.
@@ -69,8 +70,26 @@ def declared_optimizers(model: nn.Module, sharders: Iterable[ModuleSharder[Any]]
     """
     sharder_by_type = {sharder.module_type: sharder for sharder in sharders}
     return {
-        name: declared_optimizer(name, unit)
+        name: declared_optimizer(name, unit, _shared_optimizer(sharder_by_type[type(module)]))
         for module in model.modules()
-        if isinstance(module, CompositionalTables) and type(module) in sharder_by_type
+        if type(module) in sharder_by_type
         for name, unit in sharder_by_type[type(module)].shardable_parameters(module).items()
     }
+
+
+def largest_optimizer(names: Iterable[str | None], undeclared: str | None = None) -> str:
+    """Returns, of the optimizers of several tables, the one that keeps most of a table.
+
+    Args:
+        names: Names of the optimizers; None for tables that declare none.
+        undeclared: Name of the optimizer of tables that declare none; the one that FBGEMM takes unless given.
+    """
+    stateless = stateless_name()
+    found = {stateless, *(name or undeclared or stateless for name in names)}
+    # a number a row is next to nothing beside a number an element
+    return max(sorted(found), key=lambda name: OPTIMIZERS[name].fused_state_bytes(1, 100))
+
+
+def _shared_optimizer(sharder: ModuleSharder[Any]) -> Any:
+    """Returns the class of the optimizer that a sharder's ``fused_params`` name for all tables; None for none."""
+    return emb_opt_type_to_optimizer_class((getattr(sharder, "fused_params", None) or {}).get("optimizer"))

@@ -2,18 +2,22 @@
 
 :func:`apply_saved_plan` refuses a plan whose inputs differ from those of the run, be it in ranks, batch, model,
 optimizers or tables, and a plan that does not place the tables of its own inputs. The error lists everything that is
-wrong.
+wrong. :func:`load_plan` reads and applies a plan for a model of one's own.
 """
 
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from torch import nn
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.utils import placement
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
+    ModuleSharder,
     ModuleShardingPlan,
     ParameterSharding,
     ShardingPlan,
@@ -22,9 +26,13 @@ from torchrec.distributed.types import (
 )
 
 from distembed.embedding.config import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig
+from distembed.embedding.modules import embedding_modules, table_configs
 from distembed.errors import UserError
-from distembed.planning.plan_inputs import PlanInputs
-from distembed.planning.saved_plan import SavedPlan, SavedShard, SavedTable
+from distembed.optim.declared import declared_optimizers, largest_optimizer
+from distembed.optim.kinds import OPTIMIZERS
+from distembed.planning.plan_inputs import PlanInputs, table_plan_inputs
+from distembed.planning.saved_plan import SavedPlan, SavedShard, SavedTable, read_saved_plan
+from distembed.ranks import Ranks
 from distembed.sharding.placement import (
     BY_ROWS,
     COMPUTE_KERNELS,
@@ -38,6 +46,48 @@ from distembed.sharding.shardings import SEQUENCE_SHARDING_TYPES
 _DENSE = EmbeddingComputeKernel.DENSE.value
 _ON_CPU = (EmbeddingComputeKernel.FUSED.value, _DENSE)
 _AXES = ("rows", "columns")
+
+
+def load_plan(
+    path: Path | str,
+    model: nn.Module,
+    sharders: Sequence[ModuleSharder[Any]],
+    ranks: Ranks,
+    batch_size: int,
+    sparse_optimizer: str | None = None,
+) -> ShardingPlan:
+    """Returns the plan of a file for a model of one's own, as ``DistributedModelParallel`` takes it.
+
+    Every rank reads the file. Ranks, rows of a step, tables and their optimizer are compared with what the plan was
+    made for; the networks are not.
+
+    Args:
+        path: A file of ``distembed plan --output``.
+        model: The model, not sharded, with the optimizers of its tables declared.
+        sharders: Sharders of its collections.
+        ranks: This rank among all.
+        batch_size: Rows of a step on all ranks.
+        sparse_optimizer: Name of the optimizer of tables that declare none, a key of ``OPTIMIZERS``; FBGEMM's own
+            choice unless given.
+
+    Raises:
+        UserError: The file cannot be read or holds no plan, the plan was made for something else, or it does not place
+            the tables.
+    """
+    saved = read_saved_plan(Path(path))
+    tables = {name: table_configs(module) for name, module in embedding_modules(model).items()}
+    optimizer = largest_optimizer(declared_optimizers(model, sharders).values(), sparse_optimizer)
+    now = PlanInputs(
+        world_size=ranks.world_size,
+        local_world_size=ranks.local_world_size,
+        device_kind=ranks.device.type,
+        batch_size=batch_size,
+        model=saved.plan_inputs.model,
+        sparse_optimizer=optimizer,
+        dense_optimizer=saved.plan_inputs.dense_optimizer,
+        tables=table_plan_inputs([table for own in tables.values() for table in own]),
+    )
+    return apply_saved_plan(saved, tables, now, fused=OPTIMIZERS[optimizer].fused_class is not None)
 
 
 def apply_saved_plan(
@@ -61,8 +111,8 @@ def apply_saved_plan(
     if changed:
         nodes, listed = now.world_size // now.local_world_size, "\n  ".join(changed)
         raise UserError(
-            "the plan was made for something else than what is to run; plan anew, with `distembed plan CONFIG --nodes "
-            f"{nodes} --gpus {now.local_world_size} --gpu DEVICE --output FILE`, or leave --plan out:\n  {listed}"
+            f"the plan was made for something else than what is to run; plan anew, with `{now.command} --nodes {nodes} "
+            f"--gpus {now.local_world_size} --gpu DEVICE --output FILE`, or run without it:\n  {listed}"
         )
     target = _PlanTarget(now.world_size, now.local_world_size, now.device_kind, fused)
     differences = [
@@ -73,8 +123,8 @@ def apply_saved_plan(
     if differences:
         listed = "\n  ".join(differences)
         raise UserError(
-            "the plan does not place what it was made for, and must have been changed; plan anew, with `distembed plan "
-            f"CONFIG --output FILE`:\n  {listed}"
+            "the plan does not place what it was made for, and must have been changed; plan anew, with "
+            f"`{now.command} --output FILE`:\n  {listed}"
         )
     plan: dict[str, ModuleShardingPlan] = {}
     for module, own in tables.items():

@@ -3,9 +3,10 @@
 Fake tensors have shapes and no values, so that a step of any size takes no memory and no GPU.
 """
 
+import dataclasses
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -16,13 +17,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
-from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingBagCollectionInterface,
+    EmbeddingCollection,
+    get_embedding_names_by_table,
+)
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from distembed.data.dataset.schema import BatchField, Schema
 from distembed.data.reader.batch import Batch
-from distembed.embedding import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig, vector_names
-from distembed.embedding.modules import embedding_modules, table_configs
+from distembed.embedding import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig
+from distembed.embedding.modules import EmbeddingModule, embedding_modules, table_configs
 from distembed.errors import InsufficientMemory
 from distembed.host_memory import host_memory_bytes
 from distembed.models import Model, ModelConfig, ModelInputs
@@ -45,6 +52,7 @@ class NetworkEstimate:
             in buckets; on a single rank gradients are among them as they arise.
         flops: Number of floating-point operations of the forward and backward passes.
         output_bytes_per_row: Bytes that the task keeps of each row for metrics, such as a logit and a label.
+        is_step_known: Whether a step could be followed; else ``peak`` and ``flops`` are 0 and say nothing.
     """
 
     parameters: int = 0
@@ -54,6 +62,7 @@ class NetworkEstimate:
     peak: int = 0
     flops: int = 0
     output_bytes_per_row: float = 8.0
+    is_step_known: bool = True
 
 
 class _LiveBytes(TorchDispatchMode):
@@ -68,11 +77,12 @@ class _LiveBytes(TorchDispatchMode):
         returned = func(*args, **(kwargs or {}))
         for value in tree_iter(returned):
             if isinstance(value, Tensor):
-                self._count(value.untyped_storage())
+                self.count(value)
         return returned
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        """Adds the bytes of a storage that is not known yet, until it is freed."""
+    def count(self, tensor: Tensor) -> None:
+        """Adds the bytes of a tensor's storage, if it is not known yet, until it is freed."""
+        storage = tensor.untyped_storage()
         key, num_bytes = storage._cdata, storage.nbytes()
         if key not in self._known:
             self._known.add(key)
@@ -99,11 +109,29 @@ class _EmptyVectors(torch.autograd.Function):
 
 
 class _Vectors(nn.Module):
-    """Stands in for an embedding collection: returns vectors of the same shapes, without tables."""
+    """Stands in for an embedding collection: returns vectors of the same shapes, without tables.
 
-    def __init__(self, tables: Sequence[CompositionalEmbeddingConfig]) -> None:
+    Args:
+        tables: Tables of the collection.
+        names: For each table, feature and name of each vector of the output; as compositional tables have them unless
+            given.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[CompositionalEmbeddingConfig],
+        names: Sequence[Sequence[tuple[str, str]]] | None = None,
+    ) -> None:
         super().__init__()
-        self._tables = tables
+        own_names = names or [
+            [(feature, name) for feature in table.feature_names for name in table.vector_names(feature)]
+            for table in tables
+        ]
+        self._vectors = [
+            (feature, name, table.embedding_dim)
+            for table, pairs in zip(tables, own_names, strict=True)
+            for feature, name in pairs
+        ]
         self._origin = torch.empty(0, requires_grad=True)
 
     def _empty_vectors(self, num_rows: int, num_columns: int) -> Tensor:
@@ -116,8 +144,8 @@ class _PooledVectors(_Vectors):
     """Stands in for a collection of bags: returns one vector a row and feature."""
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        keys = {name: table.embedding_dim for table in self._tables for name in vector_names([table])}
-        return KeyedTensor(list(keys), list(keys.values()), self._empty_vectors(features.stride(), sum(keys.values())))
+        dims = {name: dim for _, name, dim in self._vectors}
+        return KeyedTensor(list(dims), list(dims.values()), self._empty_vectors(features.stride(), sum(dims.values())))
 
 
 class _SequenceVectors(_Vectors):
@@ -125,12 +153,9 @@ class _SequenceVectors(_Vectors):
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         outputs = {}
-        for table in self._tables:
-            for feature in table.feature_names:
-                ids = features[feature]
-                for name in table.vector_names(feature):
-                    vectors = self._empty_vectors(len(ids.values()), table.embedding_dim)
-                    outputs[name] = JaggedTensor(vectors, lengths=ids.lengths())
+        for feature, name, dim in self._vectors:
+            ids = features[feature]
+            outputs[name] = JaggedTensor(self._empty_vectors(len(ids.values()), dim), lengths=ids.lengths())
         return outputs
 
 
@@ -152,7 +177,7 @@ def estimate_network(
     optimizer: str,
     bf16: bool,
     averages: bool,
-) -> NetworkEstimate | None:
+) -> NetworkEstimate:
     """Runs a step of a model's networks on fake tensors, which take no memory.
 
     Args:
@@ -165,35 +190,87 @@ def estimate_network(
         averages: Whether gradients are averaged over ranks, in buckets.
 
     Returns:
-        The estimate; None for a model whose step depends on values, which fake tensors do not have.
+        The estimate, whose step is not known of a model that looks at values, which fake tensors do not have.
     """
-    with FakeTensorMode(), FlopCounterMode(display=False) as counter, _LiveBytes() as live:
+    with FakeTensorMode():
         model = model_config.build(_VectorInputs(inputs.schema, inputs.tables, inputs.embedding_dim))
-        _replace_collections(model)
-        parameters = list(model.parameters())
-        if averages:
-            # as DistributedDataParallel would: estimated gradients go into their buckets as soon as they are there
-            for parameter in parameters:
-                parameter.register_post_accumulate_grad_hook(_drop_gradient)
+        replace_collections(model)
         batch = _empty_batch(inputs.schema, num_rows)
-        before = live.peak = live.now
-        try:
-            output_bytes = _step(model, task, batch, bf16)
-        except RuntimeError:
-            # a look at values, or an operator that has no form for fake tensors; what else it may be, training raises
-            return None
-        peak = live.peak - before
-    trained = sum(map(_num_bytes, parameters))
-    kind = OPTIMIZERS[optimizer]
-    optimizer_state = sum(kind.torch_state_bytes(0, parameter.numel()) for parameter in parameters)
+        fake_step = FakeStep(lambda: _step(model, task, batch, bf16), _batch_tensors(batch), num_rows)
+        return measure_step(model, fake_step, optimizer, averages)
+
+
+@dataclass(frozen=True)
+class FakeStep:
+    """A step on fake tensors.
+
+    Attributes:
+        run: Runs the forward and backward passes and returns the bytes that are kept of the outputs.
+        inputs: Tensors of the batch.
+        num_rows: Rows of the batch.
+    """
+
+    run: Callable[[], int]
+    inputs: Sequence[Tensor]
+    num_rows: int
+
+
+def measure_step(model: nn.Module, step: FakeStep, optimizer: str, averages: bool) -> NetworkEstimate:
+    """Counts the parameters of networks, and what a step of theirs takes; called where tensors are fake.
+
+    Args:
+        model: The networks, with stand-ins in the place of collections.
+        step: The step.
+        optimizer: Name of the dense optimizer, a key of ``OPTIMIZERS``.
+        averages: Whether gradients are averaged over ranks, in buckets.
+
+    Returns:
+        The estimate, whose step is not known where the step raises a ``RuntimeError``.
+    """
+    counted = count_networks(model, optimizer)
+    hooks = [
+        # as DistributedDataParallel would: estimated gradients go into their buckets as soon as they are there
+        parameter.register_post_accumulate_grad_hook(_drop_gradient)
+        for parameter in model.parameters()
+        if averages and parameter.requires_grad
+    ]
+    try:
+        with FlopCounterMode(display=False) as counter, _LiveBytes() as live:
+            for tensor in (*model.parameters(), *model.buffers(), *step.inputs):
+                live.count(tensor)  # views of them are nothing new
+            before = live.peak = live.now
+            output_bytes = step.run()
+            peak = live.peak - before
+    except RuntimeError:
+        # a look at values, or an operator that has no form for fake tensors; what else it may be, training raises
+        return counted
+    finally:
+        for hook in hooks:
+            hook.remove()
+        model.zero_grad(set_to_none=True)
+    return dataclasses.replace(
+        counted,
+        is_step_known=True,
+        peak=peak,
+        flops=counter.get_total_flops(),
+        output_bytes_per_row=output_bytes / max(1, step.num_rows),
+    )
+
+
+def count_networks(model: nn.Module, optimizer: str) -> NetworkEstimate:
+    """Returns what networks take from step to step; their step is not known.
+
+    Args:
+        model: The networks, with stand-ins in the place of collections.
+        optimizer: Name of the dense optimizer, a key of ``OPTIMIZERS``.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return NetworkEstimate(
-        trained,
-        sum(map(_num_bytes, model.buffers())),
-        trained,
-        optimizer_state,
-        peak,
-        counter.get_total_flops(),
-        output_bytes / max(1, num_rows),
+        parameters=sum(map(_num_bytes, model.parameters())),
+        buffers=sum(map(_num_bytes, model.buffers())),
+        gradients=sum(map(_num_bytes, trained)),
+        optimizer_state=sum(OPTIMIZERS[optimizer].torch_state_bytes(0, each.numel()) for each in trained),
+        is_step_known=False,
     )
 
 
@@ -210,7 +287,7 @@ def require_networks_fit(model_config: ModelConfig, inputs: ModelInputs, num_cop
     """
     with FakeTensorMode():
         model = model_config.build(_VectorInputs(inputs.schema, inputs.tables, inputs.embedding_dim))
-        _replace_collections(model)
+        replace_collections(model)
         num_bytes = sum(map(_num_bytes, [*model.parameters(), *model.buffers()])) * num_copies
     if num_bytes > host_memory_bytes():
         raise InsufficientMemory(
@@ -220,12 +297,25 @@ def require_networks_fit(model_config: ModelConfig, inputs: ModelInputs, num_cop
         )
 
 
-def _replace_collections(model: nn.Module) -> None:
-    """Puts stand-ins in the place of the collections that the model has made itself, such as TorchRec's."""
-    for path, module in embedding_modules(model).items():
-        is_pooled = isinstance(module, EmbeddingBagCollectionInterface)
-        stand_in = (_PooledVectors if is_pooled else _SequenceVectors)(table_configs(module))
-        model.set_submodule(path, stand_in)
+def replace_collections(model: nn.Module) -> dict[str, EmbeddingModule]:
+    """Puts stand-ins in the place of the collections of a model, such as TorchRec's; returns these by their path."""
+    replaced = embedding_modules(model)
+    for path, module in replaced.items():
+        stand_in = _PooledVectors if isinstance(module, EmbeddingBagCollectionInterface) else _SequenceVectors
+        model.set_submodule(path, stand_in(table_configs(module), _stock_names(module)))
+    return replaced
+
+
+def _stock_names(module: EmbeddingModule) -> list[list[tuple[str, str]]] | None:
+    """Returns, for each table of one of TorchRec's collections, features and names of vectors; None for others."""
+    if isinstance(module, EmbeddingBagCollection):
+        configs: Sequence[BaseEmbeddingConfig] = module.embedding_bag_configs()
+    elif isinstance(module, EmbeddingCollection):
+        configs = module.embedding_configs()
+    else:
+        return None
+    names = get_embedding_names_by_table(configs)
+    return [list(zip(config.feature_names, own, strict=True)) for config, own in zip(configs, names, strict=True)]
 
 
 def _empty_batch(schema: Schema, num_rows: int) -> Batch:
@@ -245,6 +335,15 @@ def _empty_batch(schema: Schema, num_rows: int) -> Batch:
         )
 
     return Batch({field.name: empty(field) for field in schema.fields}, num_rows)
+
+
+def _batch_tensors(batch: Batch) -> list[Tensor]:
+    """Returns the tensors of all fields of a batch."""
+    return [
+        tensor
+        for field in batch.fields.values()
+        for tensor in ((field.values(), field.lengths()) if isinstance(field, KeyedJaggedTensor) else (field,))
+    ]
 
 
 def _step(model: Model, task: Task, batch: Batch, bf16: bool) -> int:

@@ -66,7 +66,8 @@ class PlanInputs:
         local_world_size: Number of ranks on a machine.
         device_kind: Type of the ranks' devices, ``cuda`` or ``cpu``.
         batch_size: Rows of a step on all ranks.
-        model: The config's section ``model`` in plain values.
+        model: The config's section ``model`` in plain values; of a model of one's own, the ``function`` that
+            makes it.
         sparse_optimizer: Name of the optimizer of the tables.
         dense_optimizer: Name of the optimizer of the networks.
         tables: The inputs of every table, by its name.
@@ -80,6 +81,13 @@ class PlanInputs:
     sparse_optimizer: str
     dense_optimizer: str
     tables: dict[str, TablePlanInputs]
+
+    @property
+    def command(self) -> str:
+        """The command that plans for such inputs, without what it says of ranks and files."""
+        if "function" not in self.model:
+            return "distembed plan CONFIG"
+        return f"distembed plan --model {self.model['function']} --batch-size {self.batch_size}"
 
     def as_json(self) -> dict[str, Any]:
         """Returns the inputs in plain values."""

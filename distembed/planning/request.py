@@ -13,8 +13,7 @@ from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.modules import table_configs
 from distembed.embedding.tables import CompositionalTables
 from distembed.errors import UserError
-from distembed.optim.declared import TableOptimizers, declared_optimizers
-from distembed.optim.kinds import OPTIMIZERS, stateless_name
+from distembed.optim.declared import TableOptimizers, declared_optimizers, largest_optimizer
 from distembed.planning.cluster import Cluster
 from distembed.planning.config import PlanConfig
 from distembed.planning.storage import DEFAULT_CACHE_RATIO
@@ -100,15 +99,14 @@ class PlanRequest:
         """Optimizers of the tables: as given, or of those that tables declare the one with the largest states."""
         if self.optimizers is not None:
             return self.optimizers
-        stateless = stateless_name()  # as FBGEMM trains tables that declare no optimizer
-        names = {stateless, *(name or stateless for name in declared_optimizers(self.model, self.sharders).values())}
-        # a number a row is next to nothing beside a number an element
-        return TableOptimizers(max(names, key=lambda name: OPTIMIZERS[name].fused_state_bytes(1, 100)))
+        return TableOptimizers(largest_optimizer(declared_optimizers(self.model, self.sharders).values()))
 
     @property
     def reserved_share(self) -> float:
         """Share of each device's memory that nothing is planned into."""
-        return min(self.config.reserve + (_UNKNOWN_NETWORKS if self.workload.network is None else 0.0), 1.0)
+        network = self.workload.network
+        is_known = network is not None and network.is_step_known
+        return min(self.config.reserve + (0.0 if is_known else _UNKNOWN_NETWORKS), 1.0)
 
     @property
     def plannable_bytes(self) -> int:

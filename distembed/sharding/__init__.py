@@ -9,6 +9,7 @@ from distembed.sharding.collection import ShardedCompositionalEmbeddingCollectio
 from distembed.sharding.sharder import (
     CompositionalEmbeddingBagCollectionSharder,
     CompositionalEmbeddingCollectionSharder,
+    default_sharders,
 )
 
 __all__ = [
@@ -16,4 +17,5 @@ __all__ = [
     "CompositionalEmbeddingCollectionSharder",
     "ShardedCompositionalEmbeddingBagCollection",
     "ShardedCompositionalEmbeddingCollection",
+    "default_sharders",
 ]

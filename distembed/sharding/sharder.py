@@ -6,8 +6,10 @@ from typing import Any, TypeVar
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import BaseEmbeddingSharder, EmbeddingComputeKernel
-from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv, ShardingType
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.types import ModuleSharder, ParameterSharding, QuantizedCommCodecs, ShardingEnv, ShardingType
 from torchrec.distributed.utils import emb_opt_type_to_optimizer_class
 
 from distembed.embedding.bag_collection import CompositionalEmbeddingBagCollection
@@ -127,3 +129,17 @@ class CompositionalEmbeddingCollectionSharder(_CompositionalSharder[Compositiona
     def sharded_module_type(self) -> type[ShardedCompositionalEmbeddingCollection]:
         """Type of the module that this sharder makes."""
         return ShardedCompositionalEmbeddingCollection
+
+
+def default_sharders(host_memory: bool = False) -> list[ModuleSharder[Any]]:
+    """Returns the sharders of every collection that a model may have, ours and TorchRec's.
+
+    Args:
+        host_memory: Whether compositional tables may be put into host memory.
+    """
+    return [
+        CompositionalEmbeddingBagCollectionSharder(host_memory=host_memory),
+        CompositionalEmbeddingCollectionSharder(host_memory=host_memory),
+        EmbeddingBagCollectionSharder(),
+        EmbeddingCollectionSharder(),
+    ]

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 
@@ -27,7 +25,7 @@ from distembed.planning.networks import estimate_network, require_networks_fit
 from distembed.planning.plan_inputs import PlanInputs, table_plan_inputs
 from distembed.planning.workload import Workload
 from distembed.ranks import Ranks
-from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, CompositionalEmbeddingCollectionSharder
+from distembed.sharding import default_sharders
 from distembed.sse import SSE, graph_bytes
 from distembed.sse.perturbation import Perturbation
 from distembed.tasks import Task
@@ -78,13 +76,7 @@ class Blueprint:
     @property
     def sharders(self) -> list[ModuleSharder[Any]]:
         """The sharders of every collection that a model may have, ours and TorchRec's."""
-        host_memory = self.config.plan.host_memory
-        return [
-            CompositionalEmbeddingBagCollectionSharder(host_memory=host_memory),
-            CompositionalEmbeddingCollectionSharder(host_memory=host_memory),
-            EmbeddingBagCollectionSharder(),
-            EmbeddingCollectionSharder(),
-        ]
+        return default_sharders(self.config.plan.host_memory)
 
     def build_unsharded(self) -> Model:
         """Builds the model with its tables on the meta device, where they take no memory.
