@@ -29,7 +29,7 @@ from distembed.planning.lookups import ExchangeKey, RankLookups, column_shards, 
 from distembed.planning.networks import NetworkEstimate
 from distembed.planning.workload import Workload, pipeline_depth
 from distembed.sharding.groups import GroupLoad, LookupMemory, group_type
-from distembed.sharding.placement import Placement, is_pooled, width
+from distembed.sharding.placement import BY_ROWS, Placement, is_pooled, width
 
 _FLOAT, _LONG, _INT = 4, 8, 4
 
@@ -126,16 +126,11 @@ class Step:
 
     def sent_bytes(self, rank: int) -> SentBytes:
         """Returns what a rank sends in a step."""
-        common, to_shards, own = self._sum().sent_by_all, self._sum().sent_to_shards, SentBytes()
+        # to the owners of all shards; those that this rank owns itself make a difference
+        sent = self._sum().sent_by_all + self._sum().sent_to_shards
         for placement, table_slice in self._lookups.column_slices(rank):
-            own += self._sent_to_shard(placement, table_slice.num_columns)
-        return SentBytes(
-            # what goes to the shards' owners, but for those that this rank owns, whose vectors it sends in turn
-            common.ids + to_shards.ids - own.ids,
-            common.vectors + own.gradients * (self._world_size - 1),
-            common.gradients + to_shards.gradients - own.gradients,
-            round(2 * (1 - 1 / self._world_size) * self._sum().replicated),
-        )
+            sent += self._sent_by_owner(placement, table_slice.num_columns)
+        return sent + SentBytes(all_reduce=round(2 * (1 - 1 / self._world_size) * self._sum().replicated))
 
     def _sum(self) -> "_Totals":
         """Returns what all tables have together."""
@@ -169,8 +164,10 @@ class Step:
         """Returns what one table has of a step, wherever the others are."""
         to_shards = SentBytes()
         if not is_on_every_rank(placement.unit.sharding_type):
-            for start, stop, _ in column_shards(placement):
-                to_shards += self._sent_to_shard(placement, stop - start)
+            for start, stop, rank in column_shards(placement):
+                # where rows are divided within a node, gradients go to one of its ranks
+                is_first = rank % placement.num_row_blocks == 0
+                to_shards += self._sent_to_shard(placement, stop - start if is_first else 0)
         replicated = placement.replicated
         return _TableShare(
             received=self._num_vectors(placement) * width(placement.table) * _FLOAT,
@@ -200,16 +197,27 @@ class Step:
     def _sent_to_shard(self, placement: Placement, columns: int) -> SentBytes:
         """Returns what a rank sends to the owner of some columns: ids of its rows, and gradients of their vectors."""
         return SentBytes(
-            ids=math.ceil(self._num_ids(placement)) * self._id_bytes[placement.collection]
+            ids=math.ceil(self._num_ids(placement) / placement.num_row_blocks) * self._id_bytes[placement.collection]
             + self._num_bags(placement) * _INT,
             gradients=self._num_vectors(placement) * columns * _FLOAT,
         )
+
+    def _sent_by_owner(self, placement: Placement, columns: int) -> SentBytes:
+        """Returns what the owner of some columns sends more than a rank that owns none: vectors, but not to itself.
+
+        Where rows are divided within a node, its ranks add their sums up among them, a part of all ranks' rows on each,
+        and send these to the other nodes; gradients take the same way back.
+        """
+        own, ranks_per_node = self._sent_to_shard(placement, columns), placement.num_row_blocks
+        nodes = self._world_size // ranks_per_node
+        summed = (ranks_per_node - 1) * nodes * own.gradients
+        return SentBytes(-own.ids, summed + (nodes - 1) * own.gradients, summed - own.gradients)
 
     def _exchange(self, key: ExchangeKey, received: int, loads: Sequence[GroupLoad]) -> "_Exchange":
         output, (_, sharding_type) = sum(load.output_bytes for load in loads), key
         is_sent = _is_sent(sharding_type, self._world_size)
         # a reduce-scatter sends the output itself, an all-to-all a copy
-        is_reduced = sharding_type == ShardingType.ROW_WISE.value and all(is_pooled(load.table) for load in loads)
+        is_reduced = sharding_type in BY_ROWS and all(is_pooled(load.table) for load in loads)
         return _Exchange(
             output=output,
             sent=output if is_sent and not is_reduced else 0,
@@ -294,10 +302,12 @@ class Step:
         if not _is_sent(placement.unit.sharding_type, self._world_size):
             return 0
         ids, bags = self._num_ids(placement) * _LONG, self._num_bags(placement) * _INT
-        if placement.divided is not None:
+        if is_on_every_rank(placement.unit.sharding_type):
             # where each goes is kept as well, and there is a length for each rank
             return math.ceil(2 * ids + bags * self._world_size)
-        return len(column_shards(placement)) * math.ceil(ids + bags)
+        # of ids that are divided between the ranks of a node each has a length
+        shards = len(column_shards(placement))
+        return shards // placement.num_row_blocks * math.ceil(ids) + shards * bags
 
 
 @dataclass(frozen=True)

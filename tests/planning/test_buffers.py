@@ -6,6 +6,7 @@ bytes are the same in every run.
 
 import itertools
 import math
+import os
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.types import ShardingEnv
@@ -141,7 +143,8 @@ def sharded(case: Case, world_size: int) -> tuple[DistributedModelParallel, Opti
         name: ParameterConstraints(sharding_types=[layout], min_partition=8)
         for name, layout in zip(case.schema.categorical_names, itertools.cycle(case.layouts), strict=False)
     }
-    topology = Topology(world_size=world_size, local_world_size=world_size, compute_device="cpu", ddr_cap=2**40)
+    local_world_size = get_local_size(world_size)
+    topology = Topology(world_size=world_size, local_world_size=local_world_size, compute_device="cpu", ddr_cap=2**40)
     planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
     plan = planner.collective_plan(task, sharders, dist.group.WORLD)  # type: ignore[arg-type]
     if needs_dense_kernel(sparse):
@@ -261,6 +264,20 @@ def test_steps_are_estimated_closely(world_size: int) -> None:
 def test_steps_of_other_kinds_and_sizes_are_estimated_closely(world_size: int) -> None:
     larger = [replace(case, batch_size=2048, dim=64) for case in CASES + MIXED_CASES]
     run_on_ranks(world_size, check, OTHER_CASES + larger)
+
+
+def check_on_two_nodes(rank: int, world_size: int, cases: list[Case]) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    check(rank, world_size, cases)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_steps_of_two_nodes_are_estimated_closely() -> None:
+    layouts = (("table_row_wise",), ("grid_shard",), ("grid_shard", "table_row_wise", "column_wise"))
+    cases = [Case(layout, is_multi_hot=is_multi_hot) for layout in layouts for is_multi_hot in (False, True)]
+    cases += [Case(("table_row_wise",), "path_mlp"), Case(("grid_shard",), partition="mixed_radix", dim=64)]
+    run_on_ranks(4, check_on_two_nodes, [*cases, Case(layouts[-1], "concat")])
 
 
 class Pooled(nn.Module):

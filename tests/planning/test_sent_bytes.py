@@ -1,6 +1,7 @@
 """Bytes that a step is said to send against those that the ranks hand to gloo."""
 
 import itertools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,8 +25,7 @@ NUM_STEPS = 4
 class Sent:
     """Counts what this rank gives to others, by the type of what is sent."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
+    def __init__(self) -> None:
         self.ids = self.floats = 0
 
     def count(self, tensor: Tensor, numbers: float) -> None:
@@ -37,20 +37,22 @@ class Sent:
     def all_to_all_single(self, output: Tensor, input: Tensor, *splits: Any, **named: Any) -> None:
         sizes = named.get("input_split_sizes") or (splits[1] if len(splits) > 1 else None)
         of_row = input.numel() // max(1, len(input))
-        own = sizes[self.rank] if sizes else len(input) // self.world_size
+        group = named.get("group")
+        own = sizes[dist.get_rank(group)] if sizes else len(input) // dist.get_world_size(group)
         self.count(input, (len(input) - own) * of_row)
 
     def reduce_scatter_tensor(self, output: Tensor, input: Tensor, *_: Any, **__: Any) -> None:
         self.count(input, input.numel() - output.numel())
 
-    def reduce_scatter(self, output: Tensor, inputs: list[Tensor], *_: Any, **__: Any) -> None:
-        self.count(output, sum(part.numel() for i, part in enumerate(inputs) if i != self.rank))
+    def reduce_scatter(self, output: Tensor, inputs: list[Tensor], *_: Any, **named: Any) -> None:
+        own = dist.get_rank(named.get("group"))
+        self.count(output, sum(part.numel() for i, part in enumerate(inputs) if i != own))
 
     def all_gather_into_tensor(self, output: Tensor, input: Tensor, *_: Any, **__: Any) -> None:
-        self.count(input, (self.world_size - 1) * input.numel())
+        self.count(input, output.numel() - input.numel())
 
     def all_gather(self, outputs: list[Tensor], input: Tensor, *_: Any, **__: Any) -> None:
-        self.count(input, (self.world_size - 1) * input.numel())
+        self.count(input, (len(outputs) - 1) * input.numel())
 
 
 COLLECTIVES = ("all_to_all_single", "reduce_scatter_tensor", "reduce_scatter", "all_gather_into_tensor", "all_gather")
@@ -83,7 +85,7 @@ def check(rank: int, world_size: int, cases: list[Case]) -> None:
     for case in cases:
         model, optimizers = sharded(case, world_size)
         pipeline = StepPipeline(model, optimizers.combined, Ranks(rank, world_size, world_size, torch.device("cpu")))
-        sent, num_rows = Sent(rank, world_size), case.batch_size // world_size
+        sent, num_rows = Sent(), case.batch_size // world_size
         with counted(sent):
             assert len(list(pipeline.outputs(batches(case, rank, num_rows, NUM_STEPS)))) == NUM_STEPS
         (module,) = [m for m in model.modules() if isinstance(m, ShardedCompositionalEmbeddingBagCollection)]
@@ -105,6 +107,21 @@ CASES = [
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_send_what_is_estimated(world_size: int) -> None:
     run_on_ranks(world_size, check, [*CASES, Case(("table_wise", "row_wise"), is_multi_hot=True)])
+
+
+def check_on_two_nodes(rank: int, world_size: int, cases: list[Case]) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    check(rank, world_size, cases)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_ranks_of_two_nodes_send_what_is_estimated() -> None:
+    kinds = [("table_row_wise",), ("grid_shard",), ("grid_shard", "table_row_wise", "column_wise", "row_wise")]
+    cases = [Case(kind, "product", is_multi_hot) for kind in kinds for is_multi_hot in (False, True)]
+    run_on_ranks(
+        4, check_on_two_nodes, [*cases, Case(("grid_shard",), "concat"), Case(("table_row_wise",), "path_mlp")]
+    )
 
 
 def test_data_parallel_tables_and_single_ranks_send_nothing_but_gradients_in_a_ring() -> None:
