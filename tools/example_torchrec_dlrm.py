@@ -34,7 +34,7 @@ DIM, NUM_DENSE, GLOBAL_BATCH, NUM_STEPS = 16, 4, 256, 40
 ADAGRAD = {"lr": 0.05, "eps": 1e-8}
 
 
-def make_model(name: str, device: str) -> DLRMTrain:
+def make_model(name: str = "dlrm", device: torch.device | str = "meta") -> DLRMTrain:
     """Returns ``dlrm`` or ``dlrm_dcn``, with its tables on the device."""
     tables = [
         CompositionalEmbeddingBagConfig(  # instead of EmbeddingBagConfig

@@ -97,8 +97,8 @@ def batch(num_rows: int) -> Batch:
 
 
 def huge() -> DLRMTrain:
-    """Tables of 200 TB, placed and moved as if there were a GPU."""
-    bags = stock_bags("cuda", sizes={name: 2 * 10**12 for name in SIZES})
+    """Tables of 10 TB, placed and moved as if there were a GPU."""
+    bags = stock_bags("cuda", sizes={name: 10**11 for name in SIZES})
     return DLRMTrain(DLRM(bags, NUM_DENSE, [16, DIM], [16, 1], dense_device=torch.device("cuda"))).to("cuda")
 
 

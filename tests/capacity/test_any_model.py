@@ -117,8 +117,8 @@ def test_a_model_is_as_it_was_after_its_networks_are_counted() -> None:
 
 
 def test_tables_of_any_size_and_on_any_device_take_no_memory() -> None:
-    code, planned = plan("huge", "--nodes", 512, "plan.sharding_types=[row_wise]")
-    assert code == 0 and sum(table["bytes_of_one_copy"] for table in planned["tables"]) == 3 * 2 * 10**12 * 8 * 4
+    code, planned = plan("huge", "--nodes", 32, "plan.sharding_types=[row_wise]")
+    assert code == 0 and sum(table["bytes_of_one_copy"] for table in planned["tables"]) == 3 * 10**11 * 8 * 4
     for function in (own_models.stock_bags, own_models.own_bags, own_models.dcn):
         for device in (None, "cpu", "cuda", "meta"):
             with OnDevice("meta"), torch.device("cpu"):
