@@ -5,7 +5,8 @@ room. Where there is no plan, the chart is of what tables need beside what is le
 """
 
 import io
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -13,10 +14,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FixedLocator, MaxNLocator
 
-from distembed.capacity.assessment import Assessment
-from distembed.capacity.quantities import MemoryByRank, RankQuantity, TimeByRank
+from distembed.capacity.assessment import AssessedRank, Assessment
+from distembed.capacity.quantities import MemoryByRank, RankItem, RankQuantity, quantities_by_rank
 from distembed.capacity.texts import verdict
 from distembed.outputs import MADE_BY
 from distembed.runs.pages import COLOURS, FIGURE_SETTINGS, PAGE_COLOUR
@@ -24,9 +25,11 @@ from distembed.units import binary_unit, format_bytes
 
 MAX_BARS = 64
 """Ranks that have a bar each; those of a larger cluster are drawn as an area."""
+MAX_STEPS = 1024
+"""Steps of an area; where ranks differ more, each step is as high as the first of the ranks that it stands for."""
 RED, GREEN = "#d1495b", "#2a9d78"
 
-_ITEM_COLOURS = {
+_COLOURS = {
     "tables": COLOURS[0],
     "optimizer": COLOURS[1],
     "cache": COLOURS[3],
@@ -39,16 +42,16 @@ _ITEM_COLOURS = {
     "allocator": "#9a9a9a",
 }
 # the times that go with what takes memory have its colours
-_ITEM_COLOURS |= {
-    "lookup": _ITEM_COLOURS["lookups"],
-    "exchange": _ITEM_COLOURS["step buffers"],
-    "all-reduce": _ITEM_COLOURS["gradients"],
+_COLOURS |= {
+    "lookup": _COLOURS["lookups"],
+    "exchange": _COLOURS["step buffers"],
+    "all-reduce": _COLOURS["gradients"],
     "starts": COLOURS[3],
 }
 _DEMAND_COLOURS = {
-    "weights": _ITEM_COLOURS["tables"],
-    "optimizer_state": _ITEM_COLOURS["optimizer"],
-    "gradients": _ITEM_COLOURS["gradients"],
+    "weights": _COLOURS["tables"],
+    "optimizer_state": _COLOURS["optimizer"],
+    "gradients": _COLOURS["gradients"],
 }
 
 
@@ -57,41 +60,52 @@ def draw_ranks(quantity: RankQuantity, axes: Axes) -> None:
 
     Up to :data:`MAX_BARS` ranks have a bar each. More are an area, from the rank with most to that with least.
     """
-    has_bars, limit = len(quantity.ranks) <= MAX_BARS, quantity.limit
-    groups = quantity.groups if has_bars else quantity.sorted_groups
-    ranks = quantity.ranks if has_bars else [group.first for group in groups]
-    amounts = [np.array([item.amount(rank) for rank in ranks], dtype=np.float64) for item in quantity.bar_items]
-    highest = max(float(sum(amounts, np.zeros(1)).max()), limit or 0.0) or 1.0
+    limit, highest = quantity.limit, max(*map(quantity.bar, quantity.ranks), quantity.limit or 0.0) or 1.0
     unit = _label_bytes(axes, highest, "y") if isinstance(quantity, MemoryByRank) else _label_milliseconds(axes)
-    edges = np.cumsum([0, *(len(group.ranks) for group in groups)])
-    bottom = np.zeros(len(ranks))
-    for item, amount in zip(quantity.bar_items, amounts, strict=True):
-        top, colour = bottom + amount, _ITEM_COLOURS[item.name]
-        if has_bars:
-            bars = axes.bar(range(len(ranks)), amount / unit, bottom=bottom / unit, color=colour)
-            for rank, bar in enumerate(bars):
-                bar.set_gid(f"{quantity.name}-{rank}-{item.name.replace(' ', '-')}")
-        else:
-            axes.stairs(top / unit, edges, baseline=bottom / unit, fill=True, color=colour)
-        bottom = top
+    if len(quantity.ranks) <= MAX_BARS:
+        _draw_bars(quantity, axes, unit)
+    else:
+        _draw_area(quantity, axes, unit)
     if limit is not None:
         _draw_capacity(axes, limit / unit, f"capacity {quantity.text(limit)}")
     axes.set_ylim(0, highest / unit * (1.05 if limit is None else 1.12))
-    _label_ranks(axes, quantity, has_bars)
-
-
-def _label_ranks(axes: Axes, quantity: RankQuantity, has_bars: bool) -> None:
-    """Labels the axis of ranks, with their numbers or with how many they are."""
-    num_ranks, (most, least) = len(quantity.ranks), quantity.extremes
-    margin = max(0.0, (6 - num_ranks) / 2)  # a bar of one rank does not fill the width
-    axes.set_xlim(*((-0.5 - margin, num_ranks - 0.5 + margin) if has_bars else (0, num_ranks)))
-    if num_ranks < 6:
-        axes.set_xticks(range(num_ranks))
-    else:
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(False, axis="x")
     axes.set_axisbelow(True)
-    axes.set_xlabel("rank" if has_bars else f"number of ranks, from the {most} to the {least}")
+
+
+def _draw_bars(quantity: RankQuantity, axes: Axes, unit: float) -> None:
+    """Draws a bar of each rank, whose parts have ids such as ``memory-3-step-buffers`` in an SVG."""
+    num_ranks = len(quantity.ranks)
+    for item, bottom, top in _stacked(quantity, quantity.ranks, unit):
+        for rank, bar in enumerate(axes.bar(range(num_ranks), top - bottom, bottom=bottom, color=_COLOURS[item.name])):
+            bar.set_gid(f"{quantity.name}-{rank}-{item.name.replace(' ', '-')}")
+    margin = max(0.0, (6 - num_ranks) / 2)  # a bar of one rank does not fill the width
+    axes.set_xlim(-0.5 - margin, num_ranks - 0.5 + margin)
+    axes.xaxis.set_major_locator(FixedLocator(range(num_ranks)) if num_ranks < 6 else MaxNLocator(integer=True))
+    axes.set_xlabel("rank")
+
+
+def _draw_area(quantity: RankQuantity, axes: Axes, unit: float) -> None:
+    """Draws ranks side by side, from the one with most to that with least."""
+    groups, (most, least) = quantity.sorted_groups, quantity.extremes
+    steps = range(0, len(groups), math.ceil(len(groups) / MAX_STEPS))
+    edges = np.cumsum([0, *(len(group.ranks) for group in groups)])[[*steps, -1]]
+    for item, bottom, top in _stacked(quantity, [groups[step].first for step in steps], unit):
+        axes.stairs(top, edges, baseline=bottom, fill=True, color=_COLOURS[item.name])
+    axes.set_xlim(0, len(quantity.ranks))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel(f"number of ranks, from the {most} to the {least}")
+
+
+def _stacked(
+    quantity: RankQuantity, ranks: Sequence[AssessedRank], unit: float
+) -> Iterator[tuple[RankItem, np.ndarray, np.ndarray]]:
+    """Yields each item with its lower and its upper end on each rank."""
+    bottom = np.zeros(len(ranks))
+    for item in quantity.bar_items:
+        top = bottom + np.array([item.amount(rank) / unit for rank in ranks])
+        yield item, bottom, top
+        bottom = top
 
 
 def draw_demand(assessment: Assessment, axes: Axes) -> None:
@@ -115,7 +129,7 @@ def draw_demand(assessment: Assessment, axes: Axes) -> None:
 
 def item_colours(quantity: RankQuantity) -> dict[str, str]:
     """Returns the colours of a rank's items, by their name."""
-    return {item.name: _ITEM_COLOURS[item.name] for item in quantity.bar_items}
+    return {item.name: _COLOURS[item.name] for item in quantity.bar_items}
 
 
 def demand_colours() -> dict[str, str]:
@@ -150,7 +164,7 @@ def _draw_chart(assessment: Assessment, figure: Figure) -> None:
         _draw_legend(figure, demand_colours())
         return
     parts: Any = figure.subfigures(2)
-    for part, quantity in zip(parts, (MemoryByRank(assessment), TimeByRank(assessment)), strict=True):
+    for part, quantity in zip(parts, quantities_by_rank(assessment), strict=True):
         axes = part.subplots()
         draw_ranks(quantity, axes)
         axes.set_title(f"{quantity.heading}. {quantity.caption}", loc="left", fontsize="medium")

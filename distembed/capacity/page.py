@@ -8,12 +8,11 @@ from distembed.capacity.assessment import AssessedRank, Assessment
 from distembed.capacity.chart import GREEN, MAX_BARS, RED, demand_colours, draw_demand, draw_ranks, item_colours
 from distembed.capacity.quantities import (
     LineT,
-    MemoryByRank,
     PlanColumn,
     RankGroup,
     RankItem,
     RankQuantity,
-    TimeByRank,
+    quantities_by_rank,
 )
 from distembed.capacity.reasons import ALTERNATIVES_LEGEND, alternatives_text, bound_lines
 from distembed.capacity.report import CapacityReport
@@ -33,13 +32,12 @@ def render_capacity_page(report: CapacityReport) -> str:
     """Returns the page's HTML, which fetches nothing."""
     assessment = report.assessment
     kind = "fits" if assessment.fits else "short"
-    lines = [*shortage_lines(assessment), *host_lines(assessment), *step_lines(assessment), *bound_lines(assessment)]
-    remedies = [f"fits with {argument}" for argument in report.remedies.arguments]
-    sections = [f'<p class="{kind}">{escape(verdict(assessment))}</p>\n{_paragraphs([*lines, *remedies])}']
-    if assessment.ranks:
-        sections += [_rank_section(quantity) for quantity in (MemoryByRank(assessment), TimeByRank(assessment))]
-    else:
-        sections.append(_demand_section(assessment))
+    quantities = quantities_by_rank(assessment) if assessment.ranks else None
+    lines = [*shortage_lines(assessment), *host_lines(assessment)]
+    lines += [*step_lines(*quantities), *bound_lines(assessment)] if quantities else []
+    lines += [f"fits with {argument}" for argument in report.remedies.arguments]
+    sections = [f'<p class="{kind}">{escape(verdict(assessment))}</p>\n{_paragraphs(lines)}']
+    sections += map(_rank_section, quantities) if quantities else [_demand_section(assessment)]
     sections.append(_table_section(assessment))
     if report.notes:
         sections.append(section("Notes", _paragraphs(report.notes)))
@@ -68,7 +66,7 @@ def _rank_section(quantity: RankQuantity) -> str:
     """Returns the bars of all ranks, and their numbers in a table."""
     drawn = render_svg(lambda drawing: draw_ranks(quantity, drawing.add_subplot()), (9, 4))
     bars = figure(quantity.heading, quantity.caption, _with_tooltips(drawn, quantity))
-    return section(quantity.heading, _legend(item_colours(quantity)) + bars + _rank_table(quantity))
+    return section(quantity.name.capitalize(), _legend(item_colours(quantity)) + bars + _rank_table(quantity))
 
 
 def _with_tooltips(svg: str, quantity: RankQuantity) -> str:

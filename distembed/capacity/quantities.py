@@ -82,6 +82,8 @@ class RankQuantity(ABC):
         name: Name of the quantity.
         unit: What stands behind :meth:`text` where no heading says the unit.
         extremes: What the rank with most of it is called, and the one with least.
+        assessment: The assessment.
+        ranks: Its ranks.
 
     Args:
         assessment: Assessment with a plan.
@@ -93,20 +95,20 @@ class RankQuantity(ABC):
     _all_items: ClassVar[tuple[RankItem, ...]]
 
     def __init__(self, assessment: Assessment) -> None:
+        self.assessment = assessment
         self.ranks: Sequence[AssessedRank] = assessment.ranks
-        self._assessment = assessment
 
     @cached_property
     def items(self) -> list[RankItem]:
         """Items that are shown, in the order in which they are stacked; they add up to :meth:`total`."""
         return [item for item in self._all_items if not item.is_rare or any(map(item.amount, self.ranks))]
 
-    @property
+    @cached_property
     def bar_items(self) -> list[RankItem]:
         """Items that bars are made of."""
         return self.items
 
-    @property
+    @cached_property
     @abstractmethod
     def full_bar(self) -> float:
         """Amount at which a bar is full."""
@@ -131,7 +133,7 @@ class RankQuantity(ABC):
     def total_heading(self) -> str:
         """Text above the column of totals."""
 
-    @property
+    @cached_property
     @abstractmethod
     def columns_beside(self) -> list[PlanColumn[AssessedRank]]:
         """Columns that stand behind the total."""
@@ -230,7 +232,7 @@ class MemoryByRank(RankQuantity):
     @property
     def capacity(self) -> int:
         """Bytes of a rank's memory."""
-        return self._assessment.cluster.rank_bytes
+        return self.assessment.cluster.rank_bytes
 
     @cached_property
     def is_nearly_empty(self) -> bool:
@@ -238,12 +240,12 @@ class MemoryByRank(RankQuantity):
         used = max(rank.memory.total for rank in self.ranks)
         return 0 < used < _NEARLY_EMPTY * self.capacity
 
-    @property
+    @cached_property
     def bar_items(self) -> list[RankItem]:
         """All items, but for what is kept free where a plan is nearly empty."""
         return [item for item in self.items if not (self.is_nearly_empty and item is _ALLOCATOR)]
 
-    @property
+    @cached_property
     def full_bar(self) -> float:
         """The capacity; where a plan is nearly empty, what the fullest rank uses."""
         return max(map(self.bar, self.ranks)) if self.is_nearly_empty else self.capacity
@@ -266,7 +268,7 @@ class MemoryByRank(RankQuantity):
         share = max(map(self.bar, self.ranks)) / self.capacity
         return (
             f"What is used, at most {percent_at_most(share)} of the device's {format_bytes(self.capacity)}; "
-            f"{format_bytes(self._assessment.allocator_bytes)} of the rest are kept free for the allocator."
+            f"{format_bytes(self.assessment.allocator_bytes)} of the rest are kept free for the allocator."
         )
 
     @property
@@ -274,7 +276,7 @@ class MemoryByRank(RankQuantity):
         """Text above the totals."""
         return "total"
 
-    @property
+    @cached_property
     def columns_beside(self) -> list[PlanColumn[AssessedRank]]:
         """Host memory, where some table lies there."""
         has_host = any(rank.storage.host for rank in self.ranks)
@@ -311,7 +313,7 @@ class TimeByRank(RankQuantity):
         RankItem("starts", lambda rank: rank.times.starts, is_rare=True),
     )
 
-    @property
+    @cached_property
     def full_bar(self) -> float:
         """The time of the slowest rank."""
         return max(map(self.total, self.ranks))
@@ -336,7 +338,7 @@ class TimeByRank(RankQuantity):
         """Text above the totals."""
         return "ms a step"
 
-    @property
+    @cached_property
     def columns_beside(self) -> list[PlanColumn[AssessedRank]]:
         """Bytes to other ranks, where there are others."""
         return [PlanColumn("sent a step", lambda rank: format_bytes(sent_bytes(rank)))] * (len(self.ranks) > 1)
@@ -352,6 +354,11 @@ class TimeByRank(RankQuantity):
     def is_too_much(self, rank: AssessedRank) -> bool:
         """Returns False: time has no capacity."""
         return False
+
+
+def quantities_by_rank(assessment: Assessment) -> tuple[MemoryByRank, TimeByRank]:
+    """Returns what is shown of each rank of an assessment that has a plan."""
+    return MemoryByRank(assessment), TimeByRank(assessment)
 
 
 def sent_bytes(rank: AssessedRank) -> int:

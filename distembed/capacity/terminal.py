@@ -6,6 +6,7 @@ Where a terminal is narrow, the columns that matter least are left out, or added
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from rich.bar import Bar
 from rich.box import SIMPLE_HEAD
@@ -15,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from distembed.capacity.assessment import AssessedRank, Assessment
-from distembed.capacity.quantities import MemoryByRank, RankGroup, RankItem, RankQuantity, TimeByRank
+from distembed.capacity.quantities import RankGroup, RankItem, RankQuantity, quantities_by_rank
 from distembed.capacity.reasons import ALTERNATIVES_LEGEND, alternative_lines, bound_lines, reason_lines
 from distembed.capacity.report import CapacityReport
 from distembed.capacity.texts import (
@@ -57,7 +58,7 @@ class _PrintedColumn:
     is_number: bool = True
     max_width: int = 10_000
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Width in characters; headings are broken between words."""
         widest = max(map(cell_len, [*self.heading.split(), *"\n".join(self.cells).split("\n")]))
@@ -74,9 +75,10 @@ def print_capacity_report(report: CapacityReport, console: Console) -> None:
     assessment = report.assessment
     if assessment.ranks:
         _print_tables(assessment, console)
-        for quantity in (MemoryByRank(assessment), TimeByRank(assessment)):
+        quantities = quantities_by_rank(assessment)
+        for quantity in quantities:
             _print_ranks(quantity, console)
-        _print_lines(console, [*step_lines(assessment), *bound_lines(assessment)])
+        _print_lines(console, [*step_lines(*quantities), *bound_lines(assessment)])
     _print_lines(console, host_lines(assessment), "bold yellow")
     _print_lines(console, [verdict(assessment)], "bold green" if assessment.fits else "bold red")
     _print_lines(console, [f"  {line}" for line in shortage_lines(assessment)])

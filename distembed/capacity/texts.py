@@ -59,18 +59,16 @@ def cluster_text(cluster: Cluster) -> str:
     return f"{cluster.nodes} x {cluster.ranks_per_node} {cluster.device.name}"
 
 
-def step_lines(assessment: Assessment) -> list[str]:
-    """Returns the fullest rank, the slowest rank, and what a step is taken to be; [] where there is no plan."""
-    if not assessment.ranks:
-        return []
-    memory, cluster = MemoryByRank(assessment), assessment.cluster
+def step_lines(memory: MemoryByRank, time: TimeByRank) -> list[str]:
+    """Returns the fullest rank, the slowest rank, and what a step is taken to be."""
+    cluster, workload = memory.assessment.cluster, memory.assessment.workload
     fullest = memory.most.first
     depth = pipeline_depth(cluster.device.kind, cluster.world_size)
     return [
         f"fullest: {memory.most.sentence_text}, {format_bytes(fullest.total_bytes)} of "
         f"{format_bytes(fullest.capacity_bytes)}; fullest moment of its step: {fullest.memory.step.moment}",
-        _slowest_line(TimeByRank(assessment)),
-        f"a step has {assessment.workload.batch_size:,} rows on all ranks, and {depth} batch(es) are on a "
+        _slowest_line(time),
+        f"a step has {workload.batch_size:,} rows on all ranks, and {depth} batch(es) are on a "
         "device at once; times are estimates",
     ]
 
