@@ -301,7 +301,10 @@ class MemoryByRank(RankQuantity):
 
 
 class TimeByRank(RankQuantity):
-    """The time of a step on each rank, in milliseconds, and what the rank sends meanwhile."""
+    """The time of a step on each rank, in milliseconds, and what the rank sends meanwhile.
+
+    A rank of a CPU waits for cores that other ranks of its node use.
+    """
 
     name, unit = "time", " ms"
     extremes = "slowest", "fastest"
@@ -311,6 +314,7 @@ class TimeByRank(RankQuantity):
         RankItem("all-reduce", lambda rank: rank.times.all_reduce, is_rare=True),
         RankItem("networks", lambda rank: rank.times.networks),
         RankItem("starts", lambda rank: rank.times.starts, is_rare=True),
+        RankItem("waiting", lambda rank: rank.times.waiting, is_rare=True),
     )
 
     @cached_property

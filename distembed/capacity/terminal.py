@@ -36,7 +36,7 @@ _MIN_REASON_WIDTH, _MAX_NAME_WIDTH = 40, 32
 # what a narrow terminal leaves out, in this order; items that are left out are added up as "others"
 _DISPENSABLE_BY_RANK = (
     *("allocator", "gradients", "lookups", "step buffers", "activations", "SSE graphs", "networks", "optimizer"),
-    *("starts", "all-reduce", "sent a step", "host memory"),
+    *("waiting", "starts", "all-reduce", "sent a step", "host memory"),
 )
 _DISPENSABLE_BY_TABLE = ("instead", "why", "scheme", "rows", "cache")
 _FOLDABLE_BY_TABLE = {"placed": 20, "ranks": 12, "table": 8}  # to so many characters

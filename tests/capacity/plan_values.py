@@ -102,13 +102,15 @@ def mostly_free(rank: AssessedRank) -> AssessedRank:
         return [value // 99 for value in values]
 
     memory = rank.memory
-    moment, *buffers = dataclasses.astuple(memory.step)
+    moment, *step_buffers = dataclasses.astuple(memory.step)
+    network = memory.network
+    parameters, buffers, optimizer_state = divided([network.parameters, network.buffers, network.optimizer_state])
     memory = dataclasses.replace(
         memory,
         tables={name: TableStorage(*divided(dataclasses.astuple(own))) for name, own in memory.tables.items()},
         plain_tables=memory.plain_tables // 99,
-        network=NetworkEstimate(*divided(dataclasses.astuple(memory.network))),
-        step=StepBuffers(moment, *divided(buffers)),
+        network=NetworkEstimate(parameters, buffers, optimizer_state=optimizer_state),
+        step=StepBuffers(moment, *divided(step_buffers)),
     )
     return dataclasses.replace(rank, memory=memory)
 
@@ -131,7 +133,7 @@ def milliseconds(time: float) -> str:
 def times(rank: AssessedRank) -> list[str]:
     """Of a step, item by item, and their sum."""
     parts = rank.times
-    amounts = [parts.lookup, parts.exchange, parts.all_reduce, parts.networks, parts.starts]
+    amounts = [parts.lookup, parts.exchange, parts.all_reduce, parts.networks, parts.starts, parts.waiting]
     return list(map(milliseconds, [*amounts, sum(amounts)]))
 
 
@@ -162,8 +164,7 @@ def _rank(rank: int, draw: random.Random, host_memory: bool) -> AssessedRank:
         step=StepBuffers("output gradients", size(), size(), size(), size(), size()),
         sent=SentBytes(*(draw.randrange(MIB, GIB) for _ in range(4))),
     )
-    lookup, exchange, networks, all_reduce, starts = (draw.uniform(0.1, 9) for _ in range(5))
-    times = StepTime(lookup=lookup, exchange=exchange, networks=networks, all_reduce=all_reduce, starts=starts)
+    times = StepTime(**{field.name: draw.uniform(0.1, 9) for field in dataclasses.fields(StepTime)})
     return AssessedRank(rank, memory, ALLOCATOR, CAPACITY, 200 * GIB if host_memory else 0, times)
 
 
