@@ -216,8 +216,10 @@ class Step:
     def _exchange(self, key: ExchangeKey, received: int, loads: Sequence[GroupLoad]) -> "_Exchange":
         output, (_, sharding_type) = sum(load.output_bytes for load in loads), key
         is_sent = _is_sent(sharding_type, self._world_size)
-        # a reduce-scatter sends the output itself, an all-to-all a copy
-        is_reduced = sharding_type in BY_ROWS and all(is_pooled(load.table) for load in loads)
+        # a reduce-scatter sends the output itself, but for gloo's, and an all-to-all a copy
+        is_reduced = (
+            self._device_kind == "cuda" and sharding_type in BY_ROWS and all(is_pooled(load.table) for load in loads)
+        )
         return _Exchange(
             output=output,
             sent=output if is_sent and not is_reduced else 0,

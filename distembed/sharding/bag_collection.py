@@ -27,6 +27,7 @@ from distembed.embedding.config import perturbation
 from distembed.errors import UserError
 from distembed.sharding.parameters import ShardedParameters, order_by_group, without_weights
 from distembed.sharding.placement import width
+from distembed.sharding.release import release_promptly
 from distembed.sharding.shardings import make_sharding
 from distembed.sharding.units import BagUnits
 
@@ -60,6 +61,7 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
             qcomm_codecs_registry=qcomm_codecs_registry,
             module_fqn=module_fqn,
         )
+        release_promptly(self._output_dists)
         self._output = _Output(module, self._embedding_names)
         self.sse = perturbation(self._tables, env.rank)
         if module.device.type not in ("meta", "cpu"):

@@ -24,6 +24,7 @@ from distembed.embedding.config import perturbation
 from distembed.errors import UserError
 from distembed.sharding.parameters import ShardedParameters, order_by_group, without_weights
 from distembed.sharding.placement import width
+from distembed.sharding.release import release_promptly
 from distembed.sharding.shardings import SEQUENCE_SHARDING_TYPES, make_sharding
 from distembed.sharding.units import SequenceUnits
 
@@ -58,6 +59,7 @@ class ShardedCompositionalEmbeddingCollection(ShardedParameters, ShardedEmbeddin
             qcomm_codecs_registry=qcomm_codecs_registry,
             module_fqn=module_fqn,
         )
+        release_promptly(self._output_dists)
         self.sse = perturbation(self._tables, env.rank)
         if module.device.type not in ("meta", "cpu"):
             self.load_state_dict(module.state_dict())

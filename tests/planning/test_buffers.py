@@ -166,7 +166,7 @@ def local_bytes(value: object) -> int:
 def measured(case: Case, rank: int, world_size: int) -> tuple[int, DistributedModelParallel]:
     """Bytes at the fullest moment of a step, without weights, buffers and states; and the model.
 
-    The median of several steps: now and then a thread of gloo's keeps what it has sent a little longer.
+    The most of several steps, whatever their timing.
     """
     num_rows = case.batch_size // world_size
     with Alive() as alive:
@@ -182,7 +182,7 @@ def measured(case: Case, rank: int, world_size: int) -> tuple[int, DistributedMo
     kept = sum(local_bytes(value) for of_parameter in states for value in of_parameter.values())
     networks = [buffer for name, buffer in model.named_buffers() if ".embeddings." not in name]
     # the first steps make states, and gradients' buckets in their final order; at the end the pipeline runs empty
-    return int(np.median(peaks[2:-2])) - kept - sum(map(local_bytes, [*model.state_dict().values(), *networks])), model
+    return max(peaks[2:-2]) - kept - sum(map(local_bytes, [*model.state_dict().values(), *networks])), model
 
 
 def estimated(case: Case, rank: int, world_size: int, model: nn.Module) -> StepBuffers:
