@@ -26,7 +26,7 @@ from distembed.planning.request import PlanRequest
 from distembed.planning.transfers import Phase, TableTraffic, Traffic, Transfer, is_divided_within_nodes
 from distembed.sharding.groups import TableLoad, group_key, lookup_formula
 from distembed.sharding.groups.load import FLOAT_BYTES, LONG_BYTES
-from distembed.sharding.placement import TableSlice, is_pooled, slice_table
+from distembed.sharding.placement import TableSlice, is_pooled, partition_kernels, slice_table
 
 _MS = 1e3
 _ID_COLLECTIVES = 3
@@ -181,7 +181,9 @@ class PlacementCosts:
         exchange = collection, layout.sharding_type
         parts = table.partition_tables()
         sharded = sharded_partitions(parts, layout.sharding_type)
-        slices = [slice_table(table, parts, columns, sharded) for columns in layout.columns]
+        kernels = partition_kernels(table, layout.compute_kernel)
+        own_kernels = [kernels[part.name] if j in sharded else None for j, part in enumerate(parts)]
+        slices = [slice_table(table, parts, columns, own_kernels) for columns in layout.columns]
         traffic = self._table_traffic(table, collection)
         replicated = [part for j, part in enumerate(parts) if j not in sharded]
         replicated_bytes = FLOAT_BYTES * sum(part.num_parameters for part in replicated)
@@ -210,10 +212,10 @@ class PlacementCosts:
     def _shard(self, own: TableSlice, layout: Layout, exchange: ExchangeKey, traffic: TableTraffic) -> ShardCost:
         """Returns the cost of a rank's shard."""
         load = self._load(own, layout.sharding_type, traffic)
-        group = exchange, group_key(own), layout.compute_kernel, load.is_multi_hot
+        group = exchange, group_key(own), load.is_multi_hot
         device, num_shards = self._cluster.device, self._num_row_shards(layout.sharding_type)
         self._group_starts[group] = _MS * group_launches(load) * device.launch_seconds
-        lookup_ms = self._lookups.milliseconds(load, layout.compute_kernel, num_shards)
+        lookup_ms = self._lookups.milliseconds(load, num_shards)
         lookup_ms += _MS * feature_launches(load) * device.launch_seconds
         return ShardCost(lookup_ms, group, self._traffic.transfers(traffic, exchange, own.num_columns))
 

@@ -15,9 +15,8 @@ from distembed.planning.costs import PlacementCosts
 from distembed.planning.memory import RankMemory, rank_memories
 from distembed.planning.request import PlanRequest
 from distembed.planning.search import SearchResult
-from distembed.planning.storage import IN_HOST_MEMORY
 from distembed.planning.times import PlacedTable, StepTime, step_times
-from distembed.sharding.placement import Placement, place_tables
+from distembed.sharding.placement import IN_HOST_MEMORY, Placement, place_tables
 
 
 @dataclass(frozen=True)

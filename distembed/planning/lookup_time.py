@@ -13,10 +13,10 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from distembed.optim.declared import TableOptimizers
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.planning.devices import Device
-from distembed.planning.storage import CACHED, IN_HOST_MEMORY
+from distembed.planning.storage import CACHED
 from distembed.sharding.groups import TableLoad, group_type
 from distembed.sharding.groups.load import FLOAT_BYTES, LONG_BYTES, expected_distinct
-from distembed.sharding.placement import PartitionSlice, is_pooled
+from distembed.sharding.placement import IN_HOST_MEMORY, PartitionSlice, is_pooled
 
 _MS = 1e3
 _SORT_BYTES = 64
@@ -42,21 +42,20 @@ class LookupTimes:
         self._device, self._optimizers, self._cache_ratio = device, optimizers, cache_ratio
         self._flops = device.reached_flops(bf16)
 
-    def milliseconds(self, load: TableLoad, compute_kernel: str, num_shards: int) -> float:
+    def milliseconds(self, load: TableLoad, num_shards: int) -> float:
         """Returns the milliseconds of a table's lookups on a rank, forward and backward, and of their update.
 
         Args:
             load: What the rank looks up.
-            compute_kernel: TorchRec's name of the kernel of the sharded partitions.
             num_shards: Over how many ranks the rows of the sharded partition are divided.
         """
         own, work = load.slice, group_type(load.slice.table, is_pooled(load.slice.table)).work(load)
         seconds = work.moved_bytes / self._device.memory_bandwidth + work.operations / self._flops
-        for part, (num_ids, num_bags) in zip(own.partitions, work.lookups, strict=True):
-            is_sharded = part.partition in own.sharded
+        for part, kernel, (num_ids, num_bags) in zip(own.partitions, own.kernels, work.lookups, strict=True):
+            is_sharded = kernel is not None
             rows = _Rows(part, own.table.bytes_per_number, num_ids, num_bags, num_shards if is_sharded else 1)
-            if is_sharded and compute_kernel != EmbeddingComputeKernel.DENSE.value:
-                seconds += self._fused_seconds(rows, compute_kernel)
+            if kernel is not None and kernel != EmbeddingComputeKernel.DENSE.value:
+                seconds += self._fused_seconds(rows, kernel)
                 continue
             seconds += self._dense_seconds(rows)
             seconds += self._update_seconds(rows.num_numbers, self._optimizers.sparse) if is_sharded else 0.0

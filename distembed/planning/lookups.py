@@ -89,7 +89,7 @@ class RankLookups:
 
 def _placed_slice(placement: Placement, start: int, stop: int) -> tuple[Placement, TableSlice, Hashable]:
     table_slice = placement.slice(start, stop)
-    return placement, table_slice, (group_key(table_slice), placement.unit.compute_kernel)
+    return placement, table_slice, group_key(table_slice)
 
 
 def exchange_key(placement: Placement) -> ExchangeKey:

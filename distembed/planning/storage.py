@@ -9,8 +9,8 @@ replicated partitions            torch's form of the sparse optimizer
 functions of path-based tables   the dense optimizer
 ================================ ==========================================================
 
-Tables of the kernels ``fused_uvm`` and ``fused_uvm_caching`` lie in host memory; the device keeps what an optimizer has
-of each row as a whole, and the cache with what FBGEMM notes of it.
+Partitions of the kernels ``fused_uvm`` and ``fused_uvm_caching`` lie in host memory; the device keeps what an optimizer
+has of each row as a whole, and the cache with what FBGEMM notes of it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,16 +22,17 @@ from torchrec.distributed.planner.constants import UVM_CACHING_RATIO
 from distembed.embedding.config import CompositionalEmbeddingConfig, PartitionTable
 from distembed.optim.declared import TableOptimizers
 from distembed.optim.kinds import OPTIMIZERS
-from distembed.sharding.placement import Placement
+from distembed.sharding.placement import IN_HOST_MEMORY, Placement
 
 DEFAULT_CACHE_RATIO = UVM_CACHING_RATIO
 """Slots of a cache to rows of its table, where nothing else is set: TorchRec's, as well as FBGEMM's."""
 CACHED = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
-IN_HOST_MEMORY = (CACHED, EmbeddingComputeKernel.FUSED_UVM.value)
 _FUNCTION_ITEMSIZE = 4  # functions are float32
 _Shards = tuple[tuple[int, int], ...]
 """Rows and columns of each shard of a partition that one rank has."""
-_Parts = tuple[_Shards, ...]
+_Part = tuple[str, _Shards]
+"""Compute kernel and shards of a partition that one rank has."""
+_Parts = tuple[_Part, ...]
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def storage_by_rank(
     for rank in range(world_size) if placement.replicated else parts:
         own = tuple(parts.get(rank, ()))
         if own not in sums:
-            sharded = (_sharded_storage(placement, shards, optimizers, cache_ratio) for shards in own)
+            sharded = (_sharded_storage(placement, part, optimizers, cache_ratio) for part in own)
             sums[own] = sum(sharded, replicated)
         by_rank[rank] = sums[own]
     return by_rank
@@ -140,9 +141,9 @@ def function_storage(table: CompositionalEmbeddingConfig, optimizers: TableOptim
     return sum(functions, TableStorage())
 
 
-def _parts_by_rank(placement: Placement) -> dict[int, list[_Shards]]:
-    """Returns the shards of each sharded partition that a rank has rows and columns of."""
-    by_rank: dict[int, list[_Shards]] = {}
+def _parts_by_rank(placement: Placement) -> dict[int, list[_Part]]:
+    """Returns the kernel and the shards of each sharded partition that a rank has rows and columns of."""
+    by_rank: dict[int, list[_Part]] = {}
     for sharding in placement.sharded.values():
         shards: dict[int, _Shards] = {}
         for shard in sharding.sharding_spec.shards:
@@ -151,15 +152,15 @@ def _parts_by_rank(placement: Placement) -> dict[int, list[_Shards]]:
                 rank = shard.placement.rank()
                 shards[rank] = (*shards.get(rank, ()), (rows, columns))
         for rank, sizes in shards.items():
-            by_rank.setdefault(rank, []).append(sizes)
+            by_rank.setdefault(rank, []).append((sharding.compute_kernel, sizes))
     return by_rank
 
 
 def _sharded_storage(
-    placement: Placement, shards: _Shards, optimizers: TableOptimizers, cache_ratio: float
+    placement: Placement, part: _Part, optimizers: TableOptimizers, cache_ratio: float
 ) -> TableStorage:
     """Returns the storage of one rank's shards of one partition."""
-    kernel = placement.unit.compute_kernel
+    kernel, shards = part
     is_fused = kernel != EmbeddingComputeKernel.DENSE.value
     storage = _parameter(shards, placement.table.bytes_per_number, optimizers.sparse, is_fused)
     if kernel not in IN_HOST_MEMORY:

@@ -88,8 +88,10 @@ class CompositionalLookup(GroupedPooledEmbeddingsLookup):
         requests = self._requests(sparse_features)
         configs = iter(self.grouped_configs)
         for group, request, tbes in zip(self._groups, requests, self._tbes_of_groups(), strict=True):
-            if any([_is_cached(config) for config in islice(configs, group.num_tbes)]):
-                group.prefetch(request, tbes, forward_stream)
+            by_config = zip(tbes, islice(configs, group.num_tbes), strict=True)
+            cached = [tbe if _is_cached(config) else None for tbe, config in by_config]
+            if any(tbe is not None for tbe in cached):
+                group.prefetch(request, cached, forward_stream)
         self._prefetched.append((sparse_features, requests))
 
     def reset_parameters(self) -> None:
@@ -112,12 +114,11 @@ class CompositionalLookup(GroupedPooledEmbeddingsLookup):
 
 
 def _local_key(local: LocalTable) -> Hashable:
-    """Returns what tables of one group share: beside the group's key, kernel and settings of their TBEs."""
+    """Returns what tables of one group share: beside the group's key, the settings of their TBEs."""
     first = next(iter(local.shards.values()), None)
     if first is None:
         return group_key(local.slice), None
-    settings = tuple(sorted((key, str(value)) for key, value in (first.fused_params or {}).items()))
-    return group_key(local.slice), (first.compute_kernel, settings)
+    return group_key(local.slice), tuple(sorted((key, str(value)) for key, value in (first.fused_params or {}).items()))
 
 
 def _shards_by_tbe(group: Sequence[LocalTable]) -> list[list[tuple[PartitionSlice, ShardedEmbeddingTable]]]:

@@ -22,6 +22,9 @@ Over two levels, the rows are divided between the ranks of one node. A grid has 
 The replicated partitions are on every rank, those of other nodes too: they are plain parameters of the sharded module,
 whose gradients are averaged over all ranks.
 
+Of a table in host memory only what is large lies there (:func:`partition_kernels`): a small partition, which is read as
+often, stays in device memory.
+
 TorchRec keeps what a rank has of a weight in one matrix, so the rank's ranges of its columns are equally wide. Ranges
 that are neighbours become one; where that would make them unequal, they are cut to the greatest width that divides
 all::
@@ -32,12 +35,14 @@ all::
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.planner.constants import UVM_CACHING_RATIO
 from torchrec.distributed.types import ParameterSharding, ShardingType, ShardMetadata
 
 from distembed.embedding.config import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig, PartitionTable
@@ -63,6 +68,9 @@ COMPUTE_KERNELS = tuple(
         EmbeddingComputeKernel.FUSED_UVM_CACHING,
     )
 )
+IN_HOST_MEMORY = (EmbeddingComputeKernel.FUSED_UVM_CACHING.value, EmbeddingComputeKernel.FUSED_UVM.value)
+SMALL_SHARE = UVM_CACHING_RATIO
+"""Share of the largest partition's bytes that the smaller ones may take of a device: what a cache of it would."""
 
 
 @dataclass(frozen=True)
@@ -95,18 +103,26 @@ class TableSlice:
         table: The table.
         num_columns: Number of columns of the output.
         partitions: The partitions' columns that take part; empty where this rank has no rows of the table.
-        sharded: Numbers of the partitions whose weights are sharded; those of others are the same on every rank.
+        kernels: Compute kernel of each of these; None where the weights are not sharded, but the same on every rank.
     """
 
     table: CompositionalEmbeddingConfig
     num_columns: int
     partitions: tuple[PartitionSlice, ...]
-    sharded: frozenset[int]
+    kernels: tuple[str | None, ...]
 
     @property
-    def shape(self) -> tuple[tuple[int, int, bool], ...]:
-        """Number, columns and whether it is sharded, of each partition that takes part."""
-        return tuple((part.partition, part.num_columns, part.partition in self.sharded) for part in self.partitions)
+    def sharded(self) -> frozenset[int]:
+        """Numbers of the partitions whose weights are sharded."""
+        return frozenset(part.partition for part, kernel in zip(self.partitions, self.kernels, strict=True) if kernel)
+
+    @property
+    def shape(self) -> tuple[tuple[int, int, str | None], ...]:
+        """Number, columns and compute kernel of each partition that takes part."""
+        return tuple(
+            (part.partition, part.num_columns, kernel)
+            for part, kernel in zip(self.partitions, self.kernels, strict=True)
+        )
 
 
 @dataclass(frozen=True)
@@ -116,7 +132,8 @@ class Placement:
     Attributes:
         table: The table.
         unit: Where the table's unit goes, a shard for each range of columns that a rank composes.
-        sharded: Where the weights of the sharded partitions go, by partition table's name; all others are replicated.
+        sharded: Where the weights of the sharded partitions go, by partition table's name, and the compute kernel of
+            each; all others are replicated.
         divided: Number of the partition that is divided by rows, or None.
         collection: Path of the table's collection within the model; collections communicate one after the other.
     """
@@ -154,8 +171,11 @@ class Placement:
 
     def slice(self, start: int, stop: int) -> TableSlice:
         """Returns columns ``[start, stop)`` of the output, and the partitions' columns that take part in them."""
-        sharded = frozenset(j for j, part in enumerate(self.parts) if part.name in self.sharded)
-        return slice_table(self.table, self.parts, (start, stop), sharded)
+        return slice_table(self.table, self.parts, (start, stop), self._kernels)
+
+    @cached_property
+    def _kernels(self) -> list[str | None]:
+        return [self.sharded[part.name].compute_kernel if part.name in self.sharded else None for part in self.parts]
 
 
 def width(table: CompositionalEmbeddingConfig) -> int:
@@ -347,8 +367,32 @@ def _by_columns(
             sharded[own.part.name].append(
                 ShardMetadata([0, own.start], [own.part.num_rows, own.num_columns], shard.placement)
             )
-    by_name = {name: _with_shards(unit, shards) for name, shards in sharded.items()}
+    kernels = partition_kernels(table, unit.compute_kernel)
+    by_name = {
+        name: dataclasses.replace(_with_shards(unit, shards), compute_kernel=kernels[name])
+        for name, shards in sharded.items()
+    }
     return Placement(table, _with_shards(unit, shards), by_name, collection=collection)
+
+
+def partition_kernels(table: CompositionalEmbeddingConfig, compute_kernel: str) -> dict[str, str]:
+    """Returns the compute kernel of each partition that vectors are looked up in, by partition table's name.
+
+    Of a table that is planned into host memory the largest partition lies there. The others, from the smallest on, stay
+    in device memory as long as they take together at most :data:`SMALL_SHARE` of its bytes.
+
+    Args:
+        table: The table.
+        compute_kernel: What is planned for the table as a whole.
+    """
+    by_size = sorted(table.lookup_tables(), key=lambda part: part.num_parameters)
+    kernels = {part.name: compute_kernel for part in by_size}
+    if compute_kernel in IN_HOST_MEMORY:
+        small_numbers = SMALL_SHARE * by_size[-1].num_parameters
+        for part, together in zip(by_size, accumulate(part.num_parameters for part in by_size), strict=True):
+            if together <= small_numbers:
+                kernels[part.name] = EmbeddingComputeKernel.FUSED.value
+    return kernels
 
 
 def _own_ranges(
@@ -389,7 +433,10 @@ def _cut(shard: ShardMetadata, columns: int | None) -> list[ShardMetadata]:
 
 
 def slice_table(
-    table: CompositionalEmbeddingConfig, parts: Sequence[PartitionTable], columns: tuple[int, int], sharded: Set[int]
+    table: CompositionalEmbeddingConfig,
+    parts: Sequence[PartitionTable],
+    columns: tuple[int, int],
+    kernels: Sequence[str | None],
 ) -> TableSlice:
     """Returns columns of a table's output, and the partitions' columns that take part in them.
 
@@ -397,11 +444,11 @@ def slice_table(
         table: The table.
         parts: Parameters of its partitions.
         columns: The first of the columns, and the one behind the last.
-        sharded: Numbers of the partitions whose weights are sharded.
+        kernels: Compute kernel of each partition; None where its weights are not sharded.
     """
     start, stop = columns
     partitions = tuple(_partition_slices(table, parts, start, stop))
-    return TableSlice(table, stop - start, partitions, frozenset(sharded & {own.partition for own in partitions}))
+    return TableSlice(table, stop - start, partitions, tuple(kernels[own.partition] for own in partitions))
 
 
 def _partition_slices(

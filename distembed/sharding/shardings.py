@@ -14,7 +14,11 @@ from torchrec.distributed.embedding_sharding import (
     EmbeddingSharding,
     EmbeddingShardingInfo,
 )
-from torchrec.distributed.embedding_types import BaseGroupedFeatureProcessor, ShardedEmbeddingTable
+from torchrec.distributed.embedding_types import (
+    BaseGroupedFeatureProcessor,
+    EmbeddingComputeKernel,
+    ShardedEmbeddingTable,
+)
 from torchrec.distributed.sharding.cw_sequence_sharding import CwSequenceEmbeddingSharding
 from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
 from torchrec.distributed.sharding.dp_sequence_sharding import DpSequenceEmbeddingDist
@@ -97,7 +101,7 @@ class _Compositional:
         if placement.divided is not None:
             first_row = self._rank % placement.num_row_blocks * placement.rows_per_block
             if first_row >= placement.parts[placement.divided].num_rows:
-                return LocalTable(TableSlice(placement.table, columns.num_columns, (), frozenset()), {})
+                return LocalTable(TableSlice(placement.table, columns.num_columns, (), ()), {})
         shards = {
             own.partition: self._describe_shard(unit, placement, own)
             for own in columns.partitions
@@ -114,6 +118,7 @@ class _Compositional:
         number = places.index((self._rank, own.start))
         shard = copy.copy(unit)
         shard.name = part.name
+        shard.compute_kernel = EmbeddingComputeKernel(placement.sharded[part.name].compute_kernel)
         shard.pooling = PoolingType.SUM  # of sequences too, one id a bag
         shard.num_embeddings, shard.embedding_dim = part.num_rows, part.dim
         shard.local_metadata = metadata[number]

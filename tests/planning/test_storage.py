@@ -7,11 +7,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ParameterSharding, ShardMetadata
 
+from distembed.embedding import CompositionalEmbeddingBagConfig
 from distembed.optim.declared import TableOptimizers
-from distembed.planning.storage import table_storage, total
+from distembed.partitions import QuotientRemainder
+from distembed.planning.storage import TableStorage, table_storage, total
 from distembed.sharding.bag_collection import ShardedCompositionalEmbeddingBagCollection
+from distembed.sharding.placement import place_table
 from tests.layouts import LAYOUTS, OPTIMIZER_NAMES, Trained, build
 from tests.ranks import run_on_ranks
 
@@ -52,6 +57,24 @@ def check_all(rank: int, world_size: int) -> None:
             check(rank, layout, sparse, dense)
         except AssertionError as error:
             raise AssertionError(f"{layout}, {sparse}, {dense} on rank {rank} of {world_size}: {error}") from error
+
+
+def test_of_a_table_in_host_memory_the_small_partition_and_the_cache_are_on_the_device() -> None:
+    # 250 and 4 rows, of which two ranks have 12 and 4 columns
+    table = CompositionalEmbeddingBagConfig("t", 1000, 16, ["t"], QuotientRemainder(1000, collisions=4))
+    ranges = [ShardMetadata([0, 0], [254, 12], "rank:0/cuda:0"), ShardMetadata([0, 12], [254, 4], "rank:1/cuda:1")]
+    for kernel, slots in (("fused_uvm", None), ("fused_uvm_caching", 0.5)):
+        unit = ParameterSharding("column_wise", kernel, [0, 1], EnumerableShardingSpec(ranges))
+        by_rank = table_storage([place_table(table, unit, 2)], 2, TableOptimizers("row_wise_adagrad"), 0.5)
+        for columns, stored in zip((12, 4), by_rank, strict=True):
+            # FBGEMM notes an int32 of each row of what is cached, and two int64 of each slot
+            cache = 0 if slots is None else slots * 250 * columns * 4 + 250 * 4 + slots * 250 * 16
+            assert stored["t"] == TableStorage(
+                weights=4 * columns * 4,
+                optimizer_state=(250 + 4) * 4,
+                cache=round(cache),
+                host_weights=250 * columns * 4,
+            )
 
 
 @pytest.mark.distributed

@@ -58,7 +58,7 @@ def test_the_lookup_is_of_the_kind_that_is_counted(composition: str, pooling: st
     weights = {part.name: nn.Parameter(torch.zeros(part.num_rows, part.dim)) for part in table.partition_tables()}
     whole = replicate(table, 2).slice(0, width(table))
     assert type(make_group([LocalTable(whole, {})], weights, 1, pools)) is kind
-    absent = LocalTable(replace(whole, partitions=(), sharded=frozenset()), {})
+    absent = LocalTable(replace(whole, partitions=(), kernels=()), {})
     assert type(make_group([absent], weights, 1, pools)).__name__ == "AbsentGroup"
 
 

@@ -201,6 +201,34 @@ def test_the_unit_has_as_many_numbers_as_are_looked_up() -> None:
     assert unit_size(table("path_linear")) == (250, 16)
 
 
+SCHEMES = {
+    "quotient-remainder": (QuotientRemainder(1000, collisions=4), "product", {1}),
+    "a remainder that is not small": (QuotientRemainder(1000, collisions=20), "product", set()),
+    "equal": (MixedRadix(1000, moduli=[10, 10, 10]), "product", set()),
+    "two large and a small one": (MixedRadix(1000, moduli=[16, 2, 32]), "sum", {1}),
+    "small ones, as many as there is room for": (MixedRadix(1000, moduli=[4, 3, 4, 21]), "sum", {1}),
+    "rows times columns": (QuotientRemainder(1000, collisions=25), Concat([32, 4]), {1}),
+    "one": ("naive", "sum", set()),
+}
+"""Scheme, composition, and the partitions that take less than a fifth of the largest one's bytes."""
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("kernel", ["fused", "dense", "fused_uvm", "fused_uvm_caching"])
+def test_small_partitions_of_tables_in_host_memory_stay_on_the_device(kernel: str, name: str) -> None:
+    scheme, composition, small = SCHEMES[name]
+    hosted = CompositionalEmbeddingBagConfig("t", 1000, 36, ["t"], scheme, composition)
+    placement = place_table(hosted, planned("column_wise", (0, 0, 12), (1, 12, 36), kernel=kernel), 2)
+    assert placement.unit.compute_kernel == kernel
+    expected = {
+        part.name: "fused" if "uvm" in kernel and j in small else kernel for j, part in enumerate(placement.parts)
+    }
+    assert {part: sharding.compute_kernel for part, sharding in placement.sharded.items()} == expected
+    for start, stop in ((0, 12), (12, 36)):
+        own = placement.slice(start, stop)
+        assert own.kernels == tuple(expected[part.part.name] for part in own.partitions)
+
+
 @pytest.mark.parametrize(
     "made, sharding, message",
     [

@@ -177,12 +177,13 @@ class Group(ABC):
             for position in range(self.num_slices)
         ]
 
-    def prefetch(self, request: LookupRequest, tbes: Sequence[nn.Module], forward_stream: Any) -> None:
-        """Has the TBEs bring the request's rows into their caches."""
-        remaining: Iterator[Any] = iter(tbes)
-        for position in range(self.num_slices):
-            if position not in self._stacks:
-                next(remaining).prefetch(
+    def prefetch(self, request: LookupRequest, tbes: Sequence[nn.Module | None], forward_stream: Any) -> None:
+        """Has the TBEs bring the request's rows into their caches; None is in the place of a TBE that has no cache."""
+        positions = [position for position in range(self.num_slices) if position not in self._stacks]
+        own_tbes: Sequence[Any] = tbes
+        for position, tbe in zip(positions, own_tbes, strict=True):
+            if tbe is not None:
+                tbe.prefetch(
                     indices=request.rows[position], offsets=request.offsets[position], forward_stream=forward_stream
                 )
 
