@@ -55,6 +55,10 @@ ANSWERED = [
 
 REFUSED = [
     "describe nowhere.yaml",
+    "plan config.yaml --calibrate device.json",
+    "plan --calibrate device",
+    "plan --calibrate config.yaml",
+    "plan config.yaml --gpu nowhere.json",
     "describe config.yaml data.path=nowhere",
     "describe config.yaml embedding.default.partition=quotient",
     "describe config.yaml train.sparse_optimizer.name=adamw",

@@ -10,7 +10,7 @@ import typer
 
 from distembed.commands.model_options import ModelOptions, plan_settings
 from distembed.commands.parameters import flattened
-from distembed.commands.shared import OverridesArgument, console, errors
+from distembed.commands.shared import OverridesArgument, console, errors, say
 from distembed.errors import UserError
 from distembed.units import parse_bytes
 
@@ -31,8 +31,8 @@ class ClusterOptions:
     gpu: Annotated[
         str,
         typer.Option(
-            help="Device of each rank; an unknown name lists the known ones. Other numbers may follow: "
-            "`h100-80gb,memory=96GiB,node_bandwidth=25GB`."
+            help="Device of each rank; an unknown name lists the known ones. A device file of --calibrate stands in "
+            "its place, and other numbers may follow: `h100-80gb,memory=96GiB,node_bandwidth=25GB`."
         ),
     ] = "h100-80gb"
     memory: Annotated[str | None, typer.Option(help="Memory of a device in place of the catalogue's: 80GiB.")] = None
@@ -70,6 +70,13 @@ class FileOptions:
         Path | None,
         typer.Option("--compress", "--fit", help="New YAML file to write: the config, compressed as little as fits."),
     ] = None
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            help="New JSON device file to write, for --gpu: measures this machine, best on all ranks of "
+            "`python -m torch.distributed.run`. Nothing is planned."
+        ),
+    ] = None
     overwrite: Annotated[bool, typer.Option(help="Replace files that are there.")] = False
 
 
@@ -88,6 +95,9 @@ def plan_command(
 
     Exit code 0 where it fits, 3 where it does not.
     """
+    if files.calibrate is not None:
+        _calibrate(files.calibrate, files.overwrite, is_planned=config is not None or own.model is not None)
+        return
     from distembed.capacity.plan_files import PlanFiles
 
     planned_for = cluster.cluster()
@@ -109,6 +119,35 @@ def plan_command(
     )
     if not fits:
         raise typer.Exit(3)
+
+
+def _calibrate(file: Path, overwrite: bool, is_planned: bool) -> None:
+    """Measures this machine on all ranks, and writes the device file on the first.
+
+    Raises:
+        UserError: There is something to plan as well, or the file is there and is not to be replaced.
+        RunError: The file cannot be written.
+    """
+    if is_planned:
+        raise UserError(
+            "--calibrate measures this machine and plans nothing; leave CONFIG and --model out, and plan with "
+            f"--gpu {file} afterwards."
+        )
+    if file.suffix != ".json":
+        raise UserError(f"--calibrate is {str(file)!r}; name a file that ends in .json, by which --gpu knows it.")
+    from distembed.outputs import require_file
+
+    require_file("--calibrate", file, overwrite)
+    from distembed.planning.calibration.calibrate import calibrate
+    from distembed.planning.device_file import write_device
+    from distembed.ranks import Collectives, process_group
+
+    with process_group("auto") as ranks:
+        measured = calibrate(ranks)
+        Collectives().on_first(lambda: write_device(file, measured))
+    if ranks.is_first:
+        say(f"{file}: {len(measured.measured)} numbers measured on {ranks.world_size} rank(s)")
+        say(f"estimates differ from the steps that were measured by {measured.error:.0%} (median)")
 
 
 def _configured_model(arguments: Sequence[str], own: ModelOptions, to_write: "PlanFiles") -> "Plannable":

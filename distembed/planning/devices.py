@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distembed.errors import UserError
@@ -45,6 +46,7 @@ class Device:
         row_seconds: Seconds of each row that is looked up and updated, beside its bytes.
         launch_seconds: Seconds in which an operation is started, with its share of the autograd graph.
         collective_seconds: Seconds that a collective takes however little it sends.
+        reduce_bandwidth: Bytes a second at which what a reduce-scatter or an all-gather brings is added up or copied.
         ranks_at_once: How many ranks of a node its cores run at once, each as fast as if it were alone; None where all
             are, as those that have a device each.
     """
@@ -63,6 +65,7 @@ class Device:
     row_seconds: float
     launch_seconds: float
     collective_seconds: float
+    reduce_bandwidth: float
     ranks_at_once: float | None = None
 
     def reached_flops(self, bf16: bool) -> float:
@@ -89,6 +92,7 @@ def _gpu(
         row_seconds=0.0,
         launch_seconds=5e-6,
         collective_seconds=30e-6,
+        reduce_bandwidth=memory,
     )
 
 
@@ -117,6 +121,7 @@ DEVICES: dict[str, Device] = {
             row_seconds=20e-9,
             launch_seconds=20e-6,
             collective_seconds=200e-6,
+            reduce_bandwidth=2 * _GB,
         ),
     )
 }
@@ -132,6 +137,7 @@ _SIZES = {
             "node_bandwidth",
             "host_bandwidth",
             "lookup_bandwidth",
+            "reduce_bandwidth",
             "fp32_flops",
             "bf16_flops",
         )
@@ -144,13 +150,18 @@ _NUMBERS = ("utilisation", "row_seconds", "launch_seconds", "collective_seconds"
 def find_device(text: str) -> Device:
     """Returns the device of a name, with the numbers behind it in place of its own.
 
-    An example is ``h100-80gb,memory=96GiB,node_bandwidth=25GB``. Numbers alone, memory among them, make a device of
-    their own; those that are missing are taken from the known device whose memory is nearest.
+    An example is ``h100-80gb,memory=96GiB,node_bandwidth=25GB``; a device file (``.json``) may stand in the place of
+    the name. Numbers alone, memory among them, make a device of their own; those that are missing are taken from the
+    known device whose memory is nearest.
 
     Raises:
-        UserError: The name or a setting is unknown; the known ones are listed.
+        UserError: The name or a setting is unknown; the known ones are listed. Or the device file cannot be read.
     """
     first, *settings = text.split(",")
+    if first.endswith(".json"):
+        from distembed.planning.device_file import read_device
+
+        return dataclasses.replace(read_device(Path(first)), **_numbers(settings))
     if "=" not in first:
         device = DEVICES[one_of("--gpu", first, DEVICES)]
         return dataclasses.replace(device, **_numbers(settings))

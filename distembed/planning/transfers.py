@@ -20,6 +20,7 @@ from torchrec.distributed.types import ShardingType
 
 from distembed.planning.cluster import Cluster
 from distembed.planning.lookups import ExchangeKey
+from distembed.sharding.placement import WITHIN_NODES
 
 _MS = 1e3
 _LENGTH_BYTES, _FLOAT_BYTES = 4, 4
@@ -81,6 +82,7 @@ class Traffic:
         device, world_size, ranks_per_node = cluster.device, cluster.world_size, cluster.ranks_per_node
         self._nodes, self._ranks_per_node, self._world_size = cluster.nodes, ranks_per_node, world_size
         self._local, self._node = _MS / device.local_bandwidth, _MS / device.node_bandwidth
+        self._reduced = _MS / device.reduce_bandwidth
         # milliseconds of a byte to each of the other ranks, and of a byte to any of them
         self._to_all = (ranks_per_node - 1) * self._local + (world_size - ranks_per_node) * self._node
         self._to_any = self._to_all / max(1, world_size - 1)
@@ -111,14 +113,16 @@ class Traffic:
         if sharding_type == ShardingType.ROW_WISE.value:
             vector_bytes /= 1 if table.is_pooled else self._world_size
             id_bytes = table.id_bytes(self._world_size)
-            return {ids: Transfer(id_bytes * self._to_all), vectors: Transfer(vector_bytes * self._to_all)}
+            # sums are scattered, and their gradients gathered
+            added = (self._world_size - 1) * self._reduced if table.is_pooled else 0.0
+            return {ids: Transfer(id_bytes * self._to_all), vectors: Transfer(vector_bytes * (self._to_all + added))}
         if not is_divided_within_nodes(sharding_type):
             return {ids: self._both(table.id_bytes(1)), vectors: self._both(vector_bytes)}
         summed = (share - 1) / share * self._world_size * vector_bytes
         between = vector_bytes * self._node
         return {
             ids: self._both(table.id_bytes(share)),
-            (exchange, "sums"): Transfer(summed * self._local),
+            (exchange, "sums"): Transfer(summed * (self._local + self._reduced)),
             vectors: Transfer((self._nodes - 1) * between, between / share),
         }
 
@@ -142,4 +146,4 @@ class Traffic:
 
 def is_divided_within_nodes(sharding_type: str) -> bool:
     """Returns whether tables of a sharding type have their rows divided over the ranks of one node."""
-    return sharding_type in (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
+    return sharding_type in WITHIN_NODES

@@ -144,7 +144,7 @@ def test_all_ranks_together_send_what_each_is_said_to_send(sharding_type: str) -
 
 def test_two_levels_send_less_between_nodes_than_rows_over_all_ranks() -> None:
     """Sums of a node's rows are added up before they leave it."""
-    slow = dataclasses.replace(A100, local_bandwidth=1e18)
+    slow = dataclasses.replace(A100, local_bandwidth=1e18, reduce_bandwidth=1e18)
     cluster = Cluster(slow, 4, 8)
     costs = PlacementCosts(request(TABLES, cluster, Workload(ROWS)))
     ranks = list(range(32))

@@ -1,0 +1,91 @@
+"""Measures the machine that this rank is on, with all ranks at once."""
+
+import os
+import platform
+import statistics
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distembed.host_memory import host_memory_bytes
+from distembed.planning.calibration.fit import count_numbers, fit
+from distembed.planning.calibration.measure import HostCopy, NetworkStep, Step, alone, probes, shortest_seconds
+from distembed.planning.device_file import MeasuredDevice
+from distembed.planning.devices import Device, device_here
+from distembed.ranks import Ranks
+from distembed.runs.folder import versions
+
+_ROUNDS, _STEPS_A_ROUND = 6, 3
+_FULL_SPEED = 0.9
+"""Share of a lone rank's speed from which on ranks are said not to slow each other down."""
+
+
+def calibrate(ranks: Ranks) -> MeasuredDevice:
+    """Returns a rank's device with the numbers that are measured; all ranks call it together.
+
+    Args:
+        ranks: This rank among all that measure.
+    """
+    numbers: dict[str, Any] = _numbers_beside_tables(ranks)
+    device = replace(_device(ranks), **numbers)
+    steps = probes(ranks)
+    taken = shortest_seconds(steps, _ROUNDS, _STEPS_A_ROUND, ranks.device)
+    # what a rank takes with cores of its own
+    share = 1.0 if device.ranks_at_once is None else min(1.0, device.ranks_at_once / ranks.local_world_size)
+    seconds = [share * own for own in taken]
+    fitted: dict[str, Any] = fit([count_numbers(step.estimated_seconds, device) for step in steps], seconds)
+    found = replace(device, **fitted)
+    errors = [abs(step.estimated_seconds(found) / own - 1) for step, own in zip(steps, taken, strict=True)]
+    return MeasuredDevice(found, sorted({*numbers, *fitted}), statistics.median(errors), _machine(ranks))
+
+
+def _machine(ranks: Ranks) -> dict[str, Any]:
+    """Returns what the numbers were measured on, without names of hosts."""
+    is_cuda = ranks.device.type == "cuda"
+    return {
+        "processor": torch.cuda.get_device_name(ranks.device) if is_cuda else platform.machine(),
+        "backend": dist.get_backend(),
+        "ranks": ranks.world_size,
+        "ranks_per_node": ranks.local_world_size,
+        "threads_per_rank": torch.get_num_threads(),
+        "versions": versions(),
+    }
+
+
+def _device(ranks: Ranks) -> Device:
+    """Returns the catalogue's device that is most like that of a rank, with its own memory."""
+    is_cuda = ranks.device.type == "cuda"
+    memory = torch.cuda.get_device_properties(ranks.device).total_memory if is_cuda else host_memory_bytes()
+    device = device_here(ranks.device, memory)
+    return replace(device, name=f"measured {ranks.device.type}")
+
+
+def _numbers_beside_tables(ranks: Ranks) -> dict[str, float]:
+    """Returns the operations a second of networks, the bandwidth to host memory, and how many ranks run at once."""
+    fp32, bf16, copy = NetworkStep(ranks.device, False), NetworkStep(ranks.device, True), HostCopy(ranks.device)
+    steps: list[Step] = [alone(fp32, ranks), fp32, bf16, copy]
+    lone, together, in_bf16, copied = shortest_seconds(steps, _ROUNDS, _STEPS_A_ROUND, ranks.device)
+    speed = min(1.0, lone / together)
+    numbers = {
+        "utilisation": 1.0,
+        "fp32_flops": fp32.operations / lone,
+        "bf16_flops": fp32.operations / (in_bf16 * speed),
+        "host_bandwidth": copy.num_bytes / (copied * speed),
+    }
+    if ranks.device.type == "cpu":
+        numbers["ranks_at_once"] = _ranks_at_once(speed, ranks.local_world_size)
+    return numbers
+
+
+def _ranks_at_once(speed: float, ranks_per_node: int) -> float:
+    """Returns how many ranks the cores of a node run at once, each as fast as if it were alone.
+
+    Args:
+        speed: Speed of a rank beside the node's other ranks, as a share of that of a lone one.
+        ranks_per_node: Number of ranks of the node.
+    """
+    if speed < _FULL_SPEED:
+        return speed * ranks_per_node
+    return max(float(ranks_per_node), len(os.sched_getaffinity(0)) / torch.get_num_threads())

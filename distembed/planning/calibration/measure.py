@@ -1,0 +1,143 @@
+"""What is measured: steps of the probes, what networks reach, copies from host memory, and ranks that share cores.
+
+Every measurement is taken in rounds, each of all measurements in turn, and its shortest round counts: what disturbs a
+machine makes steps longer, never shorter.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.sharding_plan import column_wise, data_parallel, row_wise, table_wise
+
+from distembed.embedding import CompositionalEmbeddingBagConfig
+from distembed.partitions import QuotientRemainder
+from distembed.planning.calibration.sharded_tables import ShardedTables, TablePlace, TimedStep
+from distembed.ranks import Ranks
+
+Step = Callable[[], object]
+_COLLISIONS = 4
+_WIDTHS, _NUM_ROWS, _NUM_TABLES = (16, 64), (128, 1024, 4096), (2, 8)
+_SMALL, _LARGE = 1_000, 200_000
+_NETWORK = (512, 512, 256, 1)
+_NETWORK_ROWS = 1024
+_COPIED_BYTES = 2**26
+
+
+def probes(ranks: Ranks) -> list[TimedStep]:
+    """Returns steps of tables that are sharded in different ways, of different widths, numbers and batches.
+
+    Every rank has as many as every other. All ranks call it.
+
+    Args:
+        ranks: This rank.
+    """
+    world_size = ranks.world_size
+    ways: dict[str, Callable[[int], Any]] = {
+        "table_wise": lambda i: table_wise(rank=i % world_size, compute_kernel="fused"),
+        "data_parallel": lambda i: data_parallel(),
+    }
+    if world_size > 1:
+        ways["row_wise"] = lambda i: row_wise(compute_kernel="fused")
+        ways["column_wise"] = lambda i: column_wise(ranks=list(range(world_size)), compute_kernel="fused")
+    steps = []
+    for (way, place), dim, count in product(ways.items(), _WIDTHS, _NUM_TABLES):
+        tables = _tables(count, world_size if way == "table_wise" else 1, dim)
+        sharded = ShardedTables([TablePlace(table, place(i)) for i, table in enumerate(tables)], ranks)
+        steps += [TimedStep(sharded, num_rows) for num_rows in _NUM_ROWS]
+    return steps
+
+
+def _tables(count: int, repeats: int, dim: int) -> list[CompositionalEmbeddingBagConfig]:
+    """Returns tables of which half are full and half products, half of either large; each as often as said."""
+    tables = []
+    for i in range(count * repeats):
+        kind = i // repeats
+        num_ids = _LARGE if kind % 4 in (0, 3) else _SMALL
+        scheme: Any = QuotientRemainder(num_ids, collisions=_COLLISIONS) if kind % 2 == 0 else "naive"
+        tables.append(CompositionalEmbeddingBagConfig(f"t{i}", num_ids, dim, [f"f{i}"], scheme))
+    return tables
+
+
+def shortest_seconds(steps: Sequence[Step], rounds: int, num_steps: int, device: torch.device) -> list[float]:
+    """Returns the shortest mean of some steps, over rounds in which all take turns; all ranks call it.
+
+    Args:
+        steps: What to take; all ranks have as many.
+        rounds: Number of rounds.
+        num_steps: Number of steps of which the mean is taken.
+        device: Device to wait for.
+    """
+    shortest = [math.inf] * len(steps)
+    for _ in range(rounds):
+        for i, step in enumerate(steps):
+            step()
+            _wait_for_all(device)
+            started = time.perf_counter()
+            for _ in range(num_steps):
+                step()
+            _wait_for_all(device)
+            shortest[i] = min(shortest[i], (time.perf_counter() - started) / num_steps)
+    return shortest
+
+
+def alone(step: Step, rank: Ranks) -> Step:
+    """Returns a step that only the first rank of each node takes, while the others wait."""
+    return step if rank.rank % rank.local_world_size == 0 else lambda: None
+
+
+def _wait_for_all(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    dist.barrier()
+
+
+class NetworkStep:
+    """Steps of a network of the size of a click model's.
+
+    Args:
+        device: Device of the rank.
+        bf16: Whether it computes in bf16.
+    """
+
+    def __init__(self, device: torch.device, bf16: bool) -> None:
+        layers = [nn.Linear(width, next_width) for width, next_width in zip(_NETWORK, _NETWORK[1:], strict=False)]
+        self._network = nn.Sequential(*[module for layer in layers for module in (layer, nn.ReLU())]).to(device)
+        self._inputs = torch.randn(_NETWORK_ROWS, _NETWORK[0], device=device)
+        self._autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
+
+    @property
+    def operations(self) -> int:
+        """Number of floating-point operations of a step: the first layer has no gradient of its inputs."""
+        multiplied = [a * b for a, b in zip(_NETWORK, _NETWORK[1:], strict=False)]
+        return 2 * _NETWORK_ROWS * (3 * sum(multiplied) - multiplied[0])
+
+    def __call__(self) -> None:
+        """Computes forward and backward."""
+        self._network.zero_grad()
+        with self._autocast:
+            loss = self._network(self._inputs).sum()
+        loss.backward()
+
+
+class HostCopy:
+    """Copies of a block from the machine's memory to the device.
+
+    Args:
+        device: Device of the rank.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._host = torch.zeros(_COPIED_BYTES // 4, pin_memory=device.type == "cuda")
+        self._copy = torch.empty_like(self._host, device=device)
+
+    num_bytes = _COPIED_BYTES
+
+    def __call__(self) -> None:
+        """Copies the block."""
+        self._copy.copy_(self._host, non_blocking=True)

@@ -1,0 +1,152 @@
+"""Tables sharded for real, whose steps can be timed and estimated: the embedding part of a model, and nothing else.
+
+A step is forward, backward and update, with all exchanges: row-wise Adagrad of sharded tables within the backward pass,
+and torch's form of it for what every rank has.
+"""
+
+import copy
+from collections.abc import Sequence
+from itertools import cycle
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
+from distembed.optim.kinds import OPTIMIZERS, row_wise_name
+from distembed.planning.cluster import Cluster
+from distembed.planning.costs import PlacementCosts
+from distembed.planning.devices import Device
+from distembed.planning.estimated_plan import placed_tables, plan_placements
+from distembed.planning.networks import NetworkEstimate
+from distembed.planning.request import PlanRequest
+from distembed.planning.times import StepTime, step_times
+from distembed.planning.workload import Workload
+from distembed.ranks import Ranks
+from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
+from distembed.sharding.placement import width
+
+_LEARNING_RATE = 0.01
+_NUM_BATCHES = 4
+_GRADIENT = 1e-3
+_MS = 1e3
+_PATH = "tables"
+
+
+class TablePlace(NamedTuple):
+    """A table, and TorchRec's generator of its place, such as ``table_wise(rank=0, compute_kernel="fused")``."""
+
+    table: CompositionalEmbeddingBagConfig
+    place: Any
+
+
+class ShardedTables:
+    """Tables on all ranks of the process group; all ranks make it together.
+
+    Args:
+        tables: The tables and their places, the same on every rank.
+        ranks: This rank among them.
+    """
+
+    def __init__(self, tables: Sequence[TablePlace], ranks: Ranks) -> None:
+        self.tables, self.ranks = [own.table for own in tables], ranks
+        collection = CompositionalEmbeddingBagCollection(self.tables, device="meta")
+        vectors = collection.get_submodule("embedding_bags").parameters()
+        apply_optimizer_in_backward(RowWiseAdagrad, vectors, {"lr": _LEARNING_RATE})
+        self._unsharded: Any = _Embedding(collection)
+        self._sharders: list[Any] = [CompositionalEmbeddingBagCollectionSharder()]
+        places = {own.table.name: own.place for own in tables}
+        module_plan: Any = construct_module_sharding_plan(
+            collection, places, self._sharders[0], ranks.local_world_size, ranks.world_size, ranks.device.type
+        )
+        self._plan = ShardingPlan({_PATH: module_plan})
+        self._model = DistributedModelParallel(
+            copy.deepcopy(self._unsharded),
+            env=ShardingEnv.from_process_group(dist.group.WORLD),
+            device=ranks.device,
+            plan=self._plan,
+            sharders=self._sharders,
+            init_data_parallel=ranks.world_size > 1,
+        )
+        replicated = [weight for _, weight in in_backward_optimizer_filter(self._model.named_parameters())]
+        self._optimizer = OPTIMIZERS[row_wise_name()].make(replicated, lr=_LEARNING_RATE) if replicated else None
+
+    def step(self, ids: Int64[Tensor, " ids"], gradient: Float[Tensor, "rows columns"]) -> None:
+        """Takes a step; all ranks call it together.
+
+        Args:
+            ids: One id for each row and feature, feature after feature.
+            gradient: Gradient of the vectors.
+        """
+        if self._optimizer is not None:
+            self._optimizer.zero_grad()
+        names = [name for table in self.tables for name in table.feature_names]
+        lengths = torch.ones(len(ids), dtype=torch.int32, device=ids.device)
+        # new features: those of an earlier step have their offsets already
+        vectors = self._model(KeyedJaggedTensor(names, ids, lengths=lengths))
+        vectors.backward(gradient)
+        if self._optimizer is not None:
+            self._optimizer.step()
+
+    def estimate(self, num_rows: int, device: Device) -> list[StepTime]:
+        """Returns the estimated times of every rank for a batch of so many rows each, as if on this device."""
+        ranks = self.ranks
+        cluster = Cluster(device, ranks.world_size // ranks.local_world_size, ranks.local_world_size)
+        workload = Workload(num_rows * ranks.world_size, network=NetworkEstimate())
+        request = PlanRequest(self._unsharded, self._sharders, cluster, workload)
+        placements = plan_placements(self._unsharded, self._plan, cluster.world_size)
+        return step_times(placed_tables(request, self._plan, placements), PlacementCosts(request), cluster)
+
+
+class TimedStep:
+    """Steps of sharded tables on batches of one size.
+
+    Args:
+        tables: The tables.
+        num_rows: Rows of each rank's batch.
+    """
+
+    def __init__(self, tables: ShardedTables, num_rows: int) -> None:
+        self._tables, self._num_rows = tables, num_rows
+        device = tables.ranks.device
+        generator = torch.Generator().manual_seed(tables.ranks.rank)
+        self._batches = cycle([self._draw_ids(generator).to(device) for _ in range(_NUM_BATCHES)])
+        num_columns = sum(width(table) * len(table.feature_names) for table in tables.tables)
+        self._gradient = _GRADIENT * torch.randn(num_rows, num_columns, device=device)
+
+    def __call__(self) -> None:
+        """Takes a step; all ranks call it together."""
+        self._tables.step(next(self._batches), self._gradient)
+
+    def estimated_seconds(self, device: Device) -> float:
+        """Returns the estimated seconds of the slowest rank."""
+        return max(time.total for time in self._tables.estimate(self._num_rows, device)) / _MS
+
+    def _draw_ids(self, generator: torch.Generator) -> Int64[Tensor, " ids"]:
+        """Draws ids that are skewed like those of clicks, log-uniform over each table, feature after feature."""
+        sizes = [table.num_embeddings for table in self._tables.tables for _ in table.feature_names]
+        drawn = torch.rand(len(sizes), self._num_rows, generator=generator, dtype=torch.float64)
+        exponents = drawn * torch.tensor(sizes, dtype=torch.float64).log().unsqueeze(1)
+        last = torch.tensor(sizes).unsqueeze(1) - 1
+        return (exponents.exp() - 1).long().clamp(min=0).minimum(last).flatten()
+
+
+class _Embedding(nn.Module):
+    """A model that is nothing but its tables."""
+
+    def __init__(self, collection: nn.Module) -> None:
+        super().__init__()
+        self.add_module(_PATH, collection)
+
+    def forward(self, features: KeyedJaggedTensor) -> Float[Tensor, "rows columns"]:
+        vectors: Tensor = self.get_submodule(_PATH)(features).values()
+        return vectors

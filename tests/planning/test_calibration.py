@@ -1,0 +1,134 @@
+"""Measured devices: numbers are found again from steps that they explain, and device files are read as written."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torchrec.distributed.sharding_plan import data_parallel, row_wise, table_wise
+
+from distembed.embedding import CompositionalEmbeddingBagConfig
+from distembed.errors import UserError
+from distembed.partitions import QuotientRemainder
+from distembed.planning.calibration.calibrate import calibrate
+from distembed.planning.calibration.fit import BANDWIDTHS, SECONDS, count_numbers, fit
+from distembed.planning.calibration.measure import shortest_seconds
+from distembed.planning.calibration.sharded_tables import ShardedTables, TablePlace, TimedStep
+from distembed.planning.device_file import MeasuredDevice, read_device, write_device
+from distembed.planning.devices import DEVICES, find_device
+from distembed.ranks import Ranks
+from tests.ranks import run_on_ranks
+
+CPU = DEVICES["cpu-256gb"]
+MEASURED = MeasuredDevice(dataclasses.replace(CPU, name="mine"), ["row_seconds"], 0.1, {"ranks": 2})
+
+
+def test_numbers_are_found_again_from_steps_that_they_explain() -> None:
+    generator = np.random.default_rng(0)
+    numbers = {name: float(generator.uniform(1, 9)) * 1e-6 for name in SECONDS}
+    numbers |= {name: float(generator.uniform(1, 9)) * 1e9 for name in BANDWIDTHS if name != "node_bandwidth"}
+    counts = [{name: float(generator.integers(0, 100)) for name in numbers} for _ in range(40)]
+    seconds = [
+        sum(own[name] * (1e9 / numbers[name] if name in BANDWIDTHS else numbers[name]) for name in numbers)
+        for own in counts
+    ]
+    # what no step counts is not found
+    found = fit([{**own, "node_bandwidth": 0.0} for own in counts], seconds)
+    assert found == pytest.approx(numbers)
+
+
+def test_numbers_that_steps_speak_against_are_zero_or_left_out() -> None:
+    counts = [{"row_seconds": float(n), "launch_seconds": 1.0, "lookup_bandwidth": float(20 - n)} for n in range(1, 20)]
+    found = fit(counts, [3.0 * own["row_seconds"] for own in counts])
+    assert found == {"row_seconds": pytest.approx(3.0), "launch_seconds": 0.0}
+
+
+def test_a_device_file_is_read_as_it_was_written(tmp_path: Path) -> None:
+    file = tmp_path / "device.json"
+    write_device(file, MEASURED)
+    assert read_device(file) == find_device(str(file)) == MEASURED.device
+    changed = find_device(f"{file},memory=8GiB,launch_seconds=1e-6")
+    assert changed == dataclasses.replace(MEASURED.device, memory_bytes=2**33, launch_seconds=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": "plan"}, "is no device file"),
+        ({"version": 2}, "version 2"),
+        ({"device": 3}, "device is 3"),
+        ({"device.kind": "tpu"}, "'cpu'"),
+        ({"device.name": "a\nb"}, r"device.name is 'a\\nb'"),
+        ({"device.memory_bytes": 1.5}, "whole number of bytes"),
+        ({"device.row_seconds": -1}, "device.row_seconds is -1; give a number of 0 or more"),
+        ({"device.lookup_bandwidth": 0}, "device.lookup_bandwidth is 0; give a number above 0"),
+        ({"device.lookup_bandwidth": "fast"}, "device.lookup_bandwidth is 'fast'"),
+        ({"device.node_bandwidth": math.inf}, "device.node_bandwidth is inf"),
+        ({"device.ranks_at_once": True}, "device.ranks_at_once is True"),
+        ({"device.lookup_bandwith": 1}, "Did you mean 'lookup_bandwidth'"),
+        ({"device.fp32_flops": None}, "the device has no fp32_flops"),
+    ],
+)
+def test_files_that_are_damaged_or_others_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    file = tmp_path / "device.json"
+    write_device(file, MEASURED)
+    content = json.loads(file.read_text())
+    for path, value in changes.items():
+        *parents, name = path.split(".")
+        values = content[parents[0]] if parents else content
+        values[name] = value
+        if value is None:
+            del values[name]
+    file.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=message):
+        find_device(str(file))
+
+
+def test_a_file_that_is_missing_or_no_json_says_how_to_make_one(tmp_path: Path) -> None:
+    for text in (None, "{", "[]"):
+        file = tmp_path / f"{text is None}.json"
+        if text is not None:
+            file.write_text(text)
+        with pytest.raises(UserError, match="distembed plan --calibrate FILE"):
+            find_device(str(file))
+
+
+def check_counts(rank: int, world_size: int) -> None:
+    ranks = Ranks(rank, world_size, world_size, torch.device("cpu"))
+    quotient = QuotientRemainder(400, collisions=4)
+    tables = [CompositionalEmbeddingBagConfig(name, 400, 8, [name], quotient) for name in ("a", "b", "c")]
+    places: list[Any] = [table_wise(rank=1, compute_kernel="fused"), row_wise(compute_kernel="fused"), data_parallel()]
+    sharded = ShardedTables([TablePlace(*pair) for pair in zip(tables, places, strict=True)], ranks)
+    step = TimedStep(sharded, num_rows=16)
+    (seconds,) = shortest_seconds([step], rounds=1, num_steps=1, device=ranks.device)
+    assert 0 < seconds < math.inf
+    device = dataclasses.replace(CPU, host_bandwidth=math.inf)
+    counts = count_numbers(lambda own: sharded.estimate(16, own)[1].total / 1e3, device)
+    numbers = dataclasses.asdict(device)
+    # an estimate is the sum of what it counts, but for the longer of two ways in which ids and vectors are sent
+    total = sum(counts[name] * numbers[name] for name in SECONDS)
+    total += sum(counts[name] * 1e9 / numbers[name] for name in BANDWIDTHS)
+    assert total == pytest.approx(sharded.estimate(16, device)[1].total / 1e3)
+
+
+@pytest.mark.distributed
+def test_an_estimate_is_the_sum_of_what_it_counts() -> None:
+    run_on_ranks(2, check_counts)
+
+
+def check_calibration(rank: int, world_size: int) -> None:
+    measured = calibrate(Ranks(rank, world_size, world_size, torch.device("cpu")))
+    assert {"local_bandwidth", "collective_seconds", "fp32_flops"} <= set(measured.measured)
+    assert "node_bandwidth" not in measured.measured
+    values = [value for value in dataclasses.asdict(measured.device).values() if isinstance(value, float)]
+    assert all(0 <= value < math.inf for value in values)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_ranks_measure_their_machine_together() -> None:
+    run_on_ranks(2, check_calibration)
