@@ -194,9 +194,7 @@ class OwnModel(Plannable):
     def _workload(self, cluster: Cluster) -> tuple[Workload, list[str]]:
         """Returns the step on a cluster, and what is not known of it, a sentence each."""
         num_rows = Workload(self.batch_size).rows_of_rank(cluster.world_size)
-        batch = None
-        if self.step.example is not None:
-            batch = ExampleBatch(self.step.example.call(num_rows), num_rows)
+        batch = None if self.step.example is None else _example_batch(self.step.example, num_rows)
         network, unknown = estimate_own_networks(
             self.model.module,
             batch,
@@ -238,6 +236,13 @@ def _require_plannable(where: str, model: MadeModel) -> None:
             f"{where} makes a model without embedding tables to place; tables are those of {_PLANNED}, and layers such "
             "as torch.nn.Embedding are on every rank whole."
         )
+
+
+def _example_batch(example: NamedFunction, num_rows: int) -> ExampleBatch:
+    """Returns the batch of a function; one that draws numbers of torch's draws the same each time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return ExampleBatch(example.call(num_rows), num_rows)
 
 
 def _kind(value: Any) -> str:

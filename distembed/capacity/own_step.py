@@ -9,6 +9,9 @@ from distembed.errors import UserError
 from distembed.names import one_of
 from distembed.optim.kinds import dense_names, sparse_names
 
+_MOST_IDS = 2**31
+"""A number of ids that no row has."""
+
 
 @dataclass(frozen=True)
 class OwnStep:
@@ -43,7 +46,7 @@ def parse_ids_per_row(text: str) -> dict[str, float]:
     """Returns the numbers of ``item=1,words=12.5``, by feature.
 
     Raises:
-        UserError: The text has another form, a number is not above 0, or a feature is named twice.
+        UserError: The text has another form, a number is not above 0 or far too large, or a feature is named twice.
     """
     numbers: dict[str, float] = {}
     for part in text.split(","):
@@ -52,7 +55,7 @@ def parse_ids_per_row(text: str) -> dict[str, float]:
             value = float(number)
         except ValueError:
             value = math.nan
-        if not separator or not feature or not 0 < value < math.inf:
+        if not separator or not feature or not 0 < value < _MOST_IDS:
             raise UserError(f"--ids-per-row has {part!r}; give FEATURE=NUMBER,... such as item=1,words=12.5.")
         if feature in numbers:
             raise UserError(f"--ids-per-row names {feature!r} twice; give one number.")

@@ -36,7 +36,9 @@ class ModelOptions:
             "no memory, and no device has to be there; modules of the current folder are found.",
         ),
     ] = None
-    batch_size: Annotated[int | None, typer.Option(min=1, help="With --model: rows of a step on all ranks.")] = None
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, max=2**31 - 1, help="With --model: rows of a step on all ranks.")
+    ] = None
     example: Annotated[
         str | None,
         typer.Option(

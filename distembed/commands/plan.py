@@ -61,7 +61,7 @@ class FileOptions:
     """The files to write."""
 
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="New JSON file to write, for `distembed train --plan`.")
+        Path | None, typer.Option("--output", "-o", help="New JSON file, for `distembed train --plan` or `load_plan`.")
     ] = None
     report: Annotated[
         Path | None, typer.Option("--report", help="Page or chart of the plan to write: .html, .png or .svg.")
@@ -83,7 +83,7 @@ class FileOptions:
 @app.command("plan", epilog="Example: `distembed plan configs/criteo_kaggle.yaml --nodes 1 --gpus 8 --gpu h100-80gb`")
 @flattened
 def plan_command(
-    config: Annotated[str | None, typer.Argument(metavar="[CONFIG]", help="YAML file; none with --model.")] = None,
+    config: Annotated[str | None, typer.Argument(metavar="CONFIG", help="YAML file; none with --model.")] = None,
     overrides: OverridesArgument = None,
     *,
     cluster: ClusterOptions,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
@@ -139,16 +139,17 @@ def estimate_own_networks(
     """
     if "" in embedding_modules(model):  # the model is a collection itself
         return NetworkEstimate(), ""
-    try:
-        networks = copy.deepcopy(model)
-    except Exception as error:  # whatever someone's own module raises
-        return NetworkEstimate(is_step_known=False), f"the model cannot be copied: {one_line(error)}"
     failures: list[str] = []
     mode = FakeTensorMode()
     value = None if batch is None else with_leaves(batch.value, lambda leaf: _fake(leaf, mode))
+    try:
+        networks = copy.deepcopy(model)
+        with mode:
+            replace_collections(networks)
+            _make_fake(networks)
+    except Exception as error:  # whatever someone's own module raises, such as one without its weights' sizes
+        return NetworkEstimate(is_step_known=False), f"the model cannot be copied: {one_line(error)}"
     with mode, OnDevice("cpu"):
-        replace_collections(networks)
-        _make_fake(networks)
         if batch is None:
             return count_networks(networks, optimizer), "there is no --example to count them by"
         step = FakeStep(lambda: _run(networks, value, bf16, failures), list(_tensors(value)), batch.num_rows)
@@ -156,13 +157,13 @@ def estimate_own_networks(
 
 
 def _make_fake(module: nn.Module) -> None:
-    """Puts fake tensors of the same shapes in the place of a module's parameters and buffers."""
+    """Puts fake tensors of the same shapes in the place of a module's parameters, buffers and other tensors."""
     fakes: dict[int, tuple[Tensor, Tensor]] = {}  # with the originals, so that no other tensor gets the id of one
     for part in module.modules():
-        held: list[dict[str, Any]] = [part._parameters, part._buffers]
+        held: list[dict[str, Any]] = [part._parameters, part._buffers, vars(part)]
         for tensors in held:
             for name, tensor in tensors.items():
-                if tensor is not None:
+                if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor):
                     _, tensors[name] = fakes.setdefault(id(tensor), (tensor, _fake_like(tensor)))
 
 

@@ -116,6 +116,35 @@ def test_a_model_is_as_it_was_after_its_networks_are_counted() -> None:
         assert parameter is before[1][name] and parameter.is_meta and parameter.grad is None
 
 
+class Odd(nn.Module):
+    """Tensors that are no parameters, a weight in two places, one that is not trained, and a device that is nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags, self.scale = own_models.stock_bags(), torch.rand(own_models.DIM)
+        self.first, self.second = nn.Linear(own_models.DIM, own_models.DIM), nn.Linear(own_models.DIM, own_models.DIM)
+        self.second.weight = self.first.weight
+        self.second.bias.requires_grad_(False)
+        self.device = torch.device("cuda")
+
+    def forward(self, features: Any) -> dict[str, Any]:
+        vectors = self.bags(features).to_dict()["item"] * self.scale.to(self.device)
+        return {"vectors": self.second(self.first(vectors)) + torch.ones(own_models.DIM, device=self.device)}
+
+
+def test_networks_of_any_form_are_counted() -> None:
+    with OnDevice("meta"):
+        model = Odd()
+    batch = ExampleBatch({"features": own_models.batch(16).sparse_features}, 16)
+    found, unknown = estimate_own_networks(model, batch, "sgd", False, True)
+    dim = own_models.DIM
+    assert not unknown and found.parameters == 4 * (dim * dim + 2 * dim) and found.gradients == 4 * (dim * dim + dim)
+    assert found.flops == 16 * dim * dim * 2 * 6 and found.peak >= 4 * 16 * dim
+    lazy = nn.ModuleDict({"bags": own_models.stock_bags("meta"), "over": nn.LazyLinear(3)})
+    found, unknown = estimate_own_networks(lazy, None, "sgd", False, True)
+    assert not found.is_step_known and "uninitialized" in unknown
+
+
 def test_tables_of_any_size_and_on_any_device_take_no_memory() -> None:
     code, planned = plan("huge", "--nodes", 32, "plan.sharding_types=[row_wise]")
     assert code == 0 and sum(table["bytes_of_one_copy"] for table in planned["tables"]) == 3 * 10**11 * 8 * 4
