@@ -49,6 +49,12 @@ def test_what_was_planned_is_applied_whole(layout: str, world_size: int, device:
     assert apply_file({"fits": True, **plan_file(plan, now), "remedies": []}, now) == plan
 
 
+def test_a_plan_from_before_plans_were_searched_by_time_is_applied() -> None:
+    # never written anew: such files are with the runs that were trained by them
+    content = json.loads((Path(__file__).parents[1] / "golden" / "saved_plan.json").read_text())
+    assert apply_file(content, inputs_now(4, "cuda")) == content["plan"]
+
+
 def test_ranks_that_a_plan_names_have_to_be_there() -> None:
     for layout in ("column_wise", "row_wise", "data_parallel", "mixed"):
         fewer = refusal(planned(layout, 4), world_size=3)
