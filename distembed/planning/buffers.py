@@ -29,7 +29,7 @@ from distembed.planning.lookups import ExchangeKey, RankLookups, column_shards, 
 from distembed.planning.networks import NetworkEstimate
 from distembed.planning.workload import Workload, pipeline_depth
 from distembed.sharding.groups import GroupLoad, LookupMemory, group_type
-from distembed.sharding.placement import BY_ROWS, Placement, is_pooled, width
+from distembed.sharding.placement import BY_ROWS, WITHIN_NODES, Placement, is_pooled, width
 
 _FLOAT, _LONG, _INT = 4, 8, 4
 
@@ -142,8 +142,11 @@ class Step:
         shares = self._shares.values()
         received: dict[ExchangeKey, int] = {}
         unfused: dict[int, int] = {}
+        ranks_per_node = 1
         for placement, share in zip(self._placements.values(), shares, strict=True):
             key = exchange_key(placement)
+            if key[1] in WITHIN_NODES:
+                ranks_per_node = placement.num_row_blocks
             received[key] = received.get(key, 0) + share.received
             for rank, num_bytes in share.unfused.items():
                 unfused[rank] = unfused.get(rank, 0) + num_bytes
@@ -152,6 +155,7 @@ class Step:
             common={
                 key: self._exchange(key, received[key], loads) for key, loads in self._lookups.common_loads().items()
             },
+            ranks_per_node=ranks_per_node,
             sent_ids=sum(share.sent_ids for share in shares),
             replicated=self._network.gradients + sum(share.replicated for share in shares),
             largest_replicated=max((share.largest_replicated for share in shares), default=0),
@@ -217,12 +221,13 @@ class Step:
         output, (_, sharding_type) = sum(load.output_bytes for load in loads), key
         is_sent = _is_sent(sharding_type, self._world_size)
         # a reduce-scatter sends the output itself, but for gloo's, and an all-to-all a copy
-        is_reduced = (
-            self._device_kind == "cuda" and sharding_type in BY_ROWS and all(is_pooled(load.table) for load in loads)
-        )
+        sent = output if is_sent else 0
+        if self._device_kind == "cuda" and sharding_type in BY_ROWS and all(is_pooled(load.table) for load in loads):
+            # within a node; what is summed there is sent to others
+            sent = sent // self._sum().ranks_per_node if sharding_type in WITHIN_NODES else 0
         return _Exchange(
             output=output,
-            sent=output if is_sent and not is_reduced else 0,
+            sent=sent,
             received=received,
             arriving_ids=sum(load.num_ids * _LONG + load.num_bags * _INT for load in loads) if is_sent else 0,
             lookups=[group_type(load.table, is_pooled(load.table)).memory(load, self._device_kind) for load in loads],
@@ -342,6 +347,7 @@ class _Totals:
     Attributes:
         received: Bytes of all vectors of a rank's rows, by exchange, in the order of the exchanges.
         common: Exchanges of tables that are looked up on every rank.
+        ranks_per_node: Number of ranks between which rows are divided within a node; 1 where none are.
         sent_ids: Bytes of ids in a rank's batch, in the order of the ranks that they go to.
         replicated: Bytes of all weights, and of their gradients, that every rank has, those of networks too.
         largest_replicated: Numbers of the largest replicated weight of a table.
@@ -352,6 +358,7 @@ class _Totals:
 
     received: Mapping[ExchangeKey, int]
     common: Mapping[ExchangeKey, "_Exchange"]
+    ranks_per_node: int
     sent_ids: int
     replicated: int
     largest_replicated: int
