@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
+from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
@@ -195,14 +196,14 @@ def shard(model: nn.Module, layout: str, optimizer: str, dense: str = "adam") ->
     for module in model.modules():
         for table in module.tables() if isinstance(module, CompositionalTables) else ():
             # a function needs whole vectors
-            if table.function_tables() and "column" in layout:
+            if table.function_tables() and ("column" in layout or layout == "grid_shard"):
                 constraints[table.name] = ParameterConstraints(sharding_types=["table_wise"])
         if isinstance(module, EmbeddingBagCollection) and layout == "row_wise":  # TorchRec has that on CUDA only
             constraints |= {
                 table.name: ParameterConstraints(sharding_types=["table_wise"])
                 for table in module.embedding_bag_configs()
             }
-    topology = Topology(world_size=world, local_world_size=world, compute_device="cpu")
+    topology = Topology(world_size=world, local_world_size=get_local_size(world), compute_device="cpu")
     planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
     if is_scattered:
