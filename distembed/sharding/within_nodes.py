@@ -68,6 +68,7 @@ class NodeOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, Tensor, Tensor]
 
     def __init__(self, stock: GridPooledEmbeddingDist) -> None:
         super().__init__()
+        stock._create_output_dist_modules()  # which it would do in the first step
         self._stock = stock
 
     def forward(
@@ -79,8 +80,6 @@ class NodeOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, Tensor, Tensor]
         if len(set(sizes)) == 1:
             equal: Awaitable[Tensor] = stock(local_embs, sharding_ctx)
             return equal
-        if stock._intra_dist is None or stock._cross_dist is None:
-            stock._create_output_dist_modules(sharding_ctx)
         ranks_per_node = stock._intra_pg.size()
         own = stock._rank % ranks_per_node
         sizes_of_nodes = [sizes[local_rank::ranks_per_node] for local_rank in range(ranks_per_node)]
