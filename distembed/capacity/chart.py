@@ -47,7 +47,7 @@ _COLOURS |= {
     "exchange": _COLOURS["step buffers"],
     "all-reduce": _COLOURS["gradients"],
     "starts": COLOURS[3],
-    "waiting": _COLOURS["allocator"],
+    "waiting for cores": _COLOURS["allocator"],
 }
 _DEMAND_COLOURS = {
     "weights": _COLOURS["tables"],

@@ -314,7 +314,7 @@ class TimeByRank(RankQuantity):
         RankItem("all-reduce", lambda rank: rank.times.all_reduce, is_rare=True),
         RankItem("networks", lambda rank: rank.times.networks),
         RankItem("starts", lambda rank: rank.times.starts, is_rare=True),
-        RankItem("waiting", lambda rank: rank.times.waiting, is_rare=True),
+        RankItem("waiting for cores", lambda rank: rank.times.waiting, is_rare=True),
     )
 
     @cached_property

@@ -36,10 +36,11 @@ _MIN_REASON_WIDTH, _MAX_NAME_WIDTH = 40, 32
 # what a narrow terminal leaves out, in this order; items that are left out are added up as "others"
 _DISPENSABLE_BY_RANK = (
     *("allocator", "gradients", "lookups", "step buffers", "activations", "SSE graphs", "networks", "optimizer"),
-    *("waiting", "starts", "all-reduce", "sent a step", "host memory"),
+    *("waiting for cores", "starts", "all-reduce", "sent a step", "host memory"),
+    *("cache", "lookup", "tables", "exchange"),
 )
 _DISPENSABLE_BY_TABLE = ("instead", "why", "scheme", "rows", "cache")
-_FOLDABLE_BY_TABLE = {"placed": 20, "ranks": 12, "table": 8}  # to so many characters
+_FOLDABLE = {"rank": 10, "placed": 20, "ranks": 12, "table": 8}  # to so many characters
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,7 @@ def _print_ranks(quantity: RankQuantity, console: Console) -> None:
             break
         left_out.append(name)
         columns = _rank_columns(quantity, groups, left_out)
+    columns = _folded(columns, console.width - _GAP - _BAR_WIDTHS[0])
     width = min(_BAR_WIDTHS[1], max(_BAR_WIDTHS[0], console.width - _total_width(columns) - _GAP))
     grid = _grid(quantity.heading.lower(), columns)
     grid.add_column(_broken(quantity.bar_heading, width), width=width)
@@ -144,9 +146,9 @@ def _print_ranks(quantity: RankQuantity, console: Console) -> None:
         grid.add_row(*texts, _bar(quantity, group.first, width), style=style)
     console.print(grid)
     items = [item.name for item in quantity.items]
-    added = [name for name in items if name in left_out]
+    added = [name for name in items if name in left_out] if set(items) - set(left_out) else []
     _print_lines(console, [f"others: {', '.join(added)}"] if added else [], "dim")
-    _print_omitted_columns(console, [name for name in left_out if name not in items])
+    _print_omitted_columns(console, [name for name in left_out if name not in added])
     _print_lines(console, [left_out_groups] if left_out_groups else [], "dim")
     console.print()
 
@@ -165,7 +167,7 @@ def _dispensable_by_rank(quantity: RankQuantity) -> list[str]:
 
 
 def _rank_columns(quantity: RankQuantity, groups: Sequence[RankGroup], left_out: Sequence[str]) -> list[_PrintedColumn]:
-    """Returns the columns but for the bar; items that are left out are added up."""
+    """Returns the columns but for the bar; items that are left out are added up, unless all are."""
     ranks = [group.first for group in groups]
 
     def amounts(items: Sequence[RankItem]) -> list[str]:
@@ -174,7 +176,7 @@ def _rank_columns(quantity: RankQuantity, groups: Sequence[RankGroup], left_out:
     columns = [_PrintedColumn("rank", [group.text for group in groups])]
     columns += [_PrintedColumn(item.name, amounts([item])) for item in quantity.items if item.name not in left_out]
     others = [item for item in quantity.items if item.name in left_out]
-    if any(item.amount(rank) for item in others for rank in ranks):
+    if len(others) < len(quantity.items) and any(item.amount(rank) for item in others for rank in ranks):
         columns.append(_PrintedColumn("others", amounts(others)))
     columns.append(_PrintedColumn(quantity.total_heading, [quantity.text(quantity.total(rank)) for rank in ranks]))
     beside = [column for column in quantity.columns_beside if column.heading not in left_out]
@@ -184,7 +186,7 @@ def _rank_columns(quantity: RankQuantity, groups: Sequence[RankGroup], left_out:
 def _folded(columns: Sequence[_PrintedColumn], width: int) -> list[_PrintedColumn]:
     """Returns the columns with those made narrower, as far as is needed, that can go on in a next line."""
     folded = list(columns)
-    for heading, least in _FOLDABLE_BY_TABLE.items():
+    for heading, least in _FOLDABLE.items():
         excess = _total_width(folded) - width
         for index, column in enumerate(folded):
             if excess > 0 and column.heading == heading:

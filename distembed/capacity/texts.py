@@ -84,14 +84,15 @@ def _slowest_line(time: TimeByRank) -> str:
     if sent_bytes(slowest):
         who = "it" if len(time.most.ranks) == 1 else "each"
         line += f"; {who} sends {format_bytes(sent_bytes(slowest))} ({_sent_text(slowest.memory.sent)})"
-    return line + (f"; the others wait {_mean_wait(time)} ms on average" if len(time.groups) > 1 else "")
+    wait = format_milliseconds(_mean_wait_ms(time))
+    return line if float(wait.replace(",", "")) == 0 else f"{line}; the others wait {wait} ms on average"
 
 
-def _mean_wait(time: TimeByRank) -> str:
-    """Returns the milliseconds that ranks wait for the slowest ones, on average over all but these."""
-    groups = [group for group in time.groups if group is not time.most]
-    waits = [len(group.ranks) * (time.full_bar - time.total(group.first)) for group in groups]
-    return format_milliseconds(sum(waits) / sum(len(group.ranks) for group in groups))
+def _mean_wait_ms(time: TimeByRank) -> float:
+    """Returns how long ranks wait for the slowest ones, on average over all but these; 0 where all are alike."""
+    others = time.sorted_groups[1:]
+    waits = (len(group.ranks) * (time.full_bar - time.total(group.first)) for group in others)
+    return sum(waits) / (sum(len(group.ranks) for group in others) or 1)
 
 
 def _sent_text(sent: SentBytes) -> str:

@@ -59,7 +59,7 @@ TIMES = {  # from the bottom
     "all-reduce": "all_reduce",
     "networks": "networks",
     "starts": "starts",
-    "waiting": "waiting",
+    "waiting-for-cores": "waiting",
 }
 
 

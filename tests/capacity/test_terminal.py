@@ -170,6 +170,17 @@ def test_in_any_width_a_rank_s_items_add_up_and_nothing_is_cut(width: int, host_
             assert text in line
 
 
+def test_where_items_have_no_room_totals_and_bars_are_left() -> None:
+    found = plan_assessment(1, 8, host_memory=True)
+    text = printed(found, 36)
+    for title, totals in (
+        ("memory by rank", [two_digits(rank.total_bytes) for rank in found.ranks]),
+        ("time by rank", [milliseconds(rank.times.total) for rank in found.ranks]),
+    ):
+        for rank, total, line in zip(found.ranks, totals, lines_under(text, title), strict=False):
+            assert len(line) <= 36 and line.split("█")[0].split() == [str(rank.rank), *total.split()]
+
+
 def said_below(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith(("why", "others", "left out"))]
 
