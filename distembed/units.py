@@ -63,6 +63,19 @@ def enumerate_names(names: Sequence[str], most: int = 12) -> str:
     return " ".join([", ".join(names[:most]), *_others(names, most)])
 
 
+def format_ranges(numbers: Sequence[int], most: int = 3) -> str:
+    """Returns ascending numbers such as ``0-3, 8``; of more than ``most`` ranges the first, and how many are left."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges[:most])
+    num_others = sum(last - first + 1 for first, last in ranges[most:])
+    return f"{shown} and {num_others:,} more" if num_others else shown
+
+
 def enumerate_lines(lines: Sequence[str], most: int = 12) -> str:
     """Returns what stands below a heading: indented lines, of more than ``most`` the first ones and how many others."""
     return "".join(f"\n  {line}" for line in [*lines[:most], *_others(lines, most)])

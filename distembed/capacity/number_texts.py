@@ -1,11 +1,8 @@
 """Numbers of a plan as a reader sees them; bytes are written by :mod:`distembed.units`."""
 
 import math
-from collections.abc import Sequence
 
 from distembed.units import format_bytes
-
-_MAX_RANGES = 3
 
 
 def bytes_or_dash(num_bytes: int) -> str:
@@ -39,19 +36,6 @@ def percent_at_most(share: float) -> str:
     """Returns a share in percent, rounded up, such as ``2.5%``; without digits behind the point from 10% on."""
     scale = 10 if share < 0.1 else 1
     return f"{math.ceil(round(100 * share * scale, 6)) / scale:,.{1 if scale == 10 else 0}f}%"
-
-
-def ranges_text(numbers: Sequence[int]) -> str:
-    """Returns such as ``0-3, 8``, of numbers in ascending order; of many ranges the first, and how many others."""
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and ranges[-1][1] == number - 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges[:_MAX_RANGES])
-    num_others = sum(last - first + 1 for first, last in ranges[_MAX_RANGES:])
-    return f"{shown} and {num_others:,} more" if num_others else shown
 
 
 def _decimals(milliseconds: float) -> int:

@@ -10,8 +10,8 @@ from functools import cached_property
 from typing import ClassVar, Generic, TypeVar
 
 from distembed.capacity.assessment import AssessedRank, Assessment
-from distembed.capacity.number_texts import bytes_or_dash, format_milliseconds, percent_at_most, ranges_text
-from distembed.units import format_bytes
+from distembed.capacity.number_texts import bytes_or_dash, format_milliseconds, percent_at_most
+from distembed.units import format_bytes, format_ranges
 
 LineT = TypeVar("LineT")
 
@@ -66,7 +66,7 @@ class RankGroup:
     @property
     def text(self) -> str:
         """The ranks' numbers: ``7``, or ``0-3, 8 (5)`` with how many they are."""
-        numbers = ranges_text([rank.rank for rank in self.ranks])
+        numbers = format_ranges([rank.rank for rank in self.ranks])
         return numbers if len(self.ranks) == 1 else f"{numbers} ({len(self.ranks):,})"
 
     @property

@@ -5,13 +5,13 @@ They are plain: what shows them escapes them.
 """
 
 from distembed.capacity.assessment import AssessedRank, AssessedTable, Assessment
-from distembed.capacity.number_texts import bytes_or_dash, format_milliseconds, ranges_text
+from distembed.capacity.number_texts import bytes_or_dash, format_milliseconds
 from distembed.capacity.quantities import MemoryByRank, PlanColumn, TimeByRank, sent_bytes
 from distembed.capacity.reasons import alternatives_text, reason
 from distembed.planning.buffers import SentBytes
 from distembed.planning.cluster import Cluster
 from distembed.planning.workload import pipeline_depth
-from distembed.units import enumerate_names, format_bytes
+from distembed.units import enumerate_names, format_bytes, format_ranges
 
 _MAX_REASON_CHARACTERS = 300
 
@@ -198,4 +198,4 @@ def _ranks_text(table: AssessedTable, world_size: int) -> str:
     ranks = sorted(set(table.placement.ranks)) if table.placement is not None else []
     if not ranks:
         return "all"
-    return "all" if len(ranks) == world_size > 1 else ranges_text(ranks)
+    return "all" if len(ranks) == world_size > 1 else format_ranges(ranks)

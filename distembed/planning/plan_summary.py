@@ -3,6 +3,8 @@
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from distembed.units import format_ranges
+
 if TYPE_CHECKING:
     from torchrec.distributed.types import ShardingPlan
 
@@ -33,6 +35,9 @@ def describe_plan(plan: "ShardingPlan") -> str:
     """Returns one line: how many tables have each sharding type, and how many shards each rank has."""
     shardings = [sharding for module_plan in plan.plan.values() for sharding in module_plan.values()]
     counts = Counter(sharding.sharding_type for sharding in shardings)
-    ranks = Counter(rank for sharding in shardings for rank in sharding.ranks or [])
+    num_shards = Counter(rank for sharding in shardings for rank in sharding.ranks or [])
+    ranks: dict[int, list[int]] = {}
+    for rank in sorted(num_shards):
+        ranks.setdefault(num_shards[rank], []).append(rank)
     tables = ", ".join(f"{count} {sharding_type}" for sharding_type, count in counts.items())
-    return f"{tables}; shards by rank: {', '.join(f'{rank}: {ranks[rank]}' for rank in sorted(ranks))}"
+    return f"{tables}; shards by rank: {'; '.join(f'{format_ranges(own)}: {count}' for count, own in ranks.items())}"
