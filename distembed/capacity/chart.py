@@ -17,8 +17,9 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, MaxNLocator
 
 from distembed.capacity.assessment import AssessedRank, Assessment
-from distembed.capacity.quantities import MemoryByRank, RankItem, RankQuantity, quantities_by_rank
-from distembed.capacity.texts import verdict
+from distembed.capacity.memory_by_rank import MemoryByRank
+from distembed.capacity.rank_quantity import RankItem, RankQuantity
+from distembed.capacity.texts import quantities_by_rank, verdict
 from distembed.outputs import MADE_BY
 from distembed.runs.pages import COLOURS, FIGURE_SETTINGS, PAGE_COLOUR
 from distembed.units import binary_unit, format_bytes

@@ -6,20 +6,14 @@ from html import escape
 
 from distembed.capacity.assessment import AssessedRank, Assessment
 from distembed.capacity.chart import GREEN, MAX_BARS, RED, demand_colours, draw_demand, draw_ranks, item_colours
-from distembed.capacity.quantities import (
-    LineT,
-    PlanColumn,
-    RankGroup,
-    RankItem,
-    RankQuantity,
-    quantities_by_rank,
-)
+from distembed.capacity.rank_quantity import LineT, PlanColumn, RankGroup, RankItem, RankQuantity
 from distembed.capacity.reasons import ALTERNATIVES_LEGEND, alternatives_text, bound_lines
 from distembed.capacity.report import CapacityReport
 from distembed.capacity.texts import (
     cluster_text,
     host_lines,
     is_in_host_memory,
+    quantities_by_rank,
     shortage_lines,
     step_lines,
     table_columns,

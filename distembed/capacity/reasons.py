@@ -76,7 +76,7 @@ def _lines_by_text(assessment: Assessment, title: str, text: Callable[[AssessedT
 
 
 def _alternative_text(alternative: Alternative, placement: TablePlacement) -> str:
-    """Returns such as ``column_wise in 2 shards +0.125 ms, +1.50 MiB, +12.00 MiB sent; does not fit``."""
+    """Returns such as ``column_wise in 2 shards +0.125 ms, +1.50 MiB, +12.00 MiB sent, does not fit``."""
     # torch's kernel alone has replicated tables
     is_other_kernel = alternative.num_shards > 0 and alternative.compute_kernel != placement.compute_kernel
     kernel = f" ({alternative.compute_kernel})" if is_other_kernel else ""

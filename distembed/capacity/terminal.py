@@ -16,12 +16,13 @@ from rich.table import Table
 from rich.text import Text
 
 from distembed.capacity.assessment import AssessedRank, Assessment
-from distembed.capacity.quantities import RankGroup, RankItem, RankQuantity, quantities_by_rank
+from distembed.capacity.rank_quantity import RankGroup, RankItem, RankQuantity
 from distembed.capacity.reasons import ALTERNATIVES_LEGEND, alternative_lines, bound_lines, reason_lines
 from distembed.capacity.report import CapacityReport
 from distembed.capacity.texts import (
     host_lines,
     is_in_host_memory,
+    quantities_by_rank,
     shortage_lines,
     step_lines,
     table_columns,

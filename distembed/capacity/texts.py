@@ -5,15 +5,22 @@ They are plain: what shows them escapes them.
 """
 
 from distembed.capacity.assessment import AssessedRank, AssessedTable, Assessment
+from distembed.capacity.memory_by_rank import MemoryByRank
 from distembed.capacity.number_texts import bytes_or_dash, format_milliseconds
-from distembed.capacity.quantities import MemoryByRank, PlanColumn, TimeByRank, sent_bytes
+from distembed.capacity.rank_quantity import PlanColumn
 from distembed.capacity.reasons import alternatives_text, reason
+from distembed.capacity.time_by_rank import TimeByRank, sent_bytes
 from distembed.planning.buffers import SentBytes
 from distembed.planning.cluster import Cluster
 from distembed.planning.workload import pipeline_depth
 from distembed.units import enumerate_names, format_bytes, format_ranges
 
 _MAX_REASON_CHARACTERS = 300
+
+
+def quantities_by_rank(assessment: Assessment) -> tuple[MemoryByRank, TimeByRank]:
+    """Returns what is shown of each rank of an assessment that has a plan."""
+    return MemoryByRank(assessment), TimeByRank(assessment)
 
 
 def table_columns(assessment: Assessment) -> list[PlanColumn[AssessedTable]]:

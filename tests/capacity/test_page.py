@@ -16,10 +16,12 @@ from PIL import Image
 
 from distembed.capacity.assessment import Assessment
 from distembed.capacity.chart import draw_demand, draw_ranks
-from distembed.capacity.quantities import MemoryByRank, RankQuantity, TimeByRank
+from distembed.capacity.memory_by_rank import MemoryByRank
+from distembed.capacity.rank_quantity import RankQuantity
 from distembed.capacity.remedies import Remedies
 from distembed.capacity.report import CapacityReport
 from distembed.capacity.report_file import write_capacity_report
+from distembed.capacity.time_by_rank import TimeByRank
 from distembed.errors import RunError, UserError
 from distembed.planning.alternatives import Alternative
 from distembed.units import format_bytes

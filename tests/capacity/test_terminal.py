@@ -8,10 +8,11 @@ import pytest
 from rich.console import Console
 
 from distembed.capacity.assessment import Assessment
-from distembed.capacity.quantities import MemoryByRank, TimeByRank
+from distembed.capacity.memory_by_rank import MemoryByRank
 from distembed.capacity.remedies import Remedies
 from distembed.capacity.report import CapacityReport
 from distembed.capacity.terminal import print_capacity_report
+from distembed.capacity.time_by_rank import TimeByRank
 from distembed.planning.alternatives import Alternative
 from distembed.planning.buffers import SentBytes
 from distembed.planning.networks import NetworkEstimate
