@@ -34,7 +34,7 @@ def _take_over(module: nn.Module, arguments: Any, awaitable: Any) -> None:
     """Takes over the request of an exchange that has just begun; what a dist makes of others is taken over already."""
     if isinstance(awaitable, PooledEmbeddingsAwaitable | SequenceEmbeddingsAwaitable):
         request = awaitable._tensor_awaitable
-        if type(request) is Request and request.pg is not None and request.dummy_tensor.device.type == "cpu":
+        if type(request) is Request and request.dummy_tensor.device.type == "cpu":
             work = request.req
             # autograd knows the request already, and sets the work of the way back in it
             request.__class__ = _PromptRequest

@@ -1,0 +1,368 @@
+"""Holds the estimated memory of a training step against what is allocated, in its worst timing.
+
+::
+
+    python tools/bench_memory.py --output bench_memory.json
+
+DLRM over Criteo Kaggle's 26 features, row-wise Adagrad, on gloo ranks of this machine. A case is stepped ten times,
+five of them while other processes keep all cores busy; each time counts its fullest moment, and what matters is the
+highest of the ten. Weights and optimizer states are not counted, buffers of gradients are.
+
+Counted is what malloc has given out, sampled after each operator and all the time by a thread, less what it has given
+out between two steps, where the storages that operators have returned are known one by one. The profiler's trace does
+not do: what a thread of gloo's frees last is never seen to be freed there.
+"""
+
+import argparse
+import ctypes
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import os
+import socket
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from bench_common import surroundings
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from distembed.config import Config, TrainConfig
+from distembed.data.dataset.schema import SCHEMAS
+from distembed.data.reader.batch import Batch
+from distembed.embedding import EmbeddingConfig, TableConfig
+from distembed.files import write_json
+from distembed.models import DLRMConfig
+from distembed.optim.config import SparseOptimizerConfig
+from distembed.planning import PlanConfig
+from distembed.planning.buffers import Step, StepBuffers
+from distembed.planning.config import TablePlanConfig
+from distembed.planning.estimated_plan import plan_placements
+from distembed.ranks import Ranks
+from distembed.training.build import Blueprint, TrainingState, build_training_state
+
+SCHEMA = SCHEMAS["criteo_kaggle"]
+DIM, NUM_STEPS, NUM_WARM = 32, 8, 3
+LEAST, MOST = 0.9, 4 / 3
+"""Of the highest peak: the estimates that are close enough."""
+_SAMPLED_BYTES = 2**16
+"""Storages from which on the operator that returns them is followed by a sample."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Tables and their placement.
+
+    Attributes:
+        name: Name of the case.
+        table: Settings of all tables.
+        sharding_types: Sharding types that the tables have in turn.
+        nodes: Number of nodes.
+        ranks_per_node: Number of ranks on each of them.
+    """
+
+    name: str
+    table: dict[str, Any]
+    sharding_types: Sequence[str]
+    nodes: int = 1
+    ranks_per_node: int = 2
+
+
+PRODUCT = {"partition": "mixed_radix", "num_partitions": 3, "composition": "product"}
+PATH = {"partition": "quotient_remainder", "collisions": 60, "composition": "path_mlp"}
+CASES = [
+    Case("product, table-wise", PRODUCT, ["table_wise"]),
+    Case("product, by columns", PRODUCT, ["column_wise"]),
+    Case("product, by rows", PRODUCT, ["row_wise"]),
+    Case("product, replicated", PRODUCT, ["data_parallel"]),
+    Case("product, mixed", PRODUCT, ["table_wise", "column_wise", "row_wise", "data_parallel"]),
+    Case("path_mlp, table-wise", PATH, ["table_wise"]),
+    Case("path_mlp, by rows", PATH, ["row_wise"]),
+    Case("product, by rows in nodes", PRODUCT, ["table_row_wise"], 2, 2),
+    Case("product, grid", PRODUCT, ["grid_shard"], 2, 2),
+]
+
+
+class _MallocStatistics(ctypes.Structure):
+    """glibc's ``struct mallinfo2``."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
+
+
+def _allocated_bytes() -> int:
+    """Returns the bytes that malloc has given out in this process."""
+    statistics = _libc.mallinfo2()
+    return int(statistics.uordblks + statistics.hblkhd)
+
+
+_libc = ctypes.CDLL(None)
+_libc.mallinfo2.restype = _MallocStatistics
+
+
+class Allocations(TorchDispatchMode):
+    """Follows what is allocated: all of it, and apart from it the storages that operators have returned.
+
+    Attributes:
+        peak: Most bytes that malloc has given out since it was set.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._sizes: dict[int, int] = {}
+        self._stopped = threading.Event()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = func(*args, **(kwargs or {}))
+        for value in tree_iter(returned):
+            if isinstance(value, Tensor) and not value.is_meta:
+                self._follow(value.untyped_storage())
+        return returned
+
+    @property
+    def storage_bytes(self) -> int:
+        """Bytes of the storages that are alive."""
+        return sum(self._sizes.values())
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._sizes:
+            self._sizes[storage._cdata] = storage.nbytes()
+            weakref.finalize(storage, self._sizes.pop, storage._cdata, None)
+        if storage.nbytes() >= _SAMPLED_BYTES:
+            self.sample()
+
+    def sample(self) -> None:
+        """Notes what is given out now."""
+        self.peak = max(self.peak, _allocated_bytes())
+
+    @contextmanager
+    def sampled(self) -> Iterator[None]:
+        """Samples in a thread of its own as well, which sees what operators take within themselves."""
+
+        def keep_sampling() -> None:
+            while not self._stopped.wait(1e-3):
+                self.sample()
+
+        thread = threading.Thread(target=keep_sampling, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._stopped.set()
+            thread.join()
+
+
+def draw_batches(rank: int, num_rows: int, batch_size: int) -> Iterator[Batch]:
+    """Yields batches of uniform ids, one of each feature a row."""
+    generator = np.random.default_rng(rank)
+    for _ in range(NUM_STEPS):
+        columns = [generator.integers(0, feature.num_embeddings, num_rows) for feature in SCHEMA.categorical]
+        lengths = torch.ones(num_rows * len(columns), dtype=torch.int32)
+        ids = KeyedJaggedTensor(
+            list(SCHEMA.categorical_names), torch.from_numpy(np.concatenate(columns)), lengths=lengths, stride=num_rows
+        )
+        fields = {"dense_features": torch.zeros(num_rows, len(SCHEMA.dense)), "labels": torch.zeros(num_rows)}
+        yield Batch({**fields, "sparse_features": ids}, batch_size)
+
+
+def blueprint_of(case: Case, batch_size: int, ranks: Ranks) -> Blueprint:
+    """Returns what the case's model is built from."""
+    sharding_types = itertools.cycle(case.sharding_types)
+    plans = {
+        name: TablePlanConfig(sharding_types=[sharding_type], min_partition=DIM // 2)  # type: ignore[list-item]
+        for name, sharding_type in zip(SCHEMA.categorical_names, sharding_types, strict=False)
+    }
+    config = Config(
+        model=DLRMConfig(bottom=[128, 64], top=[128, 64]),
+        embedding=EmbeddingConfig(default=TableConfig(**case.table, embedding_dim=DIM, threshold=0, force=True)),
+        plan=PlanConfig(tables=plans),
+        train=TrainConfig(
+            batch_size=batch_size,
+            precision="fp32",
+            log_every=1,
+            sparse_optimizer=SparseOptimizerConfig(name="row_wise_adagrad"),
+        ),
+    )
+    return Blueprint.for_ranks(config, SCHEMA, ranks, {})
+
+
+def kept_bytes(state: TrainingState) -> int:
+    """Returns the bytes of this rank's weights, buffers and optimizer states."""
+    states = state.optimizers.combined.state_dict()["state"].values()
+    networks = [buffer for name, buffer in state.model.named_buffers() if ".embeddings." not in name]
+    values = [*state.model.state_dict().values(), *networks, *[v for own in states for v in own.values()]]
+    return sum(map(_local_bytes, values))
+
+
+def _local_bytes(value: Any) -> int:
+    if hasattr(value, "local_shards"):
+        return sum(_local_bytes(shard.tensor) for shard in value.local_shards())
+    return value.numel() * value.itemsize if isinstance(value, Tensor) else 0
+
+
+def measure(case: Case, batch_size: int, repeats: int, ranks: Ranks) -> tuple[StepBuffers, list[int]]:
+    """Returns this rank's estimate and its measured peaks, the later half of them under load; all ranks call it."""
+    blueprint, num_rows = blueprint_of(case, batch_size, ranks), batch_size // ranks.world_size
+    peaks = []
+    with Allocations() as allocations, allocations.sampled():
+        state = build_training_state(blueprint, ranks, num_steps=repeats * NUM_STEPS)
+        for repeat in range(repeats):
+            with _busy_cores(ranks.rank == 0 and repeat >= repeats // 2):
+                dist.barrier()
+                peaks.append(_peak(state, allocations, draw_batches(ranks.rank, num_rows, batch_size)))
+                dist.barrier()
+        kept = kept_bytes(state)
+    placements = plan_placements(blueprint.build_plannable(), state.plan, ranks.world_size)
+    estimate = Step(placements, ranks.world_size, blueprint.workload(), ranks.device.type).buffers(ranks.rank)
+    return estimate, [peak - kept for peak in peaks]
+
+
+def _peak(state: TrainingState, allocations: Allocations, batches: Iterator[Batch]) -> int:
+    """Steps through all batches and returns the bytes of the fullest moment, with all that is kept."""
+    highest = 0
+    for number, _ in enumerate(state.pipeline.outputs(batches)):
+        # the first steps make states and the last ones find no batch to work ahead on
+        if NUM_WARM <= number < NUM_STEPS - 2:
+            highest = max(highest, allocations.storage_bytes + allocations.peak - _allocated_bytes())
+        allocations.peak = _allocated_bytes()
+    return highest
+
+
+@contextmanager
+def _busy_cores(wanted: bool) -> Iterator[None]:
+    """Keeps twice as many processes busy as there are cores."""
+    count = 2 * (os.cpu_count() or 1) if wanted else 0
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_keep_busy, args=(os.getpid(),), daemon=True) for _ in range(count)]
+    for process in processes:
+        process.start()
+    try:
+        if processes:
+            time.sleep(1.0)  # until they have started
+        yield
+    finally:
+        for process in processes:
+            process.terminate()
+            process.join()
+
+
+def _keep_busy(parent: int) -> None:
+    while os.getppid() == parent:
+        sorted(range(100_000), key=lambda number: -number)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """The result of one case on the rank whose estimate is farthest from its highest peak, in bytes.
+
+    Attributes:
+        case: Name of the case.
+        moment: The moment that is estimated to be the fullest.
+        estimate: Estimated bytes.
+        lowest: The lowest of the peaks.
+        highest: The highest of the peaks.
+        ratio: Estimated to highest.
+        is_close: Whether the ratio lies within the limits.
+    """
+
+    case: str
+    moment: str
+    estimate: int
+    lowest: int
+    highest: int
+    ratio: float
+    is_close: bool
+
+
+def summarise(case: Case, results: Sequence[tuple[StepBuffers, list[int]]]) -> Row:
+    """Returns the row of one case, from the results of all ranks."""
+
+    def distance(result: tuple[StepBuffers, list[int]]) -> float:
+        ratio = result[0].total / max(result[1])
+        return max(ratio / MOST, LEAST / ratio)
+
+    estimate, peaks = max(results, key=distance)
+    ratio = estimate.total / max(peaks)
+    return Row(case.name, estimate.moment, estimate.total, min(peaks), max(peaks), ratio, LEAST <= ratio <= MOST)
+
+
+def run_rank(rank: int, world_size: int, port: int, options: argparse.Namespace, output: Path) -> None:
+    """Measures the cases that take this number of ranks; rank 0 writes their rows."""
+    torch.set_num_threads(1)
+    cases = [case for case in _chosen(options) if case.nodes * case.ranks_per_node == world_size]
+    per_node = cases[0].ranks_per_node
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(LOCAL_RANK=str(rank % per_node), LOCAL_WORLD_SIZE=str(per_node))
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    ranks = Ranks(rank, world_size, per_node, torch.device("cpu"))
+    rows = []
+    for case in cases:
+        own = measure(case, options.batch_size, options.repeats, ranks)
+        results: list[Any] = [None] * world_size
+        dist.all_gather_object(results, own)
+        rows.append(dataclasses.asdict(summarise(case, results)))
+    if rank == 0:
+        output.write_text(json.dumps(rows))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _chosen(options: argparse.Namespace) -> list[Case]:
+    return [case for case in CASES if options.only in case.name]
+
+
+def run_ranks(world_size: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Returns the rows of all cases that take this number of ranks."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "rows.json"
+        mp.spawn(run_rank, (world_size, port, options, output), nprocs=world_size)
+        rows: list[dict[str, Any]] = json.loads(output.read_text())
+    return rows
+
+
+def main() -> None:
+    """Measures every case and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch-size", type=int, default=4096, help="rows of all ranks together")
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--only", default="", help="cases whose name holds this text")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    options = parser.parse_args()
+    sizes = sorted({case.nodes * case.ranks_per_node for case in _chosen(options)})
+    rows = [row for world_size in sizes for row in run_ranks(world_size, options)]
+    table = Table("case", "fullest moment", "estimate, MB", "lowest", "highest", "to highest", "close")
+    for row in rows:
+        sizes_text = [f"{row[name] / 1e6:.1f}" for name in ("estimate", "lowest", "highest")]
+        close = "yes" if row["is_close"] else "no"
+        table.add_row(row["case"], row["moment"], *sizes_text, f"{row['ratio']:.2f}", close)
+    Console(width=120).print(table)
+    result = {**surroundings(torch.device("cpu")), "rows": rows}
+    print(json.dumps(result))
+    if options.output is not None:
+        write_json(options.output, result)
+
+
+if __name__ == "__main__":
+    main()
