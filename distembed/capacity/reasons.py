@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from distembed.capacity.assessment import AssessedTable, Assessment, TablePlacement
+from distembed.capacity.assessment import AssessedTable, Assessment
 from distembed.capacity.number_texts import added_bytes, added_milliseconds, milliseconds_at_least, percent_at_most
 from distembed.planning.alternatives import Alternative
 from distembed.units import enumerate_names
@@ -36,6 +36,12 @@ def bound_lines(assessment: Assessment) -> list[str]:
     return lines
 
 
+def sharding_text(sharding_type: str, compute_kernel: str) -> str:
+    """Returns a sharding type, with the kernel where that is not the usual one; of replicated tables it is torch's."""
+    is_usual = compute_kernel == "fused" or sharding_type == "data_parallel"
+    return sharding_type if is_usual else f"{sharding_type} ({compute_kernel})"
+
+
 def reason(table: AssessedTable) -> str:
     """Returns why a table is placed as it is; empty where there is no plan."""
     return "" if table.placement is None else table.placement.reason
@@ -43,10 +49,7 @@ def reason(table: AssessedTable) -> str:
 
 def alternatives_text(table: AssessedTable) -> str:
     """Returns the other placements of a table with what they would cost, a line each; empty where there are none."""
-    placement = table.placement
-    if placement is None:
-        return ""
-    return "\n".join(_alternative_text(alternative, placement) for alternative in placement.alternatives)
+    return "" if table.placement is None else "\n".join(map(_alternative_text, table.placement.alternatives))
 
 
 def reason_lines(assessment: Assessment) -> list[str]:
@@ -75,15 +78,13 @@ def _lines_by_text(assessment: Assessment, title: str, text: Callable[[AssessedT
     return lines[:_MAX_LINES] + rest
 
 
-def _alternative_text(alternative: Alternative, placement: TablePlacement) -> str:
+def _alternative_text(alternative: Alternative) -> str:
     """Returns such as ``column_wise in 2 shards +0.125 ms, +1.50 MiB, +12.00 MiB sent, does not fit``."""
-    # torch's kernel alone has replicated tables
-    is_other_kernel = alternative.num_shards > 0 and alternative.compute_kernel != placement.compute_kernel
-    kernel = f" ({alternative.compute_kernel})" if is_other_kernel else ""
+    placed = sharding_text(alternative.sharding_type, alternative.compute_kernel)
     shards = f" in {alternative.num_shards:,} shards" if alternative.num_shards > 1 else ""
     sent = f", {added_bytes(alternative.sent_bytes)} sent" if alternative.sent_bytes else ""
     fits = "" if alternative.fits else ", does not fit"
     return (
-        f"{alternative.sharding_type}{kernel}{shards} {added_milliseconds(alternative.milliseconds)}, "
+        f"{placed}{shards} {added_milliseconds(alternative.milliseconds)}, "
         f"{added_bytes(alternative.memory_bytes)}{sent}{fits}"
     )

@@ -8,7 +8,7 @@ from distembed.capacity.assessment import AssessedRank, AssessedTable, Assessmen
 from distembed.capacity.memory_by_rank import MemoryByRank
 from distembed.capacity.number_texts import bytes_or_dash, format_milliseconds
 from distembed.capacity.rank_quantity import PlanColumn
-from distembed.capacity.reasons import alternatives_text, reason
+from distembed.capacity.reasons import alternatives_text, reason, sharding_text
 from distembed.capacity.time_by_rank import TimeByRank, sent_bytes
 from distembed.planning.buffers import SentBytes
 from distembed.planning.cluster import Cluster
@@ -37,7 +37,7 @@ def table_columns(assessment: Assessment) -> list[PlanColumn[AssessedTable]]:
         return [*columns, PlanColumn("memory, one copy", lambda table: format_bytes(table.one_copy.total))]
     world_size = assessment.cluster.world_size
     columns += [
-        PlanColumn("placed", _sharding_text, is_number=False),
+        PlanColumn("placed", _placed_text, is_number=False),
         PlanColumn("ranks", lambda table: _ranks_text(table, world_size), is_number=False),
         PlanColumn("memory, all ranks", lambda table: format_bytes(table.storage.total)),
     ]
@@ -191,13 +191,10 @@ def _shortage(rank: AssessedRank, used_bytes: int, capacity_bytes: int, memory: 
     )
 
 
-def _sharding_text(table: AssessedTable) -> str:
-    """Returns the sharding type, with the kernel where that is not the usual one."""
+def _placed_text(table: AssessedTable) -> str:
+    """Returns how a table is divided; empty where there is no plan."""
     placement = table.placement
-    if placement is None:
-        return ""
-    kernel = "" if placement.compute_kernel == "fused" else f" ({placement.compute_kernel})"
-    return f"{placement.sharding_type}{kernel}"
+    return "" if placement is None else sharding_text(placement.sharding_type, placement.compute_kernel)
 
 
 def _ranks_text(table: AssessedTable, world_size: int) -> str:

@@ -29,7 +29,7 @@ class TimeByRank(RankQuantity):
     @cached_property
     def full_bar(self) -> float:
         """The time of the slowest rank."""
-        return max(map(self.total, self.ranks))
+        return self.total(self.most.first)
 
     @property
     def bar_heading(self) -> str:

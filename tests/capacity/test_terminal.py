@@ -271,7 +271,9 @@ def test_other_placements_are_told_with_what_they_would_add() -> None:
         "column_wise in 2 shards +0.125 ms, -1.50 MiB, +12.00 MiB sent",
         "table_wise (fused_uvm_caching) -0.250 ms, +0 B, does not fit",
     ]
-    found = plan_assessment(1, 2, num_tables=4)
+    found = with_placement(
+        plan_assessment(1, 2, num_tables=4), 2, sharding_type="data_parallel", compute_kernel="dense"
+    )
     for index, alternatives in enumerate((others, replicated, others, ())):
         found = with_placement(found, index, alternatives=alternatives)
     wide, narrow = printed(found, 250), printed(found, 80)
@@ -283,6 +285,7 @@ def test_other_placements_are_told_with_what_they_would_add() -> None:
         "instead (C2): data_parallel +0 ms, +1.00 GiB",
     ]
     for text in (wide, narrow):
+        assert " data_parallel  " in text and "(dense)" not in text
         assert "instead: other placements of a table, the others staying where they are" in text
     assert "instead" not in printed(plan_assessment(1, 2))
 
