@@ -254,6 +254,22 @@ def test_what_a_table_cannot_be_is_refused_with_its_name_and_value(
     assert re.search(message, found), found
 
 
+def test_rows_are_divided_between_the_ranks_of_one_machine_in_order() -> None:
+    for layout, name in (("table_row_wise", "c"), ("grid_shard", "a")):
+        plan = planned(layout)
+        own = plan[MODULE][name]
+        start, stop = (0, own["shards"][0]["size"][1])
+        own["shards"][0]["rank"], own["shards"][1]["rank"] = own["ranks"][1], own["ranks"][0]
+        own["ranks"][:2] = own["ranks"][1::-1]
+        expected = rf"{layout} with columns \[{start}, {stop}\) on ranks \[{own['ranks'][0]}, {own['ranks'][1]}\], and"
+        assert re.search(expected + r" the rows of a range .* 2 rank\(s\) of one machine", refusal(plan))
+        # rows that are on no rank, or in two shards
+        for change, message in ((-1, "rows .* on no rank"), (1, "rows .* in two shards")):
+            plan = planned(layout)
+            plan[MODULE][name]["shards"][0]["size"][0] += change
+            assert re.search(f"'{name}' is planned with {message}", refusal(plan))
+
+
 def test_kernels_follow_the_device_and_the_optimizer() -> None:
     cached = change_table("c", compute_kernel="fused_uvm_caching")
     assert apply_plan(cached, device="cuda") == cached

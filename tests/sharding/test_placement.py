@@ -165,7 +165,7 @@ def test_row_wise_divides_the_largest_partition_and_replicates_the_others(ranks:
 
 
 @pytest.mark.parametrize("rows", [1, 5, 8, 9, 250])
-@pytest.mark.parametrize("nodes", [(1,), (0, 1), (1, 0, 1, 2)])
+@pytest.mark.parametrize("nodes", [(1,), (0, 1), (1, 0, 1, 2), (0, 0, 1, 0)])
 def test_a_grid_divides_each_range_of_columns_by_rows_within_a_node(nodes: tuple[int, ...], rows: int) -> None:
     ranks_per_node, columns = 4, 16 // len(nodes)
     made = CompositionalEmbeddingBagConfig("t", 3 * rows, 16, ["t"], QuotientRemainder(3 * rows, collisions=3))

@@ -4,7 +4,7 @@ import itertools
 import os
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,11 +156,11 @@ def count_step(model: nn.Module, features: Any) -> dict[str, Counter[str]]:
     return {"forward": forward.counts, "backward": backward.counts}
 
 
-def check_traffic(rank: int, kind: str, is_weighted: bool) -> None:
+def check_traffic(rank: int, kind: str, is_weighted: bool, compositions: Sequence[str]) -> None:
     features = traffic.draw(4, rank, 10, is_weighted)
     stock = count_step(shard(traffic.plain(is_weighted), EmbeddingBagCollectionSharder({}), kind), features)
     stock["backward"].pop("average", 0)
-    for composition in ("product", "concat"):
+    for composition in compositions:
         collection = traffic.ours(composition, is_weighted, torch.int64)
         model = shard(collection, CompositionalEmbeddingBagCollectionSharder({}), kind)
         counts = count_step(model, features)
@@ -169,9 +169,8 @@ def check_traffic(rank: int, kind: str, is_weighted: bool) -> None:
         assert counts == stock == by_hand(kind, rank, features), (kind, composition, is_weighted)
 
 
-def check_checkpoints(folder: Path, optimizers: tuple[str, ...]) -> None:
-    """What is divided over two levels others load, and the other way round."""
-    pairs = [("grid_shard", "column_wise"), ("row_wise", "grid_shard"), ("table_row_wise", "grid_shard")]
+def check_checkpoints(folder: Path, pairs: Sequence[tuple[str, str]], optimizers: Sequence[str]) -> None:
+    """What was saved under the first layout of each pair is loaded under the second."""
     for (before, now), optimizer in itertools.product(pairs, optimizers):
         trained, other = build(before, optimizer), build(now, optimizer)
         for number in range(2):
@@ -193,10 +192,10 @@ def check_other_nodes() -> None:
 def check_some(rank: int, world_size: int, folder: Path) -> None:
     bags.check_all_equal(rank, world_size, SOME)
     for i, kind in enumerate(SHARDING_TYPES):
-        check_traffic(rank, kind, is_weighted=bool(i))
+        check_traffic(rank, kind, bool(i), ["concat" if i else "product"])
         storage.check(rank, kind, OPTIMIZER_NAMES[1 + i], "adam")
-        bags.check_empty_rank(rank, kind)
-    check_checkpoints(folder, ("row_wise_adagrad",))
+    bags.check_empty_rank(rank, "grid_shard")
+    check_checkpoints(folder, [("table_row_wise", "grid_shard")], ["row_wise_adagrad"])
     check_other_nodes()
 
 
@@ -204,12 +203,14 @@ def check_all(rank: int, world_size: int, folder: Path) -> None:
     bags.check_all_equal(rank, world_size, ALL)
     for kind in SHARDING_TYPES:
         for is_weighted in (False, True):
-            check_traffic(rank, kind, is_weighted)
+            check_traffic(rank, kind, is_weighted, ["product", "sum", "concat"])
         for optimizer in OPTIMIZER_NAMES:
             storage.check(rank, kind, optimizer, "adam")
+        bags.check_empty_rank(rank, kind)
         bags.check_empty_bags(rank, kind)
         bags.check_half_precision(kind)
-    check_checkpoints(folder, OPTIMIZER_NAMES)
+    pairs = [("grid_shard", "column_wise"), ("row_wise", "grid_shard"), ("table_row_wise", "grid_shard")]
+    check_checkpoints(folder, [*pairs, ("data_parallel", "table_row_wise")], OPTIMIZER_NAMES)
 
 
 def require_planned_is_placed(seed: int) -> None:
