@@ -102,8 +102,9 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
         for name in self._model_parallel_name_to_local_shards:
             key = f"{prefix}embedding_bags.{name}.weight"
             if isinstance(state_dict.get(key), ShardedTensor):
-                shards = [shard.tensor for shard in state_dict.pop(key).local_shards()]
-                local_tensors[key] = torch.cat(shards) if shards else torch.empty(0)
+                shards = [shard.tensor for shard in state_dict.pop(key).local_shards()] or [torch.empty(0)]
+                # one shard, which may be most of a rank's memory, is not copied
+                local_tensors[key] = torch.cat(shards) if len(shards) > 1 else shards[0]
         ShardedEmbeddingBagCollection._pre_load_state_dict_hook(self, state_dict, prefix, *others)
         state_dict.update(local_tensors)
 
