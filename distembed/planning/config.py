@@ -43,12 +43,12 @@ class PlanConfig:
     """Ways in which tables may be placed.
 
     Attributes:
-        sharding_types: Sharding types that the planner chooses from. Null for table_wise and, but for sequences,
-            column_wise, which communicate what plain tables do and nothing else; for a table of which the narrowest
-            range of columns is more than a rank's share, where ranks are many or tables do not fit otherwise, also
-            row_wise, which divides the largest partition between all ranks and replicates the others.
-        min_partition: The fewest columns that a rank gets of a table that is placed column-wise; null for 128, as
-            TorchRec has it, or as few as it takes to balance 32 ranks and more, or ranks that would be over half full.
+        sharding_types: Sharding types that the planner chooses from. Null for all that the table can have, but for
+            table_column_wise, and for column_wise of sequences, whose tables would all have ranges of one width.
+        min_partition: The fewest columns that a rank gets of a table that is placed column-wise; null for 4, the fewest
+            that FBGEMM's kernels read.
+        time_tolerance: Share of a step's time by which the plan may be slower than the fastest that was found, to have
+            fewer bytes on the fullest rank; the search ends where the fastest is known up to this share.
         host_memory: Whether tables may lie in host memory and be cached on a CUDA device.
         reserve: Share of a device's memory that is kept free, for what no plan counts: the allocator's rounding and
             gaps, CUDA's context and NCCL's buffers.
@@ -58,5 +58,6 @@ class PlanConfig:
     sharding_types: ShardingTypes | None = None
     min_partition: Width | None = None
     host_memory: bool = False
+    time_tolerance: Annotated[float, Field(ge=0, le=1)] = 0.01
     reserve: Annotated[float, Field(ge=0, lt=1)] = 0.05
     tables: dict[str, TablePlanConfig] = field(default_factory=dict)

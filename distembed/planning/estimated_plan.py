@@ -5,14 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.types import ShardingPlan
 
 from distembed.embedding.tables import CompositionalTables
 from distembed.planning.alternatives import Alternative
 from distembed.planning.costs import PlacementCosts
-from distembed.planning.memory import RankMemory, rank_memories
+from distembed.planning.memory import RankMemory
 from distembed.planning.request import PlanRequest
 from distembed.planning.search import SearchResult
 from distembed.planning.times import PlacedTable, StepTime, step_times
@@ -53,49 +51,25 @@ class EstimatedPlan:
 
 
 def estimate_plan(request: PlanRequest, found: SearchResult) -> EstimatedPlan:
-    """Counts what a plan that was found takes of every rank; sets its kernels to ``dense`` where FBGEMM cannot train.
+    """Counts what a plan that was found takes of every rank.
 
     Args:
         request: Model, cluster and workload of the plan.
-        found: The search's result, which has a plan.
+        found: The search's result.
     """
-    plan, cluster, workload = found.answer, request.cluster, request.workload
-    assert isinstance(plan, ShardingPlan)
-    compositional = {table.name for table in request.tables}
-    if not request.table_optimizers.is_fused:
-        for module_plan in plan.plan.values():
-            for name in module_plan.keys() & (compositional | {table.name for table in request.plain_tables}):
-                module_plan[name].compute_kernel = EmbeddingComputeKernel.DENSE.value
-    placements = plan_placements(request.model, plan, cluster.world_size)
-    plain_options = [option for option in found.options if option.name not in compositional]
-    memory = rank_memories(
-        placements,
-        cluster.world_size,
-        workload,
-        request.table_optimizers,
-        cluster.device.kind,
-        plain_tables=counted_bytes(plain_options, cluster.world_size),
-        cache_ratio=request.cache_ratio,
-    )
+    cluster, costs = request.cluster, PlacementCosts(request)
+    placements = plan_placements(request.model, found.plan, cluster.world_size)
     return EstimatedPlan(
-        plan=plan,
-        why={p.table.name: found.why[p.table.name] + _host_memory_note(p) for p in placements},
-        memory=memory,
-        times=step_times(placed_tables(request, plan, placements), PlacementCosts(request), cluster),
-        excess=max(rank.total for rank in memory) - request.plannable_bytes,
-        host_excess=max(rank.host for rank in memory) - cluster.host_bytes_per_rank,
+        plan=found.plan,
+        why=_with_notes(request, found),
+        memory=found.memory,
+        times=step_times(placed_tables(request, found.plan, placements), costs, cluster),
+        excess=max(rank.total for rank in found.memory) - request.plannable_bytes,
+        host_excess=max(rank.host for rank in found.memory) - cluster.host_bytes_per_rank,
+        lower_bound_ms=found.lower_bound_ms,
+        is_complete=found.is_complete,
+        alternatives=found.alternatives,
     )
-
-
-def plan_placements(model: nn.Module, plan: ShardingPlan, world_size: int) -> list[Placement]:
-    """Returns where the parameters of all compositional tables of a model go, collection after collection."""
-    units: Mapping[str, Any] = plan.plan
-    return [
-        placement
-        for path, module in model.named_modules()
-        if isinstance(module, CompositionalTables)
-        for placement in place_tables(module.tables(), units[path], world_size, collection=path)
-    ]
 
 
 def placed_tables(request: PlanRequest, plan: ShardingPlan, placements: Iterable[Placement]) -> list[PlacedTable]:
@@ -116,15 +90,25 @@ def placed_tables(request: PlanRequest, plan: ShardingPlan, placements: Iterable
     return [PlacedTable(own.table, own.unit, own.collection) for own in placements] + plain
 
 
-def counted_bytes(options: Iterable[ShardingOption], world_size: int) -> list[int]:
-    """Returns the bytes of each rank's shards, with buffers, as the planner counted them."""
-    counted = [0] * world_size
-    for shard in (shard for option in options for shard in option.shards):
-        assert shard.storage is not None and shard.rank is not None
-        counted[shard.rank] += shard.storage.hbm or shard.storage.ddr
-    return counted
+def plan_placements(model: nn.Module, plan: ShardingPlan, world_size: int) -> list[Placement]:
+    """Returns where the parameters of all compositional tables of a model go, collection after collection."""
+    units: Mapping[str, Any] = plan.plan
+    return [
+        placement
+        for path, module in model.named_modules()
+        if isinstance(module, CompositionalTables)
+        for placement in place_tables(module.tables(), units[path], world_size, collection=path)
+    ]
 
 
-def _host_memory_note(placement: Placement) -> str:
-    """Returns what follows the reason of a table that ``plan.host_memory`` lets lie in host memory."""
-    return "; host memory: no device has room" if placement.unit.compute_kernel in IN_HOST_MEMORY else ""
+def _with_notes(request: PlanRequest, found: SearchResult) -> dict[str, str]:
+    """Returns the reason of each compositional table, with what FBGEMM or the memory of devices has to do with it."""
+    units: Mapping[str, Any] = found.plan.plan
+    why = {}
+    for path, collection in request.collections.items():
+        for table in collection.tables():
+            reason, kernel = found.why[table.name], units[path][table.name].compute_kernel
+            if not request.table_optimizers.is_fused:
+                reason += f"; dense kernel: FBGEMM has no {request.table_optimizers.sparse}"
+            why[table.name] = reason + ("; host memory: no device has room" if kernel in IN_HOST_MEMORY else "")
+    return why

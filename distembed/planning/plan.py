@@ -1,30 +1,23 @@
-"""Making a plan: TorchRec's planner, given the memory that a cluster really has and what a training step takes of it.
-
-Left to itself TorchRec's ``Topology`` takes 32 GB of device and 128 GB of host memory for granted.
-"""
+"""Making a plan for the memory that a cluster really has, and for what a training step takes of it."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
-from distembed.errors import InsufficientMemory, RunError
+from distembed.errors import InsufficientMemory
 from distembed.host_memory import host_memory_bytes
 from distembed.optim.declared import TableOptimizers
 from distembed.planning.cluster import Cluster
 from distembed.planning.config import PlanConfig
 from distembed.planning.devices import device_here
-from distembed.planning.estimated_plan import EstimatedPlan, counted_bytes, estimate_plan
+from distembed.planning.estimated_plan import EstimatedPlan, estimate_plan
 from distembed.planning.request import PlanRequest
-from distembed.planning.search import Search, SearchResult
-from distembed.planning.storage import function_storage
+from distembed.planning.search import Search
 from distembed.planning.workload import Workload
 from distembed.ranks import Collectives, Ranks
-
-_TRIES = 3
 
 
 def make_plan(
@@ -47,7 +40,6 @@ def make_plan(
 
     Raises:
         InsufficientMemory: The tables, or the step that trains them, do not fit.
-        RunError: The planner fails.
         UserError: The config names a table that does not exist or allows no way for one that does, or two tables have
             one name.
     """
@@ -76,36 +68,21 @@ def cluster_here(ranks: Ranks) -> Cluster:
 def find_plan(request: PlanRequest) -> EstimatedPlan:
     """Plans for any cluster, without its devices and without other ranks.
 
-    TorchRec's planner counts the buffers of each shard by itself. Where all buffers of a rank take more than that
-    leaves, it is asked again with less memory; where that does not help either, its first plan is returned, which does
-    not fit.
+    Where no plan that fits is found, one with few bytes on the fullest rank is returned, which does not fit.
 
     Raises:
         InsufficientMemory: The tables do not fit, or a rank has no room beside them.
-        RunError: The planner fails.
         UserError: The config names a table that does not exist, or allows no way for one that does.
     """
-    reserved, first = _bytes_beside_tables(request), None
-    for _ in range(_TRIES):
-        found = Search(request, reserved).best()
-        if isinstance(found.answer, Exception):
-            if first is None:
-                raise _no_plan_found(found.answer, request.cluster.world_size) from found.answer
-            break
-        estimated = estimate_plan(request, found)
-        if estimated.excess <= 0:
-            return estimated
-        first = first or estimated
-        reserved = _bytes_beside_shards(request, found, estimated)
-    assert first is not None
-    return first
+    _require_room_beside_tables(request)
+    return estimate_plan(request, Search(request).best())
 
 
-def _bytes_beside_tables(request: PlanRequest) -> int:
-    """Returns the bytes of each rank without any tables.
+def _require_room_beside_tables(request: PlanRequest) -> None:
+    """Refuses a step that has no room without any tables.
 
     Raises:
-        InsufficientMemory: They are more than a rank has.
+        InsufficientMemory: It takes more than a rank has.
     """
     beside, capacity = request.workload.bytes_beside_tables(request.cluster.world_size), request.plannable_bytes
     if sum(beside.values()) > capacity:
@@ -114,16 +91,6 @@ def _bytes_beside_tables(request: PlanRequest) -> int:
             f"No plan fits: beside tables each rank needs {sum(beside.values()):,} bytes ({items}); it has "
             f"{capacity:,}. Lower train.batch_size, or use larger devices."
         )
-    return sum(beside.values())
-
-
-def _bytes_beside_shards(request: PlanRequest, found: SearchResult, estimated: EstimatedPlan) -> int:
-    """Returns the most bytes that a rank without room has beside what the planner counts of shards and functions."""
-    counted = counted_bytes(found.options, request.cluster.world_size)
-    optimizers = request.table_optimizers
-    functions = sum(function_storage(table, optimizers).total for table in request.tables)
-    totals = enumerate(memory.total for memory in estimated.memory)
-    return max(total - counted[rank] for rank, total in totals if total > request.plannable_bytes) - functions
 
 
 def _step_does_not_fit(estimated: EstimatedPlan) -> InsufficientMemory:
@@ -137,19 +104,4 @@ def _step_does_not_fit(estimated: EstimatedPlan) -> InsufficientMemory:
         f"A step does not fit: rank {rank} lacks {' and '.join(lacking)} (most: {items}; in bytes). Lower "
         "train.batch_size or train.log_every, raise embedding.default.collisions, use more ranks, or keep less free "
         "with plan.reserve; `distembed plan` shows each rank."
-    )
-
-
-def _no_plan_found(failure: Exception, world_size: int) -> RunError:
-    """Returns the error of a search without a plan, with the planner's words and the remedy."""
-    if isinstance(failure, PlannerError) and failure.error_type == PlannerErrorType.INSUFFICIENT_STORAGE:
-        return InsufficientMemory(
-            f"The embedding tables do not fit in the memory of {world_size} rank(s): {failure}\n"
-            "Raise embedding.default.collisions, lower embedding.default.embedding_dim, or use more ranks."
-        )
-    no_room = (PlannerErrorType.STRICT_CONSTRAINTS, PlannerErrorType.PARTITION)
-    kind = InsufficientMemory if isinstance(failure, PlannerError) and failure.error_type in no_room else RunError
-    return kind(
-        f"TorchRec's planner finds no plan: {type(failure).__name__}: {failure}\n"
-        "Allow more sharding types or a smaller min_partition under plan, or leave it out."
     )

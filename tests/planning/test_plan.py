@@ -19,7 +19,6 @@ from distembed.planning.config import TablePlanConfig
 from distembed.planning.devices import find_device
 from distembed.planning.networks import NetworkEstimate
 from distembed.planning.plan import find_plan
-from distembed.planning.storage import table_storage, total
 from distembed.ranks import Ranks
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from distembed.sharding.placement import place_table
@@ -69,12 +68,12 @@ def types(planned: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def check_plans(rank: int, world_size: int) -> None:
-    # unless told otherwise, what communicates as plain tables do
-    assert set(types(plan(PlanConfig()))) <= {"table_wise", "column_wise"}
+    # small tables are whole or replicated
+    assert set(types(plan(PlanConfig()))) <= {"table_wise", "data_parallel"}
     own = {"a": TablePlanConfig(["column_wise"], min_partition=4), "b": TablePlanConfig(["row_wise"])}
     chosen = plan(PlanConfig(["data_parallel"], tables=own))
     assert types(chosen) == ["column_wise", "row_wise", "data_parallel"]
-    assert [shard["size"][1] for shard in chosen["a"]["shards"]] == [4] * 4
+    assert [shard["size"][1] for shard in chosen["a"]["shards"]] == [8] * 2
     assert all(
         placed["compute_kernel"] == "dense"
         for placed in plan(PlanConfig(), optimizers=TableOptimizers(is_fused=False)).values()
@@ -83,10 +82,8 @@ def check_plans(rank: int, world_size: int) -> None:
         plan(PlanConfig(["row_wise"]))
     with pytest.raises(UserError, match="plan.tables"):
         plan(PlanConfig(tables={"x": TablePlanConfig()}))
-    # on two ranks of 3 GiB, 1 GiB is left whole, 4 GiB are divided, by rows only where columns need each other, and
-    # 400 GiB do not fit at all
+    # on two ranks of 3 GiB, 4 GiB are divided, by rows where columns need each other, and 400 GiB do not fit at all
     plan_module.host_memory_bytes = lambda: 2 * 3 * GIB
-    assert types(plan(PlanConfig(), one_table(1 * GIB))) == ["table_wise"]
     assert types(plan(PlanConfig(), one_table(4 * GIB))) == ["column_wise"]
     assert types(plan(PlanConfig(), one_table(4 * GIB, "path_linear"))) == ["row_wise"]
     assert types(plan(PlanConfig(["row_wise"]), one_table(4 * GIB))) == ["row_wise"]
@@ -119,7 +116,9 @@ def large_tables(num_tables: int) -> list[CompositionalEmbeddingBagConfig]:
     ("num_tables", "nodes", "optimizer"),
     [(50, 8, "row_wise_adagrad"), pytest.param(1000, 128, "adagrad", marks=pytest.mark.slow)],
 )
-def test_many_ranks_have_loads_alike(num_tables: int, nodes: int, optimizer: str) -> None:
+def test_many_ranks_have_room_and_take_about_as_long_as_any_plan_must(
+    num_tables: int, nodes: int, optimizer: str
+) -> None:
     of_tables, world_size = large_tables(num_tables), 8 * nodes
     made = find_plan(
         PlanRequest(
@@ -131,17 +130,16 @@ def test_many_ranks_have_loads_alike(num_tables: int, nodes: int, optimizer: str
         )
     )
     planned = made.plan.plan["e"]
-    assert list(planned) == [table.name for table in of_tables]  # type: ignore[call-overload]
+    assert list(planned) == [table.name for table in of_tables]
     # refuses what is not placed once and whole
-    placements = [place_table(table, planned[table.name], world_size) for table in of_tables]  # type: ignore[index]
-    held = [total(rank).total for rank in table_storage(placements, world_size, TableOptimizers(optimizer))]
-    assert max(held) <= 1.1 * np.mean(held) and min(held) >= 0.9 * np.mean(held)
-    # buffers are not balanced, and are most of what such small tables need
-    in_all, share = [memory.total for memory in made.memory], 0.1 if num_tables == 1000 else 0.2
-    assert max(in_all) <= (1 + share) * np.mean(in_all) and min(in_all) >= (1 - share) * np.mean(in_all)
+    placements = [place_table(table, planned[table.name], world_size) for table in of_tables]
     for placement in placements:
         ranks = placement.unit.ranks or []
         assert len(set(ranks)) == len(ranks) > 0
+    slowest = max(time.total for time in made.times)
+    assert made.fits and made.lower_bound_ms is not None and made.lower_bound_ms <= slowest * (1 + 1e-9)
+    assert slowest <= 1.5 * made.lower_bound_ms
+    assert all(len(others) == 2 for others in made.alternatives.values())
 
 
 @pytest.mark.distributed

@@ -1,0 +1,89 @@
+"""The memory of every rank under an assignment, counted as it is reported."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from distembed.planning.fastest.loads import Loads
+from distembed.planning.fastest.problem import Assignment, Floats
+from distembed.planning.memory import PlanMemory, RankMemory
+from distembed.planning.request import PlanRequest
+from distembed.planning.storage import TableStorage
+from distembed.planning.table_problem import TableProblem
+from distembed.sharding.placement import Placement, place_table
+
+
+class CountedMemory:
+    """Counts assignments; after the first, tables that are placed anew alone.
+
+    Args:
+        request: Model, cluster and workload.
+        tables: The tables of the request.
+    """
+
+    def __init__(self, request: PlanRequest, tables: TableProblem) -> None:
+        self._request, self._tables = request, tables
+        self._plain = {table.name for table in request.plain_tables}
+        self._counted: PlanMemory | None = None
+        self._assignment = Assignment.empty(len(tables.tables))
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that are left for tables on each rank, beside what stays there whatever the plan."""
+        beside = self._request.workload.bytes_beside_tables(self._request.cluster.world_size)
+        resting = ("sse_graphs", "network_weights", "network_optimizer_state")
+        return self._request.plannable_bytes - sum(beside[name] for name in resting)
+
+    def ranks(self, assignment: Assignment) -> list[RankMemory]:
+        """Returns the memory of every rank."""
+        counted = self._placed(assignment)
+        return [self._with_plain_apart(counted.rank(rank)) for rank in range(self._request.cluster.world_size)]
+
+    def excess(self, assignment: Assignment) -> tuple[float, float]:
+        """Returns the bytes that the fullest rank lacks, and the capacity at which it would not.
+
+        Bytes are negative where there is room; those of host memory count likewise. The capacity is one for the sums
+        of shards' bytes that a search adds up, infinite where there is room.
+        """
+        request, counted = self._request, self._placed(assignment)
+        ranks = [counted.rank(rank) for rank in range(request.cluster.world_size)]
+        totals: Floats = np.array([rank.total for rank in ranks], np.float64)
+        host = max(rank.host for rank in ranks) - request.cluster.host_bytes_per_rank
+        added = Loads(self._tables.problem, assignment.copy()).num_bytes
+        excess = totals - request.plannable_bytes
+        over = excess > 0
+        capacity = float((request.plannable_bytes - (totals - added))[over].min()) if over.any() else np.inf
+        return max(float(excess.max()), float(host)), capacity
+
+    def _placed(self, assignment: Assignment) -> PlanMemory:
+        """Returns the count with all tables where the assignment has them."""
+        request, before = self._request, self._assignment
+        if self._counted is None:
+            placements = [self._placement(assignment, table) for table in range(len(self._tables.tables))]
+            self._counted = PlanMemory(
+                placements,
+                request.cluster.world_size,
+                request.workload,
+                request.table_optimizers,
+                request.cluster.device.kind,
+                request.cache_ratio,
+            )
+        else:
+            for table in range(len(self._tables.tables)):
+                is_same = before.option[table] == assignment.option[table]
+                if not is_same or not np.array_equal(before.places[table], assignment.places[table]):
+                    self._counted.place(self._placement(assignment, table))
+        self._assignment = assignment.copy()
+        return self._counted
+
+    def _placement(self, assignment: Assignment, table: int) -> Placement:
+        planned = self._tables.tables[table]
+        unit = self._tables.sharding(assignment, table)
+        return place_table(planned.table, unit, self._request.cluster.world_size, planned.collection)
+
+    def _with_plain_apart(self, rank: RankMemory) -> RankMemory:
+        if not self._plain:
+            return rank
+        plain = sum((held for name, held in rank.tables.items() if name in self._plain), TableStorage())
+        own = {name: held for name, held in rank.tables.items() if name not in self._plain}
+        return replace(rank, tables=own, plain_tables=plain.total - plain.gradients)

@@ -1,0 +1,203 @@
+"""A lower bound of the slowest rank's milliseconds, over all plans that fit.
+
+Suppose that no rank takes more than T. A rank that starts a group's kernels has at most ``T - start`` for the group's
+shards, so all shards of the group together, of ``load`` milliseconds, start it at least ``load / (T - start)`` times:
+each millisecond of them costs ``T / (T - start)``. The same holds of exchanges. Of two shards of more than half of that
+room no rank has both. So T cannot be unless options exist, one a table, with::
+
+    sum of milliseconds, starts included   <= world_size x (T - base)
+    sum of bytes                           <= world_size x capacity
+    number of large shards                 <= world_size
+
+and no shard alone takes longer, or more bytes. For any weights of these three sums the least weighted cost of each
+table can be taken by itself (Lagrange's relaxation): where the sum of these is more than the weighted right sides, T is
+disproved. The bound is the largest T that was disproved.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from distembed.planning.fastest.problem import Floats, Problem
+
+Mask = npt.NDArray[np.bool_]
+
+_MAX_EXCHANGES = 5
+"""Exchanges up to which each set of those in use has its own bound."""
+_HALVINGS = 30
+_LONGEST_MS = 1e12
+"""Milliseconds from which on nothing is proved."""
+_ROUNDS = 12
+"""Rounds in which weights are refined."""
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """What the options cost, as shares of what all ranks have, for one T; infinite where an option cannot be.
+
+    Attributes:
+        shares: Milliseconds, bytes, and large shards, by sum and option.
+    """
+
+    shares: Floats
+
+
+class LowerBound:
+    """Disproves times.
+
+    Args:
+        problem: The problem.
+        capacity: Bytes of weights and optimizer state of a rank, at most.
+    """
+
+    def __init__(self, problem: Problem, capacity: float) -> None:
+        self._problem, self._capacity = problem, max(capacity, 1.0)
+        self._tables_of_class = np.bincount(np.asarray(problem.class_of), minlength=len(problem.classes))
+        options, blocks = problem.options, problem.blocks
+        counts = [len(own) for own in problem.option_blocks]
+        self._option_of = np.repeat(np.arange(len(options)), counts)
+        own = np.concatenate([*problem.option_blocks, np.empty(0, np.int64)]).astype(np.int64)
+        starts = np.array([*problem.group_start_ms, 0.0])
+        self._shards = np.where(blocks.fills_node, problem.ranks_per_node, 1)[own]
+        self._load_ms = blocks.lookup_ms[own] + blocks.own_ms[own].sum(1)
+        self._start_ms = starts[blocks.group[own]]
+        self._bytes = blocks.stored_bytes[own]
+        everywhere = np.array(problem.option_everywhere, np.int64)
+        self._everywhere_ms = blocks.lookup_ms[everywhere] + blocks.own_ms[everywhere].sum(1)
+        self._everywhere_start_ms = starts[blocks.group[everywhere]]
+        self._everywhere_bytes = blocks.stored_bytes[everywhere]
+        self._exchange = np.array([option.exchange for option in options], np.int64)
+
+    def milliseconds(self, upper: float) -> float:
+        """Returns the bound.
+
+        Args:
+            upper: Milliseconds of a plan that is known: the bound is no more.
+        """
+        best = upper
+        for allowed, extra_ms in self._sets_of_exchanges():
+            if self._is_disproved(min(best, _LONGEST_MS), allowed, extra_ms):
+                continue
+            low, high = self._problem.base_ms, min(best, self._somewhere(allowed, extra_ms))
+            for _ in range(_HALVINGS):
+                if high - low <= 1e-4 * high:
+                    break
+                middle = (low + high) / 2
+                if self._is_disproved(middle, allowed, extra_ms):
+                    low = middle
+                else:
+                    high = middle
+            best = min(best, low)
+        return best
+
+    def cheapest_options(self, milliseconds: float) -> list[int]:
+        """Returns the option of each table that the relaxation chooses for a time, with the weights that count most."""
+        allowed = np.ones(len(self._exchange), bool)
+        costs, (_, weights) = self._costs(milliseconds, allowed, 0.0), (0.0, np.array([1.0, 0.0, 0.0]))
+        if costs is None:
+            return [own.start for own in map(self._problem.options_of, range(self._problem.num_tables))]
+        _, weights = self._largest_excess(costs.shares)
+        weighted = np.einsum("s,so->o", weights, np.where(np.isfinite(costs.shares), costs.shares, 1e30))
+        weighted += 1e-6 * np.where(np.isfinite(costs.shares[0]), costs.shares[0], 0)
+        first = self._problem.first_option
+        by_class = [
+            int(first[c] + weighted[first[c] : first[c + 1]].argmin()) for c in range(len(self._problem.classes))
+        ]
+        return [by_class[own] for own in self._problem.class_of]
+
+    def _somewhere(self, allowed: Mask, extra_ms: float) -> float:
+        """Returns a time that is not disproved."""
+        high = max(self._problem.base_ms, 1e-6)
+        while self._is_disproved(high, allowed, extra_ms) and high < _LONGEST_MS:
+            high *= 2
+        return high
+
+    def _sets_of_exchanges(self) -> Iterator[tuple[Mask, float]]:
+        """Yields which options are allowed, and the milliseconds of starting all exchanges that they use."""
+        starts = np.asarray(self._problem.exchange_start_ms, np.float64)
+        if len(starts) > _MAX_EXCHANGES:
+            # the least that any table has to start; what others start is not counted
+            yield np.ones(len(self._exchange), bool), 0.0
+            return
+        for used in itertools.product([False, True], repeat=len(starts)):
+            is_used = np.array([*used, True])
+            yield is_used[self._exchange], float(starts[np.array(used, bool)].sum())
+
+    def _is_disproved(self, milliseconds: float, allowed: Mask, extra_ms: float) -> bool:
+        costs = self._costs(milliseconds, allowed, extra_ms)
+        return costs is None or self._largest_excess(costs.shares)[0] > 1e-9
+
+    def _costs(self, milliseconds: float, allowed: Mask, extra_ms: float) -> _Costs | None:
+        """Returns the costs of all options, or None where a class has no option left."""
+        problem, world_size = self._problem, self._problem.world_size
+        room = milliseconds - problem.base_ms - extra_ms
+        if room <= 0:
+            return None if problem.num_tables else _Costs(np.zeros((3, 0)))
+        fits = self._load_ms + self._start_ms <= room
+        fits &= self._bytes <= self._capacity
+        left = np.maximum(room - self._start_ms, 1e-12)
+        is_large = self._load_ms > left / 2
+        # base and starts are of every rank, of which so many at a time have cores
+        speed = min(1.0, problem.ranks_at_once / problem.ranks_per_node)
+        in_all = speed * milliseconds - problem.base_ms - extra_ms
+        if in_all <= 0:
+            return None
+        shares = np.zeros((3, len(allowed)))
+        self._add(shares[0], self._shards * self._load_ms * room / left / (world_size * in_all))
+        self._add(shares[1], self._shards * self._bytes / (world_size * self._capacity))
+        self._add(shares[2], self._shards * is_large / world_size)
+        everywhere_left = np.maximum(room - self._everywhere_start_ms, 1e-12)
+        shares[0] += self._everywhere_ms * room / everywhere_left / in_all
+        shares[1] += self._everywhere_bytes / self._capacity
+        impossible = ~allowed | (self._everywhere_ms + self._everywhere_start_ms > room)
+        impossible |= np.bincount(self._option_of[~fits], minlength=len(allowed)) > 0
+        shares[:, impossible] = np.inf
+        least = np.minimum.reduceat(shares[0], problem.first_option[:-1])
+        return _Costs(shares) if np.isfinite(least[self._tables_of_class > 0]).all() else None
+
+    def _add(self, sums: Floats, by_block: Floats) -> None:
+        sums += np.bincount(self._option_of, by_block, minlength=len(sums))
+
+    def _largest_excess(self, shares: Floats) -> tuple[float, Floats]:
+        """Returns by how much weighted costs exceed 1 for the best weights found, and these."""
+        best, best_weights = -np.inf, np.array([1.0, 0.0, 0.0])
+        weights, step = np.array([1.0, 0.0, 0.0]), 0.5
+        candidates = [np.eye(3)[i] for i in range(3)] + [np.array([0.5, 0.5, 0.0]), np.array([0.5, 0.0, 0.5])]
+        for candidate in candidates:
+            excess, _ = self._excess(shares, candidate)
+            if excess > best:
+                best, best_weights = excess, candidate
+        weights = best_weights
+        for _ in range(_ROUNDS if best <= 0 else 0):
+            _, slopes = self._excess(shares, weights)
+            direction = slopes - slopes @ weights
+            scale = np.abs(direction).max()
+            if scale <= 1e-12:
+                break
+            moved = np.maximum(weights + step * direction / scale, 0)
+            moved /= moved.sum()
+            excess, _ = self._excess(shares, moved)
+            if excess > best:
+                best, best_weights, weights = excess, moved, moved
+            else:
+                step /= 2
+                weights = best_weights
+            if best > 1e-9:
+                break
+        return float(best), best_weights
+
+    def _excess(self, shares: Floats, weights: Floats) -> tuple[float, Floats]:
+        """Returns the excess for some weights (which sum to 1), and its slope in each of them."""
+        finite = np.where(np.isfinite(shares), shares, 1e30)
+        weighted = weights @ finite
+        weighted[~np.isfinite(shares[0])] = np.inf
+        first = self._problem.first_option[:-1]
+        least = np.minimum.reduceat(weighted, first)
+        is_least = np.flatnonzero(weighted == np.repeat(least, np.diff(self._problem.first_option)))
+        classes = np.searchsorted(self._problem.first_option, is_least, side="right") - 1
+        chosen = is_least[np.unique(classes, return_index=True)[1]]
+        slopes: Floats = finite[:, chosen] @ self._tables_of_class.astype(np.float64) - 1
+        return float(least @ self._tables_of_class) - 1.0, slopes

@@ -1,0 +1,222 @@
+"""Loads of all ranks under an assignment, kept in arrays, and what they would be with one table placed elsewhere."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from distembed.planning.fastest.problem import Assignment, Floats, Ints, Problem
+
+_PENALTY = 1e6
+"""Weight of what is beyond a limit, against what is minimised."""
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What a search makes small for the rank where it is largest.
+
+    Attributes:
+        capacity: Bytes of each rank.
+        host_capacity: Bytes of each rank's share of the machine's memory beside a device.
+        limit_ms: Milliseconds that no rank should take, where bytes are to be few; None where time is to be short.
+    """
+
+    capacity: float
+    host_capacity: float = 0.0
+    limit_ms: float | None = None
+
+    def scores(self, ms: Floats, num_bytes: Floats, host_bytes: Floats) -> Floats:
+        """Returns each rank's score: milliseconds, or the share of its capacity; far more where it exceeds a limit."""
+        fullness: Floats = num_bytes / max(self.capacity, 1.0)
+        excess: Floats = np.maximum(host_bytes - self.host_capacity, 0) / max(self.host_capacity, 1.0)
+        if self.limit_ms is None:
+            return ms + _PENALTY * (np.maximum(fullness - 1, 0) + excess)
+        late = np.maximum(ms / max(self.limit_ms, 1e-12) - 1, 0)
+        return fullness + _PENALTY * (late + excess)
+
+
+class Loads:
+    """Milliseconds and bytes of all ranks.
+
+    Args:
+        problem: The problem.
+        assignment: Where tables go; it is changed as tables are put and taken.
+
+    Attributes:
+        num_bytes: Bytes of each rank.
+        host_bytes: Bytes of each rank in the machine's memory beside a device.
+        tables_of: Tables of which each rank has a shard.
+    """
+
+    def __init__(self, problem: Problem, assignment: Assignment) -> None:
+        self.problem, self.assignment, self._blocks = problem, assignment, problem.blocks
+        world_size, phases = problem.world_size, problem.num_phases
+        self.num_bytes, self.host_bytes = np.zeros(world_size), np.zeros(world_size)
+        self._ms = np.full(world_size, float(problem.base_ms))
+        self._own_ms = np.zeros((world_size, phases))
+        self._rest_ms = np.zeros((world_size, phases))  # what a rank has of the shards of others
+        self._group_start_ms = np.array([*problem.group_start_ms, 0.0])  # the last is that of no group
+        self._in_group = np.zeros((world_size, len(self._group_start_ms)), np.int64)
+        self._exchange_users = np.zeros(len(problem.exchange_start_ms), np.int64)
+        self.tables_of: list[set[int]] = [set() for _ in range(world_size)]
+        self._add_all()
+
+    def _add_all(self) -> None:
+        """Adds all tables of the assignment at once."""
+        problem, blocks, assignment = self.problem, self._blocks, self.assignment
+        tables = np.flatnonzero(assignment.option >= 0)
+        shards: list[tuple[int, int]] = []
+        for table in tables.tolist():
+            option = int(assignment.option[table])
+            self._change_everywhere(option, 1)
+            for block, place in zip(
+                problem.option_blocks[option].tolist(), assignment.places[table].tolist(), strict=True
+            ):
+                for rank in self._ranks(block, place):
+                    shards.append((block, rank))
+                    self.tables_of[rank].add(table)
+        numbers, ranks = np.array(shards, np.int64).reshape(-1, 2).T
+        np.add.at(self._ms, ranks, blocks.lookup_ms[numbers])
+        np.add.at(self.num_bytes, ranks, blocks.num_bytes[numbers])
+        np.add.at(self.host_bytes, ranks, blocks.host_bytes[numbers])
+        np.add.at(self._own_ms, ranks, blocks.own_ms[numbers])
+        np.subtract.at(self._rest_ms, ranks, blocks.other_ms[numbers])
+        np.add.at(self._in_group, (ranks, blocks.group[numbers]), 1)
+
+    def put(self, table: int, option: int, places: Ints) -> None:
+        """Places a table that is nowhere."""
+        self._change(option, places, 1)
+        for rank in self._ranks_of(option, places):
+            self.tables_of[rank].add(table)
+        self.assignment.option[table], self.assignment.places[table] = option, places
+
+    def take(self, table: int) -> None:
+        """Takes a table from where it is."""
+        option, places = int(self.assignment.option[table]), self.assignment.places[table]
+        self._change(option, places, -1)
+        for rank in self._ranks_of(option, places):
+            self.tables_of[rank].discard(table)
+        self.assignment.option[table] = -1
+
+    def scores(self, aim: Aim) -> Floats:
+        """Returns the score of every rank."""
+        return aim.scores(self.milliseconds(), self.num_bytes, self.host_bytes)
+
+    def milliseconds(self) -> Floats:
+        """Returns the milliseconds of every rank."""
+        problem, alone = self.problem, self.milliseconds_alone()
+        if problem.ranks_at_once >= problem.ranks_per_node:
+            return alone
+        nodes = alone.reshape(-1, problem.ranks_per_node).sum(1) / problem.ranks_at_once
+        return np.maximum(alone, np.repeat(nodes, problem.ranks_per_node))
+
+    def milliseconds_alone(self) -> Floats:
+        """Returns the milliseconds of every rank, as if it had cores of its own."""
+        phases: Floats = np.maximum(self._own_ms, self._rest_ms).sum(1)
+        starts: Floats = (self._in_group > 0) @ self._group_start_ms
+        return self._ms + phases + starts
+
+    def scores_with(self, block: int, aim: Aim) -> Floats:
+        """Returns the score of every rank if it had a shard of a block whose option is counted already."""
+        blocks, group = self._blocks, self._blocks.group[block]
+        own, rest = self._own_ms + blocks.own_ms[block], self._rest_ms - blocks.other_ms[block]
+        starts = (self._in_group > 0) @ self._group_start_ms
+        starts += np.where(self._in_group[:, group] > 0, 0.0, self._group_start_ms[group])
+        ms = self._ms + blocks.lookup_ms[block] + np.maximum(own, rest).sum(1) + starts
+        return aim.scores(ms, self.num_bytes + blocks.num_bytes[block], self.host_bytes + blocks.host_bytes[block])
+
+    def try_option(self, option: int, aim: Aim) -> tuple[Ints, Floats]:
+        """Returns the best places for a table's option one by one, and the scores of all ranks with it there."""
+        self._change_everywhere(option, 1)
+        placed: list[tuple[int, int]] = []
+        taken: dict[bool, list[int]] = {False: [], True: []}
+        blocks = self.problem.option_blocks[option]
+        for block in blocks.tolist():
+            fills_node = bool(self._blocks.fills_node[block])
+            scores = self._places(self.scores_with(block, aim), fills_node)
+            scores[taken[fills_node]] = np.inf
+            place = int(scores.argmin())
+            taken[fills_node].append(place)
+            placed.append((block, place))
+            self._change_block(block, place, 1)
+        scores = self.scores(aim)
+        for block, place in placed:
+            self._change_block(block, place, -1)
+        self._change_everywhere(option, -1)
+        return np.array([place for _, place in placed], np.int64), scores
+
+    def scores_after(self, ranks: Ints, without: Ints, with_: Ints, aim: Aim) -> Floats:
+        """Returns the score of each of some ranks if one shard of it was exchanged for another.
+
+        Args:
+            ranks: The ranks.
+            without: Block of the shard that each of them gives up.
+            with_: Block of the shard that each gets.
+            aim: What makes the score.
+        """
+        blocks = self._blocks
+        old, new = blocks.group[without], blocks.group[with_]
+        own = self._own_ms[ranks] - blocks.own_ms[without] + blocks.own_ms[with_]
+        rest = self._rest_ms[ranks] + blocks.other_ms[without] - blocks.other_ms[with_]
+        starts = ((self._in_group > 0) @ self._group_start_ms)[ranks]
+        starts -= np.where((self._in_group[ranks, old] == 1) & (old != new), self._group_start_ms[old], 0)
+        starts += np.where((self._in_group[ranks, new] == 0), self._group_start_ms[new], 0)
+        ms = self._ms[ranks] - blocks.lookup_ms[without] + blocks.lookup_ms[with_]
+        num_bytes = self.num_bytes[ranks] - blocks.num_bytes[without] + blocks.num_bytes[with_]
+        host_bytes = self.host_bytes[ranks] - blocks.host_bytes[without] + blocks.host_bytes[with_]
+        return aim.scores(ms + np.maximum(own, rest).sum(1) + starts, num_bytes, host_bytes)
+
+    def _places(self, scores: Floats, fills_node: bool) -> Floats:
+        return scores.reshape(-1, self.problem.ranks_per_node).max(1) if fills_node else scores
+
+    def _ranks(self, block: int, place: int) -> range:
+        size = self.problem.ranks_per_node if self._blocks.fills_node[block] else 1
+        return range(place * size, (place + 1) * size)
+
+    def _ranks_of(self, option: int, places: Ints) -> Iterator[int]:
+        for block, place in zip(self.problem.option_blocks[option].tolist(), places.tolist(), strict=True):
+            yield from self._ranks(block, place)
+
+    def _change(self, option: int, places: Ints, sign: int) -> None:
+        self._change_everywhere(option, sign)
+        for block, place in zip(self.problem.option_blocks[option].tolist(), places.tolist(), strict=True):
+            self._change_block(block, place, sign)
+
+    def _change_everywhere(self, option: int, sign: int) -> None:
+        """Adds what an option takes of every rank, as if its shards were all on other ranks; or takes it away."""
+        problem, blocks = self.problem, self._blocks
+        block, exchange = problem.option_everywhere[option], problem.options[option].exchange
+        self._ms += sign * blocks.lookup_ms[block]
+        self.num_bytes += sign * blocks.num_bytes[block]
+        self.host_bytes += sign * blocks.host_bytes[block]
+        self._own_ms += sign * blocks.own_ms[block]
+        self._rest_ms += sign * (problem.option_other_ms[option] + blocks.other_ms[block])
+        self._in_group[:, blocks.group[block]] += sign
+        if exchange >= 0:
+            before = self._exchange_users[exchange]
+            self._exchange_users[exchange] += sign
+            if (before == 0) != (self._exchange_users[exchange] == 0):
+                self._ms += sign * problem.exchange_start_ms[exchange]
+
+    def _change_block(self, block: int, place: int, sign: int) -> None:
+        own, blocks = self._ranks(block, place), self._blocks
+        ranks = slice(own.start, own.stop)
+        self._ms[ranks] += sign * blocks.lookup_ms[block]
+        self.num_bytes[ranks] += sign * blocks.num_bytes[block]
+        self.host_bytes[ranks] += sign * blocks.host_bytes[block]
+        self._own_ms[ranks] += sign * blocks.own_ms[block]
+        self._rest_ms[ranks] -= sign * blocks.other_ms[block]
+        self._in_group[ranks, blocks.group[block]] += sign
+
+    def signature(self, decimals: int) -> Floats:
+        """Returns numbers by rank that are equal, to so many decimals, where ranks have equal loads."""
+        columns = [
+            self._ms[:, None],
+            self.num_bytes[:, None],
+            self.host_bytes[:, None],
+            self._own_ms,
+            self._rest_ms,
+            self._in_group,
+        ]
+        rounded: Floats = np.concatenate(columns, axis=1).round(decimals) + 0.0
+        return rounded

@@ -1,0 +1,210 @@
+"""The search's problem in numbers alone: tables, their options, what each takes of ranks in time and bytes.
+
+A table has one of several *options*. An option has *blocks*: one shard, which goes to any rank, or as many shards as a
+node has ranks, which go to a node together. Blocks of one table go to different places. What an option takes of every
+rank, wherever its blocks go, is its block *everywhere*. Milliseconds of a rank are then::
+
+    base + sum of its blocks and of those everywhere + starts of its groups + starts of all exchanges in use
+         + for each phase: the longer of   sum of its own_ms   and   sum of all other_ms - sum of its other_ms
+
+and no less than those of all ranks of its node over the number of ranks that the node's cores compute at once. This
+is the estimate of :mod:`distembed.planning.costs`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+NO_GROUP = -1
+NO_EXCHANGE = -1
+
+
+@dataclass(frozen=True)
+class Block:
+    """Shards that go together; all numbers are those of one rank that has a shard.
+
+    Attributes:
+        lookup_ms: Milliseconds of lookups.
+        num_bytes: Bytes of weights, optimizer state and, as far as they add up, buffers.
+        stored_bytes: Bytes of weights and optimizer state.
+        group: Number of the group that the shards are looked up in; -1 for none.
+        own_ms: Milliseconds of the shard's rank in each phase.
+        other_ms: Milliseconds of each other rank in each phase, for this shard.
+        fills_node: Whether each rank of a node has a shard; else one rank has it.
+        host_bytes: Bytes in the machine's memory beside a device.
+    """
+
+    lookup_ms: float
+    num_bytes: float
+    stored_bytes: float
+    group: int
+    own_ms: tuple[float, ...]
+    other_ms: tuple[float, ...]
+    fills_node: bool = False
+    host_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to place a table.
+
+    Attributes:
+        blocks: What goes to different places, the slowest first.
+        everywhere: What every rank has beside them.
+        exchange: Number of the exchange that the table takes part in; -1 for none.
+    """
+
+    blocks: tuple[Block, ...]
+    everywhere: Block
+    exchange: int = NO_EXCHANGE
+
+    def stored_bytes(self, world_size: int, ranks_per_node: int) -> tuple[float, float]:
+        """Returns the bytes of weights and states of all ranks together, and those that some rank has at least."""
+        shards = [(block.stored_bytes, ranks_per_node if block.fills_node else 1) for block in self.blocks]
+        in_all = world_size * self.everywhere.stored_bytes + sum(num_bytes * count for num_bytes, count in shards)
+        return in_all, self.everywhere.stored_bytes + max((num_bytes for num_bytes, _ in shards), default=0.0)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Tables to be placed.
+
+    Attributes:
+        world_size: Number of ranks.
+        ranks_per_node: Number of ranks of a node.
+        ranks_at_once: Number of ranks of a node that compute at once, each as fast as if it were alone.
+        base_ms: Milliseconds of every rank beside tables.
+        group_start_ms: Milliseconds in which a rank starts the kernels of each group.
+        exchange_start_ms: Milliseconds in which each exchange is started.
+        num_phases: Number of phases in which something is communicated.
+        classes: Options of each class of tables that are alike.
+        class_of: Class of each table.
+    """
+
+    world_size: int
+    ranks_per_node: int
+    ranks_at_once: float
+    base_ms: float
+    group_start_ms: Sequence[float]
+    exchange_start_ms: Sequence[float]
+    num_phases: int
+    classes: Sequence[Sequence[Option]]
+    class_of: Sequence[int]
+
+    @property
+    def num_tables(self) -> int:
+        """Number of tables."""
+        return len(self.class_of)
+
+    def with_stored_bytes(self) -> "Problem":
+        """Returns the problem whose bytes are those of weights and states alone."""
+
+        def stored(block: Block) -> Block:
+            return replace(block, num_bytes=block.stored_bytes)
+
+        classes = [
+            [replace(own, blocks=tuple(map(stored, own.blocks)), everywhere=stored(own.everywhere)) for own in options]
+            for options in self.classes
+        ]
+        return replace(self, classes=classes)
+
+    @cached_property
+    def options(self) -> list[Option]:
+        """Options of all classes, class after class."""
+        return [option for options in self.classes for option in options]
+
+    @cached_property
+    def first_option(self) -> Ints:
+        """Number of each class's first option, and behind them the number of all."""
+        return np.concatenate([[0], np.cumsum([len(options) for options in self.classes], dtype=np.int64)])
+
+    def options_of(self, table: int) -> range:
+        """Returns the numbers of a table's options."""
+        own = self.class_of[table]
+        return range(int(self.first_option[own]), int(self.first_option[own + 1]))
+
+    @cached_property
+    def blocks(self) -> "BlockNumbers":
+        """Numbers of all distinct blocks."""
+        distinct = dict.fromkeys(block for option in self.options for block in (*option.blocks, option.everywhere))
+        return BlockNumbers(list(distinct), self.num_phases)
+
+    @cached_property
+    def option_blocks(self) -> list[Ints]:
+        """Numbers of each option's blocks."""
+        number = self.blocks.number
+        return [np.array([number[block] for block in option.blocks], np.int64) for option in self.options]
+
+    @cached_property
+    def option_everywhere(self) -> list[int]:
+        """Number of the block that every rank has, of each option."""
+        return [self.blocks.number[option.everywhere] for option in self.options]
+
+    @cached_property
+    def option_other_ms(self) -> Floats:
+        """Sums over all shards of an option of what each other rank has in a phase, by option and phase."""
+        sums = np.zeros((len(self.options), self.num_phases))
+        for option, blocks in enumerate(self.option_blocks):
+            if len(blocks):
+                sums[option] = (self.blocks.other_ms[blocks] * self.num_shards[blocks, None]).sum(0)
+        return sums
+
+    @cached_property
+    def num_shards(self) -> Ints:
+        """Number of shards of each distinct block."""
+        return np.where(self.blocks.fills_node, self.ranks_per_node, 1)
+
+
+class BlockNumbers:
+    """Columns of distinct blocks' numbers.
+
+    Args:
+        blocks: Distinct blocks.
+        num_phases: Number of phases.
+
+    Attributes:
+        number: Number of each block.
+        lookup_ms, num_bytes, host_bytes, stored_bytes, group, fills_node: As :class:`Block` has them, by block.
+        own_ms, other_ms: By block and phase.
+    """
+
+    def __init__(self, blocks: Sequence[Block], num_phases: int) -> None:
+        self.number = {block: number for number, block in enumerate(blocks)}
+        self.lookup_ms: Floats = np.array([block.lookup_ms for block in blocks], np.float64)
+        self.num_bytes: Floats = np.array([block.num_bytes for block in blocks], np.float64)
+        self.host_bytes: Floats = np.array([block.host_bytes for block in blocks], np.float64)
+        self.stored_bytes: Floats = np.array([block.stored_bytes for block in blocks], np.float64)
+        self.group: Ints = np.array([block.group for block in blocks], np.int64)
+        self.fills_node = np.array([block.fills_node for block in blocks], bool)
+        self.own_ms: Floats = np.array([block.own_ms for block in blocks], np.float64).reshape(len(blocks), num_phases)
+        self.other_ms: Floats = np.array([block.other_ms for block in blocks], np.float64).reshape(
+            len(blocks), num_phases
+        )
+
+
+@dataclass
+class Assignment:
+    """Where every table goes.
+
+    Attributes:
+        option: Number of each table's option, among all options of the problem; -1 where none is chosen yet.
+        places: Places of the option's blocks, by table: ranks, or nodes of blocks that fill one.
+    """
+
+    option: Ints
+    places: list[Ints]
+
+    @classmethod
+    def empty(cls, num_tables: int) -> "Assignment":
+        """Returns the assignment of no table."""
+        return cls(np.full(num_tables, -1), [np.empty(0, np.int64)] * num_tables)
+
+    def copy(self) -> "Assignment":
+        """Returns a copy that may be changed."""
+        return Assignment(self.option.copy(), list(self.places))

@@ -1,0 +1,192 @@
+"""The ways in which a table may be divided on a cluster, as its composition, the config and the ranks allow.
+
+==================== ======================================================== ==========================================
+sharding type        ways                                                     unless the config says otherwise
+==================== ======================================================== ==========================================
+``table_wise``       whole, on one rank                                       always
+``column_wise``      in 2 or more equal ranges of columns, on as many ranks   with several ranks; not of sequences
+``row_wise``         by rows, over all ranks                                  with several ranks
+``table_row_wise``   by rows, over the ranks of a node                        with several nodes of several ranks
+``grid_shard``       in ranges of columns, each on a node                     with several nodes of several ranks
+``data_parallel``    a copy on every rank                                     with several ranks
+==================== ======================================================== ==========================================
+
+Sequences of one collection have ranges of one width in TorchRec, so that the widest that divides all of them is taken.
+"""
+
+from collections.abc import Iterator, Sequence
+from math import gcd
+
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.types import ShardingType
+
+from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.errors import UserError
+from distembed.names import one_of
+from distembed.planning.config import TablePlanConfig
+from distembed.planning.costs import Layout
+from distembed.planning.request import PlanRequest
+from distembed.sharding.placement import IN_HOST_MEMORY, SHARDING_TYPES, can_be_placed, is_pooled, slice_table, width
+
+_VECTOR = 4
+"""Numbers that FBGEMM's kernels read at once: the narrowest range of columns."""
+_BY_COLUMNS = (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value)
+_GRID = ShardingType.GRID_SHARD.value
+_TWO_LEVELS = (ShardingType.TABLE_ROW_WISE.value, _GRID)
+_DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
+
+
+class Layouts:
+    """Ways to divide the tables of a request.
+
+    Args:
+        request: Model, cluster and config.
+
+    Raises:
+        UserError: The config names a table that does not exist.
+    """
+
+    def __init__(self, request: PlanRequest) -> None:
+        self._request, self._config, self._cluster = request, request.config, request.cluster
+        by_collection = request.tables_by_collection
+        for name in self._config.tables:
+            one_of("plan.tables", name, [table.name for tables in by_collection.values() for table in tables])
+        self._sequence_width = {
+            path: self._common_width([table for table in tables if not is_pooled(table)])
+            for path, tables in by_collection.items()
+        }
+
+    def of(self, table: CompositionalEmbeddingConfig, collection: str) -> list[Layout]:
+        """Returns all ways to divide a table.
+
+        Args:
+            table: The table.
+            collection: Path of the table's collection within the model.
+
+        Raises:
+            UserError: The config allows none.
+        """
+        types = self._allowed_types(table)
+        layouts = [layout for name in types for layout in self._layouts(table, name, collection)]
+        if not layouts:
+            raise UserError(self._no_layout(table, types))
+        return layouts
+
+    def only_type_because(self, table: CompositionalEmbeddingConfig) -> str:
+        """Returns why a table had one sharding type only; empty where it had several."""
+        own = self._own(table).sharding_types
+        for name, allowed in ((f"plan.tables.{table.name}", own), ("plan", self._config.sharding_types)):
+            if allowed:
+                return f"of {', '.join(allowed)}, as {name}.sharding_types has it"
+        return "there is one rank" if self._cluster.world_size == 1 else ""
+
+    def _own(self, table: CompositionalEmbeddingConfig) -> TablePlanConfig:
+        return self._config.tables.get(table.name, TablePlanConfig())
+
+    def _allowed_types(self, table: CompositionalEmbeddingConfig) -> list[str]:
+        allowed = self._own(table).sharding_types or self._config.sharding_types or self._default_types(table)
+        possible = [name for name in allowed if can_be_placed(table, name)]
+        if not possible:
+            raise UserError(
+                f"plan: table {table.name!r} may only be placed {', '.join(allowed)}, but it cannot be: "
+                f"{_hindrance(table)}. Allow {_remedy(table)} in plan.tables.{table.name}.sharding_types."
+            )
+        return possible
+
+    def _default_types(self, table: CompositionalEmbeddingConfig) -> list[str]:
+        """Returns the sharding types of a table of which the config says nothing."""
+        if self._cluster.world_size == 1:
+            # one that FBGEMM cannot look up is left to torch
+            return ["table_wise"] if can_be_placed(table, "table_wise") else [_DATA_PARALLEL]
+        types = ["table_wise", *(["column_wise"] if is_pooled(table) else []), "row_wise", _DATA_PARALLEL]
+        has_levels = min(self._cluster.nodes, self._cluster.ranks_per_node) > 1
+        return types + [name for name in _TWO_LEVELS if has_levels and name in SHARDING_TYPES]
+
+    def _layouts(self, table: CompositionalEmbeddingConfig, sharding_type: str, collection: str) -> Iterator[Layout]:
+        columns = width(table)
+        for num_ranges in self._numbers_of_ranges(table, sharding_type, collection):
+            wide = columns // num_ranges
+            ranges = tuple((start, start + wide) for start in range(0, columns, wide))
+            for kernel in self._kernels(sharding_type):
+                yield Layout(sharding_type, kernel, ranges)
+
+    def _kernels(self, sharding_type: str) -> list[str]:
+        request = self._request
+        if sharding_type == _DATA_PARALLEL or not request.table_optimizers.is_fused:
+            return [EmbeddingComputeKernel.DENSE.value]
+        has_host = self._config.host_memory and self._cluster.device.kind == "cuda"
+        return [EmbeddingComputeKernel.FUSED.value, *(IN_HOST_MEMORY if has_host else ())]
+
+    def _numbers_of_ranges(
+        self, table: CompositionalEmbeddingConfig, sharding_type: str, collection: str
+    ) -> Sequence[int]:
+        """Returns in how many ranges of columns a table may be."""
+        if sharding_type not in (*_BY_COLUMNS, _GRID):
+            return [1]
+        most, columns = self._most_ranges(sharding_type), width(table)
+        if not is_pooled(table):
+            wide = self._sequence_width[collection]
+            return [columns // wide] if columns // wide <= most else []
+        narrowest = max(_VECTOR, self._min_partition(table))
+        numbers = [
+            number
+            for number in range(2, most + 1)
+            if columns % number == 0 and columns // number >= narrowest and _are_vectors(table, columns // number)
+        ]
+        # one range is table-wise by another name, for those that may have no other
+        is_forced = sharding_type in (self._own(table).sharding_types or self._config.sharding_types or ())
+        return numbers or ([1] if is_forced else [])
+
+    def _most_ranges(self, sharding_type: str) -> int:
+        if sharding_type == _GRID:
+            return self._cluster.nodes
+        if sharding_type == ShardingType.TABLE_COLUMN_WISE.value:
+            return self._cluster.ranks_per_node
+        return self._cluster.world_size
+
+    def _min_partition(self, table: CompositionalEmbeddingConfig) -> int:
+        return self._own(table).min_partition or self._config.min_partition or _VECTOR
+
+    def _common_width(self, tables: Sequence[CompositionalEmbeddingConfig]) -> int:
+        """Returns the width of the ranges of all sequences of a collection that may be divided by columns."""
+        allowed = [table for table in tables if "column_wise" in self._allowed_types(table)]
+        if not allowed:
+            return 1
+        common = gcd(*(width(table) for table in allowed))
+        narrowest = max(_VECTOR, *(self._min_partition(table) for table in allowed))
+        widths = [wide for wide in range(common, narrowest - 1, -_VECTOR) if common % wide == 0]
+        widths = [wide for wide in widths if all(_are_vectors(table, wide) for table in allowed)]
+        # divided if it can be, in as few ranges as all of them may have
+        divided = [wide for wide in widths if any(wide < width(table) for table in allowed)]
+        most = self._cluster.world_size
+        enough = [wide for wide in divided if all(width(table) // wide <= most for table in allowed)]
+        return next(iter(enough or widths), common)
+
+    def _no_layout(self, table: CompositionalEmbeddingConfig, types: Sequence[str]) -> str:
+        return (
+            f"plan: table {table.name!r} may only be placed {', '.join(types)}, but {width(table)} columns cannot be "
+            f"divided so among {self._cluster.world_size} ranks. Allow table_wise in "
+            f"plan.tables.{table.name}.sharding_types."
+        )
+
+
+def _are_vectors(table: CompositionalEmbeddingConfig, wide: int) -> bool:
+    """Returns whether each partition's columns in every range of so many are whole vectors of FBGEMM."""
+    parts = table.partition_tables()
+    kernels = [None] * len(parts)
+    ranges = (slice_table(table, parts, (at, at + wide), kernels) for at in range(0, width(table), wide))
+    return all(own.num_columns % _VECTOR == 0 for table_slice in ranges for own in table_slice.partitions)
+
+
+def _hindrance(table: CompositionalEmbeddingConfig) -> str:
+    if any(part.dim % _VECTOR for part in table.lookup_tables()):
+        return "FBGEMM has vectors of a multiple of 4 numbers only"
+    if not can_be_placed(table, "column_wise"):
+        return f"{table.combine.name} needs all columns on one rank"
+    if not is_pooled(table):
+        return "TorchRec has no such sharding of sequences"
+    return "a maximum needs all ids of a bag on one rank"
+
+
+def _remedy(table: CompositionalEmbeddingConfig) -> str:
+    return " or ".join(name for name in ("table_wise", _DATA_PARALLEL) if can_be_placed(table, name))

@@ -1,0 +1,270 @@
+"""The tables of a request as a problem in numbers, and a plan of the numbers' answer.
+
+Tables that differ in names alone are one class, whose options are costed once. Bytes of a shard are those of its
+weights, states and gradients, exact, and a guess of the buffers that it needs; what the whole plan needs is counted in
+the end (:mod:`distembed.planning.memory`).
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
+
+from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.planning.cluster import Cluster
+from distembed.planning.costs import Layout, PlacementCost, PlacementCosts, ShardCost
+from distembed.planning.fastest.problem import NO_EXCHANGE, NO_GROUP, Assignment, Block, Option, Problem
+from distembed.planning.layouts import Layouts
+from distembed.planning.lookups import is_on_every_rank
+from distembed.planning.request import PlanRequest
+from distembed.planning.sharding_plan import unit_sharding
+from distembed.planning.storage import TableStorage, storage_by_rank
+from distembed.sharding.placement import is_pooled, place_table
+
+_VECTOR_COPIES = 3
+"""Composed vectors of a shard at the fullest moment: as they are composed, as they are sent, and gradients."""
+_ID_COPIES = 3
+_FLOAT_BYTES, _LONG_BYTES = 4, 8
+
+
+@dataclass(frozen=True)
+class PlannedTable:
+    """A table of a request.
+
+    Attributes:
+        table: The table; one of TorchRec's own is described as the full table that it is.
+        collection: Path of its collection within the model.
+        layouts: The ways in which it may be divided, in the order of the problem's options.
+    """
+
+    table: CompositionalEmbeddingConfig
+    collection: str
+    layouts: Sequence[Layout]
+
+
+class TableProblem:
+    """The tables of a request as a problem.
+
+    Args:
+        request: Model, cluster and workload.
+        costs: What placements cost.
+
+    Raises:
+        UserError: The config names a table that does not exist, or allows no way for one that does.
+    """
+
+    def __init__(self, request: PlanRequest, costs: PlacementCosts) -> None:
+        self._request, self._costs = request, costs
+        self._groups = _Numbers()
+        self._exchanges = _Numbers()
+        self._phases = _Numbers()
+        layouts, known = Layouts(request), dict[Hashable, list[Layout]]()
+        self.tables: list[PlannedTable] = []
+        self._class_of: list[int] = []
+        self._first_of_class: list[PlannedTable] = []
+        numbers: dict[Hashable, int] = {}
+        for path, tables in request.tables_by_collection.items():
+            for table in tables:
+                own = request.config.tables.get(table.name)
+                key = costs.table_class(table, path), own and (str(own.sharding_types), own.min_partition)
+                if key not in known:
+                    known[key] = layouts.of(table, path)
+                planned = PlannedTable(table, path, known[key])
+                if key not in numbers:
+                    numbers[key] = len(numbers)
+                    self._first_of_class.append(planned)
+                self.tables.append(planned)
+                self._class_of.append(numbers[key])
+        self.layouts = layouts
+
+    @cached_property
+    def problem(self) -> Problem:
+        """The problem."""
+        cluster, costs = self._request.cluster, self._costs
+        by_class = [[self._cost(own, layout) for layout in own.layouts] for own in self._first_of_class]
+        for cost in (cost for own in by_class for cost in own):
+            self._note(cost)
+        return Problem(
+            world_size=cluster.world_size,
+            ranks_per_node=cluster.ranks_per_node,
+            ranks_at_once=cluster.ranks_at_once,
+            base_ms=costs.networks_ms + costs.networks_all_reduce_ms + costs.all_reduce_start_ms,
+            group_start_ms=[costs.group_start_ms(group) for group in self._groups],
+            exchange_start_ms=[costs.exchange_start_ms(exchange) for exchange in self._exchanges],
+            num_phases=len(self._phases),
+            classes=[
+                [self._option(table, layout, cost) for layout, cost in zip(table.layouts, own, strict=True)]
+                for table, own in zip(self._first_of_class, by_class, strict=True)
+            ],
+            class_of=self._class_of,
+        )
+
+    def layout(self, table: int, option: int) -> Layout:
+        """Returns the way that is an option of a table."""
+        return self.tables[table].layouts[option - self.problem.options_of(table).start]
+
+    def cost(self, table: int, option: int) -> PlacementCost:
+        """Returns what an option of a table costs."""
+        return self._cost(self.tables[table], self.layout(table, option))
+
+    def plan(self, assignment: Assignment) -> ShardingPlan:
+        """Returns TorchRec's plan of an assignment."""
+        modules: dict[str, EmbeddingModuleShardingPlan] = {}
+        for table, planned in enumerate(self.tables):
+            module = modules.setdefault(planned.collection, EmbeddingModuleShardingPlan())
+            module[planned.table.name] = self.sharding(assignment, table)
+        return ShardingPlan(dict(modules))
+
+    def sharding(self, assignment: Assignment, table: int) -> ParameterSharding:
+        """Returns TorchRec's answer for one table of an assignment."""
+        planned, option, cluster = self.tables[table], int(assignment.option[table]), self._request.cluster
+        layout, blocks = self.layout(table, option), self.problem.options[option].blocks
+        if is_on_every_rank(layout.sharding_type):
+            ranks = list(range(cluster.world_size))
+        else:
+            ranks = []
+            for block, place in zip(blocks, assignment.places[table].tolist(), strict=True):
+                size = cluster.ranks_per_node if block.fills_node else 1
+                ranks += range(place * size, (place + 1) * size)
+        return unit_sharding(planned.table, layout, ranks, cluster)
+
+    def _cost(self, planned: PlannedTable, layout: Layout) -> PlacementCost:
+        return self._costs.cost(planned.table, layout, planned.collection)
+
+    def _note(self, cost: PlacementCost) -> None:
+        """Numbers the groups, exchanges and phases of a cost."""
+        everywhere = [cost.everywhere] if cost.everywhere is not None else []
+        for shard in (*cost.shards, *everywhere):
+            if shard.group is not None:
+                self._groups.number(shard.group)
+            for phase in shard.transfers:
+                self._phases.number(phase)
+        if cost.exchange is not None:
+            self._exchanges.number(cost.exchange)
+
+    def _option(self, planned: PlannedTable, layout: Layout, cost: PlacementCost) -> Option:
+        size = self._request.cluster.ranks_per_node if len(cost.shards) > len(layout.columns) else 1
+        on_all, by_shard = self._storage(planned, layout, len(cost.shards))
+        shares = [columns for columns in layout.columns for _ in range(size)]
+        blocks = [
+            self._block(shard, storage, self._buffer_bytes(planned.table, columns, size), fills_node=size > 1)
+            for shard, storage, columns in zip(
+                cost.shards, by_shard, shares, strict=not is_on_every_rank(layout.sharding_type)
+            )
+        ]
+        # of a node's shards the one with most rows
+        blocks = [
+            max(blocks[at : at + size], key=lambda block: block.stored_bytes) for at in range(0, len(blocks), size)
+        ]
+        buffers = self._buffer_bytes_everywhere(planned.table, layout)
+        everywhere = self._block(cost.everywhere or ShardCost(0.0, None), on_all, buffers, cost.all_reduce_ms)
+        exchange = NO_EXCHANGE if cost.exchange is None else self._exchanges.number(cost.exchange)
+        return Option(tuple(blocks), everywhere, exchange)
+
+    def _block(
+        self, shard: ShardCost, held: "_Bytes", buffer_bytes: float, extra_ms: float = 0.0, fills_node: bool = False
+    ) -> Block:
+        own, other = [0.0] * len(self._phases), [0.0] * len(self._phases)
+        for phase, transfer in shard.transfers.items():
+            own[self._phases.number(phase)] = transfer.owner_ms
+            other[self._phases.number(phase)] = transfer.other_ms
+        return Block(
+            lookup_ms=shard.lookup_ms + extra_ms,
+            num_bytes=held.total + buffer_bytes,
+            stored_bytes=held.stored,
+            group=NO_GROUP if shard.group is None else self._groups.number(shard.group),
+            own_ms=tuple(own),
+            other_ms=tuple(other),
+            fills_node=fills_node,
+            host_bytes=held.host,
+        )
+
+    def _storage(self, planned: PlannedTable, layout: Layout, num_shards: int) -> tuple["_Bytes", list["_Bytes"]]:
+        """Returns the storage on every rank, and that of each shard beside it."""
+        cluster = self._request.cluster
+        if is_on_every_rank(layout.sharding_type):
+            # one rank has all rows here: of those that are divided each has its share of them
+            alone = replace(cluster, nodes=1, ranks_per_node=1)
+            everywhere, (shard,) = self._shard_storage(planned, layout, 1, alone)
+            num_rows = max(planned.table.lookup_tables(), key=lambda part: part.num_parameters).num_rows
+            return everywhere + shard * (-(-num_rows // cluster.world_size) / num_rows), []
+        return self._shard_storage(planned, layout, num_shards, cluster)
+
+    def _shard_storage(
+        self, planned: PlannedTable, layout: Layout, num_shards: int, cluster: Cluster
+    ) -> tuple["_Bytes", list["_Bytes"]]:
+        request = self._request
+        unit = unit_sharding(planned.table, layout, range(num_shards), cluster)
+        placed = place_table(planned.table, unit, cluster.world_size, planned.collection)
+        # a rank more than has shards
+        by_rank = storage_by_rank(placed, num_shards + 1, request.table_optimizers, request.cache_ratio)
+        held = [_Bytes.held(by_rank.get(rank, TableStorage())) for rank in range(num_shards + 1)]
+        return held[-1], [own - held[-1] for own in held[:-1]]
+
+    def _buffer_bytes(self, table: CompositionalEmbeddingConfig, columns: tuple[int, int], num_blocks: int) -> float:
+        """Returns a guess of the bytes that a rank needs to look up some columns of all rows of a step."""
+        workload = self._request.workload
+        return self._bytes_of_rows(table, columns[1] - columns[0], workload.batch_size, num_blocks)
+
+    def _buffer_bytes_everywhere(self, table: CompositionalEmbeddingConfig, layout: Layout) -> float:
+        """Returns a guess of the bytes that every rank needs for a table, wherever it is."""
+        workload, world_size = self._request.workload, self._request.cluster.world_size
+        columns, own_rows = layout.columns[-1][1], workload.rows_of_rank(world_size)
+        if layout.sharding_type == "row_wise":
+            return self._bytes_of_rows(table, columns, workload.batch_size, world_size)
+        return self._bytes_of_rows(table, columns, own_rows, 1)
+
+    def _bytes_of_rows(
+        self, table: CompositionalEmbeddingConfig, num_columns: int, num_rows: int, num_blocks: int
+    ) -> float:
+        features, workload = table.feature_names, self._request.workload
+        num_ids = num_rows * sum(workload.ids_per_row.get(name, 1.0) for name in features) / num_blocks
+        num_vectors = num_rows * len(features) if is_pooled(table) else num_ids
+        return num_vectors * num_columns * _FLOAT_BYTES * _VECTOR_COPIES + num_ids * _LONG_BYTES * _ID_COPIES
+
+
+@dataclass(frozen=True)
+class _Bytes:
+    """Bytes of a part of a table.
+
+    Attributes:
+        total: Bytes of weights, states, caches and gradients on the device.
+        stored: The same without gradients.
+        host: Bytes in the machine's memory beside a device.
+    """
+
+    total: float
+    stored: float
+    host: float
+
+    @classmethod
+    def held(cls, storage: TableStorage) -> "_Bytes":
+        """Returns the bytes of a table's storage on a rank."""
+        return cls(storage.total, storage.total - storage.gradients, storage.host)
+
+    def __add__(self, other: "_Bytes") -> "_Bytes":
+        return _Bytes(self.total + other.total, self.stored + other.stored, self.host + other.host)
+
+    def __sub__(self, other: "_Bytes") -> "_Bytes":
+        return self + other * -1
+
+    def __mul__(self, share: float) -> "_Bytes":
+        return _Bytes(share * self.total, share * self.stored, share * self.host)
+
+
+class _Numbers:
+    """Numbers things in the order in which they are first seen."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, int] = {}
+
+    def number(self, thing: Hashable) -> int:
+        """Returns the number of a thing."""
+        return self._numbers.setdefault(thing, len(self._numbers))
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter(self._numbers)
