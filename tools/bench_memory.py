@@ -248,8 +248,8 @@ def _peak(state: TrainingState, allocations: Allocations, batches: Iterator[Batc
 
 @contextmanager
 def _busy_cores(wanted: bool) -> Iterator[None]:
-    """Keeps twice as many processes busy as there are cores."""
-    count = 2 * (os.cpu_count() or 1) if wanted else 0
+    """Keeps a process for each core busy."""
+    count = (os.cpu_count() or 1) if wanted else 0
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=_keep_busy, args=(os.getpid(),), daemon=True) for _ in range(count)]
     for process in processes:
