@@ -257,10 +257,7 @@ def _wrong_shards(own: SavedTable, size: tuple[int, int]) -> Iterator[str]:
     if tuple(reach) != size:
         yield f"is planned as {reach[0]:,} x {reach[1]:,} numbers, and is {size[0]:,} x {size[1]:,}"
     if kind == ShardingType.GRID_SHARD.value:
-        ranges = _ranges_of_columns(shards)
-        yield from _untiled([blocks[0] for blocks in ranges.values()], 1)
-        for blocks in ranges.values():
-            yield from _untiled(blocks, 0)
+        yield from _wrong_grid(shards, size[0])
         return
     divided = 0 if kind in BY_ROWS else 1
     if kind == ShardingType.TABLE_WISE.value and len(shards) > 1:
@@ -274,6 +271,17 @@ def _wrong_shards(own: SavedTable, size: tuple[int, int]) -> Iterator[str]:
                 f"is planned {kind} with {_AXES[whole]} [{start:,}, {stop:,}) on rank {shard.rank}, and each of its "
                 f"shards has all {reach[whole]:,}"
             )
+
+
+def _wrong_grid(shards: Sequence[SavedShard], num_rows: int) -> Iterator[str]:
+    """Yields the columns, and the rows of ranges of columns, that are in no shard of a grid, or in several."""
+    ranges = _ranges_of_columns(shards)
+    yield from _untiled([blocks[0] for blocks in ranges.values()], 1)
+    for (start, stop), blocks in ranges.items():
+        yield from _untiled(blocks, 0)
+        end = max(block.span(0)[1] for block in blocks)
+        if end != num_rows:
+            yield f"is planned with {end:,} rows of columns [{start:,}, {stop:,}), and has {num_rows:,}"
 
 
 def _untiled(shards: Sequence[SavedShard], axis: int) -> Iterator[str]:

@@ -268,6 +268,9 @@ def test_rows_are_divided_between_the_ranks_of_one_machine_in_order() -> None:
             plan = planned(layout)
             plan[MODULE][name]["shards"][0]["size"][0] += change
             assert re.search(f"'{name}' is planned with {message}", refusal(plan))
+    plan = planned("grid_shard")
+    plan[MODULE]["a"]["shards"][3]["size"][0] -= 1
+    assert f"'a' is planned with {ROWS_A - 1} rows of columns [4, 8), and has {ROWS_A}" in refusal(plan)
 
 
 def test_kernels_follow_the_device_and_the_optimizer() -> None:
