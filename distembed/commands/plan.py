@@ -158,7 +158,10 @@ def _configured_model(arguments: Sequence[str], own: ModelOptions, to_write: "Pl
     """
     own.require_none()
     if not arguments:
-        raise UserError("there is nothing to plan: give CONFIG, a YAML file, or --model MODULE:FUNCTION.")
+        raise UserError(
+            "there is nothing to plan: give CONFIG, a YAML file, or --model MODULE:FUNCTION; or measure this machine, "
+            "with --calibrate FILE."
+        )
     from distembed.config import load_config
 
     config = load_config(Path(arguments[0]), arguments[1:])

@@ -89,7 +89,7 @@ def _require_room_beside_tables(request: PlanRequest) -> None:
         items = ", ".join(f"{name} {num_bytes:,}" for name, num_bytes in beside.items() if num_bytes)
         raise InsufficientMemory(
             f"No plan fits: beside tables each rank needs {sum(beside.values()):,} bytes ({items}); it has "
-            f"{capacity:,}. Lower train.batch_size, or use larger devices."
+            f"{capacity:,}. Take fewer rows a step (train.batch_size of a config), or larger devices."
         )
 
 
@@ -101,7 +101,8 @@ def _step_does_not_fit(estimated: EstimatedPlan) -> InsufficientMemory:
     lacking = [f"{estimated.excess:,} bytes of memory"] * (estimated.excess > 0)
     lacking += [f"{estimated.host_excess:,} bytes of host memory"] * (estimated.host_excess > 0)
     return InsufficientMemory(
-        f"A step does not fit: rank {rank} lacks {' and '.join(lacking)} (most: {items}; in bytes). Lower "
-        "train.batch_size or train.log_every, raise embedding.default.collisions, use more ranks, or keep less free "
-        "with plan.reserve; `distembed plan` shows each rank."
+        f"A step does not fit: rank {rank} lacks {' and '.join(lacking)} (most: {items}; in bytes). Take "
+        "fewer rows a step, or metrics of fewer steps (train.batch_size and train.log_every of a config), compress "
+        "tables further (embedding.default.collisions), use more ranks, or keep less free with plan.reserve; "
+        "`distembed plan` shows each rank."
     )

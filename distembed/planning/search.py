@@ -148,4 +148,7 @@ class Search:
         return self._memory.excess(assignment)[0] <= 0
 
 
-_REMEDY = "Raise embedding.default.collisions, lower embedding.default.embedding_dim, or use more ranks."
+_REMEDY = (
+    "Compress tables further (embedding.default.collisions of a config), make vectors shorter "
+    "(embedding.default.embedding_dim), or use more ranks."
+)

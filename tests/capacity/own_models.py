@@ -103,8 +103,8 @@ def huge() -> DLRMTrain:
 
 
 def large() -> DLRMTrain:
-    """Tables of 1.5 GB."""
-    return DLRMTrain(DLRM(stock_bags(sizes={name: 16 * 10**6 for name in SIZES}), NUM_DENSE, [16, DIM], [16, 1]))
+    """Tables of 0.6 GB."""
+    return DLRMTrain(DLRM(stock_bags(sizes={name: 6 * 10**6 for name in SIZES}), NUM_DENSE, [16, DIM], [16, 1]))
 
 
 def collection() -> EmbeddingBagCollection:

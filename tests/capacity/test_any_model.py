@@ -72,7 +72,7 @@ def test_tables_networks_and_ids_are_those_of_the_model(name: str) -> None:
         assert rank["memory"]["network_weights"] == num_bytes([*networks, *real.buffers()])
         # two states of adam, and a number of steps for each parameter
         assert rank["memory"]["network_optimizer_state"] == 2 * num_bytes(networks) + 4 * len(networks)
-        assert rank["memory"]["activations"] > 0 and rank["milliseconds"]["networks"] > 0
+        assert rank["milliseconds"]["networks"] > 0
     assert planned["made_for"]["model"] == {"function": f"tests.capacity.own_models:{name}"}
 
 

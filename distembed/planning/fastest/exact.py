@@ -86,7 +86,7 @@ class ExactSearch:
             loads.take(table)
             if not is_complete:
                 return False
-        return True
+        return not self._budget.is_spent
 
     def _take(self, loads: Loads) -> None:
         exact = Loads(self._problem, loads.assignment.copy())
@@ -114,6 +114,8 @@ class ExactSearch:
         ways = []
         for option in self._problem.options_of(table):
             for places in self._places(loads, option):
+                if self._budget.is_spent:  # many nodes have very many ways
+                    return []
                 loads.put(table, option, places)
                 ways.append((option, places, self._least_scores(loads, 0.0)))
                 loads.take(table)
