@@ -26,13 +26,17 @@ from distembed.planning.request import PlanRequest
 from distembed.planning.transfers import Phase, TableTraffic, Traffic, Transfer, is_divided_within_nodes
 from distembed.sharding.groups import TableLoad, group_key, lookup_formula
 from distembed.sharding.groups.load import FLOAT_BYTES, LONG_BYTES
-from distembed.sharding.placement import TableSlice, is_pooled, partition_kernels, slice_table
+from distembed.sharding.placement import BY_ROWS, TableSlice, is_pooled, partition_kernels, slice_table
 
 _MS = 1e3
 _ID_COLLECTIVES = 3
 """TorchRec exchanges how many ids go where, how many each row has, and the ids."""
 _EXCHANGE_LAUNCHES = 40
 """Operations that TorchRec starts around the collectives of an exchange: sorting ids by feature and by rank, copies."""
+_UPDATE_LAUNCHES = 40
+"""Operations of a replicated weight's own: its gradient's way into a bucket, and torch's update, weight by weight."""
+_ROUTING_LAUNCHES = 40
+"""Operations that map the ids of one feature to rows where they go to the ranks that have these."""
 
 
 @dataclass(frozen=True)
@@ -193,13 +197,10 @@ class PlacementCosts:
             shard = self._shard(own, layout, exchange, traffic)
             shards += [shard] * (self._num_row_shards(layout.sharding_type))
             sent_bytes += self._traffic.sent_bytes(traffic, layout.sharding_type, own.num_columns)
-        update_ms = self._lookups.replicated_update_ms(
-            sum(part.num_parameters for part in replicated if not part.is_function),
-            sum(part.num_parameters for part in replicated if part.is_function),
-        )
-        everywhere = ShardCost(update_ms, None) if update_ms else None
+        common_ms = self._common_ms(table, replicated, layout.sharding_type)
+        everywhere = ShardCost(common_ms, None) if common_ms else None
         if is_on_every_rank(layout.sharding_type):
-            everywhere, shards = replace(shards[0], lookup_ms=shards[0].lookup_ms + update_ms), []
+            everywhere, shards = replace(shards[0], lookup_ms=shards[0].lookup_ms + common_ms), []
         is_exchanged = self._cluster.world_size > 1 and layout.sharding_type != ShardingType.DATA_PARALLEL.value
         return PlacementCost(
             shards,
@@ -207,6 +208,24 @@ class PlacementCosts:
             self._traffic.all_reduce_ms(replicated_bytes),
             exchange if is_exchanged else None,
             sent_bytes,
+        )
+
+    def _common_ms(
+        self, table: CompositionalEmbeddingConfig, replicated: Sequence[PartitionTable], sharding_type: str
+    ) -> float:
+        """Returns the milliseconds that every rank takes to update what is replicated, and to route ids by their rows.
+
+        Args:
+            table: The table.
+            replicated: Parameters of its partitions that are on every rank.
+            sharding_type: TorchRec's name of the way in which the table is divided.
+        """
+        launches = _UPDATE_LAUNCHES * len(replicated)
+        if sharding_type in BY_ROWS and self._cluster.world_size > 1:
+            launches += _ROUTING_LAUNCHES * len(table.feature_names)
+        return _MS * launches * self._cluster.device.launch_seconds + self._lookups.replicated_update_ms(
+            sum(part.num_parameters for part in replicated if not part.is_function),
+            sum(part.num_parameters for part in replicated if part.is_function),
         )
 
     def _shard(self, own: TableSlice, layout: Layout, exchange: ExchangeKey, traffic: TableTraffic) -> ShardCost:

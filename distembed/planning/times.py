@@ -89,7 +89,7 @@ class _Added:
     def __init__(self, costs: PlacementCosts, world_size: int) -> None:
         self._costs = costs
         self._all_reduce = costs.networks_all_reduce_ms
-        self._exchanges: set[ExchangeKey] = set()
+        self._exchanges: dict[ExchangeKey, None] = {}  # in order, so that sums are the same in every run
         self._common, self._ranks = _Shards(), [_Shards() for _ in range(world_size)]
         self._others: dict[Phase, float] = defaultdict(float)
 
@@ -99,7 +99,7 @@ class _Added:
         cost = self._costs.cost(placed.table, own_layout, placed.collection)
         self._all_reduce += cost.all_reduce_ms
         if cost.exchange is not None:
-            self._exchanges.add(cost.exchange)
+            self._exchanges[cost.exchange] = None
         if cost.everywhere is not None:
             self._common.add(cost.everywhere)
         for rank, shard in zip(ranks, cost.shards, strict=True):
@@ -113,7 +113,7 @@ class _Added:
         starts = sum(costs.group_start_ms(group) for group in own.groups | common.groups)
         starts += sum(costs.exchange_start_ms(exchange) for exchange in self._exchanges)
         exchange = 0.0
-        for phase in self._others.keys() | common.owner.keys():
+        for phase in self._others | common.owner:
             others = self._others.get(phase, 0.0) - own.other.get(phase, 0.0)
             exchange += max(own.owner.get(phase, 0.0) + common.owner.get(phase, 0.0), others)
         lookup = own.lookup + common.lookup
@@ -125,13 +125,13 @@ class _Shards:
 
     def __init__(self) -> None:
         self.lookup = 0.0
-        self.groups: set[Hashable] = set()
+        self.groups: dict[Hashable, None] = {}
         self.owner: dict[Phase, float] = defaultdict(float)
         self.other: dict[Phase, float] = defaultdict(float)
 
     def add(self, shard: ShardCost) -> None:
         self.lookup += shard.lookup_ms
-        self.groups.add(shard.group)
+        self.groups[shard.group] = None
         for phase, transfer in shard.transfers.items():
             self.owner[phase] += transfer.owner_ms
             self.other[phase] += transfer.other_ms

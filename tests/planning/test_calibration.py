@@ -1,6 +1,7 @@
 """Measured devices: numbers are found again from steps that they explain, and device files are read as written."""
 
 import dataclasses
+import itertools
 import json
 import math
 from pathlib import Path
@@ -19,7 +20,7 @@ from distembed.planning.calibration.fit import BANDWIDTHS, SECONDS, count_number
 from distembed.planning.calibration.measure import shortest_seconds
 from distembed.planning.calibration.sharded_tables import ShardedTables, TablePlace, TimedStep
 from distembed.planning.device_file import MeasuredDevice, read_device, write_device
-from distembed.planning.devices import DEVICES, find_device
+from distembed.planning.devices import DEVICES, Device, find_device
 from distembed.ranks import Ranks
 from tests.ranks import run_on_ranks
 
@@ -120,8 +121,28 @@ def test_an_estimate_is_the_sum_of_what_it_counts() -> None:
     run_on_ranks(2, check_counts)
 
 
+def check_order(ranks: Ranks, device: Device) -> None:
+    """Of two placements of which one takes twice as long as the other, the estimate says which."""
+    tables = [CompositionalEmbeddingBagConfig(f"t{i}", 60_000, 32, [f"f{i}"]) for i in range(6)]
+    places: list[list[Any]] = [
+        [table_wise(rank=i % 2, compute_kernel="fused") for i in range(6)],
+        [row_wise(compute_kernel="fused")] * 6,
+        [data_parallel()] * 6,
+    ]
+    steps = [
+        TimedStep(ShardedTables([TablePlace(*pair) for pair in zip(tables, own, strict=True)], ranks), num_rows=512)
+        for own in places
+    ]
+    taken = shortest_seconds(steps, rounds=8, num_steps=4, device=ranks.device)
+    estimated = [step.estimated_seconds(device) for step in steps]
+    for (fast, less), (slow, more) in itertools.permutations(zip(taken, estimated, strict=True), 2):
+        assert less < more or slow < 2 * fast
+
+
 def check_calibration(rank: int, world_size: int) -> None:
-    measured = calibrate(Ranks(rank, world_size, world_size, torch.device("cpu")))
+    ranks = Ranks(rank, world_size, world_size, torch.device("cpu"))
+    measured = calibrate(ranks)
+    check_order(ranks, measured.device)
     assert {"local_bandwidth", "collective_seconds", "fp32_flops"} <= set(measured.measured)
     assert "node_bandwidth" not in measured.measured
     values = [value for value in dataclasses.asdict(measured.device).values() if isinstance(value, float)]
@@ -130,5 +151,5 @@ def check_calibration(rank: int, world_size: int) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_ranks_measure_their_machine_together() -> None:
+def test_ranks_measure_their_machine_together_and_then_know_what_takes_longer() -> None:
     run_on_ranks(2, check_calibration)

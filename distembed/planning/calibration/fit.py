@@ -50,7 +50,7 @@ def fit(counts: Sequence[Mapping[str, float]], seconds: Sequence[float]) -> dict
     """
     names = [name for name in counts[0] if any(own[name] > 0 for own in counts)]
     matrix = np.array([[own[name] for name in names] for own in counts]) / np.array(seconds)[:, None]
-    found = dict(zip(names, _least_squares(matrix), strict=True))
+    found = dict(zip(names, _least_squares(matrix).tolist(), strict=True))
     return {
         name: _GB / value if name in BANDWIDTHS else value
         for name, value in found.items()
