@@ -1,4 +1,4 @@
-"""Planning: which rank holds which table, what that takes of each rank, and whether it fits; by TorchRec's planner."""
+"""Planning: which rank holds which table, what that takes of each rank, and whether it fits."""
 
 from typing import TYPE_CHECKING
 
