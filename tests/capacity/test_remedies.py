@@ -64,7 +64,7 @@ CASES: dict[str, tuple[list[str], list[str], Cluster, set[str]]] = {
         [NAIVE, "plan.host_memory=true"],
         ["--host-memory", "100MB"],
         cluster("600MB", 2, 2, 10**8),
-        {"--nodes", "--memory", "--host-memory", "embedding.default.partition"},
+        {"--nodes", "--memory", "--host-memory", "train.sparse_optimizer.name", "embedding.default.partition"},
     ),
 }
 
