@@ -27,7 +27,8 @@ from distembed.planning.plan import find_plan
 from distembed.planning.plan_inputs import PlanInputs
 from distembed.planning.storage import TableStorage, table_storage, total, whole_table_storage
 from distembed.planning.times import StepTime
-from distembed.sharding.placement import Placement, place_tables, width
+from distembed.sharding.placement import Placement, place_tables
+from distembed.sharding.table_slice import width
 from distembed.units import enumerate_names
 
 _MAX_NAMES = 8

@@ -33,15 +33,9 @@ from distembed.optim.kinds import OPTIMIZERS
 from distembed.planning.plan_inputs import PlanInputs, table_plan_inputs
 from distembed.planning.saved_plan import SavedPlan, SavedShard, SavedTable, read_saved_plan
 from distembed.ranks import Ranks
-from distembed.sharding.placement import (
-    BY_ROWS,
-    COMPUTE_KERNELS,
-    SHARDING_TYPES,
-    WITHIN_NODES,
-    place_table,
-    unit_size,
-)
+from distembed.sharding.placement import BY_ROWS, COMPUTE_KERNELS, SHARDING_TYPES, WITHIN_NODES, place_table
 from distembed.sharding.shardings import SEQUENCE_SHARDING_TYPES
+from distembed.sharding.table_slice import unit_size
 
 _DENSE = EmbeddingComputeKernel.DENSE.value
 _ON_CPU = (EmbeddingComputeKernel.FUSED.value, _DENSE)

@@ -29,7 +29,8 @@ from distembed.planning.lookups import ExchangeKey, RankLookups, column_shards, 
 from distembed.planning.networks import NetworkEstimate
 from distembed.planning.workload import Workload, pipeline_depth
 from distembed.sharding.groups import GroupLoad, LookupMemory, group_type
-from distembed.sharding.placement import BY_ROWS, WITHIN_NODES, Placement, is_pooled, width
+from distembed.sharding.placement import BY_ROWS, WITHIN_NODES, Placement
+from distembed.sharding.table_slice import is_pooled, width
 
 _FLOAT, _LONG, _INT = 4, 8, 4
 

@@ -26,7 +26,8 @@ from distembed.planning.request import PlanRequest
 from distembed.planning.transfers import Phase, TableTraffic, Traffic, Transfer, is_divided_within_nodes
 from distembed.sharding.groups import TableLoad, group_key, lookup_formula
 from distembed.sharding.groups.load import FLOAT_BYTES, LONG_BYTES
-from distembed.sharding.placement import BY_ROWS, TableSlice, is_pooled, partition_kernels, slice_table
+from distembed.sharding.placement import BY_ROWS, partition_kernels
+from distembed.sharding.table_slice import TableSlice, is_pooled, slice_table
 
 _MS = 1e3
 _ID_COLLECTIVES = 3

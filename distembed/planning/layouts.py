@@ -26,13 +26,14 @@ from distembed.names import one_of
 from distembed.planning.config import TablePlanConfig
 from distembed.planning.costs import Layout
 from distembed.planning.request import PlanRequest
-from distembed.sharding.placement import IN_HOST_MEMORY, SHARDING_TYPES, can_be_placed, is_pooled, slice_table, width
+from distembed.sharding.placement import IN_HOST_MEMORY, SHARDING_TYPES, WITHIN_NODES, can_be_placed
+from distembed.sharding.table_slice import is_pooled, slice_table, width
 
 _VECTOR = 4
 """Numbers that FBGEMM's kernels read at once: the narrowest range of columns."""
 _BY_COLUMNS = (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value)
 _GRID = ShardingType.GRID_SHARD.value
-_TWO_LEVELS = (ShardingType.TABLE_ROW_WISE.value, _GRID)
+
 _DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
 
 
@@ -100,7 +101,7 @@ class Layouts:
             return ["table_wise"] if can_be_placed(table, "table_wise") else [_DATA_PARALLEL]
         types = ["table_wise", *(["column_wise"] if is_pooled(table) else []), "row_wise", _DATA_PARALLEL]
         has_levels = min(self._cluster.nodes, self._cluster.ranks_per_node) > 1
-        return types + [name for name in _TWO_LEVELS if has_levels and name in SHARDING_TYPES]
+        return types + [name for name in WITHIN_NODES if has_levels and name in SHARDING_TYPES]
 
     def _layouts(self, table: CompositionalEmbeddingConfig, sharding_type: str, collection: str) -> Iterator[Layout]:
         columns = width(table)

@@ -16,7 +16,8 @@ from distembed.planning.devices import Device
 from distembed.planning.storage import CACHED
 from distembed.sharding.groups import TableLoad, group_type
 from distembed.sharding.groups.load import FLOAT_BYTES, LONG_BYTES, expected_distinct
-from distembed.sharding.placement import IN_HOST_MEMORY, PartitionSlice, is_pooled
+from distembed.sharding.placement import IN_HOST_MEMORY
+from distembed.sharding.table_slice import PartitionSlice, is_pooled
 
 _MS = 1e3
 _SORT_BYTES = 64

@@ -8,7 +8,8 @@ from torchrec.distributed.types import ShardingType
 
 from distembed.planning.workload import Workload
 from distembed.sharding.groups import GroupLoad, group_key
-from distembed.sharding.placement import Placement, TableSlice, width
+from distembed.sharding.placement import Placement
+from distembed.sharding.table_slice import TableSlice, width
 
 ExchangeKey = tuple[str, str]
 """Collection and sharding type, which a table shares with those that are communicated together."""

@@ -11,7 +11,7 @@ from torchrec.distributed.types import ParameterSharding, ShardingType, ShardMet
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.planning.cluster import Cluster
 from distembed.planning.costs import Layout
-from distembed.sharding.placement import unit_size
+from distembed.sharding.table_slice import unit_size
 
 
 def unit_sharding(

@@ -20,7 +20,8 @@ from distembed.planning.lookups import is_on_every_rank
 from distembed.planning.request import PlanRequest
 from distembed.planning.sharding_plan import unit_sharding
 from distembed.planning.storage import TableStorage, storage_by_rank
-from distembed.sharding.placement import is_pooled, place_table
+from distembed.sharding.placement import place_table
+from distembed.sharding.table_slice import is_pooled
 
 _VECTOR_COPIES = 3
 """Composed vectors of a shard at the fullest moment: as they are composed, as they are sent, and gradients."""

@@ -15,7 +15,7 @@ from distembed.planning.cluster import Cluster
 from distembed.planning.costs import PlacementCosts, ShardCost, layout
 from distembed.planning.lookups import ExchangeKey
 from distembed.planning.transfers import Phase
-from distembed.sharding.placement import width
+from distembed.sharding.table_slice import width
 
 
 @dataclass(frozen=True)

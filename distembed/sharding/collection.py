@@ -23,9 +23,9 @@ from distembed.embedding.collection import CompositionalEmbeddingCollection
 from distembed.embedding.config import perturbation
 from distembed.errors import UserError
 from distembed.sharding.parameters import ShardedParameters, order_by_group, without_weights
-from distembed.sharding.placement import width
 from distembed.sharding.release import release_promptly
 from distembed.sharding.shardings import SEQUENCE_SHARDING_TYPES, make_sharding
+from distembed.sharding.table_slice import width
 from distembed.sharding.units import SequenceUnits
 
 

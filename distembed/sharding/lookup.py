@@ -14,7 +14,7 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.sharding.groups import LocalTable, LookupRequest, group_key, make_group
-from distembed.sharding.placement import PartitionSlice
+from distembed.sharding.table_slice import PartitionSlice
 
 
 class CompositionalLookup(GroupedPooledEmbeddingsLookup):

@@ -24,13 +24,6 @@ whose gradients are averaged over all ranks.
 
 Of a table in host memory only what is large lies there (:func:`partition_kernels`): a small partition, which is read as
 often, stays in device memory.
-
-TorchRec keeps what a rank has of a weight in one matrix, so the rank's ranges of its columns are equally wide. Ranges
-that are neighbours become one; where that would make them unequal, they are cut to the greatest width that divides
-all::
-
-    planned, of 128 columns    [0, 32) on rank 3, [32, 64) on 3, [64, 96) on 2, [96, 128) on 3
-    on rank 3                  [0, 32), [32, 64), [96, 128) in place of [0, 64), [96, 128)
 """
 
 import dataclasses
@@ -47,6 +40,14 @@ from torchrec.distributed.types import ParameterSharding, ShardingType, ShardMet
 
 from distembed.embedding.config import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig, PartitionTable
 from distembed.errors import UserError
+from distembed.sharding.column_ranges import column_range, own_ranges, shard_rank
+from distembed.sharding.table_slice import (
+    PartitionSlice,
+    TableSlice,
+    is_pooled,
+    partition_slices,
+    slice_table,
+)
 
 BY_COLUMNS = (ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value)
 WITHIN_NODES = (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
@@ -71,58 +72,6 @@ COMPUTE_KERNELS = tuple(
 IN_HOST_MEMORY = (EmbeddingComputeKernel.FUSED_UVM_CACHING.value, EmbeddingComputeKernel.FUSED_UVM.value)
 SMALL_SHARE = UVM_CACHING_RATIO
 """Share of the largest partition's bytes that the smaller ones may take of a device: what a cache of it would."""
-
-
-@dataclass(frozen=True)
-class PartitionSlice:
-    """Columns ``[start, stop)`` of one partition's weight, which take part in a range of the output's columns.
-
-    Attributes:
-        part: The partition's parameters.
-        partition: Number of the partition.
-        start: First of the columns.
-        stop: The column behind the last.
-    """
-
-    part: PartitionTable
-    partition: int
-    start: int
-    stop: int
-
-    @property
-    def num_columns(self) -> int:
-        """Number of columns."""
-        return self.stop - self.start
-
-
-@dataclass(frozen=True)
-class TableSlice:
-    """Columns of a table's output that one rank composes, and what it composes them from.
-
-    Attributes:
-        table: The table.
-        num_columns: Number of columns of the output.
-        partitions: The partitions' columns that take part; empty where this rank has no rows of the table.
-        kernels: Compute kernel of each of these; None where the weights are not sharded, but the same on every rank.
-    """
-
-    table: CompositionalEmbeddingConfig
-    num_columns: int
-    partitions: tuple[PartitionSlice, ...]
-    kernels: tuple[str | None, ...]
-
-    @property
-    def sharded(self) -> frozenset[int]:
-        """Numbers of the partitions whose weights are sharded."""
-        return frozenset(part.partition for part, kernel in zip(self.partitions, self.kernels, strict=True) if kernel)
-
-    @property
-    def shape(self) -> tuple[tuple[int, int, str | None], ...]:
-        """Number, columns and compute kernel of each partition that takes part."""
-        return tuple(
-            (part.partition, part.num_columns, kernel)
-            for part, kernel in zip(self.partitions, self.kernels, strict=True)
-        )
 
 
 @dataclass(frozen=True)
@@ -178,22 +127,6 @@ class Placement:
         return [self.sharded[part.name].compute_kernel if part.name in self.sharded else None for part in self.parts]
 
 
-def width(table: CompositionalEmbeddingConfig) -> int:
-    """Returns the number of columns of a table's output: those of all vectors that an id has."""
-    return table.num_vectors * table.embedding_dim
-
-
-def unit_size(table: CompositionalEmbeddingConfig) -> tuple[int, int]:
-    """Returns rows and columns of a table's unit of placement: numbers that are looked up, as wide as the output."""
-    numbers = sum(part.num_parameters for part in table.lookup_tables())
-    return -(-numbers // width(table)), width(table)
-
-
-def is_pooled(table: CompositionalEmbeddingConfig) -> bool:
-    """Returns whether the ids of a bag have one vector together; else, in a sequence, each id has its own."""
-    return isinstance(table, CompositionalEmbeddingBagConfig)
-
-
 def can_be_placed(table: CompositionalEmbeddingConfig, sharding_type: str) -> bool:
     """Returns whether a table can have a sharding type, in as many shards as the planner may make."""
     if sharding_type == ShardingType.DATA_PARALLEL.value:
@@ -242,7 +175,7 @@ def place_tables(
                 own.num_columns
                 for name, placement in divided.items()
                 for shard in ranges[name]
-                for own in _partition_slices(placement.table, placement.parts, *_columns(shard))
+                for own in partition_slices(placement.table, placement.parts, *column_range(shard))
             ]
         )
         placements |= {name: _by_columns(it.table, it.unit, collection, columns) for name, it in divided.items()}
@@ -276,7 +209,7 @@ def place_table(
         )
     if unit.sharding_type == ShardingType.DATA_PARALLEL.value:
         return Placement(table, unit, {}, collection=collection)
-    ranks = [_rank(shard) for shard in _shards(table, unit)]
+    ranks = [shard_rank(shard) for shard in _shards(table, unit)]
     needs_all = unit.sharding_type == ShardingType.ROW_WISE.value
     if max(ranks) >= world_size or (needs_all and ranks != list(range(world_size))):
         raise UserError(
@@ -299,7 +232,7 @@ def _row_blocks(
     by_column: dict[int, list[ShardMetadata]] = {}
     for shard in _shards(table, unit):
         by_column.setdefault(shard.shard_offsets[1], []).append(shard)
-    ranks = [[_rank(block) for block in blocks] for blocks in by_column.values()]
+    ranks = [[shard_rank(block) for block in blocks] for blocks in by_column.values()]
     ranks_per_node = len(ranks[0])
     nodes = [list(range(first, first + ranks_per_node)) for first in range(0, world_size, ranks_per_node)]
     if world_size % ranks_per_node or not all(own in nodes for own in ranks):
@@ -308,7 +241,7 @@ def _row_blocks(
             f"rows on all ranks of one node, in order, and there are {world_size} ranks; the plan was made for other "
             "nodes. Plan anew."
         )
-    columns_of_blocks = [_own_ranges(table, list(blocks)) for blocks in zip(*by_column.values(), strict=True)]
+    columns_of_blocks = [own_ranges(table, list(blocks)) for blocks in zip(*by_column.values(), strict=True)]
     return [list(blocks) for blocks in zip(*columns_of_blocks, strict=True)]
 
 
@@ -325,7 +258,7 @@ def _by_rows(
     largest = max(table.lookup_tables(), key=lambda part: part.num_parameters)
     shards = []
     for blocks in ranges:
-        for own in _partition_slices(table, parts, *_columns(blocks[0])):
+        for own in partition_slices(table, parts, *column_range(blocks[0])):
             if own.part.name == largest.name:
                 _require_multiple_of_four(table, largest.name, own.num_columns)
                 shards += _block_shards(own, blocks, is_grid=len(ranges) > 1)
@@ -359,10 +292,10 @@ def _by_columns(
     table: CompositionalEmbeddingConfig, unit: ParameterSharding, collection: str, columns: int | None = None
 ) -> Placement:
     """Divides a table by columns, in ranges of ``columns``, or as wide as the ranges of each rank can be."""
-    shards, parts = _own_ranges(table, _shards(table, unit), columns), table.partition_tables()
+    shards, parts = own_ranges(table, _shards(table, unit), columns), table.partition_tables()
     sharded: dict[str, list[ShardMetadata]] = {part.name: [] for part in table.lookup_tables()}
     for shard in shards:
-        for own in _partition_slices(table, parts, *_columns(shard)):
+        for own in partition_slices(table, parts, *column_range(shard)):
             _require_multiple_of_four(table, own.part.name, own.num_columns)
             sharded[own.part.name].append(
                 ShardMetadata([0, own.start], [own.part.num_rows, own.num_columns], shard.placement)
@@ -395,129 +328,15 @@ def partition_kernels(table: CompositionalEmbeddingConfig, compute_kernel: str) 
     return kernels
 
 
-def _own_ranges(
-    table: CompositionalEmbeddingConfig, shards: Sequence[ShardMetadata], columns: int | None = None
-) -> list[ShardMetadata]:
-    """Returns ranges of columns without neighbours on one rank, cut into ``columns`` or as is needed on each rank."""
-    merged, parts = _merge_neighbours(shards), table.partition_tables()
-    _require_all_columns(table, merged)
-    by_rank: dict[int, list[ShardMetadata]] = {}
-    for shard in merged:
-        by_rank.setdefault(_rank(shard), []).append(shard)
-    widths = {rank: columns or _equal_columns(table, parts, own) for rank, own in by_rank.items()}
-    return [piece for shard in merged for piece in _cut(shard, widths[_rank(shard)])]
-
-
-def _equal_columns(
-    table: CompositionalEmbeddingConfig, parts: Sequence[PartitionTable], shards: Sequence[ShardMetadata]
-) -> int | None:
-    """Returns into how wide ranges a rank's have to be cut so that those of each partition are equally wide, or None.
-
-    Partitions begin and end at multiples of it within a range, so that no piece is narrower.
-    """
-    widths: dict[int, set[int]] = {}
-    for shard in shards:
-        for own in _partition_slices(table, parts, *_columns(shard)):
-            widths.setdefault(own.partition, set()).add(own.num_columns)
-    return math.gcd(*set().union(*widths.values())) if any(len(own) > 1 for own in widths.values()) else None
-
-
-def _cut(shard: ShardMetadata, columns: int | None) -> list[ShardMetadata]:
-    """Returns a shard in pieces of this many columns, or whole."""
-    if columns is None:
-        return [shard]
-    row, num_rows = shard.shard_offsets[0], shard.shard_sizes[0]
-    return [
-        ShardMetadata([row, start], [num_rows, columns], shard.placement) for start in range(*_columns(shard), columns)
-    ]
-
-
-def slice_table(
-    table: CompositionalEmbeddingConfig,
-    parts: Sequence[PartitionTable],
-    columns: tuple[int, int],
-    kernels: Sequence[str | None],
-) -> TableSlice:
-    """Returns columns of a table's output, and the partitions' columns that take part in them.
-
-    Args:
-        table: The table.
-        parts: Parameters of its partitions.
-        columns: The first of the columns, and the one behind the last.
-        kernels: Compute kernel of each partition; None where its weights are not sharded.
-    """
-    start, stop = columns
-    partitions = tuple(_partition_slices(table, parts, start, stop))
-    return TableSlice(table, stop - start, partitions, tuple(kernels[own.partition] for own in partitions))
-
-
-def _partition_slices(
-    table: CompositionalEmbeddingConfig, parts: Sequence[PartitionTable], start: int, stop: int
-) -> list[PartitionSlice]:
-    """Returns the partitions' columns that take part in columns ``[start, stop)`` of the output."""
-    columns = table.combine.columns(table.embedding_dim, len(parts))
-    if columns is None:
-        if (start, stop) != (0, width(table)):
-            raise UserError(
-                f"table {table.name!r}: columns [{start}, {stop}) are planned apart, but each number of a vector that "
-                f"{table.combine.name} composes depends on all {parts[0].dim} columns; place the table table_wise, "
-                "row_wise or data_parallel, or in one range of columns."
-            )
-        return [PartitionSlice(part, j, 0, part.dim) for j, part in enumerate(parts) if not part.is_function]
-    overlaps = [(max(start, own.start), min(stop, own.stop)) for own in columns]
-    return [
-        PartitionSlice(parts[j], j, begin - columns[j].start, end - columns[j].start)
-        for j, (begin, end) in enumerate(overlaps)
-        if begin < end
-    ]
-
-
 def _shards(table: CompositionalEmbeddingConfig, unit: ParameterSharding) -> list[ShardMetadata]:
     if not isinstance(unit.sharding_spec, EnumerableShardingSpec) or not unit.sharding_spec.shards:
         raise UserError(f"table {table.name!r}: the plan says {unit.sharding_type}, but not which rank has which part.")
     return unit.sharding_spec.shards
 
 
-def _columns(shard: ShardMetadata) -> tuple[int, int]:
-    """Returns the first column of a shard, and the one behind its last."""
-    start: int = shard.shard_offsets[1]
-    return start, start + shard.shard_sizes[1]
-
-
-def _rank(shard: ShardMetadata) -> int:
-    rank = shard.placement.rank() if shard.placement is not None else None
-    assert rank is not None
-    return rank
-
-
-def _merge_neighbours(shards: Sequence[ShardMetadata]) -> list[ShardMetadata]:
-    merged: list[ShardMetadata] = []
-    for shard in sorted(shards, key=lambda shard: shard.shard_offsets[1]):
-        if merged and _rank(merged[-1]) == _rank(shard):
-            last = merged.pop()
-            columns = last.shard_sizes[1] + shard.shard_sizes[1]
-            shard = ShardMetadata(last.shard_offsets, [last.shard_sizes[0], columns], last.placement)
-        merged.append(shard)
-    return merged
-
-
-def _require_all_columns(table: CompositionalEmbeddingConfig, shards: Sequence[ShardMetadata]) -> None:
-    end = 0
-    for shard in shards:
-        if shard.shard_offsets[1] != end:
-            break
-        end += shard.shard_sizes[1]
-    if end != width(table):
-        ranges = [list(_columns(shard)) for shard in shards]
-        raise UserError(
-            f"table {table.name!r} has {width(table)} columns, but the plan gives the ranks {ranges}; it was made for "
-            "another table. Plan anew."
-        )
-
-
 def _with_shards(unit: ParameterSharding, shards: list[ShardMetadata]) -> ParameterSharding:
     return dataclasses.replace(
-        unit, ranks=[_rank(shard) for shard in shards], sharding_spec=EnumerableShardingSpec(shards)
+        unit, ranks=[shard_rank(shard) for shard in shards], sharding_spec=EnumerableShardingSpec(shards)
     )
 
 

@@ -40,8 +40,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from distembed.partitions import Partition
 from distembed.sharding.groups import LocalTable
 from distembed.sharding.lookup import CompositionalLookup
-from distembed.sharding.placement import PartitionSlice, Placement, TableSlice
+from distembed.sharding.placement import Placement
 from distembed.sharding.row_wise import RowWiseInputDist, RowWiseOutputDist
+from distembed.sharding.table_slice import PartitionSlice, TableSlice
 from distembed.sharding.within_nodes import NodeInputDist, NodeOutputDist
 
 

@@ -17,7 +17,7 @@ from distembed.embedding.collection import CompositionalEmbeddingCollection
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.tables import CompositionalTables
 from distembed.errors import UserError
-from distembed.sharding.placement import unit_size, width
+from distembed.sharding.table_slice import unit_size, width
 
 
 def unit_parameters(module: CompositionalTables[Any]) -> dict[str, nn.Parameter]:

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distembed.errors import UserError
-from distembed.sharding.placement import SHARDING_TYPES, unit_size
+from distembed.sharding.placement import SHARDING_TYPES
+from distembed.sharding.table_slice import unit_size
 from tests.layouts import tables
 from tests.saved_plans import LAYOUTS, MODULE, Json, apply_file, inputs_now, plan_file, planned, shards
 

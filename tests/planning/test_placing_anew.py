@@ -11,7 +11,8 @@ from distembed.optim.declared import TableOptimizers
 from distembed.partitions import QuotientRemainder
 from distembed.planning.memory import PlanMemory, rank_memories
 from distembed.planning.workload import Workload
-from distembed.sharding.placement import Placement, place_table, unit_size
+from distembed.sharding.placement import Placement, place_table
+from distembed.sharding.table_slice import unit_size
 
 WORLD_SIZE = 4
 OPTIMIZERS = TableOptimizers("adagrad", "adam")

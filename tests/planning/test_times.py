@@ -24,7 +24,8 @@ from distembed.planning.networks import NetworkEstimate
 from distembed.planning.plan import find_plan
 from distembed.planning.times import PlacedTable, StepTime, step_times
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
-from distembed.sharding.placement import place_table, unit_size
+from distembed.sharding.placement import place_table
+from distembed.sharding.table_slice import unit_size
 
 NUM_IDS, DIM, ROWS = 100_000, 64, 4096
 A100 = find_device("a100-80gb")

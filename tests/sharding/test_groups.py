@@ -17,7 +17,8 @@ from distembed.partitions import QuotientRemainder
 from distembed.planning.buffers import Step
 from distembed.planning.workload import Workload
 from distembed.sharding.groups import GroupLoad, LocalTable, TableLoad, group_type, make_group
-from distembed.sharding.placement import place_table, unit_size, width
+from distembed.sharding.placement import place_table
+from distembed.sharding.table_slice import unit_size, width
 
 NUM_IDS, DIM, ROWS = 400, 8, 64
 KINDS = {

@@ -28,7 +28,7 @@ from distembed.planning import PlanConfig, Workload, make_plan
 from distembed.planning.config import TablePlanConfig
 from distembed.ranks import Ranks, process_group
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
-from distembed.sharding.placement import width
+from distembed.sharding.table_slice import width
 from distembed.tasks import ClickTask
 from distembed.training.task_model import StepOutput, TaskModel
 from tests.ranks import run_on_ranks

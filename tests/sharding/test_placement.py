@@ -12,7 +12,8 @@ from distembed.composition import COMPOSITIONS, Concat
 from distembed.embedding import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig
 from distembed.errors import UserError
 from distembed.partitions import MixedRadix, QuotientRemainder
-from distembed.sharding.placement import BY_ROWS, Placement, place_table, place_tables, unit_size, width
+from distembed.sharding.placement import BY_ROWS, Placement, place_table, place_tables
+from distembed.sharding.table_slice import unit_size, width
 
 DIVIDED = sorted(set(COMPOSITIONS) - {"path_linear", "path_mlp"})
 

@@ -21,7 +21,8 @@ from distembed.embedding import (
 )
 from distembed.partitions import MixedRadix, QuotientRemainder
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, CompositionalEmbeddingCollectionSharder
-from distembed.sharding.placement import can_be_placed, place_tables, width
+from distembed.sharding.placement import can_be_placed, place_tables
+from distembed.sharding.table_slice import width
 from tests.checkpoints.test_checkpoint import require_equal
 from tests.layouts import ROWS, Trained, batch, build, gather_numbers
 from tests.ranks import run_on_ranks

@@ -23,7 +23,8 @@ from distembed.checkpoints import load_checkpoint, save_checkpoint
 from distembed.embedding import CompositionalEmbeddingBagCollection
 from distembed.errors import UserError
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
-from distembed.sharding.placement import can_be_placed, place_tables, width
+from distembed.sharding.placement import can_be_placed, place_tables
+from distembed.sharding.table_slice import width
 from tests.checkpoints.test_checkpoint import require_equal
 from tests.layouts import OPTIMIZER_NAMES, build, gather_numbers
 from tests.planning import test_storage as storage

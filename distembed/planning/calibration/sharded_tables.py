@@ -33,7 +33,7 @@ from distembed.planning.times import StepTime, step_times
 from distembed.planning.workload import Workload
 from distembed.ranks import Ranks
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
-from distembed.sharding.placement import width
+from distembed.sharding.table_slice import width
 
 _LEARNING_RATE = 0.01
 _NUM_BATCHES = 4

@@ -25,7 +25,7 @@ from distembed.sharding.groups.load import (
     LookupWork,
     TableLoad,
 )
-from distembed.sharding.placement import TableSlice
+from distembed.sharding.table_slice import TableSlice
 
 _SORT_BYTES = 64
 """Bytes for each id in FBGEMM's backward on CUDA, which sorts ids: places in the table and in the batch, both of them

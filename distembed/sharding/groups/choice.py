@@ -13,7 +13,7 @@ from distembed.sharding.groups.per_id import DistinctGroup, PerIdGroup, zeros_st
 from distembed.sharding.groups.pooled import PooledGroup
 from distembed.sharding.groups.product import ProductGroup
 from distembed.sharding.groups.sequence import SequenceGroup
-from distembed.sharding.placement import TableSlice
+from distembed.sharding.table_slice import TableSlice
 
 
 def group_type(table: CompositionalEmbeddingConfig, pools: bool) -> type[Group]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distembed.embedding.config import CompositionalEmbeddingConfig
-from distembed.sharding.placement import TableSlice, is_pooled
+from distembed.sharding.table_slice import TableSlice, is_pooled
 
 FLOAT_BYTES, LONG_BYTES = 4, 8
 
