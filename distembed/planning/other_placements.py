@@ -20,11 +20,14 @@ class OtherPlacements:
         tables: The tables.
         assignment: The plan.
         capacity: Bytes of each rank for tables.
+        host_capacity: Bytes of each rank's share of the machine's memory beside a device.
     """
 
-    def __init__(self, tables: TableProblem, assignment: Assignment, capacity: float) -> None:
+    def __init__(
+        self, tables: TableProblem, assignment: Assignment, capacity: float, host_capacity: float = 0.0
+    ) -> None:
         self._tables, self._problem = tables, tables.problem
-        self._aim = Aim(capacity, limit_ms=None)
+        self._aim = Aim(capacity, host_capacity)
         self._loads = Loads(self._problem, assignment.copy())
         self._ms = float(self._loads.milliseconds().max())
         self._num_bytes = float(self._loads.num_bytes.max())
@@ -74,6 +77,7 @@ class OtherPlacements:
         places, _ = loads.try_option(option, self._aim)
         loads.put(table, option, places)
         ms, num_bytes = float(loads.milliseconds().max()), float(loads.num_bytes.max())
+        fits = num_bytes <= self._aim.capacity and float(loads.host_bytes.max()) <= self._aim.host_capacity
         loads.take(table)
         cost, before = self._tables.cost(table, option), self._tables.cost(table, own)
         return Alternative(
@@ -83,7 +87,7 @@ class OtherPlacements:
             milliseconds=ms - self._ms,
             memory_bytes=round(num_bytes - self._num_bytes),
             sent_bytes=round(cost.sent_bytes - before.sent_bytes),
-            fits=num_bytes <= self._aim.capacity,
+            fits=fits,
         )
 
     def _num_shards(self, table: int, option: int) -> int:

@@ -80,7 +80,8 @@ class Search:
         fits = solution is not None
         if solution is None:
             solution = self._least_excess
-        others = OtherPlacements(self._tables, solution.assignment, self._memory.capacity)
+        host_capacity = self._request.cluster.host_bytes_per_rank
+        others = OtherPlacements(self._tables, solution.assignment, self._memory.capacity, host_capacity)
         return SearchResult(
             plan=self._tables.plan(solution.assignment),
             memory=self._memory.ranks(solution.assignment),
@@ -126,11 +127,14 @@ class Search:
                 break  # less capacity does not help
             capacity = min(lower, capacity)
             solution = self._solver.repaired(solution, capacity)
-        if fitting is not None:
-            emptier = self._solver.emptier(fitting, capacity)
-            if self._memory.excess(emptier.assignment)[0] <= min(0, self._memory.excess(fitting.assignment)[0]):
-                fitting = emptier
-        return self._solver.complete(fitting, self._fits) or self._emptiest(capacity)
+        fastest = self._solver.complete(fitting, self._fits)
+        return self._emptiest(capacity) if fastest is None else self._emptier(fastest, capacity)
+
+    def _emptier(self, fastest: Solution, capacity: float) -> Solution:
+        """Returns a solution that is nearly as fast, with fewer bytes on the fullest rank, where one is found."""
+        emptier = self._solver.emptier(fastest, capacity)
+        is_emptier = self._memory.excess(emptier.assignment)[0] <= self._memory.excess(fastest.assignment)[0]
+        return emptier if is_emptier else fastest
 
     def _emptiest(self, capacity: float) -> Solution | None:
         """Returns a solution with few bytes on the fullest rank, if it fits."""

@@ -96,7 +96,7 @@ class LowerBound:
     def cheapest_options(self, milliseconds: float) -> list[int]:
         """Returns the option of each table that the relaxation chooses for a time, with the weights that count most."""
         allowed = np.ones(len(self._exchange), bool)
-        costs, (_, weights) = self._costs(milliseconds, allowed, 0.0), (0.0, np.array([1.0, 0.0, 0.0]))
+        costs = self._costs(min(milliseconds, _LONGEST_MS), allowed, 0.0)
         if costs is None:
             return [own.start for own in map(self._problem.options_of, range(self._problem.num_tables))]
         _, weights = self._largest_excess(costs.shares)

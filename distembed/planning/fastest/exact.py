@@ -105,9 +105,10 @@ class ExactSearch:
         self._budget.spend(1, problem.world_size)
         if self._aim.limit_ms is not None:
             return largest
-        # what a node's ranks take together, its cores take at least
+        # what a node's ranks take together, its cores take at least; waiting for what others exchange is none of it,
+        # since tables that are still to come may be exchanged meanwhile
         speed = min(1.0, problem.ranks_at_once / problem.ranks_per_node)
-        return max(largest, (float(loads.milliseconds_alone().mean()) + left_ms) / speed)
+        return max(largest, (float(loads.own_milliseconds().mean()) + left_ms) / speed)
 
     def _ways(self, loads: Loads, table: int, depth: int) -> list[tuple[int, Ints, float]]:
         """Returns options and places of a table, the best first; of ranks alike with one that stands for all."""
@@ -132,13 +133,14 @@ class ExactSearch:
         yield from (np.array(places, np.int64) for places in _choices(own.tolist(), kinds))
 
     def _kinds(self, signature: Floats, fills_node: bool) -> list[list[int]]:
-        """Returns places, those that are alike together; where some blocks fill nodes, those of one node only."""
+        """Returns places, those that are alike together; of one node only where nodes have blocks or share cores."""
         size = self._problem.ranks_per_node
         if fills_node:
             rows = [row.tobytes() for row in signature.reshape(len(signature) // size, -1)]
             keys: list[Hashable] = [*rows]
         else:
-            has_nodes = bool(self._problem.blocks.fills_node.any())
+            shares_cores = self._problem.ranks_at_once < size
+            has_nodes = shares_cores or bool(self._problem.blocks.fills_node.any())
             keys = [(rank // size if has_nodes else 0, row.tobytes()) for rank, row in enumerate(signature)]
         kinds: dict[Hashable, list[int]] = {}
         for place, key in enumerate(keys):
@@ -146,16 +148,21 @@ class ExactSearch:
         return list(kinds.values())
 
 
-def _choices(blocks: Sequence[int], kinds: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """Yields different places of blocks, of places alike the first that are left, and of blocks alike in one order."""
+def _choices(blocks: Sequence[int], kinds: Sequence[Sequence[int]], first: int = 0) -> Iterator[list[int]]:
+    """Yields different places of blocks, of places alike the first that are left, and of blocks alike in one order.
+
+    Args:
+        blocks: The blocks, those that are alike one after the other.
+        kinds: Places that are left, those that are alike together.
+        first: The kind from which on the first block may go.
+    """
     if not blocks:
         yield []
         return
-    for number, kind in enumerate(kinds):
+    for number, kind in enumerate(kinds[first:], first):
         if kind:
             left = [*kinds[:number], kind[1:], *kinds[number + 1 :]]
             # a block like this one goes to the same kind or a later one
             is_alike = len(blocks) > 1 and blocks[1] == blocks[0]
-            later = [[] if is_alike and other < number else own for other, own in enumerate(left)]
-            for places in _choices(blocks[1:], later):
+            for places in _choices(blocks[1:], left, number if is_alike else 0):
                 yield [kind[0], *places]

@@ -116,6 +116,14 @@ class Loads:
         starts: Floats = (self._in_group > 0) @ self._group_start_ms
         return self._ms + phases + starts
 
+    def own_milliseconds(self) -> Floats:
+        """Returns the milliseconds of every rank without those in which it waits for exchanges of others.
+
+        A table more adds to their sum what its shards take, whatever else is placed.
+        """
+        own: Floats = self._ms + self._own_ms.sum(1) + (self._in_group > 0) @ self._group_start_ms
+        return own
+
     def scores_with(self, block: int, aim: Aim) -> Floats:
         """Returns the score of every rank if it had a shard of a block whose option is counted already."""
         blocks, group = self._blocks, self._blocks.group[block]

@@ -215,8 +215,15 @@ class LocalSearch:
                     best, exchanged = float(after.min()), (position, int(after.argmin()))
         if exchanged is None:
             return False
-        others.swap(loads, *exchanged)
-        return True
+        before = loads.assignment.copy()
+        swapped = others.swap(loads, *exchanged)
+        if _is_less(self._scores(loads), scores):
+            return True
+        # what was told of both ranks is told as if they had cores of their own
+        for table in swapped:
+            loads.take(table)
+            loads.put(table, int(before.option[table]), before.places[table])
+        return False
 
     def _tables_to_replace(self, loads: Loads) -> list[int]:
         """Returns tables at random, some of them of the rank with the largest score, in an order at random."""
@@ -274,8 +281,8 @@ class _Shards:
             after[self.rank == other_rank] = np.inf
         return after
 
-    def swap(self, loads: Loads, position: int, other: int) -> None:
-        """Exchanges two shards."""
+    def swap(self, loads: Loads, position: int, other: int) -> list[int]:
+        """Exchanges two shards, and returns their tables."""
         for table, index, rank in (
             (int(self.table[position]), int(self._index[position]), int(self.rank[other])),
             (int(self.table[other]), int(self._index[other]), int(self.rank[position])),
@@ -284,6 +291,7 @@ class _Shards:
             places[index] = rank
             loads.take(table)
             loads.put(table, option, places)
+        return list(dict.fromkeys([int(self.table[position]), int(self.table[other])]))
 
 
 def _is_less(scores: Floats, others: Floats) -> bool:

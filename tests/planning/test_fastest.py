@@ -1,0 +1,111 @@
+"""Assignments of numbers alone: bound and complete search against every assignment of small problems."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from distembed.planning.fastest.bound import LowerBound
+from distembed.planning.fastest.exact import ExactSearch
+from distembed.planning.fastest.loads import Aim, Loads
+from distembed.planning.fastest.local_search import Budget, LocalSearch
+from distembed.planning.fastest.problem import Assignment, Block, Ints, Option, Problem
+
+NOTHING = Block(0.0, 0.0, 0.0, -1, (0.0,), (0.0,))
+# with ranges that differ, cores that are shared, and exchanges that take longer than lookups
+USUAL = (50, 63, 101, 104, 125, 176)
+CAPACITIES = (12.0, 20.0, 1000.0)
+
+
+def block(rng: np.random.Generator, world_size: int, most_ms: float, fills_node: bool = False) -> Block:
+    """A shard of which lookups, bytes and what is exchanged are drawn; exchanges may be most of it, or nothing."""
+    exchanged = most_ms * rng.random() * float(rng.choice([0, 1, 3]))
+    num_bytes, group = float(rng.integers(1, 11)), int(rng.integers(2))
+    others = (exchanged / (world_size - 1),)
+    return Block(most_ms * rng.random(), num_bytes, num_bytes, group, (exchanged,), others, fills_node)
+
+
+def drawn_problem(seed: int) -> Problem:
+    """Two or three tables whole, in two shards or three, by nodes and on all ranks, of 2 ranks to 4."""
+    rng = np.random.default_rng(seed)
+    nodes, ranks_per_node = [(1, 2), (1, 3), (2, 2)][seed % 3]
+    world_size = nodes * ranks_per_node
+    tables = []
+    for _ in range(2 + seed % 2):
+        first, second = block(rng, world_size, 2), block(rng, world_size, 1)
+        several = [(first, first), (first, second), (first, first, second)][int(rng.integers(3))]
+        options = [Option((block(rng, world_size, 4),), NOTHING, 0)]
+        options += [Option(several, NOTHING, 1)] if len(several) <= world_size else []
+        if nodes > 1 and rng.random() < 0.5:
+            options.append(Option((block(rng, world_size, 1.5, fills_node=True),), NOTHING, 1))
+        if rng.random() < 0.4:
+            held = float(rng.integers(1, 7))
+            options.append(Option((), Block(3 * rng.random(), held, held, -1, (0.0,), (0.0,))))
+        tables.append(options)
+    return Problem(
+        world_size,
+        ranks_per_node,
+        ranks_at_once=ranks_per_node / float(rng.choice([1, 2])),
+        base_ms=rng.random(),
+        group_start_ms=[0.2, 0.3],
+        exchange_start_ms=[0.1, 0.4],
+        num_phases=1,
+        classes=tables,
+        class_of=list(range(len(tables))),
+    )
+
+
+def ways(problem: Problem, table: int) -> Iterator[tuple[int, Ints]]:
+    for option in problem.options_of(table):
+        blocks, num_places = problem.option_blocks[option], problem.world_size
+        if len(blocks) and problem.blocks.fills_node[blocks[0]]:
+            num_places //= problem.ranks_per_node
+        for places in itertools.permutations(range(num_places), len(blocks)):
+            yield option, np.array(places, np.int64)
+
+
+def fastest_of_all(problem: Problem, capacity: float) -> float:
+    """Milliseconds of the best of all assignments that fit, infinite where none does."""
+    best = np.inf
+    all_ways: Sequence[Sequence[tuple[int, Ints]]] = [list(ways(problem, i)) for i in range(problem.num_tables)]
+    for chosen in itertools.product(*all_ways):
+        options = np.array([option for option, _ in chosen])
+        loads = Loads(problem, Assignment(options, [places for _, places in chosen]))
+        if loads.num_bytes.max() <= capacity:
+            best = min(best, float(loads.milliseconds().max()))
+    return best
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=() if seed < 12 or seed in USUAL else pytest.mark.slow) for seed in range(240)]
+)
+def test_a_complete_search_finds_the_best_of_all(seed: int) -> None:
+    problem, capacity = drawn_problem(seed), CAPACITIES[seed % 5 % 3]
+    best = fastest_of_all(problem, capacity)
+
+    outcome = ExactSearch(problem, Aim(capacity), Budget(1e9)).better_than(1e6)
+
+    assert outcome.is_complete
+    assert (outcome.found is None) == np.isinf(best)
+    if outcome.found is not None:
+        assert outcome.found.score == pytest.approx(best)
+        assert LowerBound(problem, capacity).milliseconds(np.inf) <= best * (1 + 1e-9)
+
+
+def test_a_complete_search_that_is_stopped_says_so() -> None:
+    assert not ExactSearch(drawn_problem(2), Aim(1000), Budget(3)).better_than(np.inf).is_complete
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_step_makes_ranks_that_share_cores_slower(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    tables = [[Option((block(rng, 4, 5),), NOTHING, 0)] for _ in range(12)]
+    problem = Problem(4, 4, 2, 1.0, [0.2, 0.3], [0.5], 1, tables, range(12))
+    start = Assignment(np.arange(12), [np.array([rank]) for rank in rng.integers(0, 4, 12)])
+    budget = Budget(4_000)
+
+    found = LocalSearch(problem, Aim(1000), budget).improve(start)
+
+    assert found.score <= Loads(problem, start.copy()).milliseconds().max() * (1 + 1e-9)
+    assert not budget.is_spent
