@@ -11,7 +11,15 @@ import torch.distributed as dist
 
 from distembed.host_memory import host_memory_bytes
 from distembed.planning.calibration.fit import count_numbers, fit
-from distembed.planning.calibration.measure import HostCopy, NetworkStep, Step, alone, probes, shortest_seconds
+from distembed.planning.calibration.measure import (
+    HostCopy,
+    MemoryStep,
+    NetworkStep,
+    Step,
+    alone,
+    probes,
+    shortest_seconds,
+)
 from distembed.planning.device_file import MeasuredDevice
 from distembed.planning.devices import Device, device_here
 from distembed.ranks import Ranks
@@ -65,22 +73,23 @@ def _device(ranks: Ranks) -> Device:
 def _numbers_beside_tables(ranks: Ranks) -> dict[str, float]:
     """Returns the operations a second of networks, the bandwidth to host memory, and how many ranks run at once."""
     fp32, bf16, copy = NetworkStep(ranks.device, False), NetworkStep(ranks.device, True), HostCopy(ranks.device)
-    steps: list[Step] = [alone(fp32, ranks), fp32, bf16, copy]
-    lone, together, in_bf16, copied = shortest_seconds(steps, _ROUNDS, _STEPS_A_ROUND, ranks.device)
-    speed = min(1.0, lone / together)
-    numbers = {
-        "utilisation": 1.0,
-        "fp32_flops": fp32.operations / lone,
-        "bf16_flops": fp32.operations / (in_bf16 * speed),
-        "host_bandwidth": copy.num_bytes / (copied * speed),
-    }
+    memory = MemoryStep(ranks.device)
+    steps: list[Step] = [alone(memory, ranks), memory, fp32, bf16, copy]
+    lone, together, *beside_others = shortest_seconds(steps, _ROUNDS, _STEPS_A_ROUND, ranks.device)
+    numbers, share = {"utilisation": 1.0}, 1.0
     if ranks.device.type == "cpu":
-        numbers["ranks_at_once"] = _ranks_at_once(speed, ranks.local_world_size)
-    return numbers
+        numbers["ranks_at_once"] = _ranks_at_once(min(1.0, lone / together), ranks.local_world_size)
+        share = min(1.0, numbers["ranks_at_once"] / ranks.local_world_size)
+    in_fp32, in_bf16, copied = [share * seconds for seconds in beside_others]
+    return numbers | {
+        "fp32_flops": fp32.operations / in_fp32,
+        "bf16_flops": fp32.operations / in_bf16,
+        "host_bandwidth": copy.num_bytes / copied,
+    }
 
 
 def _ranks_at_once(speed: float, ranks_per_node: int) -> float:
-    """Returns how many ranks the cores of a node run at once, each as fast as if it were alone.
+    """Returns how many ranks the cores and the memory of a node run at once, each as fast as if it were alone.
 
     Args:
         speed: Speed of a rank beside the node's other ranks, as a share of that of a lone one.

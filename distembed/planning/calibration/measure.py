@@ -27,6 +27,7 @@ _SMALL, _LARGE = 1_000, 200_000
 _NETWORK = (512, 512, 256, 1)
 _NETWORK_ROWS = 1024
 _COPIED_BYTES = 2**26
+_LOOKED_UP, _COLUMNS = 2**17, 16
 
 
 def probes(ranks: Ranks) -> list[TimedStep]:
@@ -123,6 +124,25 @@ class NetworkStep:
         with self._autocast:
             loss = self._network(self._inputs).sum()
         loss.backward()
+
+
+class MemoryStep:
+    """Steps of a lookup and a product as tables have them, whose time is that of memory.
+
+    Args:
+        device: Device of the rank.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._weight = torch.zeros(_LARGE, _COLUMNS, device=device)
+        self._rows = torch.randint(_LARGE, (_LOOKED_UP,), device=device)
+        self._factor = torch.ones(_LOOKED_UP, _COLUMNS, device=device, requires_grad=True)
+
+    def __call__(self) -> None:
+        """Looks rows up, multiplies them and takes the gradient."""
+        vectors = self._weight.index_select(0, self._rows) * self._factor
+        self._factor.grad = None
+        vectors.backward(vectors.detach())
 
 
 class HostCopy:
