@@ -47,8 +47,8 @@ class Device:
         launch_seconds: Seconds in which an operation is started, with its share of the autograd graph.
         collective_seconds: Seconds that a collective takes however little it sends.
         reduce_bandwidth: Bytes a second at which what a reduce-scatter or an all-gather brings is added up or copied.
-        ranks_at_once: How many ranks of a node its cores and memory run at once, each as fast as if it were alone; None where all
-            are, as those that have a device each.
+        ranks_at_once: How many ranks of a node its cores and memory run at once, each as fast as if it were alone; None
+            where all are, as those that have a device each.
     """
 
     name: str
