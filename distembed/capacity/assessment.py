@@ -283,7 +283,7 @@ def _table_placement(placement: Placement, planned: EstimatedPlan, optimizers: T
     """Returns where a table goes, and what it takes there."""
     name, unit, columns = placement.table.name, placement.unit, _column_ranges(placement)
     tables_of_ranks: Sequence[Mapping[str, TableStorage]] = [memory.tables for memory in planned.memory]
-    if name not in planned.why:  # a table of TorchRec's own, which its planner counts with its buffers
+    if not any(name in tables for tables in tables_of_ranks):  # one of TorchRec's own, which are counted together
         tables_of_ranks = table_storage([placement], len(planned.memory), optimizers)
     storages = [tables[name] for tables in tables_of_ranks if name in tables]
     return TablePlacement(
@@ -292,7 +292,7 @@ def _table_placement(placement: Placement, planned: EstimatedPlan, optimizers: T
         ranks=tuple(shard.placement.rank() for shard in unit.sharding_spec.shards) if columns else (),
         columns=columns,
         storage=sum(storages, TableStorage()),
-        reason=planned.why.get(name, "as TorchRec's planner places its own tables"),
+        reason=planned.why[name],
         alternatives=tuple(planned.alternatives.get(name, ())),
     )
 

@@ -143,7 +143,8 @@ _SIZES = {
         )
     },
 }
-_NUMBERS = ("utilisation", "row_seconds", "launch_seconds", "collective_seconds", "ranks_at_once")
+_SECONDS = ("row_seconds", "launch_seconds", "collective_seconds")
+_NUMBERS = ("utilisation", "ranks_at_once", *_SECONDS)
 """Numbers that are no sizes; seconds are given as such, ``launch_seconds=4e-6``."""
 
 
@@ -182,23 +183,40 @@ def _numbers(settings: Iterable[str]) -> dict[str, Any]:
         if one_of("number behind --gpu", key, [*_SIZES, *_NUMBERS]) in _SIZES:
             numbers[_SIZES[key]] = parse_bytes(f"--gpu {key}", size)
         else:
-            numbers[key] = _number(f"--gpu {key}", size)
+            numbers[key] = _seconds(f"--gpu {key}", size) if key in _SECONDS else _above_zero(f"--gpu {key}", size)
     return numbers
 
 
-def _number(field: str, text: str) -> float:
+def _seconds(field: str, text: str) -> float:
     """Returns a number of 0 or more.
 
     Raises:
         UserError: The text is none.
     """
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
+    number = _number(text)
     if not 0 <= number < math.inf:
         raise UserError(f"{field} is {text!r}; give a number of 0 or more, of seconds such as 4e-6.")
     return number
+
+
+def _above_zero(field: str, text: str) -> float:
+    """Returns a number above 0.
+
+    Raises:
+        UserError: The text is none.
+    """
+    number = _number(text)
+    if not 0 < number < math.inf:
+        raise UserError(f"{field} is {text!r}; give a number above 0, such as 0.5.")
+    return number
+
+
+def _number(text: str) -> float:
+    """Returns the number that a text is; none where it is no number."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def device_here(device: "torch.device", memory_bytes: int) -> Device:

@@ -23,7 +23,7 @@ class EstimatedPlan:
 
     Attributes:
         plan: TorchRec's plan of all collections.
-        why: The reason why each compositional table is placed as it is, by table.
+        why: The reason why each table is placed as it is, by table, those of TorchRec's own collections too.
         memory: Memory of each rank.
         times: Time of a step on each rank.
         excess: Bytes that the fullest rank lacks, beside the share that is kept free; negative where it has room.
@@ -102,11 +102,11 @@ def plan_placements(model: nn.Module, plan: ShardingPlan, world_size: int) -> li
 
 
 def _with_notes(request: PlanRequest, found: SearchResult) -> dict[str, str]:
-    """Returns the reason of each compositional table, with what FBGEMM or the memory of devices has to do with it."""
+    """Returns the reason of each table, with what FBGEMM or the memory of devices has to do with it."""
     units: Mapping[str, Any] = found.plan.plan
     why = {}
-    for path, collection in request.collections.items():
-        for table in collection.tables():
+    for path, tables in request.tables_by_collection.items():
+        for table in tables:
             reason, kernel = found.why[table.name], units[path][table.name].compute_kernel
             if not request.table_optimizers.is_fused:
                 reason += f"; dense kernel: FBGEMM has no {request.table_optimizers.sparse}"

@@ -17,7 +17,7 @@ class RankMemory:
 
     Attributes:
         tables: Storage of compositional tables, which stays from step to step, by table.
-        plain_tables: Bytes of TorchRec's own tables with their buffers, as TorchRec counts them.
+        plain_tables: Bytes of TorchRec's own tables, which stay from step to step; their gradients are the step's.
         network: Memory of the networks, the same on every rank.
         graph_bytes: Bytes of all knowledge graphs.
         step: Bytes beside these at the fullest moment of a step, with all gradients.

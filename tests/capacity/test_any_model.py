@@ -191,6 +191,7 @@ def test_what_is_not_known_is_said_and_a_share_kept_free() -> None:
 def test_collections_alone_are_models_too(model: str, tables: int) -> None:
     code, planned = plan(model, "--gpus", 2, "plan.sharding_types=[table_wise]")
     assert code == 0 and [table["sharding_type"] for table in planned["tables"]] == ["table_wise"] * tables
+    assert {table["why"] for table in planned["tables"]} == {"of table_wise, as plan.sharding_types has it"}
 
 
 def test_each_remedy_holds_as_it_is_typed() -> None:
