@@ -30,6 +30,7 @@ from distembed.capacity.texts import (
 )
 
 _MAX_LINES = 16
+_MAX_TABLES = 200
 _GAP = 2
 _BAR_WIDTHS = 8, 24
 _MIN_REASON_WIDTH, _MAX_NAME_WIDTH = 40, 32
@@ -76,7 +77,8 @@ def print_capacity_report(report: CapacityReport, console: Console) -> None:
     """
     assessment = report.assessment
     if assessment.ranks:
-        _print_tables(assessment, console)
+        _print_tables(_with_largest_tables(assessment), console)
+        _print_lines(console, _tables_left_out(assessment), "dim")
         quantities = quantities_by_rank(assessment)
         for quantity in quantities:
             _print_ranks(quantity, console)
@@ -86,6 +88,20 @@ def print_capacity_report(report: CapacityReport, console: Console) -> None:
     _print_lines(console, [f"  {line}" for line in shortage_lines(assessment)])
     _print_lines(console, [f"note: {line}" for line in report.notes])
     _print_lines(console, [f"  fits with {argument}" for argument in report.remedies.arguments])
+
+
+def _with_largest_tables(assessment: Assessment) -> Assessment:
+    """Returns the assessment with the tables that are shown, in the model's order."""
+    by_size = sorted(range(len(assessment.tables)), key=lambda index: -assessment.tables[index].storage.total)
+    return replace(assessment, tables=tuple(assessment.tables[index] for index in sorted(by_size[:_MAX_TABLES])))
+
+
+def _tables_left_out(assessment: Assessment) -> list[str]:
+    """Returns the line that says which tables are not shown, if there are any."""
+    num_tables = len(assessment.tables)
+    if num_tables <= _MAX_TABLES:
+        return []
+    return [f"the {_MAX_TABLES} tables with most bytes of {num_tables:,}; --json and --report have all", ""]
 
 
 def _print_lines(console: Console, lines: Iterable[str], style: str = "") -> None:

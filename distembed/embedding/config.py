@@ -6,6 +6,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from distembed.bounds import MAX_TABLE_BYTES
@@ -192,12 +193,25 @@ class CompositionalEmbeddingConfig:
 
         They are initialised so that a composed vector has the variance of a full table's U(-1/sqrt(n), 1/sqrt(n)).
         """
+        return list(self._partition_tables)
+
+    def lookup_tables(self) -> list[PartitionTable]:
+        """Returns the partitions whose rows are vectors."""
+        return [part for part in self._partition_tables if not part.is_function]
+
+    def function_tables(self) -> list[PartitionTable]:
+        """Returns the partitions whose rows are functions."""
+        return [part for part in self._partition_tables if part.is_function]
+
+    @cached_property
+    def _partition_tables(self) -> tuple[PartitionTable, ...]:
+        # planning asks for them a hundred times
         rows = self.scheme.num_rows
         dims = self.combine.partition_dims(self.embedding_dim, len(rows))
         draws = self.combine.initial_weights(1.0 / (3.0 * self.num_embeddings), len(rows), self.embedding_dim)
         num_lookups = self.combine.num_lookup_partitions(len(rows))
         names = [f"{self.name}__p{j}" for j in range(len(rows))]
-        return [
+        return tuple(
             PartitionTable(
                 names[j],
                 rows[j],
@@ -206,15 +220,7 @@ class CompositionalEmbeddingConfig:
                 j >= num_lookups,
             )
             for j in range(len(rows))
-        ]
-
-    def lookup_tables(self) -> list[PartitionTable]:
-        """Returns the partitions whose rows are vectors."""
-        return [part for part in self.partition_tables() if not part.is_function]
-
-    def function_tables(self) -> list[PartitionTable]:
-        """Returns the partitions whose rows are functions."""
-        return [part for part in self.partition_tables() if part.is_function]
+        )
 
     @property
     def num_parameters(self) -> int:

@@ -184,19 +184,16 @@ class PlacementCosts:
 
     def _cost(self, table: CompositionalEmbeddingConfig, layout: Layout, collection: str) -> PlacementCost:
         exchange = collection, layout.sharding_type
-        parts = table.partition_tables()
-        sharded = sharded_partitions(parts, layout.sharding_type)
-        kernels = partition_kernels(table, layout.compute_kernel)
-        own_kernels = [kernels[part.name] if j in sharded else None for j, part in enumerate(parts)]
-        slices = [slice_table(table, parts, columns, own_kernels) for columns in layout.columns]
+        slices, replicated = divided_table(table, layout)
         traffic = self._table_traffic(table, collection)
-        replicated = [part for j, part in enumerate(parts) if j not in sharded]
         replicated_bytes = FLOAT_BYTES * sum(part.num_parameters for part in replicated)
         sent_bytes = self._traffic.all_reduce_bytes(replicated_bytes)
         shards: list[ShardCost] = []
+        by_shape: dict[Hashable, ShardCost] = {}
         for own in slices:
-            shard = self._shard(own, layout, exchange, traffic)
-            shards += [shard] * (self._num_row_shards(layout.sharding_type))
+            if own.shape not in by_shape:
+                by_shape[own.shape] = self._shard(own, layout, exchange, traffic)
+            shards += [by_shape[own.shape]] * self.num_row_shards(layout.sharding_type)
             sent_bytes += self._traffic.sent_bytes(traffic, layout.sharding_type, own.num_columns)
         common_ms = self._common_ms(table, replicated, layout.sharding_type)
         everywhere = ShardCost(common_ms, None) if common_ms else None
@@ -233,7 +230,7 @@ class PlacementCosts:
         """Returns the cost of a rank's shard."""
         load = self._load(own, layout.sharding_type, traffic)
         group = exchange, group_key(own), load.is_multi_hot
-        device, num_shards = self._cluster.device, self._num_row_shards(layout.sharding_type)
+        device, num_shards = self._cluster.device, self.num_row_shards(layout.sharding_type)
         self._group_starts[group] = _MS * group_launches(load) * device.launch_seconds
         lookup_ms = self._lookups.milliseconds(load, num_shards)
         lookup_ms += _MS * feature_launches(load) * device.launch_seconds
@@ -241,7 +238,7 @@ class PlacementCosts:
 
     def _load(self, own: TableSlice, sharding_type: str, traffic: TableTraffic) -> TableLoad:
         """Returns what a rank looks up of a table in a step."""
-        features, num_shards = own.table.feature_names, self._num_row_shards(sharding_type)
+        features, num_shards = own.table.feature_names, self.num_row_shards(sharding_type)
         num_batches = 1 if sharding_type == ShardingType.DATA_PARALLEL.value else self._cluster.world_size
         return TableLoad(
             own,
@@ -259,11 +256,21 @@ class PlacementCosts:
         num_bags = num_rows * len(table.feature_names)
         return TableTraffic(num_ids, num_bags, self._id_bytes.get(collection, LONG_BYTES), is_pooled(table))
 
-    def _num_row_shards(self, sharding_type: str) -> int:
+    def num_row_shards(self, sharding_type: str) -> int:
         """Returns over how many ranks the rows of a table's largest partition are divided."""
         if sharding_type == ShardingType.ROW_WISE.value:
             return self._cluster.world_size
         return self._cluster.ranks_per_node if is_divided_within_nodes(sharding_type) else 1
+
+
+def divided_table(table: CompositionalEmbeddingConfig, layout: Layout) -> tuple[list[TableSlice], list[PartitionTable]]:
+    """Returns a table's ranges of columns, each with the kernels of what is sharded, and what is replicated."""
+    parts = table.partition_tables()
+    sharded = sharded_partitions(parts, layout.sharding_type)
+    kernels = partition_kernels(table, layout.compute_kernel)
+    own_kernels = [kernels[part.name] if j in sharded else None for j, part in enumerate(parts)]
+    slices = [slice_table(table, parts, columns, own_kernels) for columns in layout.columns]
+    return slices, [part for j, part in enumerate(parts) if j not in sharded]
 
 
 def sharded_partitions(parts: Sequence[PartitionTable], sharding_type: str) -> frozenset[int]:

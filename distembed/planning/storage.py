@@ -13,7 +13,7 @@ Partitions of the kernels ``fused_uvm`` and ``fused_uvm_caching`` lie in host me
 has of each row as a whole, and the cache with what FBGEMM notes of it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
@@ -22,7 +22,8 @@ from torchrec.distributed.planner.constants import UVM_CACHING_RATIO
 from distembed.embedding.config import CompositionalEmbeddingConfig, PartitionTable
 from distembed.optim.declared import TableOptimizers
 from distembed.optim.kinds import OPTIMIZERS
-from distembed.sharding.placement import IN_HOST_MEMORY, Placement
+from distembed.sharding.placement import IN_HOST_MEMORY, Placement, rows_in_block
+from distembed.sharding.table_slice import TableSlice
 
 DEFAULT_CACHE_RATIO = UVM_CACHING_RATIO
 """Slots of a cache to rows of its table, where nothing else is set: TorchRec's, as well as FBGEMM's."""
@@ -107,19 +108,44 @@ def storage_by_rank(
     placement: Placement, world_size: int, optimizers: TableOptimizers, cache_ratio: float = DEFAULT_CACHE_RATIO
 ) -> dict[int, TableStorage]:
     """Returns the storage of one table on each rank that has a part of it; ranks with equal parts share one value."""
-    replicated = sum(
-        (_replicated_storage(placement, part, optimizers) for part in placement.replicated), TableStorage()
-    )
+    replicated = replicated_storage(placement.table, placement.replicated, optimizers)
     parts = _parts_by_rank(placement)
     sums: dict[_Parts, TableStorage] = {}
     by_rank = {}
     for rank in range(world_size) if placement.replicated else parts:
         own = tuple(parts.get(rank, ()))
         if own not in sums:
-            sharded = (_sharded_storage(placement, part, optimizers, cache_ratio) for part in own)
+            sharded = (_sharded_storage(placement.table, part, optimizers, cache_ratio) for part in own)
             sums[own] = sum(sharded, replicated)
         by_rank[rank] = sums[own]
     return by_rank
+
+
+def slice_storage(
+    own: TableSlice, num_row_blocks: int, optimizers: TableOptimizers, cache_ratio: float, is_grid: bool = False
+) -> TableStorage:
+    """Returns the storage of what a rank has of a table, beside what is replicated.
+
+    Args:
+        own: Columns of the table that the rank has.
+        num_row_blocks: Over how many ranks the rows of sharded partitions are divided; the first, with most, counts.
+        optimizers: Optimizers of the tables.
+        cache_ratio: Slots of a cache to rows of a table that lies in host memory.
+        is_grid: Whether rows are those of a grid.
+    """
+    parts = [
+        (kernel, ((rows_in_block(part.part.num_rows, num_row_blocks, is_grid), part.num_columns),))
+        for part, kernel in zip(own.partitions, own.kernels, strict=True)
+        if kernel is not None
+    ]
+    return sum((_sharded_storage(own.table, part, optimizers, cache_ratio) for part in parts), TableStorage())
+
+
+def replicated_storage(
+    table: CompositionalEmbeddingConfig, parts: Iterable[PartitionTable], optimizers: TableOptimizers
+) -> TableStorage:
+    """Returns the storage of partitions and functions of a table that every rank has."""
+    return sum((_replicated_storage(table, part, optimizers) for part in parts), TableStorage())
 
 
 def whole_table_storage(table: CompositionalEmbeddingConfig, optimizers: TableOptimizers) -> TableStorage:
@@ -157,24 +183,24 @@ def _parts_by_rank(placement: Placement) -> dict[int, list[_Part]]:
 
 
 def _sharded_storage(
-    placement: Placement, part: _Part, optimizers: TableOptimizers, cache_ratio: float
+    table: CompositionalEmbeddingConfig, part: _Part, optimizers: TableOptimizers, cache_ratio: float
 ) -> TableStorage:
     """Returns the storage of one rank's shards of one partition."""
     kernel, shards = part
     is_fused = kernel != EmbeddingComputeKernel.DENSE.value
-    storage = _parameter(shards, placement.table.bytes_per_number, optimizers.sparse, is_fused)
+    storage = _parameter(shards, table.bytes_per_number, optimizers.sparse, is_fused)
     if kernel not in IN_HOST_MEMORY:
         return storage
     num_rows, slots = sum(rows for rows, _ in shards), cache_ratio if kernel == CACHED else None
     return _in_host_memory(storage, num_rows, optimizers.sparse, slots)
 
 
-def _replicated_storage(placement: Placement, part: PartitionTable, optimizers: TableOptimizers) -> TableStorage:
+def _replicated_storage(
+    table: CompositionalEmbeddingConfig, part: PartitionTable, optimizers: TableOptimizers
+) -> TableStorage:
     """Returns the storage of a partition, or of a function, that every rank has."""
     name, itemsize = (
-        (optimizers.dense, _FUNCTION_ITEMSIZE)
-        if part.is_function
-        else (optimizers.sparse, placement.table.bytes_per_number)
+        (optimizers.dense, _FUNCTION_ITEMSIZE) if part.is_function else (optimizers.sparse, table.bytes_per_number)
     )
     return _parameter([(part.num_rows, part.dim)], itemsize, name, is_fused=False)
 

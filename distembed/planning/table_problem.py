@@ -6,21 +6,19 @@ the end (:mod:`distembed.planning.memory`).
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
 from distembed.embedding.config import CompositionalEmbeddingConfig
-from distembed.planning.cluster import Cluster
-from distembed.planning.costs import Layout, PlacementCost, PlacementCosts, ShardCost
+from distembed.planning.costs import Layout, PlacementCost, PlacementCosts, ShardCost, divided_table
 from distembed.planning.fastest.problem import NO_EXCHANGE, NO_GROUP, Assignment, Block, Option, Problem
 from distembed.planning.layouts import Layouts
 from distembed.planning.lookups import is_on_every_rank
 from distembed.planning.request import PlanRequest
 from distembed.planning.sharding_plan import unit_sharding
-from distembed.planning.storage import TableStorage, storage_by_rank
-from distembed.sharding.placement import place_table
+from distembed.planning.storage import TableStorage, replicated_storage, slice_storage
 from distembed.sharding.table_slice import is_pooled
 
 _VECTOR_COPIES = 3
@@ -146,18 +144,15 @@ class TableProblem:
 
     def _option(self, planned: PlannedTable, layout: Layout, cost: PlacementCost) -> Option:
         size = self._request.cluster.ranks_per_node if len(cost.shards) > len(layout.columns) else 1
-        on_all, by_shard = self._storage(planned, layout, len(cost.shards))
-        shares = [columns for columns in layout.columns for _ in range(size)]
-        blocks = [
-            self._block(shard, storage, self._buffer_bytes(planned.table, columns, size), fills_node=size > 1)
-            for shard, storage, columns in zip(
-                cost.shards, by_shard, shares, strict=not is_on_every_rank(layout.sharding_type)
-            )
-        ]
-        # of a node's shards the one with most rows
-        blocks = [
-            max(blocks[at : at + size], key=lambda block: block.stored_bytes) for at in range(0, len(blocks), size)
-        ]
+        on_all, by_range = self._storage(planned.table, layout)
+        blocks = (
+            [
+                self._block(shard, held, self._buffer_bytes(planned.table, columns, size), fills_node=size > 1)
+                for shard, held, columns in zip(cost.shards[::size], by_range, layout.columns, strict=True)
+            ]
+            if cost.shards
+            else []
+        )
         buffers = self._buffer_bytes_everywhere(planned.table, layout)
         everywhere = self._block(cost.everywhere or ShardCost(0.0, None), on_all, buffers, cost.all_reduce_ms)
         exchange = NO_EXCHANGE if cost.exchange is None else self._exchanges.number(cost.exchange)
@@ -181,27 +176,19 @@ class TableProblem:
             host_bytes=held.host,
         )
 
-    def _storage(self, planned: PlannedTable, layout: Layout, num_shards: int) -> tuple["_Bytes", list["_Bytes"]]:
-        """Returns the storage on every rank, and that of each shard beside it."""
-        cluster = self._request.cluster
+    def _storage(self, table: CompositionalEmbeddingConfig, layout: Layout) -> tuple["_Bytes", list["_Bytes"]]:
+        """Returns the bytes on every rank, and those of the fullest shard of each range of columns beside them."""
+        optimizers, cache_ratio = self._request.table_optimizers, self._request.cache_ratio
+        slices, replicated = divided_table(table, layout)
+        num_row_shards, is_grid = self._costs.num_row_shards(layout.sharding_type), len(slices) > 1
+        on_all = replicated_storage(table, replicated, optimizers)
+        by_shape: dict[Hashable, TableStorage] = {}
+        for own in slices:
+            if own.shape not in by_shape:
+                by_shape[own.shape] = slice_storage(own, num_row_shards, optimizers, cache_ratio, is_grid)
         if is_on_every_rank(layout.sharding_type):
-            # one rank has all rows here: of those that are divided each has its share of them
-            alone = replace(cluster, nodes=1, ranks_per_node=1)
-            everywhere, (shard,) = self._shard_storage(planned, layout, 1, alone)
-            num_rows = max(planned.table.lookup_tables(), key=lambda part: part.num_parameters).num_rows
-            return everywhere + shard * (-(-num_rows // cluster.world_size) / num_rows), []
-        return self._shard_storage(planned, layout, num_shards, cluster)
-
-    def _shard_storage(
-        self, planned: PlannedTable, layout: Layout, num_shards: int, cluster: Cluster
-    ) -> tuple["_Bytes", list["_Bytes"]]:
-        request = self._request
-        unit = unit_sharding(planned.table, layout, range(num_shards), cluster)
-        placed = place_table(planned.table, unit, cluster.world_size, planned.collection)
-        # a rank more than has shards
-        by_rank = storage_by_rank(placed, num_shards + 1, request.table_optimizers, request.cache_ratio)
-        held = [_Bytes.held(by_rank.get(rank, TableStorage())) for rank in range(num_shards + 1)]
-        return held[-1], [own - held[-1] for own in held[:-1]]
+            return _Bytes.held(sum(by_shape.values(), on_all)), []
+        return _Bytes.held(on_all), [_Bytes.held(by_shape[own.shape]) for own in slices]
 
     def _buffer_bytes(self, table: CompositionalEmbeddingConfig, columns: tuple[int, int], num_blocks: int) -> float:
         """Returns a guess of the bytes that a rank needs to look up some columns of all rows of a step."""
@@ -243,15 +230,6 @@ class _Bytes:
     def held(cls, storage: TableStorage) -> "_Bytes":
         """Returns the bytes of a table's storage on a rank."""
         return cls(storage.total, storage.total - storage.gradients, storage.host)
-
-    def __add__(self, other: "_Bytes") -> "_Bytes":
-        return _Bytes(self.total + other.total, self.stored + other.stored, self.host + other.host)
-
-    def __sub__(self, other: "_Bytes") -> "_Bytes":
-        return self + other * -1
-
-    def __mul__(self, share: float) -> "_Bytes":
-        return _Bytes(share * self.total, share * self.stored, share * self.host)
 
 
 class _Numbers:

@@ -116,7 +116,7 @@ class Placement:
         """Number of rows of the divided partition on a rank, but for the last ranks, which may have fewer or none."""
         assert self.divided is not None
         is_grid = len(_shards(self.table, self.unit)) > self.num_row_blocks
-        return _rows_per_block(self.parts[self.divided].num_rows, self.num_row_blocks, is_grid)
+        return rows_in_block(self.parts[self.divided].num_rows, self.num_row_blocks, is_grid)
 
     def slice(self, start: int, stop: int) -> TableSlice:
         """Returns columns ``[start, stop)`` of the output, and the partitions' columns that take part in them."""
@@ -270,14 +270,14 @@ def _by_rows(
 def _block_shards(own: PartitionSlice, blocks: Sequence[ShardMetadata], is_grid: bool) -> list[ShardMetadata]:
     """Returns the shards of a partition whose rows are divided; where there are few rows, the last ranks have none."""
     num_rows = own.part.num_rows
-    rows_per_block = _rows_per_block(num_rows, len(blocks), is_grid)
+    rows_per_block = rows_in_block(num_rows, len(blocks), is_grid)
     return [
         ShardMetadata([start, own.start], [min(rows_per_block, num_rows - start), own.num_columns], block.placement)
         for start, block in zip(range(0, num_rows, rows_per_block), blocks, strict=False)
     ]
 
 
-def _rows_per_block(num_rows: int, num_blocks: int, is_grid: bool) -> int:
+def rows_in_block(num_rows: int, num_blocks: int, is_grid: bool) -> int:
     """Returns the number of rows in each block but for the last ones, which may have fewer or none.
 
     TorchRec takes the ranges of a grid to have a block on each rank of their node, or one alone: where the rows are too

@@ -300,6 +300,16 @@ def test_other_placements_of_many_tables_are_not_all_told() -> None:
     assert "instead (68 more tables): --report and --json say it" in text
 
 
+def test_of_very_many_tables_those_with_most_bytes_are_shown_and_it_is_said() -> None:
+    found = plan_assessment(1, 2, num_tables=300)
+    for index in range(300):
+        found = with_placement(found, index, storage=TableStorage(weights=(index * 7 % 300 + 1) * MIB))
+    text = printed(found)
+    largest = [own.name for own in found.tables if own.storage.total > 100 * MIB]
+    assert [line.split()[0] for line in lines_under(text, "tables")] == largest
+    assert "the 200 tables with most bytes of 300; --json and --report have all" in text
+
+
 def test_where_it_fits_the_verdict_says_where() -> None:
     last = printed(dataclasses.replace(plan_assessment(1, 8), notes=("one [note]",))).splitlines()[-3:]
     assert "65,536 rows on all ranks" in last[0] and "3 batch(es)" in last[0] and "are estimates" in last[0]

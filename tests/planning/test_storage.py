@@ -14,7 +14,18 @@ from torchrec.distributed.types import ParameterSharding, ShardMetadata
 from distembed.embedding import CompositionalEmbeddingBagConfig
 from distembed.optim.declared import TableOptimizers
 from distembed.partitions import QuotientRemainder
-from distembed.planning.storage import TableStorage, table_storage, total
+from distembed.planning.cluster import Cluster
+from distembed.planning.costs import Layout, divided_table
+from distembed.planning.devices import find_device
+from distembed.planning.sharding_plan import unit_sharding
+from distembed.planning.storage import (
+    TableStorage,
+    replicated_storage,
+    slice_storage,
+    storage_by_rank,
+    table_storage,
+    total,
+)
 from distembed.sharding.bag_collection import ShardedCompositionalEmbeddingBagCollection
 from distembed.sharding.placement import place_table
 from tests.layouts import LAYOUTS, OPTIMIZER_NAMES, Trained, build
@@ -75,6 +86,26 @@ def test_of_a_table_in_host_memory_the_small_partition_and_the_cache_are_on_the_
                 cache=round(cache),
                 host_weights=250 * columns * 4,
             )
+
+
+@pytest.mark.parametrize("composition", ["product", "concat", "path_linear"])
+@pytest.mark.parametrize("kernel", ["fused", "dense", "fused_uvm_caching"])
+def test_a_shard_s_slice_has_the_storage_that_the_placed_table_has_there(composition: str, kernel: str) -> None:
+    table = CompositionalEmbeddingBagConfig("t", 1001, 16, ["t"], QuotientRemainder(1001, collisions=4), composition)
+    cluster, optimizers = Cluster(find_device("h100-80gb"), 2, 2), TableOptimizers("row_wise_adagrad")
+    ways = [("table_wise", 1, [1]), ("row_wise", 1, [0, 1, 2, 3]), ("table_row_wise", 1, [2, 3])]
+    if composition != "path_linear":
+        ways += [("column_wise", 2, [3, 1]), ("grid_shard", 2, [0, 1, 2, 3])]
+    for sharding_type, num_ranges, ranks in ways:
+        wide = 16 // num_ranges
+        layout = Layout(sharding_type, kernel, tuple((start, start + wide) for start in range(0, 16, wide)))
+        placed = place_table(table, unit_sharding(table, layout, ranks, cluster), 4)
+        by_rank = storage_by_rank(placed, 4, optimizers, 0.5)
+        slices, replicated = divided_table(table, layout)
+        on_all = replicated_storage(table, replicated, optimizers)
+        for own, rank in zip(slices, ranks[:: len(ranks) // num_ranges], strict=True):
+            shard = slice_storage(own, len(ranks) // num_ranges, optimizers, 0.5, num_ranges > 1)
+            assert on_all + shard == by_rank[rank], (sharding_type, rank)
 
 
 @pytest.mark.distributed

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distembed.planning.fastest.problem import Assignment, Floats, Ints, Problem
+from distembed.planning.fastest.problem import NO_GROUP, Assignment, Floats, Ints, Problem
 
 _PENALTY = 1e6
 """Weight of what is beyond a limit, against what is minimised."""
@@ -51,24 +51,28 @@ class Loads:
     def __init__(self, problem: Problem, assignment: Assignment) -> None:
         self.problem, self.assignment, self._blocks = problem, assignment, problem.blocks
         world_size, phases = problem.world_size, problem.num_phases
-        self.num_bytes, self.host_bytes = np.zeros(world_size), np.zeros(world_size)
-        self._ms = np.full(world_size, float(problem.base_ms))
-        self._own_ms = np.zeros((world_size, phases))
-        self._rest_ms = np.zeros((world_size, phases))  # what a rank has of the shards of others
         self._group_start_ms = np.array([*problem.group_start_ms, 0.0])  # the last is that of no group
-        self._in_group = np.zeros((world_size, len(self._group_start_ms)), np.int64)
+        # rows as the columns of problem.block_sums: what a shard adds to a rank is added at once
+        self._sums = np.zeros((problem.block_sums.shape[1], world_size))
+        self._ms, self.num_bytes, self.host_bytes = self._sums[:3]
+        self._own_ms = self._sums[3 : 3 + phases]
+        self._rest_ms = self._sums[3 + phases : 3 + 2 * phases]  # what a rank has of the shards of others
+        self._in_group = self._sums[3 + 2 * phases :]
         self._exchange_users = np.zeros(len(problem.exchange_start_ms), np.int64)
         self.tables_of: list[set[int]] = [set() for _ in range(world_size)]
         self._add_all()
+        self._start_ms = self._starts(slice(None))
 
     def _add_all(self) -> None:
         """Adds all tables of the assignment at once."""
-        problem, blocks, assignment = self.problem, self._blocks, self.assignment
+        problem, assignment = self.problem, self.assignment
+        self._ms += problem.base_ms
         tables = np.flatnonzero(assignment.option >= 0)
+        self._sums += problem.option_sums[assignment.option[tables]].sum(0)[:, None]
         shards: list[tuple[int, int]] = []
         for table in tables.tolist():
             option = int(assignment.option[table])
-            self._change_everywhere(option, 1)
+            self._use_exchange(option, 1)
             for block, place in zip(
                 problem.option_blocks[option].tolist(), assignment.places[table].tolist(), strict=True
             ):
@@ -76,12 +80,8 @@ class Loads:
                     shards.append((block, rank))
                     self.tables_of[rank].add(table)
         numbers, ranks = np.array(shards, np.int64).reshape(-1, 2).T
-        np.add.at(self._ms, ranks, blocks.lookup_ms[numbers])
-        np.add.at(self.num_bytes, ranks, blocks.num_bytes[numbers])
-        np.add.at(self.host_bytes, ranks, blocks.host_bytes[numbers])
-        np.add.at(self._own_ms, ranks, blocks.own_ms[numbers])
-        np.subtract.at(self._rest_ms, ranks, blocks.other_ms[numbers])
-        np.add.at(self._in_group, (ranks, blocks.group[numbers]), 1)
+        for own, by_block in zip(self._sums, problem.block_sums.T, strict=True):
+            own += np.bincount(ranks, by_block[numbers], minlength=problem.world_size)
 
     def put(self, table: int, option: int, places: Ints) -> None:
         """Places a table that is nowhere."""
@@ -112,25 +112,25 @@ class Loads:
 
     def milliseconds_alone(self) -> Floats:
         """Returns the milliseconds of every rank, as if it had cores of its own."""
-        phases: Floats = np.maximum(self._own_ms, self._rest_ms).sum(1)
-        starts: Floats = (self._in_group > 0) @ self._group_start_ms
-        return self._ms + phases + starts
+        alone: Floats = self._ms + np.maximum(self._own_ms, self._rest_ms).sum(0) + self._start_ms
+        return alone
 
     def own_milliseconds(self) -> Floats:
         """Returns the milliseconds of every rank without those in which it waits for exchanges of others.
 
         A table more adds to their sum what its shards take, whatever else is placed.
         """
-        own: Floats = self._ms + self._own_ms.sum(1) + (self._in_group > 0) @ self._group_start_ms
+        own: Floats = self._ms + self._own_ms.sum(0) + self._start_ms
         return own
 
     def scores_with(self, block: int, aim: Aim) -> Floats:
         """Returns the score of every rank if it had a shard of a block whose option is counted already."""
-        blocks, group = self._blocks, self._blocks.group[block]
-        own, rest = self._own_ms + blocks.own_ms[block], self._rest_ms - blocks.other_ms[block]
-        starts = (self._in_group > 0) @ self._group_start_ms
-        starts += np.where(self._in_group[:, group] > 0, 0.0, self._group_start_ms[group])
-        ms = self._ms + blocks.lookup_ms[block] + np.maximum(own, rest).sum(1) + starts
+        blocks, group, phases = self._blocks, self._blocks.group[block], self._blocks.phases[block]
+        longer = np.maximum(self._own_ms, self._rest_ms)
+        own, rest = blocks.own_ms[block, phases, None], blocks.other_ms[block, phases, None]
+        longer[phases] = np.maximum(self._own_ms[phases] + own, self._rest_ms[phases] - rest)
+        starts = np.where(self._in_group[group] > 0, 0.0, self._group_start_ms[group])
+        ms = self._ms + blocks.lookup_ms[block] + longer.sum(0) + (self._start_ms + starts)
         return aim.scores(ms, self.num_bytes + blocks.num_bytes[block], self.host_bytes + blocks.host_bytes[block])
 
     def try_option(self, option: int, aim: Aim) -> tuple[Ints, Floats]:
@@ -164,15 +164,20 @@ class Loads:
         """
         blocks = self._blocks
         old, new = blocks.group[without], blocks.group[with_]
-        own = self._own_ms[ranks] - blocks.own_ms[without] + blocks.own_ms[with_]
-        rest = self._rest_ms[ranks] + blocks.other_ms[without] - blocks.other_ms[with_]
-        starts = ((self._in_group > 0) @ self._group_start_ms)[ranks]
-        starts -= np.where((self._in_group[ranks, old] == 1) & (old != new), self._group_start_ms[old], 0)
-        starts += np.where((self._in_group[ranks, new] == 0), self._group_start_ms[new], 0)
+        own = self._own_ms.T[ranks] - blocks.own_ms[without] + blocks.own_ms[with_]
+        rest = self._rest_ms.T[ranks] + blocks.other_ms[without] - blocks.other_ms[with_]
+        starts = self._start_ms[ranks]
+        starts -= np.where((self._in_group[old, ranks] == 1) & (old != new), self._group_start_ms[old], 0)
+        starts += np.where((self._in_group[new, ranks] == 0), self._group_start_ms[new], 0)
         ms = self._ms[ranks] - blocks.lookup_ms[without] + blocks.lookup_ms[with_]
         num_bytes = self.num_bytes[ranks] - blocks.num_bytes[without] + blocks.num_bytes[with_]
         host_bytes = self.host_bytes[ranks] - blocks.host_bytes[without] + blocks.host_bytes[with_]
         return aim.scores(ms + np.maximum(own, rest).sum(1) + starts, num_bytes, host_bytes)
+
+    def signature(self, decimals: int) -> Floats:
+        """Returns numbers by rank that are equal, to so many decimals, where ranks have equal loads."""
+        rounded: Floats = self._sums.T.round(decimals) + 0.0
+        return rounded
 
     def _places(self, scores: Floats, fills_node: bool) -> Floats:
         return scores.reshape(-1, self.problem.ranks_per_node).max(1) if fills_node else scores
@@ -192,39 +197,31 @@ class Loads:
 
     def _change_everywhere(self, option: int, sign: int) -> None:
         """Adds what an option takes of every rank, as if its shards were all on other ranks; or takes it away."""
-        problem, blocks = self.problem, self._blocks
-        block, exchange = problem.option_everywhere[option], problem.options[option].exchange
-        self._ms += sign * blocks.lookup_ms[block]
-        self.num_bytes += sign * blocks.num_bytes[block]
-        self.host_bytes += sign * blocks.host_bytes[block]
-        self._own_ms += sign * blocks.own_ms[block]
-        self._rest_ms += sign * (problem.option_other_ms[option] + blocks.other_ms[block])
-        self._in_group[:, blocks.group[block]] += sign
+        problem, everywhere = self.problem, self.problem.option_everywhere[option]
+        rows, added = problem.option_changes[option]
+        self._sums[rows] += sign * added
+        if self._blocks.group[everywhere] != NO_GROUP:
+            self._start_ms = self._starts(slice(None))
+        self._use_exchange(option, sign)
+
+    def _use_exchange(self, option: int, sign: int) -> None:
+        """Counts one table more, or less, of the exchange of an option, and adds its start where it is the first."""
+        exchange = self.problem.options[option].exchange
         if exchange >= 0:
             before = self._exchange_users[exchange]
             self._exchange_users[exchange] += sign
             if (before == 0) != (self._exchange_users[exchange] == 0):
-                self._ms += sign * problem.exchange_start_ms[exchange]
+                self._ms += sign * self.problem.exchange_start_ms[exchange]
 
     def _change_block(self, block: int, place: int, sign: int) -> None:
-        own, blocks = self._ranks(block, place), self._blocks
-        ranks = slice(own.start, own.stop)
-        self._ms[ranks] += sign * blocks.lookup_ms[block]
-        self.num_bytes[ranks] += sign * blocks.num_bytes[block]
-        self.host_bytes[ranks] += sign * blocks.host_bytes[block]
-        self._own_ms[ranks] += sign * blocks.own_ms[block]
-        self._rest_ms[ranks] -= sign * blocks.other_ms[block]
-        self._in_group[ranks, blocks.group[block]] += sign
+        own = self._ranks(block, place)
+        ranks, added = slice(own.start, own.stop), self.problem.block_sums[block, :, None]
+        self._sums[:, ranks] += added if sign > 0 else -added
+        # it may be the first of its group, or was the last
+        if self._in_group[self._blocks.group[block], own.start] <= 1:
+            self._start_ms[ranks] = self._starts(ranks)
 
-    def signature(self, decimals: int) -> Floats:
-        """Returns numbers by rank that are equal, to so many decimals, where ranks have equal loads."""
-        columns = [
-            self._ms[:, None],
-            self.num_bytes[:, None],
-            self.host_bytes[:, None],
-            self._own_ms,
-            self._rest_ms,
-            self._in_group,
-        ]
-        rounded: Floats = np.concatenate(columns, axis=1).round(decimals) + 0.0
-        return rounded
+    def _starts(self, ranks: slice) -> Floats:
+        """Returns the milliseconds in which some ranks start the kernels of their groups."""
+        starts: Floats = self._group_start_ms @ (self._in_group[:, ranks] > 0)
+        return starts

@@ -147,13 +147,31 @@ class Problem:
         return [self.blocks.number[option.everywhere] for option in self.options]
 
     @cached_property
-    def option_other_ms(self) -> Floats:
-        """Sums over all shards of an option of what each other rank has in a phase, by option and phase."""
-        sums = np.zeros((len(self.options), self.num_phases))
+    def block_sums(self) -> Floats:
+        """What a shard of each distinct block adds to the sums of its rank: milliseconds, bytes, host's bytes, ...
+
+        Behind these stand what it has in each phase, what it spares its rank of the others' in each phase, and a 1 for
+        its group, by group; the last is that of no group.
+        """
+        return self.blocks.sums(len(self.group_start_ms))
+
+    @cached_property
+    def option_sums(self) -> Floats:
+        """What each option adds to the sums of every rank, as if its shards were all on other ranks."""
+        sums = self.block_sums[self.option_everywhere]
+        everywhere = self.blocks.other_ms[self.option_everywhere]
+        others = sums[:, 3 + self.num_phases : 3 + 2 * self.num_phases]
+        others += 2 * everywhere  # every rank has what the others do for each other's
         for option, blocks in enumerate(self.option_blocks):
             if len(blocks):
-                sums[option] = (self.blocks.other_ms[blocks] * self.num_shards[blocks, None]).sum(0)
+                others[option] += (self.blocks.other_ms[blocks] * self.num_shards[blocks, None]).sum(0)
         return sums
+
+    @cached_property
+    def option_changes(self) -> list[tuple[Ints, Floats]]:
+        """Numbers of the sums that each option adds something to on every rank, and what."""
+        changed = [np.flatnonzero(sums) for sums in self.option_sums]
+        return [(rows, sums[rows, None]) for rows, sums in zip(changed, self.option_sums, strict=True)]
 
     @cached_property
     def num_shards(self) -> Ints:
@@ -172,6 +190,7 @@ class BlockNumbers:
         number: Number of each block.
         lookup_ms, num_bytes, host_bytes, stored_bytes, group, fills_node: As :class:`Block` has them, by block.
         own_ms, other_ms: By block and phase.
+        phases: Phases in which a shard of each block has something.
     """
 
     def __init__(self, blocks: Sequence[Block], num_phases: int) -> None:
@@ -186,6 +205,14 @@ class BlockNumbers:
         self.other_ms: Floats = np.array([block.other_ms for block in blocks], np.float64).reshape(
             len(blocks), num_phases
         )
+        self.phases = [_nonzero(own) for own in (self.own_ms != 0) | (self.other_ms != 0)]
+
+    def sums(self, num_groups: int) -> Floats:
+        """Returns what a shard adds to the sums of its rank, by block (:attr:`Problem.block_sums`)."""
+        in_group = np.zeros((len(self.group), num_groups + 1))
+        in_group[np.arange(len(self.group)), self.group] = 1
+        columns = [self.lookup_ms[:, None], self.num_bytes[:, None], self.host_bytes[:, None]]
+        return np.concatenate([*columns, self.own_ms, -self.other_ms, in_group], axis=1)
 
 
 @dataclass
@@ -208,3 +235,9 @@ class Assignment:
     def copy(self) -> "Assignment":
         """Returns a copy that may be changed."""
         return Assignment(self.option.copy(), list(self.places))
+
+
+def _nonzero(has_some: npt.NDArray[np.bool_]) -> slice:
+    """Returns the range from the first to the last that has some; an empty one where none has."""
+    numbers = np.flatnonzero(has_some)
+    return slice(int(numbers[0]), int(numbers[-1]) + 1) if len(numbers) else slice(0, 0)

@@ -1,0 +1,309 @@
+"""Compares plans by their estimated time, and by what it takes to make them: ours, TorchRec's own, and others.
+
+::
+
+    python tools/bench_planner.py --plans FOLDER
+
+Each model (:data:`MODELS`, batch 65,536) is planned for clusters of H100s by up to four planners:
+
+- *ours*: ``distembed plan`` as it is
+- *TorchRec*: its ``EmbeddingShardingPlanner`` with our sharders, on the same topology, batch and memory, by its own
+  estimates
+- *table-wise*: ours, with ``plan.sharding_types=[table_wise]``
+- *saved*: plans of ``--plans``, which ``distembed plan --output FOLDER/MODEL-NODESx8.json`` wrote, of another version
+
+All plans are estimated alike (:mod:`distembed.planning.times`). Printed are the slowest rank's milliseconds, the bytes
+that all ranks send in a step and those of the rank that sends most, and the seconds and the peak memory of a process
+of its own that makes the plan, from when the model is there; the memory is with all imports.
+"""
+
+import argparse
+import dataclasses
+import multiprocessing
+import resource
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+from torch import nn
+from torchrec.distributed.planner import EmbeddingShardingPlanner
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner.types import PlannerError
+from torchrec.distributed.types import ShardingPlan
+
+from distembed.capacity.configured_model import ConfiguredModel
+from distembed.config import load_config
+from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
+from distembed.errors import RunError
+from distembed.optim.declared import TableOptimizers
+from distembed.partitions import QuotientRemainder
+from distembed.planning import PlanConfig, PlanRequest, Workload
+from distembed.planning.apply_plan import apply_saved_plan
+from distembed.planning.cluster import Cluster
+from distembed.planning.costs import PlacementCosts
+from distembed.planning.devices import find_device
+from distembed.planning.estimated_plan import placed_tables, plan_placements
+from distembed.planning.memory import rank_memories
+from distembed.planning.plan import find_plan
+from distembed.planning.saved_plan import read_saved_plan
+from distembed.planning.times import step_times
+from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
+from distembed.units import format_bytes
+
+CONFIG = Path(__file__).parents[1] / "configs" / "criteo_kaggle.yaml"
+BATCH_SIZE, GPUS = 65_536, 8
+FEWEST_ROWS, MOST_ROWS_A_NODE, MOST_ROWS = 10**3, 5 * 10**6, 10**8
+MIB = 2**20
+
+
+def configured(*overrides: str) -> Callable[[Cluster], PlanRequest]:
+    """Returns what makes a config's model on a cluster."""
+    config = load_config(CONFIG, [f"train.batch_size={BATCH_SIZE}", *overrides])
+    return lambda cluster: ConfiguredModel(config).on_cluster(cluster).request
+
+
+def many_tables(num_tables: int, nodes: int) -> list[CompositionalEmbeddingBagConfig]:
+    """Returns tables of 10^3 rows up to as many as that many nodes have room for, as many of each order of magnitude.
+
+    Every tenth has a row an id; the others are compressed a thousand times.
+    """
+    rng = np.random.default_rng(0)
+    largest = min(nodes * MOST_ROWS_A_NODE, MOST_ROWS)
+    tables = []
+    for i in range(num_tables):
+        num_rows = int(10 ** rng.uniform(np.log10(FEWEST_ROWS), np.log10(largest)))
+        dim = int(rng.choice([64, 128]))
+        num_ids = num_rows if i % 10 == 0 else 1000 * num_rows
+        scheme = "naive" if i % 10 == 0 else QuotientRemainder(num_ids, collisions=1000)
+        tables.append(CompositionalEmbeddingBagConfig(f"t{i}", num_ids, dim, [f"f{i}"], scheme))
+    return tables
+
+
+def generated(num_tables: int) -> Callable[[Cluster], PlanRequest]:
+    """Returns what makes a model of many tables, and without networks, on a cluster."""
+
+    def on_cluster(cluster: Cluster) -> PlanRequest:
+        collection = CompositionalEmbeddingBagCollection(many_tables(num_tables, cluster.nodes), device="meta")
+        return PlanRequest(
+            nn.ModuleDict({"tables": collection}),
+            [CompositionalEmbeddingBagCollectionSharder()],
+            cluster,
+            Workload(BATCH_SIZE),
+            optimizers=TableOptimizers("row_wise_adagrad"),
+        )
+
+    return on_cluster
+
+
+MODELS: Mapping[str, Callable[[], Callable[[Cluster], PlanRequest]]] = {
+    "kaggle": lambda: configured("embedding.default.force=true"),
+    "terabyte": lambda: configured(
+        "data.schema=criteo_terabyte", "embedding.default.force=true", "embedding.default.embedding_dim=64"
+    ),
+    "mlperf": lambda: configured(
+        "data.schema=criteo_terabyte", "embedding.default={partition: naive, embedding_dim: 128}"
+    ),
+    "1000-tables": lambda: generated(1000),
+    "5000-tables": lambda: generated(5000),
+}
+"""Models by name; each makes its request for a cluster."""
+
+
+def ours(request: PlanRequest) -> ShardingPlan:
+    """Returns the plan of our search."""
+    return find_plan(request).plan
+
+
+def table_wise(request: PlanRequest) -> ShardingPlan:
+    """Returns the plan of our search where each table lies on one rank."""
+    return find_plan(dataclasses.replace(request, config=PlanConfig(sharding_types=["table_wise"]))).plan
+
+
+def torchrecs(request: PlanRequest) -> ShardingPlan:
+    """Returns the plan of TorchRec's planner, which has as much memory for tables as our search begins with."""
+    cluster, workload = request.cluster, request.workload
+    room = request.plannable_bytes - sum(workload.bytes_beside_tables(cluster.world_size).values())
+    planner = EmbeddingShardingPlanner(
+        topology=cluster.topology(),
+        batch_size=workload.rows_of_rank(cluster.world_size),
+        storage_reservation=FixedPercentageStorageReservation(1 - room / cluster.rank_bytes),
+    )
+    return planner.plan(request.model, list(request.sharders))
+
+
+PLANNERS: Mapping[str, Callable[[PlanRequest], ShardingPlan]] = {
+    "ours": ours,
+    "TorchRec": torchrecs,
+    "table-wise": table_wise,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """A plan by the common estimate.
+
+    Attributes:
+        milliseconds: Time of the slowest rank.
+        sent_bytes: Bytes that all ranks send in a step.
+        most_sent_bytes: Bytes of the rank that sends most.
+        fits: Whether every rank has room.
+    """
+
+    milliseconds: float
+    sent_bytes: int
+    most_sent_bytes: int
+    fits: bool
+
+
+def estimate(request: PlanRequest, plan: ShardingPlan) -> Estimate:
+    """Returns what any plan of a model comes to."""
+    cluster = request.cluster
+    placements = plan_placements(request.model, plan, cluster.world_size)
+    times = step_times(placed_tables(request, plan, placements), PlacementCosts(request), cluster)
+    memories = rank_memories(
+        placements,
+        cluster.world_size,
+        request.workload,
+        request.table_optimizers,
+        cluster.device.kind,
+        cache_ratio=request.cache_ratio,
+    )
+    sent = [sum(dataclasses.astuple(memory.sent)) for memory in memories]
+    return Estimate(
+        milliseconds=max(time.total for time in times),
+        sent_bytes=sum(sent),
+        most_sent_bytes=max(sent),
+        fits=max(memory.total for memory in memories) <= request.plannable_bytes
+        and max(memory.host for memory in memories) <= cluster.host_bytes_per_rank,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model to be planned for a cluster by one of the planners.
+
+    Attributes:
+        model: Name of the model.
+        nodes: Number of nodes.
+        planner: Name of the planner; ``saved`` for a plan of a file.
+        file: The file of a saved plan.
+    """
+
+    model: str
+    nodes: int
+    planner: str
+    file: Path | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What came of a case.
+
+    Attributes:
+        estimate: What the plan comes to; None where there is none.
+        failure: Why there is none.
+        seconds: Seconds in which the plan was made; None where it was read.
+        peak_bytes: Peak memory of the process until then.
+    """
+
+    estimate: Estimate | None = None
+    failure: str = ""
+    seconds: float | None = None
+    peak_bytes: int = 0
+
+
+def run(case: Case, device: str, results: Connection) -> None:
+    """Makes a plan in this process and sends what came of it."""
+    request = MODELS[case.model]()(Cluster(find_device(device), case.nodes, GPUS))
+    started = time.perf_counter()
+    try:
+        plan = PLANNERS[case.planner](request) if case.file is None else read_plan(case.file, request)
+    except (RunError, PlannerError):
+        results.send(Outcome(failure="finds none"))
+        return
+    seconds = time.perf_counter() - started
+    peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    results.send(
+        Outcome(estimate(request, plan), seconds=seconds if case.file is None else None, peak_bytes=peak_bytes)
+    )
+
+
+def read_plan(file: Path, request: PlanRequest) -> ShardingPlan:
+    """Returns the plan of a file, whatever it says that the plan was made for."""
+    saved = read_saved_plan(file)
+    return apply_saved_plan(saved, request.tables_by_collection, saved.plan_inputs, request.table_optimizers.is_fused)
+
+
+def run_alone(case: Case, device: str, limit_seconds: float) -> Outcome:
+    """Runs a case in a process of its own, which is ended when its time is over."""
+    context = multiprocessing.get_context("spawn")
+    results, child = context.Pipe(duplex=False)
+    process = context.Process(target=run, args=(case, device, child))
+    process.start()
+    child.close()
+    try:
+        return results.recv() if results.poll(limit_seconds) else Outcome(failure=f"not done in {limit_seconds:.0f} s")
+    except EOFError:
+        return Outcome(failure="fails")
+    finally:
+        process.terminate()
+        process.join()
+
+
+def report(case: Case, outcome: Outcome) -> None:
+    """Prints a line of the table."""
+    found = outcome.estimate
+    cells = [case.model, f"{case.nodes}x{GPUS}", case.planner]
+    if found is None:
+        cells += [outcome.failure, "", ""]
+    else:
+        cells.append(f"{found.milliseconds:.3f}" + ("" if found.fits else ", does not fit"))
+        cells += [format_bytes(found.sent_bytes), f"{found.most_sent_bytes / MIB:.2f} MiB"]
+    if outcome.seconds is not None:
+        cells += [f"{outcome.seconds:.1f} s", f"{outcome.peak_bytes / MIB:.0f} MiB"]
+    print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def cases(options: argparse.Namespace, model: str, nodes: int) -> list[Case]:
+    """Returns the cases of a model on a cluster, ours first."""
+    found = [Case(model, nodes, planner) for planner in options.planners]
+    file = options.plans / f"{model}-{nodes}x{GPUS}.json" if options.plans is not None else None
+    return found + ([Case(model, nodes, "saved", file)] if file is not None and file.exists() else [])
+
+
+def slower(outcomes: Sequence[Outcome]) -> float | None:
+    """Returns by what share the first plan is slower than the best of the others that fit; None without any."""
+    first, *others = [found.estimate for found in outcomes]
+    times = [found.milliseconds for found in others if found is not None and found.fits]
+    return first.milliseconds / min(times) - 1 if first is not None and times else None
+
+
+def main() -> None:
+    """Makes every plan and prints the table, then where ours is slower than another one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=[name for name in MODELS if name[0] != "5"])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 4, 8, 128])
+    parser.add_argument("--planners", nargs="+", choices=PLANNERS, default=list(PLANNERS))
+    parser.add_argument("--gpu", default="h100-80gb", help="device, as `distembed plan` takes it")
+    parser.add_argument("--plans", type=Path, help="folder of saved plans, named like kaggle-4x8.json")
+    parser.add_argument("--limit", type=float, default=120, help="seconds that a case may take")
+    options = parser.parse_args()
+    print("| model | devices | planner | ms a step | sent by all | by the rank that sends most | made in | peak |")
+    print("|---|---|---|---|---|---|---|---|")
+    differences = []
+    for model in options.models:
+        for nodes in options.nodes:
+            outcomes = []
+            for case in cases(options, model, nodes):
+                outcomes.append(run_alone(case, options.gpu, options.limit))
+                report(case, outcomes[-1])
+            share = slower(outcomes)
+            if share is not None:
+                differences.append(f"{model} {nodes}x{GPUS}: {share:+.2%}")
+    print(f"\nfirst planner against the fastest of the others that fit: {'; '.join(differences)}")
+
+
+if __name__ == "__main__":
+    main()
