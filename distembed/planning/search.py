@@ -16,6 +16,7 @@ from distembed.errors import InsufficientMemory
 from distembed.planning.alternatives import Alternative
 from distembed.planning.costs import PlacementCosts
 from distembed.planning.counted_memory import CountedMemory
+from distembed.planning.fastest.loads import Aim
 from distembed.planning.fastest.problem import Assignment
 from distembed.planning.fastest.solver import Solution, Solver
 from distembed.planning.memory import RankMemory
@@ -80,8 +81,8 @@ class Search:
         fits = solution is not None
         if solution is None:
             solution = self._least_excess
-        host_capacity = self._request.cluster.host_bytes_per_rank
-        others = OtherPlacements(self._tables, solution.assignment, self._memory.capacity, host_capacity)
+        limits = Aim(self._memory.capacity, self._request.cluster.host_bytes_per_rank)
+        others = OtherPlacements(self._tables, solution.assignment, limits, self._request.config.time_tolerance)
         return SearchResult(
             plan=self._tables.plan(solution.assignment),
             memory=self._memory.ranks(solution.assignment),
