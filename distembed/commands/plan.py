@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
+_DEVICE = "h100-80gb"
+
 
 @dataclass(frozen=True)
 class ClusterOptions:
@@ -29,19 +31,23 @@ class ClusterOptions:
     nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1
     gpus: Annotated[int, typer.Option(min=1, help="GPUs, and ranks, on each machine.")] = 8
     gpu: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Device of each rank; an unknown name lists the known ones. A device file of --calibrate stands in "
-            "its place, and other numbers may follow: `h100-80gb,memory=96GiB,node_bandwidth=25GB`."
+            help="Device of each rank, in place of `plan.device` or else h100-80gb; an unknown name lists the known "
+            "ones. A device file of --calibrate stands in its place, and other numbers may follow: "
+            "`h100-80gb,memory=96GiB,node_bandwidth=25GB`."
         ),
-    ] = "h100-80gb"
+    ] = None
     memory: Annotated[str | None, typer.Option(help="Memory of a device in place of the catalogue's: 80GiB.")] = None
     host_memory: Annotated[
         str | None, typer.Option(help="Memory of each machine, where `plan.host_memory` lets tables lie in it: 1TiB.")
     ] = None
 
-    def cluster(self) -> "Cluster":
+    def cluster(self, device: str | None = None) -> "Cluster":
         """Returns the cluster.
+
+        Args:
+            device: Device of each rank where ``--gpu`` names none.
 
         Raises:
             UserError: The device is unknown, or a size cannot be read.
@@ -49,11 +55,11 @@ class ClusterOptions:
         from distembed.planning.cluster import Cluster
         from distembed.planning.devices import find_device
 
-        device = find_device(self.gpu)
+        found = find_device(device or _DEVICE, "plan.device") if self.gpu is None else find_device(self.gpu)
         if self.memory is not None:
-            device = dataclasses.replace(device, memory_bytes=parse_bytes("--memory", self.memory))
+            found = dataclasses.replace(found, memory_bytes=parse_bytes("--memory", self.memory))
         host_memory_bytes = 0 if self.host_memory is None else parse_bytes("--host-memory", self.host_memory)
-        return Cluster(device=device, nodes=self.nodes, ranks_per_node=self.gpus, host_memory_bytes=host_memory_bytes)
+        return Cluster(device=found, nodes=self.nodes, ranks_per_node=self.gpus, host_memory_bytes=host_memory_bytes)
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,7 @@ def plan_command(
         return
     from distembed.capacity.plan_files import PlanFiles
 
-    planned_for = cluster.cluster()
+    cluster.cluster()  # whose mistakes are told before torch is loaded
     arguments = [] if config is None else [config, *(overrides or [])]
     to_write = PlanFiles(files.output, files.compress, files.report, files.overwrite)
     plannable = (
@@ -110,7 +116,7 @@ def plan_command(
 
     fits = run_plan(
         plannable,
-        planned_for,
+        cluster.cluster(plannable.plan.device),
         to_write,
         memory_is_given=cluster.memory is not None,
         as_json=as_json,

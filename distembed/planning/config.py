@@ -50,6 +50,9 @@ class PlanConfig:
         time_tolerance: Share of a step's time by which the plan may be slower than the fastest that was found, to have
             fewer bytes on the fullest rank; the search ends where the fastest is known up to this share.
         host_memory: Whether tables may lie in host memory and be cached on a CUDA device.
+        device: Device that ranks compute like: a name of the catalogue or a device file, with other numbers behind it,
+            as `distembed plan --gpu` takes them; its memory is that of the ranks' own. Null for the catalogue's that is
+            most like theirs.
         reserve: Share of a device's memory that is kept free, for what no plan counts: the allocator's rounding and
             gaps, CUDA's context and NCCL's buffers.
         tables: Exceptions, by table name.
@@ -59,5 +62,6 @@ class PlanConfig:
     min_partition: Width | None = None
     host_memory: bool = False
     time_tolerance: Annotated[float, Field(ge=0, le=1)] = 0.01
+    device: str | None = None
     reserve: Annotated[float, Field(ge=0, lt=1)] = 0.05
     tables: dict[str, TablePlanConfig] = field(default_factory=dict)

@@ -148,12 +148,16 @@ _NUMBERS = ("utilisation", "ranks_at_once", *_SECONDS)
 """Numbers that are no sizes; seconds are given as such, ``launch_seconds=4e-6``."""
 
 
-def find_device(text: str) -> Device:
+def find_device(text: str, field: str = "--gpu") -> Device:
     """Returns the device of a name, with the numbers behind it in place of its own.
 
     An example is ``h100-80gb,memory=96GiB,node_bandwidth=25GB``; a device file (``.json``) may stand in the place of
     the name. Numbers alone, memory among them, make a device of their own; those that are missing are taken from the
     known device whose memory is nearest.
+
+    Args:
+        text: The name, with what is behind it.
+        field: Name of the option or setting that it was given by.
 
     Raises:
         UserError: The name or a setting is unknown; the known ones are listed. Or the device file cannot be read.
@@ -162,28 +166,28 @@ def find_device(text: str) -> Device:
     if first.endswith(".json"):
         from distembed.planning.device_file import read_device
 
-        return dataclasses.replace(read_device(Path(first)), **_numbers(settings))
+        return dataclasses.replace(read_device(Path(first)), **_numbers(settings, field))
     if "=" not in first:
-        device = DEVICES[one_of("--gpu", first, DEVICES)]
-        return dataclasses.replace(device, **_numbers(settings))
-    numbers = _numbers([first, *settings])
+        device = DEVICES[one_of(field, first, DEVICES)]
+        return dataclasses.replace(device, **_numbers(settings, field))
+    numbers = _numbers([first, *settings], field)
     if "memory_bytes" not in numbers:
-        raise UserError(f"--gpu is {text!r}, which has no memory; add memory=SIZE, such as memory=80GiB.")
+        raise UserError(f"{field} is {text!r}, which has no memory; add memory=SIZE, such as memory=80GiB.")
     cuda = [device for device in DEVICES.values() if device.kind == "cuda"]
     nearest = min(cuda, key=lambda device: abs(device.memory_bytes - numbers["memory_bytes"]))
     return dataclasses.replace(nearest, name=f"custom (else {nearest.name})", **numbers)
 
 
-def _numbers(settings: Iterable[str]) -> dict[str, Any]:
+def _numbers(settings: Iterable[str], field: str) -> dict[str, Any]:
     numbers: dict[str, Any] = {}
     for setting in settings:
         key, equals, size = setting.partition("=")
         if not equals:
-            raise UserError(f"--gpu has {setting!r} behind the device; give NUMBER=SIZE such as memory=80GiB.")
-        if one_of("number behind --gpu", key, [*_SIZES, *_NUMBERS]) in _SIZES:
-            numbers[_SIZES[key]] = parse_bytes(f"--gpu {key}", size)
+            raise UserError(f"{field} has {setting!r} behind the device; give NUMBER=SIZE such as memory=80GiB.")
+        if one_of(f"number behind {field}", key, [*_SIZES, *_NUMBERS]) in _SIZES:
+            numbers[_SIZES[key]] = parse_bytes(f"{field} {key}", size)
         else:
-            numbers[key] = _seconds(f"--gpu {key}", size) if key in _SECONDS else _above_zero(f"--gpu {key}", size)
+            numbers[key] = _seconds(f"{field} {key}", size) if key in _SECONDS else _above_zero(f"{field} {key}", size)
     return numbers
 
 

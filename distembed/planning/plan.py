@@ -1,5 +1,6 @@
 """Making a plan for the memory that a cluster really has, and for what a training step takes of it."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,12 +8,12 @@ import torch
 from torch import nn
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
-from distembed.errors import InsufficientMemory
+from distembed.errors import InsufficientMemory, UserError
 from distembed.host_memory import host_memory_bytes
 from distembed.optim.declared import TableOptimizers
 from distembed.planning.cluster import Cluster
 from distembed.planning.config import PlanConfig
-from distembed.planning.devices import device_here
+from distembed.planning.devices import device_here, find_device
 from distembed.planning.estimated_plan import EstimatedPlan, estimate_plan
 from distembed.planning.request import PlanRequest
 from distembed.planning.search import Search
@@ -41,12 +42,13 @@ def make_plan(
     Raises:
         InsufficientMemory: The tables, or the step that trains them, do not fit.
         UserError: The config names a table that does not exist or allows no way for one that does, or two tables have
-            one name.
+            one name; or its device is none.
     """
 
     def plan_here() -> ShardingPlan:
-        cluster = cluster_here(ranks)
-        request = PlanRequest(model, sharders, cluster, workload, config or PlanConfig(), optimizers)
+        own_config = config or PlanConfig()
+        cluster = cluster_here(ranks, own_config.device)
+        request = PlanRequest(model, sharders, cluster, workload, own_config, optimizers)
         estimated = find_plan(request)
         if not estimated.fits:
             raise _step_does_not_fit(estimated)
@@ -55,13 +57,31 @@ def make_plan(
     return Collectives().on_first(plan_here)
 
 
-def cluster_here(ranks: Ranks) -> Cluster:
-    """Returns the cluster that this process is part of, as if all its machines were like this one."""
+def cluster_here(ranks: Ranks, device_name: str | None = None) -> Cluster:
+    """Returns the cluster that this process is part of, as if all its machines were like this one.
+
+    Args:
+        ranks: This rank among all others.
+        device_name: Device of the catalogue, or device file, that computes like that of each rank, whose memory is its
+            own; None for the catalogue's that is most like it.
+
+    Raises:
+        UserError: There is no such device, or it is of another kind.
+    """
     host, is_cuda = host_memory_bytes(), ranks.device.type == "cuda"
     memory = torch.cuda.get_device_properties(ranks.device).total_memory if is_cuda else host
     # machines of unequally many ranks are none to TorchRec
     ranks_per_node = ranks.local_world_size if ranks.world_size % ranks.local_world_size == 0 else 1
-    device = device_here(ranks.device, memory // (1 if is_cuda else ranks.local_world_size // ranks_per_node))
+    own_memory = memory // (1 if is_cuda else ranks.local_world_size // ranks_per_node)
+    device = device_here(ranks.device, own_memory)
+    if device_name is not None:
+        named = find_device(device_name, "plan.device")
+        if named.kind != device.kind:
+            raise UserError(
+                f"plan.device is {device_name!r}, which is a {named.kind} device, and the ranks are on {device.kind}; "
+                "name one of their kind, or leave it out."
+            )
+        device = dataclasses.replace(named, memory_bytes=own_memory)
     return Cluster(device, ranks.world_size // ranks_per_node, ranks_per_node, host)
 
 

@@ -7,6 +7,8 @@ import torch
 
 from distembed.errors import UserError
 from distembed.planning.devices import DEVICES, device_here, find_device
+from distembed.planning.plan import cluster_here
+from distembed.ranks import Ranks
 
 
 def test_devices_are_found_by_their_names_and_have_all_numbers() -> None:
@@ -69,3 +71,14 @@ def test_a_driver_says_which_device_it_is(
 def test_a_machine_is_one_of_its_memory() -> None:
     found = device_here(torch.device("cpu"), 10**10)
     assert found.kind == "cpu" and found.memory_bytes == 10**10
+
+
+def test_ranks_compute_like_the_device_that_a_config_names_and_keep_their_memory() -> None:
+    ranks = Ranks(0, 2, 2, torch.device("cpu"))
+    own, named = cluster_here(ranks).device, cluster_here(ranks, "cpu-256gb,lookup_bandwidth=1GB").device
+    assert named.lookup_bandwidth == 10**9 != own.lookup_bandwidth
+    assert named.memory_bytes == own.memory_bytes
+    with pytest.raises(UserError, match="plan.device is 'h100-80gb', which is a cuda device, and the ranks are on cpu"):
+        cluster_here(ranks, "h100-80gb")
+    with pytest.raises(UserError, match="plan.device"):
+        cluster_here(ranks, "h900")

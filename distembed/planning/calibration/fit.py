@@ -1,8 +1,9 @@
 """Numbers of a device with which estimates of steps differ least from what these took.
 
-An estimate is linear in the seconds of a row, of a byte, of an operation and of a collective, so that those of the
-probes are a matrix, one column a number. It is found by estimating for devices that take one second of one kind and
-none of all others. What is minimised is the sum of squares of relative errors, over numbers that are not negative.
+An estimate adds up the seconds of rows, of bytes, of operations and of collectives, but where it takes the longer of
+two: of sending and receiving, and of two ranks. Of probes that load all ranks alike it is taken for linear, so that
+they are a matrix, one column a number. It is found by estimating for devices that take one second of one kind and none
+of all others. What is minimised is the sum of squares of relative errors, over numbers that are not negative.
 """
 
 import math
