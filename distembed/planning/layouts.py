@@ -11,6 +11,8 @@ sharding type        ways                                                     un
 ``data_parallel``    a copy on every rank                                     with several ranks
 ==================== ======================================================== ==========================================
 
+``table_column_wise``, in a range of columns for each rank of a node, is one where the config says so.
+
 Sequences of one collection have ranges of one width in TorchRec, so that the widest that divides all of them is taken.
 """
 
@@ -27,7 +29,7 @@ from distembed.planning.config import TablePlanConfig
 from distembed.planning.costs import Layout
 from distembed.planning.request import PlanRequest
 from distembed.sharding.placement import IN_HOST_MEMORY, SHARDING_TYPES, WITHIN_NODES, can_be_placed
-from distembed.sharding.table_slice import is_pooled, slice_table, width
+from distembed.sharding.table_slice import TableSlice, is_pooled, slice_table, width
 
 _VECTOR = 4
 """Numbers that FBGEMM's kernels read at once: the narrowest range of columns."""
@@ -134,6 +136,9 @@ class Layouts:
             for number in range(2, most + 1)
             if columns % number == 0 and columns // number >= narrowest and _are_vectors(table, columns // number)
         ]
+        if sharding_type == ShardingType.TABLE_COLUMN_WISE.value and self._cluster.nodes > 1:
+            # the ranks of a node have a range each, alike
+            numbers = [number for number in numbers if number == most and _are_alike(table, columns // number)]
         # one range is table-wise by another name, for those that may have no other
         is_forced = sharding_type in (self._own(table).sharding_types or self._config.sharding_types or ())
         return numbers or ([1] if is_forced else [])
@@ -173,10 +178,19 @@ class Layouts:
 
 def _are_vectors(table: CompositionalEmbeddingConfig, wide: int) -> bool:
     """Returns whether each partition's columns in every range of so many are whole vectors of FBGEMM."""
+    return all(own.num_columns % _VECTOR == 0 for table_slice in _slices(table, wide) for own in table_slice.partitions)
+
+
+def _are_alike(table: CompositionalEmbeddingConfig, wide: int) -> bool:
+    """Returns whether the same partitions, with as many columns, take part in every range of so many columns."""
+    return len({table_slice.shape for table_slice in _slices(table, wide)}) == 1
+
+
+def _slices(table: CompositionalEmbeddingConfig, wide: int) -> Iterator[TableSlice]:
+    """Yields ranges of so many columns."""
     parts = table.partition_tables()
     kernels = [None] * len(parts)
-    ranges = (slice_table(table, parts, (at, at + wide), kernels) for at in range(0, width(table), wide))
-    return all(own.num_columns % _VECTOR == 0 for table_slice in ranges for own in table_slice.partitions)
+    return (slice_table(table, parts, (at, at + wide), kernels) for at in range(0, width(table), wide))
 
 
 def _hindrance(table: CompositionalEmbeddingConfig) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan, ShardingType
 
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.planning.costs import Layout, PlacementCost, PlacementCosts, ShardCost, divided_table
@@ -145,18 +145,23 @@ class TableProblem:
     def _option(self, planned: PlannedTable, layout: Layout, cost: PlacementCost) -> Option:
         size = self._request.cluster.ranks_per_node if len(cost.shards) > len(layout.columns) else 1
         on_all, by_range = self._storage(planned.table, layout)
-        blocks = (
-            [
-                self._block(shard, held, self._buffer_bytes(planned.table, columns, size), fills_node=size > 1)
-                for shard, held, columns in zip(cost.shards[::size], by_range, layout.columns, strict=True)
-            ]
-            if cost.shards
-            else []
-        )
+        ranges = list(zip(cost.shards[::size], by_range, layout.columns, strict=True)) if cost.shards else []
+        if self._is_within_node(layout):
+            ranges = ranges[:1]  # they are alike, one for each rank of the node
+        fills_node = size > 1 or self._is_within_node(layout)
+        blocks = [
+            self._block(shard, held, self._buffer_bytes(planned.table, columns, size), fills_node=fills_node)
+            for shard, held, columns in ranges
+        ]
         buffers = self._buffer_bytes_everywhere(planned.table, layout)
         everywhere = self._block(cost.everywhere or ShardCost(0.0, None), on_all, buffers, cost.all_reduce_ms)
         exchange = NO_EXCHANGE if cost.exchange is None else self._exchanges.number(cost.exchange)
         return Option(tuple(blocks), everywhere, exchange)
+
+    def _is_within_node(self, layout: Layout) -> bool:
+        """Returns whether the ranges of columns have to go to one of several nodes together."""
+        is_on_node = layout.sharding_type == ShardingType.TABLE_COLUMN_WISE.value and self._request.cluster.nodes > 1
+        return is_on_node and len(layout.columns) > 1
 
     def _block(
         self, shard: ShardCost, held: "_Bytes", buffer_bytes: float, extra_ms: float = 0.0, fills_node: bool = False

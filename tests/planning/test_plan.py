@@ -145,3 +145,22 @@ def test_many_ranks_have_room_and_take_about_as_long_as_any_plan_must(
 @pytest.mark.distributed
 def test_the_planner_chooses_from_what_is_allowed() -> None:
     run_on_ranks(2, check_plans)
+
+
+def test_ranges_of_columns_within_nodes_lie_on_one_node_each() -> None:
+    of_tables = [CompositionalEmbeddingBagConfig(f"t{i}", 4000, 64, [f"f{i}"], "naive") for i in range(3)]
+    config = PlanConfig(["table_column_wise"])
+    found = find_plan(
+        PlanRequest(
+            nn.ModuleDict({"e": CompositionalEmbeddingBagCollection(of_tables, device="meta")}),
+            [CompositionalEmbeddingBagCollectionSharder()],
+            Cluster(find_device("h100-80gb"), 2, 4),
+            Workload(65_536),
+            config,
+        )
+    )
+    for placed in plan_as_json(found.plan)["e"].values():
+        assert placed["ranks"] in ([0, 1, 2, 3], [4, 5, 6, 7])
+        assert [shard["offset"][1] for shard in placed["shards"]] == [0, 16, 32, 48]
+    assert found.lower_bound_ms is not None
+    assert found.lower_bound_ms <= max(time.total for time in found.times)
