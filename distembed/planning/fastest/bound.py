@@ -21,13 +21,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from distembed.planning.fastest.problem import Floats, Problem
+from distembed.planning.fastest.problem import Floats, Ints, Problem
 
 Mask = npt.NDArray[np.bool_]
 
 _MAX_EXCHANGES = 5
 """Exchanges up to which each set of those in use has its own bound."""
 _HALVINGS = 30
+_SAME = 1e-8
+"""Share of a time up to which another is the same, but for rounding."""
 _LONGEST_MS = 1e12
 """Milliseconds from which on nothing is proved."""
 _ROUNDS = 12
@@ -45,6 +47,22 @@ class _Costs:
     shares: Floats
 
 
+@dataclass(frozen=True)
+class _Restriction:
+    """The options that take part in some exchanges alone, and what every rank starts then.
+
+    Attributes:
+        allowed: Whether an option is one of them.
+        started_ms: Milliseconds in which the exchanges are started, and the groups that no rank can be without.
+        start_ms: Milliseconds in which the other groups are started, and behind them that of no group; 0 of those that
+            are counted already.
+    """
+
+    allowed: Mask
+    started_ms: float
+    start_ms: Floats
+
+
 class LowerBound:
     """Disproves times.
 
@@ -60,14 +78,13 @@ class LowerBound:
         counts = [len(own) for own in problem.option_blocks]
         self._option_of = np.repeat(np.arange(len(options)), counts)
         own = np.concatenate([*problem.option_blocks, np.empty(0, np.int64)]).astype(np.int64)
-        starts = np.array([*problem.group_start_ms, 0.0])
         self._shards = np.where(blocks.fills_node, problem.ranks_per_node, 1)[own]
         self._load_ms = blocks.lookup_ms[own] + blocks.own_ms[own].sum(1)
-        self._start_ms = starts[blocks.group[own]]
+        self._group = blocks.group[own]
         self._bytes = blocks.stored_bytes[own]
         everywhere = np.array(problem.option_everywhere, np.int64)
         self._everywhere_ms = blocks.lookup_ms[everywhere] + blocks.own_ms[everywhere].sum(1)
-        self._everywhere_start_ms = starts[blocks.group[everywhere]]
+        self._everywhere_group = blocks.group[everywhere]
         self._everywhere_bytes = blocks.stored_bytes[everywhere]
         self._exchange = np.array([option.exchange for option in options], np.int64)
 
@@ -77,26 +94,26 @@ class LowerBound:
         Args:
             upper: Milliseconds of a plan that is known: the bound is no more.
         """
-        best = upper
-        for allowed, extra_ms in self._sets_of_exchanges():
-            if self._is_disproved(min(best, _LONGEST_MS), allowed, extra_ms):
+        almost = best = upper * (1 - _SAME)
+        for restriction in self._restrictions():
+            if self._is_disproved(min(best, _LONGEST_MS), restriction):
                 continue
-            low, high = self._problem.base_ms, min(best, self._somewhere(allowed, extra_ms))
+            low, high = self._problem.base_ms, min(best, self._somewhere(restriction))
             for _ in range(_HALVINGS):
                 if high - low <= 1e-4 * high:
                     break
                 middle = (low + high) / 2
-                if self._is_disproved(middle, allowed, extra_ms):
+                if self._is_disproved(middle, restriction):
                     low = middle
                 else:
                     high = middle
             best = min(best, low)
-        return best
+        return upper if best == almost else best
 
     def cheapest_options(self, milliseconds: float) -> list[int]:
         """Returns the option of each table that the relaxation chooses for a time, with the weights that count most."""
-        allowed = np.ones(len(self._exchange), bool)
-        costs = self._costs(min(milliseconds, _LONGEST_MS), allowed, 0.0)
+        everything = self._restriction(np.ones(len(self._problem.exchange_start_ms), bool), self._exchanges_of_all())
+        costs = self._costs(min(milliseconds, _LONGEST_MS), everything)
         if costs is None:
             return [own.start for own in map(self._problem.options_of, range(self._problem.num_tables))]
         _, weights = self._largest_excess(costs.shares)
@@ -108,52 +125,87 @@ class LowerBound:
         ]
         return [by_class[own] for own in self._problem.class_of]
 
-    def _somewhere(self, allowed: Mask, extra_ms: float) -> float:
+    def _somewhere(self, restriction: _Restriction) -> float:
         """Returns a time that is not disproved."""
         high = max(self._problem.base_ms, 1e-6)
-        while self._is_disproved(high, allowed, extra_ms) and high < _LONGEST_MS:
+        while self._is_disproved(high, restriction) and high < _LONGEST_MS:
             high *= 2
         return high
 
-    def _sets_of_exchanges(self) -> Iterator[tuple[Mask, float]]:
-        """Yields which options are allowed, and the milliseconds of starting all exchanges that they use."""
-        starts = np.asarray(self._problem.exchange_start_ms, np.float64)
-        if len(starts) > _MAX_EXCHANGES:
-            # the least that any table has to start; what others start is not counted
-            yield np.ones(len(self._exchange), bool), 0.0
+    def _restrictions(self) -> Iterator[_Restriction]:
+        """Yields sets of exchanges of which every assignment has one."""
+        needed = self._exchanges_of_all()
+        if len(needed) > _MAX_EXCHANGES:
+            # the least that any assignment has to start; what others start is not counted
+            yield self._restriction(np.ones(len(needed), bool), needed)
             return
-        for used in itertools.product([False, True], repeat=len(starts)):
-            is_used = np.array([*used, True])
-            yield is_used[self._exchange], float(starts[np.array(used, bool)].sum())
+        for choice in itertools.product([False, True], repeat=len(needed)):
+            used = np.array(choice, bool)
+            if (used | ~needed).all():
+                yield self._restriction(used, used)
 
-    def _is_disproved(self, milliseconds: float, allowed: Mask, extra_ms: float) -> bool:
-        costs = self._costs(milliseconds, allowed, extra_ms)
+    def _restriction(self, usable: Mask, used: Mask) -> _Restriction:
+        """Returns what is left where tables may take part in some exchanges, and do take part in some of these."""
+        problem = self._problem
+        allowed = np.append(usable, True)[self._exchange]
+        start_ms = np.array([*problem.group_start_ms, 0.0])
+        everywhere = self._common_to_options(self._groups_of_all_ranks(), allowed, len(start_ms))
+        started_ms = float(np.asarray(problem.exchange_start_ms, np.float64)[used].sum() + start_ms[everywhere].sum())
+        return _Restriction(allowed, started_ms, np.where(everywhere, 0.0, start_ms))
+
+    def _groups_of_all_ranks(self) -> Ints:
+        """Returns the group that every rank has with each option; the number of none where there is none."""
+        if self._problem.world_size > 1:
+            return self._everywhere_group
+        # the only rank has all shards
+        groups: Ints = self._everywhere_group.copy()
+        np.maximum.at(groups, self._option_of, self._group)
+        return groups
+
+    def _exchanges_of_all(self) -> Mask:
+        """Returns which exchanges some table takes part in whatever its option."""
+        everything = np.ones(len(self._exchange), bool)
+        return self._common_to_options(self._exchange, everything, len(self._problem.exchange_start_ms) + 1)[:-1]
+
+    def _common_to_options(self, numbers: Ints, allowed: Mask, count: int) -> Mask:
+        """Returns which of so many numbers, of which -1 is the last, all allowed options of some table have."""
+        first = self._problem.first_option[:-1]
+        least = np.minimum.reduceat(np.where(allowed, numbers, count), first)
+        most = np.maximum.reduceat(np.where(allowed, numbers, -1), first)
+        is_common = np.zeros(count, bool)
+        is_common[least[(least == most) & (self._tables_of_class > 0)]] = True
+        return is_common
+
+    def _is_disproved(self, milliseconds: float, restriction: _Restriction) -> bool:
+        costs = self._costs(milliseconds, restriction)
         return costs is None or self._largest_excess(costs.shares)[0] > 1e-9
 
-    def _costs(self, milliseconds: float, allowed: Mask, extra_ms: float) -> _Costs | None:
+    def _costs(self, milliseconds: float, restriction: _Restriction) -> _Costs | None:
         """Returns the costs of all options, or None where a class has no option left."""
         problem, world_size = self._problem, self._problem.world_size
-        room = milliseconds - problem.base_ms - extra_ms
+        room = milliseconds - problem.base_ms - restriction.started_ms
         if room <= 0:
             return None if problem.num_tables else _Costs(np.zeros((3, 0)))
-        fits = self._load_ms + self._start_ms <= room
+        start_ms = restriction.start_ms[self._group]
+        everywhere_start_ms = restriction.start_ms[self._everywhere_group]
+        fits = self._load_ms + start_ms <= room
         fits &= self._bytes <= self._capacity
-        left = np.maximum(room - self._start_ms, 1e-12)
+        left = np.maximum(room - start_ms, 1e-12)
         is_large = self._load_ms > left / 2
         # base and starts are of every rank, of which so many at a time have cores
         speed = min(1.0, problem.ranks_at_once / problem.ranks_per_node)
-        in_all = speed * milliseconds - problem.base_ms - extra_ms
+        in_all = speed * milliseconds - problem.base_ms - restriction.started_ms
         if in_all <= 0:
             return None
-        shares = np.zeros((3, len(allowed)))
+        shares = np.zeros((3, len(restriction.allowed)))
         self._add(shares[0], self._shards * self._load_ms * room / left / (world_size * in_all))
         self._add(shares[1], self._shards * self._bytes / (world_size * self._capacity))
         self._add(shares[2], self._shards * is_large / world_size)
-        everywhere_left = np.maximum(room - self._everywhere_start_ms, 1e-12)
+        everywhere_left = np.maximum(room - everywhere_start_ms, 1e-12)
         shares[0] += self._everywhere_ms * room / everywhere_left / in_all
         shares[1] += self._everywhere_bytes / self._capacity
-        impossible = ~allowed | (self._everywhere_ms + self._everywhere_start_ms > room)
-        impossible |= np.bincount(self._option_of[~fits], minlength=len(allowed)) > 0
+        impossible = ~restriction.allowed | (self._everywhere_ms + everywhere_start_ms > room)
+        impossible |= np.bincount(self._option_of[~fits], minlength=len(restriction.allowed)) > 0
         shares[:, impossible] = np.inf
         least = np.minimum.reduceat(shares[0], problem.first_option[:-1])
         return _Costs(shares) if np.isfinite(least[self._tables_of_class > 0]).all() else None
