@@ -13,14 +13,15 @@ Each model (:data:`MODELS`, batch 65,536) is planned for clusters of H100s by up
 - *saved*: plans of ``--plans``, which ``distembed plan --output FOLDER/MODEL-NODESx8.json`` wrote, of another version
 
 All plans are estimated alike (:mod:`distembed.planning.times`). Printed are the slowest rank's milliseconds, the bytes
-that all ranks send in a step and those of the rank that sends most, and the seconds and the peak memory of a process
-of its own that makes the plan, from when the model is there; the memory is with all imports.
+that all ranks send in a step and those of the rank that sends most, and what a process of its own that makes the plan
+takes: seconds of a processor, from when the model is there, and peak memory, with all imports.
 """
 
 import argparse
 import dataclasses
 import multiprocessing
 import resource
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
@@ -204,7 +205,7 @@ class Outcome:
     Attributes:
         estimate: What the plan comes to; None where there is none.
         failure: Why there is none.
-        seconds: Seconds in which the plan was made; None where it was read.
+        seconds: Seconds of a processor in which the plan was made; None where it was read.
         peak_bytes: Peak memory of the process until then.
     """
 
@@ -214,16 +215,17 @@ class Outcome:
     peak_bytes: int = 0
 
 
-def run(case: Case, device: str, results: Connection) -> None:
+def run(case: Case, device: str, limit_seconds: int, results: Connection) -> None:
     """Makes a plan in this process and sends what came of it."""
+    resource.setrlimit(resource.RLIMIT_CPU, (limit_seconds, limit_seconds + 10))
     request = MODELS[case.model]()(Cluster(find_device(device), case.nodes, GPUS))
-    started = time.perf_counter()
+    started = time.process_time()
     try:
         plan = PLANNERS[case.planner](request) if case.file is None else read_plan(case.file, request)
     except (RunError, PlannerError):
         results.send(Outcome(failure="finds none"))
         return
-    seconds = time.perf_counter() - started
+    seconds = time.process_time() - started
     peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     results.send(
         Outcome(estimate(request, plan), seconds=seconds if case.file is None else None, peak_bytes=peak_bytes)
@@ -236,19 +238,20 @@ def read_plan(file: Path, request: PlanRequest) -> ShardingPlan:
     return apply_saved_plan(saved, request.tables_by_collection, saved.plan_inputs, request.table_optimizers.is_fused)
 
 
-def run_alone(case: Case, device: str, limit_seconds: float) -> Outcome:
-    """Runs a case in a process of its own, which is ended when its time is over."""
-    context = multiprocessing.get_context("spawn")
+def run_alone(case: Case, device: str, limit_seconds: int) -> Outcome:
+    """Runs a case in a process of its own, which ends when it has taken so many seconds of a processor."""
+    context = multiprocessing.get_context("fork")  # imports are done
     results, child = context.Pipe(duplex=False)
-    process = context.Process(target=run, args=(case, device, child))
+    process = context.Process(target=run, args=(case, device, limit_seconds, child))
     process.start()
     child.close()
     try:
-        return results.recv() if results.poll(limit_seconds) else Outcome(failure=f"not done in {limit_seconds:.0f} s")
+        return results.recv()
     except EOFError:
-        return Outcome(failure="fails")
+        process.join()
+        is_late = process.exitcode == -signal.SIGXCPU
+        return Outcome(failure=f"not done in {limit_seconds} s" if is_late else "fails")
     finally:
-        process.terminate()
         process.join()
 
 
@@ -288,7 +291,7 @@ def main() -> None:
     parser.add_argument("--planners", nargs="+", choices=PLANNERS, default=list(PLANNERS))
     parser.add_argument("--gpu", default="h100-80gb", help="device, as `distembed plan` takes it")
     parser.add_argument("--plans", type=Path, help="folder of saved plans, named like kaggle-4x8.json")
-    parser.add_argument("--limit", type=float, default=120, help="seconds that a case may take")
+    parser.add_argument("--limit", type=int, default=120, help="seconds of a processor that a case may take")
     options = parser.parse_args()
     print("| model | devices | planner | ms a step | sent by all | by the rank that sends most | made in | peak |")
     print("|---|---|---|---|---|---|---|---|")

@@ -61,7 +61,7 @@ class PlanConfig:
     sharding_types: ShardingTypes | None = None
     min_partition: Width | None = None
     host_memory: bool = False
-    time_tolerance: Annotated[float, Field(ge=0, le=1)] = 0.01
+    time_tolerance: Annotated[float, Field(ge=0, le=1)] = 0.001
     device: str | None = None
     reserve: Annotated[float, Field(ge=0, lt=1)] = 0.05
     tables: dict[str, TablePlanConfig] = field(default_factory=dict)
