@@ -79,6 +79,7 @@ def draw_tables(random: np.random.Generator, number: int) -> list[CompositionalE
         if isinstance(scheme, QuotientRemainder):
             composition = str(random.choice(["product", "product", "concat", "path_linear"]))
         is_sequence = len(tables) >= sequences_from
+        dim = 16 if is_sequence else dim  # one collection has sequences of one width
         pooling = "max" if random.random() < 0.1 else "sum"
         for _ in range(int(random.choice([1, 1, 2, 3]))):
             at = len(tables)
