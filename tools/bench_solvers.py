@@ -36,7 +36,7 @@ from distembed.config import load_config
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.optim.declared import TableOptimizers
 from distembed.partitions import QuotientRemainder
-from distembed.planning import PlanRequest, Workload
+from distembed.planning import PlanConfig, PlanRequest, Workload
 from distembed.planning.cluster import Cluster
 from distembed.planning.costs import PlacementCosts
 from distembed.planning.counted_memory import CountedMemory
@@ -49,7 +49,7 @@ from distembed.sharding import default_sharders
 
 KAGGLE = Path(__file__).parents[1] / "configs" / "criteo_kaggle.yaml"
 MOST_SECONDS = 60.0
-TOLERANCE = 0.01
+TOLERANCE = PlanConfig().time_tolerance
 """The config's default: the search ends where its plan is known to be this near the fastest."""
 ROUNDING = 1e-5
 """Share of a capacity by which a solver may exceed it, and of a time by which it may be wrong."""
