@@ -268,4 +268,5 @@ def test_networks_that_cannot_be_estimated_have_a_share_of_memory_kept_free(tmp_
     assert assessment.fits and assessment.reserve == pytest.approx(0.15)
     assert any("could not be estimated" in note for note in assessment.notes)
     assert not assess_capacity(config, small).fits
-    assert any(remedy.startswith("--gpu") for remedy in find_remedies(ConfiguredModel(config), small).arguments)
+    remedies = find_remedies(ConfiguredModel(config), small, max_seconds=600).arguments  # however busy the machine is
+    assert any(remedy.startswith("--gpu") for remedy in remedies)

@@ -18,6 +18,7 @@ from distembed.embedding import (
 )
 from distembed.embedding.config import perturbation
 from distembed.errors import UserError
+from distembed.sharding.shardings import SEQUENCE_SHARDING_TYPES
 from distembed.sse import SSE, Graph, set_step, take_counts
 from tests.ranks import run_on_ranks
 from tests.sharding import test_pipelines as pipelines
@@ -218,7 +219,7 @@ def check_all(rank: int, world_size: int) -> None:
             check_bags(rank, world_size, sharding_type)
         except AssertionError as error:
             raise AssertionError(f"bags, {sharding_type}, on rank {rank}: {error}") from error
-    for sharding_type in sequences.SHARDING_TYPES:
+    for sharding_type in SEQUENCE_SHARDING_TYPES:
         try:
             check_sequences(rank, sharding_type)
         except AssertionError as error:

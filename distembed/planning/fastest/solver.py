@@ -61,12 +61,13 @@ class Solver:
 
     def fastest(self, capacity: float) -> Solution:
         """Returns the fastest assignment of which no rank has more bytes, as far as these add up."""
-        aim, size = Aim(capacity, self._host_capacity), self._problem.num_tables
+        aim = Aim(capacity, self._host_capacity)
         best = min((self._from_options(aim, options) for options in self._beginnings()), key=lambda it: it.score)
         lower_bound = self._bound.milliseconds(best.score)
         if not self._is_near(best.score, lower_bound):
-            budget = Budget(2_000 + 4 * size)
-            best = LocalSearch(self._problem, aim, budget).shake(best, lower_bound * (1 + self._tolerance / 2))
+            best = self._shaken(best, aim, lower_bound)
+        if not self._is_near(best.score, lower_bound) and self._problem.num_tables > _SMALL:
+            best = min(best, self._undivided(aim, lower_bound), key=lambda found: found.score)
         return self._solution(best.assignment, aim, lower_bound)
 
     def repaired(self, solution: Solution, capacity: float) -> Solution:
@@ -142,6 +143,21 @@ class Solver:
         if not is_large:
             yield [[self._problem.options_of(table).start] for table in self._tables()]
             yield [list(self._problem.options_of(table)) for table in self._tables()]
+
+    def _shaken(self, found: Found, aim: Aim, lower_bound: float) -> Found:
+        """Returns a better assignment, if one is found."""
+        search = LocalSearch(self._problem, aim, Budget(2_000 + 4 * self._problem.num_tables))
+        return search.shake(found, lower_bound * (1 + self._tolerance / 2))
+
+    def _undivided(self, aim: Aim, lower_bound: float) -> Found:
+        """Returns an assignment of all tables by their first option, for which all the work is spent on places.
+
+        Arrays of a problem with many options are longer than they would be with these alone, and take more work.
+        """
+        budget = Budget(12_000 + 24 * self._problem.num_tables)
+        search = LocalSearch(self._problem, aim, budget, keeps_options=True)
+        first = search.construct([[self._problem.options_of(table).start] for table in self._tables()])
+        return search.shake(search.improve(first.assignment), lower_bound * (1 + self._tolerance / 2))
 
     def _options_by_bytes(self, table: int) -> range:
         return self._problem.options_of(table)
