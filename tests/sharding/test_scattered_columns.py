@@ -125,7 +125,12 @@ def require_planned_is_placed(seed: int) -> None:
     topology = Topology(world_size=world_size, local_world_size=local_world_size, compute_device=device)
     planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
     plan = planner.plan(nn.ModuleDict({"collection": collection}), [sharder])  # type: ignore[list-item]
-    place_tables(drawn, plan.plan["collection"], world_size)  # type: ignore[arg-type]
+    for placement in place_tables(drawn, plan.plan["collection"], world_size):  # type: ignore[arg-type]
+        # each number of a sharded partition lies on one rank, and on no other
+        for part in placement.parts:
+            if part.name in placement.sharded:
+                shards = placement.sharded[part.name].sharding_spec.shards
+                assert sum(shard.shard_sizes[0] * shard.shard_sizes[1] for shard in shards) == part.num_parameters
 
 
 @pytest.mark.parametrize(
