@@ -15,6 +15,7 @@ from distembed.data.dataset.schema import CategoricalFeature
 from distembed.embedding import CompositionalEmbeddingConfig, reason_to_stay_full
 from distembed.models import ModelInputs
 from distembed.models.config import CountedModelConfig, ModelConfig, Shapes
+from distembed.tasks import batch_schema
 from distembed.units import format_bytes
 
 
@@ -160,7 +161,7 @@ def describe(config: Config) -> Description:
     Raises:
         UserError: The dataset cannot be read, or a table cannot be made as it is set.
     """
-    schema = config.data.load_schema()
+    schema = batch_schema(config.task, config.data.load_schema())
     features = {feature.name: feature for feature in schema.categorical}
     inputs = ModelInputs.from_config(schema, config.embedding)
     tables: Sequence[CompositionalEmbeddingConfig] = list(inputs.tables.values())

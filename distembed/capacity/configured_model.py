@@ -13,6 +13,7 @@ from distembed.planning.cluster import Cluster
 from distembed.planning.networks import require_networks_fit
 from distembed.planning.storage import TableStorage, whole_table_storage
 from distembed.sse.config import build_sse
+from distembed.tasks import batch_schema
 from distembed.training.build import Blueprint, table_optimizers, use_bf16
 
 _HASHED = ("quotient_remainder", "remainder")
@@ -61,7 +62,8 @@ class ConfiguredModel(Plannable):
         schema, device = config.data.load_schema(), torch.device(cluster.device.kind)
         # all CUDA devices of the catalogue have bf16
         bf16 = config.train.precision != "fp32" if is_cuda else use_bf16(config.train.precision, device)
-        sse = build_sse(config.sse, {feature.name: feature.num_embeddings for feature in schema.categorical}, ())
+        features = batch_schema(config.task, schema).categorical
+        sse = build_sse(config.sse, {feature.name: feature.num_embeddings for feature in features}, ())
         blueprint = Blueprint(config, schema, cluster.world_size, cluster.ranks_per_node, device, bf16, sse)
         require_networks_fit(config.model, blueprint.model_inputs, num_copies=1)
         model, workload = blueprint.build_plannable(), blueprint.workload()
@@ -72,7 +74,8 @@ class ConfiguredModel(Plannable):
 
     def table_bytes(self) -> int:
         optimizers = table_optimizers(self.config.train)
-        tables = build_tables(self.config.data.load_schema().categorical, self.config.embedding)
+        schema = batch_schema(self.config.task, self.config.data.load_schema())
+        tables = build_tables(schema.categorical, self.config.embedding)
         return sum((whole_table_storage(table, optimizers) for table in tables), TableStorage()).total
 
     def with_plan(self, plan: PlanConfig) -> "ConfiguredModel":

@@ -27,25 +27,28 @@ def build_tables(
     seed: int = 0,
     sse: Mapping[str, SSE] | None = None,
 ) -> list[CompositionalEmbeddingBagConfig]:
-    """Returns one table for each feature, with the feature's name.
+    """Returns one table for each feature that has one of its own, with that feature's name.
 
     Args:
         features: The dataset's features.
         config: The ``embedding`` section.
         seed: The seed of the initial values and of ``sse``.
-        sse: The rules by which ids are replaced in training, by the table's name; other tables' ids are not replaced.
+        sse: The rules by which ids are replaced in training, by feature; the ids of other features are not replaced.
 
     Raises:
         UserError: ``config.tables`` names a feature that does not exist, or a scheme's settings are not valid.
     """
-    names = [feature.name for feature in features]
+    own = [feature for feature in features if feature.table is None]
+    names = [feature.name for feature in own]
     for name in config.tables:
         one_of("embedding.tables", name, names)
-    rules = sse or {}
-    return [
-        dataclasses.replace(_build_table(feature, config.for_table(feature.name), seed), sse=rules.get(feature.name))
-        for feature in features
-    ]
+    tables = []
+    for feature in own:
+        table = _build_table(feature, config.for_table(feature.name), seed)
+        looked_up = [each.name for each in features if each.table_name == feature.name]
+        rules = {name: rule for name, rule in (sse or {}).items() if name in looked_up}
+        tables.append(dataclasses.replace(table, feature_names=looked_up, sse=rules or None))
+    return tables
 
 
 def reason_to_stay_full(feature: CategoricalFeature, settings: TableConfig) -> str | None:

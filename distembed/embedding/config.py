@@ -4,7 +4,7 @@
 :class:`CompositionalEmbeddingConfig` that of its ``EmbeddingConfig``.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
@@ -73,7 +73,8 @@ class CompositionalEmbeddingConfig:
         oov_id: The id of unknown values. Unless given it is 1, as in the datasets of ``distembed prepare``, and 0 in a
             table of one id.
         pre_hash: A hash that is applied to every id first, so that ids may be any int64.
-        sse: The rule by which ids are replaced in training; none are unless it is given.
+        sse: The rule by which ids are replaced in training, or a rule for each feature that has one, by its name; none
+            are replaced unless it is given.
         id_dtype: The dtype in which ids travel to the ranks that look them up, ``int64`` or ``int32``, or torch's,
             whatever dtype a batch has: they lie in the table by then. With int32, which halves what they take, a table
             has up to 2^31 ids; a collection takes int64 if any of its tables does.
@@ -93,7 +94,7 @@ class CompositionalEmbeddingConfig:
     id_policy: IdPolicy = "error"
     oov_id: int | None = None
     pre_hash: KeyedHash | None = None
-    sse: SSE | None = None
+    sse: SSE | Mapping[str, SSE] | None = None
     id_dtype: IdDtype = "int64"
 
     def __post_init__(self) -> None:
@@ -135,10 +136,13 @@ class CompositionalEmbeddingConfig:
                 f"{where}: id_dtype is {self.id_dtype}, which does not hold ids up to {self.num_embeddings - 1}; use "
                 "int64."
             )
-        if self.sse is not None:
-            if not isinstance(self.sse, SSE):
-                raise UserError(f"{where}: sse is {self.sse!r}; give an instance, such as SSE(p0=0.01).")
-            self.sse.require_valid_for(self.num_embeddings, f"{where}: sse")
+        for feature, rule in self._given_rules():
+            if feature not in self.feature_names or not isinstance(rule, SSE):
+                raise UserError(
+                    f"{where}: sse is {self.sse!r}; give an instance, such as SSE(p0=0.01), or one for each feature "
+                    f"that has a rule ({', '.join(self.feature_names)})."
+                )
+            rule.require_valid_for(self.num_embeddings, f"{where}: sse")
         try:
             dims = self.combine.partition_dims(self.embedding_dim, len(self.scheme.num_rows))
         except UserError as error:
@@ -150,6 +154,19 @@ class CompositionalEmbeddingConfig:
                     f"{self.num_embeddings}: more than any machines hold. Lower embedding_dim, or compress it further "
                     "(collisions, num_partitions), or hash its ids into fewer."
                 )
+
+    def _given_rules(self) -> list[tuple[str, object]]:
+        """Returns what is given as the rule of each feature."""
+        if self.sse is None:
+            return []
+        if isinstance(self.sse, Mapping):
+            return list(self.sse.items())
+        return [(feature, self.sse) for feature in self.feature_names]
+
+    @property
+    def rules(self) -> dict[str, SSE]:
+        """The rule by which a feature's ids are replaced in training, of each feature that has one."""
+        return {feature: rule for feature, rule in self._given_rules() if isinstance(rule, SSE)}
 
     def _resolve(self, name: str, value: object) -> None:
         """Replaces a field's value, as the frozen class does not allow otherwise."""
@@ -273,10 +290,9 @@ def perturbation(tables: Sequence[CompositionalEmbeddingConfig], rank: int | Non
     from distembed.sse import FeaturePerturbation
 
     streams = [
-        IdStream(table.name, feature, table.num_embeddings, table.sse, table.seed)
+        IdStream(table.name, feature, table.num_embeddings, rule, table.seed)
         for table in tables
-        if table.sse is not None
-        for feature in table.feature_names
+        for feature, rule in table.rules.items()
     ]
     return FeaturePerturbation(streams, rank)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from distembed.lazy import imports_on_demand
 from distembed.names import ByName
-from distembed.tasks.config import ClickConfig, TaskConfig
+from distembed.tasks.config import ClickConfig, TaskConfig, batch_schema
 
 if TYPE_CHECKING:
     from distembed.tasks.base import Task
@@ -22,5 +22,5 @@ TASKS: dict[str, type[TaskConfig]] = {"click": ClickConfig}
 TaskSection = Annotated[TaskConfig, ByName(TASKS, "task", default="click")]
 """The ``task`` section of a config, whose key ``name`` says which task it configures."""
 
-__all__ = ["TASKS", "ClickConfig", "ClickTask", "Task", "TaskConfig", "TaskSection"]
+__all__ = ["TASKS", "ClickConfig", "ClickTask", "Task", "TaskConfig", "TaskSection", "batch_schema"]
 __getattr__ = imports_on_demand(__name__)

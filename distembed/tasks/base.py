@@ -5,17 +5,22 @@ weighs its loss, gathers its outputs from all ranks and passes them back, by the
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from distembed.data.dataset.config import DataConfig
+from distembed.data.dataset.schema import Schema
 from distembed.data.reader.batch import Batch
 from distembed.errors import UserError
 from distembed.models.base import Model
+from distembed.ranks import Ranks
 from distembed.runs.metrics import ReportedMetric
+from distembed.sse import SSE
 
 Outputs = Mapping[str, Tensor]
 """What a task stores of each row of a batch, by name: tensors whose first dimension is rows."""
@@ -24,12 +29,48 @@ Rows = Mapping[str, npt.NDArray[np.float32]]
 """The outputs of all rows of a split or of some steps, gathered from all ranks, by name."""
 
 
+@dataclass(frozen=True)
+class TaskContext:
+    """What a task has beside batches.
+
+    Attributes:
+        data: The dataset and its splits.
+        dataset: The folder of the dataset that is at hand, which may be another than the one trained on.
+        schema: The columns of the dataset.
+        ranks: This rank among all.
+        seed: The seed of everything that is random.
+        sse: The rules of the features whose ids the task replaces itself, by feature.
+    """
+
+    data: DataConfig
+    dataset: str
+    schema: Schema
+    ranks: Ranks
+    seed: int
+    sse: Mapping[str, SSE]
+
+
+@dataclass(frozen=True)
+class BatchPosition:
+    """Where a rank's rows stand in training, on which random numbers depend, whatever the number of ranks.
+
+    Attributes:
+        step: Number of the step over all epochs, from 0.
+        first_row: Number of the rank's first row among the rows of the step on all ranks.
+    """
+
+    step: int
+    first_row: int
+
+
 class Task(ABC):
     """What a model learns: a loss, metrics and predictions.
 
     Attributes:
         batch_fields: Names of the batch's fields that the task takes, beside those that the model takes.
-        outputs: Names of the outputs of each row that :meth:`step` returns.
+        outputs: Names of the outputs of each row that :meth:`evaluate` returns.
+        replaced_features: Names of the features whose ids the task replaces itself, where ``sse`` says so; those of
+            all others are replaced as they are looked up.
         reported_metrics: Metrics that reports show, each with what is better; the first is the headline metric, by
             which models are compared.
         prediction_columns: Names of the columns that :meth:`predictions` returns.
@@ -37,6 +78,7 @@ class Task(ABC):
 
     batch_fields: ClassVar[tuple[str, ...]]
     outputs: ClassVar[tuple[str, ...]]
+    replaced_features: ClassVar[tuple[str, ...]] = ()
     reported_metrics: ClassVar[tuple[ReportedMetric, ...]]
     prediction_columns: ClassVar[tuple[str, ...]]
 
@@ -45,6 +87,32 @@ class Task(ABC):
         """The metric by which models are compared, with its direction."""
         return self.reported_metrics[0]
 
+    def start(self, context: TaskContext) -> None:  # noqa: B027  (a task may have nothing to start)
+        """Takes what the task needs beside batches, such as each user's items; called once, before the first batch."""
+
+    def prepare_batch(self, batch: Batch, position: BatchPosition | None) -> Batch:
+        """Returns a batch with what the task adds to it, such as negative items, which its config declares.
+
+        See :class:`distembed.tasks.config.AddingTaskConfig`. It is called on this rank's rows before the model's
+        pipeline sees them.
+
+        Args:
+            batch: This rank's rows.
+            position: Where the rows stand in training; None for an evaluation.
+        """
+        return batch
+
+    def evaluation_batches(self, split: str, batch_size: int) -> Iterator[Batch] | None:
+        """Returns this rank's batches of an evaluation; None where they are the rows of the split.
+
+        All ranks return equally many batches, some of which may have no rows.
+
+        Args:
+            split: Name of the split.
+            batch_size: Most rows of a batch on one rank.
+        """
+        return None
+
     @abstractmethod
     def step(self, outputs: Any, batch: Batch) -> tuple[Tensor, Outputs]:
         """Returns the loss, summed over this rank's rows, and what metrics need of each row.
@@ -52,7 +120,19 @@ class Task(ABC):
         Args:
             outputs: What the model returned for the batch, maybe in bfloat16.
             batch: This rank's rows.
+
+        Returns:
+            The loss, and the outputs of each row, by names of the task's own.
         """
+
+    def evaluate(self, outputs: Any, batch: Batch) -> Outputs:
+        """Returns what the metrics of an evaluation need of each row; all ranks call it.
+
+        Args:
+            outputs: What the model returned for the batch, maybe in bfloat16.
+            batch: This rank's rows, which may be none.
+        """
+        return self.step(outputs, batch)[1]
 
     @abstractmethod
     def metrics(self, rows: Rows) -> dict[str, float]:

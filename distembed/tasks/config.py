@@ -4,10 +4,11 @@ They are apart from the tasks, so that a config is read and checked without torc
 """
 
 from dataclasses import Field as DataclassField
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import pydantic.dataclasses
 
+from distembed.data.dataset.schema import Schema
 from distembed.names import STRICT
 
 if TYPE_CHECKING:
@@ -25,6 +26,23 @@ class TaskConfig(Protocol):
 
     def build(self) -> "Task":
         """Builds the task."""
+
+
+@runtime_checkable
+class AddingTaskConfig(Protocol):
+    """A task's section whose task adds columns to batches, such as negative items, or takes some away."""
+
+    def batch_schema(self, schema: Schema) -> Schema:
+        """Returns the columns of the batches that the model is given, of a dataset of these columns.
+
+        Raises:
+            UserError: The task cannot be learnt from such a dataset.
+        """
+
+
+def batch_schema(task: TaskConfig, schema: Schema) -> Schema:
+    """Returns the columns of the batches that a task prepares of a dataset's rows."""
+    return task.batch_schema(schema) if isinstance(task, AddingTaskConfig) else schema
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)

@@ -28,8 +28,8 @@ from distembed.ranks import Ranks
 from distembed.sharding import default_sharders
 from distembed.sse import SSE, graph_bytes
 from distembed.sse.perturbation import Perturbation
-from distembed.tasks import Task
-from distembed.tasks.base import require_fields
+from distembed.tasks import Task, batch_schema
+from distembed.tasks.base import TaskContext, require_fields
 from distembed.training.pipeline import StepPipeline
 from distembed.training.start import PlanChoice
 from distembed.training.task_model import TaskModel
@@ -71,7 +71,24 @@ class Blueprint:
     @cached_property
     def model_inputs(self) -> ModelInputs:
         """The features and tables that the model is built from."""
-        return ModelInputs.from_config(self.schema, self.config.embedding, self.config.train.seed, self.sse)
+        own = self.task.replaced_features
+        sse = {feature: rule for feature, rule in self.sse.items() if feature not in own}
+        return ModelInputs.from_config(self.batch_schema, self.config.embedding, self.config.train.seed, sse)
+
+    @cached_property
+    def batch_schema(self) -> Schema:
+        """The columns of the batches that the model is given."""
+        return batch_schema(self.config.task, self.schema)
+
+    def task_context(self, dataset: str, ranks: Ranks) -> TaskContext:
+        """Returns what the task has beside batches, on this rank.
+
+        Args:
+            dataset: Folder of the dataset that is at hand.
+            ranks: This rank among all.
+        """
+        sse = {name: rule for name, rule in self.sse.items() if name in self.task.replaced_features}
+        return TaskContext(self.config.data, dataset, self.schema, ranks, self.config.train.seed, sse)
 
     @property
     def sharders(self) -> list[ModuleSharder[Any]]:
@@ -86,7 +103,7 @@ class Blueprint:
                 it is set.
         """
         model = self.config.model.build(self.model_inputs)
-        require_fields(model, self.task, {each.name: each for each in self.schema.fields})
+        require_fields(model, self.task, {each.name: each for each in self.batch_schema.fields})
         return model
 
     def build_plannable(self) -> TaskModel:
@@ -102,7 +119,7 @@ class Blueprint:
 
     def workload(self) -> Workload:
         """Returns what a plan has to know of a step beside the tables: its rows, ids per row, networks and graphs."""
-        train, features = self.config.train, self.schema.categorical
+        train, features = self.config.train, self.batch_schema.categorical
         network = estimate_network(
             self.config.model,
             self.model_inputs,

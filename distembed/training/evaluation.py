@@ -1,11 +1,12 @@
 """Runs a model over every row of a split once, on all ranks, and gathers the outputs of its task on rank 0."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 
 import torch
 from torch import Tensor
 
-from distembed.data.reader import BatchOrder, BatchReader
+from distembed.data.reader import Batch, BatchOrder, BatchReader
 from distembed.ranks import Ranks
 from distembed.tasks.base import Outputs, Rows
 from distembed.training.build import TrainingState
@@ -31,6 +32,22 @@ def score_split(state: TrainingState, dataset: str, split: str, ranks: Ranks) ->
 
 def score_batches(state: TrainingState, dataset: str, split: str, ranks: Ranks) -> Iterator[Outputs]:
     """Yields the task's outputs of this rank's rows of each global batch, in the file's order; all ranks call it."""
+    was_training = state.model.training
+    state.model.eval()
+    try:
+        with torch.no_grad(), closing(_batches(state, dataset, split, ranks)) as batches:
+            for _, outputs in state.pipeline.outputs(batches):
+                yield {name: values.cpu() for name, values in outputs.items()}
+    finally:
+        state.model.train(was_training)
+
+
+def _batches(state: TrainingState, dataset: str, split: str, ranks: Ranks) -> Generator[Batch, None, None]:
+    """Yields this rank's batches of an evaluation: those of the task, or the rows of the split."""
+    own = state.task.evaluation_batches(split, EVALUATION_BATCH_SIZE)
+    if own is not None:
+        yield from own
+        return
     reader = BatchReader(
         dataset,
         split,
@@ -38,12 +55,8 @@ def score_batches(state: TrainingState, dataset: str, split: str, ranks: Ranks) 
         rank=ranks.rank,
         world_size=ranks.world_size,
     )
-    was_training = state.model.training
-    state.model.eval()
     try:
-        with torch.no_grad():
-            for _, outputs in state.pipeline.outputs(iter(reader)):
-                yield {name: values.cpu() for name, values in outputs.items()}
+        for batch in reader:
+            yield state.task.prepare_batch(batch, None)
     finally:
-        state.model.train(was_training)
         reader.close()

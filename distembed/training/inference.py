@@ -78,6 +78,7 @@ def load_training_state(run_dir: Path, dataset: str, config: Config, ranks: Rank
     config = dataclasses.replace(config, train=train)
     blueprint = Blueprint.for_ranks(config, Manifest.load(dataset).schema, ranks, {})
     state = build_training_state(blueprint, ranks, num_steps=1)
+    state.task.start(blueprint.task_context(dataset, ranks))
 
     def load(checkpoint: str) -> str:
         load_checkpoint(checkpoint, state.model)

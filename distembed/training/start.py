@@ -23,6 +23,7 @@ from distembed.runs.lock import DEAD_MACHINE_SECONDS
 from distembed.runs.record import read_json_object
 from distembed.sse import SSE
 from distembed.sse.config import build_sse, graph_fingerprints
+from distembed.tasks import batch_schema
 from distembed.training.resume import load_run_plan, require_same_config, require_same_graphs
 from distembed.training.start_checks import require_splits
 
@@ -185,9 +186,11 @@ def _replaced_ids(config: Config, dataset: str, manifest: Manifest) -> dict[str,
     Raises:
         UserError: A graph is not over the ids of its table.
     """
-    num_embeddings = {feature.name: feature.num_embeddings for feature in manifest.schema.categorical}
+    features = batch_schema(config.task, manifest.schema).categorical
+    num_embeddings = {feature.name: feature.num_embeddings for feature in features}
     sse = build_sse(config.sse, num_embeddings, reserved_ids(manifest))
-    for table, rule in sse.items():
-        if rule.graph is not None:
-            require_same_ids(rule.graph, dataset, manifest, table)
+    for feature in features:
+        rule = sse.get(feature.name)
+        if rule is not None and rule.graph is not None:
+            require_same_ids(rule.graph, dataset, manifest, feature.table_name)
     return sse

@@ -1,5 +1,7 @@
 """A model with its task as one module, which TorchRec shards, plans and steps."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -30,6 +32,7 @@ class TaskModel(nn.Module):
         super().__init__()
         self.model = model
         self.task = task
+        self._task_step = _TaskStep(task)
         self._world_size = world_size
         self._device_type = device.type
         self._bf16 = bf16
@@ -38,6 +41,27 @@ class TaskModel(nn.Module):
         """Returns the loss of this rank's rows, to go backward from, and the step output without gradients."""
         with torch.autocast(self._device_type, dtype=torch.bfloat16, enabled=self._bf16):
             outputs = self.model(*[batch[name] for name in self.model.batch_fields])
-        total, rows = self.task.step(outputs, batch)
+        total, rows = self._task_step(outputs, batch)
         loss = total * (self._world_size / batch.global_batch_size)
-        return loss, (loss.detach(), {name: values.detach() for name, values in rows.items()})
+        return loss, (loss.detach(), rows)
+
+
+class _TaskStep(nn.Module):
+    """Calls a task: for its loss and outputs in training, for its outputs in evaluation.
+
+    It is a module, since TorchRec's pipeline traces down to modules that hold no tables: a task sees real values.
+
+    Args:
+        task: The task that the model learns.
+    """
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self._task = task
+
+    def forward(self, outputs: Any, batch: Batch) -> tuple[Tensor, Outputs]:
+        if self.training:
+            total, rows = self._task.step(outputs, batch)
+        else:
+            total, rows = torch.zeros(()), self._task.evaluate(outputs, batch)
+        return total, {name: values.detach() for name, values in rows.items()}

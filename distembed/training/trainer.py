@@ -28,7 +28,7 @@ from distembed.planning.saved_plan import saved_plan_as_json
 from distembed.ranks import Collectives, Ranks
 from distembed.runs.folder import RunFolder
 from distembed.sse import set_step
-from distembed.tasks.base import Outputs
+from distembed.tasks.base import BatchPosition, Outputs
 from distembed.training.build import Blueprint, build_training_state
 from distembed.training.evaluation import score_split
 from distembed.training.interruption import Interruption
@@ -80,6 +80,7 @@ class Trainer:
         self.num_steps = self._count_steps()
         blueprint = Blueprint.for_ranks(config, self._reader.schema, ranks, start.sse)
         self._state = build_training_state(blueprint, ranks, self.num_steps, start.plans)
+        self._state.task.start(blueprint.task_context(self._dataset, ranks))
         self._step = 0
         self._samples = 0
         self._seconds = 0.0
@@ -201,9 +202,10 @@ class Trainer:
     def _batches(self, count: int) -> Iterator[Batch]:
         """Yields the next batches, each of which is in flight until its step is done."""
         self._set_learning_rates()
-        for batch in islice(iter(self._reader), count):
+        for step, batch in enumerate(islice(iter(self._reader), count), start=self._step):
             self._num_in_flight += 1
-            yield batch
+            first_row = self._ranks.rank * batch.global_batch_size // self._ranks.world_size
+            yield self._state.task.prepare_batch(batch, BatchPosition(step, first_row))
 
     def _set_learning_rates(self) -> None:
         """Sets the learning rates of the next step."""

@@ -1,4 +1,4 @@
-"""The columns of a dataset: one label, dense numbers and categorical ids.
+"""The columns of a dataset: a label, dense numbers, categorical ids, and numbers beside the ids of a list.
 
 Models, embedding tables and the reader share a :class:`Schema`. Single-valued features have exactly
 one id a row; multi-hot features have a list of ids a row, which may be empty::
@@ -6,6 +6,11 @@ one id a row; multi-hot features have a list of ids a row, which may be empty::
     row   C1 (single)   genres (multi_hot)
     0     17            [3, 9]
     1     4             []              an empty or null list: no ids
+
+A list may also be a sequence in the order of time, beside which other lists say more of each of its entries::
+
+    row   user   item           hour             item: multi-hot; hour: one number for each entry
+    0     7      [12, 5, 9]     [0.1, 0.4, 0.2]
 
 ``SCHEMAS`` holds the schemas of public datasets by name, so that a model can be described without any data.
 """
@@ -16,7 +21,7 @@ import math
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from distembed.errors import UserError
 
@@ -31,6 +36,8 @@ class CategoricalFeature:
         multi_hot: Whether a row holds a list of ids rather than exactly one.
         mean_ids_per_row: Mean number of ids a row, which is the planner's pooling factor; 1 for a single-valued
             feature.
+        table: Name of the feature in whose table this one is looked up, such as the negative items beside the items;
+            None for a table of its own.
 
     Raises:
         UserError: A table cannot be built from these values.
@@ -40,10 +47,13 @@ class CategoricalFeature:
     num_embeddings: int
     multi_hot: bool = False
     mean_ids_per_row: float = 1.0
+    table: str | None = None
 
     def __post_init__(self) -> None:
         """Refuses values that no table could be built from."""
         _check_name("categorical feature", self.name)
+        if self.table is not None:
+            _check_name("table", self.table)
         if not isinstance(self.num_embeddings, numbers.Integral) or isinstance(self.num_embeddings, bool):
             raise UserError(
                 f"num_embeddings of the categorical feature {self.name!r} is {self.num_embeddings!r}: it must be an "
@@ -62,9 +72,19 @@ class CategoricalFeature:
                 "exactly 1 id a row; set multi_hot=True for a list column"
             )
 
+    @property
+    def table_name(self) -> str:
+        """The name of the table in which the feature is looked up."""
+        return self.table or self.name
+
 
 LABELS, DENSE_FEATURES, SPARSE_FEATURES = "labels", "dense_features", "sparse_features"
-"""Names of the fields of every batch."""
+"""Names of the fields of every batch; a dataset without a label has no labels."""
+DENSE_SEQUENCES = "dense_sequences"
+"""Name of the field of numbers beside the ids of lists, of datasets that have such columns."""
+USER, ITEM = "user", "item"
+"""Names of the columns of users and items, in datasets of ratings and of sequences."""
+LabelKind = Literal["binary", "number"]
 
 
 @dataclass(frozen=True)
@@ -74,8 +94,8 @@ class BatchField:
     Attributes:
         name: The name by which models and tasks take the field.
         columns: Names of the dataset's columns that are in the field, in its order.
-        is_jagged: Whether the field is a ``KeyedJaggedTensor`` of ids with a key for each column; if not, it is a
-            float32 tensor.
+        is_jagged: Whether the field is a ``KeyedJaggedTensor`` with a key for each column: of ids, or of the float32
+            numbers of :data:`DENSE_SEQUENCES`; if not, it is a float32 tensor.
         is_vector: Whether the tensor of the field's only column has the shape ``[batch]``; if not, a tensor has the
             shape ``[batch, columns]``.
     """
@@ -91,26 +111,40 @@ class Schema:
     """The columns of a dataset that a model is trained on.
 
     Attributes:
-        label: Name of the label's column.
+        label: Name of the label's column; None where rows have none.
         dense: Names of the columns of numbers.
         categorical: The columns of ids.
+        dense_sequences: Names of the columns of lists of numbers, one for each id of the list columns.
+        label_kind: Whether a label is 0 or 1, or any finite number.
+        missing_dense: Whether numbers may be missing: null in a file, NaN in a batch.
 
     Raises:
-        UserError: A column has no name, or several have the same.
+        UserError: A column has no name, several have the same, or a table is none of the features'.
     """
 
-    label: str
+    label: str | None
     dense: tuple[str, ...]
     categorical: tuple[CategoricalFeature, ...]
+    dense_sequences: tuple[str, ...] = ()
+    label_kind: LabelKind = "binary"
+    missing_dense: bool = False
 
     def __post_init__(self) -> None:
-        """Refuses nameless and repeated columns."""
-        names = [self.label, *self.dense, *self.categorical_names]
+        """Refuses nameless and repeated columns, and features that are looked up in no feature's table."""
+        names = self.columns
         for name in names:
             _check_name("column", name)
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
             raise UserError(f"the schema names columns more than once: {', '.join(repeated)}; each has one role")
+        sizes = {feature.name: feature.num_embeddings for feature in self.categorical if feature.table is None}
+        for feature in self.categorical:
+            if sizes.get(feature.table_name) != feature.num_embeddings:
+                raise UserError(
+                    f"the categorical feature {feature.name!r} has {feature.num_embeddings} ids and the table "
+                    f"{feature.table_name!r}, whose feature has {sizes.get(feature.table_name, 'none')}; name a "
+                    "feature with a table of its own and as many ids"
+                )
 
     @property
     def categorical_names(self) -> tuple[str, ...]:
@@ -119,25 +153,37 @@ class Schema:
 
     @property
     def fields(self) -> tuple[BatchField, ...]:
-        """The fields that every batch of the dataset has: labels [batch], dense features [batch, dense], and ids."""
-        return (
+        """The fields that every batch of the dataset has: dense features [batch, dense], ids, and what else there is.
+
+        That is labels [batch], and numbers beside the ids of lists.
+        """
+        fields = [
             BatchField(DENSE_FEATURES, self.dense),
             BatchField(SPARSE_FEATURES, self.categorical_names, is_jagged=True),
-            BatchField(LABELS, (self.label,), is_vector=True),
-        )
+        ]
+        if self.label is not None:
+            fields.append(BatchField(LABELS, (self.label,), is_vector=True))
+        if self.dense_sequences:
+            fields.append(BatchField(DENSE_SEQUENCES, self.dense_sequences, is_jagged=True))
+        return tuple(fields)
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The names of all columns: label, dense, categorical."""
-        return (self.label, *self.dense, *self.categorical_names)
+        """The names of all columns: label, dense, categorical, dense sequences."""
+        label = () if self.label is None else (self.label,)
+        return (*label, *self.dense, *self.categorical_names, *self.dense_sequences)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the schema in plain values, which :meth:`from_json` reads back."""
-        return {
+        value: dict[str, Any] = {
             "label": self.label,
             "dense": list(self.dense),
             "categorical": [_feature_to_json(feature) for feature in self.categorical],
         }
+        # only what differs, so that what was written before there were such columns stays the same
+        value |= {"dense_sequences": list(self.dense_sequences)} if self.dense_sequences else {}
+        value |= {"label_kind": self.label_kind} if self.label_kind != "binary" else {}
+        return value | ({"missing_dense": True} if self.missing_dense else {})
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Schema:
@@ -152,6 +198,9 @@ class Schema:
             label=value["label"],
             dense=tuple(value["dense"]),
             categorical=tuple(CategoricalFeature(**feature) for feature in value["categorical"]),
+            dense_sequences=tuple(value.get("dense_sequences", ())),
+            label_kind=value.get("label_kind", "binary"),
+            missing_dense=value.get("missing_dense", False),
         )
 
 
@@ -160,7 +209,7 @@ def _feature_to_json(feature: CategoricalFeature) -> dict[str, Any]:
     value: dict[str, Any] = {"name": feature.name, "num_embeddings": feature.num_embeddings}
     if feature.multi_hot:
         value |= {"multi_hot": True, "mean_ids_per_row": feature.mean_ids_per_row}
-    return value
+    return value | ({"table": feature.table} if feature.table is not None else {})
 
 
 def _check_name(role: str, name: object) -> None:

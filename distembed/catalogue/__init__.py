@@ -1,0 +1,11 @@
+"""A table as a catalogue: items that a model has as its input are also what it chooses from (tied embeddings).
+
+The score of item i for a query h is ``l_i = h . u_i + b_i``, where u_i is the vector of i in the item table and b_i its
+bias (Inan et al., ICLR 2017; Press and Wolf, EACL 2017). ``catalogue.py`` holds the bias and finds the table,
+``queries.py`` is what a model returns to its task.
+"""
+
+from distembed.catalogue.catalogue import Catalogue
+from distembed.catalogue.queries import Queries
+
+__all__ = ["Catalogue", "Queries"]
