@@ -1,8 +1,8 @@
 """A plain SASRec on one device (Kang & McAuley 2018, section III), as the peer that this project's is held against.
 
-Sequences are padded on the left to one length, as published code does; items are in one ``nn.Embedding``, whose row 0 is
-the padding, and which is the output as well unless untied. Its two losses are the paper's, a binary one with one negative
-a target, and the cross-entropy of a softmax over all items, whose logits are made at once.
+Sequences are padded on the left to one length, as published code does; items are in one ``nn.Embedding``, whose row 0
+is the padding, and which is the output as well unless untied. Its two losses are the paper's, a binary one with one
+negative a target, and the cross-entropy of a softmax over all items, whose logits are made at once.
 
 Shape letters: ``B`` sequences, ``L`` positions, ``D`` numbers of a vector, ``N`` items with the padding.
 """
