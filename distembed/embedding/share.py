@@ -6,17 +6,22 @@ the composed vectors of a compositional table nor the scores of all ids are ever
     ids       0 ................................ num_embeddings
     rank 0    | chunk 0 | chunk 1 | chunk 2 |
     rank 1                                  | chunk 0 | chunk 1 | chunk 2 |      in the order in which rows lie there
+
+A chunk that is read with gradients has the rows of its partitions as leaves of a graph of its own: what its vectors'
+gradients are in these rows is added to one gradient a weight, so that no chunk makes a gradient of the table's size.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.errors import UserError
+from distembed.partitions import Naive
 
 
 @dataclass(frozen=True)
@@ -24,7 +29,7 @@ class VectorChunk:
     """Some ids of a rank's share.
 
     Attributes:
-        ids: The ids; there may be none.
+        ids: The ids in ascending order; there may be none.
         vectors: The composed vector of each, without gradients.
     """
 
@@ -32,26 +37,251 @@ class VectorChunk:
     vectors: Float[Tensor, "ids dim"]
 
 
-class TableShare(ABC):
+@dataclass(frozen=True)
+class ShareWeight:
+    """A weight, or columns and rows of one, that vectors of a share are composed from.
+
+    Attributes:
+        partition: Number of the partition.
+        weight: The rows that lie on this rank.
+        first_row: Number of the first of them in the partition.
+        is_function: Whether a row holds a function in place of a vector.
+        is_replicated: Whether all ranks have the weight, so that its gradient is averaged over them.
+    """
+
+    partition: int
+    weight: Float[Tensor, "rows dim_j"]
+    first_row: int = 0
+    is_function: bool = False
+    is_replicated: bool = False
+
+
+@dataclass(frozen=True)
+class ShareColumns:
+    """Columns ``[start, stop)`` of a table's vectors, and what this rank composes them from.
+
+    Attributes:
+        start: The first column.
+        stop: The column behind the last.
+        weights: The weights in the order of their partitions, of all partitions that take part in these columns.
+    """
+
+    start: int
+    stop: int
+    weights: Sequence[ShareWeight]
+
+
+class ShareIds:
+    """The ids whose vectors a rank has in the end: a range of them, or those of a list.
+
+    Args:
+        first: The first id of the range.
+        stop: The id behind its last.
+        listed: The ids in ascending order, where they are no range.
+    """
+
+    def __init__(self, first: int, stop: int, listed: Int64[Tensor, " ids"] | None = None) -> None:
+        self._first, self._stop, self._listed = first, max(first, stop), listed
+
+    def __len__(self) -> int:
+        return self._stop - self._first if self._listed is None else len(self._listed)
+
+    def between(self, start: int, stop: int, device: torch.device) -> "ChunkIds":
+        """Returns the ids from the ``start``-th up to the ``stop``-th, without that; fewer where there are no more."""
+        if self._listed is not None:
+            return ChunkIds(self._listed[start:stop].long(), None)
+        first, last = min(self._first + start, self._stop), min(self._first + stop, self._stop)
+        return ChunkIds(torch.arange(first, last, device=device), first)
+
+
+@dataclass(frozen=True)
+class ChunkIds:
+    """The ids of a chunk.
+
+    Attributes:
+        ids: The ids in ascending order.
+        first: The first of them, where they follow each other without gaps; None where they may have some.
+    """
+
+    ids: Int64[Tensor, " ids"]
+    first: int | None
+
+    def places(self, ids: Int64[Tensor, " others"]) -> tuple[Int64[Tensor, " others"], Bool[Tensor, " others"]]:
+        """Returns where other ids are among those of the chunk, and whether they are there at all.
+
+        The place of an id that is not there is any of the chunk's.
+        """
+        last = len(self.ids) - 1
+        if self.first is not None:
+            places = ids - self.first
+            return places.clamp(0, last), (places >= 0) & (places <= last)
+        places = torch.searchsorted(self.ids, ids).clamp_(max=last)
+        return places, self.ids[places] == ids
+
+
+@dataclass(frozen=True)
+class ReadChunk:
+    """A chunk of a share that was read, maybe to go back from.
+
+    Attributes:
+        chunk_ids: The ids of the chunk.
+        vectors: The composed vector of each; their gradients go to :meth:`TableShare.add_gradients`.
+        parts: What this rank composed from leaves, for each of its ranges of columns; none without gradients.
+    """
+
+    chunk_ids: ChunkIds
+    vectors: Float[Tensor, "ids dim"]
+    parts: "Sequence[_ComposedPart]" = ()
+
+
+@dataclass(frozen=True)
+class _ComposedPart:
+    """A range of columns of some ids, composed from leaves.
+
+    Attributes:
+        vectors: The columns.
+        leaves: The rows that they were composed from, a tensor for each weight; whole weights of functions.
+        places: Where the leaves lie in the weights: rows, a range of rows, or everything.
+    """
+
+    vectors: Float[Tensor, "ids columns"]
+    leaves: list[Tensor]
+    places: "list[Int64[Tensor, ' ids'] | slice]"
+
+
+class TableShare:
     """The ids of a table whose vectors this rank composes.
 
     Attributes:
         table: The table.
         group: The process group over which the ids are shared; None for this process alone.
+        columns: What this rank composes.
+
+    Args:
+        table: The table.
+        ids: The ids of this rank.
+        most_ids: Number of ids of the rank that has most.
+        columns: The ranges of columns that this rank composes, of vectors of its ids.
+        device: Device of the weights.
+        group: The process group over which the ids are shared; None for this process alone.
+
+    Raises:
+        UserError: An id of the table has several vectors.
     """
 
-    table: CompositionalEmbeddingConfig
-    group: dist.ProcessGroup | None
+    def __init__(
+        self,
+        table: CompositionalEmbeddingConfig,
+        ids: ShareIds,
+        most_ids: int,
+        columns: Sequence[ShareColumns],
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        require_one_vector(table)
+        self.table, self.group, self.columns = table, group, columns
+        self._ids, self._most_ids, self._device = ids, most_ids, device
 
     @property
     def world_size(self) -> int:
         """The number of ranks that share the table."""
         return 1 if self.group is None else dist.get_world_size(self.group)
 
-    @abstractmethod
+    @property
+    def weights(self) -> list[ShareWeight]:
+        """The weights that this rank composes from, range after range."""
+        return [own for part in self.columns for own in part.weights]
+
+    def num_chunks(self, most_ids: int) -> int:
+        """Returns the number of chunks of up to ``most_ids`` ids, the same on all ranks."""
+        if most_ids < 1:
+            raise UserError(f"most_ids of a chunk is {most_ids}; it must be 1 or more.")
+        return -(-self._most_ids // most_ids)
+
     def chunks(self, most_ids: int) -> Iterator[VectorChunk]:
         """Yields this rank's ids with their vectors; all ranks call it, and get equally many chunks.
 
         Args:
             most_ids: Most ids of a chunk, 1 or more.
         """
+        with torch.no_grad():
+            for number in range(self.num_chunks(most_ids)):
+                chunk = self.read(number, most_ids)
+                yield VectorChunk(chunk.chunk_ids.ids, chunk.vectors)
+
+    def read(self, number: int, most_ids: int, with_gradients: bool = False) -> ReadChunk:
+        """Returns one chunk; all ranks call it.
+
+        Args:
+            number: Number of the chunk, below :meth:`num_chunks`.
+            most_ids: Most ids of a chunk.
+            with_gradients: Whether :meth:`add_gradients` will be called for it.
+        """
+        chunk_ids = self._ids.between(number * most_ids, (number + 1) * most_ids, self._device)
+        parts = self._compose(chunk_ids, with_gradients)
+        return ReadChunk(chunk_ids, parts[0].vectors.detach(), parts if with_gradients else ())
+
+    def add_gradients(
+        self, chunk: ReadChunk, gradients: Float[Tensor, "ids dim"], totals: Sequence[Float[Tensor, "rows dim_j"]]
+    ) -> None:
+        """Adds what the gradients of a chunk's vectors are in the weights' rows; all ranks call it.
+
+        Args:
+            chunk: A chunk that was read with gradients.
+            gradients: Gradients of its vectors.
+            totals: A tensor for each of :attr:`weights`, of its shape, to which is added.
+        """
+        self._add(chunk.parts, [gradients], totals)
+
+    def _compose(self, chunk_ids: ChunkIds, with_gradients: bool) -> "list[_ComposedPart]":
+        """Returns this rank's columns of the vectors of ids."""
+        ids, first = chunk_ids.ids, chunk_ids.first
+        is_slice = first is not None and isinstance(self.table.scheme, Naive)
+        rows = None if is_slice else self.table.scheme.rows(ids)
+        composed = []
+        for part in self.columns:
+            places = [_place(own, rows, first or 0, len(ids)) for own in part.weights]
+            leaves = [own.weight.detach()[place].float() for own, place in zip(part.weights, places, strict=True)]
+            if with_gradients:
+                leaves = [leaf.requires_grad_() for leaf in leaves]
+            with torch.set_grad_enabled(with_gradients):
+                composed.append(_ComposedPart(self._vectors(leaves, part, rows), leaves, places))
+        return composed
+
+    def _vectors(self, leaves: list[Tensor], part: ShareColumns, rows: Int64[Tensor, "k ids"] | None) -> Tensor:
+        if not any(own.is_function for own in part.weights):
+            return self.table.combine.compose(leaves)
+        assert rows is not None
+        in_leaves = rows.clone()  # vectors are leaves row by row, functions as a whole
+        in_leaves[0] = torch.arange(rows.shape[1], device=rows.device)
+        return self.table.combine.embed(leaves, in_leaves)
+
+    @staticmethod
+    def _add(parts: Sequence[_ComposedPart], gradients: Sequence[Tensor], totals: Sequence[Tensor]) -> None:
+        """Goes from the gradients of each part's vectors to those of its leaves, and adds them to the totals."""
+        remaining = iter(totals)
+        for part, gradient in zip(parts, gradients, strict=True):
+            of_leaves = torch.autograd.grad(part.vectors, part.leaves, gradient)
+            for own, place, total in zip(of_leaves, part.places, remaining, strict=False):
+                if isinstance(place, slice):
+                    total[place].add_(own)
+                else:
+                    total.index_add_(0, place, own)
+
+
+def _place(own: ShareWeight, rows: Int64[Tensor, "k ids"] | None, first: int, num_ids: int) -> "Tensor | slice":
+    """Returns where in a weight the leaves of some ids lie; ``first`` of the ids is looked at without ``rows``."""
+    if own.is_function:
+        return slice(None)
+    if rows is None:
+        return slice(first - own.first_row, first - own.first_row + num_ids)
+    return rows[own.partition] - own.first_row
+
+
+def require_one_vector(table: CompositionalEmbeddingConfig) -> None:
+    """Raises where an id of the table has several vectors, none of which could be its item's."""
+    if table.num_vectors > 1:
+        raise UserError(
+            f"table {table.name!r} has composition {table.combine.name!r}, with {table.num_vectors} vectors an id, and "
+            "items are scored by one; use product, sum, concat or a path."
+        )

@@ -15,7 +15,9 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from distembed.embedding.config import CompositionalEmbeddingConfig, PartitionTable, perturbation, vector_names
 from distembed.embedding.ids import IdMapper
+from distembed.embedding.share import ShareColumns, ShareIds, ShareWeight, TableShare
 from distembed.errors import UserError
+from distembed.names import one_of
 from distembed.sse import require_forward_pass
 
 TableT = TypeVar("TableT", bound=CompositionalEmbeddingConfig)
@@ -97,6 +99,21 @@ class CompositionalTables(nn.Module, Generic[TableT]):
             self.functions[part.name] if part.is_function else self._lookups.get_parameter(f"{part.name}.weight")
             for part in self._parts[table_name]
         ]
+
+    def share(self, table_name: str) -> TableShare:
+        """Returns a table's ids and vectors as the share of this process, which is all of them.
+
+        Raises:
+            UserError: There is no such table, or its ids have several vectors each.
+        """
+        tables = {table.name: table for table in self._tables}
+        table = tables[one_of("table of a collection", table_name, tables)]
+        weights = [
+            ShareWeight(j, weight, is_function=part.is_function)
+            for j, (part, weight) in enumerate(zip(self._parts[table_name], self.weights(table_name), strict=True))
+        ]
+        ids = ShareIds(0, table.num_embeddings)
+        return TableShare(table, ids, len(ids), [ShareColumns(0, table.embedding_dim, weights)], self._device)
 
     def embed(self, features: KeyedJaggedTensor) -> Iterator[EmbeddedFeature[TableT]]:
         """Yields every feature that a table reads, looked up and composed, in the tables' order.

@@ -30,6 +30,7 @@ from distembed.data.dataset.schema import BatchField, Schema
 from distembed.data.reader.batch import Batch
 from distembed.embedding import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig
 from distembed.embedding.modules import EmbeddingModule, embedding_modules, table_configs
+from distembed.embedding.share import ReadChunk, ShareIds, TableShare
 from distembed.errors import InsufficientMemory
 from distembed.host_memory import host_memory_bytes
 from distembed.models import Model, ModelConfig, ModelInputs
@@ -132,12 +133,34 @@ class _Vectors(nn.Module):
             for table, pairs in zip(tables, own_names, strict=True)
             for feature, name in pairs
         ]
+        self._tables = {table.name: table for table in tables}
         self._origin = torch.empty(0, requires_grad=True)
+
+    def share(self, table_name: str) -> TableShare:
+        """Returns a stand-in for the table's share, whose vectors depend on no weights either."""
+        return _ShareOfNothing(self._tables[table_name])
 
     def _empty_vectors(self, num_rows: int, num_columns: int) -> Tensor:
         """Returns vectors of this shape that take part in the backward pass."""
         vectors: Tensor = _EmptyVectors.apply(self._origin, num_rows, num_columns)  # type: ignore[no-untyped-call]
         return vectors
+
+
+class _ShareOfNothing(TableShare):
+    """Stands in for a table's share: has one chunk of ids, whose vectors have no values, and no weights."""
+
+    def __init__(self, table: CompositionalEmbeddingConfig) -> None:
+        super().__init__(table, ShareIds(0, table.num_embeddings), table.num_embeddings, [], torch.device("cpu"))
+
+    def num_chunks(self, most_ids: int) -> int:
+        return min(super().num_chunks(most_ids), 1)
+
+    def read(self, number: int, most_ids: int, with_gradients: bool = False) -> ReadChunk:
+        chunk_ids = self._ids.between(0, most_ids, self._device)
+        return ReadChunk(chunk_ids, torch.empty(len(chunk_ids.ids), self.table.embedding_dim))
+
+    def add_gradients(self, chunk: ReadChunk, gradients: Tensor, totals: Sequence[Tensor]) -> None:
+        pass
 
 
 class _PooledVectors(_Vectors):
