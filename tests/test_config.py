@@ -172,3 +172,14 @@ def test_a_section_of_another_kind_is_no_model() -> None:
 def test_texts_that_look_like_something_else_are_read_back(text: str) -> None:
     for value in ({"path": text}, {"path": [text, 1e-05, 1000.0, 3, None, True]}):
         assert parse_yaml(format_yaml(value), "it") == value
+
+
+def test_a_model_that_does_not_fit_its_task_is_refused_by_name() -> None:
+    with pytest.raises(
+        UserError,
+        match=r"model.name is 'mf' and task.name is 'click'.* takes the models dlrm, dcn.* for the tasks rating",
+    ):
+        load_config(None, ["model.name=mf"])
+    with pytest.raises(UserError, match=r"model.name is 'dlrm' and task.name is 'rating'.* takes the models mf"):
+        load_config(None, ["task.name=rating"])
+    assert load_config(None, ["model.name=mf", "task.name=rating"]).model.name == "mf"

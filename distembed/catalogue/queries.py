@@ -31,12 +31,14 @@ class Queries:
         catalogue: The items to choose from, with their biases.
         items: Items of the batch by feature, such as ``item_target`` and ``item_negative``.
         offsets: What is added to all scores of a query; None for nothing.
+        looked_up: Vectors that were looked up for the batch, whose squares a task may penalise.
     """
 
     vectors: Float[Tensor, "queries dim"]
     catalogue: Catalogue
     items: Mapping[str, Items] = field(default_factory=dict)
     offsets: Float[Tensor, " queries"] | None = None
+    looked_up: tuple[Float[Tensor, "ids dim"], ...] = ()
 
     def scores(self, feature: str) -> Float[Tensor, "queries items"]:
         """Returns the score of each query with each of its items of a feature."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pydantic.dataclasses
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError, model_validator
 
 from distembed.config.train import TrainConfig
 from distembed.config.yaml_text import MAX_BYTES, MAX_LEVELS, format_yaml, parse_yaml
@@ -25,11 +25,13 @@ from distembed.data.dataset.config import DataConfig
 from distembed.embedding.settings import EmbeddingConfig
 from distembed.errors import UserError
 from distembed.files import read_regular_file
-from distembed.models import DLRMConfig, ModelSection
+from distembed.models import MODELS, DLRMConfig, ModelSection
+from distembed.models.config import DeclaringModelConfig
 from distembed.names import STRICT, ByName, nearest
 from distembed.planning import PlanConfig
 from distembed.sse.config import SSEConfig
-from distembed.tasks import ClickConfig, TaskSection
+from distembed.tasks import TASKS, ClickConfig, TaskSection
+from distembed.tasks.config import DeclaringTaskConfig
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
@@ -53,6 +55,23 @@ class Config:
     plan: PlanConfig = field(default_factory=PlanConfig)
     sse: SSEConfig = field(default_factory=SSEConfig)
     task: TaskSection = field(default_factory=ClickConfig)
+
+    @model_validator(mode="after")
+    def _model_fits_task(self) -> "Config":
+        """Refuses a model that returns something else than what the task takes, where both say what that is."""
+        model, task = self.model, self.task
+        if (
+            isinstance(model, DeclaringModelConfig)
+            and isinstance(task, DeclaringTaskConfig)
+            and model.returns != task.takes
+        ):
+            models = [each for each, known in MODELS.items() if getattr(known, "returns", None) == task.takes]
+            tasks = [each for each, known in TASKS.items() if getattr(known, "takes", None) == model.returns]
+            raise ValueError(
+                f"model.name is {model.name!r} and task.name is {task.name!r}, which do not go together; "
+                f"the task takes the models {', '.join(models)}, and the model is for the tasks {', '.join(tasks)}"
+            )
+        return self
 
     def to_yaml(self) -> str:
         """Returns YAML that :func:`load_config` reads back to an equal config."""
@@ -165,6 +184,8 @@ def _once(mistakes: Sequence[Any]) -> list[dict[str, Any]]:
 def _describe(mistake: dict[str, Any], values: Mapping[str, Any]) -> str:
     """Returns a mistake that pydantic found as a line: its path, what is wrong and what is close to it."""
     path = [str(part) for part in mistake["loc"]]
+    if not path:  # a mistake of the config as a whole, which says where it is
+        return str(mistake.get("ctx", {}).get("error") or mistake["msg"])
     where = ".".join(path)
     if mistake["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         known = _keys_at(path[:-1], values)

@@ -10,7 +10,7 @@ A model of one's own is a config with ``name`` and ``build``, registered by ``MO
 from typing import TYPE_CHECKING, Annotated
 
 from distembed.lazy import imports_on_demand
-from distembed.models.config import DCNConfig, DLRMConfig, ModelConfig
+from distembed.models.config import DCNConfig, DLRMConfig, MFConfig, ModelConfig
 from distembed.names import ByName
 
 if TYPE_CHECKING:
@@ -18,12 +18,25 @@ if TYPE_CHECKING:
     from distembed.models.dcn import DCN
     from distembed.models.dlrm import DLRM
     from distembed.models.inputs import ModelInputs
+    from distembed.models.mf import MF
 
-MODELS: dict[str, type[ModelConfig]] = {"dlrm": DLRMConfig, "dcn": DCNConfig}
+MODELS: dict[str, type[ModelConfig]] = {"dlrm": DLRMConfig, "dcn": DCNConfig, "mf": MFConfig}
 """Config class by model name."""
 
 ModelSection = Annotated[ModelConfig, ByName(MODELS, "model", default="dlrm")]
 """The ``model`` section of a config, whose key ``name`` says which model it configures."""
 
-__all__ = ["DCN", "MODELS", "DCNConfig", "DLRM", "DLRMConfig", "Model", "ModelConfig", "ModelInputs", "ModelSection"]
+__all__ = [
+    "DCN",
+    "DLRM",
+    "MF",
+    "MODELS",
+    "DCNConfig",
+    "DLRMConfig",
+    "MFConfig",
+    "Model",
+    "ModelConfig",
+    "ModelInputs",
+    "ModelSection",
+]
 __getattr__ = imports_on_demand(__name__)

@@ -12,6 +12,8 @@ import pydantic.dataclasses
 from pydantic import Field
 
 from distembed.bounds import Widths
+from distembed.data.dataset.schema import ITEM, USER
+from distembed.errors import UserError
 from distembed.names import STRICT
 
 if TYPE_CHECKING:
@@ -47,6 +49,18 @@ class CountedModelConfig(Protocol):
         """Returns the shapes of the model's parameters outside of its tables."""
 
 
+@runtime_checkable
+class DeclaringModelConfig(Protocol):
+    """A model's section that says what the model returns, so that a task that takes something else is refused.
+
+    Attributes:
+        returns: ``logits`` [batch] of rows; ``pairs``, the queries of users with the items of their rows; or a word of
+            one's own, which a task's section has as its ``takes``.
+    """
+
+    returns: ClassVar[str]
+
+
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class DLRMConfig:
     """The section of :class:`distembed.models.DLRM`; all other sizes follow from the data and the tables.
@@ -57,6 +71,7 @@ class DLRMConfig:
         top: Hidden sizes of the network over the interactions; its output is one logit.
     """
 
+    returns: ClassVar[str] = "logits"
     name: Literal["dlrm"] = "dlrm"
     bottom: Widths = field(default_factory=lambda: [512, 256, 64])
     top: Widths = field(default_factory=lambda: [512, 256])
@@ -87,6 +102,7 @@ class DCNConfig:
         num_cross_layers: Number of cross layers.
     """
 
+    returns: ClassVar[str] = "logits"
     name: Literal["dcn"] = "dcn"
     deep: Widths = field(default_factory=lambda: [512, 256, 64])
     num_cross_layers: Annotated[int, Field(gt=0, le=1000)] = 6
@@ -109,6 +125,45 @@ class DCNConfig:
             "output.weight": (1, self.deep[-1] + in_features),
             "output.bias": (1,),
         }
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class MFConfig:
+    """The section of :class:`distembed.models.MF`; the dimension of the vectors is that of the embeddings.
+
+    Attributes:
+        name: The model's name, ``mf``.
+        biases: Whether users and items have biases, which are the last numbers of their vectors.
+        dropout: Share of a vector's numbers, biases excepted, that are dropped in training.
+    """
+
+    returns: ClassVar[str] = "pairs"
+    name: Literal["mf"] = "mf"
+    biases: bool = True
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+    def build(self, inputs: "ModelInputs") -> "Model":
+        """Builds the model over users and items; features of other columns are not looked at.
+
+        Raises:
+            UserError: The dataset has no users or no items, or a vector has no number beside its bias.
+        """
+        from distembed.models.mf import MF
+
+        for name in (USER, ITEM):
+            if name not in inputs.tables:
+                raise UserError(
+                    f"MF takes the categorical features {USER!r} and {ITEM!r}, and this dataset has "
+                    f"{', '.join(inputs.schema.categorical_names) or 'none'}; make one with `distembed prepare "
+                    "ratings`."
+                )
+        if self.biases and inputs.embedding_dim < 2:
+            raise UserError(
+                "embedding.default.embedding_dim is 1, and with model.biases the last number of a vector is its bias; "
+                "set at least 2, or model.biases to false."
+            )
+        embeddings, _ = inputs.sequence_embeddings([USER, ITEM])
+        return MF(embeddings, inputs.tables[ITEM], self.biases, self.dropout)
 
 
 def mlp_shapes(path: str, in_features: int, sizes: Sequence[int]) -> Shapes:

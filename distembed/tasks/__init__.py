@@ -10,17 +10,28 @@ from typing import TYPE_CHECKING, Annotated
 
 from distembed.lazy import imports_on_demand
 from distembed.names import ByName
-from distembed.tasks.config import ClickConfig, TaskConfig, batch_schema
+from distembed.tasks.config import ClickConfig, RatingConfig, TaskConfig, batch_schema
 
 if TYPE_CHECKING:
     from distembed.tasks.base import Task
     from distembed.tasks.click import ClickTask
+    from distembed.tasks.rating import RatingTask
 
-TASKS: dict[str, type[TaskConfig]] = {"click": ClickConfig}
+TASKS: dict[str, type[TaskConfig]] = {"click": ClickConfig, "rating": RatingConfig}
 """Config class by task name."""
 
 TaskSection = Annotated[TaskConfig, ByName(TASKS, "task", default="click")]
 """The ``task`` section of a config, whose key ``name`` says which task it configures."""
 
-__all__ = ["TASKS", "ClickConfig", "ClickTask", "Task", "TaskConfig", "TaskSection", "batch_schema"]
+__all__ = [
+    "TASKS",
+    "ClickConfig",
+    "ClickTask",
+    "RatingConfig",
+    "RatingTask",
+    "Task",
+    "TaskConfig",
+    "TaskSection",
+    "batch_schema",
+]
 __getattr__ = imports_on_demand(__name__)

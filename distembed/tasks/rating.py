@@ -1,0 +1,101 @@
+"""The rating that a user gives an item: squared error of a model's score, and RMSE (Koren et al., IEEE Computer 2009).
+
+The loss of a row is ``(r - s - m)^2 + lambda (|u|^2 + |v|^2)``, where m is the mean of the training ratings, or 0, and
+u and v are the vectors that the row looks up, biases included: frequent users and items are penalised as often as they
+are seen.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from distembed.catalogue import Queries
+from distembed.data.dataset.manifest import Manifest
+from distembed.data.dataset.schema import ITEM, LABELS, SPARSE_FEATURES
+from distembed.data.reader.batch import Batch
+from distembed.runs.metrics import ReportedMetric
+from distembed.tasks.base import Outputs, Rows, Task, TaskContext
+
+
+class RatingTask(Task):
+    """Predicts the label, any number, of each row from a model that returns queries of users with the rows' items.
+
+    Args:
+        regularization: What the squares of the vectors that a row looks up are multiplied by in its loss.
+        subtract_mean: Whether the mean of the training ratings is added to every score.
+        clip: The lowest and the highest rating that is predicted in evaluations; None for any number.
+    """
+
+    batch_fields = (LABELS, SPARSE_FEATURES)
+    outputs = ("predictions", "labels")
+    reported_metrics = (
+        ReportedMetric("rmse", "RMSE", better="lower"),
+        ReportedMetric("mae", "MAE", better="lower"),
+    )
+    prediction_columns = ("prediction", "label")
+
+    def __init__(
+        self, regularization: float = 0.0, subtract_mean: bool = True, clip: tuple[float, float] | None = None
+    ) -> None:
+        self._regularization = regularization
+        self._subtract_mean = subtract_mean
+        self._clip = clip
+        self._mean = 0.0
+
+    def start(self, context: TaskContext) -> None:
+        """Takes the mean of the ratings of the split that the model is trained on.
+
+        Raises:
+            UserError: The dataset that the model was trained on cannot be read.
+        """
+        if self._subtract_mean:
+            self._mean = Manifest.load(context.data.require_path()).splits[context.data.train].label_rate or 0.0
+
+    def step(self, outputs: Queries, batch: Batch) -> tuple[Tensor, Outputs]:
+        predictions, labels = self._predict(outputs), batch[LABELS]
+        loss = (predictions - labels).square().sum()
+        if self._regularization:
+            loss = loss + self._regularization * squares(outputs)
+        return loss, {"predictions": predictions, "labels": labels}
+
+    def evaluate(self, outputs: Queries, batch: Batch) -> Outputs:
+        predictions = self._predict(outputs)
+        if self._clip is not None:
+            predictions = predictions.clamp(*self._clip)
+        return {"predictions": predictions, "labels": batch[LABELS]}
+
+    def _predict(self, queries: Queries) -> Tensor:
+        """Returns the rating of each row [batch]."""
+        return queries.scores(ITEM).flatten().float() + self._mean
+
+    def metrics(self, rows: Rows) -> dict[str, float]:
+        return {"rows": len(rows["labels"]), **_errors(rows)}
+
+    def training_metrics(self, rows: Rows) -> dict[str, float]:
+        return {"rmse": _errors(rows)["rmse"]}
+
+    def predictions(self, rows: Rows) -> dict[str, npt.NDArray[np.float32]]:
+        return {"prediction": rows["predictions"], "label": rows["labels"]}
+
+    def describe(self, metrics: Mapping[str, Any]) -> str:
+        return f"RMSE {metrics['rmse']:.4f}  MAE {metrics['mae']:.4f}  ({metrics['rows']:,} rows)"
+
+    def describe_training(self, metrics: Mapping[str, Any]) -> str:
+        return f"RMSE {metrics['rmse']:.4f}"
+
+
+def squares(queries: Queries) -> Tensor:
+    """Returns the sum of the squares of all vectors that were looked up for a batch."""
+    return torch.stack([vectors.float().square().sum() for vectors in queries.looked_up]).sum()
+
+
+def _errors(rows: Rows) -> dict[str, float]:
+    """Returns the root of the mean squared error and the mean absolute error; NaN where there are no rows."""
+    errors = rows["predictions"].astype(np.float64) - rows["labels"]
+    if len(errors) == 0:
+        return {"rmse": float("nan"), "mae": float("nan")}
+    return {"rmse": float(np.sqrt(np.mean(errors**2))), "mae": float(np.mean(np.abs(errors)))}
