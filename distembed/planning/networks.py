@@ -26,7 +26,7 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from distembed.data.dataset.schema import BatchField, Schema
+from distembed.data.dataset.schema import SPARSE_FEATURES, BatchField, Schema
 from distembed.data.reader.batch import Batch
 from distembed.embedding import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig
 from distembed.embedding.modules import EmbeddingModule, embedding_modules, table_configs
@@ -342,15 +342,16 @@ def _stock_names(module: EmbeddingModule) -> list[list[tuple[str, str]]] | None:
 
 
 def _empty_batch(schema: Schema, num_rows: int) -> Batch:
-    """Returns a batch of the schema's fields, with as many ids as there are on average."""
+    """Returns a batch of the schema's fields, with as many ids, and numbers beside them, as there are on average."""
+    ids_per_row = {feature.name: feature.mean_ids_per_row for feature in schema.categorical}
 
     def empty(field: BatchField) -> Tensor | KeyedJaggedTensor:
         if not field.is_jagged:
             return torch.empty(num_rows) if field.is_vector else torch.empty(num_rows, len(field.columns))
-        counts = [math.ceil(num_rows * feature.mean_ids_per_row) for feature in schema.categorical]
+        counts = [math.ceil(num_rows * ids_per_row.get(name, schema.mean_list_length)) for name in field.columns]
         return KeyedJaggedTensor(
             list(field.columns),
-            torch.empty(sum(counts), dtype=torch.int64),
+            torch.empty(sum(counts), dtype=torch.int64 if field.name == SPARSE_FEATURES else torch.float32),
             lengths=torch.empty(num_rows * len(counts), dtype=torch.int32),
             stride=num_rows,
             length_per_key=counts,

@@ -15,7 +15,8 @@ class Workload:
         batch_size: Rows on all ranks, B.
         ids_per_row: Mean number of ids of a row, by feature; 1 for features that are not named.
         multi_hot: Features of which a row may have several ids; any of more than one on average is one.
-        num_dense: Number of dense features.
+        num_dense: Number of 4-byte values of a row beside its ids and label: dense features, and numbers in lists with
+            their lengths, on average.
         network: Memory and operations of the networks for a rank's share of B; None where nothing is known of them.
         bf16: Whether the networks compute in bf16.
         logged_steps: Number of steps of which the task's outputs are kept for metrics.

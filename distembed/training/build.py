@@ -119,7 +119,8 @@ class Blueprint:
 
     def workload(self) -> Workload:
         """Returns what a plan has to know of a step beside the tables: its rows, ids per row, networks and graphs."""
-        train, features = self.config.train, self.batch_schema.categorical
+        train, schema = self.config.train, self.batch_schema
+        features = schema.categorical
         network = estimate_network(
             self.config.model,
             self.model_inputs,
@@ -133,7 +134,7 @@ class Blueprint:
             batch_size=train.batch_size,
             ids_per_row={feature.name: feature.mean_ids_per_row for feature in features},
             multi_hot={feature.name for feature in features if feature.multi_hot},
-            num_dense=len(self.schema.dense),
+            num_dense=len(schema.dense) + math.ceil(len(schema.dense_sequences) * (1 + schema.mean_list_length)),
             network=network,
             bf16=self.bf16,
             logged_steps=train.log_every,

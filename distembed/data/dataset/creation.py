@@ -45,11 +45,11 @@ def _describe_split(folder: Path, schema: Schema, paths: Sequence[str | os.PathL
         file = folder / relative
         if not file.is_file():
             raise UserError(f"{file} does not exist")
-        labels = _read_label(file, schema)
-        label_sum += pc.sum(pc.cast(labels, pa.float64())).as_py() or 0.0
-        files.append(DataFile(relative, len(labels), file.stat().st_size))
+        num_rows, file_sum = _count_rows(file, schema)
+        label_sum += file_sum
+        files.append(DataFile(relative, num_rows, file.stat().st_size))
     num_rows = sum(file.num_rows for file in files)
-    return Split(num_rows, label_sum / num_rows if num_rows else None, tuple(files))
+    return Split(num_rows, label_sum / num_rows if num_rows and schema.label is not None else None, tuple(files))
 
 
 def _relative(folder: Path, path: str | os.PathLike[str]) -> str:
@@ -67,10 +67,14 @@ def _relative(folder: Path, path: str | os.PathLike[str]) -> str:
     raise UserError(f"{absolute} lies outside the dataset folder {folder}: move it or link it there")
 
 
-def _read_label(path: Path, schema: Schema) -> pa.ChunkedArray:
+def _count_rows(path: Path, schema: Schema) -> tuple[int, float]:
+    """Returns the number of rows of a file and the sum of their labels, 0 where they have none."""
     try:
         file = pq.ParquetFile(path)
         check_columns(path, file.schema_arrow, schema)
-        return file.read(columns=[schema.label]).column(0)
+        if schema.label is None:
+            return file.metadata.num_rows, 0.0
+        labels = file.read(columns=[schema.label]).column(0)
+        return len(labels), pc.sum(pc.cast(labels, pa.float64())).as_py() or 0.0
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path} is not a readable Parquet file: {error}") from error

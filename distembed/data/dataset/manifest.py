@@ -3,7 +3,7 @@
 A dataset is a folder of Parquet files and a ``manifest.json``::
 
     DATASET/manifest.json            what follows here
-    DATASET/train/part-00000.parquet columns: label, dense, ids in [0, num_embeddings)
+    DATASET/train/part-00000.parquet columns: those of the schema, ids in [0, num_embeddings)
     DATASET/validation/  test/       the other splits; any names are possible
     DATASET/vocabulary/C1.parquet    which raw value each id stands for (only with a vocabulary)
     DATASET/rejected.tsv             malformed rows, with file, line and reason (only when there are any)
@@ -63,7 +63,7 @@ class Split:
 
     Attributes:
         num_rows: Number of rows in all files.
-        label_rate: Mean of the label; None without rows.
+        label_rate: Mean of the label; None without rows, and where rows have no label.
         files: Parquet files, in the order of their rows.
     """
 

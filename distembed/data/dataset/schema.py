@@ -173,6 +173,14 @@ class Schema:
         label = () if self.label is None else (self.label,)
         return (*label, *self.dense, *self.categorical_names, *self.dense_sequences)
 
+    @property
+    def mean_list_length(self) -> float:
+        """The mean number of ids a row of the list columns, which dense sequences have as many numbers as; 0 if none.
+
+        Where lists differ, as they do in batches to which a task adds lists, it is that of the longest.
+        """
+        return max((feature.mean_ids_per_row for feature in self.categorical if feature.multi_hot), default=0.0)
+
     def to_json(self) -> dict[str, Any]:
         """Returns the schema in plain values, which :meth:`from_json` reads back."""
         value: dict[str, Any] = {

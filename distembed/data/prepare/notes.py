@@ -19,7 +19,8 @@ def describe_dataset(manifest: Manifest, dataset_dir: str | os.PathLike[str]) ->
     """Yields lines of text that say what a prepared dataset holds, and which rows were left out and why."""
     for name, split in manifest.splits.items():
         rate = "none" if split.label_rate is None else f"{split.label_rate:.4f}"
-        yield f"{name}: {split.num_rows:,} rows, label rate {rate}"
+        kind = "label rate" if manifest.schema.label_kind == "binary" else "mean label"
+        yield f"{name}: {split.num_rows:,} rows" + ("" if manifest.schema.label is None else f", {kind} {rate}")
     total = sum(source.num_rows for source in manifest.sources)
     rejected = manifest.rejected
     if not rejected.num_rows or rejected.file is None:
@@ -34,7 +35,8 @@ def describe_dataset(manifest: Manifest, dataset_dir: str | os.PathLike[str]) ->
 
 def dataset_warnings(manifest: Manifest) -> Iterator[str]:
     """Yields what a user hardly wants: one label only, splits without rows, vocabularies that hold nothing."""
-    rates = {name: split.label_rate for name, split in manifest.splits.items()}
+    has_classes = manifest.schema.label is not None and manifest.schema.label_kind == "binary"
+    rates = {name: split.label_rate for name, split in manifest.splits.items() if has_classes}
     known = {rate for rate in rates.values() if rate is not None}
     if known in ({0.0}, {1.0}):
         yield f"every label is {int(known.pop())}: a model learns nothing but this"
@@ -42,7 +44,7 @@ def dataset_warnings(manifest: Manifest) -> Iterator[str]:
         for name, rate in rates.items():
             if rate in (0.0, 1.0):
                 yield f"every label of {name} is {int(rate)}: its AUC is not defined"
-    if empty := [name for name, rate in rates.items() if rate is None]:
+    if empty := [name for name, split in manifest.splits.items() if not split.num_rows]:
         yield f"no rows are in {enumerate_names(empty)}: give more rows, or another --split"
     train_rows = manifest.splits["train"].num_rows
     nothing = {name: entry for name, entry in manifest.vocabularies.items() if not entry.num_ids}

@@ -5,6 +5,8 @@ Ids are a ``KeyedJaggedTensor`` with the features in the schema's order, feature
     keys      [ C1                | genres              ]
     lengths     1    1    1         2       0    1            ids of each row, feature by feature
     values      17   4    17        3  9         5            int64
+
+Numbers beside the ids of lists are such a tensor too, with float32 values.
 """
 
 from __future__ import annotations
@@ -20,8 +22,10 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
+from distembed.data.dataset.schema import SPARSE_FEATURES
+
 Field: TypeAlias = Tensor | KeyedJaggedTensor
-"""The values of a field: a float32 tensor with one row a sample, or int64 ids."""
+"""The values of a field: a float32 tensor with one row a sample, or int64 ids or float32 numbers in lists."""
 
 
 @dataclass
@@ -31,8 +35,9 @@ class Batch(Pipelineable):
     Models and tasks take a field by its name, ``batch["labels"]``, which TorchRec's pipelines understand too.
 
     Attributes:
-        fields: The fields by name. Each is a float32 tensor with one row a sample, or the int64 ids of features, whose
-            stride is the number of samples; see :attr:`distembed.data.dataset.schema.Schema.fields`.
+        fields: The fields by name. Each is a float32 tensor with one row a sample, or the int64 ids of features or the
+            float32 numbers beside them, whose stride is the number of samples; see
+            :attr:`distembed.data.dataset.schema.Schema.fields`.
         global_batch_size: Rows of this step on all ranks, to weigh a rank's share of the loss.
     """
 
@@ -57,12 +62,19 @@ class Batch(Pipelineable):
         return self._each(lambda field: field.pin_memory())
 
     def write(self, path: Path) -> None:
-        """Writes the rows as a NumPy archive: an array a field, and for ids their values, lengths and features."""
+        """Writes the rows as a NumPy archive: an array a field, and three for a field of lists.
+
+        These are ``feature_names``, ``ids`` and ``lengths`` of the ids, and ``<field>_names``, ``<field>`` and
+        ``<field>_lengths`` of others.
+        """
         arrays: dict[str, np.ndarray] = {}
         for name, values in self.fields.items():
             if isinstance(values, KeyedJaggedTensor):
-                arrays["feature_names"] = np.array(values.keys())
-                arrays |= {"ids": values.values().numpy(), "lengths": values.lengths().numpy()}
+                keys = {"names": f"{name}_names", "values": name, "lengths": f"{name}_lengths"}
+                if name == SPARSE_FEATURES:
+                    keys = {"names": "feature_names", "values": "ids", "lengths": "lengths"}
+                arrays[keys["names"]] = np.array(values.keys())
+                arrays |= {keys["values"]: values.values().numpy(), keys["lengths"]: values.lengths().numpy()}
             else:
                 arrays[name] = values.numpy()
         np.savez(path, **arrays)  # type: ignore[arg-type]

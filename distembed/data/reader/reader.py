@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
@@ -26,9 +26,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.data.dataset.manifest import MANIFEST_NAME, Manifest
 from distembed.data.dataset.row_groups import list_row_groups
-from distembed.data.dataset.schema import Schema
+from distembed.data.dataset.schema import DENSE_SEQUENCES, SPARSE_FEATURES, Schema
 from distembed.data.reader.batch import Batch
 from distembed.data.reader.decode import Block, Decoder, RecordLayout
+from distembed.data.reader.jagged import Jagged
 from distembed.data.reader.order import BatchOrder, EpochOrder, LanePart, Window, rank_parts, require_at_least
 from distembed.data.reader.prefetch import Prefetcher
 from distembed.errors import UserError
@@ -197,7 +198,7 @@ class _EpochPart:
         self._rank, self._world_size = rank, world_size
         self._epoch, self._first_batch = epoch, first_batch
         self._layout = RecordLayout.from_schema(decoder.schema)
-        self._columns = _float_columns(decoder.schema)
+        self._columns = _float_columns(decoder.schema, self._layout)
         self._lanes: dict[int, _LaneCursor] = {}
 
     def batches(self) -> Iterator[Batch]:
@@ -213,20 +214,23 @@ class _EpochPart:
         batch_size = self._order.batches.batch_size
         full_batches = self._order.num_rows // batch_size - batch
         rows_each = -(-batch_size // self._world_size)
-        return 1 if self._layout.multi_hot else max(1, min(full_batches, _ROWS_AT_ONCE // rows_each))
+        return 1 if self._layout.has_lists else max(1, min(full_batches, _ROWS_AT_ONCE // rows_each))
 
     def _make(self, batch: int, count: int) -> Iterator[Batch]:
         layout, schema = self._layout, self._decoder.schema
         rows = [self._lane_rows(part, count) for part in rank_parts(self._order, batch, self._rank, self._world_size)]
         empty = np.empty((count, 0, layout.width), layout.dtype)
-        records = np.concatenate([empty, *(part.records.reshape(count, -1, layout.width) for part in rows)], axis=1)
-        floats = records.view(np.float32)[:, :, layout.first_float : layout.first_float + layout.num_dense + 1]
+        each = (part.records.reshape(count, len(part.records) // count, layout.width) for part in rows)
+        records = np.concatenate([empty, *each], axis=1)
+        floats = records.view(np.float32)[:, :, layout.first_float : layout.first_float + len(layout.numbers)]
         numbers = {name: np.ascontiguousarray(floats[:, :, columns]) for name, columns in self._columns.items()}
         ids = np.ascontiguousarray(records[:, :, : len(layout.single)].transpose(0, 2, 1)).astype(np.int64)
         for index in range(count):
-            features = _jagged(schema, ids[0], rows) if layout.multi_hot else _single_valued(schema, ids[index])
+            jagged = (
+                _jagged_fields(schema, ids[index], rows) if layout.has_lists else _single_valued(schema, ids[index])
+            )
             fields = {
-                field.name: features if field.is_jagged else torch.from_numpy(numbers[field.name][index])
+                field.name: jagged[field.name] if field.is_jagged else torch.from_numpy(numbers[field.name][index])
                 for field in schema.fields
             }
             yield Batch(fields, self._order.batch_rows(batch + index))
@@ -239,16 +243,12 @@ class _EpochPart:
         return self._lanes[part.lane].gather((starts + np.arange(part.start, part.stop)).reshape(-1))
 
 
-def _float_columns(schema: Schema) -> dict[str, slice | int]:
-    """Returns where each field of numbers stands among a record's: a range of columns, or the one of a vector.
-
-    A record has the dense columns in the schema's order, then the label.
-    """
-    names = [*schema.dense, schema.label]
+def _float_columns(schema: Schema, layout: RecordLayout) -> dict[str, slice | int]:
+    """Returns where each field of numbers stands among a record's: a range of columns, or the one of a vector."""
     columns: dict[str, slice | int] = {}
     for field in schema.fields:
         if not field.is_jagged:
-            first = names.index(field.columns[0]) if field.columns else 0
+            first = layout.numbers.index(field.columns[0]) if field.columns else 0
             columns[field.name] = first if field.is_vector else slice(first, first + len(field.columns))
     return columns
 
@@ -286,12 +286,12 @@ class _LaneCursor:
         return self._block
 
 
-def _single_valued(schema: Schema, ids: NDArray[np.int64]) -> KeyedJaggedTensor:
-    """Returns a batch of features with one id a row, ``[num_keys, num_rows]``."""
+def _single_valued(schema: Schema, ids: NDArray[np.int64]) -> dict[str, KeyedJaggedTensor]:
+    """Returns the jagged field of features with one id a row, ``[num_keys, num_rows]``."""
     # what depends on the shape alone is made once, so that no batch pays for sums of ones
     num_keys, num_rows = ids.shape
     lengths, offsets = _unit_bags(num_keys, num_rows)
-    return KeyedJaggedTensor(
+    features = KeyedJaggedTensor(
         list(schema.categorical_names),
         torch.from_numpy(ids.reshape(-1)),
         lengths=lengths,
@@ -300,6 +300,7 @@ def _single_valued(schema: Schema, ids: NDArray[np.int64]) -> KeyedJaggedTensor:
         length_per_key=[num_rows] * num_keys,
         offset_per_key=[num_rows * key for key in range(num_keys + 1)],
     )
+    return {SPARSE_FEATURES: features}
 
 
 @lru_cache(maxsize=8)
@@ -309,22 +310,41 @@ def _unit_bags(num_keys: int, num_rows: int) -> tuple[Tensor, Tensor]:
     return torch.ones(bags, dtype=torch.int32), torch.arange(bags + 1, dtype=torch.int32)
 
 
-def _jagged(schema: Schema, ids: NDArray[np.int64], rows: list[Block]) -> KeyedJaggedTensor:
-    """Returns a batch in the schema's order of ``ids``, single-valued, and of the blocks' multi-hot features."""
+def _jagged_fields(schema: Schema, ids: NDArray[np.int64], blocks: list[Block]) -> dict[str, KeyedJaggedTensor]:
+    """Returns the jagged fields of a batch.
+
+    Args:
+        schema: Columns of the batch.
+        ids: The single-valued features' ids, ``[num_keys, num_rows]``.
+        blocks: The rows, in order; there may be none.
+    """
     num_rows = ids.shape[1]
-    single = iter(ids)
-    values, lengths = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    for feature in schema.categorical:
-        if feature.multi_hot:
-            values.extend(block.jagged[feature.name].values for block in rows)
-            lengths.extend(block.jagged[feature.name].lengths for block in rows)
-        else:
-            values.append(next(single))
-            lengths.append(np.ones(num_rows, np.int64))
+    ones = np.ones(num_rows, np.int64)
+    columns = {
+        feature.name: [Jagged.from_lengths(values, ones)]
+        for feature, values in zip((each for each in schema.categorical if not each.multi_hot), ids, strict=True)
+    }
+    lists = (name for field in schema.fields if field.is_jagged for name in field.columns if name not in columns)
+    columns |= {name: [block.jagged[name] for block in blocks] for name in lists}
+    dtypes = {SPARSE_FEATURES: np.int64, DENSE_SEQUENCES: np.float32}
+    return {
+        field.name: _keyed_jagged(field.columns, columns, num_rows, np.dtype(dtypes[field.name]))
+        for field in schema.fields
+        if field.is_jagged
+    }
+
+
+def _keyed_jagged(
+    names: Sequence[str], columns: Mapping[str, list[Jagged]], num_rows: int, dtype: np.dtype[Any]
+) -> KeyedJaggedTensor:
+    """Returns columns, each in parts that are end to end, as one tensor with values of this dtype."""
+    parts = [part for name in names for part in columns[name]]
+    values = np.concatenate([np.zeros(0, dtype), *(part.values for part in parts)])
+    lengths = np.concatenate([np.zeros(0, np.int64), *(part.lengths for part in parts)])
     return KeyedJaggedTensor(
-        list(schema.categorical_names),
-        torch.from_numpy(np.concatenate(values)),
-        lengths=torch.from_numpy(np.concatenate(lengths).astype(np.int32)),
+        list(names),
+        torch.from_numpy(values),
+        lengths=torch.from_numpy(lengths.astype(np.int32)),
         stride=num_rows,
     )
 

@@ -1,0 +1,163 @@
+"""The values of a row group's columns, each of which is checked before it is in a batch.
+
+An id outside its table or a label that is not a number would otherwise crash a kernel or end in a silent NaN hours
+later. Where the schema says that numbers may be missing, null and NaN alike are NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from distembed.data.dataset.row_groups import RowGroup
+from distembed.data.dataset.schema import CategoricalFeature, Schema
+from distembed.data.reader.jagged import Jagged
+from distembed.errors import UserError
+
+_LABEL_REMEDY = "leave such rows out"
+_MISSING_REMEDY = (
+    "fill them in, say with 0, or set missing_dense in the manifest's schema and train a model that tells missing "
+    "numbers apart"
+)
+
+
+class GroupRows:
+    """Rows of one row group.
+
+    Args:
+        group: The row group.
+        schema: Columns to read.
+        start: The first of the rows.
+        stop: The row after the last one.
+
+    Raises:
+        UserError: The row group is damaged.
+    """
+
+    def __init__(self, group: RowGroup, schema: Schema, start: int, stop: int) -> None:
+        self._group, self._schema, self._start = group, schema, start
+        self._table = group.read(schema.columns).slice(start, stop - start)
+
+    def ids(self, feature: CategoricalFeature) -> NDArray[Any]:
+        """Returns the ids of a single-valued feature.
+
+        Raises:
+            UserError: A row has none, or one outside the table.
+        """
+        column = self._column(feature.name)
+        if column.null_count:
+            raise UserError(
+                f"{self._where(feature.name)}: {column.null_count} rows have no id; a single-valued feature needs one "
+                "in every row: give missing values an id of their own, or make it a list column with multi_hot=True"
+            )
+        values: NDArray[Any] = column.to_numpy()
+        self._check_ids(values, feature)
+        return values
+
+    def numbers(self, name: str) -> NDArray[np.float32]:
+        """Returns the values of a dense column or of the label.
+
+        Raises:
+            UserError: A value is infinite, is missing where it must not be, or is no label.
+        """
+        is_label = name == self._schema.label
+        values = self._finite(self._column(name), name, self._schema.missing_dense and not is_label)
+        wrong = (values != 0) & (values != 1)
+        if is_label and self._schema.label_kind == "binary" and wrong.any():
+            row = int(np.argmax(wrong))
+            raise UserError(
+                f"{self._where(name)}: row {self._start + row} is {values[row]}; a label is 0 or 1, unless the "
+                "manifest's schema has label_kind 'number'"
+            )
+        return values
+
+    def lists(self) -> dict[str, Jagged]:
+        """Returns the columns of lists by their names: the ids of multi-hot features, then the lists of numbers.
+
+        Raises:
+            UserError: A value is as :meth:`ids` and :meth:`numbers` refuse it, or a row has lists of other lengths
+                beside a list of numbers.
+        """
+        columns = {feature.name: self._id_lists(feature) for feature in self._schema.categorical if feature.multi_hot}
+        columns |= {name: self._number_lists(name) for name in self._schema.dense_sequences}
+        for name in self._schema.dense_sequences:
+            self._check_aligned(name, columns)
+        return columns
+
+    def _id_lists(self, feature: CategoricalFeature) -> Jagged:
+        column = self._column(feature.name)
+        flat = column.flatten()
+        if flat.null_count:
+            raise UserError(f"{self._where(feature.name)}: a list holds a null; leave it out of the list")
+        values = flat.to_numpy()
+        self._check_ids(values, feature)
+        return Jagged.from_lengths(values.astype(np.int64), _list_lengths(column))
+
+    def _number_lists(self, name: str) -> Jagged:
+        column = self._column(name)
+        lengths = _list_lengths(column)
+        values = self._finite(column.flatten(), name, self._schema.missing_dense, lengths)
+        return Jagged.from_lengths(values, lengths)
+
+    def _finite(
+        self, column: pa.Array, name: str, may_miss: bool, lengths: NDArray[np.int64] | None = None
+    ) -> NDArray[np.float32]:
+        """Returns numbers, NaN for those that are missing; ``lengths`` says how many each row has, if not one."""
+        remedy = _LABEL_REMEDY if name == self._schema.label else _MISSING_REMEDY
+        if column.null_count and not may_miss:
+            raise UserError(f"{self._where(name)}: {column.null_count} values are null; {remedy}")
+        if pa.types.is_boolean(column.type):
+            column = pc.cast(column, pa.uint8())
+        with np.errstate(over="ignore"):  # what is beyond float32 is infinite, and refused
+            values: NDArray[np.float32] = column.to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
+        wrong = np.isinf(values) if may_miss else ~np.isfinite(values)
+        if wrong.any():
+            place = int(np.argmax(wrong))
+            row = place if lengths is None else int(np.searchsorted(np.cumsum(lengths), place, side="right"))
+            suffix = f"; {remedy}" if np.isnan(values[place]) else ""
+            raise UserError(
+                f"{self._where(name)}: row {self._start + row} is {values[place]}; every value must be a finite "
+                f"number{suffix}"
+            )
+        return values
+
+    def _check_aligned(self, name: str, columns: Mapping[str, Jagged]) -> None:
+        """Refuses a row of a column of numbers that has more or fewer values than another list of the row."""
+        lengths = columns[name].lengths
+        for other, column in columns.items():
+            wrong = column.lengths != lengths
+            if wrong.any():
+                row = int(np.argmax(wrong))
+                raise UserError(
+                    f"{self._where(name)}: row {self._start + row} has {lengths[row]} numbers, and {other!r} has "
+                    f"{column.lengths[row]} values there; dense_sequences have one number for each id of the list "
+                    "columns"
+                )
+
+    def _check_ids(self, values: NDArray[Any], feature: CategoricalFeature) -> None:
+        if len(values) == 0:
+            return
+        for extreme in (int(values.min()), int(values.max())):
+            if not 0 <= extreme < feature.num_embeddings:
+                raise UserError(
+                    f"{self._where(feature.name)}: id {extreme} is outside [0, {feature.num_embeddings}); "
+                    "num_embeddings in the manifest's schema must exceed every id"
+                )
+
+    def _column(self, name: str) -> pa.Array:
+        column = self._table.column(name)
+        return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+    def _where(self, column: str) -> str:
+        return f"{self._group}, column {column!r}"
+
+
+def _list_lengths(column: pa.Array) -> NDArray[np.int64]:
+    """Returns the number of values of each row of a column of lists; a null list has none."""
+    lengths: NDArray[np.int64] = pc.fill_null(pc.list_value_length(column), 0).to_numpy().astype(np.int64)
+    return lengths
