@@ -52,7 +52,7 @@ class Corpus:
 def read_corpus(least_count: int = 2) -> Corpus:
     """Returns the corpus; words that occur less often in training, and those seen in no training, are unknown."""
     paragraphs = list(dict.fromkeys(text for topic in topics.values() for text in re.split(r"\n\s*\n", topic)))
-    words = [re.findall(r"[a-z_]\w*", paragraph.lower()) for paragraph in paragraphs]
+    words = [re.findall(r"[a-z_]\w*|[.,:;()=]", paragraph.lower()) for paragraph in paragraphs]
     held_out = words[::HELD_OUT_EVERY]
     train = [each for place, each in enumerate(words) if place % HELD_OUT_EVERY]
     counts = Counter(word for paragraph in train for word in paragraph)
@@ -119,7 +119,7 @@ class Trainee:
         rules = [SSE(p0=p0, reserved=RESERVED, keep_reserved=True) for p0 in (p0_inputs, p0_labels)]
         perturb_inputs(self.model.words, rules[0], "words", seed=seed)  # this line
         self.perturb_labels = IdPerturbation(corpus.num_words, rules[1], "labels", seed=seed)  # this line
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, weight_decay=0.01)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=2e-3, weight_decay=0.01)
 
     def step(self, inputs: Int64[Tensor, "windows words"], labels: Int64[Tensor, "windows words"]) -> None:
         """Takes one step of training."""

@@ -1,6 +1,7 @@
 """The networks of a model that is at hand: counted by themselves, and by a step on an example batch.
 
-The batch is real, since how many ids its rows have is read off it; the step runs on fake tensors of the same shapes.
+The batch is real, since how many ids its rows have is read off it; the step runs on fake tensors of the same shapes,
+of which integers keep their values.
 """
 
 import copy
@@ -11,13 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from distembed.embedding.modules import embedding_modules
 from distembed.errors import UserError, one_line
+from distembed.planning.known_integers import KnownIntegers
 from distembed.planning.networks import (
     FakeStep,
     NetworkEstimate,
@@ -140,8 +142,8 @@ def estimate_own_networks(
     if "" in embedding_modules(model):  # the model is a collection itself
         return NetworkEstimate(), ""
     failures: list[str] = []
-    mode = FakeTensorMode()
-    value = None if batch is None else with_leaves(batch.value, lambda leaf: _fake(leaf, mode))
+    mode = KnownIntegers()
+    value = None if batch is None else with_leaves(batch.value, mode.fake)
     try:
         networks = copy.deepcopy(model)
         with mode:
@@ -205,27 +207,3 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         else:
             parts = (leaf.values(), leaf.lengths(), leaf.weights_or_none())
             yield from (part for part in parts if part is not None)
-
-
-def _fake(leaf: Any, mode: FakeTensorMode) -> Any:
-    """Returns a leaf of fake tensors of the same shapes."""
-
-    def fake(tensor: Tensor | None) -> Any:
-        return None if tensor is None else mode.from_tensor(tensor)
-
-    if isinstance(leaf, Tensor):
-        return fake(leaf)
-    if isinstance(leaf, KeyedTensor):
-        return KeyedTensor(leaf.keys(), leaf.length_per_key(), fake(leaf.values()))
-    values, weights, lengths = fake(leaf.values()), fake(leaf.weights_or_none()), fake(leaf.lengths())
-    if isinstance(leaf, JaggedTensor):
-        return JaggedTensor(values, weights=weights, lengths=lengths)
-    return KeyedJaggedTensor(
-        leaf.keys(),
-        values,
-        weights,
-        lengths,
-        stride=leaf.stride(),
-        length_per_key=leaf.length_per_key(),
-        offset_per_key=leaf.offset_per_key(),
-    )

@@ -1,14 +1,13 @@
 """Estimates the memory and the computation of a model's networks on a rank, by a step on fake tensors.
 
-Fake tensors have shapes and no values, so that a step of any size takes no memory and no GPU.
+Fake tensors have shapes and no values, so that a step of any size takes no memory and no GPU. Only integers are known
+(:mod:`distembed.planning.known_integers`): networks over sequences look at lengths.
 """
 
 import dataclasses
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from distembed.data.dataset.schema import SPARSE_FEATURES, BatchField, Schema
 from distembed.data.reader.batch import Batch
 from distembed.embedding import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig
 from distembed.embedding.modules import EmbeddingModule, embedding_modules, table_configs
@@ -35,6 +33,8 @@ from distembed.errors import InsufficientMemory
 from distembed.host_memory import host_memory_bytes
 from distembed.models import Model, ModelConfig, ModelInputs
 from distembed.optim.kinds import OPTIMIZERS
+from distembed.planning.known_integers import KnownIntegers
+from distembed.planning.typical_batch import typical_batch
 from distembed.tasks import Task
 from distembed.units import format_bytes
 
@@ -213,12 +213,15 @@ def estimate_network(
         averages: Whether gradients are averaged over ranks, in buckets.
 
     Returns:
-        The estimate, whose step is not known of a model that looks at values, which fake tensors do not have.
+        The estimate, whose step is not known of a model that looks at numbers other than integers, which fake tensors
+        do not have.
     """
-    with FakeTensorMode():
+    mode = KnownIntegers()
+    typical = typical_batch(inputs.schema, num_rows)
+    batch = Batch({name: mode.fake(field) for name, field in typical.fields.items()}, num_rows)
+    with mode:
         model = model_config.build(_VectorInputs(inputs.schema, inputs.tables, inputs.embedding_dim))
         replace_collections(model)
-        batch = _empty_batch(inputs.schema, num_rows)
         fake_step = FakeStep(lambda: _step(model, task, batch, bf16), _batch_tensors(batch), num_rows)
         return measure_step(model, fake_step, optimizer, averages)
 
@@ -339,26 +342,6 @@ def _stock_names(module: EmbeddingModule) -> list[list[tuple[str, str]]] | None:
         return None
     names = get_embedding_names_by_table(configs)
     return [list(zip(config.feature_names, own, strict=True)) for config, own in zip(configs, names, strict=True)]
-
-
-def _empty_batch(schema: Schema, num_rows: int) -> Batch:
-    """Returns a batch of the schema's fields, with as many ids, and numbers beside them, as there are on average."""
-    ids_per_row = {feature.name: feature.mean_ids_per_row for feature in schema.categorical}
-
-    def empty(field: BatchField) -> Tensor | KeyedJaggedTensor:
-        if not field.is_jagged:
-            return torch.empty(num_rows) if field.is_vector else torch.empty(num_rows, len(field.columns))
-        counts = [math.ceil(num_rows * ids_per_row.get(name, schema.mean_list_length)) for name in field.columns]
-        return KeyedJaggedTensor(
-            list(field.columns),
-            torch.empty(sum(counts), dtype=torch.int64 if field.name == SPARSE_FEATURES else torch.float32),
-            lengths=torch.empty(num_rows * len(counts), dtype=torch.int32),
-            stride=num_rows,
-            length_per_key=counts,
-            offset_per_key=list(accumulate(counts, initial=0)),
-        )
-
-    return Batch({field.name: empty(field) for field in schema.fields}, num_rows)
 
 
 def _batch_tensors(batch: Batch) -> list[Tensor]:

@@ -19,7 +19,7 @@ from distembed.data.dataset.verification import verify_dataset
 from distembed.data.prepare.notes import dataset_warnings, describe_dataset
 from distembed.data.reader import Batch
 from distembed.errors import UserError
-from distembed.planning.networks import _empty_batch
+from distembed.planning.typical_batch import typical_batch
 from tests.data.small_dataset import open_reader
 
 USER, ITEM = CategoricalFeature("user", 100), CategoricalFeature("item", 50, multi_hot=True, mean_ids_per_row=2.5)
@@ -220,7 +220,7 @@ def test_batches_of_lists_are_written(tmp_path: Path) -> None:
 def test_an_estimates_batch_is_as_a_readers(tmp_path: Path) -> None:
     """A network is estimated on a batch of the same fields, keys and types."""
     (read,) = open_reader(write(tmp_path, SEQUENCES, sequence_rows(9)), shuffle=False)
-    empty = _empty_batch(SEQUENCES, 10)
+    empty = typical_batch(SEQUENCES, 10)
     assert set(empty.fields) == set(read.fields)
     for name in ("sparse_features", "dense_sequences"):
         assert empty[name].keys() == read[name].keys() and empty[name].values().dtype == read[name].values().dtype

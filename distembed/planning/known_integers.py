@@ -1,0 +1,71 @@
+"""Fake tensors whose integers are known: how long sequences are decides how a model goes through them.
+
+A step on fake tensors takes no memory, but stops where a model looks at a value. What networks look at are lengths, ids
+and what follows from them, such as places and groups: integers, which are computed here as they are in training. All
+other tensors have shapes alone. Torch does the same for integers of one element; here they have any number.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_leaves
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+_MOST_NUMBERS = 2**26
+"""Integers of a tensor up to which they are kept: half a gigabyte."""
+_EMPTY = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default)
+
+
+class KnownIntegers(FakeTensorMode):
+    """A mode in which tensors are fake, and those of integers and truth values have values for as long as they can."""
+
+    def fake(self, leaf: Any) -> Any:
+        """Returns a fake tensor of the same shape, or a jagged or keyed one of such; values of integers are kept."""
+        if isinstance(leaf, Tensor):
+            return self._fake_tensor(leaf)
+        if isinstance(leaf, KeyedTensor):
+            return KeyedTensor(leaf.keys(), leaf.length_per_key(), self._fake_tensor(leaf.values()))
+        weights = leaf.weights_or_none()
+        parts = {
+            "values": self._fake_tensor(leaf.values()),
+            "weights": None if weights is None else self._fake_tensor(weights),
+            "lengths": self._fake_tensor(leaf.lengths()),
+        }
+        if isinstance(leaf, JaggedTensor):
+            return JaggedTensor(**parts)
+        return KeyedJaggedTensor(
+            leaf.keys(),
+            **parts,
+            stride=leaf.stride(),
+            length_per_key=leaf.length_per_key(),
+            offset_per_key=leaf.offset_per_key(),
+        )
+
+    def _fake_tensor(self, tensor: Tensor) -> Tensor:
+        if self.may_turn_const(tensor):
+            return self.fake_tensor_converter.from_real_tensor(self, tensor, make_constant=True)
+        return self.from_tensor(tensor)
+
+    def may_turn_const(self, t: Tensor) -> bool:
+        """Returns whether a tensor's values are kept; torch asks."""
+        is_integer = not (t.is_floating_point() or t.is_complex())
+        is_kept = is_integer and t.layout == torch.strided and t.device.type == "cpu" and t.numel() <= _MOST_NUMBERS
+        return (is_kept and not isinstance(t, FakeTensor)) or super().may_turn_const(t)
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operator; integers that it makes of none, such as a range, are known as well."""
+        made = super().dispatch(func, types, args, kwargs)
+        if not isinstance(made, FakeTensor) or made.constant is not None or made.is_floating_point():
+            return made
+        if made.device.type != "cpu" or made.numel() > _MOST_NUMBERS or torch.Tag.nondeterministic_seeded in func.tags:
+            return made
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
+            return made
+        with no_dispatch():
+            known = func(*args, **(kwargs or {}))
+            if func in _EMPTY:
+                known.zero_()  # what lies there by chance may be no place in anything
+        return self._fake_tensor(known)

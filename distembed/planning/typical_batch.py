@@ -1,0 +1,69 @@
+"""A batch as a step on average has it: as many ids of each feature, in rows that are as even as they can be."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from distembed.data.dataset.schema import SPARSE_FEATURES, BatchField, Schema
+from distembed.data.reader.batch import Batch
+
+_LARGEST_MULTIPLE = 10_000
+"""Ids of a feature to each id of another up to which they are taken for a multiple of it."""
+
+
+def typical_batch(schema: Schema, num_rows: int) -> Batch:
+    """Returns a batch of the schema's fields, with as many ids, and numbers beside them, as there are on average.
+
+    Args:
+        schema: The columns of the batch.
+        num_rows: The number of its rows.
+    """
+    means = {feature.name: feature.mean_ids_per_row for feature in schema.categorical if feature.multi_hot}
+    means |= dict.fromkeys(schema.dense_sequences, schema.mean_list_length)
+    lengths = dict.fromkeys(schema.categorical_names, torch.ones(num_rows, dtype=torch.int32))
+    lengths |= typical_lengths(means, num_rows)
+    sizes = {feature.name: feature.num_embeddings for feature in schema.categorical}
+
+    def jagged(field: BatchField) -> KeyedJaggedTensor:
+        own = [lengths[name] for name in field.columns]
+        counts = [int(each.sum()) for each in own]
+        if field.name == SPARSE_FEATURES:
+            values = [torch.arange(count) % sizes[name] for name, count in zip(field.columns, counts, strict=True)]
+        else:
+            values = [torch.zeros(count) for count in counts]
+        return KeyedJaggedTensor(list(field.columns), _joined(values), lengths=_joined(own), stride=num_rows)
+
+    def plain(field: BatchField) -> Tensor:
+        return torch.zeros(num_rows) if field.is_vector else torch.zeros(num_rows, len(field.columns))
+
+    fields = {field.name: jagged(field) if field.is_jagged else plain(field) for field in schema.fields}
+    return Batch(fields, num_rows)
+
+
+def typical_lengths(means: Mapping[str, float], num_rows: int) -> dict[str, Int[Tensor, " rows"]]:
+    """Returns how many ids each row has of each list feature, of which a row has ``means`` on average.
+
+    Rows differ by one at most where the mean is no whole number. Features with the same mean have the same lengths,
+    and one with a multiple of another's has this multiple in each row, such as the negative items of sequences.
+    """
+    lengths: dict[float, Tensor] = {}
+    for mean in sorted(set(means.values())):
+        base = _divisor(mean, lengths)
+        ends = torch.ceil(torch.arange(num_rows + 1, dtype=torch.float64) * mean - 1e-9).clamp_(min=0)
+        lengths[mean] = ends.diff().int() if base is None else lengths[base] * round(mean / base)
+    return {name: lengths[mean] for name, mean in means.items()}
+
+
+def _divisor(mean: float, smaller: Iterable[float]) -> float | None:
+    """Returns the largest of some means of which another one is a multiple; None where it is of none."""
+    ratios = {base: mean / base for base in smaller if base * _LARGEST_MULTIPLE >= mean > 0}
+    found = (base for base, ratio in ratios.items() if math.isclose(ratio, round(ratio), rel_tol=1e-9))
+    return max(found, default=None)
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(tensors)) if tensors else torch.zeros(0, dtype=torch.int64)

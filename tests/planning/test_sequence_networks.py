@@ -1,0 +1,113 @@
+"""The step of a network that looks at lengths and ids is followed on fake tensors as on real ones."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from distembed.data.dataset.schema import CategoricalFeature, Schema
+from distembed.planning.known_integers import KnownIntegers
+from distembed.planning.networks import FakeStep, measure_step
+from distembed.planning.typical_batch import typical_batch, typical_lengths
+
+DIM = 8
+SCHEMA = Schema(
+    None,
+    (),
+    (
+        CategoricalFeature("user", 50),
+        CategoricalFeature("item", 40, True, 6.25),
+        CategoricalFeature("item_target", 40, True, 6.25, table="item"),
+        CategoricalFeature("item_negative", 40, True, 12.5, table="item"),
+    ),
+    dense_sequences=("price",),
+)
+
+
+class Attention(nn.Module):
+    """Attends within rows of one length at a time, and then to each item once: by values of lengths and of ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = nn.Linear(DIM, 3 * DIM)
+
+    def forward(self, items: JaggedTensor) -> Tensor:
+        lengths, offsets = items.lengths(), items.offsets()
+        outputs = []
+        for length in sorted(set(lengths.tolist())):
+            rows = torch.nonzero(lengths == length).flatten()
+            places = (offsets[rows].unsqueeze(1) + torch.arange(length)).flatten().long()
+            query, key, value = self.projection(items.values()[places]).view(len(rows), length, 3, DIM).unbind(2)
+            outputs.append(nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).flatten())
+        return torch.cat(outputs)
+
+
+def step(model: Attention, ids: KeyedJaggedTensor, vectors: Tensor) -> int:
+    _, places = torch.unique(ids["item"].values(), return_inverse=True)
+    items = JaggedTensor(vectors[places], lengths=ids["item"].lengths())
+    outputs = model(items)
+    outputs.square().sum().backward()
+    return outputs.numel()
+
+
+def test_a_step_on_fake_tensors_is_that_on_real_ones() -> None:
+    batch = typical_batch(SCHEMA, 64)
+    ids = batch["sparse_features"]
+    model = Attention()
+    with FlopCounterMode(display=False) as counter:
+        num_outputs = step(model, ids, torch.randn(40, DIM, requires_grad=True))
+    mode = KnownIntegers()
+    fake_ids = mode.fake(ids)
+    with mode:
+        fake_model, vectors = Attention(), torch.randn(40, DIM, requires_grad=True)
+        fake_step = FakeStep(lambda: step(fake_model, fake_ids, vectors), [vectors, fake_ids.values()], 64)
+        estimate = measure_step(fake_model, fake_step, "adam", averages=True)
+    assert estimate.is_step_known
+    assert estimate.flops == counter.get_total_flops() > 0
+    assert estimate.output_bytes_per_row == num_outputs / 64
+    least = 400 * DIM * 4 * 5  # vectors of the ids, their three projections and the output, at once
+    assert least <= estimate.peak <= 4 * least
+
+
+def test_only_integers_are_known() -> None:
+    mode = KnownIntegers()
+    lengths = mode.fake(torch.tensor([3, 0, 2]))
+    numbers = mode.fake(torch.tensor([3.0, 0.0, 2.0]))
+    with mode:
+        places = torch.arange(3) + torch.repeat_interleave(lengths > 0, 1)
+        assert (lengths.cumsum(0) + places).tolist() == [4, 4, 8]
+        assert torch.zeros(2, dtype=torch.int64).tolist() == torch.empty(2, dtype=torch.int64).tolist() == [0, 0]
+        written = torch.zeros(3, dtype=torch.int64)
+        written[lengths > 0] = 7
+        assert written.tolist() == [7, 0, 7]
+        for unknown in (numbers, numbers > 1, torch.randint(5, (3,))):
+            with pytest.raises(RuntimeError):
+                unknown[0].item()
+        written[0] = numbers.argmax()  # what was known is not any more
+        with pytest.raises(RuntimeError):
+            written.tolist()
+
+
+@given(st.floats(0, 40), st.integers(1, 5), st.integers(0, 70))
+def test_typical_rows_are_even_and_as_long_as_on_average(mean: float, factor: int, num_rows: int) -> None:
+    lengths = typical_lengths({"item": mean, "target": mean, "negative": mean * factor}, num_rows)
+    item = lengths["item"]
+    assert len(item) == num_rows and (item >= 0).all()
+    assert abs(int(item.sum()) - num_rows * mean) <= 1 + 1e-6 * mean * num_rows
+    assert not num_rows or int(item.max() - item.min()) <= 1
+    assert torch.equal(lengths["target"], item) and torch.equal(lengths["negative"], item * factor)
+
+
+def test_a_typical_batch_has_ids_of_every_table_and_numbers_beside_the_lists() -> None:
+    batch = typical_batch(SCHEMA, 8)
+    ids, prices = batch["sparse_features"], batch["dense_sequences"]
+    assert ids.keys() == ["user", "item", "item_target", "item_negative"] and ids.stride() == prices.stride() == 8
+    assert ids.length_per_key() == [8, 50, 50, 100]
+    assert all(0 <= int(ids[name].values().min()) <= int(ids[name].values().max()) < 50 for name in ids.keys())
+    assert len(prices.values()) == math.ceil(SCHEMA.mean_list_length * 8)
+    assert typical_batch(SCHEMA, 0)["sparse_features"].length_per_key() == [0, 0, 0, 0]
