@@ -12,6 +12,8 @@ from distembed.units import parse_bytes
 COMMANDS = [
     "prepare criteo",
     "prepare graph",
+    "prepare ratings",
+    "prepare sequences",
     "synthesize",
     "describe",
     "plan",

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from distembed.commands import prepare_interactions
 from distembed.commands.parameters import flattened
 from distembed.commands.shared import console, note, say
 from distembed.units import parse_bytes
@@ -15,6 +16,7 @@ prepare_app = typer.Typer(
     no_args_is_help=True, help="Turn raw files into a dataset. Example: `distembed prepare criteo`."
 )
 app.add_typer(prepare_app, name="prepare")
+prepare_app.add_typer(prepare_interactions.app)  # without a name: its commands become the group's own
 
 
 @dataclass(frozen=True)
@@ -84,14 +86,8 @@ def prepare_criteo_command(
     overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT if it is there.")] = False,
 ) -> None:
     """Turn raw Criteo rows (label, 13 integers, 26 hex ids, tab-separated) into a Parquet dataset with a manifest."""
-    from distembed.commands.prepare_progress import prepare_progress
-    from distembed.data.prepare import (
-        CriteoOptions,
-        ResourceLimits,
-        dataset_warnings,
-        describe_dataset,
-        prepare_criteo,
-    )
+    from distembed.commands.prepare_progress import prepare_progress, say_dataset
+    from distembed.data.prepare import CriteoOptions, ResourceLimits, prepare_criteo
     from distembed.data.prepare.limits import LEAST_MEMORY_BYTES
 
     memory_limit_bytes = parse_bytes("--memory-limit", memory_limit, LEAST_MEMORY_BYTES)
@@ -105,11 +101,7 @@ def prepare_criteo_command(
     limits = ResourceLimits(memory_limit_bytes=memory_limit_bytes, threads=threads)
     with prepare_progress(console) as progress:
         manifest = prepare_criteo(inputs, output, options, limits, overwrite=overwrite, progress=progress, note=note)
-    for warning in dataset_warnings(manifest):
-        note(warning)
-    for line in describe_dataset(manifest, output):
-        say(line)
-    say(f"dataset {output}")
+    say_dataset(manifest, output)
 
 
 @prepare_app.command(

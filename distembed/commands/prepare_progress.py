@@ -1,13 +1,16 @@
-"""The progress of ``distembed prepare``: a live bar for each stage in a terminal, plain lines elsewhere."""
+"""What ``distembed prepare`` says: a live bar for each stage in a terminal, plain lines elsewhere; then the result."""
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from distembed.data.prepare import ProgressUpdate
+from distembed.commands.shared import note, say
+from distembed.data.dataset.manifest import Manifest
+from distembed.data.prepare import ProgressUpdate, dataset_warnings, describe_dataset
 
 _SECONDS_BETWEEN_LINES = 5.0
 
@@ -27,6 +30,15 @@ def prepare_progress(console: Console) -> Iterator[Callable[[ProgressUpdate], No
     )
     with Progress(*columns, console=console) as bar:
         yield _Bar(bar)
+
+
+def say_dataset(manifest: Manifest, output: Path) -> None:
+    """Prints what a prepared dataset holds, and notes what is hardly wanted."""
+    for warning in dataset_warnings(manifest):
+        note(warning)
+    for line in describe_dataset(manifest, output):
+        say(line)
+    say(f"dataset {output}")
 
 
 class _Bar:

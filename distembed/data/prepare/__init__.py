@@ -8,8 +8,12 @@
 - The third: ``write_parquet.py`` writes the files.
 - ``first_line.py`` tells a header from a row, ``space.py`` whether the disk has room, and ``notes.py`` what a user
   should know of the result.
-- For every kind of preparation: ``inputs.py`` checks the inputs, ``limits.py`` and ``progress.py`` say what it may use
-  and how far it is, and ``staging.py`` makes its output appear at once.
+- ``interactions/`` prepares ratings and sequences.
+- ``column_batches.py`` reads named columns of Parquet, CSV and TSV files, and ``column_numbers.py`` turns them into
+  numbers.
+- For every kind of preparation: ``inputs.py`` checks the inputs, ``rejected_rows.py`` takes the malformed rows,
+  ``limits.py`` and ``progress.py`` say what it may use and how far it is, and ``staging.py`` makes its output appear at
+  once.
 - ``synthesize.py`` makes a Criteo-format file with a planted signal, of the rows of ``synthetic_rows.py``.
 """
 

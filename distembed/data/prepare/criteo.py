@@ -26,7 +26,7 @@ from typing import Any
 import pyarrow as pa
 
 from distembed import __version__
-from distembed.data.dataset.manifest import Manifest, Split, Vocabulary
+from distembed.data.dataset.manifest import Manifest, Vocabulary
 from distembed.data.dataset.schema import CRITEO_CATEGORICAL, criteo_schema
 from distembed.data.prepare.ingest import Ingested, Ingestion
 from distembed.data.prepare.inputs import require_outside
@@ -45,7 +45,7 @@ from distembed.data.prepare.vocabulary import (
     build_vocabulary,
     write_lookup_tables,
 )
-from distembed.data.prepare.write_parquet import FilePlan, FileWriter, WrittenFile, plan_files
+from distembed.data.prepare.write_parquet import FilePlan, FileWriter, WrittenFile, plan_files, written_split
 from distembed.errors import UserError
 from distembed.files import full_disk_explained
 
@@ -156,7 +156,7 @@ def prepare_criteo(
         written = passes.write(writer, bounds)
         manifest = Manifest(
             schema=schema,
-            splits={name: _split(files) for name, files in written.items()},
+            splits={name: written_split(files) for name, files in written.items()},
             preparation={"source": "criteo", **options.to_json()},
             vocabularies={f.name: f.vocabulary for f in features if f.vocabulary is not None},
             sources=tuple(ingested.sources),
@@ -295,12 +295,6 @@ def _largest_first(ingested: Ingested) -> list[int]:
 
 def _vocabulary(file: str, counts: FeatureCounts) -> Vocabulary:
     return Vocabulary(file, counts.num_ids, counts.num_dropped, counts.rows_dropped, counts.rows_missing)
-
-
-def _split(files: Sequence[WrittenFile]) -> Split:
-    num_rows = sum(one.file.num_rows for one in files)
-    positives = sum(one.positives for one in files)
-    return Split(num_rows, positives / num_rows if num_rows else None, tuple(one.file for one in files))
 
 
 @contextmanager

@@ -6,32 +6,22 @@ interpreter's lock. Parsed blocks are handled in the order of the input, so noth
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
 
 from distembed.data.dataset.manifest import Rejected, SourceFile
 from distembed.data.prepare.inputs import input_names, total_bytes
 from distembed.data.prepare.limits import ResourceLimits
 from distembed.data.prepare.parse_rows import REASONS, RejectedRow, parse_block
 from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ProgressUpdate
+from distembed.data.prepare.rejected_rows import RejectedRows
 from distembed.data.prepare.source_files import SourceReader
 from distembed.data.prepare.spool import SpooledBlock, write_block
-from distembed.errors import UserError
 
-REJECTED_NAME = "rejected.tsv"
-
-_EXAMPLES = 5
-_EXAMPLE_CHARACTERS = 120
-
-# A file's name in rejected.tsv takes one field of one line.
-_ESCAPED = {ord("\t"): "\\t", ord("\n"): "\\n", ord("\r"): "\\r"}
-
-# More than half of this many rows malformed is another kind of file: no need to read a terabyte of it.
-_HOPELESS_ROWS = 1000
+_ROW = "A row is a label (0 or 1), 13 integers and 26 hexadecimal ids, separated by tabs."
 
 
 @dataclass
@@ -42,13 +32,11 @@ class Ingested:
         blocks: Spooled blocks with at least one row, in the order of the input.
         sources: Input files, with checksums.
         rejected: Counts of malformed rows.
-        examples: The first malformed rows, each as file:line, reason and text.
     """
 
     blocks: list[SpooledBlock] = field(default_factory=list)
     sources: list[SourceFile] = field(default_factory=list)
     rejected: Rejected = field(default_factory=Rejected)
-    examples: list[str] = field(default_factory=list)
 
     @property
     def num_rows(self) -> int:
@@ -99,16 +87,13 @@ class Ingestion:
     ) -> None:
         self._sources, self._names = sources, input_names(sources)
         self._spool = spool
-        self._rejected_path = folder / REJECTED_NAME
-        self._rejected_file: BinaryIO | None = None
+        self._rejected = RejectedRows(folder, sources, self._names, REASONS, max_rejected=max_rejected, wanted=_ROW)
         self._threads = limits.num_threads
-        self._max_rejected, self._report, self._note = max_rejected, report, note
+        self._report, self._note = report, note
         self._total_bytes = total_bytes(sources)
         block_bytes = limits.block_bytes
         self._source_readers = [SourceReader(source, block_bytes) for source in sources]
         self._lines = [0] * len(sources)
-        self._rejected = [0] * len(sources)
-        self._reasons: Counter[str] = Counter()
         self._result = Ingested()
 
     def run(self) -> Ingested:
@@ -123,15 +108,10 @@ class Ingestion:
                 bytes_done = sum(reader.bytes_read for reader in self._source_readers)
                 self._report(ProgressUpdate("read", bytes_done, self._total_bytes, self._result.num_rows))
         finally:
-            if self._rejected_file is not None:
-                self._rejected_file.close()
+            self._rejected.close()
         self._result.sources = [self._source(index) for index in range(len(self._sources))]
-        self._result.rejected = Rejected(
-            sum(self._rejected),
-            {reason: self._reasons[reason] for reason in REASONS if self._reasons[reason]},
-            REJECTED_NAME if sum(self._rejected) else None,
-        )
-        self._check()
+        self._result.rejected = self._rejected.counts()
+        self._rejected.require_few(sum(self._lines))
         for note in self._found_besides_rows():
             self._note(note)
         return self._result
@@ -164,34 +144,21 @@ class Ingestion:
         return _Parsed(source, path, block.num_lines, block.num_rows, num_keys, block.rejected)
 
     def _take(self, parsed: _Parsed) -> None:
+        header_lines = 0 if self._source_readers[parsed.source].header is None else 1
         for row in parsed.rejected:
-            self._reject(parsed.source, row)
+            line = header_lines + self._lines[parsed.source] + row.line + 1
+            self._rejected.add(parsed.source, line, row.reason, row.text)
         self._lines[parsed.source] += parsed.num_lines
-        self._rejected[parsed.source] += len(parsed.rejected)
         if parsed.num_rows:
             blocks = self._result.blocks
             first_row = self._result.num_rows
             blocks.append(SpooledBlock(parsed.path, len(blocks), first_row, parsed.num_rows, parsed.num_keys))
-        if sum(self._lines) >= _HOPELESS_ROWS and sum(self._rejected) > max(0.5, self._max_rejected) * sum(self._lines):
-            raise UserError(f"{self._complaint()} so far, so nothing more is read")
-
-    def _reject(self, source: int, row: RejectedRow) -> None:
-        if self._rejected_file is None:
-            self._rejected_file = open(self._rejected_path, "wb")
-            self._rejected_file.write(b"file\tline\treason\trow\n")
-        header_lines = 0 if self._source_readers[source].header is None else 1
-        line = header_lines + self._lines[source] + row.line + 1
-        name = self._names[source].translate(_ESCAPED).encode(errors="backslashreplace")
-        self._rejected_file.write(name + f"\t{line}\t{row.reason}\t".encode() + row.text + b"\n")
-        self._reasons[row.reason] += 1
-        if len(self._result.examples) < _EXAMPLES:
-            text = row.text.decode(errors="backslashreplace")[:_EXAMPLE_CHARACTERS]
-            self._result.examples.append(f"{self._sources[source]}:{line}: {row.reason}: {text!r}")
+        self._rejected.require_hope(sum(self._lines))
 
     def _source(self, index: int) -> SourceFile:
         reader = self._source_readers[index]
         return SourceFile(
-            self._names[index], reader.bytes_read, reader.sha256, self._lines[index], self._rejected[index]
+            self._names[index], reader.bytes_read, reader.sha256, self._lines[index], self._rejected.by_source[index]
         )
 
     def _found_besides_rows(self) -> Iterator[str]:
@@ -206,21 +173,3 @@ class Ingestion:
                     f"{source}: its last line has no line's end and may have been cut short "
                     "(kept as it is where it is well-formed)"
                 )
-
-    def _check(self) -> None:
-        if not sum(self._lines):
-            raise UserError(f"the input has no rows: {', '.join(map(str, self._sources[:_EXAMPLES]))}")
-        if sum(self._rejected) > self._max_rejected * sum(self._lines):
-            raise UserError(self._complaint())
-        if not self._result.num_rows:
-            raise UserError(f"no row of the input is well-formed: {self._complaint()}")
-
-    def _complaint(self) -> str:
-        rows, rejected = sum(self._lines), sum(self._rejected)
-        reasons = ", ".join(f"{reason} {self._reasons[reason]}" for reason in REASONS if self._reasons[reason])
-        return (
-            f"{rejected} of {rows} rows are malformed ({reasons}), which is more than max_rejected="
-            f"{self._max_rejected:g}; nothing was written. A row is a label (0 or 1), 13 integers and 26 hexadecimal "
-            "ids, separated by tabs. Mend the rows or allow more (--max-rejected). The first ones:\n  "
-            + "\n  ".join(self._result.examples)
-        )

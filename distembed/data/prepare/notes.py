@@ -6,10 +6,10 @@ Nothing here is an error: such data can be prepared and read. But a model of the
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from distembed.data.dataset.manifest import Manifest
+from distembed.data.dataset.manifest import Manifest, Split
 from distembed.data.dataset.schema import CRITEO_CATEGORICAL, CRITEO_DENSE
 from distembed.data.prepare.spool import SpooledBlock
 from distembed.units import enumerate_names
@@ -18,9 +18,10 @@ from distembed.units import enumerate_names
 def describe_dataset(manifest: Manifest, dataset_dir: str | os.PathLike[str]) -> Iterator[str]:
     """Yields lines of text that say what a prepared dataset holds, and which rows were left out and why."""
     for name, split in manifest.splits.items():
-        rate = "none" if split.label_rate is None else f"{split.label_rate:.4f}"
-        kind = "label rate" if manifest.schema.label_kind == "binary" else "mean label"
-        yield f"{name}: {split.num_rows:,} rows" + ("" if manifest.schema.label is None else f", {kind} {rate}")
+        yield f"{name}: {split.num_rows:,} rows{_label_text(manifest, split)}"
+    left_out = manifest.preparation.get("left_out", {})
+    if left_out:
+        yield f"left out: {', '.join(f'{count:,} {_LEFT_OUT[reason]}' for reason, count in left_out.items())}"
     total = sum(source.num_rows for source in manifest.sources)
     rejected = manifest.rejected
     if not rejected.num_rows or rejected.file is None:
@@ -33,22 +34,29 @@ def describe_dataset(manifest: Manifest, dataset_dir: str | os.PathLike[str]) ->
     )
 
 
+_LEFT_OUT = {
+    "below_rating": "with a lower rating",
+    "duplicates": "of a user with the same item",
+    "outside_core": "of users and items with too few",
+}
+"""What is said of interactions that a dataset leaves out, by the reason."""
+
+
+def _label_text(manifest: Manifest, split: Split) -> str:
+    if manifest.schema.label is None:
+        return ""
+    mean = "none" if split.label_rate is None else f"{split.label_rate:.4f}"
+    return f", {'label rate' if manifest.schema.label_kind == 'binary' else 'mean label'} {mean}"
+
+
 def dataset_warnings(manifest: Manifest) -> Iterator[str]:
     """Yields what a user hardly wants: one label only, splits without rows, vocabularies that hold nothing."""
-    has_classes = manifest.schema.label is not None and manifest.schema.label_kind == "binary"
-    rates = {name: split.label_rate for name, split in manifest.splits.items() if has_classes}
-    known = {rate for rate in rates.values() if rate is not None}
-    if known in ({0.0}, {1.0}):
-        yield f"every label is {int(known.pop())}: a model learns nothing but this"
-    else:
-        for name, rate in rates.items():
-            if rate in (0.0, 1.0):
-                yield f"every label of {name} is {int(rate)}: its AUC is not defined"
+    if manifest.schema.label_kind == "binary":
+        yield from _warnings_on_labels({name: split.label_rate for name, split in manifest.splits.items()})
     if empty := [name for name, split in manifest.splits.items() if not split.num_rows]:
         yield f"no rows are in {enumerate_names(empty)}: give more rows, or another --split"
-    train_rows = manifest.splits["train"].num_rows
     nothing = {name: entry for name, entry in manifest.vocabularies.items() if not entry.num_ids}
-    if missing := [name for name, entry in nothing.items() if entry.rows_missing == train_rows]:
+    if missing := [name for name, entry in nothing.items() if not entry.num_dropped]:
         yield f"vocabularies without ids, since no training row has a value: {enumerate_names(missing)}"
     if rare := [name for name in nothing if name not in missing]:
         least = manifest.preparation["min_count"]
@@ -56,6 +64,16 @@ def dataset_warnings(manifest: Manifest) -> Iterator[str]:
             f"vocabularies without ids, since every value was seen fewer than {least} times in training: "
             f"{enumerate_names(rare)}; lower --min-count, or give more rows"
         )
+
+
+def _warnings_on_labels(rates: Mapping[str, float | None]) -> Iterator[str]:
+    known = {rate for rate in rates.values() if rate is not None}
+    if known in ({0.0}, {1.0}):
+        yield f"every label is {int(known.pop())}: a model learns nothing but this"
+        return
+    for name, rate in rates.items():
+        if rate in (0.0, 1.0):
+            yield f"every label of {name} is {int(rate)}: its AUC is not defined"
 
 
 def notes_on_rows(blocks: Sequence[SpooledBlock], hashed: bool) -> Iterator[str]:

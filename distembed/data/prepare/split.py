@@ -19,6 +19,28 @@ _SHARE = re.compile(r"[0-9]{0,20}\.?[0-9]{1,20}|[0-9]{1,20}/[0-9]{1,20}", re.ASC
 _DAYS_IN_ONE_FILE = 7
 
 
+def parse_shares(text: str, wanted: str) -> tuple[Fraction, ...]:
+    """Reads positive shares that add up to 1, separated by commas.
+
+    Args:
+        text: Shares such as ``0.8,0.1,0.1`` or ``1/2,1/2``.
+        wanted: Text of the error, which says what is allowed.
+
+    Raises:
+        UserError: The text is none.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(_SHARE.fullmatch(part) for part in parts):
+        raise UserError(wanted)
+    try:
+        shares = tuple(Fraction(part) for part in parts)
+    except ZeroDivisionError:
+        raise UserError(wanted) from None
+    if min(shares) <= 0 or sum(shares) != 1:
+        raise UserError(wanted)
+    return shares
+
+
 @dataclass(frozen=True)
 class SplitRule:
     """How rows are cut into splits: by days, or by shares.
@@ -42,14 +64,8 @@ class SplitRule:
             f"split (--split) is {text[:100]!r}: it must be 'days', or three positive shares that add up to 1, such as "
             "'0.8,0.1,0.1' or '1/2,1/4,1/4'"
         )
-        parts = [part.strip() for part in text.split(",")]
-        if len(parts) != 3 or not all(_SHARE.fullmatch(part) for part in parts):
-            raise UserError(wanted)
-        try:
-            shares = tuple(Fraction(part) for part in parts)
-        except ZeroDivisionError:
-            raise UserError(wanted) from None
-        if min(shares) <= 0 or sum(shares) != 1:
+        shares = parse_shares(text, wanted)
+        if len(shares) != 3:
             raise UserError(wanted)
         return cls((shares[0], shares[1], shares[2]))
 

@@ -19,6 +19,7 @@ from typing import IO
 from distembed.data.dataset.manifest import MANIFEST_NAME
 from distembed.data.prepare.inputs import real_path, require_text_name
 from distembed.errors import UserError
+from distembed.files import free_space
 
 _LOCK_NAME = ".lock"
 
@@ -152,3 +153,13 @@ def _swap(folder: Path, output: Path, overwrite: bool) -> None:
     except OSError as error:
         raise UserError(f"{output} cannot be put in place, another process may have made it: {error}") from error
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def disk_is_full_text(error: Exception, output: Path, folder: Path) -> str:
+    """Returns the text of an error that says how much of ``output`` was written in its staged folder."""
+    written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return (
+        f"{output} could not be written ({getattr(error, 'strerror', None) or error}): {free_space(folder)} were free "
+        f"after the first {written >> 20:,} MiB of it. Nothing was left behind; free more space, or name an output "
+        "elsewhere"
+    )

@@ -153,7 +153,7 @@ def build_vocabulary(
 
 
 _VOCABULARY_SCHEMA = pa.schema([("id", pa.int64()), ("key", pa.uint32()), ("count", pa.int64())])
-_VOCABULARY_GROUP_ROWS = 131_072
+VOCABULARY_GROUP_ROWS = 131_072
 
 
 def _write_vocabulary(path: Path, parts: Iterator[Counts]) -> None:
@@ -175,9 +175,9 @@ def _regrouped(parts: Iterator[Counts]) -> Iterator[Counts]:
     keys, counts = np.zeros(0, np.uint32), np.zeros(0, np.int64)
     for part in parts:
         keys, counts = np.concatenate([keys, part.keys]), np.concatenate([counts, part.counts])
-        for rows in chunks(len(keys) // _VOCABULARY_GROUP_ROWS * _VOCABULARY_GROUP_ROWS, _VOCABULARY_GROUP_ROWS):
+        for rows in chunks(len(keys) // VOCABULARY_GROUP_ROWS * VOCABULARY_GROUP_ROWS, VOCABULARY_GROUP_ROWS):
             yield Counts(keys[rows], counts[rows])
-        rest = slice(len(keys) // _VOCABULARY_GROUP_ROWS * _VOCABULARY_GROUP_ROWS, None)
+        rest = slice(len(keys) // VOCABULARY_GROUP_ROWS * VOCABULARY_GROUP_ROWS, None)
         keys, counts = keys[rest], counts[rest]
     yield Counts(keys, counts)
 

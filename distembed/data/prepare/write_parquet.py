@@ -9,17 +9,18 @@ than zstd alone, on ids as on float32 (measured).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from distembed.data.dataset.manifest import DataFile
+from distembed.data.dataset.manifest import DataFile, Split
 from distembed.data.dataset.pieces import Pieces, file_pieces
 from distembed.data.dataset.schema import Schema
 from distembed.data.prepare.spool import SpooledBlock, blocks_within
@@ -48,10 +49,11 @@ class FilePlan:
     stop: int
 
 
-def plan_files(split: str, start: int, stop: int) -> list[FilePlan]:
-    """Returns the files of a split, none where it has no rows."""
-    groups = -(-(stop - start) // ROW_GROUP_ROWS)
-    rows = ROW_GROUP_ROWS * min(max(-(-groups // _FILES_WANTED), _FEWEST_GROUPS), _MOST_GROUPS)
+def plan_files(split: str, start: int, stop: int, group_rows: int | None = None) -> list[FilePlan]:
+    """Returns the files of a split, none where it has no rows; each but the last has whole row groups."""
+    group_rows = group_rows or ROW_GROUP_ROWS
+    groups = -(-(stop - start) // group_rows)
+    rows = group_rows * min(max(-(-groups // _FILES_WANTED), _FEWEST_GROUPS), _MOST_GROUPS)
     starts = range(start, stop, rows)
     return [
         FilePlan(split, f"{split}/part-{index:05d}.parquet", first, min(first + rows, stop))
@@ -65,13 +67,56 @@ class WrittenFile:
 
     Attributes:
         file: What the manifest says of it.
-        positives: Number of its labels that are 1.
+        label_sum: Sum of its labels; None where rows have none.
         pieces: Its pieces with their checksums.
     """
 
     file: DataFile
-    positives: int
+    label_sum: float | None
     pieces: Pieces
+
+
+def written_split(files: Sequence[WrittenFile]) -> Split:
+    """Returns what the manifest says of a split, given its files in the order of their rows."""
+    num_rows = sum(one.file.num_rows for one in files)
+    sums = [one.label_sum for one in files if one.label_sum is not None]
+    return Split(num_rows, sum(sums) / num_rows if sums and num_rows else None, tuple(one.file for one in files))
+
+
+def write_file(
+    folder: Path, plan: FilePlan, schema: pa.Schema, label: str | None, groups: Iterable[pa.Table]
+) -> WrittenFile:
+    """Writes one file.
+
+    Args:
+        folder: Dataset folder.
+        plan: Path and rows of the file.
+        schema: Columns of the file.
+        label: Name of the label's column, if there is one.
+        groups: The file's rows, a table for each row group.
+    """
+    path = folder / plan.path
+    label_sum = 0.0
+    with pq.ParquetWriter(
+        path,
+        schema,
+        compression="zstd",
+        use_dictionary=False,
+        use_byte_stream_split=[_leaf(field) for field in schema if field.name != label],
+        write_statistics=False,
+        write_page_checksum=True,
+    ) as writer:
+        for table in groups:
+            if label is not None:
+                label_sum += float(pc.sum(pc.cast(table[label], pa.float64())).as_py())
+            writer.write_table(table, len(table))
+    file = DataFile(plan.path, plan.stop - plan.start, path.stat().st_size)
+    return WrittenFile(file, None if label is None else label_sum, file_pieces(path))
+
+
+def _leaf(field: pa.Field) -> str:
+    """Returns the name that Parquet has for a column's values."""
+    return f"{field.name}.list.element" if pa.types.is_list(field.type) else str(field.name)
 
 
 @dataclass(frozen=True)
@@ -92,23 +137,9 @@ class FileWriter:
 
     def write(self, plan: FilePlan) -> WrittenFile:
         """Writes one file."""
-        path = self.folder / plan.path
-        positives = 0
         arrow = self._arrow_schema()
-        with pq.ParquetWriter(
-            path,
-            arrow,
-            compression="zstd",
-            use_dictionary=False,
-            use_byte_stream_split=[name for name in arrow.names if name != self.schema.label],
-            write_statistics=False,
-            write_page_checksum=True,
-        ) as writer:
-            for columns in self._row_groups(plan):
-                positives += int(columns[0].sum())
-                writer.write_table(pa.table([pa.array(c) for c in columns], schema=arrow), len(columns[0]))
-        file = DataFile(plan.path, plan.stop - plan.start, path.stat().st_size)
-        return WrittenFile(file, positives, file_pieces(path))
+        tables = (pa.table([pa.array(c) for c in columns], schema=arrow) for columns in self._row_groups(plan))
+        return write_file(self.folder, plan, arrow, self.schema.label, tables)
 
     def _arrow_schema(self) -> pa.Schema:
         dense = [(name, pa.float32()) for name in self.schema.dense]

@@ -1,8 +1,7 @@
 """From files of edges, or of shared attributes, to a graph over a table's ids.
 
 - ``preparation.py`` puts the steps together; ``options.py`` says what the graph depends on besides the input.
-- ``column_batches.py`` reads named columns of files, ``column_numbers.py`` turns these into numbers, and
-  ``value_ids.py`` numbers into ids.
+- ``value_ids.py`` turns the values that :mod:`distembed.data.prepare` reads from columns of files into ids.
 - ``edge_reader.py`` makes edges of rows, ``shared_attributes.py`` of ids that share a value, and ``sorted_runs.py``
   sorts them in bounded memory.
 """

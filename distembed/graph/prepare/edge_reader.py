@@ -11,11 +11,19 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from distembed.data.prepare.progress import ProgressCallback, ProgressUpdate
+from distembed.data.prepare.column_batches import (
+    INTEGER,
+    NUMBER,
+    TEXT,
+    ColumnBatch,
+    WantedColumns,
+    read_columns,
+    reported,
+)
+from distembed.data.prepare.column_numbers import positive_numbers
+from distembed.data.prepare.progress import ProgressCallback
 from distembed.errors import UserError
 from distembed.graph.edges import stored_edges
-from distembed.graph.prepare.column_batches import INTEGER, NUMBER, TEXT, ColumnBatch, read_columns
-from distembed.graph.prepare.column_numbers import positive_numbers
 from distembed.graph.prepare.options import GraphOptions
 from distembed.graph.prepare.shared_attributes import PAIR_TYPES, AttributeEdges, value_numbers
 from distembed.graph.prepare.sorted_runs import SortedRuns
@@ -147,16 +155,11 @@ class EdgeReader:
         Args:
             *kinds: Kinds of values that each of the columns may hold.
         """
-        columns = dict(zip(self.options.columns, kinds, strict=False))
-        sizes = {path: content.stat().st_size for path, content in self._contents.items()}
-        total, before, current = sum(sizes.values()), 0, next(iter(sizes))
-        for batch in read_columns(self._contents, columns, min(_MOST_READ_BYTES, self._memory_bytes // 8)):
-            yield batch
-            if batch.path != current:
-                before, current = before + sizes[current], batch.path
+        wanted = WantedColumns(dict(zip(self.options.columns, kinds, strict=False)))
+        batches = read_columns(self._contents, wanted, min(_MOST_READ_BYTES, self._memory_bytes // 8))
+        for batch in reported(batches, self._contents, self.report):
             self.num_rows[batch.path] += batch.num_rows
-            rows = sum(self.num_rows.values())
-            self.report(ProgressUpdate("read", before + batch.bytes_read, total, rows))
+            yield batch
 
     def _ids(self, batch: ColumnBatch, column: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Returns the ids of a column, and which values have one.

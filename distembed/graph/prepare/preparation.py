@@ -17,15 +17,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from distembed.data.prepare.column_batches import list_column_files, store_pipes
 from distembed.data.prepare.inputs import input_names, require_outside
 from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ProgressUpdate, ignore
-from distembed.data.prepare.staging import staged_folder
+from distembed.data.prepare.staging import disk_is_full_text, staged_folder
 from distembed.errors import UserError
-from distembed.files import free_space, full_disk_explained, require_free_space
+from distembed.files import full_disk_explained, require_free_space
 from distembed.graph.csr import Graph
 from distembed.graph.edges import Edges, merge_equal, require_num_nodes
 from distembed.graph.folder import GRAPH_FILE, GraphDescription, GraphWriter
-from distembed.graph.prepare.column_batches import list_column_files, store_pipes
 from distembed.graph.prepare.edge_reader import EdgeReader
 from distembed.graph.prepare.options import GraphOptions, NodeIds
 from distembed.graph.prepare.sorted_runs import SortedRuns
@@ -80,7 +80,7 @@ def prepare_graph(
     require_outside(files, Path(output))
     with (
         staged_folder(Path(output), overwrite=overwrite, kind="graph", marker=GRAPH_FILE) as folder,
-        full_disk_explained(lambda error: _disk_is_full(error, Path(output), folder), max_file_size=True),
+        full_disk_explained(lambda error: disk_is_full_text(error, Path(output), folder), max_file_size=True),
     ):
         starts_bytes = 8 * (values.num_nodes + 1)
         require_free_space(Path(output), starts_bytes, "8 bytes for each id, besides the edges. Name another output")
@@ -167,13 +167,3 @@ def _sources(contents: Mapping[Path, Path], num_rows: Mapping[Path, int]) -> lis
         size = content.stat().st_size
         sources.append({"name": name, "bytes": size, "sha256": checksum, "num_rows": num_rows[file]})
     return sources
-
-
-def _disk_is_full(error: Exception, output: Path, folder: Path) -> str:
-    """Returns the text of an error that says how much was written."""
-    written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    return (
-        f"{output} could not be written ({getattr(error, 'strerror', None) or error}): {free_space(folder)} were free "
-        f"after the first {written >> 20:,} MiB of it. Nothing was left behind; free more space, or name an output "
-        "elsewhere"
-    )

@@ -23,12 +23,12 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from distembed.data.dataset.manifest import Manifest
+from distembed.data.prepare.column_batches import INTEGER, TEXT
+from distembed.data.prepare.column_numbers import decimal_numbers, hexadecimal_keys
 from distembed.data.prepare.key_counts import sort_keys
 from distembed.data.prepare.vocabulary import OUT_OF_VOCABULARY_ID, HashMap, VocabularyMap
 from distembed.errors import UserError
 from distembed.graph.csr import Graph
-from distembed.graph.prepare.column_batches import INTEGER, TEXT
-from distembed.graph.prepare.column_numbers import decimal_numbers, hexadecimal_keys
 from distembed.names import one_of
 
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 _MAX_KEY = 2**32 - 1
 _HEX_DIGITS = 8
+_NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,9})?$"
 
 
 def decimal_numbers(values: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
@@ -36,28 +37,18 @@ def hexadecimal_keys(values: pa.Array) -> tuple[NDArray[np.uint32], NDArray[np.b
 
 def positive_numbers(values: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """Returns finite numbers above 0, and which values are none."""
-    malformed = values.is_null().to_numpy(zero_copy_only=False)
-    try:
-        numbers = pc.cast(values, pa.float64(), safe=False)
-    except pa.ArrowInvalid:  # a text is no number; those before it are
-        first = _first_not_cast(values)
-        malformed[first] = True
-        numbers = pc.cast(pc.if_else(pa.array(np.arange(len(values)) < first), values, None), pa.float64())
-    found = numbers.fill_null(1.0).to_numpy(zero_copy_only=False)
-    return found, malformed | ~(np.isfinite(found) & (found > 0))
+    numbers, malformed = finite_numbers(values)
+    return numbers, malformed | (numbers <= 0)
 
 
-def _first_not_cast(values: pa.Array) -> int:
-    """Returns the place of the first text that is no number, by bisection; there is one."""
-    start, stop = 0, len(values)
-    while stop - start > 1:
-        middle = (start + stop) // 2
-        try:
-            pc.cast(values[start:middle], pa.float64())
-            start = middle
-        except pa.ArrowInvalid:
-            stop = middle
-    return start
+def finite_numbers(values: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Returns finite numbers, and which values are none: these are NaN."""
+    if pa.types.is_string(values.type):
+        values = pc.if_else(_matches(values, _NUMBER), values, pa.scalar(None, values.type))
+    numbers = pc.cast(values, pa.float64(), safe=False).to_numpy(zero_copy_only=False).copy()
+    malformed = ~np.isfinite(numbers)
+    numbers[malformed] = np.nan
+    return numbers, malformed
 
 
 def _integers(values: pa.Array) -> NDArray[np.int64]:

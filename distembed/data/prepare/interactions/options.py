@@ -1,0 +1,178 @@
+"""What a dataset of interactions depends on besides its input, and which columns of the input are read."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+from distembed.data.dataset.schema import ITEM, USER
+from distembed.data.prepare.interactions.splits import InteractionSplit
+from distembed.errors import UserError
+from distembed.names import one_of
+
+RATING = "rating"
+"""Name of the label's column in a dataset of ratings."""
+COLUMNS, LISTS = "columns", "lists"
+LATEST, ALL = "latest", "all"
+DUPLICATES = ("first", "last", "keep", "error")
+
+
+@dataclass(frozen=True)
+class InteractionColumns:
+    """The columns of the input: their names there or, without a header, their numbers from 1.
+
+    Attributes:
+        user: Column of the user; ``user``, or the first one, unless given.
+        item: Column of the item; ``item``, or the second one, unless given.
+        rating: Column of a number; None where there is none.
+        time: Column of the time, a number or a date; None where rows are in the order of time.
+        categorical: Columns of other values that say more of an interaction, such as a genre.
+        dense: Columns of numbers, such as a price; they may be missing.
+        has_header: Whether text files begin with the names of their columns.
+
+    Raises:
+        UserError: A column has two roles, or an attribute the name of a column that every such dataset has.
+    """
+
+    user: str | None = None
+    item: str | None = None
+    rating: str | None = None
+    time: str | None = None
+    categorical: tuple[str, ...] = ()
+    dense: tuple[str, ...] = ()
+    has_header: bool = True
+
+    def __post_init__(self) -> None:
+        named = self.names
+        repeated = sorted({name for name in named if named.count(name) > 1})
+        if repeated:
+            raise UserError(
+                f"the columns are {', '.join(map(repr, named))}: {repeated[0]!r} has two roles; give it one"
+            )
+        taken = sorted({USER, ITEM, RATING} & {*self.categorical, *self.dense})
+        if taken:
+            raise UserError(
+                f"an attribute is named {taken[0]!r}, as a column of the dataset is; rename the column in the input"
+            )
+        if unusable := [name for name in self.categorical if "/" in name or "\0" in name or len(name.encode()) > 200]:
+            raise UserError(f"an attribute is named {unusable[0]!r}, as no file can be; rename the column in the input")
+
+    @property
+    def user_column(self) -> str:
+        """The column of the user."""
+        return self.user or (USER if self.has_header else "1")
+
+    @property
+    def item_column(self) -> str:
+        """The column of the item."""
+        return self.item or (ITEM if self.has_header else "2")
+
+    @property
+    def names(self) -> list[str]:
+        """All columns: user, item, rating, time, categorical, dense."""
+        optional = [name for name in (self.rating, self.time) if name is not None]
+        return [self.user_column, self.item_column, *optional, *self.categorical, *self.dense]
+
+
+@dataclass(frozen=True)
+class InteractionOptions:
+    """How interactions are chosen and split.
+
+    Attributes:
+        split: How they are split; see :class:`~distembed.data.prepare.interactions.splits.InteractionSplit`.
+        min_rating: Interactions with a lower rating are left out; None keeps all.
+        k_core: Users and items with fewer interactions are left out, until all have so many; 1 keeps all.
+        duplicates: Which of several interactions of a user with an item are kept: the ``first``, the ``last``, or all
+            (``keep``); ``error`` refuses them.
+        max_rejected: Largest share of malformed rows that is no error; they are listed in ``rejected.tsv``.
+        seed: Seed of a random split.
+
+    Raises:
+        UserError: An option is out of its range.
+    """
+
+    split: str
+    min_rating: float | None = None
+    k_core: int = 1
+    duplicates: str = "first"
+    max_rejected: float = 0.01
+    seed: int = 0
+
+    kind: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        InteractionSplit.parse(self.split)
+        one_of("duplicates", self.duplicates, DUPLICATES)
+        if self.min_rating is not None and not self.min_rating - self.min_rating == 0:
+            raise UserError(f"min_rating (--min-rating) is {self.min_rating}: it must be a finite number")
+        if not 1 <= self.k_core < 2**31:
+            raise UserError(f"k_core (--k-core) is {self.k_core}: it must be in 1 to {2**31 - 1}; 1 keeps everything")
+        if not 0 <= self.max_rejected <= 1:
+            raise UserError(
+                f"max_rejected (--max-rejected) is {self.max_rejected}: it is a share of the rows, between 0 and 1"
+            )
+        if not 0 <= self.seed < 2**63:
+            raise UserError(f"seed (--seed) is {self.seed}: it must be in 0 to {2**63 - 1}")
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the options, in the manifest's order."""
+        unused = set() if InteractionSplit.parse(self.split).is_random else {"seed"}
+        return {"kind": self.kind} | {name: value for name, value in asdict(self).items() if name not in unused}
+
+
+@dataclass(frozen=True)
+class RatingOptions(InteractionOptions):
+    """How interactions become a dataset with a row for each.
+
+    Raises:
+        UserError: An option is out of its range.
+    """
+
+    split: str = "random:0.8,0.1,0.1"
+
+    kind = "ratings"
+
+
+@dataclass(frozen=True)
+class SequenceOptions(InteractionOptions):
+    """How interactions become a dataset with a row for a stretch of a user's history.
+
+    Attributes:
+        max_length: Most items of a training row, besides the last one, which only is predicted; 1 or more.
+        windows: Which training rows a user has: ``latest`` for one with the most recent items, or ``all`` for as many
+            as it takes that each item but the first is predicted once.
+        format: ``columns``, or ``lists`` for lines of a user and items in the order of time.
+
+    Raises:
+        UserError: An option is out of its range.
+    """
+
+    split: str = "last-two"
+    duplicates: str = "keep"
+    max_length: int = 50
+    windows: str = LATEST
+    format: str = COLUMNS
+
+    kind = "sequences"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("windows", self.windows, (LATEST, ALL))
+        one_of("format", self.format, (COLUMNS, LISTS))
+        if not 1 <= self.max_length < 2**31:
+            raise UserError(f"max_length (--max-length) is {self.max_length}: it must be in 1 to {2**31 - 1}")
+        if InteractionSplit.parse(self.split).is_random:
+            raise UserError(
+                f"split (--split) is {self.split!r}: what follows in a sequence is predicted, so it is split in the "
+                "order of time: 'last-two', 'last-one', or 'time:' with three shares"
+            )
+
+
+def require_given(columns: InteractionColumns, options: InteractionOptions) -> None:
+    """Makes sure that the columns are there which options need.
+
+    Raises:
+        UserError: One is not.
+    """
+    if options.min_rating is not None and columns.rating is None:
+        raise UserError("min_rating (--min-rating) needs ratings: name their column (--rating)")

@@ -1,0 +1,119 @@
+"""The malformed rows of an input: listed in a file of the dataset, counted by reason, and too many of them an error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from distembed.data.dataset.manifest import Rejected
+from distembed.errors import UserError
+
+REJECTED_NAME = "rejected.tsv"
+
+_EXAMPLES = 5
+_EXAMPLE_CHARACTERS = 120
+
+# A file's name in rejected.tsv takes one field of one line.
+_ESCAPED = {ord("\t"): "\\t", ord("\n"): "\\n", ord("\r"): "\\r"}
+
+# More than half of this many rows malformed is another kind of file: no need to read a terabyte of it.
+_HOPELESS_ROWS = 1000
+
+
+class RejectedRows:
+    """Takes the malformed rows as they are found; the file is made with the first one.
+
+    Args:
+        folder: Folder that gets ``rejected.tsv``.
+        sources: Input files.
+        names: Their names in the dataset.
+        reasons: Why a row can be malformed, in the order of the manifest.
+        max_rejected: Largest share of malformed rows that is no error.
+        wanted: What a row is, in a sentence, for errors.
+
+    Attributes:
+        by_source: Number of malformed rows of each file.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        sources: Sequence[Path],
+        names: Sequence[str],
+        reasons: Sequence[str],
+        *,
+        max_rejected: float,
+        wanted: str,
+    ) -> None:
+        self.by_source = [0] * len(sources)
+        self._path = folder / REJECTED_NAME
+        self._file: BinaryIO | None = None
+        self._sources, self._names = sources, names
+        self._reasons = dict.fromkeys(reasons, 0)
+        self._max_rejected, self._wanted = max_rejected, wanted
+        self._examples: list[str] = []
+
+    @property
+    def num_rows(self) -> int:
+        """Number of malformed rows so far."""
+        return sum(self.by_source)
+
+    def add(self, source: int, line: int, reason: str, row: bytes) -> None:
+        """Lists a malformed row: the number of its file, its line counted from 1, why, and its bytes."""
+        if self._file is None:
+            self._file = open(self._path, "wb")
+            self._file.write(b"file\tline\treason\trow\n")
+        name = self._names[source].translate(_ESCAPED).encode(errors="backslashreplace")
+        self._file.write(name + f"\t{line}\t{reason}\t".encode() + row + b"\n")
+        self._reasons[reason] += 1
+        self.by_source[source] += 1
+        if len(self._examples) < _EXAMPLES:
+            text = row.decode(errors="backslashreplace")[:_EXAMPLE_CHARACTERS]
+            self._examples.append(f"{self._sources[source]}:{line}: {reason}: {text!r}")
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def counts(self) -> Rejected:
+        """Returns what the manifest says of the malformed rows."""
+        by_reason = {reason: count for reason, count in self._reasons.items() if count}
+        return Rejected(self.num_rows, by_reason, REJECTED_NAME if self.num_rows else None)
+
+    def require_hope(self, num_rows: int) -> None:
+        """Ends the reading of what is another kind of file.
+
+        Args:
+            num_rows: Number of rows so far, malformed ones included.
+
+        Raises:
+            UserError: So many rows are malformed that the rest need not be read.
+        """
+        if num_rows >= _HOPELESS_ROWS and self.num_rows > max(0.5, self._max_rejected) * num_rows:
+            raise UserError(f"{self._complaint(num_rows)} so far, so nothing more is read")
+
+    def require_few(self, num_rows: int) -> None:
+        """Makes sure that not too many rows are malformed, and that some are well-formed.
+
+        Args:
+            num_rows: Number of all rows, malformed ones included.
+
+        Raises:
+            UserError: There is no row, too many are malformed, or all are.
+        """
+        if not num_rows:
+            raise UserError(f"the input has no rows: {', '.join(map(str, self._sources[:_EXAMPLES]))}")
+        if self.num_rows > self._max_rejected * num_rows:
+            raise UserError(self._complaint(num_rows))
+        if self.num_rows == num_rows:
+            raise UserError(f"no row of the input is well-formed: {self._complaint(num_rows)}")
+
+    def _complaint(self, num_rows: int) -> str:
+        reasons = ", ".join(f"{reason} {count}" for reason, count in self._reasons.items() if count)
+        return (
+            f"{self.num_rows} of {num_rows} rows are malformed ({reasons}), which is more than max_rejected="
+            f"{self._max_rejected:g}; nothing was written. {self._wanted} Mend the rows or allow more "
+            "(--max-rejected). The first ones:\n  " + "\n  ".join(self._examples)
+        )
