@@ -1,8 +1,10 @@
 """The items of a table that a model chooses from, with a bias each."""
 
 import torch
-from torch import nn
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
 
+from distembed.catalogue.softmax import SoftmaxItems, cross_entropy
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.share import TableShare
 
@@ -17,13 +19,22 @@ class Catalogue(nn.Module):
         collection: Name of that attribute.
         table: The table of items, which is in the collection.
         bias: Whether each item has a bias, which starts from 0.
+        num_reserved: How many ids, from the first on, stand for no item: they have no part in a softmax.
     """
 
-    def __init__(self, owner: nn.Module, collection: str, table: CompositionalEmbeddingConfig, bias: bool) -> None:
+    def __init__(
+        self,
+        owner: nn.Module,
+        collection: str,
+        table: CompositionalEmbeddingConfig,
+        bias: bool,
+        num_reserved: int = 0,
+    ) -> None:
         super().__init__()
         object.__setattr__(self, "_owner", owner)  # a plain attribute: a child would be the model within itself
         self._collection = collection
         self.table = table
+        self.num_reserved = num_reserved
         self.bias = nn.Parameter(torch.zeros(table.num_embeddings)) if bias else None
 
     @property
@@ -35,3 +46,20 @@ class Catalogue(nn.Module):
         """Returns this rank's share of the items' vectors, as they are now."""
         share: TableShare = getattr(self._owner, self._collection).share(self.table.name)
         return share
+
+    def cross_entropy(
+        self, vectors: Float[Tensor, "queries dim"], targets: Int64[Tensor, " queries"]
+    ) -> Float[Tensor, " queries"]:
+        """Returns the exact softmax's loss of each query over all items but reserved ones; all ranks call it.
+
+        See :func:`distembed.catalogue.softmax.cross_entropy`. What is added to all scores of a query, as
+        :attr:`Queries.offsets <distembed.catalogue.queries.Queries.offsets>` are, changes nothing.
+
+        Args:
+            vectors: This rank's queries, of which there may be none.
+            targets: The item that each should choose, none of them reserved.
+
+        Raises:
+            UserError: The table is not trained by gradients of all of its rows.
+        """
+        return cross_entropy(vectors, targets, self.bias, SoftmaxItems(self.share(), self.num_reserved))

@@ -127,11 +127,13 @@ class ReadChunk:
         chunk_ids: The ids of the chunk.
         vectors: The composed vector of each; their gradients go to :meth:`TableShare.add_gradients`.
         parts: What this rank composed from leaves, for each of its ranges of columns; none without gradients.
+        ids_by_rank: How many ids each rank has of the chunk, where ranks compose columns for one another.
     """
 
     chunk_ids: ChunkIds
     vectors: Float[Tensor, "ids dim"]
     parts: "Sequence[_ComposedPart]" = ()
+    ids_by_rank: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,9 @@ class TableShare:
         """
         chunk_ids = self._ids.between(number * most_ids, (number + 1) * most_ids, self._device)
         parts = self._compose(chunk_ids, with_gradients)
-        return ReadChunk(chunk_ids, parts[0].vectors.detach(), parts if with_gradients else ())
+        # where rows are few, a rank may have none, and no weights
+        vectors = parts[0].vectors.detach() if parts else torch.empty(0, self.table.embedding_dim, device=self._device)
+        return ReadChunk(chunk_ids, vectors, parts if with_gradients else ())
 
     def add_gradients(
         self, chunk: ReadChunk, gradients: Float[Tensor, "ids dim"], totals: Sequence[Float[Tensor, "rows dim_j"]]
@@ -231,7 +235,7 @@ class TableShare:
             gradients: Gradients of its vectors.
             totals: A tensor for each of :attr:`weights`, of its shape, to which is added.
         """
-        self._add(chunk.parts, [gradients], totals)
+        self._add(chunk.parts, [gradients] if chunk.parts else [], totals)
 
     def _compose(self, chunk_ids: ChunkIds, with_gradients: bool) -> "list[_ComposedPart]":
         """Returns this rank's columns of the vectors of ids."""

@@ -1,12 +1,13 @@
 """TorchRec's lookup of the tables of one rank, group by group (:mod:`distembed.sharding.groups`)."""
 
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import groupby, islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbeddingBag
 from torchrec.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
 from torchrec.distributed.embedding_sharding import group_tables
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig, ShardedEmbeddingTable
@@ -103,6 +104,12 @@ class CompositionalLookup(GroupedPooledEmbeddingsLookup):
             own.part.init.fill_part(weight.detach().view(-1, shard.local_cols), first_row, first_column)
         self.purge()  # of rows that are cached
 
+    def shard_weights(self) -> Iterator[tuple[PartitionSlice, Tensor]]:
+        """Yields this rank's shards with their weights; gradients go through those that torch trains."""
+        weights = [weight for kernel in self._emb_modules for weight in _weights_of_kernel(kernel)]
+        for (own, _), weight in zip(self._shards, weights, strict=True):
+            yield own, weight
+
     def _requests(self, features: KeyedJaggedTensor) -> list[LookupRequest]:
         with torch.no_grad():
             by_group = zip(self._groups, features.split(self._feature_splits), strict=True)
@@ -111,6 +118,19 @@ class CompositionalLookup(GroupedPooledEmbeddingsLookup):
     def _tbes_of_groups(self) -> list[list[nn.Module]]:
         tbes = iter(kernel.emb_module for kernel in self._emb_modules)
         return [list(islice(tbes, group.num_tbes)) for group in self._groups]
+
+
+def _weights_of_kernel(kernel: Any) -> list[Tensor]:
+    """Returns the weights of a kernel's shards; a dense kernel's own, from which TorchRec would detach them."""
+    if not isinstance(kernel, BatchedDenseEmbeddingBag):
+        kernel.flush()
+        return list(kernel.split_embedding_weights())
+    tbe = kernel.emb_module
+    starts = tbe.weights_physical_offsets
+    return [
+        tbe.weights[start:stop].view(size)
+        for start, stop, size in zip(starts, starts[1:], tbe.embedding_specs, strict=False)
+    ]
 
 
 def _local_key(local: LocalTable) -> Hashable:

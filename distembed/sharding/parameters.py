@@ -17,11 +17,15 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.ids import IdMapper
+from distembed.embedding.share import ShareColumns, ShareIds, ShareWeight, TableShare, require_one_vector
 from distembed.embedding.tables import CompositionalTables, empty_weight, lookup_table_configs
 from distembed.errors import UserError
+from distembed.names import one_of
+from distembed.sharding.column_ranges import column_range, shard_rank
 from distembed.sharding.groups import lookup_formula
 from distembed.sharding.lookup import CompositionalLookup
-from distembed.sharding.placement import WITHIN_NODES, Placement, place_tables
+from distembed.sharding.placement import BY_COLUMNS, BY_ROWS, WITHIN_NODES, Placement, place_tables
+from distembed.sharding.share import ColumnShare, OwnedIds, ids_of_block
 from distembed.sse import FeaturePerturbation
 
 
@@ -83,11 +87,66 @@ class ShardedParameters:
             for part in placement.replicated
         }
         self._map_ids = IdMapper(tables)
+        self._owned_ids: dict[str, OwnedIds] = {}
         self._input_keys: list[str] | None = None
 
     def tables(self) -> list[Any]:
         """Returns the compositional tables, in order."""
         return list(self._tables)
+
+    def share(self, table_name: str) -> TableShare:
+        """Returns this rank's share of a table's ids and vectors; all ranks call it.
+
+        Raises:
+            UserError: There is no such table, its ids have several vectors each, or it is divided within nodes.
+        """
+        placement = self._placements[one_of("table of a collection", table_name, self._placements)]
+        table, kind, group = placement.table, placement.unit.sharding_type, self._env.process_group
+        require_one_vector(table)
+        device, num_ids = self._device or torch.device("cpu"), table.num_embeddings
+        if kind in WITHIN_NODES:
+            raise UserError(
+                f"table {table.name!r} is placed {kind}, in which its items cannot be scored; set plan.sharding_types, "
+                f"or plan.tables.{table.name}.sharding_types, to table_wise, column_wise, row_wise or data_parallel."
+            )
+        group = group if self._env.world_size > 1 else None
+        if kind in BY_COLUMNS and group is not None:
+            assert placement.unit.sharding_spec is not None
+            ranges: list[list[tuple[int, int]]] = [[] for _ in range(self._env.world_size)]
+            for shard in placement.unit.sharding_spec.shards:
+                ranges[shard_rank(shard)].append(column_range(shard))
+            columns = [self._share_columns(placement, *own) for own in ranges[self._env.rank]]
+            return ColumnShare(table, columns, ranges, device, group)
+        if kind in BY_ROWS:
+            if table_name not in self._owned_ids:
+                self._owned_ids[table_name] = ids_of_block(placement, self._env.rank, device)
+            owned = self._owned_ids[table_name]
+        else:
+            most = -(-num_ids // self._env.world_size)
+            first = min(self._env.rank * most, num_ids)
+            owned = OwnedIds(ShareIds(first, min(first + most, num_ids)), most)
+        columns = [self._share_columns(placement, 0, table.embedding_dim)] if len(owned.ids) else []
+        return TableShare(table, owned.ids, owned.most_ids, columns, device, group)
+
+    def _share_columns(self, placement: Placement, start: int, stop: int) -> ShareColumns:
+        """Returns what columns of a table's vectors are composed from on this rank."""
+        shards = {
+            (own.part.name, own.start): weight for lookup in self._lookups for own, weight in lookup.shard_weights()
+        }
+        weights = []
+        for own in placement.slice(start, stop).partitions:
+            weight = shards.get((own.part.name, own.start))
+            if weight is None:
+                whole = self._replicated[own.part.name]
+                weights.append(ShareWeight(own.partition, whole[:, own.start : own.stop], is_replicated=True))
+            else:
+                is_divided = own.partition == placement.divided
+                first_row = self._env.rank * placement.rows_per_block if is_divided else 0
+                weights.append(ShareWeight(own.partition, weight, first_row))
+        for j, part in enumerate(placement.parts):
+            if part.is_function:
+                weights.append(ShareWeight(j, self._replicated[part.name], is_function=True, is_replicated=True))
+        return ShareColumns(start, stop, weights)
 
     def _show_partition_tables(self, make_config: Callable[..., Any]) -> list[Any]:
         """Shows TorchRec's module the sharded partition tables in the place of units, and returns their configs."""

@@ -1,0 +1,139 @@
+"""Shares of sharded tables: which rank composes the vectors of which ids, by how the table is placed.
+
+::
+
+    data_parallel             ranges of ids, one after the other on the ranks
+    row_wise                  the ids whose row of the divided partition lies on the rank
+    table_wise, column_wise   ranges of ids; each rank composes the columns that it has for all ranks' ids of a chunk,
+                              and an all-to-all brings whole vectors together:
+
+    chunk of 2 ranks    ids 0, 1, 2    ids 3, 4, 5              ids 0, 1, 2        ids 3, 4, 5
+    rank 0              columns 0-7    columns 0-7      ->      columns 0-15
+    rank 1              columns 8-15   columns 8-15                                columns 0-15
+
+No rank ever holds all vectors of a table that others have a part of.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor
+
+from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.embedding.share import ReadChunk, ShareColumns, ShareIds, TableShare
+from distembed.partitions import Naive
+from distembed.sharding.placement import Placement
+
+_IDS_AT_ONCE = 2**20
+
+
+@dataclass(frozen=True)
+class OwnedIds:
+    """The ids that a rank has of a table that is divided by ids.
+
+    Attributes:
+        ids: The ids.
+        most_ids: Number of ids of the rank that has most.
+    """
+
+    ids: ShareIds
+    most_ids: int
+
+
+class ColumnShare(TableShare):
+    """A share of a table whose columns lie on one rank or several.
+
+    Args:
+        table: The table.
+        columns: What this rank composes.
+        columns_by_rank: First column, and the one behind the last, of every range of each rank.
+        device: Device of the weights.
+        group: The ranks.
+    """
+
+    def __init__(
+        self,
+        table: CompositionalEmbeddingConfig,
+        columns: Sequence[ShareColumns],
+        columns_by_rank: Sequence[Sequence[tuple[int, int]]],
+        device: torch.device,
+        group: dist.ProcessGroup,
+    ) -> None:
+        ids = ShareIds(0, table.num_embeddings)
+        super().__init__(table, ids, -(-len(ids) // group.size()), columns, device, group)
+        self._process_group, self._columns_by_rank = group, columns_by_rank
+        self._rank = group.rank()
+
+    def read(self, number: int, most_ids: int, with_gradients: bool = False) -> ReadChunk:
+        starts = [(number * self.world_size + rank) * most_ids for rank in range(self.world_size + 1)]
+        parts = self._compose(self._ids.between(starts[0], starts[-1], self._device), with_gradients)
+        ids_by_rank = [
+            len(range(*slice(start, stop).indices(len(self._ids)))) for start, stop in itertools.pairwise(starts)
+        ]
+        own_ids = self._ids.between(starts[self._rank], starts[self._rank + 1], self._device)
+        composed = torch.cat([part.vectors.detach() for part in parts], dim=1) if parts else None
+        received = self._exchange(
+            [] if composed is None else composed.split(ids_by_rank),
+            [(ids_by_rank[self._rank], _num_columns(ranges)) for ranges in self._columns_by_rank],
+        )
+        vectors = torch.empty(ids_by_rank[self._rank], self.table.embedding_dim, device=self._device)
+        for ranges, columns in zip(self._columns_by_rank, received, strict=True):
+            for (start, stop), own in zip(
+                ranges, columns.split([stop - start for start, stop in ranges], 1), strict=True
+            ):
+                vectors[:, start:stop] = own
+        return ReadChunk(own_ids, vectors, parts if with_gradients else (), ids_by_rank)
+
+    def add_gradients(
+        self, chunk: ReadChunk, gradients: Float[Tensor, "ids dim"], totals: Sequence[Float[Tensor, "rows dim_j"]]
+    ) -> None:
+        own_ranges = self._columns_by_rank[self._rank]
+        received = self._exchange(
+            [
+                torch.cat([gradients[:, start:stop] for start, stop in ranges] or [gradients[:, :0]], dim=1)
+                for ranges in self._columns_by_rank
+            ],
+            [(num_ids, _num_columns(own_ranges)) for num_ids in chunk.ids_by_rank],
+        )
+        if own_ranges:
+            self._add(chunk.parts, torch.cat(received).split([stop - start for start, stop in own_ranges], 1), totals)
+
+    def _exchange(self, sent: Sequence[Tensor], received: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """Sends a matrix to each rank, or nothing to any, and returns those of these sizes that come back."""
+        in_numbers = [matrix.numel() for matrix in sent] or [0] * self.world_size
+        out_numbers = [rows * columns for rows, columns in received]
+        numbers = torch.cat([matrix.reshape(-1) for matrix in sent]) if sent else torch.empty(0, device=self._device)
+        arrived = torch.empty(sum(out_numbers), device=self._device)
+        dist.all_to_all_single(arrived, numbers, out_numbers, in_numbers, group=self._process_group)
+        return [own.view(size) for own, size in zip(arrived.split(out_numbers), received, strict=True)]
+
+
+def _num_columns(ranges: Sequence[tuple[int, int]]) -> int:
+    return sum(stop - start for start, stop in ranges)
+
+
+def ids_of_block(placement: Placement, block: int, device: torch.device) -> OwnedIds:
+    """Returns the ids whose rows of the divided partition lie in a block of rows.
+
+    Args:
+        placement: A table that is divided by rows.
+        block: Number of the block.
+        device: Device of the ids.
+    """
+    assert placement.divided is not None
+    num_ids, rows_per_block = placement.table.num_embeddings, placement.rows_per_block
+    if isinstance(placement.table.scheme, Naive):
+        first = min(block * rows_per_block, num_ids)
+        return OwnedIds(ShareIds(first, min(first + rows_per_block, num_ids)), min(rows_per_block, num_ids))
+    found, counts = [], torch.zeros(placement.num_row_blocks, dtype=torch.int64, device=device)
+    for start in range(0, num_ids, _IDS_AT_ONCE):
+        ids = torch.arange(start, min(start + _IDS_AT_ONCE, num_ids), device=device)
+        blocks = placement.table.scheme.rows(ids)[placement.divided] // rows_per_block
+        counts += torch.bincount(blocks, minlength=len(counts))
+        found.append(ids[blocks == block].to(torch.int32 if num_ids <= 2**31 else torch.int64))
+    listed = torch.cat(found)
+    return OwnedIds(ShareIds(0, 0, listed), int(counts.max()))
