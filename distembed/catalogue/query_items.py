@@ -1,0 +1,73 @@
+"""Pairs of a query and an item, which are looked for among the ids of a chunk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from distembed.catalogue.gathered import Gathering
+
+
+@dataclass(frozen=True, eq=False)
+class QueryItems:
+    """Pairs of a query and an item, in the order of queries.
+
+    Attributes:
+        queries: Number of each pair's query.
+        items: Id of each pair's item.
+    """
+
+    queries: Int64[Tensor, " pairs"]
+    items: Int64[Tensor, " pairs"]
+
+    @classmethod
+    def of(cls, items: JaggedTensor) -> QueryItems:
+        """Returns a pair for each item of each query."""
+        lengths = items.lengths()
+        queries = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+        return cls(queries, items.values())
+
+    def __len__(self) -> int:
+        """Returns the number of pairs."""
+        return len(self.items)
+
+    def between(self, first: int, last: int) -> QueryItems:
+        """Returns the pairs of the queries ``[first, last)``, which are counted from ``first`` on."""
+        bounds = torch.tensor([first, last], device=self.queries.device)
+        begin, end = torch.searchsorted(self.queries, bounds).tolist()
+        return QueryItems(self.queries[begin:end] - first, self.items[begin:end])
+
+    def gathered(self, gathering: Gathering, num_queries: int) -> tuple[QueryItems, slice]:
+        """Returns the pairs of all ranks, and where those of this rank are among them; all ranks call it.
+
+        Those of each rank are filled up with items of -1, which are in no chunk.
+
+        Args:
+            gathering: The ranks.
+            num_queries: By how much the numbers of queries rise from rank to rank.
+        """
+        most = gathering.most(len(self), self.items.device)
+        pairs = torch.stack([self.queries + gathering.rank * num_queries, self.items], 1)
+        queries, items = gathering.padded(pairs, most, -1).unbind(1)
+        begin = gathering.rank * most
+        return QueryItems(queries, items), slice(begin, begin + len(self))
+
+    def in_chunk(self, ids: Int64[Tensor, " ids"]) -> tuple[Int64[Tensor, " found"], Int64[Tensor, " found"]]:
+        """Returns the numbers of the pairs whose items are among some ids, and the place of each one's item there."""
+        items, order = self._by_item
+        first = torch.searchsorted(items, ids)
+        counts = torch.searchsorted(items, ids, right=True) - first
+        columns = torch.repeat_interleave(torch.arange(len(ids), device=ids.device), counts)
+        before = counts.cumsum(0) - counts
+        places = torch.arange(len(columns), device=ids.device) + (first - before)[columns]
+        return order[places], columns
+
+    @cached_property
+    def _by_item(self) -> tuple[Tensor, Tensor]:
+        items, order = self.items.sort()
+        return items, order
