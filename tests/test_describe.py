@@ -21,7 +21,7 @@ from distembed.embedding import (
     EmbeddingConfig,
     TableConfig,
 )
-from distembed.models import MODELS, DCNConfig, DLRMConfig, ModelInputs
+from distembed.models import MODELS, DCNConfig, DLRMConfig, ModelInputs, SoftOneHotConfig
 from distembed.models.config import CountedModelConfig
 from distembed.partitions import PARTITIONS
 from distembed.units import format_bytes
@@ -55,6 +55,10 @@ COUNTED = [
     DLRMConfig(bottom=[9], top=[6, 4, 2]),
     DCNConfig(deep=[3], num_cross_layers=1),
     DCNConfig(),
+    DLRMConfig(dense="soft_one_hot"),
+    DLRMConfig(bottom=[5], dense="both", soft_one_hot=SoftOneHotConfig(bins=3, layer_norm=True)),
+    DCNConfig(dense="soft_one_hot", soft_one_hot=SoftOneHotConfig(bins=1)),
+    DCNConfig(dense="both", soft_one_hot=SoftOneHotConfig(layer_norm=True)),
 ]
 
 

@@ -1,7 +1,7 @@
 """Models, which are unaware of ranks: each is a file with its config in ``config.py``, listed in a name table.
 
-``base.py`` says what a model is, and ``inputs.py`` what it is built from; ``embedded.py``, ``interaction.py`` and
-``mlp.py`` are the layers that models share.
+``base.py`` says what a model is, and ``inputs.py`` what it is built from; ``embedded.py``, ``interaction.py``,
+``mlp.py`` and ``soft_one_hot.py`` are the layers that models share.
 
 A model of one's own is a config with ``name`` and ``build``, registered by ``MODELS["mine"] = MyConfig``; see
 :class:`distembed.models.ModelConfig`.
@@ -10,7 +10,7 @@ A model of one's own is a config with ``name`` and ``build``, registered by ``MO
 from typing import TYPE_CHECKING, Annotated
 
 from distembed.lazy import imports_on_demand
-from distembed.models.config import DCNConfig, DLRMConfig, MFConfig, ModelConfig
+from distembed.models.config import DCNConfig, DLRMConfig, MFConfig, ModelConfig, SoftOneHotConfig
 from distembed.names import ByName
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from distembed.models.dlrm import DLRM
     from distembed.models.inputs import ModelInputs
     from distembed.models.mf import MF
+    from distembed.models.soft_one_hot import SoftOneHot, SoftOneHotSum
 
 MODELS: dict[str, type[ModelConfig]] = {"dlrm": DLRMConfig, "dcn": DCNConfig, "mf": MFConfig}
 """Config class by model name."""
@@ -38,5 +39,8 @@ __all__ = [
     "ModelConfig",
     "ModelInputs",
     "ModelSection",
+    "SoftOneHot",
+    "SoftOneHotConfig",
+    "SoftOneHotSum",
 ]
 __getattr__ = imports_on_demand(__name__)

@@ -3,15 +3,16 @@
 They are apart from the models, so that a config is read and checked without torch.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import Field as DataclassField
 from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import pydantic.dataclasses
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
-from distembed.bounds import Widths
+from distembed.bounds import Width, Widths
 from distembed.data.dataset.schema import ITEM, USER
 from distembed.errors import UserError
 from distembed.names import STRICT
@@ -20,6 +21,13 @@ if TYPE_CHECKING:
     from distembed.models.base import Model
     from distembed.models.inputs import ModelInputs
 
+
+LARGEST_NUMBER = 2.0**40
+"""The largest magnitude of a number that soft one-hot vectors tell apart, about 1.1e12.
+
+With it the squares of gradients are still far from the largest float32.
+"""
+_WITH_SOFT_ONE_HOT = ("soft_one_hot", "both")
 
 Shapes = dict[str, tuple[int, ...]]
 """The shape of each parameter of a module, by its path, in the module's order."""
@@ -62,6 +70,41 @@ class DeclaringModelConfig(Protocol):
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class SoftOneHotConfig:
+    """The settings of :class:`distembed.models.soft_one_hot.SoftOneHot`.
+
+    Attributes:
+        bins: Number of bins of each feature.
+        layer_norm: Whether each feature's vector is normalised.
+        value_range: Where the centres of the bins start: evenly from the first number to the second. The default is for
+            counts on a log scale, as ``distembed prepare criteo`` writes them.
+    """
+
+    bins: Width = 10
+    layer_norm: bool = False
+    value_range: Annotated[list[float], Field(min_length=2, max_length=2)] = field(default_factory=lambda: [0.0, 10.0])
+
+    @field_validator("value_range")
+    @classmethod
+    def _is_a_range(cls, value: list[float]) -> list[float]:
+        """Refuses bins that could not lie between the two numbers."""
+        if not -LARGEST_NUMBER <= value[0] < value[1] <= LARGEST_NUMBER:
+            raise ValueError(f"{value} is no range: set two numbers, the smaller one first")
+        return value
+
+    def arguments(self, num_features: int, embedding_dim: int) -> tuple[int, int, int, bool, list[float]]:
+        """Returns the arguments of the layer over so many features, with vectors of this dimension."""
+        return num_features, self.bins, embedding_dim, self.layer_norm, self.value_range
+
+    def shapes(self, path: str, num_features: int, embedding_dim: int) -> Shapes:
+        """Returns the shapes of the layer's parameters."""
+        bins, vector = (num_features, self.bins), (num_features, embedding_dim)
+        shapes = {"weights": bins, "biases": bins, "vectors": (*bins, embedding_dim), "missing": vector}
+        norm = {"norm.weight": vector, "norm.bias": vector} if self.layer_norm else {}
+        return {f"{path}.{name}": shape for name, shape in (shapes | norm).items()}
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class DLRMConfig:
     """The section of :class:`distembed.models.DLRM`; all other sizes follow from the data and the tables.
 
@@ -69,27 +112,50 @@ class DLRMConfig:
         name: The model's name, ``dlrm``.
         bottom: Hidden sizes of the network over the dense features; its output has the dimension of the embeddings.
         top: Hidden sizes of the network over the interactions; its output is one logit.
+        dense: What makes a vector of the dense features: the network ``bottom``, the sum of their soft one-hot vectors,
+            or the sum of both.
+        soft_one_hot: The settings of soft one-hot vectors, where ``dense`` has them; null for the default ones.
     """
 
     returns: ClassVar[str] = "logits"
     name: Literal["dlrm"] = "dlrm"
     bottom: Widths = field(default_factory=lambda: [512, 256, 64])
     top: Widths = field(default_factory=lambda: [512, 256])
+    dense: Literal["bottom", "soft_one_hot", "both"] = "bottom"
+    soft_one_hot: SoftOneHotConfig | None = None
+
+    @model_validator(mode="after")
+    def _settings_are_used(self) -> "DLRMConfig":
+        """Refuses settings of soft one-hot vectors that the model has not."""
+        _require_used(self.dense, self.soft_one_hot)
+        return self
 
     def build(self, inputs: "ModelInputs") -> "Model":
-        """Builds the model over all features of the dataset."""
-        from distembed.models.dlrm import DLRM
+        """Builds the model over all features of the dataset.
 
+        Raises:
+            UserError: Dense numbers may be missing, and the model cannot tell that they are.
+        """
+        from distembed.models.dlrm import DLRM
+        from distembed.models.soft_one_hot import SoftOneHotSum
+
+        num_numbers, soft_one_hot = _dense_inputs(self.dense, self.soft_one_hot, inputs)
+        layer = None
+        if soft_one_hot is not None:
+            layer = SoftOneHotSum(*soft_one_hot.arguments(inputs.num_dense, inputs.embedding_dim))
         embeddings, vector_names = inputs.pooled_embeddings()
-        return DLRM(embeddings, vector_names, inputs.embedding_dim, inputs.num_dense, self.bottom, self.top)
+        return DLRM(embeddings, vector_names, inputs.embedding_dim, num_numbers, self.bottom, self.top, layer)
 
     def dense_shapes(self, inputs: "ModelInputs") -> Shapes:
-        """Returns the shapes of the networks' weights and biases."""
-        has_bottom = inputs.num_dense > 0
-        num_vectors = inputs.num_vectors + has_bottom
+        """Returns the shapes of the networks' weights and biases; errors as :meth:`build`."""
+        num_numbers, soft_one_hot = _dense_inputs(self.dense, self.soft_one_hot, inputs)
+        has_dense = inputs.num_dense > 0
+        num_vectors = inputs.num_vectors + has_dense
         dim, num_pairs = inputs.embedding_dim, num_vectors * (num_vectors - 1) // 2
-        bottom = mlp_shapes("bottom", inputs.num_dense, [*self.bottom, dim]) if has_bottom else {}
-        return bottom | mlp_shapes("top", (dim if has_bottom else 0) + num_pairs, [*self.top, 1])
+        shapes = mlp_shapes("bottom", num_numbers, [*self.bottom, dim]) if num_numbers else {}
+        if soft_one_hot is not None:
+            shapes |= soft_one_hot.shapes("soft_one_hot", inputs.num_dense, dim)
+        return shapes | mlp_shapes("top", (dim if has_dense else 0) + num_pairs, [*self.top, 1])
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
@@ -100,25 +166,48 @@ class DCNConfig:
         name: The model's name, ``dcn``.
         deep: Hidden sizes of the deep network.
         num_cross_layers: Number of cross layers.
+        dense: What the inputs have of each dense feature: its number, its soft one-hot vector, or both.
+        soft_one_hot: The settings of soft one-hot vectors, where ``dense`` has them; null for the default ones.
     """
 
     returns: ClassVar[str] = "logits"
     name: Literal["dcn"] = "dcn"
     deep: Widths = field(default_factory=lambda: [512, 256, 64])
     num_cross_layers: Annotated[int, Field(gt=0, le=1000)] = 6
+    dense: Literal["numbers", "soft_one_hot", "both"] = "numbers"
+    soft_one_hot: SoftOneHotConfig | None = None
+
+    @model_validator(mode="after")
+    def _settings_are_used(self) -> "DCNConfig":
+        """Refuses settings of soft one-hot vectors that the model has not."""
+        _require_used(self.dense, self.soft_one_hot)
+        return self
 
     def build(self, inputs: "ModelInputs") -> "Model":
-        """Builds the model over all features of the dataset."""
-        from distembed.models.dcn import DCN
+        """Builds the model over all features of the dataset.
 
+        Raises:
+            UserError: Dense numbers may be missing, and the model cannot tell that they are.
+        """
+        from distembed.models.dcn import DCN
+        from distembed.models.soft_one_hot import SoftOneHot
+
+        num_numbers, soft_one_hot = _dense_inputs(self.dense, self.soft_one_hot, inputs)
+        layer = None
+        if soft_one_hot is not None:
+            layer = SoftOneHot(*soft_one_hot.arguments(inputs.num_dense, inputs.embedding_dim))
         embeddings, vector_names = inputs.pooled_embeddings()
-        return DCN(embeddings, vector_names, inputs.embedding_dim, inputs.num_dense, self.deep, self.num_cross_layers)
+        cross = self.num_cross_layers
+        return DCN(embeddings, vector_names, inputs.embedding_dim, num_numbers, self.deep, cross, layer)
 
     def dense_shapes(self, inputs: "ModelInputs") -> Shapes:
-        """Returns the shapes of the networks' weights and biases."""
-        in_features = inputs.num_dense + inputs.num_vectors * inputs.embedding_dim
+        """Returns the shapes of the networks' weights and biases; errors as :meth:`build`."""
+        num_numbers, soft_one_hot = _dense_inputs(self.dense, self.soft_one_hot, inputs)
+        dim = inputs.embedding_dim
+        in_features = num_numbers + (inputs.num_vectors + (inputs.num_dense if soft_one_hot else 0)) * dim
         crossed = (self.num_cross_layers, in_features)
         return {
+            **(soft_one_hot.shapes("soft_one_hot", inputs.num_dense, dim) if soft_one_hot else {}),
             **mlp_shapes("deep", in_features, self.deep),
             "cross.weights": crossed,
             "cross.biases": crossed,
@@ -164,6 +253,50 @@ class MFConfig:
             )
         embeddings, _ = inputs.sequence_embeddings([USER, ITEM])
         return MF(embeddings, inputs.tables[ITEM], self.biases, self.dropout)
+
+
+def _require_used(dense: str, soft_one_hot: SoftOneHotConfig | None) -> None:
+    """Refuses settings of soft one-hot vectors for a model that has none."""
+    if soft_one_hot is not None and dense not in _WITH_SOFT_ONE_HOT:
+        raise ValueError(
+            f"soft_one_hot is set, and dense is {dense!r}, which has no such vectors: set dense to "
+            f"{' or '.join(_WITH_SOFT_ONE_HOT)}, or leave soft_one_hot out"
+        )
+
+
+def _dense_inputs(
+    dense: str, soft_one_hot: SoftOneHotConfig | None, inputs: "ModelInputs"
+) -> tuple[int, SoftOneHotConfig | None]:
+    """Returns how many dense features a model takes as numbers, and the settings of its soft one-hot vectors, if any.
+
+    Raises:
+        UserError: Numbers may be missing, and the model has nothing that tells it.
+    """
+    if not inputs.num_dense:
+        return 0, None
+    if dense in _WITH_SOFT_ONE_HOT:
+        return 0 if dense == "soft_one_hot" else inputs.num_dense, soft_one_hot or SoftOneHotConfig()
+    if inputs.schema.missing_dense:
+        raise UserError(
+            f"model.dense is {dense!r}, and dense numbers of this dataset may be missing, which it cannot tell from "
+            f"others: set model.dense to {' or '.join(_WITH_SOFT_ONE_HOT)}, or prepare the data with zeros for what is "
+            "missing."
+        )
+    return inputs.num_dense, None
+
+
+def plan_values(config: ModelConfig) -> dict[str, Any]:
+    """Returns a model's section in plain values, for a plan's inputs.
+
+    Dense features as models always had them are left out, so that plans that were saved before there was a choice are
+    those of the same section now.
+    """
+    fields = {each.name: each.default for each in dataclasses.fields(config)}
+    return {
+        name: value
+        for name, value in dataclasses.asdict(config).items()
+        if name not in ("dense", "soft_one_hot") or value != fields[name]
+    }
 
 
 def mlp_shapes(path: str, in_features: int, sizes: Sequence[int]) -> Shapes:

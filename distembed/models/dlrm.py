@@ -1,7 +1,8 @@
 """DLRM (Naumov et al., arXiv 1906.00091), in the size of Shi et al., KDD 2020, section 5.
 
 A bottom network embeds the dense features. Its vector and the pairwise dot products of it and all feature embeddings,
-without self-products, go into a top network that ends in one logit.
+without self-products, go into a top network that ends in one logit. The sum of the dense features' soft one-hot vectors
+takes the place of the bottom network's vector, or is added to it.
 """
 
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from distembed.models.base import Model
 from distembed.models.embedded import StackFeatures
 from distembed.models.interaction import PairwiseDots
 from distembed.models.mlp import MLP
+from distembed.models.soft_one_hot import SoftOneHotSum
 
 
 class DLRM(Model):
@@ -27,9 +29,11 @@ class DLRM(Model):
         vector_names: The keys of that KeyedTensor: the categorical features, or more where a feature has several
             vectors.
         embedding_dim: Dimension of a composed vector.
-        num_dense: Number of dense features; with 0 there is no bottom network.
+        num_dense: Number of dense features that the bottom network takes; with 0 there is none.
         bottom: Hidden sizes of the bottom network, whose output has ``embedding_dim`` numbers.
         top: Hidden sizes of the top network, whose output is one logit.
+        soft_one_hot: Maps dense features to the sum of their vectors, with ``embedding_dim`` numbers; beside it, the
+            bottom network takes 0 where a number is missing.
 
     Raises:
         UserError: There is neither a dense nor a categorical feature.
@@ -45,16 +49,19 @@ class DLRM(Model):
         num_dense: int,
         bottom: Sequence[int] = (512, 256, 64),
         top: Sequence[int] = (512, 256),
+        soft_one_hot: SoftOneHotSum | None = None,
     ) -> None:
         super().__init__()
-        num_vectors = len(vector_names) + (num_dense > 0)
+        has_dense = num_dense > 0 or soft_one_hot is not None
+        num_vectors = len(vector_names) + has_dense
         if num_vectors < 1:
             raise UserError("DLRM needs at least one dense or categorical feature; the data set has none.")
         self.embeddings = embeddings
         self.stack = StackFeatures(vector_names, embedding_dim)
         self.bottom = MLP(num_dense, [*bottom, embedding_dim]) if num_dense else None
+        self.soft_one_hot = soft_one_hot
         self.interactions = PairwiseDots(num_vectors)
-        top_in = (embedding_dim if num_dense else 0) + self.interactions.num_pairs
+        top_in = (embedding_dim if has_dense else 0) + self.interactions.num_pairs
         self.top = MLP(top_in, [*top, 1], last_is_linear=True)
 
     def forward(
@@ -62,8 +69,16 @@ class DLRM(Model):
     ) -> Float[Tensor, " batch"]:
         """Returns a logit for each row."""
         vectors = self.stack(self.embeddings(sparse_features))
-        if self.bottom is None:
+        dense = self._dense_vector(dense_features)
+        if dense is None:
             return self.top(self.interactions(vectors)).squeeze(1)
-        dense = self.bottom(dense_features).to(vectors.dtype)
+        dense = dense.to(vectors.dtype)
         vectors = torch.cat([dense.unsqueeze(1), vectors], dim=1)
         return self.top(torch.cat([dense, self.interactions(vectors)], dim=1)).squeeze(1)
+
+    def _dense_vector(self, dense_features: Float[Tensor, "batch dense"]) -> Float[Tensor, "batch dim"] | None:
+        """Returns the vector of all dense features; None where there are none."""
+        if self.soft_one_hot is None:
+            return None if self.bottom is None else self.bottom(dense_features)
+        vector: Tensor = self.soft_one_hot(dense_features)
+        return vector if self.bottom is None else vector + self.bottom(dense_features.nan_to_num(nan=0.0))

@@ -1,6 +1,5 @@
 """Builds a model from a config and a dataset's schema: ready to step, or to be planned for ranks that are not here."""
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from distembed.config import Config, TrainConfig
 from distembed.data.dataset.schema import Schema
 from distembed.embedding.modules import embedding_modules, table_configs
 from distembed.models import Model, ModelInputs
+from distembed.models.config import plan_values
 from distembed.optim.declared import TableOptimizers
 from distembed.optim.optimizers import Optimizers, fuse_sparse_optimizer, needs_dense_kernel
 from distembed.optim.tables import table_parameters
@@ -149,7 +149,7 @@ class Blueprint:
             local_world_size=self.local_world_size,
             device_kind=self.device.type,
             batch_size=self.config.train.batch_size,
-            model=dataclasses.asdict(self.config.model),
+            model=plan_values(self.config.model),
             sparse_optimizer=self.config.train.sparse_optimizer.name,
             dense_optimizer=self.config.train.dense_optimizer.name,
             tables=table_plan_inputs(tables),

@@ -1,15 +1,19 @@
-"""DLRM and DCN against their papers' formulas, written out again."""
+"""DLRM and DCN against their papers' formulas, written out again, with numbers and with soft one-hot vectors."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from distembed.data.dataset.schema import SCHEMAS
+from distembed.config import load_config
+from distembed.data.dataset.schema import SCHEMAS, Schema
 from distembed.errors import UserError
-from distembed.models import DCN, DLRM, MODELS
+from distembed.models import DCN, DLRM, MODELS, DCNConfig, DLRMConfig, SoftOneHot, SoftOneHotConfig
+from distembed.models.config import plan_values
 from distembed.models.dcn import CrossLayers
 from distembed.models.interaction import PairwiseDots
 
@@ -34,6 +38,7 @@ class FakeInputs:
 
     embeddings: nn.Module
     num_dense: int
+    schema: Schema = Schema(None, (), ())
     embedding_dim: int = 4
 
     def pooled_embeddings(self) -> tuple[nn.Module, list[str]]:
@@ -114,3 +119,89 @@ def test_models_take_datasets_without_dense_features(name: str, num_dense: int) 
 def test_a_model_of_nothing_is_refused() -> None:
     with pytest.raises(UserError, match="at least one"):
         DLRM(nn.Identity(), [], 16, 0)
+
+
+NUMBERS = torch.tensor([[1.0, 2.0], [math.nan, 0.5], [7.0, math.nan]])
+SETTINGS = SoftOneHotConfig(bins=4, value_range=[0.0, 3.0])
+
+
+def soft_inputs(missing_dense: bool = True) -> FakeInputs:
+    vectors = {key: torch.randn(3, 4) for key in "abc"}
+    return FakeInputs(FakeEmbeddings("abc", vectors), 2, Schema(None, (), (), missing_dense=missing_dense))
+
+
+@pytest.mark.parametrize("layer_norm", [False, True])
+@pytest.mark.parametrize("dense", ["soft_one_hot", "both"])
+def test_dlrm_takes_the_sum_of_soft_one_hot_vectors(dense: str, layer_norm: bool) -> None:
+    inputs = soft_inputs()
+    model = DLRMConfig(bottom=[8], top=[8], dense=dense, soft_one_hot=replace(SETTINGS, layer_norm=layer_norm)).build(
+        inputs
+    )
+    layer = SoftOneHot(2, 4, 4, layer_norm)
+    layer.load_state_dict(model.soft_one_hot.state_dict())
+    vector = layer(NUMBERS).sum(1)
+    if dense == "both":
+        vector = vector + model.bottom(torch.tensor([[1.0, 2.0], [0.0, 0.5], [7.0, 0.0]]))
+    stacked = torch.stack([vector, *inputs.embeddings.vectors.values()], dim=1)
+    dots = [(stacked[:, i] * stacked[:, j]).sum(1, keepdim=True) for i in range(4) for j in range(i + 1, 4)]
+    expected = model.top(torch.cat([vector, *dots], dim=1)).squeeze(1)
+    torch.testing.assert_close(model(NUMBERS, ids(3)), expected)
+    assert (model.bottom is None) == (dense == "soft_one_hot")
+
+
+@pytest.mark.parametrize("dense", ["soft_one_hot", "both"])
+def test_dcn_takes_soft_one_hot_vectors_side_by_side(dense: str) -> None:
+    inputs = soft_inputs()
+    model = DCNConfig(deep=[8], dense=dense, soft_one_hot=SETTINGS).build(inputs)
+    numbers = [torch.tensor([[1.0, 2.0], [0.0, 0.5], [7.0, 0.0]])] if dense == "both" else []
+    given = torch.cat([*numbers, model.soft_one_hot(NUMBERS).flatten(1), *inputs.embeddings.vectors.values()], dim=1)
+    expected = model.output(torch.cat([model.deep(given), model.cross(given)], dim=1)).squeeze(1)
+    torch.testing.assert_close(model(NUMBERS, ids(3)), expected)
+
+
+@pytest.mark.parametrize("config", [DLRMConfig(), DCNConfig()])
+def test_missing_numbers_need_soft_one_hot_vectors(config: DLRMConfig | DCNConfig) -> None:
+    with pytest.raises(UserError, match=f"model.dense is '{config.dense}', .* set model.dense to soft_one_hot or both"):
+        config.build(soft_inputs())
+    with pytest.raises(UserError, match="model.dense is"):
+        config.dense_shapes(soft_inputs())
+    assert config.build(soft_inputs(missing_dense=False)) is not None
+
+
+@pytest.mark.parametrize("name", ["dlrm", "dcn"])
+@pytest.mark.parametrize("dense", ["soft_one_hot", "both"])
+def test_soft_one_hot_vectors_of_datasets_without_dense_features(name: str, dense: str) -> None:
+    inputs = FakeInputs(FakeEmbeddings("abc", {k: torch.randn(3, 4) for k in "abc"}), 0)
+    model = MODELS[name](dense=dense).build(inputs)
+    assert model(torch.empty(3, 0), ids(3)).shape == (3,) and model.soft_one_hot is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            ["model.soft_one_hot.bins=4"],
+            "soft_one_hot is set, and dense is 'bottom', .* set dense to soft_one_hot or both",
+        ),
+        (["model={name: dcn, soft_one_hot: {}}"], "soft_one_hot is set, and dense is 'numbers'"),
+        (["model.dense=numbers"], "model.dense"),
+        (["model={dense: both, soft_one_hot: {bins: 0}}"], "model.soft_one_hot.bins"),
+        (["model={dense: both, soft_one_hot: {value_range: [1, 1]}}"], r"\[1.0, 1.0\] is no range"),
+        (["model={dense: both, soft_one_hot: {value_range: [1]}}"], "model.soft_one_hot.value_range"),
+    ],
+)
+def test_settings_that_do_not_go_together(settings: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_config(None, settings)
+
+
+def test_settings_survive_a_dump(tmp_path: Path) -> None:
+    config = load_config(None, ["model={dense: both, soft_one_hot: {bins: 7, value_range: [-1, 2.5]}}"])
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    assert load_config(tmp_path / "config.yaml") == config
+
+
+def test_saved_plans_know_nothing_of_dense_features_as_models_always_had_them() -> None:
+    assert plan_values(DLRMConfig(bottom=[4], top=[3])) == {"name": "dlrm", "bottom": [4], "top": [3]}
+    assert plan_values(DCNConfig(dense="both"))["dense"] == "both"
+    assert plan_values(DLRMConfig(dense="both", soft_one_hot=SETTINGS))["soft_one_hot"]["bins"] == 4
