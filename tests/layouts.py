@@ -82,7 +82,10 @@ class Head(nn.Module):
 
 
 class SeveralCollections(nn.Module):
-    """Compositional bags, compositional sequences and TorchRec's own bags, and one linear layer."""
+    """Compositional bags, compositional sequences and TorchRec's own bags, and one linear layer.
+
+    Table b is one whose rows all have gradients.
+    """
 
     def __init__(self, device: str, dim: int = DIM) -> None:
         super().__init__()
@@ -90,7 +93,7 @@ class SeveralCollections(nn.Module):
         self.bags = CompositionalEmbeddingBagCollection([by_name["a"], by_name["c"]], device=device)
         make = CompositionalEmbeddingConfig
         sequences = [
-            make("b", 60, dim, ["b"], QuotientRemainder(60, collisions=5), "sum"),
+            make("b", 60, dim, ["b"], QuotientRemainder(60, collisions=5), "sum", dense_gradient=True),
             make("d", 37, dim, ["d"], QuotientRemainder(37, collisions=3), PathMLP(hidden=[5])),
         ]
         self.sequences = CompositionalEmbeddingCollection(sequences, device=device)

@@ -78,6 +78,9 @@ class CompositionalEmbeddingConfig:
         id_dtype: The dtype in which ids travel to the ranks that look them up, ``int64`` or ``int32``, or torch's,
             whatever dtype a batch has: they lie in the table by then. With int32, which halves what they take, a table
             has up to 2^31 ids; a collection takes int64 if any of its tables does.
+        dense_gradient: Whether all rows have gradients in a step, and not only those that are looked up, as where a
+            softmax goes over all ids. The vectors are then trained by the dense optimizer, with its weight decay, and
+            placed with TorchRec's ``dense`` kernel, since FBGEMM updates looked-up rows.
 
     Raises:
         UserError: A name is unknown, a size is below 1, or the partition or ``sse`` was made for another number of ids.
@@ -96,6 +99,7 @@ class CompositionalEmbeddingConfig:
     pre_hash: KeyedHash | None = None
     sse: SSE | Mapping[str, SSE] | None = None
     id_dtype: IdDtype = "int64"
+    dense_gradient: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or "." in self.name:

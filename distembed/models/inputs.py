@@ -1,6 +1,6 @@
 """The inputs of a model: a dataset's dense features, and embedding collections over its categorical ones."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
@@ -38,7 +38,12 @@ class ModelInputs:
 
     @classmethod
     def from_config(
-        cls, schema: Schema, embedding: EmbeddingConfig, seed: int = 0, sse: Mapping[str, SSE] | None = None
+        cls,
+        schema: Schema,
+        embedding: EmbeddingConfig,
+        seed: int = 0,
+        sse: Mapping[str, SSE] | None = None,
+        dense_tables: Collection[str] = (),
     ) -> "ModelInputs":
         """Returns the inputs of a model on a dataset.
 
@@ -47,11 +52,15 @@ class ModelInputs:
             embedding: The ``embedding`` section of a config.
             seed: Seed of the initial values and of the draws of ``sse``.
             sse: The rule by which ids are replaced in training, by feature; none are unless it is given.
+            dense_tables: Names of the tables that have gradients in all rows.
 
         Raises:
             UserError: The section names a feature that is not there, or a table cannot be made as it is set.
         """
-        tables = build_tables(schema.categorical, embedding, seed, sse)
+        tables = [
+            replace(table, dense_gradient=table.name in dense_tables)
+            for table in build_tables(schema.categorical, embedding, seed, sse)
+        ]
         return cls(schema, {table.name: table for table in tables}, embedding.default.embedding_dim)
 
     @property

@@ -8,6 +8,7 @@ from torch import nn
 from torchrec.distributed.types import ModuleSharder
 from torchrec.distributed.utils import emb_opt_type_to_optimizer_class
 
+from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.errors import UserError
 from distembed.optim.kinds import OPTIMIZERS, fused_optimizer_name, fused_type, stateless_name
 
@@ -25,6 +26,10 @@ class TableOptimizers:
     sparse: str = "row_wise_adagrad"
     dense: str = "adagrad"
     is_fused: bool = True
+
+    def for_table(self, table: CompositionalEmbeddingConfig) -> "TableOptimizers":
+        """Returns the optimizers that train one table: all of it the dense one where all rows have gradients."""
+        return TableOptimizers(self.dense, self.dense, is_fused=False) if table.dense_gradient else self
 
 
 def declared_optimizer(table: str, unit: nn.Parameter, shared: Any = None) -> str | None:

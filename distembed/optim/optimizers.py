@@ -2,7 +2,8 @@
 
 Vectors of tables are trained by the *sparse* optimizer: within the backward pass where FBGEMM has it fused, else by
 torch's of the same name. Torch trains what every rank has, and all tables under an optimizer that FBGEMM does not have.
-All other parameters, those of path functions among them, are trained by the *dense* one.
+All other parameters are trained by the *dense* one, path functions among them, and tables whose ``dense_gradient`` says
+that all of their rows have gradients.
 """
 
 import math

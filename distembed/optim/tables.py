@@ -1,5 +1,7 @@
 """Which parameters of a model are vectors of embedding tables: those that a collection of embeddings owns."""
 
+from typing import Any
+
 from torch import nn
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
@@ -22,6 +24,8 @@ _VECTORS = ("embedding_bags", "embeddings")
 def table_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Returns the parameters that hold vectors of tables, compositional or TorchRec's own, in any collection.
 
+    Tables with ``dense_gradient`` are not among them: they are trained like networks.
+
     Args:
         model: A model as it was built, or the ``DistributedModelParallel`` of it.
     """
@@ -31,5 +35,13 @@ def table_parameters(model: nn.Module) -> list[nn.Parameter]:
         if isinstance(collection, _COLLECTIONS)
         for attribute in _VECTORS
         if isinstance(vectors := getattr(collection, attribute, None), nn.ModuleDict)
-        for parameter in vectors.parameters()
+        for name, own in vectors.items()
+        if name not in _dense_weights(collection)
+        for parameter in own.parameters()
     ]
+
+
+def _dense_weights(collection: nn.Module) -> set[str]:
+    """Returns the names of the weights of a collection's tables that have gradients in all rows."""
+    tables: Any = getattr(collection, "tables", list)  # TorchRec's own have none
+    return {part.name for table in tables() if table.dense_gradient for part in table.lookup_tables()}

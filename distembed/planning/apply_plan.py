@@ -155,9 +155,9 @@ class _PlanTarget:
         spec = EnumerableShardingSpec(shards) if shards else None
         return ParameterSharding(own.sharding_type, own.compute_kernel, list(own.ranks), spec)
 
-    def kernels(self, sharding_type: str) -> Sequence[str]:
-        """Returns the compute kernels that tables of a sharding type can have."""
-        if sharding_type == ShardingType.DATA_PARALLEL.value or not self.fused:
+    def kernels(self, table: CompositionalEmbeddingConfig, sharding_type: str) -> Sequence[str]:
+        """Returns the compute kernels that a table of a sharding type can have."""
+        if sharding_type == ShardingType.DATA_PARALLEL.value or table.dense_gradient or not self.fused:
             return (_DENSE,)
         return COMPUTE_KERNELS if self.device_kind == "cuda" else _ON_CPU
 
@@ -185,11 +185,12 @@ def _table_differences(table: CompositionalEmbeddingConfig, own: SavedTable, tar
     if kind not in possible:
         yield f"{where} is planned {reprlib.repr(kind)}, and can be placed {', '.join(possible)}"
         return
-    if own.compute_kernel not in target.kernels(kind):
+    if own.compute_kernel not in target.kernels(table, kind):
         unfused = "" if target.fused else " with an optimizer that FBGEMM lacks"
+        unfused = " with gradients in all rows" if table.dense_gradient else unfused
         yield (
             f"{where} is planned with compute kernel {reprlib.repr(own.compute_kernel)}, and those of {kind} tables on "
-            f"{target.device_kind}{unfused} are {', '.join(target.kernels(kind))}"
+            f"{target.device_kind}{unfused} are {', '.join(target.kernels(table, kind))}"
         )
     found = [*_wrong_ranks(own, target), *_wrong_shards(own, unit_size(table))]
     yield from (f"{where} {difference}" for difference in found)

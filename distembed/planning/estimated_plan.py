@@ -108,7 +108,9 @@ def _with_notes(request: PlanRequest, found: SearchResult) -> dict[str, str]:
     for path, tables in request.tables_by_collection.items():
         for table in tables:
             reason, kernel = found.why[table.name], units[path][table.name].compute_kernel
-            if not request.table_optimizers.is_fused:
+            if table.dense_gradient:
+                reason += "; dense kernel: all rows have gradients"
+            elif not request.table_optimizers.is_fused:
                 reason += f"; dense kernel: FBGEMM has no {request.table_optimizers.sparse}"
             why[table.name] = reason + ("; host memory: no device has room" if kernel in IN_HOST_MEMORY else "")
     return why

@@ -110,12 +110,11 @@ class Layouts:
         for num_ranges in self._numbers_of_ranges(table, sharding_type, collection):
             wide = columns // num_ranges
             ranges = tuple((start, start + wide) for start in range(0, columns, wide))
-            for kernel in self._kernels(sharding_type):
+            for kernel in self._kernels(table, sharding_type):
                 yield Layout(sharding_type, kernel, ranges)
 
-    def _kernels(self, sharding_type: str) -> list[str]:
-        request = self._request
-        if sharding_type == _DATA_PARALLEL or not request.table_optimizers.is_fused:
+    def _kernels(self, table: CompositionalEmbeddingConfig, sharding_type: str) -> list[str]:
+        if sharding_type == _DATA_PARALLEL or not self._request.table_optimizers.for_table(table).is_fused:
             return [EmbeddingComputeKernel.DENSE.value]
         has_host = self._config.host_memory and self._cluster.device.kind == "cuda"
         return [EmbeddingComputeKernel.FUSED.value, *(IN_HOST_MEMORY if has_host else ())]

@@ -50,6 +50,7 @@ class LookupTimes:
             load: What the rank looks up.
             num_shards: Over how many ranks the rows of the sharded partition are divided.
         """
+        table_optimizers = self._optimizers.for_table(load.slice.table)
         own, work = load.slice, group_type(load.slice.table, is_pooled(load.slice.table)).work(load)
         seconds = work.moved_bytes / self._device.memory_bandwidth + work.operations / self._flops
         for part, kernel, (num_ids, num_bags) in zip(own.partitions, own.kernels, work.lookups, strict=True):
@@ -59,7 +60,7 @@ class LookupTimes:
                 seconds += self._fused_seconds(rows, kernel)
                 continue
             seconds += self._dense_seconds(rows)
-            seconds += self._update_seconds(rows.num_numbers, self._optimizers.sparse) if is_sharded else 0.0
+            seconds += self._update_seconds(rows.num_numbers, table_optimizers.sparse) if is_sharded else 0.0
         return _MS * seconds
 
     def replicated_update_ms(self, num_vector_numbers: int, num_function_numbers: int) -> float:

@@ -7,6 +7,8 @@ will make them, and from the optimizer that will train each of them:
 sharded partitions               the sparse optimizer, fused by FBGEMM; torch's form of it where the kernel is ``dense``
 replicated partitions            torch's form of the sparse optimizer
 functions of path-based tables   the dense optimizer
+tables with gradients in all     the dense optimizer
+rows (``dense_gradient``)
 ================================ ==========================================================
 
 Partitions of the kernels ``fused_uvm`` and ``fused_uvm_caching`` lie in host memory; the device keeps what an optimizer
@@ -145,12 +147,13 @@ def replicated_storage(
     table: CompositionalEmbeddingConfig, parts: Iterable[PartitionTable], optimizers: TableOptimizers
 ) -> TableStorage:
     """Returns the storage of partitions and functions of a table that every rank has."""
+    optimizers = optimizers.for_table(table)
     return sum((_replicated_storage(table, part, optimizers) for part in parts), TableStorage())
 
 
 def whole_table_storage(table: CompositionalEmbeddingConfig, optimizers: TableOptimizers) -> TableStorage:
     """Returns the storage of a table of any size that one rank holds whole; no weights are allocated."""
-    itemsize = table.bytes_per_number
+    itemsize, optimizers = table.bytes_per_number, optimizers.for_table(table)
     vectors = [
         _parameter([(part.num_rows, part.dim)], itemsize, optimizers.sparse, optimizers.is_fused)
         for part in table.lookup_tables()
@@ -188,6 +191,7 @@ def _sharded_storage(
     """Returns the storage of one rank's shards of one partition."""
     kernel, shards = part
     is_fused = kernel != EmbeddingComputeKernel.DENSE.value
+    optimizers = optimizers.for_table(table)
     storage = _parameter(shards, table.bytes_per_number, optimizers.sparse, is_fused)
     if kernel not in IN_HOST_MEMORY:
         return storage

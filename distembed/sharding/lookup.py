@@ -126,6 +126,8 @@ def _weights_of_kernel(kernel: Any) -> list[Tensor]:
         kernel.flush()
         return list(kernel.split_embedding_weights())
     tbe = kernel.emb_module
+    if len(tbe.embedding_specs) == 1:  # a slice would have a gradient of its own on the way back
+        return [tbe.weights.view(tbe.embedding_specs[0])]
     starts = tbe.weights_physical_offsets
     return [
         tbe.weights[start:stop].view(size)

@@ -207,6 +207,14 @@ def place_table(
             f"{where} is planned with compute kernel {unit.compute_kernel}; compositional tables have "
             f"{_alternatives(COMPUTE_KERNELS)}."
         )
+    if table.dense_gradient and unit.compute_kernel != EmbeddingComputeKernel.DENSE.value:
+        if unit.compute_kernel in IN_HOST_MEMORY:
+            raise UserError(
+                f"{where} is planned with compute kernel {unit.compute_kernel}, and has gradients in all rows, which "
+                "only dense tables in device memory have; give the sharders host_memory=False."
+            )
+        # TorchRec's planner does not tell a collection's tables apart
+        unit = dataclasses.replace(unit, compute_kernel=EmbeddingComputeKernel.DENSE.value)
     if unit.sharding_type == ShardingType.DATA_PARALLEL.value:
         return Placement(table, unit, {}, collection=collection)
     ranks = [shard_rank(shard) for shard in _shards(table, unit)]

@@ -71,6 +71,7 @@ class Task(ABC):
         outputs: Names of the outputs of each row that :meth:`evaluate` returns.
         replaced_features: Names of the features whose ids the task replaces itself, where ``sse`` says so; those of
             all others are replaced as they are looked up.
+        dense_tables: Names of the tables that the loss has gradients in all rows of, as a softmax over all ids has.
         reported_metrics: Metrics that reports show, each with what is better; the first is the headline metric, by
             which models are compared.
         prediction_columns: Names of the columns that :meth:`predictions` returns.
@@ -79,6 +80,7 @@ class Task(ABC):
     batch_fields: ClassVar[tuple[str, ...]]
     outputs: ClassVar[tuple[str, ...]]
     replaced_features: ClassVar[tuple[str, ...]] = ()
+    dense_tables: tuple[str, ...] = ()
     reported_metrics: ClassVar[tuple[ReportedMetric, ...]]
     prediction_columns: ClassVar[tuple[str, ...]]
 

@@ -73,7 +73,9 @@ class Blueprint:
         """The features and tables that the model is built from."""
         own = self.task.replaced_features
         sse = {feature: rule for feature, rule in self.sse.items() if feature not in own}
-        return ModelInputs.from_config(self.batch_schema, self.config.embedding, self.config.train.seed, sse)
+        return ModelInputs.from_config(
+            self.batch_schema, self.config.embedding, self.config.train.seed, sse, self.task.dense_tables
+        )
 
     @cached_property
     def batch_schema(self) -> Schema:

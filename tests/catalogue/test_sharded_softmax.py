@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.types import ShardingEnv
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.catalogue import Catalogue
@@ -21,6 +22,7 @@ from distembed.embedding import (
     CompositionalEmbeddingConfig,
 )
 from distembed.embedding.share import TableShare
+from distembed.optim.tables import table_parameters
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, CompositionalEmbeddingCollectionSharder
 from tests.embedding.schemes import make_partition
 from tests.ranks import run_on_ranks
@@ -47,7 +49,7 @@ class Tied(nn.Module):
         make = CompositionalEmbeddingBagConfig if is_bag else CompositionalEmbeddingConfig
         collection = CompositionalEmbeddingBagCollection if is_bag else CompositionalEmbeddingCollection
         combine = COMPOSITIONS[composition]()
-        items = make("item", NUM_IDS, DIM, ["item"], make_partition(scheme, NUM_IDS), combine)
+        items = make("item", NUM_IDS, DIM, ["item"], make_partition(scheme, NUM_IDS), combine, dense_gradient=True)
         self.embeddings = collection([make("user", 20, DIM, ["user"]), items], device=device)
         self.catalogue = Catalogue(self, "embeddings", items, bias=True, num_reserved=2)
         torch.manual_seed(0)
@@ -96,12 +98,11 @@ def compare(rank: int, world_size: int, layout: str, scheme: str, composition: s
     expected.mean().backward()
     sharders = [CompositionalEmbeddingBagCollectionSharder(), CompositionalEmbeddingCollectionSharder()]
     model = Tied(scheme, composition, is_bag, device="meta")
+    apply_optimizer_in_backward(torch.optim.SGD, table_parameters(model), {"lr": 1.0})  # of users
     constraints = {name: ParameterConstraints(sharding_types=[layout], min_partition=4) for name in ("user", "item")}
     topology = Topology(world_size=world_size, local_world_size=world_size, compute_device="cpu")
     planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
-    for placed in plan.plan["embeddings"].values():
-        placed.compute_kernel = "dense"
     env = ShardingEnv.from_process_group(dist.group.WORLD)
     sharded = DistributedModelParallel(model, env=env, device=torch.device("cpu"), plan=plan, sharders=sharders)
     bounds = {1: [0, 13], 2: [0, 0, 13], 4: [0, 5, 5, 6, 13]}[world_size]  # some ranks have no row

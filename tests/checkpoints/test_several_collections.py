@@ -22,10 +22,13 @@ CASES = [
 ]
 VECTORS = {
     *(f"bags.embedding_bags.{name}.weight" for name in ("a__p0", "a__p1", "c__p0")),
-    *(f"sequences.embeddings.{name}.weight" for name in ("b__p0", "b__p1", "d__p0")),
+    "sequences.embeddings.d__p0.weight",
     "stock.embedding_bags.e.weight",
 }
-OTHERS = {"bags.functions.c__p1", "sequences.functions.d__p1", "linear.weight", "linear.bias"}
+OTHERS = {
+    *(f"sequences.embeddings.{name}.weight" for name in ("b__p0", "b__p1")),  # of a table with gradients in all rows
+    *("bags.functions.c__p1", "sequences.functions.d__p1", "linear.weight", "linear.bias"),
+}
 
 
 def make(layout: str, optimizer: str) -> Trained:

@@ -1,0 +1,37 @@
+"""Tables with gradients in all rows, among others: how they are placed, and what is counted of them."""
+
+import torch
+from torch import nn
+
+from distembed.embedding import CompositionalEmbeddingCollection, CompositionalEmbeddingConfig
+from distembed.optim.declared import TableOptimizers
+from distembed.planning import make_plan
+from distembed.planning.config import PlanConfig, TablePlanConfig
+from distembed.planning.storage import whole_table_storage
+from distembed.planning.workload import Workload
+from distembed.ranks import Ranks
+from distembed.sharding import default_sharders
+
+TABLES = [
+    CompositionalEmbeddingConfig("user", 1000, 16, ["user"]),
+    CompositionalEmbeddingConfig("item", 500, 16, ["item"], dense_gradient=True),
+]
+
+
+def test_dense_kernel_is_for_such_tables_alone() -> None:
+    model = nn.Module()
+    model.embeddings = CompositionalEmbeddingCollection(TABLES, device="meta")
+    ranks = Ranks(0, 1, 1, torch.device("cpu"))
+    optimizers = TableOptimizers("row_wise_adagrad", "adam", is_fused=True)
+    for kind, kernels in (("table_wise", ("fused", "dense")), ("data_parallel", ("dense", "dense"))):
+        config = PlanConfig(tables={table.name: TablePlanConfig(sharding_types=[kind]) for table in TABLES})
+        plan = make_plan(model, default_sharders(), ranks, Workload(8), config, optimizers).plan["embeddings"]
+        assert (plan["user"].compute_kernel, plan["item"].compute_kernel) == kernels
+
+
+def test_storage_has_the_gradient_and_the_state_of_the_dense_optimizer() -> None:
+    user, item = (whole_table_storage(table, TableOptimizers("row_wise_adagrad", "adam")) for table in TABLES)
+    assert (user.weights, user.optimizer_state, user.gradients) == (1000 * 16 * 4, 1000 * 4, 0)
+    weights = 500 * 16 * 4
+    assert (item.weights, item.gradients) == (weights, weights)
+    assert 2 * weights <= item.optimizer_state <= 2 * weights + 8
