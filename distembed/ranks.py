@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
@@ -65,11 +64,11 @@ class Ranks:
             dist.reduce(numbers, dst=0)
         return numbers
 
-    def gather_rows(self, rows: Tensor) -> npt.NDArray[np.float32]:
+    def gather_rows(self, rows: Tensor) -> npt.NDArray[Any]:
         """Gathers rows [n, ...] of all ranks, which may be unequally many, rank after rank; all ranks call it.
 
         Returns:
-            All rows on rank 0, and none on other ranks.
+            All rows on rank 0, and none on other ranks, in the tensor's type.
         """
         if self.world_size == 1:
             return rows.cpu().numpy()
@@ -81,7 +80,7 @@ class Ranks:
         gathered = [torch.empty_like(padded) for _ in counts] if self.is_first else None
         dist.gather(padded, gathered, dst=0)
         if gathered is None:
-            return np.empty((0, *rows.shape[1:]), np.float32)
+            return rows[:0].cpu().numpy()
         return torch.cat([part[: int(n)] for part, n in zip(gathered, counts, strict=True)]).cpu().numpy()
 
 

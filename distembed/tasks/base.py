@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
@@ -25,8 +24,8 @@ from distembed.sse import SSE
 Outputs = Mapping[str, Tensor]
 """What a task stores of each row of a batch, by name: tensors whose first dimension is rows."""
 
-Rows = Mapping[str, npt.NDArray[np.float32]]
-"""The outputs of all rows of a split or of some steps, gathered from all ranks, by name."""
+Rows = Mapping[str, npt.NDArray[Any]]
+"""The outputs of all rows of a split or of some steps, gathered from all ranks, by name, in the tensors' types."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +74,7 @@ class Task(ABC):
         reported_metrics: Metrics that reports show, each with what is better; the first is the headline metric, by
             which models are compared.
         prediction_columns: Names of the columns that :meth:`predictions` returns.
+        id_columns: Names of those that hold ids, int64; all others hold numbers, float32.
     """
 
     batch_fields: ClassVar[tuple[str, ...]]
@@ -83,6 +83,7 @@ class Task(ABC):
     dense_tables: tuple[str, ...] = ()
     reported_metrics: ClassVar[tuple[ReportedMetric, ...]]
     prediction_columns: ClassVar[tuple[str, ...]]
+    id_columns: ClassVar[tuple[str, ...]] = ()
 
     @property
     def headline(self) -> ReportedMetric:
@@ -148,7 +149,7 @@ class Task(ABC):
         """Returns the metrics of the lines that are logged while training, beside the loss."""
 
     @abstractmethod
-    def predictions(self, rows: Rows) -> dict[str, npt.NDArray[np.float32]]:
+    def predictions(self, rows: Rows) -> dict[str, npt.NDArray[Any]]:
         """Returns what is predicted of each row, by the names of :attr:`prediction_columns`."""
 
     @abstractmethod

@@ -117,12 +117,14 @@ def predict_split(state: TrainingState, dataset: str, split: str, output: Path, 
                 ranks.gather_rows(values)
         return 0
     num_rows = 0
-    columns = pa.schema([(name, pa.float32()) for name in state.task.prediction_columns])
+    task = state.task
+    types = {name: pa.int64() if name in task.id_columns else pa.float32() for name in task.prediction_columns}
+    columns = pa.schema(types.items())
     with whole_file(output) as temporary, PREDICTION_FORMATS[output.suffix](temporary, columns) as writer:
         for outputs in score_batches(state, dataset, split, ranks):
             # ranks hold neighbouring slices of a batch, so rank after rank is the file's order
             rows = {name: ranks.gather_rows(values) for name, values in outputs.items()}
-            table = pa.table(state.task.predictions(rows), schema=columns)
+            table = pa.table(task.predictions(rows), schema=columns)
             num_rows += len(table)
             writer.write_table(table)
     return num_rows
