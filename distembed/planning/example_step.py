@@ -146,12 +146,12 @@ def estimate_own_networks(
     value = None if batch is None else with_leaves(batch.value, mode.fake)
     try:
         networks = copy.deepcopy(model)
-        with mode:
+        with mode.active():
             replace_collections(networks)
             _make_fake(networks)
     except Exception as error:  # whatever someone's own module raises, such as one without its weights' sizes
         return NetworkEstimate(is_step_known=False), f"the model cannot be copied: {one_line(error)}"
-    with mode, OnDevice("cpu"):
+    with mode.active(), OnDevice("cpu"):
         if batch is None:
             return count_networks(networks, optimizer), "there is no --example to count them by"
         step = FakeStep(lambda: _run(networks, value, bf16, failures), list(_tensors(value)), batch.num_rows)

@@ -5,13 +5,17 @@ and what follows from them, such as places and groups: integers, which are compu
 other tensors have shapes alone. Torch does the same for integers of one element; here they have any number.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._decomp.decompositions import gru_impl_data
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 _MOST_NUMBERS = 2**26
@@ -49,6 +53,12 @@ class KnownIntegers(FakeTensorMode):
             return self.fake_tensor_converter.from_real_tensor(self, tensor, make_constant=True)
         return self.from_tensor(tensor)
 
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Makes tensors fake within the block, and known integers those of numpy's arrays and back."""
+        with self, _ThroughNumpy(self):
+            yield
+
     def may_turn_const(self, t: Tensor) -> bool:
         """Returns whether a tensor's values are kept; torch asks."""
         is_integer = not (t.is_floating_point() or t.is_complex())
@@ -69,3 +79,32 @@ class KnownIntegers(FakeTensorMode):
             if func in _EMPTY:
                 known.zero_()  # what lies there by chance may be no place in anything
         return self._fake_tensor(known)
+
+
+class _ThroughNumpy(TorchFunctionMode):
+    """Makes arrays of numpy's of known integers, and known integers of such arrays, which torch would not.
+
+    Args:
+        mode: The mode in which tensors are fake.
+    """
+
+    def __init__(self, mode: KnownIntegers) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.numpy, Tensor.__array__) and isinstance(args[0], FakeTensor):
+            known = args[0].constant
+            if known is None:
+                raise RuntimeError("the values of a fake tensor are not known")
+            with no_dispatch():
+                return func(known, *args[1:], **(kwargs or {}))
+        args, kwargs = tree_map_only(Tensor, self._known, (args, kwargs or {}))
+        if func is torch.gru and len(args) > 1 and not args[1].is_floating_point():
+            func = gru_impl_data  # the same operators step by step; torch's own reads the sizes of the steps as memory
+        return func(*args, **kwargs)
+
+    def _known(self, tensor: Tensor) -> Tensor:
+        """Returns a fake tensor in the place of a real one of integers, which comes from an array of numpy's."""
+        is_real = not isinstance(tensor, FakeTensor) and not tensor.is_floating_point()
+        return self._mode.fake(tensor) if is_real else tensor

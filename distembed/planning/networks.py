@@ -5,6 +5,7 @@ Fake tensors have shapes and no values, so that a step of any size takes no memo
 """
 
 import dataclasses
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -134,11 +135,12 @@ class _Vectors(nn.Module):
             for feature, name in pairs
         ]
         self._tables = {table.name: table for table in tables}
+        self.scan = _Scan()
         self._origin = torch.empty(0, requires_grad=True)
 
     def share(self, table_name: str) -> TableShare:
         """Returns a stand-in for the table's share, whose vectors depend on no weights either."""
-        return _ShareOfNothing(self._tables[table_name])
+        return _ShareOfNothing(self._tables[table_name], self.scan)
 
     def _empty_vectors(self, num_rows: int, num_columns: int) -> Tensor:
         """Returns vectors of this shape that take part in the backward pass."""
@@ -146,14 +148,36 @@ class _Vectors(nn.Module):
         return vectors
 
 
-class _ShareOfNothing(TableShare):
-    """Stands in for a table's share: has one chunk of ids, whose vectors have no values, and no weights."""
+@dataclass
+class _Scan:
+    """How networks go through the vectors of a whole table, chunk by chunk, all of which are alike.
 
-    def __init__(self, table: CompositionalEmbeddingConfig) -> None:
-        super().__init__(table, ShareIds(0, table.num_embeddings), table.num_embeddings, [], torch.device("cpu"))
+    Attributes:
+        world_size: Number of ranks that share the table.
+        most_chunks: Number of chunks that are gone through; all others are left out.
+        num_chunks: Number of chunks that a rank has; 0 where networks go through no table.
+    """
+
+    world_size: int = 1
+    most_chunks: int = 1
+    num_chunks: int = 0
+
+
+class _ShareOfNothing(TableShare):
+    """Stands in for a rank's share of a table: has few chunks of ids, whose vectors have no values, and no weights."""
+
+    def __init__(self, table: CompositionalEmbeddingConfig, scan: _Scan) -> None:
+        num_ids = math.ceil(table.num_embeddings / scan.world_size)
+        super().__init__(table, ShareIds(0, num_ids), num_ids, [], torch.device("cpu"))
+        self._scan = scan
+
+    @property
+    def world_size(self) -> int:
+        return self._scan.world_size
 
     def num_chunks(self, most_ids: int) -> int:
-        return min(super().num_chunks(most_ids), 1)
+        self._scan.num_chunks = super().num_chunks(most_ids)
+        return min(self._scan.num_chunks, self._scan.most_chunks)
 
     def read(self, number: int, most_ids: int, with_gradients: bool = False) -> ReadChunk:
         chunk_ids = self._ids.between(0, most_ids, self._device)
@@ -199,7 +223,7 @@ def estimate_network(
     num_rows: int,
     optimizer: str,
     bf16: bool,
-    averages: bool,
+    world_size: int,
 ) -> NetworkEstimate:
     """Runs a step of a model's networks on fake tensors, which take no memory.
 
@@ -210,7 +234,7 @@ def estimate_network(
         num_rows: Rows of a step on one rank.
         optimizer: Name of the dense optimizer, a key of ``OPTIMIZERS``.
         bf16: Whether the networks compute in bf16.
-        averages: Whether gradients are averaged over ranks, in buckets.
+        world_size: Number of ranks.
 
     Returns:
         The estimate, whose step is not known of a model that looks at numbers other than integers, which fake tensors
@@ -219,11 +243,21 @@ def estimate_network(
     mode = KnownIntegers()
     typical = typical_batch(inputs.schema, num_rows)
     batch = Batch({name: mode.fake(field) for name, field in typical.fields.items()}, num_rows)
-    with mode:
+    with mode.active():
         model = model_config.build(_VectorInputs(inputs.schema, inputs.tables, inputs.embedding_dim))
         replace_collections(model)
+        scans = [module.scan for module in model.modules() if isinstance(module, _Vectors)]
+        for scan in scans:
+            scan.world_size = world_size
         fake_step = FakeStep(lambda: _step(model, task, batch, bf16), _batch_tensors(batch), num_rows)
-        return measure_step(model, fake_step, optimizer, averages)
+        estimate = measure_step(model, fake_step, optimizer, world_size > 1)
+        left_out = max((scan.num_chunks - scan.most_chunks for scan in scans), default=0)
+        if left_out <= 0:
+            return estimate
+        for scan in scans:
+            scan.most_chunks += 1
+        of_chunk = measure_step(model, fake_step, optimizer, world_size > 1).flops - estimate.flops
+        return dataclasses.replace(estimate, flops=estimate.flops + left_out * of_chunk)
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,7 @@ class Blueprint:
             math.ceil(train.batch_size / self.world_size),
             train.dense_optimizer.name,
             self.bf16,
-            averages=self.world_size > 1,
+            self.world_size,
         )
         return Workload(
             batch_size=train.batch_size,

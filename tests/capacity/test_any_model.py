@@ -98,9 +98,10 @@ def test_a_step_takes_what_it_takes_in_a_config() -> None:
         ids.keys(), ids.values()[: 3 * num_rows], lengths=torch.ones(3 * num_rows, dtype=torch.int32)
     )
     fields = {"dense_features": made.dense_features[:, :2], "sparse_features": one_id_each, "labels": made.labels}
-    for averages in (False, True):
-        expected = estimate_network(config, inputs, ClickTask(), num_rows, "adam", False, averages)
-        found, unknown = estimate_own_networks(Trained(), ExampleBatch(fields, num_rows), "adam", False, averages)
+    for world_size in (1, 2):
+        expected = estimate_network(config, inputs, ClickTask(), num_rows, "adam", False, world_size)
+        batch, averages = ExampleBatch(fields, num_rows), world_size > 1
+        found, unknown = estimate_own_networks(Trained(), batch, "adam", False, averages)
         assert not unknown and expected.peak > 0
         assert (found.peak, found.flops, found.parameters) == (expected.peak, expected.flops, expected.parameters)
         assert (found.gradients, found.optimizer_state) == (expected.gradients, expected.optimizer_state)

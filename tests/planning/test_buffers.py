@@ -199,7 +199,7 @@ def workload_of(case: Case, network: NetworkEstimate) -> Workload:
 
 def network_of(case: Case, num_rows: int, averages: bool) -> NetworkEstimate:
     inputs, model = ModelInputs.from_config(case.schema, case.embedding), MODELS[case.model]
-    network = estimate_network(model, inputs, ClickTask(), num_rows, case.dense, case.bf16, averages)
+    network = estimate_network(model, inputs, ClickTask(), num_rows, case.dense, case.bf16, 2 if averages else 1)
     assert network is not None
     return network
 
@@ -316,7 +316,7 @@ def test_networks_are_estimated_to_a_hundredth(model: str, bf16: bool, num_rows:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam", "adamw", "amsgrad"])
 def test_states_of_networks_follow_the_optimizer(optimizer: str) -> None:
-    network = network_of(Case(("table_wise",), dense=optimizer), 8, averages=True)
+    network = network_of(Case(("table_wise",), dense=optimizer), 8, 2)
     states = len(OPTIMIZERS[optimizer].states)
     steps = 4 * 12 if states else 0  # of six layers' weights and biases
     assert network.optimizer_state == states * network.parameters + steps
@@ -326,7 +326,7 @@ def test_states_of_networks_follow_the_optimizer(optimizer: str) -> None:
 def test_a_rank_without_tables_and_features_takes_what_the_networks_take(num_dense: int) -> None:
     schema = Schema("label", tuple(f"I{i}" for i in range(num_dense)), (CategoricalFeature("a", 10),))
     inputs = ModelInputs.from_config(schema, EmbeddingConfig(default=TableConfig(embedding_dim=4)))
-    network = estimate_network(MODELS["dcn"], inputs, ClickTask(), 8, "sgd", False, averages=True)
+    network = estimate_network(MODELS["dcn"], inputs, ClickTask(), 8, "sgd", False, 2)
     assert network is not None
     buffers = Step([], 2, Workload(16, num_dense=num_dense, network=network), "cpu").buffers(0)
     assert buffers.lookups == buffers.outputs == 0
