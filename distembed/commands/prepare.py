@@ -62,6 +62,16 @@ class EdgeOptions:
     count_shared: Annotated[
         bool, typer.Option("--count-shared", help="Weigh an edge by the number of values shared.")
     ] = False
+    co_occurrence: Annotated[
+        bool,
+        typer.Option("--co-occurrence", help="No files: ids that --data trains on together are neighbours."),
+    ] = False
+    within: Annotated[int | None, typer.Option(help="With --co-occurrence: only at most so many steps apart.")] = None
+    min_shared: Annotated[int, typer.Option(help="Leave out edges of ids that share less.")] = 1
+    measure: Annotated[str, typer.Option(help="What is shared: `count`, or `cosine`, over the ids' own counts.")] = (
+        "count"
+    )
+    max_neighbors: Annotated[int | None, typer.Option(help="Keep so many neighbours of an id, the nearest.")] = None
     unknown: Annotated[str, typer.Option(help="`error`, or `drop` rows with a value that the table has no id for.")] = (
         "error"
     )
@@ -107,18 +117,19 @@ def prepare_criteo_command(
 @prepare_app.command(
     "graph",
     epilog="Example: `distembed prepare graph edges.csv --output graphs/C3 --data criteo --table C3`; "
-    "`distembed prepare graph films.csv --source film --attribute actor --num-embeddings 1683 --output graphs/film`",
+    "`distembed prepare graph films.csv --source film --attribute actor --num-embeddings 1683 --output graphs/film`; "
+    "`distembed prepare graph --co-occurrence --data ratings --table item --max-neighbors 50 --output graphs/item`",
 )
 @flattened
 def prepare_graph_command(
-    inputs: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="EDGES...",
-            help="Parquet, CSV or TSV files or pipes (gzip too), or folders of files; with column names; - is stdin.",
-        ),
-    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to make; it appears whole or not at all.")],
+    inputs: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[EDGES...]",
+            help="Parquet, CSV, TSV or JSON files or pipes (gzip too), or folders; with column names; - is stdin.",
+        ),
+    ] = None,
     *,
     nodes: NodeOptions,
     edges: EdgeOptions,
@@ -138,12 +149,17 @@ def prepare_graph_command(
         attribute=edges.attribute,
         max_shared=edges.max_shared,
         count_shared=edges.count_shared,
+        min_shared=edges.min_shared,
+        measure=edges.measure,
+        max_neighbors=edges.max_neighbors,
+        co_occurrence=edges.co_occurrence,
+        within=edges.within,
         unknown=edges.unknown,
     )
     node_ids = NodeIds(data=nodes.data, table=nodes.table, num_embeddings=nodes.num_embeddings)
     with prepare_progress(console) as progress:
         graph = prepare_graph(
-            inputs,
+            inputs or [],
             output,
             node_ids,
             options,

@@ -2,12 +2,13 @@
 
 All columns of text files are read as text: what a value means is decided where it is used. Text files have a header,
 where a name may be followed by a type as in RecBole's files (``user_id:token``); or they have none, and the name of a
-column is its number, from 1.
+column is its number, from 1. A JSON object of lists is two columns: ``{"a": [1, 2]}`` has the rows ``a 1`` and ``a 2``.
 """
 
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,13 +29,16 @@ from distembed.names import nearest
 _SEPARATORS = {".csv": ",", ".csv.gz": ",", ".tsv": "\t", ".tsv.gz": "\t"}
 # RecBole's files of interactions, of what is known of users and items, and of knowledge graphs
 _SEPARATORS |= dict.fromkeys((".inter", ".user", ".item", ".kg", ".link"), "\t")
-_SUFFIXES = (".parquet", *_SEPARATORS)
+_JSON = (".json", ".json.gz")
+_SUFFIXES = (".parquet", *_SEPARATORS, *_JSON)
 _NO_DELIMITER = "\x1f"
 """The separator of units, which no line of text has."""
 _PARQUET_MAGIC = b"PAR1"
 _LEAST_BLOCK_BYTES = 1 << 20
 _BLOCKS_READ_AHEAD = 32
 """Number of blocks that pyarrow's reader of text reads ahead."""
+_MOST_JSON_BYTES = 1 << 28
+"""Size of the largest JSON file that is read, which is in memory as a whole."""
 _BYTES_A_VALUE = 64
 """Memory that a value of a Parquet column takes, with the numbers made of it."""
 
@@ -192,7 +196,7 @@ def read_columns(contents: Mapping[Path, Path], wanted: WantedColumns, memory_by
         UserError: A file cannot be read, or lacks a column, or has one of a kind that is not allowed.
     """
     for path, content in contents.items():
-        read = _read_parquet if _suffix(content) == ".parquet" else _read_text
+        read = _READERS.get(_suffix(content), _read_text)
         try:
             yield from _numbered(path, content.stat().st_size, read(path, content, wanted, memory_bytes))
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -312,6 +316,35 @@ def _read_text(
             text_bytes += batch.nbytes
             yield batch, text_bytes / size
 
+
+def _read_json(
+    path: Path, content: Path, wanted: WantedColumns, memory_bytes: int
+) -> Iterator[tuple[pa.RecordBatch, float]]:
+    """Yields a row for each entry of the lists of a JSON object: its key and the entry, whatever the columns' names."""
+    if len(wanted.kinds) != 2:
+        raise UserError(
+            f"{path} is JSON, which has two columns; {len(wanted.kinds)} are read: {', '.join(wanted.kinds)}."
+        )
+    try:
+        with gzip.open(content) if is_gzip(content) else open(content, "rb") as file:
+            text = file.read(_MOST_JSON_BYTES + 1)
+        value = json.loads(text) if len(text) <= _MOST_JSON_BYTES else None
+    except (ValueError, EOFError, zlib.error, RecursionError) as error:
+        raise UserError(f"{path} is not valid JSON ({error}); write it again, or give its rows as CSV.") from error
+    if value is None:
+        raise UserError(f"{path} has more than {_MOST_JSON_BYTES:,} bytes of JSON; give its rows as CSV or Parquet.")
+    lists = value.items() if isinstance(value, dict) else ()
+    if not lists or not all(isinstance(entries, list) for _, entries in lists):
+        raise UserError(f'{path} is no JSON object of lists, such as {{"item": [1, 2]}}; write it as one.')
+    rows = [(key, entry) for key, entries in lists for entry in entries]
+    odd = next((f"{key!r}: {entry!r}" for key, entry in rows if type(entry) not in (int, str)), None)
+    if odd is not None:
+        raise UserError(f"{path} has {odd} in a list; entries must be integers or texts.")
+    columns = [pa.array([str(row[column]) for row in rows], pa.string()) for column in (0, 1)]
+    yield pa.record_batch(columns, names=list(wanted.kinds)), 1.0
+
+
+_READERS = {".parquet": _read_parquet, **dict.fromkeys(_JSON, _read_json)}
 
 _BEGINS = {True: "a text file begins with the names of its columns", False: "give a file with rows"}
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,38 +22,20 @@ from distembed.data.prepare.column_numbers import positive_numbers
 from distembed.data.prepare.progress import ProgressCallback
 from distembed.errors import UserError
 from distembed.graph.edges import stored_edges
+from distembed.graph.prepare.dropped import DroppedCounts
 from distembed.graph.prepare.options import GraphOptions
-from distembed.graph.prepare.shared_attributes import PAIR_TYPES, AttributeEdges, value_numbers
-from distembed.graph.prepare.sorted_runs import SortedRuns
+from distembed.graph.prepare.shared_attributes import (
+    PAIR_TYPES,
+    AttributeEdges,
+    add_shared_edges,
+    new_id_counts,
+    shared_runs,
+    value_numbers,
+)
+from distembed.graph.prepare.sorted_runs import SortedRuns, new_runs
 from distembed.graph.prepare.value_ids import ValueMap
 
 _MOST_READ_BYTES = 128 << 20
-
-
-@dataclass
-class DroppedCounts:
-    """What was left out of a graph.
-
-    Attributes:
-        duplicates: Number of rows whose edge, or whose id with its attribute, was given before.
-        self_loops: Number of rows from an id to itself.
-        unknown: Number of rows with a value that the table has no id for.
-        missing: Number of rows without an attribute.
-        hubs: Number of attribute values that too many ids share.
-        largest_hub: Number of ids that share the most common of these.
-    """
-
-    duplicates: int = 0
-    self_loops: int = 0
-    unknown: int = 0
-    missing: int = 0
-    hubs: int = 0
-    largest_hub: int = 0
-
-    def to_json(self, options: GraphOptions) -> dict[str, int]:
-        """Returns the counts of what can be left out of this kind of input."""
-        unused = ("missing", "hubs", "largest_hub") if options.attribute is None else ("self_loops",)
-        return {name: count for name, count in asdict(self).items() if name not in unused}
 
 
 class EdgeReader:
@@ -73,7 +53,8 @@ class EdgeReader:
         options: How rows become edges.
         report: Function that is called with the progress.
         dropped: Counts of what was left out so far.
-        num_rows: Number of rows read so far, by file.
+        id_counts: Number of values of each id so far, where that matters.
+        rows_by_file: Number of rows read so far, by file.
     """
 
     def __init__(
@@ -87,7 +68,8 @@ class EdgeReader:
     ) -> None:
         self.options, self.report = options, report
         self.dropped = DroppedCounts()
-        self.num_rows: dict[Path, int] = dict.fromkeys(contents, 0)
+        self.id_counts = new_id_counts(values.num_nodes, options)
+        self.rows_by_file: dict[Path, int] = dict.fromkeys(contents, 0)
         self._contents = contents
         self._values = values
         self._scratch, self._memory_bytes = scratch, memory_bytes
@@ -98,14 +80,24 @@ class EdgeReader:
         """Number of ids of the graph."""
         return self._values.num_nodes
 
-    def named_edges(self) -> SortedRuns:
-        """Reads rows that name both ends of an edge.
+    @property
+    def num_rows(self) -> int:
+        """Number of rows read so far."""
+        return sum(self.rows_by_file.values())
+
+    def edges(self) -> SortedRuns:
+        """Returns all edges that are stored, with those that are given several times.
 
         Raises:
             UserError: A row is malformed, or has a value without an id where that is an error.
         """
+        return self._named_edges() if self.options.attribute is None else self._shared_edges()
+
+    def _named_edges(self) -> SortedRuns:
+        """Reads rows that name both ends of an edge."""
         weighted, directed = self.options.weighted, self.options.directed
-        runs = self._runs("edges", (np.int64, np.float64) if weighted else (np.int64,), 2)
+        dtypes = (np.int64, np.float64) if weighted else (np.int64,)
+        runs = new_runs(self._scratch / "edges", dtypes, self._memory_bytes // 2)
         for batch in self._batches((*self._values.kinds,), (*self._values.kinds,), (INTEGER, NUMBER)):
             sources, source_known = self._ids(batch, 0)
             targets, target_known = self._ids(batch, 1)
@@ -118,14 +110,9 @@ class EdgeReader:
         self._require_known()
         return runs
 
-    def shared_edges(self) -> SortedRuns:
-        """Reads rows of ids and attributes, and makes edges of ids that share one.
-
-        Raises:
-            UserError: A row is malformed, or has a value without an id where that is an error.
-        """
-        options = self.options
-        pairs = self._runs("pairs", PAIR_TYPES, 4)
+    def _shared_edges(self) -> SortedRuns:
+        """Reads rows of ids and attributes, and makes edges of ids that share one."""
+        pairs = new_runs(self._scratch / "pairs", PAIR_TYPES, self._memory_bytes // 4)
         for batch in self._batches((*self._values.kinds,), (INTEGER, TEXT)):
             ids, known = self._ids(batch, 0)
             present = batch.columns[1].is_valid().to_numpy(zero_copy_only=False)
@@ -134,20 +121,11 @@ class EdgeReader:
             values = batch.columns[1].filter(pa.array(known))
             pairs.add(*value_numbers(values), ids[known])
         self._require_known()
-        runs = self._runs("edges", (np.int64, np.float64) if options.count_shared else (np.int64,), 4)
-        shared = AttributeEdges(self._values.num_nodes, options.max_shared)
-        for records in pairs.merged():
-            for keys in shared.edges(*records):
-                runs.add(keys, *((np.ones(len(keys)),) if options.count_shared else ()))
-        self.dropped.duplicates = shared.num_repeated
-        self.dropped.hubs, self.dropped.largest_hub = shared.num_hubs, shared.largest_hub
+        runs = shared_runs(self._scratch / "edges", self.options, self._memory_bytes // 4)
+        shared = AttributeEdges(self.num_nodes, self.options.max_shared, self.id_counts)
+        add_shared_edges(runs, pairs, shared, self.options)
+        self.dropped.take(shared)
         return runs
-
-    def _runs(self, name: str, dtypes: Sequence[Any], share: int) -> SortedRuns:
-        """Returns empty runs in a folder of their own, with one part in ``share`` of the memory."""
-        folder = self._scratch / name
-        folder.mkdir()
-        return SortedRuns(folder, dtypes, self._memory_bytes // share)
 
     def _batches(self, *kinds: Sequence[str]) -> Iterator[ColumnBatch]:
         """Yields all rows, and counts and reports them.
@@ -158,7 +136,7 @@ class EdgeReader:
         wanted = WantedColumns(dict(zip(self.options.columns, kinds, strict=False)))
         batches = read_columns(self._contents, wanted, min(_MOST_READ_BYTES, self._memory_bytes // 8))
         for batch in reported(batches, self._contents, self.report):
-            self.num_rows[batch.path] += batch.num_rows
+            self.rows_by_file[batch.path] += batch.num_rows
             yield batch
 
     def _ids(self, batch: ColumnBatch, column: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
@@ -191,7 +169,7 @@ class EdgeReader:
     def _require_known(self) -> None:
         if self.dropped.unknown and self.options.unknown == "error":
             raise UserError(
-                f"{self._first_unknown}. {self.dropped.unknown:,} of {sum(self.num_rows.values()):,} rows have such a "
+                f"{self._first_unknown}. {self.dropped.unknown:,} of {self.num_rows:,} rows have such a "
                 "value: mend them, or leave these rows out (unknown=drop, on the command line --unknown drop)"
             )
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,11 @@ from distembed.files import full_disk_explained, require_free_space
 from distembed.graph.csr import Graph
 from distembed.graph.edges import Edges, merge_equal, require_num_nodes
 from distembed.graph.folder import GRAPH_FILE, GraphDescription, GraphWriter
+from distembed.graph.prepare.co_occurrence import CoOccurrenceReader
 from distembed.graph.prepare.edge_reader import EdgeReader
 from distembed.graph.prepare.options import GraphOptions, NodeIds
 from distembed.graph.prepare.sorted_runs import SortedRuns
+from distembed.graph.prepare.strongest import strongest_edges
 from distembed.graph.prepare.value_ids import PlainIds, ValueMap, table_ids
 
 LEAST_MEMORY_BYTES = 256 << 20
@@ -39,6 +41,7 @@ _DROPPED_WORDS = {
     "unknown": "with a value that the table has no id for",
     "missing": "without an attribute",
 }
+_WEAK_WORDS = {"rare": "between ids that share too little", "beyond": "beyond the most neighbours of an id"}
 
 
 def prepare_graph(
@@ -56,7 +59,8 @@ def prepare_graph(
 
     Args:
         inputs: Parquet, CSV or TSV files (``.gz`` too), folders of them, or pipes, of which ``-`` is standard input;
-            text begins with the columns' names.
+            text begins with the columns' names. Or files of a JSON object of lists, whose keys are the first column and
+            whose entries the second. None of it where a dataset's training split is read.
         output: Folder to make.
         nodes: Which ids the graph is over.
         options: How rows become edges; columns ``source`` and ``target``, both ways, unless given.
@@ -76,7 +80,7 @@ def prepare_graph(
     if memory_limit_bytes < LEAST_MEMORY_BYTES:
         raise UserError(f"memory_limit_bytes is {memory_limit_bytes}: at least {LEAST_MEMORY_BYTES} (256 MiB)")
     values, ids_described = _value_map(nodes)
-    files = list_column_files(inputs, note)
+    files = _list_files(inputs, nodes, options, note)
     require_outside(files, Path(output))
     with (
         staged_folder(Path(output), overwrite=overwrite, kind="graph", marker=GRAPH_FILE) as folder,
@@ -87,24 +91,45 @@ def prepare_graph(
         scratch = folder / ".scratch"
         scratch.mkdir()
         contents = store_pipes(files, scratch)
-        edge_reader = EdgeReader(contents, options, values, scratch, memory_limit_bytes, progress)
-        runs = edge_reader.named_edges() if options.attribute is None else edge_reader.shared_edges()
-        writer = _write(folder, edge_reader, runs)
-        sources = _sources(contents, edge_reader.num_rows)
+        reader: EdgeReader | CoOccurrenceReader
+        if options.co_occurrence and nodes.data is not None and nodes.table is not None:
+            reader = CoOccurrenceReader(Path(nodes.data), nodes.table, options, scratch, memory_limit_bytes, progress)
+        else:
+            reader = EdgeReader(contents, options, values, scratch, memory_limit_bytes, progress)
+        writer = _write(folder, reader, reader.edges())
+        sources = _sources(contents, reader.rows_by_file) if isinstance(reader, EdgeReader) else []
         shutil.rmtree(scratch)
         arrays = writer.finish()
         details = {
             "ids": ids_described,
             "options": options.to_json(),
-            "num_rows": sum(edge_reader.num_rows.values()),
+            "num_rows": reader.num_rows,
             "num_connected": writer.num_connected,
             "largest_degree": writer.largest_degree,
-            "dropped": edge_reader.dropped.to_json(options),
+            "dropped": reader.dropped.to_json(options),
             "sources": sources,
         }
         counts = values.num_nodes, writer.num_edges
-        GraphDescription(*counts, options.directed, options.weighted, arrays, details).save(folder)
+        GraphDescription(*counts, options.one_way, options.weighted, arrays, details).save(folder)
     return Graph.open(output, verified=False)
+
+
+def _list_files(
+    inputs: Sequence[str | os.PathLike[str]], nodes: NodeIds, options: GraphOptions, note: NoteCallback
+) -> list[Path]:
+    """Returns the files to read; none where a dataset's training split is read.
+
+    Raises:
+        UserError: Files are named beside a dataset, or there is no dataset, or a file cannot be read.
+    """
+    if not options.co_occurrence:
+        return list_column_files(inputs, note)
+    if inputs or nodes.data is None:
+        raise UserError(
+            "co_occurrence reads the training split of a dataset (data, on the command line --data), and no files: "
+            f"received {len(inputs)} files and data={nodes.data}"
+        )
+    return []
 
 
 def describe_graph(graph: Graph) -> list[str]:
@@ -122,6 +147,8 @@ def describe_graph(graph: Graph) -> list[str]:
             f"attribute values left out: {dropped['hubs']:,} that more than {details['options']['max_shared']:,} ids "
             f"share, {dropped['largest_hub']:,} at most"
         )
+    if weak := [f"{dropped[name]:,} {words}" for name, words in _WEAK_WORDS.items() if dropped.get(name)]:
+        lines.append(f"edges left out: {', '.join(weak)}")
     return lines
 
 
@@ -135,28 +162,37 @@ def _value_map(nodes: NodeIds) -> tuple[ValueMap, Mapping[str, Any]]:
     return values, described
 
 
-def _write(folder: Path, edge_reader: EdgeReader, runs: SortedRuns) -> GraphWriter:
+def _write(folder: Path, reader: EdgeReader | CoOccurrenceReader, runs: SortedRuns) -> GraphWriter:
     """Writes the sorted edges, each once.
 
     Raises:
         UserError: There is no edge.
     """
-    options = edge_reader.options
-    writer = GraphWriter(folder, edge_reader.num_nodes, options.weighted)
+    options = reader.options
+    writer = GraphWriter(folder, reader.num_nodes, options.weighted)
+    num_distinct = 0
+    for edges in strongest_edges(_merged(reader, runs), options, reader):
+        writer.append(edges)
+        num_distinct += len(edges)
+    if not options.is_shared:
+        repeated = runs.num_records - num_distinct
+        reader.dropped.duplicates = repeated if options.directed else repeated // 2
+    if not writer.num_edges:
+        dropped = reader.dropped.to_json(options)
+        listed = ", ".join(f"{name} {count:,}" for name, count in dropped.items())
+        raise UserError(
+            f"the graph has no edge left: {reader.num_rows:,} rows were read; dropped: {listed}. Give other rows"
+        )
+    return writer
+
+
+def _merged(reader: EdgeReader | CoOccurrenceReader, runs: SortedRuns) -> Iterator[Edges]:
+    """Yields the sorted edges, each once, with the sum of its weights where there are weights."""
     done = 0
     for columns in runs.merged():
-        writer.append(merge_equal(Edges(columns[0], columns[1] if options.weighted else None)))
+        yield merge_equal(Edges(columns[0], columns[1] if len(columns) > 1 else None))
         done += len(columns[0])
-        edge_reader.report(ProgressUpdate("write", done * 8, runs.num_records * 8, done))
-    if options.attribute is None:
-        repeated = runs.num_records - writer.num_edges
-        edge_reader.dropped.duplicates = repeated if options.directed else repeated // 2
-    if not writer.num_edges:
-        dropped = edge_reader.dropped.to_json(options)
-        listed = ", ".join(f"{name} {count:,}" for name, count in dropped.items())
-        rows = sum(edge_reader.num_rows.values())
-        raise UserError(f"the graph has no edge left: {rows:,} rows were read; dropped: {listed}. Give other rows")
-    return writer
+        reader.report(ProgressUpdate("write", done * 8, runs.num_records * 8, done))
 
 
 def _sources(contents: Mapping[Path, Path], num_rows: Mapping[Path, int]) -> list[dict[str, Any]]:

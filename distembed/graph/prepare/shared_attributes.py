@@ -9,17 +9,50 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from distembed.graph.prepare.options import COSINE, GraphOptions
+from distembed.graph.prepare.sorted_runs import SortedRuns, new_runs
+
 PAIR_TYPES = (np.int64, np.int64, np.int64)
 """Types of a record's columns: the two halves of a value's number, and the id."""
 
 _INTEGER = "^(0|-?[1-9][0-9]{0,17})$"
 _EDGES_AT_A_TIME = 2**19
+
+
+def shared_runs(folder: Path, options: GraphOptions, memory_bytes: int) -> SortedRuns:
+    """Returns empty runs in a new folder for edges between ids that share something, counted where that matters."""
+    return new_runs(folder, (np.int64, np.float64) if options.counts_shared else (np.int64,), memory_bytes)
+
+
+def add_edges(runs: SortedRuns, keys: NDArray[np.int64], options: GraphOptions) -> None:
+    """Adds edges that each stand for one thing that is shared."""
+    runs.add(keys, *((np.ones(len(keys)),) if options.counts_shared else ()))
+
+
+def add_shared_edges(runs: SortedRuns, pairs: SortedRuns, shared: AttributeEdges, options: GraphOptions) -> None:
+    """Adds the edges of ids that share a value.
+
+    Args:
+        runs: Runs of edges, from :func:`shared_runs`.
+        pairs: Records of a value and an id.
+        shared: Makes edges of them, and counts what is left out.
+        options: Whether it matters how much ids share.
+    """
+    for records in pairs.merged():
+        for keys in shared.edges(*records):
+            add_edges(runs, keys, options)
+
+
+def new_id_counts(num_nodes: int, options: GraphOptions) -> NDArray[np.int64] | None:
+    """Returns zeros to count in how many values each id has, ``[num_nodes]``; None where that does not matter."""
+    return np.zeros(num_nodes, np.int64) if options.measure == COSINE else None
 
 
 def value_numbers(values: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -52,6 +85,7 @@ class AttributeEdges:
     Attributes:
         num_nodes: Number of nodes of the graph.
         max_shared: Most ids that a group may have.
+        id_counts: Where the values of each id are counted, ``[num_nodes]``, but for those left out; None for nowhere.
         num_values: Number of distinct values so far.
         num_repeated: Number of pairs of an attribute and an id that were there already.
         num_hubs: Number of groups left out.
@@ -60,6 +94,7 @@ class AttributeEdges:
 
     num_nodes: int
     max_shared: int
+    id_counts: NDArray[np.int64] | None = None
     num_values: int = field(default=0, init=False)
     num_repeated: int = field(default=0, init=False)
     num_hubs: int = field(default=0, init=False)
@@ -86,6 +121,8 @@ class AttributeEdges:
         self.num_values += len(sizes)
         self.num_hubs += int(np.count_nonzero(hubs))
         self.largest_hub = max(self.largest_hub, int(sizes[hubs].max(initial=0)))
+        if self.id_counts is not None:
+            np.add.at(self.id_counts, ids[np.repeat(~hubs, sizes)], 1)
         taken = ~hubs & (sizes > 1)
         yield from self._expanded(ids, begins[taken], sizes[taken])
 

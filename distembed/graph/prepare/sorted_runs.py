@@ -87,6 +87,12 @@ class SortedRuns:
             yield _merge([part for part in parts if len(part[0])])
 
 
+def new_runs(folder: Path, dtypes: Sequence[Any], memory_bytes: int) -> SortedRuns:
+    """Returns empty runs in a new folder; see :class:`SortedRuns`."""
+    folder.mkdir()
+    return SortedRuns(folder, dtypes, memory_bytes)
+
+
 def record_bytes(dtypes: Sequence[Any]) -> int:
     """Returns the memory that a record takes while it is sorted."""
     # itself, and with columns beside the key an order and a column's copy

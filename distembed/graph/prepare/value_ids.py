@@ -2,7 +2,7 @@
 
 A value is an integer or a text. Where a dataset's keys are 32-bit numbers, as Criteo's are, a text is 1 to 8
 hexadecimal digits, as in the raw files, and an integer is the number that they stand for. Where values are ids already,
-a text is a decimal number. Where a vocabulary's keys are texts, so are the values.
+a text is a decimal number. Where a vocabulary's keys are texts, an integer stands for its decimal digits.
 """
 
 from __future__ import annotations
@@ -120,10 +120,11 @@ class TextIds(ValueMap):
     keys: pa.Array
     key_ids: NDArray[np.int64]
 
-    kinds = (TEXT,)
-    allowed = "a text"
+    kinds = (INTEGER, TEXT)
+    allowed = "a text or an integer"
 
     def find(self, values: pa.Array) -> FoundIds:
+        values = values.cast(pa.string())
         found = pc.fill_null(pc.index_in(values, value_set=self.keys), -1).to_numpy(zero_copy_only=False)
         malformed = values.is_null().to_numpy(zero_copy_only=False)
         ids = np.where(found < 0, OUT_OF_VOCABULARY_ID, self.key_ids[found]) if len(self.keys) else found
