@@ -19,7 +19,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -38,17 +38,43 @@ _SCHEMES = {
     "path, linear": "path_linear",
     "path, MLP 64": "path_mlp",
 }
-VARIANTS: dict[str, tuple[Path, list[str]]] = {
-    "DLRM, full": (_BASE, []),
-    "DLRM, full, fp32": (_BASE, ["train.precision=fp32"]),
-    "DLRM, product, 4, fp32": (_PRODUCT, ["train.precision=fp32"]),
-    "DCN, full": (_BASE, ["model={name: dcn}"]),
-    "DCN, product, 4": (_PRODUCT, ["model={name: dcn}"]),
-} | {
-    f"DLRM, {name}, {collisions} collisions": (CONFIGS / "criteo_sample" / f"{stem}_{collisions}.yaml", [])
-    for collisions in (4, 60)
-    for name, stem in _SCHEMES.items()
-}
+_SOFT_ONE_HOT = {"instead": ("soft_one_hot", "soft_one_hot"), "beside": ("soft_one_hot_beside", "both")}
+"""Config of DLRM, and setting of DCN, by where soft one-hot vectors are."""
+_MISSING = {"": "zero", ", missing kept": "keep"}
+
+
+class Variant(NamedTuple):
+    """What is trained: a config with settings, on rows whose missing integers are 0 (``zero``) or null (``keep``)."""
+
+    config: Path
+    settings: list[str]
+    missing: str = "zero"
+
+
+VARIANTS: dict[str, Variant] = (
+    {
+        "DLRM, full": Variant(_BASE, []),
+        "DLRM, full, fp32": Variant(_BASE, ["train.precision=fp32"]),
+        "DLRM, product, 4, fp32": Variant(_PRODUCT, ["train.precision=fp32"]),
+        "DCN, full": Variant(_BASE, ["model={name: dcn}"]),
+        "DCN, product, 4": Variant(_PRODUCT, ["model={name: dcn}"]),
+    }
+    | {
+        f"DLRM, {name}, {collisions} collisions": Variant(CONFIGS / "criteo_sample" / f"{stem}_{collisions}.yaml", [])
+        for collisions in (4, 60)
+        for name, stem in _SCHEMES.items()
+    }
+    | {
+        f"DLRM, soft one-hot {place}{suffix}": Variant(CONFIGS / "criteo_sample" / f"{stem}.yaml", [], missing)
+        for place, (stem, _) in _SOFT_ONE_HOT.items()
+        for suffix, missing in _MISSING.items()
+    }
+    | {
+        f"DCN, soft one-hot {place}{suffix}": Variant(_BASE, [f"model={{name: dcn, dense: {dense}}}"], missing)
+        for place, (_, dense) in _SOFT_ONE_HOT.items()
+        for suffix, missing in _MISSING.items()
+    }
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,12 +100,12 @@ def run_distembed(*arguments: str) -> None:
         raise SystemExit(f"distembed {' '.join(arguments)}\n{done.stdout}{done.stderr}")
 
 
-def train(variant: str, dataset: Path, runs: Path, seed: int) -> dict[str, Any]:
+def train(variant: str, datasets: Path, runs: Path, seed: int) -> dict[str, Any]:
     """Trains with one seed, and returns the run's record and evaluation."""
-    config, overrides = VARIANTS[variant]
+    config, settings, missing = VARIANTS[variant]
     run = runs / str(seed)
-    settings = [f"data.path={dataset}", f"train.seed={seed}", *overrides]
-    run_distembed("train", str(config), *settings, "--run-dir", str(run))
+    run_settings = [f"data.path={datasets / missing}", f"train.seed={seed}", *settings]
+    run_distembed("train", str(config), *run_settings, "--run-dir", str(run))
     return {**json.loads((run / "run.json").read_text()), **json.loads((run / "evaluation.json").read_text())}
 
 
@@ -121,11 +147,13 @@ def main() -> None:
     options = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        dataset = Path(folder) / "dataset"
-        run_distembed("prepare", "criteo", *options.tsv, "--output", str(dataset))
+        datasets = Path(folder)
+        names = [name for name in VARIANTS if options.only in name]
+        for missing in {VARIANTS[name].missing for name in names}:
+            run_distembed("prepare", "criteo", *options.tsv, "--missing", missing, "--output", str(datasets / missing))
         with ThreadPoolExecutor(options.jobs) as pool:
-            for number, variant in enumerate(name for name in VARIANTS if options.only in name):
-                train_seed = partial(train, variant, dataset, Path(folder) / f"runs-{number}")
+            for number, variant in enumerate(names):
+                train_seed = partial(train, variant, datasets, Path(folder) / f"runs-{number}")
                 runs = list(pool.map(train_seed, range(options.seeds)))
                 rows.append(summarise(variant, runs))
     table = Table("variant", "parameters", "in tables", "test AUC", "test logloss")

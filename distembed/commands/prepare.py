@@ -32,6 +32,9 @@ class DatasetOptions:
         "0.8,0.1,0.1"
     )
     max_rejected: Annotated[float, typer.Option(help="Share of malformed rows, above which nothing is written.")] = 0.01
+    missing: Annotated[
+        str, typer.Option(help="Missing integers: `zero` makes them 0, `keep` null, for models with soft one-hot.")
+    ] = "zero"
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,7 @@ def prepare_criteo_command(
         hash_seed=dataset.hash_seed,
         split=dataset.split,
         max_rejected=dataset.max_rejected,
+        missing=dataset.missing,
     )
     limits = ResourceLimits(memory_limit_bytes=memory_limit_bytes, threads=threads)
     with prepare_progress(console) as progress:

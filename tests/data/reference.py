@@ -14,6 +14,8 @@ HEADER = "\t".join(["label", *[f"I{i}" for i in range(1, 14)], *[f"C{i}" for i i
 
 @dataclass(frozen=True)
 class Row:
+    """A well-formed row, whose missing integers are NaN."""
+
     label: int
     dense: tuple[float, ...]
     keys: tuple[int | None, ...]
@@ -31,7 +33,7 @@ def parse(line: bytes) -> Row | str:
         digits = field[1:] if field.startswith(b"-") else field
         if field and (not digits or not set(digits) <= DIGITS or not -(2**63) <= int(field) < 2**63):
             return "dense"
-        dense.append(math.log1p(max(int(field), 0)) if field else 0.0)
+        dense.append(math.log1p(max(int(field), 0)) if field else math.nan)
     for field in fields[14:]:
         if len(field) > 8 or not set(field) <= HEX:
             return "id"

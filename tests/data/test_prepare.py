@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare import CriteoOptions, ProgressUpdate, ResourceLimits, prepare_criteo, write_parquet
 from distembed.data.prepare.parse_rows import parse_block
+from distembed.data.reader import BatchOrder, BatchReader
 from distembed.errors import UserError
 from tests.data import reference
 from tests.data.reference import folder_bytes
@@ -51,7 +52,8 @@ def check_against_reference(
         labels, dense, ids = read_split(dataset, manifest, name)
         expected = rows[start:stop]
         assert labels.tolist() == [row.label for row in expected]
-        np.testing.assert_allclose(dense, np.array([r.dense for r in expected]).reshape(-1, 13), rtol=3e-7, atol=0)
+        numbers = np.nan_to_num(np.array([r.dense for r in expected]).reshape(-1, 13))
+        np.testing.assert_allclose(dense, numbers, rtol=3e-7, atol=0)
         assert ids.tolist() == [list(reference.ids(row, vocabulary)) for row in expected]
         split = manifest.splits[name]
         assert split.num_rows == stop - start
@@ -253,6 +255,30 @@ def test_tables_of_more_than_2_to_the_31_rows_have_wide_ids(tmp_path: Path) -> N
     assert column.dtype == np.int64 and column.max() > 2**32 and column.max() < 2**40
 
 
+@pytest.mark.parametrize("short", [0.0, 0.5])
+def test_missing_integers_are_kept(tmp_path: Path, short: float) -> None:
+    """They are null where the text is empty, in both ways of parsing; all else is as with zeros in their place."""
+    text = reference.content(200, seed=3, short=short)
+    (tmp_path / "a.tsv").write_bytes(text)
+    kept = prepare_criteo([tmp_path / "a.tsv"], tmp_path / "kept", CriteoOptions(missing="keep"))
+    zeros = prepare_criteo([tmp_path / "a.tsv"], tmp_path / "zeros")
+    assert kept.schema.missing_dense and kept.preparation["missing"] == "keep"
+    assert not zeros.schema.missing_dense and "missing" not in zeros.preparation
+    fields = [line.split(b"\t")[1:14] for line in reference.lines_of(text)]
+    is_empty = np.array([[not field for field in row] for row in fields])
+    seen = []
+    for split in kept.splits:
+        ours, theirs = (pq.read_table(tmp_path / name / split) for name in ("kept", "zeros"))
+        nulls = np.stack([ours[name].is_null().to_numpy() for name in DENSE], 1)
+        seen.append(nulls)
+        for column in ours.column_names:
+            filled = ours[column].fill_null(0) if column in DENSE else ours[column]
+            assert filled.to_pylist() == theirs[column].to_pylist()
+        (batch,) = BatchReader(tmp_path / "kept", split, BatchOrder(1000, False, 0, False))
+        assert np.array_equal(batch["dense_features"].isnan().numpy(), nulls)
+    assert is_empty.any() and np.array_equal(np.concatenate(seen), is_empty)
+
+
 def test_too_many_malformed_rows(tmp_path: Path) -> None:
     (tmp_path / "a.tsv").write_bytes(reference.content(500, 3, malformed=0.05))
     with pytest.raises(UserError) as caught:
@@ -306,6 +332,7 @@ def test_two_rows_leave_a_split_empty(tmp_path: Path) -> None:
         (CriteoOptions, "split", "days!"),
         (CriteoOptions, "split", "1/0,1,1"),
         (CriteoOptions, "max_rejected", 1.5),
+        (CriteoOptions, "missing", "drop"),
         (ResourceLimits, "memory_limit_bytes", 1000),
         (ResourceLimits, "threads", 0),
     ],

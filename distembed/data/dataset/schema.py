@@ -236,8 +236,12 @@ CRITEO_KAGGLE_CARDINALITIES: tuple[int, ...] = (
 )
 
 
-def criteo_schema(num_embeddings: Sequence[int]) -> Schema:
-    """Returns the schema of Criteo rows: label, I1..I13 and C1..C26, the latter with these 26 numbers of ids.
+def criteo_schema(num_embeddings: Sequence[int], missing_dense: bool = False) -> Schema:
+    """Returns the schema of Criteo rows: label, I1..I13 and C1..C26.
+
+    Args:
+        num_embeddings: Number of ids of each of C1..C26.
+        missing_dense: Whether missing integers are told from others.
 
     Raises:
         UserError: There are not 26 numbers.
@@ -245,7 +249,8 @@ def criteo_schema(num_embeddings: Sequence[int]) -> Schema:
     if len(num_embeddings) != len(CRITEO_CATEGORICAL):
         raise UserError(f"num_embeddings has {len(num_embeddings)} entries: Criteo rows have {len(CRITEO_CATEGORICAL)}")
     features = zip(CRITEO_CATEGORICAL, num_embeddings, strict=True)
-    return Schema("label", CRITEO_DENSE, tuple(CategoricalFeature(name, size) for name, size in features))
+    categorical = tuple(CategoricalFeature(name, size) for name, size in features)
+    return Schema("label", CRITEO_DENSE, categorical, missing_dense=missing_dense)
 
 
 # Ids of each categorical feature of the Criteo 1TB rows, hashed to at most 40 million as MLPerf's DLRM-DCNv2 has them.

@@ -48,6 +48,7 @@ from distembed.data.prepare.vocabulary import (
 from distembed.data.prepare.write_parquet import FilePlan, FileWriter, WrittenFile, plan_files, written_split
 from distembed.errors import UserError
 from distembed.files import full_disk_explained
+from distembed.names import one_of
 
 MAX_COUNT = 2**63 - 1
 MAX_HASH_SIZE = 2**62
@@ -65,6 +66,7 @@ class CriteoOptions:
         split: Shares of the rows for training, validation and test in time order; or ``days``: every file is a day
             (one file is cut into seven), the last day is halved into validation and test, the others train.
         max_rejected: Largest share of malformed rows that is no error; they are listed in ``rejected.tsv``.
+        missing: What becomes of missing integers: ``zero``, so that they are as zeros, or ``keep``: they are null.
 
     Raises:
         UserError: An option is out of its range.
@@ -75,6 +77,7 @@ class CriteoOptions:
     hash_seed: int = 0
     split: str = "0.8,0.1,0.1"
     max_rejected: float = 0.01
+    missing: str = "zero"
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_count <= MAX_COUNT:
@@ -92,12 +95,15 @@ class CriteoOptions:
             raise UserError(
                 f"max_rejected (--max-rejected) is {self.max_rejected}: it is a share of the rows, between 0 and 1"
             )
+        one_of("missing (--missing)", self.missing, ("zero", "keep"))
         SplitRule.parse(self.split)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the options that matter for this kind of ids, in the manifest's order."""
         ids = {"min_count": self.min_count} if self.hash_size is None else {}
         unused = {"min_count"} if self.hash_size is not None else {"hash_size", "hash_seed"}
+        # so that the manifests of datasets with zeros are what they were before there was a choice
+        unused |= {"missing"} if self.missing == "zero" else set()
         return ids | {name: value for name, value in asdict(self).items() if name not in unused}
 
 
@@ -151,7 +157,8 @@ def prepare_criteo(
         for found in notes_on_rows(ingested.blocks, options.hash_size is not None):
             note(found)
         features = passes.map_features(ingested, bounds[1])
-        schema = criteo_schema([feature.num_embeddings for feature in features])
+        sizes = [feature.num_embeddings for feature in features]
+        schema = criteo_schema(sizes, missing_dense=options.missing == "keep")
         writer = FileWriter(folder, schema, ingested.blocks, [feature.lookup for feature in features])
         written = passes.write(writer, bounds)
         manifest = Manifest(

@@ -9,6 +9,8 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from distembed.data.dataset.manifest import Manifest, Split
 from distembed.data.dataset.schema import CRITEO_CATEGORICAL, CRITEO_DENSE
 from distembed.data.prepare.spool import SpooledBlock
@@ -97,7 +99,7 @@ def _only_values(block: SpooledBlock) -> tuple[float, ...] | None:
         return None
     values: list[float] = []
     for column in range(len(CRITEO_DENSE)):
-        dense = block.dense(column)
+        dense = np.nan_to_num(block.dense(column), nan=0.0)
         values.append(float(dense[0]))
         if (dense != dense[0]).any():
             return None

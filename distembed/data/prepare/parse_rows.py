@@ -84,7 +84,7 @@ class ParsedBlock:
     Attributes:
         num_lines: Number of lines of the block, malformed ones included.
         labels: Label of each row, 0 or 1.
-        dense: log(1 + x) of each integer column; missing and negative values give 0 (Naumov et al. 2019, DLRM).
+        dense: log(1 + x) of each integer column; negative values give 0 (Naumov et al. 2019, DLRM), missing ones NaN.
         ids: One column for each categorical feature.
         rejected: The malformed rows, in order.
     """
@@ -230,10 +230,13 @@ def _without(column: pa.Array, wrong: NDArray[np.bool_]) -> pa.Array:
 
 
 def _log_transform(column: pa.Array) -> NDArray[np.float32]:
-    """Returns log(1 + max(x, 0)) of a column, 0 where it is null."""
+    """Returns log(1 + max(x, 0)) of a column, NaN where it is null."""
     values = (column.fill_null(0) if column.null_count else column).to_numpy()
     result: NDArray[np.float32] = np.maximum(values, 0).astype(np.float32)
-    return np.log1p(result, out=result)
+    np.log1p(result, out=result)
+    if column.null_count:
+        result[column.is_null().to_numpy(zero_copy_only=False)] = np.nan
+    return result
 
 
 def _encode_ids(column: pa.Array) -> IdColumn:

@@ -52,7 +52,7 @@ class SpooledBlock:
         return self._read(np.dtype(np.int8), self.num_rows, 0)
 
     def dense(self, column: int) -> NDArray[np.float32]:
-        """Reads a dense column."""
+        """Reads a dense column, in which missing values are NaN."""
         return self._read(np.dtype(np.float32), self.num_rows, self.num_rows * (1 + 4 * column))
 
     def codes(self, feature: int) -> NDArray[Any]:

@@ -125,7 +125,7 @@ class FileWriter:
 
     Attributes:
         folder: Dataset folder.
-        schema: Schema that names the columns.
+        schema: Schema that names the columns, and says whether missing numbers are null; if not, they are 0.
         blocks: All spooled blocks.
         lookups: Ids of the blocks' keys, for every categorical feature.
     """
@@ -138,8 +138,12 @@ class FileWriter:
     def write(self, plan: FilePlan) -> WrittenFile:
         """Writes one file."""
         arrow = self._arrow_schema()
-        tables = (pa.table([pa.array(c) for c in columns], schema=arrow) for columns in self._row_groups(plan))
+        tables = (pa.table(self._arrays(columns), schema=arrow) for columns in self._row_groups(plan))
         return write_file(self.folder, plan, arrow, self.schema.label, tables)
+
+    def _arrays(self, columns: Sequence[NDArray[Any]]) -> list[pa.Array]:
+        """Returns columns for PyArrow, with null for NaN where numbers may be missing."""
+        return [pa.array(column, from_pandas=self.schema.missing_dense) for column in columns]
 
     def _arrow_schema(self) -> pa.Schema:
         dense = [(name, pa.float32()) for name in self.schema.dense]
@@ -177,6 +181,8 @@ class _BlockRows:
     def __init__(self, block: SpooledBlock, schema: Schema, lookups: Sequence[LookupTables]) -> None:
         self._first_row = block.first_row
         dense = [block.dense(column) for column in range(len(schema.dense))]
+        if not schema.missing_dense:
+            dense = [np.nan_to_num(values, copy=False, nan=0.0) for values in dense]
         self._numbers: list[NDArray[Any]] = [block.labels(), *dense]
         self._codes = [block.codes(feature) for feature in range(len(lookups))]
         self._tables = [table.table(block.index, size) for table, size in zip(lookups, block.num_keys, strict=True)]
