@@ -38,12 +38,18 @@ def report_command(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="HTML file to write; a report that is there is replaced.")
     ] = Path("report.html"),
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Run that the others are compared with; with others that differ in the seed."
+        ),
+    ] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT whatever it is.")] = False,
 ) -> None:
-    """Write one self-contained HTML file with plots and a comparison of runs."""
+    """Write one self-contained HTML file with plots and a comparison of runs, and of means over seeds."""
     from distembed.runs.report import print_comparison, write_run_report
 
-    print_comparison(write_run_report(runs, output, overwrite), console)
+    print_comparison(write_run_report(runs, output, overwrite, baseline), console, baseline)
     say(f"report {output}")
 
 

@@ -29,7 +29,8 @@ def loss_curve(runs: Mapping[str, RunRecord]) -> str:
             margin = (max(late) - min(late)) / 10
             axes.set_ylim(min(late) - margin, min(axes.get_ylim()[1], max(late) + 3 * margin))
 
-    return _curves(runs, "logloss", "loss", "logloss", scale)
+    has_logloss = any("logloss" in line.metrics for run in runs.values() for line in run.evals)
+    return _curves(runs, "logloss" if has_logloss else "loss", "loss", "logloss", scale)
 
 
 def metric_curve(runs: Mapping[str, RunRecord], metric: str, label: str) -> str:

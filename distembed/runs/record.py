@@ -195,6 +195,7 @@ class RunSummary:
         name: The run's name, which no other run of the report has.
         path: The run folder.
         info: What ``run.json`` says.
+        config_yaml: The resolved config.
         evaluation: The final evaluation, or the last one during training; None where there was none yet.
         samples_per_second: Median over the logged windows of training; NaN where there are none.
     """
@@ -202,6 +203,7 @@ class RunSummary:
     name: str
     path: Path
     info: RunInfo
+    config_yaml: str
     evaluation: MetricsLine | None
     samples_per_second: float
 
@@ -213,6 +215,7 @@ class RunSummary:
             name=name,
             path=record.path,
             info=record.info,
+            config_yaml=record.config_yaml,
             evaluation=record.evaluation or (record.evals[-1] if record.evals else None),
             samples_per_second=statistics.median(speeds) if speeds else math.nan,
         )

@@ -16,14 +16,13 @@ from distembed.errors import UserError
 from distembed.files import write_text
 from distembed.outputs import require_file
 from distembed.runs import plots
+from distembed.runs.group_table import UNKNOWN, GroupTable
 from distembed.runs.metrics import ReportedMetric
 from distembed.runs.pages import colour, figure, page, section, swatch
 from distembed.runs.record import RunRecord, RunSummary, unique_names
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-UNKNOWN = "–"
 
 
 @dataclass(frozen=True)
@@ -75,20 +74,24 @@ def _metric_column(metric: ReportedMetric) -> ReportColumn:
     )
 
 
-def write_run_report(runs: Sequence[Path], output: Path, overwrite: bool = False) -> list[RunSummary]:
+def write_run_report(
+    runs: Sequence[Path], output: Path, overwrite: bool = False, baseline: str | None = None
+) -> list[RunSummary]:
     """Writes the HTML file, whole or not at all.
 
     Args:
         runs: Run folders, in the order in which to show them.
         output: The file to write; its folder is made where it is missing. A report that is there is replaced.
         overwrite: Whether any other file is replaced, too.
+        baseline: Name of the run, or of the group of runs that differ in their seed alone, that the others are compared
+            with; None for none.
 
     Returns:
         One summary a run, in the same order.
 
     Raises:
         UserError: One of the runs is no run folder or is given twice, or ``output`` cannot be a file, or is one that is
-            no report and not to be replaced.
+            no report and not to be replaced; or there is no such baseline.
         RunError: The file cannot be written.
     """
     if not runs:
@@ -101,33 +104,54 @@ def write_run_report(runs: Sequence[Path], output: Path, overwrite: bool = False
     records = [RunRecord.read(run) for run in runs]
     named = dict(zip(unique_names(records), records, strict=True))
     summaries = [RunSummary.from_record(record, name) for name, record in named.items()]
-    write_text(output, render_run_report(named, summaries), make_folder=True)
+    write_text(output, render_run_report(named, summaries, baseline), make_folder=True)
     return summaries
 
 
-def print_comparison(summaries: Sequence[RunSummary], console: "Console") -> None:
-    """Prints the comparison as a table of one run a line."""
+def print_comparison(summaries: Sequence[RunSummary], console: "Console", baseline: str | None = None) -> None:
+    """Prints the comparison as a table of one run a line, and below it the means over seeds, if there are any.
+
+    Raises:
+        UserError: There is no such baseline.
+    """
+    columns = [column for column in report_columns(summaries) if column.in_terminal]
+    rows = [[run.name, *(column.text(run) for column in columns)] for run in summaries]
+    _print_table(["run", *(column.heading for column in columns)], rows, console)
+    metrics = [metric for metric in reported_metrics(summaries) if metric.in_terminal]
+    means = GroupTable.of(summaries, metrics, baseline)
+    if means is not None:
+        console.print()
+        _print_table(means.headings, means.rows, console)
+        console.print(means.note, markup=False, highlight=False)
+
+
+def _print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], console: "Console") -> None:
     from rich.table import Table
 
-    columns = [column for column in report_columns(summaries) if column.in_terminal]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("run", overflow="fold")
-    for column in columns:
-        table.add_column(column.heading, justify="left" if column.heading == "status" else "right")
-    for run in summaries:
-        table.add_row(run.name, *(column.text(run) for column in columns))
+    table.add_column(headings[0], overflow="fold")
+    for heading in headings[1:]:
+        table.add_column(heading, justify="left" if heading == "status" else "right")
+    for row in rows:
+        table.add_row(*row)
     console.print(table, markup=False, highlight=False)
 
 
-def render_run_report(named: dict[str, RunRecord], summaries: Sequence[RunSummary]) -> str:
+def render_run_report(named: dict[str, RunRecord], summaries: Sequence[RunSummary], baseline: str | None = None) -> str:
     """Returns the page's HTML.
 
     Args:
         named: Name -> what the folder of the run holds.
         summaries: The same runs in the same order, summed up.
+        baseline: Name of the run or group that the others are compared with; None for none.
+
+    Raises:
+        UserError: There is no such baseline.
     """
+    means = GroupTable.of(summaries, reported_metrics(summaries), baseline)
     sections = [
         section("Comparison" if len(named) > 1 else "Result", _comparison(summaries)),
+        "" if means is None else section("Means over seeds", _means(means)),
         section("Curves", _legend(summaries) + _figures(named, summaries)),
         section("Runs", "".join(_run_details(run, name) for name, run in named.items())),
     ]
@@ -154,6 +178,16 @@ def _comparison(summaries: Sequence[RunSummary]) -> str:
         cells = "".join(_cell(column, run, summaries) for column in columns)
         rows.append(f'<tr><th scope="row">{swatch(colour(index))}{escape(run.name)}</th>{cells}</tr>')
     return f'<div class="wide"><table><tr><th>run</th>{headings}</tr>{"".join(rows)}</table></div>\n'
+
+
+def _means(means: GroupTable) -> str:
+    """Returns the table of one group of runs a row."""
+    headings = "".join(f"<th>{escape(heading)}</th>" for heading in means.headings)
+    rows = "".join(
+        f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
+        for name, *cells in means.rows
+    )
+    return f'<div class="wide"><table><tr>{headings}</tr>{rows}</table></div>\n<p>{escape(means.note)}</p>\n'
 
 
 def _cell(column: ReportColumn, run: RunSummary, summaries: Sequence[RunSummary]) -> str:

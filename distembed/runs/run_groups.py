@@ -1,0 +1,112 @@
+"""Runs that differ in their seed alone, and how far the mean of such a group is from that of another.
+
+A difference is told in standard errors, ``(m - m_0) / sqrt(s^2 / n + s_0^2 / n_0)``, with the standard deviations s of
+the groups' own runs (Welch, Biometrika 1947): beyond about 2 it is hardly chance, and with groups of two or three runs
+beyond about 4. A group of one run has no standard deviation, so nothing is said then.
+"""
+
+import math
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from distembed.names import one_of
+from distembed.runs.record import RunSummary
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The values of a metric in the runs of a group.
+
+    Attributes:
+        number: Number of runs in which the metric is known.
+        mean: Their mean; NaN without any.
+        standard_deviation: Their standard deviation, with ``number - 1`` in the denominator; NaN of fewer than two.
+    """
+
+    number: int
+    mean: float
+    standard_deviation: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Sample":
+        """Returns the sample of these values, of which some may be NaN."""
+        known = [value for value in values if not math.isnan(value)]
+        deviation = statistics.stdev(known) if len(known) > 1 else math.nan
+        return cls(len(known), statistics.fmean(known) if known else math.nan, deviation)
+
+    def standard_errors_from(self, baseline: "Sample") -> float:
+        """Returns how many standard errors the mean is above the baseline's; NaN where there is no such error."""
+        variances = (each.standard_deviation**2 / each.number for each in (self, baseline) if each.number)
+        error = math.sqrt(sum(variances))
+        return (self.mean - baseline.mean) / error if error > 0 else math.nan
+
+
+@dataclass(frozen=True)
+class RunGroup:
+    """Runs whose configs differ in ``train.seed`` alone, and that were evaluated on the same split.
+
+    Attributes:
+        name: What the names of its runs have in common, or the first one's.
+        runs: The runs in their order.
+    """
+
+    name: str
+    runs: tuple[RunSummary, ...]
+
+    @property
+    def evaluated_on(self) -> str:
+        """The split that the metrics were computed on; empty where there are none."""
+        return self.runs[0].evaluated_on
+
+    @property
+    def num_seeds(self) -> int:
+        """The number of different seeds."""
+        return len({run.info.seed for run in self.runs})
+
+    def sample(self, metric: str) -> Sample:
+        """Returns the values of a metric."""
+        return Sample.of([run.metric(metric) for run in self.runs])
+
+
+def group_runs(summaries: Sequence[RunSummary]) -> list[RunGroup]:
+    """Returns the groups in the order of their first runs, each run in one."""
+    by_recipe: dict[tuple[str, str], list[RunSummary]] = {}
+    for run in summaries:
+        by_recipe.setdefault((without_seed(run.config_yaml), run.evaluated_on), []).append(run)
+    groups = list(by_recipe.values())
+    names = [_common_name([run.name for run in runs]) for runs in groups]
+    return [
+        RunGroup(name if names.count(name) == 1 else runs[0].name, tuple(runs))
+        for name, runs in zip(names, groups, strict=True)
+    ]
+
+
+def find_baseline(groups: Sequence[RunGroup], name: str) -> RunGroup:
+    """Returns the group of a name, or that of a run of that name.
+
+    Raises:
+        UserError: There is none; the error names the nearest.
+    """
+    by_name = {run.name: group for group in groups for run in group.runs} | {group.name: group for group in groups}
+    return by_name[one_of("--baseline", name, by_name)]
+
+
+def without_seed(config_yaml: str) -> str:
+    """Returns the text of a run's config without the line ``seed`` of its section ``train``."""
+    section, kept = "", []
+    for line in config_yaml.splitlines():
+        if not line.startswith((" ", "#")):
+            section = line
+        if not (section.startswith("train:") and line.startswith("  seed:")):
+            kept.append(line)
+    return "\n".join(kept)
+
+
+def _common_name(names: Sequence[str]) -> str:
+    """Returns what names begin with, without a part such as ``-seed`` or ``/`` before what differs."""
+    if len(names) == 1:
+        return names[0]
+    common = os.path.commonprefix(names).rstrip("0123456789")
+    return common.rstrip("-_./ ").removesuffix("seed").rstrip("-_./ ") or names[0]

@@ -1,0 +1,112 @@
+"""Means over seeds and differences to a baseline, against numbers computed by hand and by scipy."""
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+from scipy.stats import ttest_ind
+
+from distembed.config import load_config
+from distembed.errors import UserError
+from distembed.runs.metrics import ReportedMetric
+from distembed.runs.report import print_comparison, write_run_report
+from distembed.runs.run_groups import Sample, without_seed
+
+METRICS = ReportedMetric("rmse", "RMSE", better="lower"), ReportedMetric("mae", "MAE", in_terminal=False)
+
+
+def make_run(folder: Path, rate: float, seed: int, rmse: float | None, split: str = "test") -> Path:
+    folder.mkdir(parents=True)
+    config = {"model": {"seed": rate}, "train": {"epochs": 3, "seed": seed, "sparse_optimizer": {"rate": rate}}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    info = {"name": folder.name, "seed": seed, "status": "finished", "metrics": [asdict(metric) for metric in METRICS]}
+    (folder / "run.json").write_text(json.dumps(info))
+    if rmse is not None:
+        (folder / "evaluation.json").write_text(json.dumps({"split": split, "rmse": rmse, "mae": rmse / 2}))
+    return folder
+
+
+def terminal(tmp_path: Path, runs: list[Path], baseline: str | None) -> list[str]:
+    summaries = write_run_report(runs, tmp_path / "report.html", baseline=baseline)
+    with Console(width=120, file=(tmp_path / "terminal.txt").open("w")) as console:
+        print_comparison(summaries, console, baseline)
+    return (tmp_path / "terminal.txt").read_text().splitlines()
+
+
+def runs_of_two_rates(tmp_path: Path) -> list[Path]:
+    values = {("full", 0.1): [1.0, 1.2, 1.4], ("sse", 0.2): [0.9, 1.0], ("alone", 0.3): [0.5]}
+    return [
+        make_run(tmp_path / f"{name}-seed{seed}", rate, seed, rmse)
+        for (name, rate), found in values.items()
+        for seed, rmse in enumerate(found)
+    ]
+
+
+def test_a_difference_is_told_in_standard_errors() -> None:
+    # variances 0.04 of 3 runs and 0.005 of 2: sqrt(0.04 / 3 + 0.005 / 2) = sqrt(0.0158333) = 0.1258306
+    first, second = Sample.of([0.9, math.nan, 1.0]), Sample.of([1.0, 1.2, 1.4])
+    assert (first.number, first.mean, second.mean) == (2, pytest.approx(0.95), pytest.approx(1.2))
+    assert second.standard_deviation == pytest.approx(0.2)
+    assert first.standard_errors_from(second) == pytest.approx(-0.25 / 0.1258306, rel=1e-6)
+    expected = ttest_ind([0.9, 1.0], [1.0, 1.2, 1.4], equal_var=False).statistic
+    assert first.standard_errors_from(second) == pytest.approx(expected)
+
+
+def test_without_a_spread_no_standard_error_is_known() -> None:
+    several = Sample.of([1.0, 2.0])
+    for other in ([], [1.0], [math.nan, 3.0]):
+        assert math.isnan(Sample.of(other).standard_errors_from(several))
+        assert math.isnan(several.standard_errors_from(Sample.of(other)))
+    assert math.isnan(Sample.of([1.0, 1.0]).standard_errors_from(Sample.of([2.0, 2.0])))
+
+
+@pytest.mark.parametrize("baseline", ["full", "full-seed2"])
+def test_runs_that_differ_in_their_seed_are_one_row(tmp_path: Path, baseline: str) -> None:
+    lines = terminal(tmp_path, runs_of_two_rates(tmp_path / "runs"), baseline)
+    table = lines[lines.index("") + 1 :]
+    assert table[0].split() == ["runs", "seeds", "RMSE", "RMSE", "difference"]
+    assert table[1].split() == ["full", "3", "1.2000", "±", "0.2000", "–"]
+    assert table[2].split() == ["sse", "2", "0.9500", "±", "0.0707", "-0.2500", "(-2.0", "s.e.)"]
+    assert table[3].split() == ["alone-seed0", "1", "0.5000", "-0.7000", "(no", "s.e.)"]
+    page = (tmp_path / "report.html").read_text()
+    assert "Means over seeds" in page and "MAE difference" in page and "-0.1250 (-2.0 s.e.)" in page
+
+
+def test_a_table_of_means_is_shown_without_a_baseline_where_there_are_seeds(tmp_path: Path) -> None:
+    runs = runs_of_two_rates(tmp_path / "runs")
+    assert "1.2000 ± 0.2000" in "\n".join(terminal(tmp_path, runs, None))
+    assert "difference" not in (tmp_path / "report.html").read_text()
+    lines = terminal(tmp_path, runs[-2:], None)
+    assert len(lines) == 3 and "Means over seeds" not in (tmp_path / "report.html").read_text()
+
+
+def test_what_was_evaluated_on_another_split_is_not_compared(tmp_path: Path) -> None:
+    runs = [
+        make_run(tmp_path / "runs" / "a", 0.1, 0, 1.0),
+        make_run(tmp_path / "runs" / "b", 0.1, 1, 2.0, "validation"),
+        make_run(tmp_path / "runs" / "c", 0.1, 2, None),
+    ]
+    lines = terminal(tmp_path, runs, "a")
+    assert [line.split()[:4] for line in lines[-5:-2]] == [
+        ["a", "1", "1.0000", "–"],
+        ["b", "1", "2.0000", "–"],
+        ["c", "1", "–", "–"],
+    ]
+
+
+def test_an_unknown_baseline_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    runs = runs_of_two_rates(tmp_path / "runs")
+    with pytest.raises(UserError, match="--baseline is 'fall', which is not known. Did you mean 'full'"):
+        write_run_report(runs, tmp_path / "report.html", baseline="fall")
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_only_the_seed_of_training_is_left_out_of_a_config() -> None:
+    configs = [load_config(None, ["data.path=somewhere", f"train.seed={seed}"]).to_yaml() for seed in (3, 12)]
+    assert configs[0] != configs[1]
+    others = "data:\n  seed: 1\ntrain:\n  a:\n    seed: 2"
+    assert without_seed(f"{others}\n  seed: 3\n") == others
