@@ -32,16 +32,20 @@ class Queries:
         items: Items of the batch by feature, such as ``item_target`` and ``item_negative``.
         offsets: What is added to all scores of a query; None for nothing.
         looked_up: Vectors that were looked up for the batch, whose squares a task may penalise.
+        known_scores: Scores that the model made already, by feature.
     """
 
     vectors: Float[Tensor, "queries dim"]
     catalogue: Catalogue
     items: Mapping[str, Items] = field(default_factory=dict)
     offsets: Float[Tensor, " queries"] | None = None
-    looked_up: tuple[Float[Tensor, "ids dim"], ...] = ()
+    looked_up: tuple[Float[Tensor, "*ids dim"], ...] = ()
+    known_scores: Mapping[str, Float[Tensor, "queries items"]] = field(default_factory=dict)
 
     def scores(self, feature: str) -> Float[Tensor, "queries items"]:
         """Returns the score of each query with each of its items of a feature."""
+        if feature in self.known_scores:
+            return self.known_scores[feature]
         items = self.items[feature]
         dim = self.vectors.shape[1]
         vectors = items.vectors.view(len(self.vectors), -1, dim) if len(self.vectors) else items.vectors.view(0, 1, dim)

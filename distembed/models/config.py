@@ -251,8 +251,11 @@ class MFConfig:
                 "embedding.default.embedding_dim is 1, and with model.biases the last number of a vector is its bias; "
                 "set at least 2, or model.biases to false."
             )
-        embeddings, _ = inputs.sequence_embeddings([USER, ITEM])
-        return MF(embeddings, inputs.tables[ITEM], self.biases, self.dropout)
+        several = {feature.name for feature in inputs.schema.categorical if feature.multi_hot}
+        looked_up = {*inputs.tables[USER].feature_names, *inputs.tables[ITEM].feature_names}
+        is_pooled = not several & looked_up  # of one id a row the lookup that pools has less to do
+        embeddings, _ = (inputs.pooled_embeddings if is_pooled else inputs.sequence_embeddings)([USER, ITEM])
+        return MF(embeddings, is_pooled, inputs.tables[ITEM], self.biases, self.dropout)
 
 
 def _require_used(dense: str, soft_one_hot: SoftOneHotConfig | None) -> None:

@@ -9,23 +9,29 @@ looked up, so that they are sharded, compressed and replaced with them::
 Without biases all D numbers are factors.
 """
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from distembed.catalogue import Catalogue, Queries
 from distembed.catalogue.queries import Items
 from distembed.data.dataset.schema import SPARSE_FEATURES, USER
 from distembed.embedding import CompositionalEmbeddingConfig
 from distembed.models.base import Model
+from distembed.models.embedded import StackFeatures
 
 
 class MF(Model):
     """Maps users and items to queries of the users, with the items of their rows.
 
     Args:
-        embeddings: Maps a KeyedJaggedTensor to a dictionary of JaggedTensors, with one vector an id of each feature.
+        embeddings: Maps a KeyedJaggedTensor to a dictionary of JaggedTensors with one vector an id of each feature or,
+            if ``is_pooled``, to a KeyedTensor.
+        is_pooled: Whether every row has one id of each feature, whose vector is that of its bag.
         item_table: The table of items. Its features, such as items and negative items, are scored by the users.
         biases: Whether the last number of a vector is a bias.
         dropout: Share of a vector's other numbers that are dropped in training.
@@ -34,11 +40,17 @@ class MF(Model):
     batch_fields = (SPARSE_FEATURES,)
 
     def __init__(
-        self, embeddings: nn.Module, item_table: CompositionalEmbeddingConfig, biases: bool, dropout: float
+        self,
+        embeddings: nn.Module,
+        is_pooled: bool,
+        item_table: CompositionalEmbeddingConfig,
+        biases: bool = True,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.embeddings = embeddings
-        self.network = _Factors(Catalogue(self, "embeddings", item_table, bias=False), biases, dropout)
+        catalogue = Catalogue(self, "embeddings", item_table, bias=False)
+        self.network = (_BagQueries if is_pooled else _IdQueries)(catalogue, biases, dropout)
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> Queries:
         """Returns the query of each row's user."""
@@ -46,8 +58,8 @@ class MF(Model):
         return queries
 
 
-class _Factors(nn.Module):
-    """Makes queries of the vectors that were looked up; a module, so that TorchRec's pipeline does not trace it.
+class _IdQueries(nn.Module):
+    """Makes queries of one vector an id; a module, so that TorchRec's pipeline does not trace it.
 
     Args:
         catalogue: The items to choose from.
@@ -61,22 +73,89 @@ class _Factors(nn.Module):
         self._biases = biases
         self._dropout = dropout
 
-    def forward(self, vectors: dict[str, JaggedTensor], ids: KeyedJaggedTensor) -> Queries:
-        looked_up = {name: vectors[name].values() for name in (USER, *self.catalogue.table.feature_names)}
-        dropped = {name: self._drop(each) for name, each in looked_up.items()}
-        users = dropped.pop(USER)
+    @property
+    def _features(self) -> Sequence[str]:
+        """The features whose vectors are looked up, users first."""
+        return (USER, *self.catalogue.table.feature_names)
+
+    def forward(self, embedded: Mapping[str, JaggedTensor], ids: KeyedJaggedTensor) -> Queries:
+        looked_up = {name: embedded[name].values() for name in self._features}
+        users, *items = (self._drop(vectors) for vectors in looked_up.values())
         return Queries(
-            vectors=torch.cat([users[:, :-1], users.new_ones(len(users), 1)], dim=1) if self._biases else users,
+            vectors=_with_ones(users) if self._biases else users,
             catalogue=self.catalogue,
-            items={name: Items(ids[name].values(), each) for name, each in dropped.items()},
+            items=self._items(items, ids),
             offsets=users[:, -1] if self._biases else None,
             looked_up=tuple(looked_up.values()),
         )
 
-    def _drop(self, vectors: Float[Tensor, "ids dim"]) -> Float[Tensor, "ids dim"]:
+    def _items(self, vectors: Sequence[Float[Tensor, "ids dim"]], ids: KeyedJaggedTensor) -> dict[str, Items]:
+        """Returns the items of each feature with their vectors."""
+        return {name: Items(ids[name].values(), own) for name, own in zip(self._features[1:], vectors, strict=True)}
+
+    def _drop(self, vectors: Float[Tensor, "*ids dim"]) -> Float[Tensor, "*ids dim"]:
         """Returns the vectors with some factors dropped, where the model is trained so."""
         if not (self.training and self._dropout):
             return vectors
         if not self._biases:
             return nn.functional.dropout(vectors, self._dropout)
-        return torch.cat([nn.functional.dropout(vectors[:, :-1], self._dropout), vectors[:, -1:]], dim=1)
+        return torch.cat([nn.functional.dropout(vectors[..., :-1], self._dropout), vectors[..., -1:]], dim=-1)
+
+
+class _BagQueries(_IdQueries):
+    """Makes queries, and the scores of the rows' items at once, of one vector a row and feature.
+
+    A small model's step is the copying of its vectors' gradients: these are written once, where lookups take them from.
+    """
+
+    def __init__(self, catalogue: Catalogue, biases: bool, dropout: float) -> None:
+        super().__init__(catalogue, biases, dropout)
+        self._stack = StackFeatures(self._features, catalogue.table.embedding_dim)
+
+    def forward(self, embedded: KeyedTensor, ids: KeyedJaggedTensor) -> Queries:
+        looked_up = self._stack(embedded)
+        vectors = self._drop(looked_up)
+        scores: Tensor = _PairScores.apply(vectors, self._biases)  # type: ignore[no-untyped-call]
+        users, *items = vectors.unbind(1)
+        return Queries(
+            vectors=_with_ones(users) if self._biases else users,
+            catalogue=self.catalogue,
+            items=self._items(items, ids),
+            offsets=users[:, -1] if self._biases else None,
+            looked_up=(looked_up,),
+            known_scores=dict(zip(self._features[1:], scores.split(1, dim=1), strict=True)),
+        )
+
+
+class _PairScores(torch.autograd.Function):
+    """Maps the vectors of a user and of items in each row [rows, 1 + items, dim] to the items' scores [rows, items]."""
+
+    @staticmethod
+    def forward(ctx: Any, vectors: Tensor, biases: bool) -> Tensor:
+        users, *items = vectors.unbind(1)
+        queries = _with_ones(users) if biases else users
+        ctx.save_for_backward(queries, vectors)
+        ctx.biases = biases
+        scores = torch.stack([(queries * own).sum(1) for own in items], dim=1)
+        return scores + users[:, -1:] if biases else scores
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        queries, vectors = ctx.saved_tensors
+        to_write = torch.empty_like(vectors)
+        of_users, *of_items = to_write.unbind(1)
+        weights, items = gradient.split(1, dim=1), vectors.unbind(1)[1:]
+        for weight, of_item in zip(weights, of_items, strict=True):
+            torch.mul(weight, queries, out=of_item)
+        torch.mul(weights[0], items[0], out=of_users)
+        for weight, item in zip(weights[1:], items[1:], strict=True):
+            of_users.addcmul_(weight, item)
+        if ctx.biases:
+            of_users[:, -1] = gradient.sum(1)
+        return to_write, None
+
+
+def _with_ones(users: Float[Tensor, "rows dim"]) -> Float[Tensor, "rows dim"]:
+    """Returns the queries of users whose vectors end with a bias: it counts in the offset."""
+    return torch.cat([users[:, :-1], users.new_ones(len(users), 1)], dim=1)

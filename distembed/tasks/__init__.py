@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 
 from distembed.lazy import imports_on_demand
 from distembed.names import ByName
-from distembed.tasks.config import ClickConfig, RatingConfig, TaskConfig, batch_schema
+from distembed.tasks.config import ClickConfig, RankingConfig, RatingConfig, TaskConfig, batch_schema
 
 if TYPE_CHECKING:
     from distembed.tasks.base import Task
     from distembed.tasks.click import ClickTask
+    from distembed.tasks.ranking import RankingTask
     from distembed.tasks.rating import RatingTask
 
-TASKS: dict[str, type[TaskConfig]] = {"click": ClickConfig, "rating": RatingConfig}
+TASKS: dict[str, type[TaskConfig]] = {"click": ClickConfig, "rating": RatingConfig, "ranking": RankingConfig}
 """Config class by task name."""
 
 TaskSection = Annotated[TaskConfig, ByName(TASKS, "task", default="click")]
@@ -28,6 +29,8 @@ __all__ = [
     "TASKS",
     "ClickConfig",
     "ClickTask",
+    "RankingConfig",
+    "RankingTask",
     "RatingConfig",
     "RatingTask",
     "Task",

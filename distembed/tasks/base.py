@@ -78,12 +78,12 @@ class Task(ABC):
     """
 
     batch_fields: ClassVar[tuple[str, ...]]
-    outputs: ClassVar[tuple[str, ...]]
+    outputs: tuple[str, ...]
     replaced_features: ClassVar[tuple[str, ...]] = ()
     dense_tables: tuple[str, ...] = ()
-    reported_metrics: ClassVar[tuple[ReportedMetric, ...]]
-    prediction_columns: ClassVar[tuple[str, ...]]
-    id_columns: ClassVar[tuple[str, ...]] = ()
+    reported_metrics: tuple[ReportedMetric, ...]
+    prediction_columns: tuple[str, ...]
+    id_columns: tuple[str, ...] = ()
 
     @property
     def headline(self) -> ReportedMetric:

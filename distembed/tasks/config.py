@@ -3,13 +3,15 @@
 They are apart from the tasks, so that a config is read and checked without torch.
 """
 
+import dataclasses
 from dataclasses import Field as DataclassField
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import pydantic.dataclasses
-from pydantic import Strict, field_validator
+from pydantic import Field, Strict, field_validator
 
-from distembed.data.dataset.schema import Schema
+from distembed.bounds import Count
+from distembed.data.dataset.schema import ITEM, ITEM_NEGATIVE, USER, CategoricalFeature, Schema
 from distembed.errors import UserError
 from distembed.names import STRICT
 from distembed.optim.config import NonNegativeNumber
@@ -117,3 +119,58 @@ class RatingConfig:
                 "with `distembed prepare ratings`."
             )
         return schema
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class RankingConfig:
+    """The section of :class:`distembed.tasks.RankingTask`.
+
+    Attributes:
+        name: The task's name, ``ranking``.
+        regularization: What the squares of the vectors that a row looks up are multiplied by in its loss.
+        num_negatives: Number of negative items of each row.
+        negative_exponent: Power of an item's number of users with which negative items are drawn: 0 for uniformly, 1
+            for by frequency.
+        cutoffs: The numbers k of the metrics, in rising order; models are compared by the NDCG at the last one.
+    """
+
+    takes: ClassVar[str] = "pairs"
+    name: Literal["ranking"] = "ranking"
+    regularization: NonNegativeNumber = 0.0
+    num_negatives: Annotated[int, Field(gt=0, le=10_000)] = 1
+    negative_exponent: NonNegativeNumber = 0.0
+    cutoffs: Annotated[list[Count], Field(min_length=1)] = dataclasses.field(default_factory=lambda: [1, 5, 10])
+
+    @field_validator("cutoffs")
+    @classmethod
+    def _rising(cls, value: list[int]) -> list[int]:
+        if value != sorted(set(value)):
+            raise ValueError(f"cutoffs is {value}; give each number once, in rising order")
+        return value
+
+    def build(self) -> "Task":
+        """Builds the task."""
+        from distembed.tasks.ranking import RankingTask
+
+        return RankingTask(self)
+
+    def batch_schema(self, schema: Schema) -> Schema:
+        """Returns the columns of the dataset and the negative items, which are looked up in the table of items.
+
+        Raises:
+            UserError: The dataset has no users or no items, or several in a row, or a cutoff is above its items.
+        """
+        features = {feature.name: feature for feature in schema.categorical}
+        for name in (USER, ITEM):
+            if name not in features or features[name].multi_hot:
+                raise UserError(
+                    f"task.name is 'ranking', which takes one {name} of each row, and the rows of this dataset have "
+                    f"{'several' if name in features else 'none'}; make a dataset with `distembed prepare ratings`."
+                )
+        several, num_items = self.num_negatives > 1, features[ITEM].num_embeddings
+        if self.cutoffs[-1] > num_items:
+            raise UserError(
+                f"task.cutoffs has {self.cutoffs[-1]:,}, and this dataset has {num_items:,} items; lower it."
+            )
+        negatives = CategoricalFeature(ITEM_NEGATIVE, num_items, several, float(self.num_negatives), table=ITEM)
+        return dataclasses.replace(schema, categorical=(*schema.categorical, negatives))

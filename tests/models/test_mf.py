@@ -9,7 +9,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.data.dataset.schema import LABELS, SPARSE_FEATURES, CategoricalFeature, Schema
 from distembed.data.reader.batch import Batch
-from distembed.embedding import CompositionalEmbeddingCollection, EmbeddingConfig, TableConfig
+from distembed.embedding import CompositionalEmbeddingBagCollection, EmbeddingConfig, TableConfig
 from distembed.errors import UserError
 from distembed.models import MF, MFConfig, ModelInputs
 from distembed.tasks import RatingTask
@@ -30,7 +30,7 @@ def make_inputs(dim: int, schema: Schema = SCHEMA) -> ModelInputs:
 def make_mf(biases: bool, dim: int = 4, dropout: float = 0.0) -> MF:
     model = MFConfig(biases=biases, dropout=dropout).build(make_inputs(dim))
     assert isinstance(model, MF)
-    model.embeddings = CompositionalEmbeddingCollection(model.embeddings.tables(), device="cpu")
+    model.embeddings = CompositionalEmbeddingBagCollection(model.embeddings.tables(), device="cpu")
     return model
 
 

@@ -84,6 +84,8 @@ DENSE_SEQUENCES = "dense_sequences"
 """Name of the field of numbers beside the ids of lists, of datasets that have such columns."""
 USER, ITEM = "user", "item"
 """Names of the columns of users and items, in datasets of ratings and of sequences."""
+ITEM_TARGET, ITEM_NEGATIVE = "item_target", "item_negative"
+"""Names of the items that tasks add to batches: those to predict, and drawn ones to tell them from."""
 LabelKind = Literal["binary", "number"]
 
 

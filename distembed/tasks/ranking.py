@@ -1,0 +1,175 @@
+"""Which items a user takes: Bayesian personalised ranking (Rendle et al., UAI 2009), and ranking of all items.
+
+A row of the dataset is a user and an item that the user took. The loss of a row is the mean over drawn negative items j
+of ``-log sigmoid(s_i - s_j)``, and ``lambda`` times the squares of the vectors that the row looks up.
+
+In an evaluation a row is a user of the split: the user's items of the split are relevant, those of the splits before it
+are left out, and all others are ranked among the relevant ones.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from jaxtyping import Int64
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from distembed.catalogue import CatalogueRanking, NegativeDraws, Queries, UserItems, item_weights
+from distembed.data.dataset.manifest import Manifest
+from distembed.data.dataset.schema import ITEM, ITEM_NEGATIVE, SPARSE_FEATURES, USER
+from distembed.data.prepare.vocabulary import reserved_ids
+from distembed.data.reader.batch import Batch
+from distembed.tasks.base import BatchPosition, Outputs, Rows, Task, TaskContext
+from distembed.tasks.config import RankingConfig, batch_schema
+from distembed.tasks.ranking_metrics import RankingMetrics, coverage, coverage_metric
+from distembed.tasks.rating import squares
+
+RELEVANT, EXCLUDED = "relevant", "excluded"
+"""Names of the fields of an evaluation's batch that have the items of each user that are searched and left out."""
+_KINDS = ("ndcg", "hr", "precision", "mrr")
+
+
+class RankingTask(Task):
+    """Ranks items for users by a model that returns queries of users with the rows' items and negative items.
+
+    Args:
+        config: The section ``task`` of a config.
+    """
+
+    batch_fields = (SPARSE_FEATURES,)
+    outputs = ("users", "metrics", "best")
+
+    def __init__(self, config: RankingConfig) -> None:
+        self._config = config
+        self._metrics = RankingMetrics(tuple(config.cutoffs))
+        self._num_best = max(config.cutoffs)
+        shown = tuple(f"{kind}@{self._num_best}" for kind in ("ndcg", "hr"))
+        self.reported_metrics = (*self._metrics.reported(_KINDS, shown), coverage_metric(self._num_best))
+        self.prediction_columns = ("user", *(f"item_{place + 1}" for place in range(self._num_best)))
+        self.id_columns = self.prediction_columns
+
+    def start(self, context: TaskContext) -> None:
+        """Takes where the users' items are read when they are needed."""
+        self._context = context
+        self._schema = batch_schema(self._config, context.schema)
+        self._num_items = next(each.num_embeddings for each in context.schema.categorical if each.name == ITEM)
+        self._reserved = reserved_ids(Manifest.load(context.dataset))
+        self._items: dict[tuple[str, ...], UserItems] = {}
+
+    @cached_property
+    def _negatives(self) -> NegativeDraws:
+        """The draws of negative items, which know what every user took in training.
+
+        Raises:
+            UserError: A user took all items.
+        """
+        taken = self._items_of([self._context.data.train])
+        weights = item_weights(taken.users_of_items(), self._config.negative_exponent, self._reserved)
+        return NegativeDraws(weights, taken.to(self._context.ranks.device), self._context.seed)
+
+    def _items_of(self, splits: Sequence[str]) -> UserItems:
+        """Returns what each user took in some splits, which are read once."""
+        key = tuple(splits)
+        if key not in self._items:
+            self._items[key] = UserItems.of_splits(self._context.dataset, splits)
+        return self._items[key]
+
+    def prepare_batch(self, batch: Batch, position: BatchPosition | None) -> Batch:
+        """Returns the batch with negative items, drawn on the device of this rank."""
+        assert position is not None, "evaluations have batches of their own"
+        ids, num_slots = batch[SPARSE_FEATURES], self._config.num_negatives
+        assert isinstance(ids, KeyedJaggedTensor)
+        counts = [*ids.length_per_key(), ids.stride() * num_slots]
+        device = self._context.ranks.device
+        users = ids[USER].values().to(device, non_blocking=True).long()
+        negatives = self._negatives.draw(position.step, position.first_row, users, num_slots)
+        ids = ids.to(device, non_blocking=True)
+        with_negatives = KeyedJaggedTensor(
+            [*ids.keys(), ITEM_NEGATIVE],
+            torch.cat([ids.values(), negatives.flatten().to(ids.values().dtype)]),
+            lengths=torch.cat([ids.lengths(), ids.lengths().new_full((len(users),), num_slots)]),
+            stride=len(users),
+            length_per_key=counts,
+            offset_per_key=list(accumulate(counts, initial=0)),
+        )
+        return Batch({**batch.fields, SPARSE_FEATURES: with_negatives}, batch.global_batch_size)
+
+    def step(self, outputs: Queries, batch: Batch) -> tuple[Tensor, Outputs]:
+        margins = (outputs.scores(ITEM) - outputs.scores(ITEM_NEGATIVE)).float()
+        loss = -nn.functional.logsigmoid(margins).sum() / self._config.num_negatives
+        if self._config.regularization:
+            loss = loss + self._config.regularization * squares(outputs)
+        return loss, {"ordered": (margins > 0).sum(1) / self._config.num_negatives}
+
+    def evaluation_batches(self, split: str, batch_size: int) -> Iterator[Batch]:
+        """Returns this rank's batches of the users that have an item in the split."""
+        data, ranks = self._context.data, self._context.ranks
+        in_order = [name for name in (data.train, data.validation, data.test) if name is not None]
+        earlier = in_order[: in_order.index(split)] if split in in_order else in_order
+        known = Manifest.load(self._context.dataset).splits
+        taken = self._items_of([name for name in earlier if name in known])
+        relevant = self._items_of([split])
+        users = (relevant.offsets.diff() > 0).nonzero().flatten()
+        for together in users.split(batch_size * ranks.world_size):
+            first, end = (len(together) * rank // ranks.world_size for rank in (ranks.rank, ranks.rank + 1))
+            own = together[first:end]
+            fields = {
+                SPARSE_FEATURES: self._user_features(own),
+                RELEVANT: _of_items(relevant.of(own)),
+                EXCLUDED: _of_items(taken.of(own)),
+            }
+            yield Batch(fields, len(together))
+
+    def _user_features(self, users: Int64[Tensor, " users"]) -> KeyedJaggedTensor:
+        """Returns ids of users; other single-valued features have the id 0, which is not looked at."""
+        features = self._schema.categorical
+        counts = [0 if feature.multi_hot else 1 for feature in features]
+        values = [
+            users if feature.name == USER else torch.zeros(len(users) * count, dtype=torch.int64)
+            for feature, count in zip(features, counts, strict=True)
+        ]
+        lengths = torch.tensor(counts, dtype=torch.int32).repeat_interleave(len(users))
+        return KeyedJaggedTensor(
+            [feature.name for feature in features], torch.cat(values), lengths=lengths, stride=len(users)
+        )
+
+    def evaluate(self, outputs: Queries, batch: Batch) -> Outputs:
+        """Returns each user with its metrics and best items; all ranks call it."""
+        features, relevant, excluded = (batch[name] for name in (SPARSE_FEATURES, RELEVANT, EXCLUDED))
+        assert isinstance(features, KeyedJaggedTensor)
+        assert isinstance(relevant, KeyedJaggedTensor) and isinstance(excluded, KeyedJaggedTensor)
+        ranking = CatalogueRanking(outputs.catalogue, self._reserved, self._num_best)
+        ranked = ranking.rank(outputs.vectors.float(), relevant[ITEM], excluded[ITEM])
+        metrics = self._metrics.of_queries(ranked.ranks, relevant.lengths().long())
+        return {"users": features[USER].values(), "metrics": metrics, "best": ranked.best}
+
+    def metrics(self, rows: Rows) -> dict[str, float]:
+        num_items, most = self._num_items - len(self._reserved), self._num_best
+        found: dict[str, float] = {"rows": len(rows["users"]), **self._metrics.means(rows["metrics"])}
+        return found | {f"coverage@{most}": coverage(rows["best"], most, num_items)}
+
+    def training_metrics(self, rows: Rows) -> dict[str, float]:
+        """Returns the share of drawn negative items that are behind the item of their row."""
+        return {"ordered": float(np.mean(rows["ordered"])) if len(rows["ordered"]) else float("nan")}
+
+    def predictions(self, rows: Rows) -> dict[str, npt.NDArray[Any]]:
+        """Returns the best items of each user of the split; -1 where there are fewer."""
+        best = rows["best"].reshape(len(rows["users"]), -1)
+        return dict(zip(self.prediction_columns, [rows["users"], *best.T], strict=True))
+
+    def describe(self, metrics: Mapping[str, Any]) -> str:
+        shown = [f"{metric.heading} {metrics[metric.name]:.4f}" for metric in self.reported_metrics]
+        return f"{'  '.join(shown)}  ({metrics['rows']:,} users)"
+
+    def describe_training(self, metrics: Mapping[str, Any]) -> str:
+        return f"ordered {metrics['ordered']:.4f}"
+
+
+def _of_items(items: JaggedTensor) -> KeyedJaggedTensor:
+    """Returns each row's items as a field of a batch."""
+    return KeyedJaggedTensor([ITEM], items.values(), lengths=items.lengths())

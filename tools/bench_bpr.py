@@ -1,0 +1,136 @@
+r"""Measures samples/s of BPR against RecBole's BPR on the same rows, epoch by epoch in turn.
+
+RecBole needs NumPy 1, so that it runs in an environment of its own, whose Python is given; its wheel ships the data::
+
+    python -m venv /tmp/recbole
+    /tmp/recbole/bin/pip install torch==2.13.0 numpy==1.26.4 scipy==1.12.0 scikit-learn==1.4.2 pandas==2.2.3 \
+        colorlog==4.7.2 colorama==0.4.4 texttable tabulate tqdm pyyaml tensorboard thop plotly psutil
+    /tmp/recbole/bin/pip install --no-deps recbole==1.2.1
+    python tools/bench_bpr.py /tmp/recbole/lib/python3.11/site-packages/recbole/dataset_example \
+        --peer /tmp/recbole/bin/python
+
+Both read MovieLens-100k, draw one negative item a row that its user does not have, and step through 80% of the rows
+with vectors of the same size and batches of the same size, each with one thread that computes; ours reads ahead with
+another. RecBole trains with Adam through all rows of its tables, and ours with Adagrad through those of the batch.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from distembed.config import Config, load_config
+from distembed.data.reader import BatchOrder, BatchReader
+from distembed.ranks import Ranks, process_group
+from distembed.tasks.base import BatchPosition
+from distembed.training.build import Blueprint, build_training_state
+
+_PEER = Path(__file__).parent / "peers" / "recbole_bpr.py"
+Epoch = Callable[[], float]
+"""Trains an epoch and returns its samples/s."""
+
+
+def prepare(data: Path, folder: Path) -> Path:
+    """Makes a dataset of the rows of ml-100k, four fifths of which are trained on."""
+    command = ["prepare", "ratings", str(data / "ml-100k" / "ml-100k.inter"), "--output", str(folder / "dataset")]
+    columns = ["--user", "user_id", "--item", "item_id", "--rating", "rating", "--time", "timestamp"]
+    split = ["--split", "random:0.8,0.1,0.1"]
+    subprocess.run([sys.executable, "-m", "distembed", *command, *columns, *split], check=True, capture_output=True)
+    return folder / "dataset"
+
+
+def ours(config: Config, ranks: Ranks) -> Epoch:
+    """Returns an epoch of the trainer's step, with its reader, on one rank."""
+    dataset = config.data.require_path()
+    blueprint = Blueprint.for_ranks(config, config.data.load_schema(), ranks, {})
+    state = build_training_state(blueprint, ranks, num_steps=1_000_000)
+    state.task.start(blueprint.task_context(dataset, ranks))
+    reader = BatchReader(dataset, config.data.train, BatchOrder(config.train.batch_size), rank=0, world_size=1)
+    steps = 0
+
+    def epoch() -> float:
+        nonlocal steps
+        started = time.perf_counter()
+        batches = (
+            state.task.prepare_batch(batch, BatchPosition(step, 0))
+            for step, batch in enumerate(islice(reader, reader.batches_per_epoch), start=steps)
+        )
+        done = sum(1 for _ in state.pipeline.outputs(batches))
+        steps += done
+        return reader.num_rows / (time.perf_counter() - started)
+
+    return epoch
+
+
+def peer(python: str, data: Path, batch_size: int, dim: int) -> Epoch:
+    """Returns an epoch of RecBole's, in a process of its own that waits between epochs."""
+    command = [python, str(_PEER), str(data), "--batch-size", str(batch_size), "--dim", str(dim)]
+    pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, text=True, cwd=tempfile.mkdtemp())
+    assert process.stdin is not None and process.stdout is not None
+    stdin, stdout = process.stdin, process.stdout
+    while (line := stdout.readline().strip()) != "ready":
+        if not line and process.poll() is not None:
+            raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
+
+    def epoch() -> float:
+        stdin.write("\n")
+        stdin.flush()
+        values = json.loads(stdout.readline())
+        return float(values["rows"] / values["seconds"])
+
+    return epoch
+
+
+def main() -> None:
+    """Lets both train epochs in turn and prints samples/s and their ratio, for each size of batches."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path, help="folder that holds ml-100k")
+    parser.add_argument("--peer", required=True, help="Python of an environment with recbole==1.2.1")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[2048, 8192])
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--epochs", type=int, default=20)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    table = Table("batch", "RecBole samples/s", "distembed samples/s", "ratio of medians", "ratios of turns")
+    with tempfile.TemporaryDirectory() as folder, process_group("cpu") as ranks:
+        dataset = prepare(options.data, Path(folder))
+        for batch_size in options.batch_sizes:
+            settings = [
+                f"data.path={dataset}",
+                "model={name: mf, biases: false}",
+                "task.name=ranking",
+                f"embedding.default.embedding_dim={options.dim}",
+                f"train.batch_size={batch_size}",
+                "train.precision=fp32",
+                "train.sparse_optimizer={name: adagrad, learning_rate: 0.05}",
+            ]
+            recbole = peer(options.peer, options.data.absolute(), batch_size, options.dim)
+            contenders = recbole, ours(load_config(None, settings), ranks)
+            for epoch in contenders:
+                epoch()
+            rates = [[epoch() for epoch in contenders] for _ in range(options.epochs)]
+            theirs, own = (statistics.median(each) for each in zip(*rates, strict=True))
+            ratios = sorted(second / first for first, second in rates)
+            table.add_row(
+                f"{batch_size:,}",
+                f"{theirs:,.0f}",
+                f"{own:,.0f}",
+                f"{own / theirs:.2f}",
+                f"{ratios[0]:.2f} to {ratios[-1]:.2f}",
+            )
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()

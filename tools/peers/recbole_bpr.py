@@ -1,0 +1,50 @@
+"""BPR of RecBole as a peer: trains an epoch for each line that it reads, and answers with its rows and seconds.
+
+It runs in an environment that has recbole==1.2.1, which is not that of distembed: see ``tools/bench_bpr.py``.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+
+import torch
+from recbole.config import Config
+from recbole.data import create_dataset, data_preparation
+from recbole.utils import get_model, get_trainer, init_seed
+
+
+def main() -> None:
+    """Prepares MovieLens-100k as RecBole does by default, then trains epoch by epoch."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("data", help="folder that holds ml-100k")
+    parser.add_argument("--batch-size", type=int, required=True)
+    parser.add_argument("--dim", type=int, required=True)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    settings = {
+        "use_gpu": False,
+        "data_path": options.data,
+        "checkpoint_dir": tempfile.mkdtemp(),
+        "show_progress": False,
+        "state": "WARNING",
+        "train_batch_size": options.batch_size,
+        "embedding_size": options.dim,
+        "epochs": 1,
+    }
+    config = Config(model="BPR", dataset="ml-100k", config_dict=settings)
+    init_seed(config["seed"], True)
+    train, _, _ = data_preparation(config, create_dataset(config))
+    model = get_model("BPR")(config, train.dataset)
+    trainer = get_trainer(config["MODEL_TYPE"], config["model"])(config, model)
+    print("ready", flush=True)
+    for epoch, _ in enumerate(sys.stdin):
+        started = time.perf_counter()
+        trainer._train_epoch(train, epoch, show_progress=False)
+        seconds = time.perf_counter() - started
+        print(json.dumps({"rows": len(train.dataset), "seconds": seconds}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
