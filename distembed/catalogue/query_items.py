@@ -10,7 +10,7 @@ from jaxtyping import Int64
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from distembed.catalogue.gathered import Gathering
+from distembed.catalogue.rank_rows import RankRows
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,20 +42,14 @@ class QueryItems:
         begin, end = torch.searchsorted(self.queries, bounds).tolist()
         return QueryItems(self.queries[begin:end] - first, self.items[begin:end])
 
-    def gathered(self, gathering: Gathering, num_queries: int) -> tuple[QueryItems, slice]:
-        """Returns the pairs of all ranks, and where those of this rank are among them; all ranks call it.
-
-        Those of each rank are filled up with items of -1, which are in no chunk.
+    def gathered(self, first_query: int, ranks: RankRows) -> QueryItems:
+        """Returns the pairs of all ranks; all ranks call it.
 
         Args:
-            gathering: The ranks.
-            num_queries: By how much the numbers of queries rise from rank to rank.
+            first_query: Number of this rank's first query among those of all ranks.
+            ranks: Numbers of pairs.
         """
-        most = gathering.most(len(self), self.items.device)
-        pairs = torch.stack([self.queries + gathering.rank * num_queries, self.items], 1)
-        queries, items = gathering.padded(pairs, most, -1).unbind(1)
-        begin = gathering.rank * most
-        return QueryItems(queries, items), slice(begin, begin + len(self))
+        return QueryItems(ranks.gather(self.queries + first_query), ranks.gather(self.items))
 
     def in_chunk(self, ids: Int64[Tensor, " ids"]) -> tuple[Int64[Tensor, " found"], Int64[Tensor, " found"]]:
         """Returns the numbers of the pairs whose items are among some ids, and the place of each one's item there."""

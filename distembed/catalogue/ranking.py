@@ -28,8 +28,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from distembed.catalogue.best_items import BestItems, best_keys, ids_of, scores_of
 from distembed.catalogue.catalogue import Catalogue
-from distembed.catalogue.gathered import Gathering
 from distembed.catalogue.query_items import QueryItems
+from distembed.catalogue.rank_rows import RankRows
 
 _MOST_SCORES_ON_CPU, _MOST_SCORES = 2**20, 2**26
 """Number of scores that are in memory at once; on a CPU as many as its caches hold."""
@@ -99,29 +99,31 @@ class CatalogueRanking:
         items = torch.cat([targets.unsqueeze(1), sampled], 1)
         pairs = QueryItems.of(JaggedTensor(items.flatten(), lengths=items.new_full((len(items),), items.shape[1])))
         blocks = self._blocks(vectors, pairs, pairs.between(0, 0))
-        scores = torch.cat([self._pair_scores(block)[block.own] for block in blocks]).view(items.shape)
+        scores = torch.cat([block.of_relevant.own(self._pair_scores(block)) for block in blocks]).view(items.shape)
         return (~(scores[:, 1:] < scores[:, :1])).sum(1)
 
     def _blocks(
         self, vectors: Float[Tensor, "queries dim"], relevant: QueryItems, excluded: QueryItems
     ) -> Iterator[_Block]:
-        """Yields all ranks' queries block by block; all ranks get equally many blocks, at least one."""
-        gathering = Gathering(self.catalogue.share().group)
+        """Yields all ranks' queries block by block; all ranks call it, and get equally many blocks, at least one."""
+        share = self.catalogue.share()
         most_scores = _MOST_SCORES_ON_CPU if vectors.device.type == "cpu" else _MOST_SCORES
-        most_queries = max(1, gathering.most(len(vectors), vectors.device))
-        rows = min(most_queries, max(1, math.isqrt(most_scores) // gathering.world_size))
+        most_queries = max(1, *RankRows.of(len(vectors), vectors.device, share).counts)
+        rows = min(most_queries, max(1, math.isqrt(most_scores) // share.world_size))
         for first in range(0, most_queries, rows):
-            own = vectors[first : first + rows]
-            all_relevant, own_relevant = relevant.between(first, first + rows).gathered(gathering, rows)
-            all_excluded, _ = excluded.between(first, first + rows).gathered(gathering, rows)
+            own, own_relevant = vectors[first : first + rows], relevant.between(first, first + rows)
+            own_excluded = excluded.between(first, first + rows)
+            queries, of_relevant, of_excluded = (
+                RankRows.of(len(each), vectors.device, share) for each in (own, own_relevant, own_excluded)
+            )
+            first_query = queries.own_place.start
             yield _Block(
-                gathering=gathering,
-                vectors=gathering.padded(own.float(), rows, 0.0).double(),
-                relevant=all_relevant,
-                excluded=all_excluded,
-                own=own_relevant,
-                own_queries=slice(gathering.rank * rows, gathering.rank * rows + len(own)),
-                most_ids=min(_MOST_IDS, max(1, most_scores // (rows * gathering.world_size))),
+                vectors=queries.gather(own.float()).double(),
+                relevant=own_relevant.gathered(first_query, of_relevant),
+                excluded=own_excluded.gathered(first_query, of_excluded),
+                of_queries=queries,
+                of_relevant=of_relevant,
+                most_ids=min(_MOST_IDS, max(1, most_scores // (rows * share.world_size))),
             )
 
     def _chunks(self, block: _Block) -> Iterator[_Chunk]:
@@ -142,7 +144,7 @@ class CatalogueRanking:
             for places, columns in (part.unbind() for part in found.split(_PAIRS_AT_ONCE, 1)):
                 products = (block.vectors[pairs.queries[places]] * chunk.vectors[columns]).sum(1)
                 scores[places] = (products + chunk.biases[columns]).float()
-        return block.gathering.sum(scores)
+        return block.of_relevant.sum_all(scores)
 
     def _rank_block(self, block: _Block) -> tuple[Int64[Tensor, " relevant"], Int64[Tensor, "queries best"]]:
         """Returns the ranks of this rank's relevant items of a block, and the keys of the best; all ranks call it."""
@@ -159,33 +161,30 @@ class CatalogueRanking:
             best.add(rows, chunk.ids)
             rows[queries, columns] = -torch.inf
             ahead += _count_not_below(rows, block.relevant.queries, scores)
-        ranks = block.gathering.sum(ahead)[block.own] + _places_among_relevant(
-            block.relevant.queries[block.own], scores[block.own]
-        )
-        keys = block.gathering.stack(best.keys)[:, block.own_queries]
+        own = block.of_relevant.own_place
+        ranks = block.of_relevant.sum_own(ahead) + _places_among_relevant(block.relevant.queries[own], scores[own])
+        keys = block.of_queries.own_of_all(best.keys)
         return ranks, best_keys(keys.transpose(0, 1).flatten(1), self.num_best)
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Queries of all ranks, as many of each.
+    """Queries of all ranks.
 
     Attributes:
-        gathering: The ranks.
         vectors: The queries.
-        relevant: Relevant items of all ranks' queries, those of each rank filled up with items of -1.
-        excluded: Items that are not ranked, filled up likewise.
-        own: Where this rank's relevant items are.
-        own_queries: Where this rank's queries are.
+        relevant: The relevant items of each.
+        excluded: The items of each that are not ranked.
+        of_queries: Whose the queries are.
+        of_relevant: Whose the relevant items are.
         most_ids: Most ids of a chunk.
     """
 
-    gathering: Gathering
     vectors: Float[Tensor, "queries dim"]
     relevant: QueryItems
     excluded: QueryItems
-    own: slice
-    own_queries: slice
+    of_queries: RankRows
+    of_relevant: RankRows
     most_ids: int
 
 

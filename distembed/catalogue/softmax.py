@@ -14,7 +14,7 @@ that of a chunk's vectors ``(g p)^T H``, and that of their biases the sums of ``
 the gain memory for one tile in place of all.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from distembed.catalogue.products import products
+from distembed.catalogue.rank_rows import RankRows
 from distembed.embedding.share import ReadChunk, TableShare
 from distembed.errors import UserError
 
@@ -84,7 +85,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, vectors: Tensor, targets: Tensor, bias: Tensor | None, items: SoftmaxItems, *weights: Tensor
     ) -> Tensor:
-        ranks = _QueryRanks.of(len(vectors), vectors.device, items.share)
+        ranks = RankRows.of(len(vectors), vectors.device, items.share)
         dtype = vectors.dtype if vectors.device.type == "cuda" else torch.float32
         queries = _Queries(ranks.gather(vectors.to(dtype)), ranks.gather(targets), ranks)
         log_sum, scores = _forward(queries, bias, items)
@@ -108,63 +109,6 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class _QueryRanks:
-    """How many queries each rank has, to gather them and what belongs to them.
-
-    Attributes:
-        counts: The number of queries of each rank.
-        group: The ranks; None for this process alone, and for ranks that a plan is made for: nothing is sent then, and
-            they have as many queries as this one.
-    """
-
-    counts: Sequence[int]
-    group: dist.ProcessGroup | None
-
-    @classmethod
-    def of(cls, count: int, device: torch.device, share: TableShare) -> "_QueryRanks":
-        """Returns the counts of all ranks, given this rank's; all ranks call it."""
-        group = share.group
-        if group is None:
-            return cls([count] * share.world_size, None)
-        counts = torch.empty(group.size(), dtype=torch.int64, device=device)
-        dist.all_gather(list(counts.split(1)), torch.tensor([count], device=device), group=group)
-        return cls(counts.tolist(), group)
-
-    def gather(self, own: Tensor) -> Tensor:
-        """Returns all ranks' rows, one rank's after the other's, given this rank's; all ranks call it."""
-        if len(self.counts) == 1:
-            return own.contiguous()
-        most = max(self.counts)
-        padded = own.new_zeros(most, *own.shape[1:])
-        padded[: len(own)] = own
-        gathered = own.new_empty(len(self.counts), *padded.shape)
-        if self.group is not None:
-            dist.all_gather(list(gathered.unbind()), padded, group=self.group)
-        return torch.cat([rows[:count] for rows, count in zip(gathered, self.counts, strict=True)])
-
-    def own(self, rows: Tensor) -> Tensor:
-        """Returns this rank's rows of all ranks'."""
-        return rows.split(self.counts)[self._rank]
-
-    def sum_own(self, rows: Tensor) -> Tensor:
-        """Returns this rank's rows of all ranks', summed over the ranks; all ranks call it."""
-        if len(self.counts) == 1:
-            return rows
-        most, own = max(self.counts), self.counts[self._rank]
-        padded = rows.new_zeros(len(self.counts), most, *rows.shape[1:])
-        for to, part in zip(padded, rows.split(self.counts), strict=True):
-            to[: len(part)] = part
-        summed = torch.empty_like(padded[0])
-        if self.group is not None:
-            dist.reduce_scatter_tensor(summed, padded.flatten(0, 1), group=self.group)
-        return summed[:own]
-
-    @property
-    def _rank(self) -> int:
-        return 0 if self.group is None else self.group.rank()
-
-
-@dataclass(frozen=True)
 class _Queries:
     """The queries of all ranks.
 
@@ -176,7 +120,7 @@ class _Queries:
 
     vectors: Float[Tensor, "queries dim"]
     targets: Int64[Tensor, " queries"]
-    ranks: _QueryRanks
+    ranks: RankRows
 
 
 class _Tiles:

@@ -20,7 +20,8 @@ class FakeCatalogue:
         self.group: Any = dist.group.WORLD if dist.is_initialized() else None
 
     def share(self) -> Any:
-        return SimpleNamespace(group=self.group, chunks=self.chunks)
+        world_size = 1 if self.group is None else dist.get_world_size()
+        return SimpleNamespace(group=self.group, world_size=world_size, chunks=self.chunks)
 
     def chunks(self, most_ids: int) -> Iterator[VectorChunk]:
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

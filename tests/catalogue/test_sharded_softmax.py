@@ -92,19 +92,23 @@ def cases() -> Iterator[tuple[str, str, str, bool]]:
                 yield layout, scheme, composition, scheme == "mixed_radix"
 
 
-def compare(rank: int, world_size: int, layout: str, scheme: str, composition: str, is_bag: bool) -> None:
-    reference = Tied(scheme, composition, is_bag)
-    expected = reference(features(slice(None)), TARGETS)
-    expected.mean().backward()
+def shard(model: Tied, world_size: int, layout: str) -> DistributedModelParallel:
+    """Places both tables by one layout."""
     sharders = [CompositionalEmbeddingBagCollectionSharder(), CompositionalEmbeddingCollectionSharder()]
-    model = Tied(scheme, composition, is_bag, device="meta")
     apply_optimizer_in_backward(torch.optim.SGD, table_parameters(model), {"lr": 1.0})  # of users
     constraints = {name: ParameterConstraints(sharding_types=[layout], min_partition=4) for name in ("user", "item")}
     topology = Topology(world_size=world_size, local_world_size=world_size, compute_device="cpu")
     planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
     env = ShardingEnv.from_process_group(dist.group.WORLD)
-    sharded = DistributedModelParallel(model, env=env, device=torch.device("cpu"), plan=plan, sharders=sharders)
+    return DistributedModelParallel(model, env=env, device=torch.device("cpu"), plan=plan, sharders=sharders)
+
+
+def compare(rank: int, world_size: int, layout: str, scheme: str, composition: str, is_bag: bool) -> None:
+    reference = Tied(scheme, composition, is_bag)
+    expected = reference(features(slice(None)), TARGETS)
+    expected.mean().backward()
+    sharded = shard(Tied(scheme, composition, is_bag, device="meta"), world_size, layout)
     bounds = {1: [0, 13], 2: [0, 0, 13], 4: [0, 5, 5, 6, 13]}[world_size]  # some ranks have no row
     rows = slice(bounds[rank], bounds[rank + 1])
     losses = sharded(features(rows), TARGETS[rows])

@@ -1,0 +1,92 @@
+"""Rows of all ranks side by side, where ranks may have unequally many: gathered, summed and handed back."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distembed.embedding.share import TableShare
+
+
+@dataclass(frozen=True)
+class RankRows:
+    """How many rows each rank has, such as queries, to gather them and what belongs to them.
+
+    Attributes:
+        counts: The number of rows of each rank.
+        group: The ranks; None for this process alone, and for ranks that a plan is made for: nothing is sent then, and
+            they have as many rows as this one.
+    """
+
+    counts: Sequence[int]
+    group: dist.ProcessGroup | None
+
+    @classmethod
+    def of(cls, count: int, device: torch.device, share: TableShare) -> "RankRows":
+        """Returns the counts of all ranks, given this rank's; all ranks call it."""
+        group = share.group
+        if group is None:
+            return cls([count] * share.world_size, None)
+        counts = torch.empty(group.size(), dtype=torch.int64, device=device)
+        dist.all_gather(list(counts.split(1)), torch.tensor([count], device=device), group=group)
+        return cls(counts.tolist(), group)
+
+    def gather(self, own: Tensor) -> Tensor:
+        """Returns all ranks' rows, one rank's after the other's, given this rank's; all ranks call it."""
+        if len(self.counts) == 1:
+            return own.contiguous()
+        most = max(self.counts)
+        padded = own.new_zeros(most, *own.shape[1:])
+        padded[: len(own)] = own
+        gathered = own.new_empty(len(self.counts), *padded.shape)
+        if self.group is not None:
+            dist.all_gather(list(gathered.unbind()), padded, group=self.group)
+        return torch.cat([rows[:count] for rows, count in zip(gathered, self.counts, strict=True)])
+
+    def own(self, rows: Tensor) -> Tensor:
+        """Returns this rank's rows of all ranks'."""
+        return rows.split(self.counts)[self._rank]
+
+    def sum_own(self, rows: Tensor) -> Tensor:
+        """Returns this rank's rows of all ranks', summed over the ranks; all ranks call it."""
+        if len(self.counts) == 1:
+            return rows
+        most, own = max(self.counts), self.counts[self._rank]
+        padded = rows.new_zeros(len(self.counts), most, *rows.shape[1:])
+        for to, part in zip(padded, rows.split(self.counts), strict=True):
+            to[: len(part)] = part
+        summed = torch.empty_like(padded[0])
+        if self.group is not None:
+            dist.reduce_scatter_tensor(summed, padded.flatten(0, 1), group=self.group)
+        return summed[:own]
+
+    def sum_all(self, rows: Tensor) -> Tensor:
+        """Returns all ranks' rows, summed over the ranks, in place; all ranks call it."""
+        if self.group is not None and len(rows):
+            dist.all_reduce(rows, group=self.group)
+        return rows
+
+    def own_of_all(self, rows: Tensor) -> Tensor:
+        """Returns what each rank has of this rank's rows, ``[ranks, own, ...]``; all ranks call it.
+
+        Args:
+            rows: What this rank has of all ranks' rows.
+        """
+        own = rows.new_empty(len(self.counts), self.counts[self._rank], *rows.shape[1:])
+        if self.group is None or not rows.numel():
+            return own.copy_(rows.view_as(own))
+        sizes = [self.counts[self._rank]] * len(self.counts)
+        dist.all_to_all_single(own.flatten(0, 1), rows.contiguous(), sizes, list(self.counts), group=self.group)
+        return own
+
+    @property
+    def own_place(self) -> slice:
+        """Where this rank's rows are among all ranks'."""
+        first = sum(self.counts[: self._rank])
+        return slice(first, first + self.counts[self._rank])
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self.group is None else self.group.rank()
