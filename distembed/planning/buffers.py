@@ -143,6 +143,7 @@ class Step:
         shares = self._shares.values()
         received: dict[ExchangeKey, int] = {}
         unfused: dict[int, int] = {}
+        scanned: dict[int, int] = {}
         ranks_per_node = 1
         for placement, share in zip(self._placements.values(), shares, strict=True):
             key = exchange_key(placement)
@@ -151,6 +152,8 @@ class Step:
             received[key] = received.get(key, 0) + share.received
             for rank, num_bytes in share.unfused.items():
                 unfused[rank] = unfused.get(rank, 0) + num_bytes
+            for rank, num_bytes in share.scanned.items():
+                scanned[rank] = scanned.get(rank, 0) + num_bytes
         return _Totals(
             received=received,
             common={
@@ -161,6 +164,7 @@ class Step:
             replicated=self._network.gradients + sum(share.replicated for share in shares),
             largest_replicated=max((share.largest_replicated for share in shares), default=0),
             unfused=unfused,
+            scanned=scanned,
             sent_by_all=sum((share.sent_by_all for share in shares), SentBytes()),
             sent_to_shards=sum((share.sent_to_shards for share in shares), SentBytes()),
         )
@@ -182,9 +186,16 @@ class Step:
             ),
             largest_replicated=max((part.num_parameters for part in replicated if not part.is_function), default=0),
             unfused=_unfused_gradients(placement),
+            scanned=self._scanned_gradients(placement) if placement.table.dense_gradient else {},
             sent_by_all=self._sent_by_every_rank(placement),
             sent_to_shards=to_shards,
         )
+
+    def _scanned_gradients(self, placement: Placement) -> dict[int, int]:
+        """Returns the bytes of the gradients that going over all vectors of a table gives its weights, by rank."""
+        gradients = _unfused_gradients(placement)
+        replicated = sum(part.num_parameters for part in placement.replicated) * _FLOAT
+        return {rank: gradients.get(rank, 0) + replicated for rank in range(self._world_size)}
 
     def _sent_by_every_rank(self, placement: Placement) -> SentBytes:
         """Returns what each rank sends for a table that is looked up on all of them."""
@@ -252,6 +263,8 @@ class Step:
         saved = sum(lookup.saved_bytes for lookup in lookups)
         # gradients of what is on all ranks lie in buckets all the time, where there are other ranks
         unfused = totals.unfused.get(rank, 0)
+        # networks that go over all vectors of a table have their gradients early, to be added to those of its lookups
+        early = totals.scanned.get(rank, 0)
         buckets, gradients = (totals.replicated if self._world_size > 1 else 0), totals.replicated + unfused
         # the task's outputs of the step before are still there, and those that wait for metrics
         inputs = self._batches + totals.sent_ids + arriving
@@ -261,13 +274,15 @@ class Step:
         fullest = _fullest_lookup(exchanges)
         yield StepBuffers("lookup", inputs + arriving + totals.sent_ids, 0, fullest, 0, buckets)
         yield StepBuffers("output", inputs, 2 * received + received * (len(exchanges) > 1), saved, 0, buckets)
-        yield StepBuffers("networks", inputs, 0, saved, self._network.peak, buckets)
+        yield StepBuffers("networks", inputs, 0, saved, self._network.peak, buckets + early)
         back = sum(exchange.output for exchange in exchanges)
         copies = 1 + any(exchange.is_sent for exchange in exchanges)
         own = sum(lookup.gradient_bytes for lookup in lookups)
-        yield StepBuffers("output gradients", inputs, copies * received + back, saved, 0, gradients - own - unfused)
+        yield StepBuffers(
+            "output gradients", inputs, copies * received + back, saved, 0, gradients - own - unfused + early
+        )
         # lookups have their gradients one by one, the last first; tables after all that their vectors go through
-        left, done, to_come = saved, gradients - own, unfused // max(1, len(lookups))
+        left, done, to_come = saved, gradients - own + early, unfused // max(1, len(lookups))
         for lookup in reversed(lookups):
             yield StepBuffers("lookup gradients", inputs, back, left + lookup.backward_bytes, 0, done - to_come)
             left -= lookup.saved_bytes
@@ -328,6 +343,7 @@ class _TableShare:
         replicated: Bytes of the weights, and of their gradients, that every rank has.
         largest_replicated: Numbers of the largest of these, but for functions.
         unfused: Bytes of gradients that are not updated within the backward pass, by rank.
+        scanned: Bytes of the gradients of tables that networks go over as a whole, by rank.
         sent_by_all: What each rank sends for it, where it is looked up on all of them.
         sent_to_shards: What each rank sends to the owners of its columns, if it is none of them.
     """
@@ -337,6 +353,7 @@ class _TableShare:
     replicated: int
     largest_replicated: int
     unfused: Mapping[int, int]
+    scanned: Mapping[int, int]
     sent_by_all: SentBytes
     sent_to_shards: SentBytes
 
@@ -353,6 +370,7 @@ class _Totals:
         replicated: Bytes of all weights, and of their gradients, that every rank has, those of networks too.
         largest_replicated: Numbers of the largest replicated weight of a table.
         unfused: Bytes of gradients of shards that are not updated within the backward pass, by rank.
+        scanned: Bytes of the gradients of tables that networks go over as a whole, by rank.
         sent_by_all: What each rank sends for tables that are looked up on all of them.
         sent_to_shards: What a rank without shards sends to the owners of columns.
     """
@@ -364,6 +382,7 @@ class _Totals:
     replicated: int
     largest_replicated: int
     unfused: Mapping[int, int]
+    scanned: Mapping[int, int]
     sent_by_all: SentBytes
     sent_to_shards: SentBytes
 
