@@ -15,6 +15,7 @@ from distembed.errors import UserError
 from distembed.models import ModelInputs
 from distembed.names import one_of
 from distembed.outputs import require_file
+from distembed.tasks import batch_schema
 from distembed.training.id_file import id_column, read_ids
 from distembed.training.newest import is_removed, removed_meanwhile
 from distembed.units import enumerate_names
@@ -65,7 +66,8 @@ def materialise_run(
             and none are given.
         RunError: A file cannot be written.
     """
-    collections = embedding_modules(config.model.build(ModelInputs.from_config(schema, config.embedding)))
+    inputs = ModelInputs.from_config(batch_schema(config.task, schema), config.embedding)
+    collections = embedding_modules(config.model.build(inputs))
     tables = [table for module in collections.values() for table in table_configs(module)]
     weight_names = {
         table.name: weight_names_of_table(module, table)

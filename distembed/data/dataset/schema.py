@@ -179,9 +179,10 @@ class Schema:
     def mean_list_length(self) -> float:
         """The mean number of ids a row of the list columns, which dense sequences have as many numbers as; 0 if none.
 
-        Where lists differ, as they do in batches to which a task adds lists, it is that of the longest.
+        Lists that a task adds, which are looked up in the table of another, may have other lengths.
         """
-        return max((feature.mean_ids_per_row for feature in self.categorical if feature.multi_hot), default=0.0)
+        lists = (feature for feature in self.categorical if feature.multi_hot and feature.table is None)
+        return max((feature.mean_ids_per_row for feature in lists), default=0.0)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the schema in plain values, which :meth:`from_json` reads back."""
