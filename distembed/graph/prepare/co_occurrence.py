@@ -26,10 +26,8 @@ from distembed.graph.prepare.options import GraphOptions
 from distembed.graph.prepare.shared_attributes import (
     PAIR_TYPES,
     AttributeEdges,
-    add_edges,
     add_shared_edges,
     new_id_counts,
-    shared_runs,
 )
 from distembed.graph.prepare.sorted_runs import SortedRuns, new_runs
 from distembed.names import one_of
@@ -100,19 +98,19 @@ class CoOccurrenceReader:
         Raises:
             UserError: The dataset is not as it was written.
         """
-        runs = shared_runs(self._scratch / "edges", self.options, self._memory_bytes // 4)
+        runs = new_runs(self._scratch / "edges", (np.int64,), self._memory_bytes // 4)
         if self.options.within is not None:
             for lists in self._columns(self._table):
                 if self.id_counts is not None:
                     np.add.at(self.id_counts, lists[0].flatten().to_numpy(), 1)
                 for keys in _neighboring(lists[0], self.options.within, self.num_nodes):
-                    add_edges(runs, keys, self.options)
+                    runs.add(keys)
             return runs
         pairs = new_runs(self._scratch / "pairs", PAIR_TYPES, self._memory_bytes // 4)
         for ids, others in map(_expanded, self._columns(self._table, self._other)):
             pairs.add(others, np.zeros_like(others), ids)
         shared = AttributeEdges(self.num_nodes, self.options.max_shared, self.id_counts)
-        add_shared_edges(runs, pairs, shared, self.options)
+        add_shared_edges(runs, pairs, shared)
         self.dropped.take(shared)
         return runs
 

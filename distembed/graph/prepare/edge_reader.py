@@ -29,7 +29,6 @@ from distembed.graph.prepare.shared_attributes import (
     AttributeEdges,
     add_shared_edges,
     new_id_counts,
-    shared_runs,
     value_numbers,
 )
 from distembed.graph.prepare.sorted_runs import SortedRuns, new_runs
@@ -121,9 +120,9 @@ class EdgeReader:
             values = batch.columns[1].filter(pa.array(known))
             pairs.add(*value_numbers(values), ids[known])
         self._require_known()
-        runs = shared_runs(self._scratch / "edges", self.options, self._memory_bytes // 4)
+        runs = new_runs(self._scratch / "edges", (np.int64,), self._memory_bytes // 4)
         shared = AttributeEdges(self.num_nodes, self.options.max_shared, self.id_counts)
-        add_shared_edges(runs, pairs, shared, self.options)
+        add_shared_edges(runs, pairs, shared)
         self.dropped.take(shared)
         return runs
 

@@ -24,7 +24,7 @@ from distembed.data.prepare.staging import disk_is_full_text, staged_folder
 from distembed.errors import UserError
 from distembed.files import full_disk_explained, require_free_space
 from distembed.graph.csr import Graph
-from distembed.graph.edges import Edges, merge_equal, require_num_nodes
+from distembed.graph.edges import Edges, count_equal, merge_equal, require_num_nodes
 from distembed.graph.folder import GRAPH_FILE, GraphDescription, GraphWriter
 from distembed.graph.prepare.co_occurrence import CoOccurrenceReader
 from distembed.graph.prepare.edge_reader import EdgeReader
@@ -187,10 +187,13 @@ def _write(folder: Path, reader: EdgeReader | CoOccurrenceReader, runs: SortedRu
 
 
 def _merged(reader: EdgeReader | CoOccurrenceReader, runs: SortedRuns) -> Iterator[Edges]:
-    """Yields the sorted edges, each once, with the sum of its weights where there are weights."""
+    """Yields the sorted edges, each once: with the sum of its weights, or how often it is there, where that matters."""
     done = 0
     for columns in runs.merged():
-        yield merge_equal(Edges(columns[0], columns[1] if len(columns) > 1 else None))
+        if reader.options.counts_shared:
+            yield count_equal(columns[0])
+        else:
+            yield merge_equal(Edges(columns[0], columns[1] if len(columns) > 1 else None))
         done += len(columns[0])
         reader.report(ProgressUpdate("write", done * 8, runs.num_records * 8, done))
 

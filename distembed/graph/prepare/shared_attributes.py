@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +16,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from distembed.graph.prepare.options import COSINE, GraphOptions
-from distembed.graph.prepare.sorted_runs import SortedRuns, new_runs
+from distembed.graph.prepare.sorted_runs import SortedRuns
 
 PAIR_TYPES = (np.int64, np.int64, np.int64)
 """Types of a record's columns: the two halves of a value's number, and the id."""
@@ -26,28 +25,17 @@ _INTEGER = "^(0|-?[1-9][0-9]{0,17})$"
 _EDGES_AT_A_TIME = 2**19
 
 
-def shared_runs(folder: Path, options: GraphOptions, memory_bytes: int) -> SortedRuns:
-    """Returns empty runs in a new folder for edges between ids that share something, counted where that matters."""
-    return new_runs(folder, (np.int64, np.float64) if options.counts_shared else (np.int64,), memory_bytes)
-
-
-def add_edges(runs: SortedRuns, keys: NDArray[np.int64], options: GraphOptions) -> None:
-    """Adds edges that each stand for one thing that is shared."""
-    runs.add(keys, *((np.ones(len(keys)),) if options.counts_shared else ()))
-
-
-def add_shared_edges(runs: SortedRuns, pairs: SortedRuns, shared: AttributeEdges, options: GraphOptions) -> None:
+def add_shared_edges(runs: SortedRuns, pairs: SortedRuns, shared: AttributeEdges) -> None:
     """Adds the edges of ids that share a value.
 
     Args:
-        runs: Runs of edges, from :func:`shared_runs`.
+        runs: Runs of edges, one for each value that two ids share.
         pairs: Records of a value and an id.
         shared: Makes edges of them, and counts what is left out.
-        options: Whether it matters how much ids share.
     """
     for records in pairs.merged():
         for keys in shared.edges(*records):
-            add_edges(runs, keys, options)
+            runs.add(keys)
 
 
 def new_id_counts(num_nodes: int, options: GraphOptions) -> NDArray[np.int64] | None:
