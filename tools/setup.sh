@@ -20,6 +20,8 @@ readonly MARK=$VENV/.made-by-setup # ours, so that a .venv which someone else ma
 readonly STAMP=$VENV/.ready        # three lines: what it stands on, what was installed, which extras
 # The last release with all schedulers. Its metadata demands urllib3<1.27: what it needs is in pyproject.toml.
 readonly TORCHX=torchx==0.7.0
+# Of its wheel the tests read MovieLens-100k, as data; what it demands, among it another NumPy, would run it.
+readonly RECBOLE=recbole==1.2.1
 
 say() { printf '==> %s\n' "$*"; }
 fail() {
@@ -126,6 +128,10 @@ install() {
     pip_install --no-deps "${requirements[@]:1}"
     say "Installing $TORCHX"
     pip_install --no-deps "$TORCHX"
+    if [[ " $stamp_extras " == *" test "* ]]; then
+        say "Unpacking $RECBOLE for the data that it ships"
+        pip_install --no-deps "$RECBOLE"
+    fi
     # At once and on all cores: pip would compile on one, and without it each command's first user waits, and where
     # bytecode is not written each user of each. What is not for this Python does not compile, and is left.
     say "Compiling bytecode"

@@ -1,0 +1,244 @@
+"""Trains MF and BPR on MovieLens with several seeds: the metrics of the papers' tables on the test split.
+
+::
+
+    python tools/bench_recommenders.py mf ../shared/data --seeds 5 --output mf.json
+    python tools/bench_recommenders.py bpr ../shared/data --seeds 5
+    python tools/bench_recommenders.py ml100k RECBOLE/dataset_example/ml-100k --seeds 5
+
+``mf`` predicts the ratings of MovieLens-1M, ``bpr`` ranks what users rated 4 or 5, both in the split of the authors of
+SSE (the files ``movielens1m_mf_train.csv.gz`` and ``movielens1m_mf_test.csv.gz`` of the folder). ``ml100k`` does both
+on the MovieLens-100k that the wheel of RecBole 1.2.1 has, split at random into 0.8, 0.1 and 0.1.
+
+Each row of a table is a config in ``configs/recommenders/``. Graphs join users and items by what they have in common in
+the training rows, or items by what they share in the knowledge graph of ``ml100k``: the 20 nearest each. All seeds are
+trained in one process, one after another.
+"""
+
+import argparse
+import csv
+import dataclasses
+import json
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_quality import CONFIGS, deviation, mean_and_deviation, run_distembed
+from rich.console import Console
+from rich.table import Table
+
+from distembed.config import Config, load_config
+from distembed.files import write_json
+from distembed.ranks import Ranks, process_group
+from distembed.training.run import train_run
+from distembed.training.start import RunOptions
+
+FOLDER = CONFIGS / "recommenders"
+RATING_METRICS = {"rmse": "RMSE", "mae": "MAE"}
+RANKING_METRICS = {"precision@1": "P@1", "precision@5": "P@5", "precision@10": "P@10", "ndcg@10": "NDCG@10"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """The rows of a table.
+
+    Attributes:
+        prepare: Makes the dataset and the graphs in a folder, of the folder of the data.
+        metrics: The columns of the table, by the metrics' names.
+        rows: The configs, by what a row is called; a row is compared with the first before it that is no variant.
+    """
+
+    prepare: Callable[[Path, Path], None]
+    metrics: dict[str, str]
+    rows: dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """The results of one config on the test split: each metric of each seed."""
+
+    name: str
+    parameters: int
+    values: dict[str, list[float]]
+
+
+def prepare_ml1m(data: Path, folder: Path, *options: str) -> None:
+    """Makes the dataset in the split of SSE's authors, with graphs of what occurs together in it."""
+    files = [str(data / "movielens1m_mf_train.csv.gz"), "--test", str(data / "movielens1m_mf_test.csv.gz")]
+    columns = ["--no-header", "--user", "1", "--item", "2", "--rating", "3"]
+    run_distembed("prepare", "ratings", *files, *columns, *options, "--output", str(folder / "data"))
+    _prepare_graphs(folder)
+
+
+def prepare_implicit(data: Path, folder: Path) -> None:
+    """Makes the dataset of ratings of 4 and 5 alone."""
+    prepare_ml1m(data, folder, "--min-rating", "4")
+
+
+def prepare_ml100k(data: Path, folder: Path, *options: str) -> None:
+    """Makes the dataset of RecBole's MovieLens-100k, with a graph of items that share a tail of its knowledge graph."""
+    columns = ["--user", "user_id", "--item", "item_id", "--rating", "rating", "--time", "timestamp"]
+    split = ["--split", "random:0.8,0.1,0.1"]
+    run_distembed(
+        "prepare", "ratings", str(data / "ml-100k.inter"), *columns, *split, *options, "--output", str(folder / "data")
+    )
+    items = {entity: item for item, entity in _read(data / "ml-100k.link")}
+    with (folder / "attributes.csv").open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["item", "tail"])
+        rows.writerows(
+            [items[head], f"{kind} {tail}"] for head, kind, tail in _read(data / "ml-100k.kg") if head in items
+        )
+    run_distembed(
+        *["prepare", "graph", str(folder / "attributes.csv"), "--source", "item", "--attribute", "tail"],
+        *["--max-shared", "200", "--count-shared", "--max-neighbors", "20", "--unknown", "drop"],
+        *["--data", str(folder / "data"), "--table", "item", "--output", str(folder / "item")],
+    )
+    _prepare_graphs(folder, "user")
+
+
+def prepare_implicit_100k(data: Path, folder: Path) -> None:
+    """Makes the dataset of ratings of 4 and 5 of MovieLens-100k alone."""
+    prepare_ml100k(data, folder, "--min-rating", "4")
+
+
+def _read(path: Path) -> list[list[str]]:
+    """Returns the rows of one of RecBole's files, without the names of columns."""
+    with path.open(newline="") as file:
+        return list(csv.reader(file, delimiter="\t"))[1:]
+
+
+def _prepare_graphs(folder: Path, *tables: str) -> None:
+    """Makes a graph of each table's ids that occur together in training."""
+    for table in tables or ("user", "item"):
+        run_distembed(
+            *["prepare", "graph", "--co-occurrence", "--data", str(folder / "data"), "--table", table],
+            *["--measure", "cosine", "--max-neighbors", "20", "--max-shared", "5000", "--output", str(folder / table)],
+        )
+
+
+MODES = {
+    "mf": Mode(
+        prepare_ml1m,
+        RATING_METRICS,
+        {
+            "their model, lambda of a row": "ml1m_mf_paper_row.yaml",
+            "  SSE-SE 0.005": "ml1m_mf_paper_row_se.yaml",
+            "  SSE-Graph 0.005": "ml1m_mf_paper_row_graph.yaml",
+            "their model, lambda of the sum": "ml1m_mf_paper.yaml",
+            "  SSE-SE 0.005 ": "ml1m_mf_paper_se.yaml",
+            "  SSE-Graph 0.005 ": "ml1m_mf_paper_graph.yaml",
+            "with biases": "ml1m_mf.yaml",
+            "  SSE-SE": "ml1m_mf_se.yaml",
+            "  SSE-Graph": "ml1m_mf_graph.yaml",
+            "  quotient-remainder, 4": "ml1m_mf_qr4.yaml",
+            "  quotient-remainder, 16": "ml1m_mf_qr16.yaml",
+        },
+    ),
+    "bpr": Mode(
+        prepare_implicit,
+        RANKING_METRICS,
+        {
+            "none": "ml1m_bpr.yaml",
+            "  dropout": "ml1m_bpr_dropout.yaml",
+            "  SSE-SE": "ml1m_bpr_se.yaml",
+            "  SSE-Graph": "ml1m_bpr_graph.yaml",
+            "  SSE-SE and dropout": "ml1m_bpr_se_dropout.yaml",
+        },
+    ),
+    "ml100k": Mode(
+        prepare_ml100k,
+        RATING_METRICS,
+        {
+            "MF": "ml100k_mf.yaml",
+            "  SSE-SE": "ml100k_mf_se.yaml",
+            "  SSE-Graph": "ml100k_mf_graph.yaml",
+        },
+    ),
+    "ml100k-bpr": Mode(
+        prepare_implicit_100k,
+        RANKING_METRICS,
+        {
+            "BPR": "ml100k_bpr.yaml",
+            "  SSE-SE": "ml100k_bpr_se.yaml",
+            "  SSE-Graph": "ml100k_bpr_graph.yaml",
+        },
+    ),
+}
+
+
+def config_of_seed(name: str, folder: Path, seed: int) -> Config:
+    """Returns a row's config on the prepared data, with the graphs that it names."""
+    config = load_config(FOLDER / name, [f"data.path={folder / 'data'}", f"train.seed={seed}", "train.precision=fp32"])
+    graphs = [
+        f"sse.tables.{table}.graph={folder / table}"
+        for table, own in config.sse.tables.items()
+        if own.graph is not None
+    ]
+    return load_config(FOLDER / name, [f"data.path={folder / 'data'}", f"train.seed={seed}", *graphs])
+
+
+def train_row(title: str, mode: Mode, folder: Path, seeds: int, ranks: Ranks) -> Row:
+    """Trains one config with each seed."""
+    values: dict[str, list[float]] = {name: [] for name in mode.metrics}
+    parameters = 0
+    for seed in range(seeds):
+        config = config_of_seed(mode.rows[title], folder, seed)
+        with tempfile.TemporaryDirectory() as runs:
+            run = Path(runs) / "run"
+            evaluation = train_run(config, RunOptions(run), ranks, None, lambda _: None).evaluation
+            parameters = json.loads((run / "run.json").read_text())["parameters"]
+        assert evaluation is not None
+        for name in mode.metrics:
+            values[name].append(evaluation[name])
+        print(
+            f"{title.strip()}, seed {seed}: {' '.join(f'{evaluation[name]:.4f}' for name in mode.metrics)}", flush=True
+        )
+    return Row(title, parameters, values)
+
+
+def difference(row: Row, baseline: Row, metric: str) -> str:
+    """Returns the difference of two means, with how many of its standard errors it is."""
+    own, other = row.values[metric], baseline.values[metric]
+    change = statistics.mean(own) - statistics.mean(other)
+    if len(own) < 2 or row is baseline:
+        return "" if row is baseline else f"{change:+.4f}"
+    error = ((deviation(own) ** 2 + deviation(other) ** 2) / len(own)) ** 0.5
+    return f"{change:+.4f} ({change / error:+.1f})" if error else f"{change:+.4f}"
+
+
+def main() -> None:
+    """Prepares the data, trains every row and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("mode", choices=MODES)
+    parser.add_argument("data", type=Path, help="folder of the data")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--only", default="", help="configs whose file name holds this text")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    mode = MODES[options.mode]
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as name, process_group("cpu") as ranks:
+        mode.prepare(options.data, folder := Path(name))
+        for title, config in mode.rows.items():
+            if options.only in config:
+                rows.append(train_row(title, mode, folder, options.seeds, ranks))
+    headline = next(iter(mode.metrics))
+    table = Table("row", "parameters", *mode.metrics.values(), f"{mode.metrics[headline]} against the base (errors)")
+    baseline = rows[0]
+    for row in rows:
+        baseline = baseline if row.name.startswith(" ") else row
+        cells = [mean_and_deviation(values) for values in row.values.values()]
+        table.add_row(row.name, f"{row.parameters:,}", *cells, difference(row, baseline, headline))
+    Console(width=140).print(table)
+    if options.output is not None:
+        values: list[dict[str, Any]] = [dataclasses.asdict(row) for row in rows]
+        write_json(options.output, values)
+
+
+if __name__ == "__main__":
+    main()
