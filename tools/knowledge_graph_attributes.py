@@ -1,0 +1,56 @@
+"""Writes what a knowledge graph says of items as a JSON object of lists, for `distembed prepare graph --attribute`.
+
+::
+
+    python tools/knowledge_graph_attributes.py ml-100k.kg ml-100k.link item_entities.json
+    distembed prepare graph item_entities.json --attribute entity --unknown drop \\
+        --data ratings --table item -o graphs/item
+
+RecBole's files: a triple of head, relation and tail a line, and a line for an item and its entity. An attribute of an
+item is an entity at the other end of one of its triples, such as an actor, with the relation and which end it is.
+"""
+
+import argparse
+import csv
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def rows(file: Path) -> Iterator[list[str]]:
+    """Yields the rows of a tab-separated file, without its header."""
+    with file.open(newline="", encoding="utf-8") as text:
+        lines = csv.reader(text, delimiter="\t", quoting=csv.QUOTE_NONE)
+        next(lines)
+        yield from lines
+
+
+def item_attributes(graph: Path, links: Path) -> dict[str, list[str]]:
+    """Returns the attributes of each item."""
+    items: dict[str, list[str]] = defaultdict(list)
+    for item, entity in rows(links):
+        items[entity].append(item)
+    attributes: dict[str, dict[str, None]] = defaultdict(dict)
+    for head, relation, tail in rows(graph):
+        for item in items.get(head, ()):
+            attributes[item][f"{relation} {tail}"] = None
+        for item in items.get(tail, ()):
+            attributes[item][f"{head} {relation}"] = None
+    return {item: list(found) for item, found in attributes.items()}
+
+
+def main() -> None:
+    """Writes the attributes of all items."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("graph", type=Path, help="Triples of head, relation and tail (.kg).")
+    parser.add_argument("links", type=Path, help="Items and their entities (.link).")
+    parser.add_argument("output", type=Path, help="JSON file to write.")
+    arguments = parser.parse_args()
+    found = item_attributes(arguments.graph, arguments.links)
+    arguments.output.write_text(json.dumps(found, indent=0), encoding="utf-8")
+    print(f"{arguments.output}: {sum(map(len, found.values())):,} attributes of {len(found):,} items")
+
+
+if __name__ == "__main__":
+    main()
