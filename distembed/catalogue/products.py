@@ -1,4 +1,4 @@
-"""The products of a softmax's tiles: in float32, or of bfloat16 numbers on CUDA.
+"""The products of a softmax's tiles: in float32, or of 16-bit numbers on CUDA.
 
 In float32 biases and what is subtracted from a query's scores are columns more of both factors, so that a product gives
 finished scores and nothing goes over the tile again. bfloat16 would round them, and adds them in float32.
@@ -63,7 +63,7 @@ class Float32Products(Products):
 
 
 class HalfProducts(Products):
-    """Products of numbers in the queries' own 16 bits, added up in float32."""
+    """Products of numbers in the queries' own 16 bits, added up in float32, which torch has on CUDA."""
 
     def __init__(
         self, queries: Float[Tensor, "queries dim"], shift: Float[Tensor, " queries"], most_numbers: int
@@ -89,7 +89,7 @@ def products(
     """Returns the products of queries in their own dtype.
 
     Args:
-        queries: All queries, in float32, or on CUDA in 16 bits.
+        queries: All queries, in float32, or in 16 bits on other devices than a CPU.
         shift: What is subtracted from all scores of each; None for nothing.
         most_numbers: Most numbers of a tile.
     """

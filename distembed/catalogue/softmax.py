@@ -62,7 +62,7 @@ def cross_entropy(
     over the ranks is that.
 
     Args:
-        vectors: This rank's queries; on CUDA in the dtype in which products are to be computed.
+        vectors: This rank's queries, in the dtype of products; on a CPU these are in float32, which is faster there.
         targets: The item that each query should choose, none of them excluded.
         bias: The bias of all items, the same on all ranks; None for none.
         items: The items.
@@ -86,7 +86,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any, vectors: Tensor, targets: Tensor, bias: Tensor | None, items: SoftmaxItems, *weights: Tensor
     ) -> Tensor:
         ranks = RankRows.of(len(vectors), vectors.device, items.share)
-        dtype = vectors.dtype if vectors.device.type == "cuda" else torch.float32
+        dtype = torch.float32 if vectors.device.type == "cpu" else vectors.dtype
         queries = _Queries(ranks.gather(vectors.to(dtype)), ranks.gather(targets), ranks)
         log_sum, scores = _forward(queries, bias, items)
         ctx.items, ctx.ranks, ctx.dtype = items, ranks, vectors.dtype

@@ -10,6 +10,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from distembed.catalogue import Catalogue
 from distembed.catalogue.softmax import SoftmaxItems, cross_entropy
 from distembed.embedding import CompositionalEmbeddingCollection
+from distembed.embedding.share import ShareColumns, ShareIds, ShareWeight, TableShare
 from tests.embedding.test_share import COMPOSED, make_table
 
 
@@ -107,3 +108,18 @@ def test_queries_in_bfloat16_have_gradients_in_it() -> None:
     losses.sum().backward()
     assert losses.dtype == torch.float32
     assert vectors.grad is not None and vectors.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scheme", ["naive", "quotient_remainder", "mixed_radix"])
+def test_nothing_waits_for_a_device(scheme: str, dtype: torch.dtype) -> None:
+    """Tensors of the meta device raise where a value is looked at, or where they meet others."""
+    table, meta = make_table(scheme, "product"), torch.device("meta")
+    with meta:
+        parts = table.partition_tables()
+        weights = [torch.empty(part.num_rows, part.dim, requires_grad=True) for part in parts]
+        columns = ShareColumns(0, 8, [ShareWeight(j, weight) for j, weight in enumerate(weights)])
+        items = SoftmaxItems(TableShare(table, ShareIds(0, 60), 60, [columns], meta), 2, 7, 4)
+        vectors, bias = torch.empty(9, 8, dtype=dtype, requires_grad=True), torch.empty(60, requires_grad=True)
+        cross_entropy(vectors, torch.empty(9, dtype=torch.int64), bias, items).sum().backward()
+        assert all(own.grad is not None and own.grad.dtype == own.dtype for own in (vectors, bias, *weights))
