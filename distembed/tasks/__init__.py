@@ -1,7 +1,7 @@
 """Tasks, which are what a model learns: each is a file with its config in ``config.py``, listed in a name table.
 
 ``base.py`` says what a task is; ``binary_metrics.py`` holds the metrics of binary classifiers, and
-``ranking_metrics.py`` those of rankings.
+``ranking_metrics.py`` those of rankings; ``recommendations.py`` has the best items of users as predictions.
 
 A task of one's own is a config with ``name`` and ``build``, registered by ``TASKS["mine"] = MyConfig``; see
 :class:`distembed.tasks.TaskConfig`.

@@ -28,6 +28,13 @@ from distembed.tasks.base import BatchPosition, Outputs, Rows, Task, TaskContext
 from distembed.tasks.config import RankingConfig, batch_schema
 from distembed.tasks.ranking_metrics import RankingMetrics, coverage, coverage_metric
 from distembed.tasks.rating import squares
+from distembed.tasks.recommendations import (
+    RECOMMENDATIONS,
+    id_columns,
+    prediction_columns,
+    predictions,
+    recommendations,
+)
 
 RELEVANT, EXCLUDED = "relevant", "excluded"
 """Names of the fields of an evaluation's batch that have the items of each user that are searched and left out."""
@@ -42,7 +49,7 @@ class RankingTask(Task):
     """
 
     batch_fields = (SPARSE_FEATURES,)
-    outputs = ("users", "metrics", "best")
+    outputs = ("metrics", *RECOMMENDATIONS)
 
     def __init__(self, config: RankingConfig) -> None:
         self._config = config
@@ -50,8 +57,7 @@ class RankingTask(Task):
         self._num_best = max(config.cutoffs)
         shown = tuple(f"{kind}@{self._num_best}" for kind in ("ndcg", "hr"))
         self.reported_metrics = (*self._metrics.reported(_KINDS, shown), coverage_metric(self._num_best))
-        self.prediction_columns = ("user", *(f"item_{place + 1}" for place in range(self._num_best)))
-        self.id_columns = self.prediction_columns
+        self.prediction_columns, self.id_columns = prediction_columns(self._num_best), id_columns(self._num_best)
 
     def start(self, context: TaskContext) -> None:
         """Takes where the users' items are read when they are needed."""
@@ -146,7 +152,7 @@ class RankingTask(Task):
         ranking = CatalogueRanking(outputs.catalogue, self._reserved, self._num_best)
         ranked = ranking.rank(outputs.vectors.float(), relevant[ITEM], excluded[ITEM])
         metrics = self._metrics.of_queries(ranked.ranks, relevant.lengths().long())
-        return {"users": features[USER].values(), "metrics": metrics, "best": ranked.best}
+        return {"metrics": metrics, **recommendations(features[USER].values(), outputs, ranked)}
 
     def metrics(self, rows: Rows) -> dict[str, float]:
         num_items, most = self._num_items - len(self._reserved), self._num_best
@@ -158,9 +164,8 @@ class RankingTask(Task):
         return {"ordered": float(np.mean(rows["ordered"])) if len(rows["ordered"]) else float("nan")}
 
     def predictions(self, rows: Rows) -> dict[str, npt.NDArray[Any]]:
-        """Returns the best items of each user of the split; -1 where there are fewer."""
-        best = rows["best"].reshape(len(rows["users"]), -1)
-        return dict(zip(self.prediction_columns, [rows["users"], *best.T], strict=True))
+        """Returns the best items of each user of the split."""
+        return predictions(rows, self._num_best)
 
     def describe(self, metrics: Mapping[str, Any]) -> str:
         shown = [f"{metric.heading} {metrics[metric.name]:.4f}" for metric in self.reported_metrics]

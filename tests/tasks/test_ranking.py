@@ -147,13 +147,30 @@ def test_evaluations_equal_loops(tmp_path: Path, split: str) -> None:
     parts = [task.evaluate(model(batch[SPARSE_FEATURES]), batch) for batch in task.evaluation_batches(split, 5)]
     rows = {name: torch.cat([part[name] for part in parts]).detach().numpy() for name in task.outputs}
     users, items = (weights(model)[name].detach().numpy().astype(np.float64) for name in ("user", "item"))
-    users = np.c_[users[:, :-1], np.ones(NUM_USERS)]
+    biases, users = users[:, -1], np.c_[users[:, :-1], np.ones(NUM_USERS)]
     metrics = task.metrics(rows)
     for name, value in expected_metrics(splits, split, users, items).items():
         assert metrics[name] == pytest.approx(value, abs=1e-6), name
     assert 3 / NUM_ITEMS <= metrics["coverage@3"] <= 1
-    assert list(task.predictions(rows)) == ["user", "item_1", "item_2", "item_3"]
+    require_best_scores(task.predictions(rows), users, items, biases)
     assert "NDCG@3" in task.describe(metrics)
+
+
+def require_best_scores(
+    predicted: dict[str, npt.NDArray[Any]],
+    users: npt.NDArray[Any],
+    items: npt.NDArray[Any],
+    biases: npt.NDArray[Any],
+) -> None:
+    """Scores of predictions are the model's, biases of users included, the best first."""
+    names = [f"{kind}_{place}" for kind in ("item", "score") for place in (1, 2, 3)]
+    assert list(predicted) == ["user", *names]
+    best = np.stack([predicted[name] for name in names[:3]], 1)
+    scores = np.stack([predicted[name] for name in names[3:]], 1)
+    own = predicted["user"]
+    expected = np.einsum("ud,ukd->uk", users[own], items[best]) + biases[own][:, None]
+    np.testing.assert_allclose(scores, np.where(best < 0, -np.inf, expected), rtol=1e-5, atol=1e-6)
+    assert bool((scores[:, :-1] >= scores[:, 1:]).all())
 
 
 def test_a_split_without_rows_has_no_metrics(tmp_path: Path) -> None:
