@@ -62,4 +62,5 @@ class Catalogue(nn.Module):
         Raises:
             UserError: The table is not trained by gradients of all of its rows.
         """
-        return cross_entropy(vectors, targets, self.bias, SoftmaxItems(self.share(), self.num_reserved))
+        items = SoftmaxItems.on(vectors.device, self.share(), self.num_reserved)
+        return cross_entropy(vectors, targets, self.bias, items)

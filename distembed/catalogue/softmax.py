@@ -48,6 +48,11 @@ class SoftmaxItems:
     items_at_once: int = 4096
     queries_at_once: int = 256
 
+    @classmethod
+    def on(cls, device: torch.device, share: TableShare, num_excluded: int) -> "SoftmaxItems":
+        """Returns the items with tiles for a device: what a processor's cache holds, or what keeps CUDA busy."""
+        return cls(share, num_excluded, *((8192, 2048) if device.type == "cuda" else (4096, 256)))
+
 
 def cross_entropy(
     vectors: Float[Tensor, "queries dim"],
