@@ -46,6 +46,11 @@ ANSWERED = [
     "synthesize rows.tsv --rows 50",
     "prepare criteo few.tsv --output made",
     "prepare graph edges.csv --output graph --num-embeddings 10",
+    "prepare ratings taken.csv --output ratings --split last-one --min-rating 2 --seed 3",
+    "prepare ratings taken.csv --output likes --implicit --test tested.csv --dense day --overwrite",
+    "prepare ratings taken.csv --output numbered --no-header --time 4 --max-rejected 0.5",
+    "prepare sequences taken.csv --output sequences --rating rating --min-rating 2 --windows all --dense day",
+    "prepare graph --co-occurrence --data sequences --table item --within 1 --max-neighbors 1 --output taken",
     "report run",
     "status launched",
     "check dataset",
@@ -68,6 +73,12 @@ REFUSED = [
     "prepare criteo few.tsv --output run",
     "prepare criteo few.tsv --output made --split 0.5",
     "prepare graph nowhere.csv --output graph --num-embeddings 10",
+    "prepare graph edges.csv --output new --num-embeddings 10 --co-occurrence",
+    "prepare ratings taken.csv --output new --implicit --rating rating",
+    "prepare ratings taken.csv --output new --dense rating",
+    "prepare ratings taken.csv --output new --split last-one --test tested.csv",
+    "prepare sequences taken.csv --output new --split random:1/2,1/2",
+    "prepare sequences taken.csv --output new --memory-limit 1KB",
     "report dataset",
     "status dataset",
     "report run --output config.yaml",
@@ -153,6 +164,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "few.tsv").write_text("".join("\t".join(row) + "\n" for row in rows))
     (folder / "models.py").write_text("def make():\n    raise AssertionError('it was called')\n")
     (folder / "edges.csv").write_text("source,target\n1,2\n3,4\n")
+    taken = [f"{user},{item},{item % 5},{item + user / 2}\n" for user in range(4) for item in range(user, 9)]
+    (folder / "taken.csv").write_text("user,item,rating,day\n" + "".join(taken))
+    (folder / "tested.csv").write_text("user,item,rating,day\n0,11,1,1\n")
     return folder
 
 

@@ -1,9 +1,9 @@
-"""Writes what a knowledge graph says of items as a JSON object of lists, for `distembed prepare graph --attribute`.
+r"""Writes what a knowledge graph says of items as a JSON object of lists, for `distembed prepare graph --attribute`.
 
 ::
 
     python tools/knowledge_graph_attributes.py ml-100k.kg ml-100k.link item_entities.json
-    distembed prepare graph item_entities.json --attribute entity --unknown drop \\
+    distembed prepare graph item_entities.json --attribute entity --unknown drop \
         --data ratings --table item -o graphs/item
 
 RecBole's files: a triple of head, relation and tail a line, and a line for an item and its entity. An attribute of an

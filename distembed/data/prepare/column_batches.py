@@ -27,8 +27,9 @@ from distembed.errors import UserError
 from distembed.names import nearest
 
 _SEPARATORS = {".csv": ",", ".csv.gz": ",", ".tsv": "\t", ".tsv.gz": "\t"}
-# RecBole's files of interactions, of what is known of users and items, and of knowledge graphs
-_SEPARATORS |= dict.fromkeys((".inter", ".user", ".item", ".kg", ".link"), "\t")
+_RECBOLE = (".inter", ".user", ".item", ".kg", ".link")
+"""RecBole's files of interactions, of what is known of users and items, and of knowledge graphs."""
+_SEPARATORS |= dict.fromkeys(_RECBOLE, "\t")
 _JSON = (".json", ".json.gz")
 _SUFFIXES = (".parquet", *_SEPARATORS, *_JSON)
 _NO_DELIMITER = "\x1f"
@@ -295,7 +296,9 @@ def _read_text(
     if not content.stat().st_size:
         raise UserError(f"{path} is empty; {_BEGINS[wanted.has_header]}.")
     require_text(path, _first_line(content))
-    parse = pcsv.ParseOptions(delimiter=_SEPARATORS[_suffix(content)])
+    # a quotation mark in RecBole's files is a letter like others
+    quote = False if _suffix(content) in _RECBOLE else '"'
+    parse = pcsv.ParseOptions(delimiter=_SEPARATORS[_suffix(content)], quote_char=quote)
     header = {"autogenerate_column_names": not wanted.has_header}
     with pcsv.open_csv(content, pcsv.ReadOptions(block_size=_LEAST_BLOCK_BYTES, **header), parse) as file:
         names = file.schema.names

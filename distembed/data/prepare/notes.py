@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from distembed.data.dataset.manifest import Manifest, Split
-from distembed.data.dataset.schema import CRITEO_CATEGORICAL, CRITEO_DENSE
+from distembed.data.dataset.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, ITEM, USER
 from distembed.data.prepare.spool import SpooledBlock
 from distembed.units import enumerate_names
 
@@ -21,6 +21,9 @@ def describe_dataset(manifest: Manifest, dataset_dir: str | os.PathLike[str]) ->
     """Yields lines of text that say what a prepared dataset holds, and which rows were left out and why."""
     for name, split in manifest.splits.items():
         yield f"{name}: {split.num_rows:,} rows{_label_text(manifest, split)}"
+    if USER in manifest.vocabularies and ITEM in manifest.vocabularies:
+        users, items = (manifest.vocabularies[name].num_ids for name in (USER, ITEM))
+        yield f"{users:,} users, {items:,} items"
     left_out = manifest.preparation.get("left_out", {})
     if left_out:
         yield f"left out: {', '.join(f'{count:,} {_LEFT_OUT[reason]}' for reason, count in left_out.items())}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -49,11 +50,7 @@ class InteractionColumns:
             raise UserError(
                 f"the columns are {', '.join(map(repr, named))}: {repeated[0]!r} has two roles; give it one"
             )
-        taken = sorted({USER, ITEM, RATING} & {*self.categorical, *self.dense})
-        if taken:
-            raise UserError(
-                f"an attribute is named {taken[0]!r}, as a column of the dataset is; rename the column in the input"
-            )
+        _require_free_names(self, {USER, ITEM})
         if unusable := [name for name in self.categorical if "/" in name or "\0" in name or len(name.encode()) > 200]:
             raise UserError(f"an attribute is named {unusable[0]!r}, as no file can be; rename the column in the input")
 
@@ -168,11 +165,26 @@ class SequenceOptions(InteractionOptions):
             )
 
 
-def require_given(columns: InteractionColumns, options: InteractionOptions) -> None:
-    """Makes sure that the columns are there which options need.
+def _require_free_names(columns: InteractionColumns, taken: Collection[str]) -> None:
+    """Makes sure that no attribute has the name of a column that the dataset has in any case.
 
     Raises:
-        UserError: One is not.
+        UserError: One has.
     """
+    for name in (*columns.categorical, *columns.dense):
+        if name in taken:
+            raise UserError(
+                f"an attribute is named {name!r}, as a column of the dataset is; rename the column in the input"
+            )
+
+
+def require_columns(columns: InteractionColumns, options: InteractionOptions) -> None:
+    """Makes sure that the columns are there which options need, and that no attribute is in the way of the label.
+
+    Raises:
+        UserError: They are not, or one is.
+    """
+    if isinstance(options, RatingOptions):
+        _require_free_names(columns, {RATING})
     if options.min_rating is not None and columns.rating is None:
         raise UserError("min_rating (--min-rating) needs ratings: name their column (--rating)")

@@ -33,7 +33,7 @@ from distembed.data.prepare.interactions.options import (
     InteractionOptions,
     RatingOptions,
     SequenceOptions,
-    require_given,
+    require_columns,
 )
 from distembed.data.prepare.interactions.reading import InteractionInput, InteractionsRead, read_interactions
 from distembed.data.prepare.interactions.selection import select
@@ -164,7 +164,7 @@ def _prepare(
     columns: InteractionColumns | None,
     options: RatingOptions | SequenceOptions,
 ) -> Manifest:
-    require_given(columns or InteractionColumns(), options)
+    require_columns(columns or InteractionColumns(), options)
     paths, parts = _list_files(files, options, columns is None, preparation.note)
     output = Path(preparation.output)
     require_outside(paths, output)
