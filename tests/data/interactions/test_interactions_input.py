@@ -107,7 +107,7 @@ def test_files_that_cannot_be_prepared_are_said_in_a_sentence(tmp_path: Path, te
         (lambda: SequenceOptions(max_length=0), "max_length"),
         (lambda: SequenceOptions(windows="some"), "windows"),
         (lambda: InteractionColumns(user="a", item="a"), "two roles"),
-        (lambda: InteractionColumns(categorical=("user",)), "rename"),
+        (lambda: InteractionColumns(user="who", categorical=("user",)), "rename"),
         (lambda: InteractionColumns(categorical=("a/b",)), "no file"),
         (lambda: Preparation("out", memory_limit_bytes=1), "64 MiB"),
     ],
