@@ -151,7 +151,8 @@ class _Shares(torch.autograd.Function):
         weights: Float[Tensor, "features bins"],
         biases: Float[Tensor, "features bins"],
     ) -> Float[Tensor, "features bins rows"]:
-        sums = torch.addcmul(biases.unsqueeze(2), values.unsqueeze(1), weights.unsqueeze(2))
+        # not addcmul, which takes 2.5 times as long where all its operands are spread on a CPU
+        sums = (values.unsqueeze(1) * weights.unsqueeze(2)).add_(biases.unsqueeze(2))
         shares = torch.softmax(sums, dim=1).mul_(~is_missing.unsqueeze(1))
         ctx.save_for_backward(values, shares, weights)
         return shares

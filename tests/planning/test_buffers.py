@@ -28,7 +28,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.data.reader.batch import Batch
 from distembed.embedding import EmbeddingConfig, TableConfig
-from distembed.models import DCNConfig, DLRMConfig, ModelInputs
+from distembed.models import DCNConfig, DLRMConfig, ModelInputs, SoftOneHotConfig
 from distembed.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.optim.optimizers import Optimizers, fuse_sparse_optimizer, needs_dense_kernel
@@ -44,7 +44,12 @@ from distembed.training.task_model import TaskModel
 from tests.ranks import run_on_ranks
 
 NUM_DENSE, NUM_FEATURES, NUM_IDS = 13, 8, 20_000
-MODELS = {"dlrm": DLRMConfig(bottom=[128, 64], top=[128, 64]), "dcn": DCNConfig(deep=[128, 64], num_cross_layers=3)}
+MODELS = {
+    "dlrm": DLRMConfig(bottom=[128, 64], top=[128, 64]),
+    "dcn": DCNConfig(deep=[128, 64], num_cross_layers=3),
+    "dlrm, soft one-hot": DLRMConfig(top=[128, 64], dense="soft_one_hot", soft_one_hot=SoftOneHotConfig(bins=32)),
+    "dcn, soft one-hot": DCNConfig(deep=[128, 64], num_cross_layers=3, dense="both"),
+}
 LEAST, MOST, MOST_OF_KNOWN_MISS = 0.9, 1.2, 1.25
 """Of the measured bytes. One case is estimated 1.22 times too large: a path beside long bags, of 64 columns."""
 
@@ -248,6 +253,7 @@ OTHER_CASES = [
     Case(("table_wise",), "path_linear", True),
     Case(("table_wise",), sparse="amsgrad", dense="adam", bf16=True),
     Case(("data_parallel",), sparse="amsgrad", dense="sgd"),
+    Case(("table_wise",), model="dlrm, soft one-hot"),
 ]
 
 

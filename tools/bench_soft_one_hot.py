@@ -1,0 +1,102 @@
+"""Times a training step of the paper's DLRM with soft one-hot vectors of its 13 dense features, against one without.
+
+The contenders take turns step by step: the networks' bottom alone, soft one-hot vectors beside it, and in its place::
+
+    python tools/bench_soft_one_hot.py --output bench_soft_one_hot.json
+
+A step's time is that of the processor, over all threads, so that what else runs on the machine counts for little; the
+ratio is the median over all rounds of a contender's step to the one of the bottom network in the same round.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from bench_common import COLLISIONS, DIM, NUM_IDS, Step, surroundings, trainer_step
+from bench_train import SCHEMA, draw_batches
+from rich.console import Console
+from rich.table import Table
+
+from distembed.config import Config, TrainConfig
+from distembed.embedding import EmbeddingConfig, TableConfig
+from distembed.files import write_json
+from distembed.models import DLRMConfig, SoftOneHotConfig
+from distembed.ranks import Ranks, process_group
+from distembed.training.build import Blueprint, build_training_state
+
+BASELINE = "bottom"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """The result of one contender: medians over rounds."""
+
+    dense: str
+    precision: str
+    batch_size: int
+    bins: int
+    milliseconds: float
+    ratio_to_bottom: float
+
+
+def make_step(dense: str, bins: int, batch_size: int, precision: str, ranks: Ranks) -> Step:
+    """Returns a step of this project's trainer with quotient-remainder tables."""
+    table = TableConfig(partition="quotient_remainder", collisions=COLLISIONS, embedding_dim=DIM)
+    train = TrainConfig(batch_size=batch_size, precision=precision)  # type: ignore[arg-type]
+    soft_one_hot = None if dense == BASELINE else SoftOneHotConfig(bins=bins)
+    model = DLRMConfig(dense=dense, soft_one_hot=soft_one_hot)  # type: ignore[arg-type]
+    config = Config(model=model, embedding=EmbeddingConfig(default=table), train=train)
+    state = build_training_state(Blueprint.for_ranks(config, SCHEMA, ranks, {}), ranks, num_steps=1000)
+    return trainer_step(state, draw_batches(batch_size, NUM_IDS))
+
+
+def measure(steps: Mapping[str, Step], rounds: int) -> dict[str, list[float]]:
+    """Returns the processor's seconds of every contender's step in every round, after five that warm up."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(rounds + 5):
+        for name, step in steps.items():
+            started = time.process_time()
+            step()
+            if number >= 5:
+                seconds[name].append(time.process_time() - started)
+    return seconds
+
+
+def main() -> None:
+    """Measures every contender and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[2048])
+    parser.add_argument("--bins", type=int, default=SoftOneHotConfig().bins)
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    options = parser.parse_args()
+    rows = []
+    with process_group("cpu") as ranks:
+        for batch_size in options.batch_sizes:
+            for precision in ("fp32", "bf16"):
+                steps = {
+                    dense: make_step(dense, options.bins, batch_size, precision, ranks)
+                    for dense in (BASELINE, "both", "soft_one_hot")
+                }
+                for dense, seconds in (measured := measure(steps, options.rounds)).items():
+                    ratio = statistics.median(a / b for a, b in zip(seconds, measured[BASELINE], strict=True))
+                    milliseconds = 1000 * statistics.median(seconds)
+                    rows.append(Row(dense, precision, batch_size, options.bins, milliseconds, ratio))
+    table = Table("dense", "precision", "batch", "bins", "ms of the processor", "to bottom")
+    for row in rows:
+        times = f"{row.milliseconds:.1f}", f"{row.ratio_to_bottom:.3f}x"
+        table.add_row(row.dense, row.precision, str(row.batch_size), str(row.bins), *times)
+    Console(width=110).print(table)
+    result = {**surroundings(torch.device("cpu")), "rows": [dataclasses.asdict(row) for row in rows]}
+    print(json.dumps(result))
+    if options.output is not None:
+        write_json(options.output, result)
+
+
+if __name__ == "__main__":
+    main()
