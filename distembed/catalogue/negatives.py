@@ -85,9 +85,24 @@ class NegativeDraws:
         """
         if self._excluded is None:
             return self.draw_for_all(step, first_row, len(users), slots)
-        users = users.unsqueeze(1)
-        numbers = self._words(step, first_row, len(users), slots) % self._left[users]
-        keys = users * self.total + numbers
+        numbers = self._numbers(first_row, len(users), slots)
+        return self.draw_numbered(step, numbers, users.unsqueeze(1).expand(-1, slots))
+
+    def draw_numbered(
+        self, step: int, numbers: Int64[Tensor, "*shape"], users: Int64[Tensor, "*shape"]
+    ) -> Int64[Tensor, "*shape"]:
+        """Returns items like :meth:`draw`, for rows of unequally many slots.
+
+        Args:
+            step: Number of the step over all epochs.
+            numbers: Number of each item among all that the step draws on all ranks; no two are the same.
+            users: User of each item.
+        """
+        words = self._words(step, numbers)
+        if self._excluded is None:
+            return self._items(words % self.total)
+        left = words % self._left[users]
+        keys = users * self.total + left
         num_until = torch.searchsorted(self._left_before, keys, right=True)
         # the last excluded item in front: all of the user's weights up to it are passed over
         last = (num_until - 1).clamp(min=0)
@@ -95,11 +110,11 @@ class NegativeDraws:
         is_past = num_until > self._excluded.offsets[users]
         end = self._cumulative[torch.where(is_past, items, 0) + 1]
         passed = end - (self._left_before[last] - users * self.total)
-        return self._items(numbers + torch.where(is_past, passed, 0))
+        return self._items(left + torch.where(is_past, passed, 0))
 
     def draw_for_all(self, step: int, first_row: int, num_rows: int, slots: int) -> Int64[Tensor, "rows slots"]:
         """Returns items for rows that exclude none, such as those that all rows of a batch have in common."""
-        return self._items(self._words(step, first_row, num_rows, slots) % self.total)
+        return self._items(self._words(step, self._numbers(first_row, num_rows, slots)) % self.total)
 
     def log_probabilities(
         self, items: Int64[Tensor, "rows slots"], users: Int64[Tensor, " rows"] | None = None
@@ -115,11 +130,14 @@ class NegativeDraws:
             return (units / self.total).log().float()
         return (units / self._left[users].unsqueeze(1)).log().float()
 
-    def _words(self, step: int, first_row: int, num_rows: int, slots: int) -> Int64[Tensor, "rows slots"]:
-        """Returns a number of 63 random bits for each slot of each row."""
+    def _numbers(self, first_row: int, num_rows: int, slots: int) -> Int64[Tensor, "rows slots"]:
+        """Returns the number of each slot of each row among all slots of a step."""
+        numbers = torch.arange(first_row * slots, (first_row + num_rows) * slots, device=self._cumulative.device)
+        return numbers.view(num_rows, slots)
+
+    def _words(self, step: int, numbers: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:
+        """Returns 63 random bits for each number of a step."""
         state = int((self._key ^ place_key(step, 0)).view(np.int64))
-        device = self._cumulative.device
-        numbers = torch.arange(first_row * slots, (first_row + num_rows) * slots, device=device).view(num_rows, slots)
         return mix64(numbers * _GOLDEN_GAMMA + state) & (2**63 - 1)
 
     def _items(self, numbers: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:

@@ -10,7 +10,15 @@ A model of one's own is a config with ``name`` and ``build``, registered by ``MO
 from typing import TYPE_CHECKING, Annotated
 
 from distembed.lazy import imports_on_demand
-from distembed.models.config import DCNConfig, DLRMConfig, MFConfig, ModelConfig, SoftOneHotConfig
+from distembed.models.config import (
+    DCNConfig,
+    DLRMConfig,
+    GRUConfig,
+    MFConfig,
+    ModelConfig,
+    SASRecConfig,
+    SoftOneHotConfig,
+)
 from distembed.names import ByName
 
 if TYPE_CHECKING:
@@ -19,9 +27,16 @@ if TYPE_CHECKING:
     from distembed.models.dlrm import DLRM
     from distembed.models.inputs import ModelInputs
     from distembed.models.mf import MF
+    from distembed.models.next_items import NextItems
     from distembed.models.soft_one_hot import SoftOneHot, SoftOneHotSum
 
-MODELS: dict[str, type[ModelConfig]] = {"dlrm": DLRMConfig, "dcn": DCNConfig, "mf": MFConfig}
+MODELS: dict[str, type[ModelConfig]] = {
+    "dlrm": DLRMConfig,
+    "dcn": DCNConfig,
+    "mf": MFConfig,
+    "sasrec": SASRecConfig,
+    "gru": GRUConfig,
+}
 """Config class by model name."""
 
 ModelSection = Annotated[ModelConfig, ByName(MODELS, "model", default="dlrm")]
@@ -34,6 +49,7 @@ __all__ = [
     "MODELS",
     "DCNConfig",
     "DLRMConfig",
+    "GRUConfig",
     "MFConfig",
     "Model",
     "ModelConfig",
@@ -42,5 +58,7 @@ __all__ = [
     "SoftOneHot",
     "SoftOneHotConfig",
     "SoftOneHotSum",
+    "NextItems",
+    "SASRecConfig",
 ]
 __getattr__ = imports_on_demand(__name__)

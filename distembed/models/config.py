@@ -302,6 +302,92 @@ def plan_values(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class SASRecConfig:
+    """The section of a causal transformer over sequences of items (:mod:`distembed.models.sasrec`).
+
+    The dimension of its vectors is that of the embeddings, and the greatest length of a sequence the task's.
+
+    Attributes:
+        name: The model's name, ``sasrec``.
+        num_blocks: Number of blocks of attention and of a network of two layers.
+        num_heads: Number of heads of attention, each of an equal part of a vector.
+        dropout: Share of numbers, and of weights of attention, that are dropped in training.
+        bias: Whether each item has an output bias.
+    """
+
+    returns: ClassVar[str] = "sequences"
+    name: Literal["sasrec"] = "sasrec"
+    num_blocks: Annotated[int, Field(gt=0, le=1000)] = 2
+    num_heads: Annotated[int, Field(gt=0, le=1000)] = 1
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    bias: bool = True
+
+    def build(self, inputs: "ModelInputs") -> "Model":
+        """Builds the model over the items of sequences; other columns are not looked at.
+
+        Raises:
+            UserError: Batches are no sequences of items, or the heads do not divide a vector.
+        """
+        from distembed.models.next_items import NextItems, TokenVectors, item_collection
+        from distembed.models.sasrec import CausalTransformer
+
+        dim = inputs.embedding_dim
+        if dim % self.num_heads:
+            raise UserError(
+                f"model.num_heads is {self.num_heads}, which does not divide embedding.default.embedding_dim={dim}; "
+                "choose a divisor of it."
+            )
+        items = item_collection(inputs)
+        states = CausalTransformer(dim, items.max_length, self.num_blocks, self.num_heads, self.dropout)
+        return NextItems(items, states, TokenVectors(dim), self.bias)
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class GRUConfig:
+    """The section of a recurrent session model (:mod:`distembed.models.session`).
+
+    Lists of ids and of numbers that stand beside the items are embedded, and projected together with them.
+
+    Attributes:
+        name: The model's name, ``gru``.
+        hidden: Numbers of the recurrent state; a linear layer maps it to those of a vector.
+        num_layers: Number of recurrent layers.
+        dropout: Share of numbers of inputs, and between layers, that are dropped in training.
+        bias: Whether each item has an output bias.
+        side_features: Whether the model takes what stands beside the items.
+        soft_one_hot: How numbers beside the items become vectors.
+    """
+
+    returns: ClassVar[str] = "sequences"
+    name: Literal["gru"] = "gru"
+    hidden: Width = 100
+    num_layers: Annotated[int, Field(gt=0, le=100)] = 1
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    bias: bool = True
+    side_features: bool = True
+    soft_one_hot: SoftOneHotConfig = field(default_factory=SoftOneHotConfig)
+
+    def build(self, inputs: "ModelInputs") -> "Model":
+        """Builds the model over the items of sequences and, unless told not to, over what stands beside them.
+
+        Raises:
+            UserError: Batches are no sequences of items.
+        """
+        from distembed.models.next_items import NextItems, NextItemsWithNumbers, TokenVectors, item_collection
+        from distembed.models.session import RecurrentStates
+        from distembed.models.soft_one_hot import SoftOneHot
+
+        lists = [each.name for each in inputs.schema.categorical if each.multi_hot and each.table is None]
+        beside = [name for name in lists if name != ITEM] if self.side_features else []
+        numbers = inputs.schema.dense_sequences if self.side_features else ()
+        items, dim = item_collection(inputs, beside), inputs.embedding_dim
+        states = RecurrentStates(dim, self.hidden, items.max_length, self.num_layers, self.dropout)
+        encode = SoftOneHot(*self.soft_one_hot.arguments(len(numbers), dim)) if numbers else None
+        model = NextItemsWithNumbers if numbers else NextItems
+        return model(items, states, TokenVectors(dim, beside, numbers, encode), self.bias)
+
+
 def mlp_shapes(path: str, in_features: int, sizes: Sequence[int]) -> Shapes:
     """Returns the shapes of an MLP's weights and biases; between two linear layers there is one without parameters."""
     shapes: Shapes = {}

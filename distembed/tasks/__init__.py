@@ -11,15 +11,28 @@ from typing import TYPE_CHECKING, Annotated
 
 from distembed.lazy import imports_on_demand
 from distembed.names import ByName
-from distembed.tasks.config import ClickConfig, RankingConfig, RatingConfig, TaskConfig, batch_schema
+from distembed.tasks.config import (
+    ClickConfig,
+    NextItemConfig,
+    RankingConfig,
+    RatingConfig,
+    TaskConfig,
+    batch_schema,
+)
 
 if TYPE_CHECKING:
     from distembed.tasks.base import Task
     from distembed.tasks.click import ClickTask
+    from distembed.tasks.next_item import NextItemTask
     from distembed.tasks.ranking import RankingTask
     from distembed.tasks.rating import RatingTask
 
-TASKS: dict[str, type[TaskConfig]] = {"click": ClickConfig, "rating": RatingConfig, "ranking": RankingConfig}
+TASKS: dict[str, type[TaskConfig]] = {
+    "click": ClickConfig,
+    "rating": RatingConfig,
+    "ranking": RankingConfig,
+    "next_item": NextItemConfig,
+}
 """Config class by task name."""
 
 TaskSection = Annotated[TaskConfig, ByName(TASKS, "task", default="click")]
@@ -31,6 +44,8 @@ __all__ = [
     "ClickTask",
     "RankingConfig",
     "RankingTask",
+    "NextItemConfig",
+    "NextItemTask",
     "RatingConfig",
     "RatingTask",
     "Task",

@@ -7,10 +7,11 @@ weighs its loss, gathers its outputs from all ranks and passes them back, by the
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy.typing as npt
-from torch import Tensor
+from torch import Tensor, nn
 
 from distembed.data.dataset.config import DataConfig
 from distembed.data.dataset.schema import Schema
@@ -89,6 +90,11 @@ class Task(ABC):
     def headline(self) -> ReportedMetric:
         """The metric by which models are compared, with its direction."""
         return self.reported_metrics[0]
+
+    @cached_property
+    def perturbations(self) -> nn.ModuleDict:
+        """The modules that replace the ids of :attr:`replaced_features`, by feature; :meth:`start` may add them."""
+        return nn.ModuleDict()
 
     def start(self, context: TaskContext) -> None:  # noqa: B027  (a task may have nothing to start)
         """Takes what the task needs beside batches, such as each user's items; called once, before the first batch."""

@@ -8,16 +8,26 @@ from dataclasses import Field as DataclassField
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import pydantic.dataclasses
-from pydantic import Field, Strict, field_validator
+from pydantic import AfterValidator, Field, Strict, field_validator, model_validator
 
 from distembed.bounds import Count
-from distembed.data.dataset.schema import ITEM, ITEM_NEGATIVE, USER, CategoricalFeature, Schema
+from distembed.data.dataset.schema import ITEM, ITEM_NEGATIVE, ITEM_TARGET, USER, CategoricalFeature, Schema
 from distembed.errors import UserError
 from distembed.names import STRICT
 from distembed.optim.config import NonNegativeNumber
 
 if TYPE_CHECKING:
     from distembed.tasks.base import Task
+
+
+def _rising(cutoffs: list[int]) -> list[int]:
+    if cutoffs != sorted(set(cutoffs)):
+        raise ValueError(f"cutoffs is {cutoffs}; give each number once, in rising order")
+    return cutoffs
+
+
+Cutoffs = Annotated[list[Count], Field(min_length=1), AfterValidator(_rising)]
+"""The numbers k of metrics of the best k items."""
 
 
 class TaskConfig(Protocol):
@@ -139,14 +149,7 @@ class RankingConfig:
     regularization: NonNegativeNumber = 0.0
     num_negatives: Annotated[int, Field(gt=0, le=10_000)] = 1
     negative_exponent: NonNegativeNumber = 0.0
-    cutoffs: Annotated[list[Count], Field(min_length=1)] = dataclasses.field(default_factory=lambda: [1, 5, 10])
-
-    @field_validator("cutoffs")
-    @classmethod
-    def _rising(cls, value: list[int]) -> list[int]:
-        if value != sorted(set(value)):
-            raise ValueError(f"cutoffs is {value}; give each number once, in rising order")
-        return value
+    cutoffs: Cutoffs = dataclasses.field(default_factory=lambda: [1, 5, 10])
 
     def build(self) -> "Task":
         """Builds the task."""
@@ -168,9 +171,93 @@ class RankingConfig:
                     f"{'several' if name in features else 'none'}; make a dataset with `distembed prepare ratings`."
                 )
         several, num_items = self.num_negatives > 1, features[ITEM].num_embeddings
-        if self.cutoffs[-1] > num_items:
-            raise UserError(
-                f"task.cutoffs has {self.cutoffs[-1]:,}, and this dataset has {num_items:,} items; lower it."
-            )
+        _require_below(self.cutoffs, num_items)
         negatives = CategoricalFeature(ITEM_NEGATIVE, num_items, several, float(self.num_negatives), table=ITEM)
         return dataclasses.replace(schema, categorical=(*schema.categorical, negatives))
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class NextItemConfig:
+    """The section of :class:`distembed.tasks.NextItemTask`.
+
+    Attributes:
+        name: The task's name, ``next_item``.
+        max_length: Most items of a row that the model is shown, the most recent ones.
+        loss: ``softmax`` over all items; ``sampled_softmax`` over the target and negatives, with their probabilities of
+            being drawn corrected for; or ``binary``, which tells the target from negatives one by one.
+        negatives: ``drawn`` for each target, none of them an item that its user has in training; or ``in_batch``, the
+            targets of this rank's other queries, for ``sampled_softmax`` alone.
+        num_negatives: Number of drawn negatives of each target.
+        negative_exponent: Power of an item's number of users with which negatives are drawn: 0 for uniformly, 1 for by
+            frequency.
+        sampled_candidates: Number of items, uniformly drawn from those that the user does not have, among which targets
+            are ranked in evaluations, beside the ranking among all; 0 for none.
+        cutoffs: The numbers k of the metrics, in rising order; models are compared by the NDCG at the last one.
+    """
+
+    takes: ClassVar[str] = "sequences"
+    name: Literal["next_item"] = "next_item"
+    max_length: Count = 50
+    loss: Literal["softmax", "sampled_softmax", "binary"] = "softmax"
+    negatives: Literal["drawn", "in_batch"] = "drawn"
+    num_negatives: Annotated[int, Field(gt=0, le=10_000)] = 1
+    negative_exponent: NonNegativeNumber = 0.0
+    sampled_candidates: Annotated[int, Field(ge=0, le=10_000)] = 100
+    cutoffs: Cutoffs = dataclasses.field(default_factory=lambda: [1, 5, 10])
+
+    @model_validator(mode="after")
+    def _negatives_fit_loss(self) -> "NextItemConfig":
+        if self.negatives == "in_batch" and self.loss != "sampled_softmax":
+            raise ValueError(f"negatives is in_batch, and loss {self.loss} has none of a batch; use sampled_softmax")
+        return self
+
+    @property
+    def draws_negatives(self) -> bool:
+        """Whether negatives are drawn for each target."""
+        return self.loss != "softmax" and self.negatives == "drawn"
+
+    def build(self) -> "Task":
+        """Builds the task."""
+        from distembed.tasks.next_item import NextItemTask
+
+        return NextItemTask(self)
+
+    def batch_schema(self, schema: Schema) -> Schema:
+        """Returns the columns of the dataset, and those of targets and negatives.
+
+        Raises:
+            UserError: The dataset has no sequences of items.
+        """
+        items = next((each for each in schema.categorical if each.name == ITEM and each.multi_hot), None)
+        if items is None:
+            raise UserError(
+                f"task.name is 'next_item', and this dataset has no lists of the feature {ITEM!r}; make one with "
+                "`distembed prepare sequences`."
+            )
+        _require_below(self.cutoffs, items.num_embeddings)
+        per_row = min(max(items.mean_ids_per_row - 1, 0.0), self.max_length)
+        shown = [
+            dataclasses.replace(each, mean_ids_per_row=per_row, max_ids_per_row=self.max_length)
+            if each.multi_hot
+            else each
+            for each in schema.categorical
+        ]
+        target, negative = (
+            dataclasses.replace(
+                items,
+                name=name,
+                table=ITEM,
+                mean_ids_per_row=per_row * count,
+                max_ids_per_row=self.max_length * count,
+                is_looked_up=self.loss != "softmax",
+            )
+            for name, count in ((ITEM_TARGET, 1), (ITEM_NEGATIVE, self.num_negatives))
+        )
+        added = [target, negative] if self.draws_negatives else [target]
+        return dataclasses.replace(schema, categorical=(*shown, *added))
+
+
+def _require_below(cutoffs: list[int], num_items: int) -> None:
+    """Refuses metrics of longer lists than there are items."""
+    if cutoffs[-1] > num_items:
+        raise UserError(f"task.cutoffs has {cutoffs[-1]:,}, and this dataset has {num_items:,} items; lower it.")

@@ -58,6 +58,7 @@ class _TaskStep(nn.Module):
     def __init__(self, task: Task) -> None:
         super().__init__()
         self._task = task
+        self.perturbations = task.perturbations  # which are counted, and follow the step, as all of a model's are
 
     def forward(self, outputs: Any, batch: Batch) -> tuple[Tensor, Outputs]:
         if self.training:

@@ -38,6 +38,8 @@ class CategoricalFeature:
             feature.
         table: Name of the feature in whose table this one is looked up, such as the negative items beside the items;
             None for a table of its own.
+        is_looked_up: Whether vectors of the ids are looked up; if not, they are in batches as labels alone.
+        max_ids_per_row: Most ids that a row may have; None where there is no bound.
 
     Raises:
         UserError: A table cannot be built from these values.
@@ -48,6 +50,8 @@ class CategoricalFeature:
     multi_hot: bool = False
     mean_ids_per_row: float = 1.0
     table: str | None = None
+    is_looked_up: bool = True
+    max_ids_per_row: int | None = None
 
     def __post_init__(self) -> None:
         """Refuses values that no table could be built from."""
@@ -70,6 +74,13 @@ class CategoricalFeature:
             raise UserError(
                 f"mean_ids_per_row of {self.name!r} is {self.mean_ids_per_row}: a feature with multi_hot=False has "
                 "exactly 1 id a row; set multi_hot=True for a list column"
+            )
+        if self.max_ids_per_row is not None and self.max_ids_per_row < 1:
+            raise UserError(f"max_ids_per_row of {self.name!r} is {self.max_ids_per_row}: give 1 or more, or None")
+        if self.table is None and not self.is_looked_up:
+            raise UserError(
+                f"the categorical feature {self.name!r} has a table of its own, in which it is not looked up; name the "
+                "feature whose ids it has as its table"
             )
 
     @property
@@ -220,7 +231,9 @@ def _feature_to_json(feature: CategoricalFeature) -> dict[str, Any]:
     value: dict[str, Any] = {"name": feature.name, "num_embeddings": feature.num_embeddings}
     if feature.multi_hot:
         value |= {"multi_hot": True, "mean_ids_per_row": feature.mean_ids_per_row}
-    return value | ({"table": feature.table} if feature.table is not None else {})
+    value |= {"table": feature.table} if feature.table is not None else {}
+    value |= {} if feature.is_looked_up else {"is_looked_up": False}
+    return value | ({} if feature.max_ids_per_row is None else {"max_ids_per_row": feature.max_ids_per_row})
 
 
 def _check_name(role: str, name: object) -> None:

@@ -1,0 +1,153 @@
+"""Models that say at each item of a sequence which comes next: the items' vectors, a network over them, the catalogue.
+
+What differs between such models is the network, which maps the vectors of all tokens to states at the places where a
+next item is asked for: the last tokens of each row, as many as the row has targets.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from distembed.catalogue import Catalogue, Queries
+from distembed.catalogue.queries import Items
+from distembed.data.dataset.schema import DENSE_SEQUENCES, ITEM, ITEM_NEGATIVE, ITEM_TARGET, SPARSE_FEATURES
+from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.embedding.share import require_one_vector
+from distembed.errors import UserError
+from distembed.models.base import Model
+from distembed.models.inputs import ModelInputs
+from distembed.models.mlp import make_linear
+from distembed.models.sequences import Asked, feature_lengths, feature_values
+
+
+@dataclass(frozen=True)
+class ItemCollection:
+    """The collection that a model of sequences looks items up in.
+
+    Attributes:
+        embeddings: Maps a KeyedJaggedTensor to a dictionary of JaggedTensors by feature.
+        table: The table of items, which is in it.
+        max_length: Most items of a row.
+    """
+
+    embeddings: nn.Module
+    table: CompositionalEmbeddingConfig
+    max_length: int
+
+
+def item_collection(inputs: ModelInputs, beside: Sequence[str] = ()) -> ItemCollection:
+    """Returns a collection of items, and of what stands beside them.
+
+    Args:
+        inputs: The features and tables of the model.
+        beside: Names of the features whose ids stand beside the items.
+
+    Raises:
+        UserError: The features are no sequences of items that a task has cut, or an id has several vectors.
+    """
+    item = next((feature for feature in inputs.schema.categorical if feature.name == ITEM), None)
+    if item is None or item.max_ids_per_row is None:
+        raise UserError(
+            f"the model needs sequences of the feature {ITEM!r} with a greatest length, and batches have "
+            f"{', '.join(inputs.schema.categorical_names) or 'no ids'}; train it for the task next_item, on a dataset "
+            "of `distembed prepare sequences`."
+        )
+    names = [ITEM, *beside]
+    for name in names:
+        require_one_vector(inputs.tables[name])
+    return ItemCollection(inputs.sequence_embeddings(names)[0], inputs.tables[ITEM], item.max_ids_per_row)
+
+
+class NextItems(Model):
+    """Maps sequences of items to queries for the next one, at each target.
+
+    Args:
+        items: The collection of items, and of what stands beside them.
+        states: Maps vectors of tokens [tokens, dim], and what is asked, to states [queries, dim].
+        tokens: Makes vectors of tokens of what the collection gives.
+        bias: Whether each item has an output bias.
+    """
+
+    batch_fields: ClassVar[tuple[str, ...]] = (SPARSE_FEATURES,)
+
+    def __init__(self, items: ItemCollection, states: nn.Module, tokens: "TokenVectors", bias: bool) -> None:
+        super().__init__()
+        self.embeddings = items.embeddings
+        self.network = _Network(tokens, states, Catalogue(self, "embeddings", items.table, bias))
+
+    def forward(self, sparse_features: KeyedJaggedTensor, dense_sequences: KeyedJaggedTensor | None = None) -> Queries:
+        """Returns a query for each target, row after row, with the batch's candidates that are looked up."""
+        queries: Queries = self.network(self.embeddings(sparse_features), sparse_features, dense_sequences)
+        return queries
+
+
+class NextItemsWithNumbers(NextItems):
+    """The same where there are numbers beside the items."""
+
+    batch_fields = (SPARSE_FEATURES, DENSE_SEQUENCES)
+
+
+class TokenVectors(nn.Module):
+    """The vector of each item of a sequence, alone or with those of what stands beside it.
+
+    Vectors of tables, whose numbers are small in a large table, are multiplied by ``sqrt(dim)``, as in Vaswani et al.
+    (NeurIPS 2017). Where there are several, they stand side by side and are projected: those of the item, of other ids,
+    and of numbers by soft one-hot.
+
+    Args:
+        dim: Dimension of a vector.
+        features: Names of the lists of ids beside the items.
+        numbers: Names of the lists of numbers beside the items.
+        encode: Maps numbers [tokens, numbers] to vectors [tokens, numbers, dim]; needed where there are any.
+    """
+
+    def __init__(
+        self, dim: int, features: Sequence[str] = (), numbers: Sequence[str] = (), encode: nn.Module | None = None
+    ) -> None:
+        super().__init__()
+        self.features, self.numbers, self.encode = list(features), list(numbers), encode
+        self.scale = dim**0.5
+        num_vectors = 1 + len(self.features) + len(self.numbers)
+        self.project = make_linear(num_vectors * dim, dim) if num_vectors > 1 else None
+
+    def forward(
+        self, embedded: Mapping[str, JaggedTensor], dense_sequences: KeyedJaggedTensor | None
+    ) -> Float[Tensor, "tokens dim"]:
+        """Returns the vector of each token of the batch, row after row."""
+        vectors = [embedded[name].values() * self.scale for name in (ITEM, *self.features)]
+        if dense_sequences is not None and self.encode is not None:
+            numbers = torch.stack([feature_values(dense_sequences, name) for name in self.numbers], dim=1)
+            vectors.append(self.encode(numbers).flatten(1))
+        if self.project is None:
+            return vectors[0]
+        projected: Tensor = self.project(torch.cat(vectors, dim=1))
+        return projected
+
+
+class _Network(nn.Module):
+    """All of a model but its collections, as one module: TorchRec's pipeline traces down to modules without tables."""
+
+    def __init__(self, tokens: TokenVectors, states: nn.Module, catalogue: Catalogue) -> None:
+        super().__init__()
+        self.tokens, self.states, self.catalogue = tokens, states, catalogue
+
+    def forward(
+        self,
+        embedded: Mapping[str, JaggedTensor],
+        sparse_features: KeyedJaggedTensor,
+        dense_sequences: KeyedJaggedTensor | None,
+    ) -> Queries:
+        targets = feature_values(sparse_features, ITEM_TARGET)
+        lengths, num_targets = (feature_lengths(sparse_features, name) for name in (ITEM, ITEM_TARGET))
+        states = self.states(self.tokens(embedded, dense_sequences), Asked(lengths, num_targets, len(targets)))
+        items = {
+            name: Items(feature_values(sparse_features, name), embedded[name].values())
+            for name in (ITEM_TARGET, ITEM_NEGATIVE)
+            if name in self.catalogue.table.feature_names
+        }
+        return Queries(states, self.catalogue, items)

@@ -1,0 +1,273 @@
+"""Which item comes next in a user's sequence (Kang and McAuley, ICDM 2018; Hidasi et al., ICLR 2016).
+
+A model returns a query for each target of its rows. Their scores are trained by one of three losses; evaluations rank
+the last item of each row among all items that its user has not seen, and among some that are drawn.
+
+The loss of a row is the sum over its targets, divided by the mean number of targets of a training row: so every target
+weighs the same, on any number of ranks, and the loss of a batch is about the mean over its targets.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from distembed.catalogue import CatalogueRanking, NegativeDraws, Queries, UserItems, item_weights
+from distembed.catalogue.sampled import drawn_cross_entropy, in_batch_cross_entropy
+from distembed.data.dataset.manifest import Manifest
+from distembed.data.dataset.schema import (
+    DENSE_SEQUENCES,
+    ITEM,
+    ITEM_NEGATIVE,
+    ITEM_TARGET,
+    SPARSE_FEATURES,
+    USER,
+)
+from distembed.data.prepare.vocabulary import reserved_ids
+from distembed.data.reader.batch import Batch
+from distembed.models.sequences import feature_lengths, feature_values
+from distembed.sse import IdPerturbation
+from distembed.tasks.base import BatchPosition, Outputs, Rows, Task, TaskContext
+from distembed.tasks.config import NextItemConfig
+from distembed.tasks.ranking_metrics import RankingMetrics, coverage, coverage_metric
+from distembed.tasks.sequence_batches import Cuts, columns, cut_lists, item_lengths, jagged
+
+SEEN = "seen"
+"""Name of the field of an evaluation's batch that has the items of each row before its target."""
+LOG_PROBABILITIES = "log_probabilities"
+"""Name of the field that has the logarithm of the probability with which each negative was drawn."""
+
+
+class NextItemTask(Task):
+    """Predicts the next item of sequences from a model that returns a query for each target.
+
+    Args:
+        config: The section ``task`` of a config.
+    """
+
+    batch_fields = (SPARSE_FEATURES,)
+    replaced_features = (ITEM_TARGET, ITEM_NEGATIVE)
+
+    def __init__(self, config: NextItemConfig) -> None:
+        self._config = config
+        self._losses = {
+            "softmax": self._softmax_losses,
+            "binary": self._binary_losses,
+            "sampled_softmax": self._drawn_losses if config.draws_negatives else self._in_batch_losses,
+        }[config.loss]
+        self.dense_tables = (ITEM,) if config.loss == "softmax" else ()
+        cutoffs, self._num_best = tuple(config.cutoffs), config.cutoffs[-1]
+        self._metrics = RankingMetrics(cutoffs)
+        self._sampled = RankingMetrics(cutoffs, config.sampled_candidates + 1) if config.sampled_candidates else None
+        shown = tuple(f"{kind}@{self._num_best}" for kind in ("ndcg", "hr"))
+        self.reported_metrics = (
+            *self._metrics.reported(("ndcg", "hr", "mrr"), shown),
+            *(self._sampled.reported(("ndcg", "hr"), shown) if self._sampled else ()),
+            coverage_metric(self._num_best),
+        )
+        self.outputs = ("users", "metrics", "best", *(("sampled",) if self._sampled else ()))
+        self.prediction_columns = (USER, *(f"item_{place + 1}" for place in range(self._num_best)))
+        self.id_columns = self.prediction_columns
+        self._targets_per_row = 1.0
+        self._context: TaskContext | None = None
+
+    def start(self, context: TaskContext) -> None:
+        """Takes the columns of the dataset, and the rules by which targets are replaced."""
+        self._context = context
+        items = next(feature for feature in context.schema.categorical if feature.name == ITEM)
+        self._num_items = items.num_embeddings
+        self._reserved = reserved_ids(Manifest.load(context.dataset))
+        lists = [feature.name for feature in context.schema.categorical if feature.multi_hot]
+        self._lists = frozenset([*lists, *context.schema.dense_sequences])
+        self._targets_per_row = max(1.0, min(items.mean_ids_per_row - 1, self._config.max_length))
+        for name, rule in context.sse.items():
+            rank = context.ranks.rank
+            self.perturbations[name] = IdPerturbation(self._num_items, rule, name, seed=context.seed, rank=rank)
+
+    @property
+    def _started(self) -> TaskContext:
+        assert self._context is not None
+        return self._context
+
+    @cached_property
+    def _taken(self) -> UserItems:
+        """The items of each user in training.
+
+        Raises:
+            UserError: They cannot be read.
+        """
+        return UserItems.of_splits(self._started.dataset, [self._started.data.train])
+
+    @cached_property
+    def _draws(self) -> NegativeDraws:
+        """The draws of negatives in training.
+
+        Raises:
+            UserError: A user has all items there.
+        """
+        weights = item_weights(self._taken.users_of_items(), self._config.negative_exponent, self._reserved)
+        return NegativeDraws(weights, self._taken, self._started.seed)
+
+    @cached_property
+    def _log_frequencies(self) -> Float[Tensor, " items"]:
+        """The logarithm of how often each item is a target, taken to be as often as users have it."""
+        counts = item_weights(self._taken.users_of_items(), 1.0, ())
+        return (counts / counts.sum()).log().float().to(self._started.ranks.device)
+
+    @cached_property
+    def _uniform(self) -> Float[Tensor, " items"]:
+        """Weights by which all items but reserved ones are drawn alike."""
+        return item_weights(torch.zeros(self._num_items), 0.0, self._reserved)
+
+    def prepare_batch(self, batch: Batch, position: BatchPosition | None) -> Batch:
+        """Returns a batch of what the model is shown, with targets, and with negatives where the loss needs them."""
+        features = _jagged_field(batch, SPARSE_FEATURES)
+        lengths = item_lengths(features)
+        cut = Cuts.of_evaluation if position is None else Cuts.of_training
+        cuts = cut(lengths, self._config.max_length)
+        own = columns(features)
+        found = cut_lists(features, self._lists, lengths, cuts)
+        targets = own[ITEM][0][torch.from_numpy(cuts.targets.entries)]
+        found[ITEM_TARGET] = self._replaced(ITEM_TARGET, targets, position), cuts.targets.counts
+        fields = {**batch.fields}
+        if self._config.draws_negatives:
+            users = own[USER][0].long()
+            found[ITEM_NEGATIVE], log_probabilities = self._negatives(users, cuts.targets.counts, position)
+            if position is not None:
+                fields[LOG_PROBABILITIES] = log_probabilities
+        num_rows = features.stride()
+        fields[SPARSE_FEATURES] = jagged(found, num_rows)
+        if DENSE_SEQUENCES in fields:
+            numbers = cut_lists(_jagged_field(batch, DENSE_SEQUENCES), self._lists, lengths, cuts)
+            fields[DENSE_SEQUENCES] = jagged(numbers, num_rows)
+        if position is None:
+            seen = own[ITEM][0][torch.from_numpy(cuts.seen.entries)], cuts.seen.counts
+            fields[SEEN] = jagged({ITEM: seen}, num_rows)
+        return Batch(fields, batch.global_batch_size)
+
+    def _negatives(
+        self, users: Int64[Tensor, " rows"], num_targets: npt.NDArray[np.int64], position: BatchPosition | None
+    ) -> tuple[tuple[Tensor, npt.NDArray[np.int64]], Float[Tensor, "targets negatives"]]:
+        """Returns drawn items, target after target, how many each row has, and logarithms of their probabilities.
+
+        There are none in an evaluation.
+        """
+        per_target = self._config.num_negatives
+        if position is None:
+            return (users[:0], num_targets * 0), torch.empty(0, per_target)
+        counts = num_targets * per_target
+        rows = np.repeat(np.arange(len(counts)), counts)
+        slots = np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]
+        numbers = torch.from_numpy((position.first_row + rows) * self._config.max_length * per_target + slots)
+        owners = users[torch.from_numpy(rows)]
+        drawn = self._draws.draw_numbered(position.step, numbers, owners)
+        drawn = self._replaced(ITEM_NEGATIVE, drawn, position)
+        log_probabilities = self._draws.log_probabilities(drawn.unsqueeze(1), owners)
+        return (drawn, counts), log_probabilities.view(-1, per_target)
+
+    def _replaced(self, feature: str, ids: Int64[Tensor, " ids"], position: BatchPosition | None) -> Tensor:
+        """Returns the ids after replacement, which is for training alone."""
+        if position is None or feature not in self.perturbations:
+            return ids
+        perturb = self.perturbations[feature]
+        assert isinstance(perturb, IdPerturbation)
+        perturb.step = position.step
+        replaced: Tensor = perturb(ids)
+        return replaced
+
+    def step(self, outputs: Queries, batch: Batch) -> tuple[Tensor, Outputs]:
+        queries = dataclasses.replace(outputs, vectors=outputs.vectors.float())
+        return self._losses(queries, batch).sum() / self._targets_per_row, {}
+
+    def _softmax_losses(self, queries: Queries, batch: Batch) -> Float[Tensor, " queries"]:
+        """Returns the cross-entropy of each target in the softmax over all items."""
+        targets = feature_values(_jagged_field(batch, SPARSE_FEATURES), ITEM_TARGET)
+        return queries.catalogue.cross_entropy(queries.vectors, targets)
+
+    def _binary_losses(self, queries: Queries, batch: Batch) -> Float[Tensor, " queries"]:
+        """Returns ``-log sigmoid(s_target) - sum log(1 - sigmoid(s_negative))`` (Kang and McAuley, equation 6)."""
+        target, negatives = queries.scores(ITEM_TARGET), queries.scores(ITEM_NEGATIVE)
+        return nn.functional.softplus(-target).sum(1) + nn.functional.softplus(negatives).sum(1)
+
+    def _drawn_losses(self, queries: Queries, batch: Batch) -> Float[Tensor, " queries"]:
+        """Returns the sampled softmax's loss of each target with its own negatives."""
+        # a plan's example of a batch was not drawn
+        log_probabilities = batch.fields.get(
+            LOG_PROBABILITIES, queries.vectors.new_zeros(len(queries.vectors), self._config.num_negatives)
+        )
+        assert isinstance(log_probabilities, Tensor)
+        return drawn_cross_entropy(queries, ITEM_TARGET, ITEM_NEGATIVE, log_probabilities)
+
+    def _in_batch_losses(self, queries: Queries, batch: Batch) -> Float[Tensor, " queries"]:
+        """Returns the sampled softmax's loss of each target with the others of this rank as negatives."""
+        ids = queries.items[ITEM_TARGET].ids
+        # a task that was not started is planned for
+        log_frequencies = queries.vectors.new_zeros(len(ids)) if self._context is None else self._log_frequencies[ids]
+        return in_batch_cross_entropy(queries, ITEM_TARGET, log_frequencies)
+
+    def evaluate(self, outputs: Queries, batch: Batch) -> Outputs:
+        """Returns metrics and best items of each row that has a target; all ranks call it."""
+        vectors = outputs.vectors.float()
+        features, seen = (_jagged_field(batch, name) for name in (SPARSE_FEATURES, SEEN))
+        targets, has_target = feature_values(features, ITEM_TARGET), feature_lengths(features, ITEM_TARGET) > 0
+        # rows without a target have seen nothing
+        lengths = feature_lengths(seen, ITEM)[has_target].long()
+        excluded, ones = JaggedTensor(seen.values(), lengths=lengths), torch.ones_like(lengths)
+        ranking = CatalogueRanking(outputs.catalogue, self._reserved, self._num_best)
+        ranked = ranking.rank(vectors, JaggedTensor(targets, lengths=ones), excluded)
+        users = feature_values(features, USER)[has_target]
+        found = {"users": users, "metrics": self._metrics.of_queries(ranked.ranks, ones), "best": ranked.best}
+        if self._sampled is not None:
+            ranks = ranking.rank_among(vectors, targets, self._candidates(users, targets, excluded))
+            found["sampled"] = self._sampled.of_queries(ranks, ones)
+        return found
+
+    def _candidates(
+        self, users: Int64[Tensor, " queries"], targets: Int64[Tensor, " queries"], seen: JaggedTensor
+    ) -> Int64[Tensor, "queries candidates"]:
+        """Returns items that are drawn for each user, the same in all evaluations, from those that it does not have."""
+        rows = torch.arange(len(users), device=users.device)
+        row_of_seen = rows.repeat_interleave(seen.lengths(), output_size=len(seen.values()))
+        owners, items = torch.cat([rows, row_of_seen]), torch.cat([targets, seen.values()])
+        has = UserItems.from_pairs(owners.cpu(), items.cpu(), len(users), self._num_items).to(users.device)
+        draws = NegativeDraws(self._uniform, has, self._started.seed, "candidates")
+        slots = torch.arange(self._config.sampled_candidates, device=users.device)
+        numbers = users.unsqueeze(1) * len(slots) + slots
+        return draws.draw_numbered(0, numbers, rows.unsqueeze(1).expand_as(numbers))
+
+    def metrics(self, rows: Rows) -> dict[str, float]:
+        found: dict[str, float] = {"rows": len(rows["users"]), **self._metrics.means(rows["metrics"])}
+        if self._sampled is not None:
+            found |= self._sampled.means(rows["sampled"])
+        num_items = self._num_items - len(self._reserved)
+        return found | {f"coverage@{self._num_best}": coverage(rows["best"], self._num_best, num_items)}
+
+    def training_metrics(self, rows: Rows) -> dict[str, float]:
+        """Returns nothing: the loss says how training goes."""
+        return {}
+
+    def predictions(self, rows: Rows) -> dict[str, npt.NDArray[Any]]:
+        """Returns the best items of each row that has a target, without what its user has; -1 where there are fewer."""
+        best = rows["best"].reshape(len(rows["users"]), -1)
+        return dict(zip(self.prediction_columns, [rows["users"], *best.T], strict=True))
+
+    def describe(self, metrics: Mapping[str, Any]) -> str:
+        shown = [f"{each.heading} {metrics[each.name]:.4f}" for each in self.reported_metrics if each.in_terminal]
+        return f"{'  '.join(shown)}  ({metrics['rows']:,} rows)"
+
+    def describe_training(self, metrics: Mapping[str, Any]) -> str:
+        return ""
+
+
+def _jagged_field(batch: Batch, name: str) -> KeyedJaggedTensor:
+    """Returns a field of a batch that holds ids or numbers of rows."""
+    found = batch[name]
+    assert isinstance(found, KeyedJaggedTensor)
+    return found
