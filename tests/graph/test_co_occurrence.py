@@ -212,3 +212,28 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path, ratings: Path) -> 
         with pytest.raises(UserError, match=said):
             refused()
     assert not (tmp_path / "out").exists()
+
+
+def test_attributes_may_be_lists(tmp_path: Path) -> None:
+    lists = [["fun", "war"], [], None, ["war", None], ["fun", "war", "war"], ["sad"]]
+    texts = ["" if entries is None else " ".join(entry or "" for entry in entries) for entries in lists]
+    rows = "".join(f"{item}\t{text}\n" for item, text in enumerate(texts))
+    (tmp_path / "films.item").write_text("film:token\tgenre:token_seq\n" + rows)
+    films = list(range(len(lists)))
+    for kind in (pa.list_(pa.string()), pa.large_list(pa.large_string()), pa.list_(pa.int64())):
+        genres = (
+            lists
+            if kind.value_type != pa.int64()
+            else [entries and [entry and sum(entry.encode()) for entry in entries] for entries in lists]
+        )
+        pq.write_table(
+            pa.table({"film": films, "genre": pa.array(genres, kind)}), tmp_path / f"{kind.value_type}.parquet"
+        )
+    wanted = reference_rows([(0, 4, 2.0), (0, 3, 1.0), (3, 4, 1.0)], directed=False)
+    options = GraphOptions("film", attribute="genre", count_shared=True)
+    files = [path for path in tmp_path.iterdir() if path.is_file()]
+    for number, file in enumerate(files):
+        graph = prepare_graph([file], tmp_path / str(number), NodeIds(num_embeddings=6), options)
+        check_graph(graph, 6, wanted)
+        assert graph.details["dropped"]["missing"] == 2 and graph.details["dropped"]["duplicates"] == 1
+    assert len(files) == 4

@@ -74,7 +74,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """How one feature's raw values became ids, counted on the training rows.
+    """How one feature's raw values became ids, counted on the training rows; of interactions, on those of all splits.
 
     Attributes:
         file: Path of the Parquet file (id, key, count), relative to the dataset folder.

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv as pcsv
 import pyarrow.parquet as pq
 
@@ -43,8 +44,9 @@ _MOST_JSON_BYTES = 1 << 28
 _BYTES_A_VALUE = 64
 """Memory that a value of a Parquet column takes, with the numbers made of it."""
 
-INTEGER, TEXT, NUMBER, TIME = "integer", "text", "number", "time"
-"""Kinds of values; a number may have a fraction."""
+INTEGER, TEXT, NUMBER, TIME, LIST = "integer", "text", "number", "time", "list"
+"""Kinds of values; a number may have a fraction, and a list is of integers or texts."""
+_RECBOLE_LIST = ":token_seq"
 _RECBOLE_TYPES = ("token", "token_seq", "float", "float_seq")
 
 
@@ -55,8 +57,8 @@ class ColumnBatch:
     Attributes:
         path: Path of the file, as it was named.
         first_row: Number of the first row, counted from 1 without the header.
-        columns: Columns in the order asked for, of equal length; texts are of Arrow's type string, others as they
-            were.
+        columns: Columns in the order asked for, of equal length; texts are of Arrow's type string, those in lists too,
+            others as they were.
         bytes_read: About how many bytes of the file were read so far.
     """
 
@@ -273,8 +275,10 @@ def _numbered(path: Path, size: int, batches: Iterator[tuple[pa.RecordBatch, flo
 
 
 def _plain(column: pa.Array) -> pa.Array:
-    """Returns a column without a dictionary, and texts of any kind as Arrow's string."""
+    """Returns a column without a dictionary, and texts of any kind as Arrow's string, also those in lists."""
     column = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+    if _kind(column.type) == LIST and _kind(column.type.value_type) == TEXT:
+        return column.cast(pa.list_(pa.string()))
     return column.cast(pa.string()) if _kind(column.type) == TEXT else column
 
 
@@ -317,7 +321,16 @@ def _read_text(
         size, text_bytes = content.stat().st_size, 0
         for batch in file:
             text_bytes += batch.nbytes
-            yield batch, text_bytes / size
+            yield _with_lists(batch, wanted), text_bytes / size
+
+
+def _with_lists(batch: pa.RecordBatch, wanted: WantedColumns) -> pa.RecordBatch:
+    """Returns a batch of a text file with lists in place of RecBole's texts of several words, where these may be."""
+    columns = [
+        pc.ascii_split_whitespace(column) if LIST in kinds and name.endswith(_RECBOLE_LIST) else column
+        for name, column, kinds in zip(batch.schema.names, batch.columns, wanted.kinds.values(), strict=True)
+    ]
+    return pa.record_batch(columns, names=batch.schema.names)
 
 
 def _read_json(
@@ -400,5 +413,7 @@ def _kind(kind: pa.DataType) -> str:
         return NUMBER
     if pa.types.is_temporal(kind):
         return TIME
+    if (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and _kind(kind.value_type) in (INTEGER, TEXT):
+        return LIST
     is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
     return TEXT if is_text else "other"

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from distembed.data.prepare.column_batches import (
     INTEGER,
+    LIST,
     NUMBER,
     TEXT,
     ColumnBatch,
@@ -112,13 +114,13 @@ class EdgeReader:
     def _shared_edges(self) -> SortedRuns:
         """Reads rows of ids and attributes, and makes edges of ids that share one."""
         pairs = new_runs(self._scratch / "pairs", PAIR_TYPES, self._memory_bytes // 4)
-        for batch in self._batches((*self._values.kinds,), (INTEGER, TEXT)):
+        for batch in self._batches((*self._values.kinds,), (INTEGER, TEXT, LIST)):
             ids, known = self._ids(batch, 0)
-            present = batch.columns[1].is_valid().to_numpy(zero_copy_only=False)
-            self.dropped.missing += int(np.count_nonzero(~present))
-            known = self._known(known | ~present) & present
-            values = batch.columns[1].filter(pa.array(known))
-            pairs.add(*value_numbers(values), ids[known])
+            lengths, values = _entries(batch.columns[1])
+            self.dropped.missing += int(np.count_nonzero(lengths == 0))
+            known = self._known(known | (lengths == 0))
+            ids, known = np.repeat(ids, lengths), np.repeat(known, lengths)
+            pairs.add(*value_numbers(values.filter(pa.array(known))), ids[known])
         self._require_known()
         runs = new_runs(self._scratch / "edges", (np.int64,), self._memory_bytes // 4)
         shared = AttributeEdges(self.num_nodes, self.options.max_shared, self.id_counts)
@@ -171,6 +173,15 @@ class EdgeReader:
                 f"{self._first_unknown}. {self.dropped.unknown:,} of {self.num_rows:,} rows have such a "
                 "value: mend them, or leave these rows out (unknown=drop, on the command line --unknown drop)"
             )
+
+
+def _entries(column: pa.Array) -> tuple[NDArray[np.int64], pa.Array]:
+    """Returns how many values each row of a column of values or of lists has, and the values without missing ones."""
+    if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
+        return column.is_valid().to_numpy(zero_copy_only=False).astype(np.int64), column.drop_null()
+    values = column.flatten()
+    rows = pc.list_parent_indices(column).filter(values.is_valid())
+    return np.bincount(rows.to_numpy(), minlength=len(column)), values.drop_null()
 
 
 def _place(batch: ColumnBatch, column: int, row: int, options: GraphOptions) -> str:

@@ -48,7 +48,8 @@ class GraphOptions:
         target: Column of the other end.
         weight: Column of the weight, finite and above 0; weights of an edge given several times are added up.
         directed: Whether the target is a neighbour of the source, and not the other way round.
-        attribute: Column of integers or texts; ids that share a value are neighbours, and no target is read.
+        attribute: Column of integers or texts, or of lists of them; ids that share a value are neighbours, and no
+            target is read.
         max_shared: Values that more ids share are left out; 2 or more.
         count_shared: Whether an edge weighs the number of values that its ends share, or how often they occur together.
         min_shared: Edges between ids that share fewer values, or occur together less often, are left out; 1 or more.
