@@ -37,6 +37,13 @@ from distembed.sse import IdPerturbation
 from distembed.tasks.base import BatchPosition, Outputs, Rows, Task, TaskContext
 from distembed.tasks.config import NextItemConfig
 from distembed.tasks.ranking_metrics import RankingMetrics, coverage, coverage_metric
+from distembed.tasks.recommendations import (
+    RECOMMENDATIONS,
+    id_columns,
+    prediction_columns,
+    predictions,
+    recommendations,
+)
 from distembed.tasks.sequence_batches import Cuts, columns, cut_lists, item_lengths, jagged
 
 SEEN = "seen"
@@ -72,9 +79,8 @@ class NextItemTask(Task):
             *(self._sampled.reported(("ndcg", "hr"), shown) if self._sampled else ()),
             coverage_metric(self._num_best),
         )
-        self.outputs = ("users", "metrics", "best", *(("sampled",) if self._sampled else ()))
-        self.prediction_columns = (USER, *(f"item_{place + 1}" for place in range(self._num_best)))
-        self.id_columns = self.prediction_columns
+        self.outputs = ("metrics", *RECOMMENDATIONS, *(("sampled",) if self._sampled else ()))
+        self.prediction_columns, self.id_columns = prediction_columns(self._num_best), id_columns(self._num_best)
         self._targets_per_row = 1.0
         self._context: TaskContext | None = None
 
@@ -223,7 +229,8 @@ class NextItemTask(Task):
         ranking = CatalogueRanking(outputs.catalogue, self._reserved, self._num_best)
         ranked = ranking.rank(vectors, JaggedTensor(targets, lengths=ones), excluded)
         users = feature_values(features, USER)[has_target]
-        found = {"users": users, "metrics": self._metrics.of_queries(ranked.ranks, ones), "best": ranked.best}
+        recommended = recommendations(users, outputs, ranked)
+        found = {"metrics": self._metrics.of_queries(ranked.ranks, ones), **recommended}
         if self._sampled is not None:
             ranks = ranking.rank_among(vectors, targets, self._candidates(users, targets, excluded))
             found["sampled"] = self._sampled.of_queries(ranks, ones)
@@ -255,8 +262,7 @@ class NextItemTask(Task):
 
     def predictions(self, rows: Rows) -> dict[str, npt.NDArray[Any]]:
         """Returns the best items of each row that has a target, without what its user has; -1 where there are fewer."""
-        best = rows["best"].reshape(len(rows["users"]), -1)
-        return dict(zip(self.prediction_columns, [rows["users"], *best.T], strict=True))
+        return predictions(rows, self._num_best)
 
     def describe(self, metrics: Mapping[str, Any]) -> str:
         shown = [f"{each.heading} {metrics[each.name]:.4f}" for each in self.reported_metrics if each.in_terminal]
