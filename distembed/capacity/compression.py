@@ -136,9 +136,16 @@ def _compressible_tables(config: Config, world_size: int) -> list[CompressibleTa
         feature for feature in config.data.load_schema().categorical if feature.name not in config.embedding.tables
     ]
     id_counts, optimizers = load_id_counts(config, features), table_optimizers(config.train)
-    settings = _compressed_settings(config, None)
+    settings, dense_tables = _compressed_settings(config, None), config.task.build().dense_tables
     return [
-        CompressibleTable(feature, settings, optimizers, world_size, id_counts[feature.name]) for feature in features
+        CompressibleTable(
+            feature,
+            settings,
+            optimizers.for_dense_gradient() if feature.name in dense_tables else optimizers,
+            world_size,
+            id_counts[feature.name],
+        )
+        for feature in features
     ]
 
 

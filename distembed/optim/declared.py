@@ -28,8 +28,12 @@ class TableOptimizers:
     is_fused: bool = True
 
     def for_table(self, table: CompositionalEmbeddingConfig) -> "TableOptimizers":
-        """Returns the optimizers that train one table: all of it the dense one where all rows have gradients."""
-        return TableOptimizers(self.dense, self.dense, is_fused=False) if table.dense_gradient else self
+        """Returns the optimizers that train one table."""
+        return self.for_dense_gradient() if table.dense_gradient else self
+
+    def for_dense_gradient(self) -> "TableOptimizers":
+        """Returns those of a table whose rows all have gradients: the dense one for all of it."""
+        return TableOptimizers(self.dense, self.dense, is_fused=False)
 
 
 def declared_optimizer(table: str, unit: nn.Parameter, shared: Any = None) -> str | None:
