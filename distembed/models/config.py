@@ -313,6 +313,7 @@ class SASRecConfig:
         num_blocks: Number of blocks of attention and of a network of two layers.
         num_heads: Number of heads of attention, each of an equal part of a vector.
         dropout: Share of numbers, and of weights of attention, that are dropped in training.
+        tied: Whether the items' input vectors are the output's too, or there is a second table for that.
         bias: Whether each item has an output bias.
     """
 
@@ -321,6 +322,7 @@ class SASRecConfig:
     num_blocks: Annotated[int, Field(gt=0, le=1000)] = 2
     num_heads: Annotated[int, Field(gt=0, le=1000)] = 1
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    tied: bool = True
     bias: bool = True
 
     def build(self, inputs: "ModelInputs") -> "Model":
@@ -329,7 +331,7 @@ class SASRecConfig:
         Raises:
             UserError: Batches are no sequences of items, or the heads do not divide a vector.
         """
-        from distembed.models.next_items import NextItems, TokenVectors, item_collection
+        from distembed.models.next_items import NextItems, TokenVectors, item_collections
         from distembed.models.sasrec import CausalTransformer
 
         dim = inputs.embedding_dim
@@ -338,7 +340,7 @@ class SASRecConfig:
                 f"model.num_heads is {self.num_heads}, which does not divide embedding.default.embedding_dim={dim}; "
                 "choose a divisor of it."
             )
-        items = item_collection(inputs)
+        items = item_collections(inputs, self.tied)
         states = CausalTransformer(dim, items.max_length, self.num_blocks, self.num_heads, self.dropout)
         return NextItems(items, states, TokenVectors(dim), self.bias)
 
@@ -354,6 +356,7 @@ class GRUConfig:
         hidden: Numbers of the recurrent state; a linear layer maps it to those of a vector.
         num_layers: Number of recurrent layers.
         dropout: Share of numbers of inputs, and between layers, that are dropped in training.
+        tied: Whether the items' input vectors are the output's too, or there is a second table for that.
         bias: Whether each item has an output bias.
         side_features: Whether the model takes what stands beside the items.
         soft_one_hot: How numbers beside the items become vectors.
@@ -364,6 +367,7 @@ class GRUConfig:
     hidden: Width = 100
     num_layers: Annotated[int, Field(gt=0, le=100)] = 1
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    tied: bool = True
     bias: bool = True
     side_features: bool = True
     soft_one_hot: SoftOneHotConfig = field(default_factory=SoftOneHotConfig)
@@ -374,14 +378,14 @@ class GRUConfig:
         Raises:
             UserError: Batches are no sequences of items.
         """
-        from distembed.models.next_items import NextItems, NextItemsWithNumbers, TokenVectors, item_collection
+        from distembed.models.next_items import NextItems, NextItemsWithNumbers, TokenVectors, item_collections
         from distembed.models.session import RecurrentStates
         from distembed.models.soft_one_hot import SoftOneHot
 
         lists = [each.name for each in inputs.schema.categorical if each.multi_hot and each.table is None]
         beside = [name for name in lists if name != ITEM] if self.side_features else []
         numbers = inputs.schema.dense_sequences if self.side_features else ()
-        items, dim = item_collection(inputs, beside), inputs.embedding_dim
+        items, dim = item_collections(inputs, self.tied, beside), inputs.embedding_dim
         states = RecurrentStates(dim, self.hidden, items.max_length, self.num_layers, self.dropout)
         encode = SoftOneHot(*self.soft_one_hot.arguments(len(numbers), dim)) if numbers else None
         model = NextItemsWithNumbers if numbers else NextItems

@@ -92,18 +92,29 @@ class ModelInputs:
         return self._make_pooled(tables), vector_names(tables)
 
     def sequence_embeddings(
-        self, features: Sequence[str] | None = None, suffix: str = ""
+        self,
+        features: Sequence[str] | None = None,
+        suffix: str = "",
+        looked_up: Mapping[str, Sequence[str]] | None = None,
     ) -> "tuple[nn.Module, list[str]]":
-        """Makes a collection that maps ids to one vector an id; arguments and errors as :meth:`pooled_embeddings`.
+        """Makes a collection that maps ids to one vector an id; errors as of :meth:`pooled_embeddings`.
+
+        Args:
+            features: Names of the features that have the tables; all unless given.
+            suffix: What to add to the tables' names, where several collections have tables of the same features.
+            looked_up: Names of the features that are looked up in a table, by the name of the feature that has it;
+                those of the dataset for tables that are not named.
 
         Returns:
             The collection, which maps a KeyedJaggedTensor to a dictionary of JaggedTensors, and its keys.
         """
         names = [each.name for each in fields(CompositionalEmbeddingConfig)]
-        tables = [
-            CompositionalEmbeddingConfig(**{name: getattr(table, name) for name in names})
-            for table in self._choose_tables(features, suffix)
-        ]
+        chosen = self._choose_tables(features, suffix)
+        for feature, own in (looked_up or {}).items():
+            place = [table.name for table in chosen].index(feature + suffix)
+            rules = {name: rule for name, rule in chosen[place].rules.items() if name in own}
+            chosen[place] = replace(chosen[place], feature_names=own, sse=rules or None)
+        tables = [CompositionalEmbeddingConfig(**{name: getattr(table, name) for name in names}) for table in chosen]
         return self._make_sequences(tables), vector_names(tables)
 
     def _make_pooled(self, tables: Sequence[CompositionalEmbeddingBagConfig]) -> "nn.Module":

@@ -5,7 +5,7 @@ next item is asked for: the last tokens of each row, as many as the row has targ
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -24,27 +24,34 @@ from distembed.models.inputs import ModelInputs
 from distembed.models.mlp import make_linear
 from distembed.models.sequences import Asked, feature_lengths, feature_values
 
+_OUTPUT = "_output"
+"""What the name of the table of items to choose from has behind that of the table of items, where these differ."""
+
 
 @dataclass(frozen=True)
-class ItemCollection:
-    """The collection that a model of sequences looks items up in.
+class ItemCollections:
+    """The collections that a model of sequences looks items up in.
 
     Attributes:
-        embeddings: Maps a KeyedJaggedTensor to a dictionary of JaggedTensors by feature.
-        table: The table of items, which is in it.
+        embeddings: Maps a KeyedJaggedTensor to a dictionary of JaggedTensors by feature: items, and what is beside
+            them.
+        outputs: Does so with the items to choose from; None where these are in ``embeddings`` too (tied).
+        table: The table of the items to choose from.
         max_length: Most items of a row.
     """
 
     embeddings: nn.Module
+    outputs: nn.Module | None
     table: CompositionalEmbeddingConfig
     max_length: int
 
 
-def item_collection(inputs: ModelInputs, beside: Sequence[str] = ()) -> ItemCollection:
-    """Returns a collection of items, and of what stands beside them.
+def item_collections(inputs: ModelInputs, tied: bool, beside: Sequence[str] = ()) -> ItemCollections:
+    """Returns the collections of items, and of what stands beside them.
 
     Args:
         inputs: The features and tables of the model.
+        tied: Whether the items to choose from have the table of the inputs, or one of their own of the same settings.
         beside: Names of the features whose ids stand beside the items.
 
     Raises:
@@ -57,17 +64,23 @@ def item_collection(inputs: ModelInputs, beside: Sequence[str] = ()) -> ItemColl
             f"{', '.join(inputs.schema.categorical_names) or 'no ids'}; train it for the task next_item, on a dataset "
             "of `distembed prepare sequences`."
         )
-    names = [ITEM, *beside]
+    names, table = [ITEM, *beside], inputs.tables[ITEM]
     for name in names:
         require_one_vector(inputs.tables[name])
-    return ItemCollection(inputs.sequence_embeddings(names)[0], inputs.tables[ITEM], item.max_ids_per_row)
+    if tied:
+        return ItemCollections(inputs.sequence_embeddings(names)[0], None, table, item.max_ids_per_row)
+    candidates = [name for name in table.feature_names if name != ITEM] or [ITEM_TARGET]
+    outputs, _ = inputs.sequence_embeddings([ITEM], _OUTPUT, {ITEM: candidates})
+    embeddings, _ = inputs.sequence_embeddings(names, looked_up={ITEM: [ITEM]})
+    own = replace(table, name=ITEM + _OUTPUT, feature_names=candidates, sse=None)
+    return ItemCollections(embeddings, outputs, own, item.max_ids_per_row)
 
 
 class NextItems(Model):
     """Maps sequences of items to queries for the next one, at each target.
 
     Args:
-        items: The collection of items, and of what stands beside them.
+        items: The collections of items, and of what stands beside them.
         states: Maps vectors of tokens [tokens, dim], and what is asked, to states [queries, dim].
         tokens: Makes vectors of tokens of what the collection gives.
         bias: Whether each item has an output bias.
@@ -75,14 +88,18 @@ class NextItems(Model):
 
     batch_fields: ClassVar[tuple[str, ...]] = (SPARSE_FEATURES,)
 
-    def __init__(self, items: ItemCollection, states: nn.Module, tokens: "TokenVectors", bias: bool) -> None:
+    def __init__(self, items: ItemCollections, states: nn.Module, tokens: "TokenVectors", bias: bool) -> None:
         super().__init__()
         self.embeddings = items.embeddings
-        self.network = _Network(tokens, states, Catalogue(self, "embeddings", items.table, bias))
+        self.outputs = items.outputs
+        collection = "embeddings" if items.outputs is None else "outputs"
+        self.network = _Network(tokens, states, Catalogue(self, collection, items.table, bias))
 
     def forward(self, sparse_features: KeyedJaggedTensor, dense_sequences: KeyedJaggedTensor | None = None) -> Queries:
         """Returns a query for each target, row after row, with the batch's candidates that are looked up."""
-        queries: Queries = self.network(self.embeddings(sparse_features), sparse_features, dense_sequences)
+        embedded = self.embeddings(sparse_features)
+        candidates = embedded if self.outputs is None else self.outputs(sparse_features)
+        queries: Queries = self.network(embedded, candidates, sparse_features, dense_sequences)
         return queries
 
 
@@ -139,6 +156,7 @@ class _Network(nn.Module):
     def forward(
         self,
         embedded: Mapping[str, JaggedTensor],
+        candidates: Mapping[str, JaggedTensor],
         sparse_features: KeyedJaggedTensor,
         dense_sequences: KeyedJaggedTensor | None,
     ) -> Queries:
@@ -146,7 +164,7 @@ class _Network(nn.Module):
         lengths, num_targets = (feature_lengths(sparse_features, name) for name in (ITEM, ITEM_TARGET))
         states = self.states(self.tokens(embedded, dense_sequences), Asked(lengths, num_targets, len(targets)))
         items = {
-            name: Items(feature_values(sparse_features, name), embedded[name].values())
+            name: Items(feature_values(sparse_features, name), candidates[name].values())
             for name in (ITEM_TARGET, ITEM_NEGATIVE)
             if name in self.catalogue.table.feature_names
         }

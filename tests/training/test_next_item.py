@@ -34,10 +34,20 @@ def config(tmp_path: Path) -> Path:
     splits = {"train": [row[:-2] for row in rows], "validation": [row[:-1] for row in rows], "test": rows}
     for split, own in splits.items():
         (tmp_path / "data" / split).mkdir(parents=True)
-        columns = {"user": pa.array(range(NUM_USERS), pa.int32()), "item": pa.array(own, pa.list_(pa.int32()))}
+        columns = {
+            "user": pa.array(range(NUM_USERS), pa.int32()),
+            "item": pa.array(own, pa.list_(pa.int32())),
+            "parity": pa.array([[item % 2 for item in row] for row in own], pa.list_(pa.int32())),
+            "size": pa.array([[item / 10 for item in row] for row in own], pa.list_(pa.float32())),
+        }
         pq.write_table(pa.table(columns), tmp_path / "data" / split / "rows.parquet", row_group_size=32)
-    features = (CategoricalFeature("user", NUM_USERS), CategoricalFeature("item", NUM_ITEMS, True, 5.5))
-    create_manifest(tmp_path / "data", Schema(None, (), features), {name: [f"{name}/rows.parquet"] for name in splits})
+    features = (
+        CategoricalFeature("user", NUM_USERS),
+        CategoricalFeature("item", NUM_ITEMS, True, 5.5),
+        CategoricalFeature("parity", 2, True, 5.5),
+    )
+    schema = Schema(None, (), features, dense_sequences=("size",))
+    create_manifest(tmp_path / "data", schema, {name: [f"{name}/rows.parquet"] for name in splits})
     values: dict[str, Any] = {
         "data": {"path": str(tmp_path / "data")},
         "model": {"name": "sasrec", "num_heads": 2, "dropout": 0.0},
@@ -55,7 +65,7 @@ def config(tmp_path: Path) -> Path:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
     changes: dict[str, Any] = {
         "extends": "config.yaml",
-        "model": {"dropout": 0.2},
+        "model": {"name": "gru", "hidden": 12, "dropout": 0.2},
         "task": {"loss": "softmax"},
         "train": {"checkpoint_every": 5, "keep_checkpoints": 9, "dense_optimizer": {"name": "adam"}},
         "sse": {"tables": {name: {"p0": p0} for name, p0 in REPLACED.items()}},
@@ -65,7 +75,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def train_on_two(rank: int, ports: list[int], folder: Path) -> None:
-    """A run of the first config, and of the second one a whole run and one that goes on in the middle of its epoch."""
+    """A run of SASRec, and of a GRU a whole run and one that goes on in the middle of its epoch."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ports[0]), GLOO_SOCKET_IFNAME="lo")
