@@ -69,6 +69,7 @@ class NegativeDraws:
         self.total = int(self._cumulative[-1])
         if self.total == 0:
             raise UserError(f"none of {len(weights)} items has a weight above 0: there is no item to draw.")
+        self._first_item = _first_of_uniform(self._cumulative)
         if self._excluded is not None:
             device = self._excluded.keys.device
             self._cumulative = self._cumulative.to(device)
@@ -141,6 +142,8 @@ class NegativeDraws:
         return mix64(numbers * _GOLDEN_GAMMA + state) & (2**63 - 1)
 
     def _items(self, numbers: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:
+        if self._first_item is not None:
+            return numbers + self._first_item
         return torch.searchsorted(self._cumulative[1:], numbers, right=True)
 
 
@@ -158,6 +161,13 @@ def _cumulative_units(weights: Float[Tensor, " items"], num_users: int) -> Int64
     if total > most or bool((units != units.round()).any()):
         units = torch.where(units > 0, (units * (most / 2 / total)).round().clamp(min=1), 0)
     return torch.cat([weights.new_zeros(1, dtype=torch.long), units.long().cumsum(0)])
+
+
+def _first_of_uniform(cumulative: Int64[Tensor, " items_plus_1"]) -> int | None:
+    """Returns the first item that has a weight, if it and all behind it have the weight 1; else None."""
+    first = len(cumulative) - 1 - int(cumulative[-1])
+    is_uniform = first >= 0 and int(cumulative[first]) == 0 and bool((cumulative[first:].diff() == 1).all())
+    return first if is_uniform else None
 
 
 def _left_over(

@@ -27,6 +27,12 @@ def some_items() -> UserItems:
     return UserItems.from_pairs(users, items, len(OWN), NUM_ITEMS)
 
 
+@pytest.mark.parametrize("reserved", [(), (0,), (3,), (11,), (0, 1, 11)])
+def test_any_ids_may_be_reserved(reserved: tuple[int, ...]) -> None:
+    drawn = NegativeDraws(item_weights(torch.ones(NUM_ITEMS), 0.0, reserved), None, 0).draw_for_all(0, 0, 200, 5)
+    assert set(drawn.unique().tolist()) == set(range(NUM_ITEMS)) - set(reserved)
+
+
 def draws(exponent: float, seed: int = 0, excluded: UserItems | None = None) -> NegativeDraws:
     counts = torch.arange(NUM_ITEMS) ** 2 * 1000
     return NegativeDraws(item_weights(counts, exponent, RESERVED), excluded, seed)
