@@ -12,13 +12,15 @@ import json
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pcsv
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from distembed.data.prepare.first_line import require_text
 from distembed.data.prepare.inputs import InputFiles, is_pipe, open_input, require_text_name
@@ -51,6 +53,19 @@ _RECBOLE_TYPES = ("token", "token_seq", "float", "float_seq")
 
 
 @dataclass(frozen=True)
+class BadRow:
+    """A row of a text file that has another number of fields than the others.
+
+    Attributes:
+        line: Number of its line, counted from 1.
+        text: The row.
+    """
+
+    line: int
+    text: str
+
+
+@dataclass(frozen=True)
 class ColumnBatch:
     """Some rows of a file.
 
@@ -60,12 +75,16 @@ class ColumnBatch:
         columns: Columns in the order asked for, of equal length; texts are of Arrow's type string, those in lists too,
             others as they were.
         bytes_read: About how many bytes of the file were read so far.
+        bad_rows: Rows that were set aside before or among these, and after those of the batch before.
+        lines: Number of the line of each row, where rows are set aside.
     """
 
     path: Path
     first_row: int
     columns: tuple[pa.Array, ...]
     bytes_read: int
+    bad_rows: tuple[BadRow, ...] = ()
+    lines: NDArray[np.int64] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -140,8 +159,9 @@ def _suffix_by_content(path: Path) -> str:
     with open(path, "rb") as file:
         if file.read(len(_PARQUET_MAGIC)) == _PARQUET_MAGIC:
             return ".parquet"
-    separator = ".tsv" if b"\t" in _first_line(path) else ".csv"
-    return separator + (".gz" if is_gzip(path) else "")
+    first_line = _first_line(path)
+    kind = ".tsv" if b"\t" in first_line else ".csv"
+    return (".json" if first_line.lstrip().startswith(b"{") else kind) + (".gz" if is_gzip(path) else "")
 
 
 def _first_line(path: Path) -> bytes:
@@ -181,10 +201,27 @@ class WantedColumns:
     Attributes:
         kinds: Kinds of values that each column may hold besides texts, by the column's name.
         has_header: Whether text files begin with the names of their columns; if not, a name is a column's number.
+        sets_aside: Whether rows of text files with another number of fields are set aside, rather than an error.
     """
 
     kinds: Mapping[str, Sequence[str]]
     has_header: bool = True
+    sets_aside: bool = False
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A file that is being read.
+
+    Attributes:
+        path: Its name, for errors.
+        content: Where its content lies.
+        bad_rows: Rows that were set aside so far, in order; the reader is ahead of the batches that it has given.
+    """
+
+    path: Path
+    content: Path
+    bad_rows: list[BadRow] = field(default_factory=list)
 
 
 def read_columns(contents: Mapping[Path, Path], wanted: WantedColumns, memory_bytes: int) -> Iterator[ColumnBatch]:
@@ -199,9 +236,9 @@ def read_columns(contents: Mapping[Path, Path], wanted: WantedColumns, memory_by
         UserError: A file cannot be read, or lacks a column, or has one of a kind that is not allowed.
     """
     for path, content in contents.items():
-        read = _READERS.get(_suffix(content), _read_text)
+        source, read = _Source(path, content), _READERS.get(_suffix(content), _read_text)
         try:
-            yield from _numbered(path, content.stat().st_size, read(path, content, wanted, memory_bytes))
+            yield from _numbered(source, read(source, wanted, memory_bytes), wanted)
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path} cannot be read: {error}") from error
 
@@ -218,7 +255,7 @@ def read_lines(contents: Mapping[Path, Path], memory_bytes: int) -> Iterator[Col
     """
     for path, content in contents.items():
         try:
-            yield from _numbered(path, content.stat().st_size, _lines(path, content, memory_bytes))
+            yield from _numbered(_Source(path, content), _lines(path, content, memory_bytes))
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path} cannot be read: {error}") from error
 
@@ -264,14 +301,31 @@ def reported(
         report(ProgressUpdate("read", before + batch.bytes_read, total, rows))
 
 
-def _numbered(path: Path, size: int, batches: Iterator[tuple[pa.RecordBatch, float]]) -> Iterator[ColumnBatch]:
+def _numbered(
+    source: _Source, batches: Iterator[tuple[pa.RecordBatch, float]], wanted: WantedColumns | None = None
+) -> Iterator[ColumnBatch]:
     """Yields Arrow's batches of a file with the numbers of their rows; each comes with the share of the file read."""
-    num_rows = 0
+    num_rows, num_bad, size = 0, 0, source.content.stat().st_size
+    header_lines = int(wanted is not None and wanted.has_header and _suffix(source.content) in _SEPARATORS)
     for batch, share in batches:
         columns = tuple(_plain(column) for column in batch.columns)
-        if batch.num_rows:
-            yield ColumnBatch(path, num_rows + 1, columns, int(size * min(1.0, share)))
+        if batch.num_rows and wanted is not None and wanted.sets_aside:
+            lines = _line_numbers(source.bad_rows, num_rows + np.arange(1, batch.num_rows + 1), header_lines)
+            bad = tuple(row for row in source.bad_rows[num_bad:] if row.line < lines[-1])
+            yield ColumnBatch(source.path, num_rows + 1, columns, int(size * min(1.0, share)), bad, lines)
+            num_bad += len(bad)
+        elif batch.num_rows:
+            yield ColumnBatch(source.path, num_rows + 1, columns, int(size * min(1.0, share)))
         num_rows += batch.num_rows
+    if wanted is not None and (rest := tuple(source.bad_rows[num_bad:])):
+        nothing = tuple(pa.array([], pa.string()) for _ in wanted.kinds)
+        yield ColumnBatch(source.path, num_rows + 1, nothing, size, rest, np.zeros(0, np.int64))
+
+
+def _line_numbers(bad_rows: Sequence[BadRow], numbers: NDArray[np.int64], header_lines: int) -> NDArray[np.int64]:
+    """Returns the lines of good rows, given by their numbers among these, counted from 1."""
+    good_before = np.array([row.line - header_lines for row in bad_rows], np.int64) - np.arange(1, len(bad_rows) + 1)
+    return numbers + header_lines + np.searchsorted(good_before, numbers)
 
 
 def _plain(column: pa.Array) -> pa.Array:
@@ -282,9 +336,8 @@ def _plain(column: pa.Array) -> pa.Array:
     return column.cast(pa.string()) if _kind(column.type) == TEXT else column
 
 
-def _read_parquet(
-    path: Path, content: Path, wanted: WantedColumns, memory_bytes: int
-) -> Iterator[tuple[pa.RecordBatch, float]]:
+def _read_parquet(source: _Source, wanted: WantedColumns, memory_bytes: int) -> Iterator[tuple[pa.RecordBatch, float]]:
+    path, content = source.path, source.content
     with pq.ParquetFile(content, pre_buffer=False) as file:  # which would hold whole row groups
         names = _names_in_file(path, file.schema_arrow, wanted.kinds)
         num_rows = 0
@@ -294,15 +347,20 @@ def _read_parquet(
             yield batch.select(names), num_rows / file.metadata.num_rows
 
 
-def _read_text(
-    path: Path, content: Path, wanted: WantedColumns, memory_bytes: int
-) -> Iterator[tuple[pa.RecordBatch, float]]:
+def _read_text(source: _Source, wanted: WantedColumns, memory_bytes: int) -> Iterator[tuple[pa.RecordBatch, float]]:
+    path, content = source.path, source.content
     if not content.stat().st_size:
         raise UserError(f"{path} is empty; {_BEGINS[wanted.has_header]}.")
     require_text(path, _first_line(content))
     # a quotation mark in RecBole's files is a letter like others
     quote = False if _suffix(content) in _RECBOLE else '"'
+
+    def set_aside(row: pcsv.InvalidRow) -> str:
+        source.bad_rows.append(BadRow(row.number, row.text))
+        return "skip"
+
     parse = pcsv.ParseOptions(delimiter=_SEPARATORS[_suffix(content)], quote_char=quote)
+    parse.invalid_row_handler = set_aside if wanted.sets_aside else None
     header = {"autogenerate_column_names": not wanted.has_header}
     with pcsv.open_csv(content, pcsv.ReadOptions(block_size=_LEAST_BLOCK_BYTES, **header), parse) as file:
         names = file.schema.names
@@ -310,6 +368,7 @@ def _read_text(
         names = _names_in_file(path, pa.schema([(name, pa.string()) for name in names]), wanted.kinds)
     else:
         names = [names[_position(path, name, len(names))] for name in wanted.kinds]
+    source.bad_rows.clear()  # those of a first look
     convert = pcsv.ConvertOptions(
         include_columns=names,
         column_types=dict.fromkeys(names, pa.string()),
@@ -333,10 +392,9 @@ def _with_lists(batch: pa.RecordBatch, wanted: WantedColumns) -> pa.RecordBatch:
     return pa.record_batch(columns, names=batch.schema.names)
 
 
-def _read_json(
-    path: Path, content: Path, wanted: WantedColumns, memory_bytes: int
-) -> Iterator[tuple[pa.RecordBatch, float]]:
+def _read_json(source: _Source, wanted: WantedColumns, memory_bytes: int) -> Iterator[tuple[pa.RecordBatch, float]]:
     """Yields a row for each entry of the lists of a JSON object: its key and the entry, whatever the columns' names."""
+    path, content = source.path, source.content
     if len(wanted.kinds) != 2:
         raise UserError(
             f"{path} is JSON, which has two columns; {len(wanted.kinds)} are read: {', '.join(wanted.kinds)}."

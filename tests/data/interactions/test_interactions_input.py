@@ -25,6 +25,7 @@ from distembed.data.prepare.interactions import (
     prepare_sequences,
     tables,
 )
+from distembed.data.prepare.split import SPLIT_NAMES
 from distembed.errors import RunError, UserError
 from tests.data.interactions.test_interactions import read
 from tests.data.reference import folder_bytes
@@ -35,7 +36,7 @@ TIMED = InteractionColumns(rating="rating", time="time")
 
 
 def prepared(tmp_path: Path, text: str, options: RatingOptions = HALVES) -> Manifest:
-    (tmp_path / "rows.csv").write_text(text)
+    (tmp_path / "rows.csv").write_bytes(text.encode("latin-1"))
     return prepare_ratings(InteractionFiles([tmp_path / "rows.csv"]), Preparation(tmp_path / "out"), TIMED, options)
 
 
@@ -69,6 +70,26 @@ def test_malformed_rows_are_listed_with_line_and_reason(tmp_path: Path) -> None:
     assert "7 of 9 rows were rejected" in "\n".join(describe_dataset(manifest, tmp_path / "out"))
 
 
+@pytest.mark.parametrize("header", [HEADER, ""])
+def test_rows_with_other_numbers_of_fields_are_listed(tmp_path: Path, header: str) -> None:
+    columns = InteractionColumns(rating="3", time="4", has_header=False) if not header else TIMED
+    rows = [f"u{n % 7},i{n},{n % 5},{n}" for n in range(150_000)]
+    bad = (
+        {0: "x,y", 70_000: "a,b,c,1,2", 70_001: "a,b,c,d", 149_999: ""} if header else {9: "a,b,1", 149_999: "a,b,c,4"}
+    )
+    for line, row in bad.items():
+        rows[line] = row or "a"
+    (tmp_path / "rows.csv").write_text(header + "\n".join(rows))
+    files = InteractionFiles([tmp_path / "rows.csv"])
+    manifest = prepare_ratings(files, Preparation(tmp_path / "out"), columns, HALVES)
+    listed = [line.split("\t") for line in (tmp_path / "out" / "rejected.tsv").read_text().splitlines()[1:]]
+    reasons = {line: "rating" if row.count(",") == 3 else "columns" for line, row in bad.items()}
+    first = 2 if header else 1
+    assert [(int(line), reason) for _, line, reason, *_ in listed] == [(line + first, reasons[line]) for line in bad]
+    assert manifest.sources[0].num_rows == 150_000 and manifest.sources[0].num_rejected == len(bad)
+    assert sum(split.num_rows for split in manifest.splits.values()) == 150_000 - len(bad)
+
+
 def test_too_many_malformed_rows_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"1 of 2 rows are malformed \(rating 1\).*A row is a user \(user\)"):
         prepared(tmp_path, HEADER + "a,x,1,1\na,y,x,2\n", RatingOptions())
@@ -82,7 +103,8 @@ def test_too_many_malformed_rows_are_an_error(tmp_path: Path) -> None:
         (HEADER, "has no rows"),
         ("user,thing,rating,time\na,b,1,1\n", "has no column 'item'"),
         ("user,item,item,rating,time\na,b,b,1,1\n", "several columns named 'item'"),
-        (HEADER + "a,b,1\n", "cannot be read"),
+        (HEADER + "a,b,1\n", r"no row of the input is well-formed: 1 of 1 rows are malformed \(columns 1\)"),
+        (HEADER + "a,\0b\xff,1,1\n", "cannot be read"),
         (HEADER + "a,b,x,1\n", "no row of the input is well-formed"),
         (HEADER + "a,b,1,1\n", "training part has no rows"),
     ],
@@ -210,6 +232,23 @@ def test_recboles_headers_and_files_without_one(tmp_path: Path) -> None:
         columns = InteractionColumns(user=bad, item="2", rating="1", has_header=False)
         with pytest.raises(UserError, match="by its number, 1 to 3"):
             prepare_ratings(InteractionFiles([tmp_path / "a.csv"]), Preparation(tmp_path / "no"), columns, HALVES)
+
+
+def test_files_for_the_test_follow_those_that_train(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("user,item,time\nu,b,2\nu,a,1\nv,a,7\n")
+    (tmp_path / "validation.csv").write_text("user,item,time\nu,c,9\nw,b,1\n")
+    (tmp_path / "test.csv").write_text("user,item,time\nu,e,4\nu,d,3\nv,b,2\nw,e,5\n")
+    files = InteractionFiles(*([tmp_path / f"{name}.csv"] for name in ("train", "validation", "test")))
+    options, notes = SequenceOptions(split="files", windows="all", max_length=1), list[str]()
+    preparation = Preparation(tmp_path / "out", note=notes.append)
+    prepare_sequences(files, preparation, InteractionColumns(time="time"), options)
+    rows = {name: [(row["user"], "".join(row["item"])) for row in read(tmp_path / "out", name)] for name in SPLIT_NAMES}
+    assert rows == {
+        "train": [("u", "ab")],
+        "validation": [("u", "abc")],
+        "test": [("u", "abcd"), ("u", "abcde"), ("v", "ab"), ("w", "be")],
+    }
+    assert ["1 users have no item to train on" in note for note in notes] == [True]
 
 
 def test_lines_of_lists(tmp_path: Path) -> None:

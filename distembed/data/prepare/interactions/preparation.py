@@ -46,7 +46,7 @@ from distembed.data.prepare.interactions.splits import (
     user_bounds,
 )
 from distembed.data.prepare.interactions.tables import (
-    InteractionColumnsWritten,
+    EncodedInteractions,
     RatingRows,
     Rows,
     SequenceRows,
@@ -242,7 +242,7 @@ def _write(
     return manifest.save(folder, {one.file.path: one.pieces for ones in files.values() for one in ones})
 
 
-def _with_ids(folder: Path, interactions: Interactions) -> tuple[InteractionColumnsWritten, dict[str, Vocabulary]]:
+def _with_ids(folder: Path, interactions: Interactions) -> tuple[EncodedInteractions, dict[str, Vocabulary]]:
     """Writes the vocabularies, and returns the interactions in ids and numbers."""
     (folder / "vocabulary").mkdir()
     ids, vocabularies = {}, {}
@@ -250,11 +250,11 @@ def _with_ids(folder: Path, interactions: Interactions) -> tuple[InteractionColu
         ids[name], vocabularies[name] = write_text_vocabulary(folder, name, column)
     ratings = interactions.ratings
     ratings = np.ones(interactions.num_rows, np.float32) if ratings is None else ratings
-    return InteractionColumnsWritten(ids, interactions.dense, ratings), vocabularies
+    return EncodedInteractions(ids, interactions.dense, ratings), vocabularies
 
 
 def _rating_rows(
-    interactions: Interactions, written: InteractionColumnsWritten, vocabularies: Mapping[str, Vocabulary]
+    interactions: Interactions, written: EncodedInteractions, vocabularies: Mapping[str, Vocabulary]
 ) -> tuple[dict[str, Rows], Schema]:
     features = tuple(CategoricalFeature(name, num_embeddings(entry)) for name, entry in vocabularies.items())
     schema = Schema(RATING, tuple(written.dense), features, label_kind="number", missing_dense=_has_missing(written))
@@ -266,7 +266,7 @@ def _rating_rows(
 
 def _sequence_rows(
     interactions: Interactions,
-    written: InteractionColumnsWritten,
+    written: EncodedInteractions,
     vocabularies: Mapping[str, Vocabulary],
     options: SequenceOptions,
     note: NoteCallback,
@@ -295,5 +295,5 @@ def _notes_on_users(interactions: Interactions) -> Iterator[str]:
         yield f"{num_unseen:,} users have no item to train on; what is predicted of them, is from their later items"
 
 
-def _has_missing(written: InteractionColumnsWritten) -> bool:
+def _has_missing(written: EncodedInteractions) -> bool:
     return any(bool(np.isnan(values).any()) for values in written.dense.values())

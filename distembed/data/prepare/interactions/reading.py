@@ -2,6 +2,7 @@
 
 A row is malformed, for the first of these reasons that holds:
 
+- ``columns``: a line has another number of fields than others;
 - ``user``, ``item``: there is none;
 - ``rating``, ``time``: it is missing, or no finite number;
 - ``attribute``: a number beside them is there, and is not finite;
@@ -44,7 +45,7 @@ from distembed.data.prepare.rejected_rows import RejectedRows
 from distembed.errors import UserError
 from distembed.units import format_bytes
 
-REASONS = ("user", "item", "rating", "time", "attribute", "items")
+REASONS = ("columns", "user", "item", "rating", "time", "attribute", "items")
 
 _ROW_BYTES, _ATTRIBUTE_BYTES = 130, 20
 _MOST_READ_BYTES = 64 << 20
@@ -117,7 +118,7 @@ def read_interactions(given: InteractionInput, folder: Path, report: ProgressCal
     try:
         for batch in reported(_batches(given), given.contents, report):
             part = _part(batch, given, rejected, files.index(batch.path))
-            num_rows[batch.path] += batch.num_rows
+            num_rows[batch.path] += batch.num_rows + len(batch.bad_rows)
             num_kept += len(part.texts[0])
             parts.append(part)
             rejected.require_hope(sum(num_rows.values()))
@@ -149,7 +150,7 @@ def _batches(given: InteractionInput) -> Iterator[ColumnBatch]:
     kinds |= dict.fromkeys(columns.dense, (INTEGER, NUMBER))
     kinds |= {columns.rating: (INTEGER, NUMBER)} if columns.rating is not None else {}
     kinds |= {columns.time: (INTEGER, NUMBER, TIME)} if columns.time is not None else {}
-    return read_columns(given.contents, WantedColumns(kinds, columns.has_header), memory_bytes)
+    return read_columns(given.contents, WantedColumns(kinds, columns.has_header, sets_aside=True), memory_bytes)
 
 
 def _part(batch: ColumnBatch, given: InteractionInput, rejected: RejectedRows, source: int) -> _Part:
@@ -160,12 +161,14 @@ def _part(batch: ColumnBatch, given: InteractionInput, rejected: RejectedRows, s
         part = _Part((users.dictionary_encode(), items.dictionary_encode()), (), split)
     else:
         part, reasons = _columns_part(batch, given.columns, split)
-    is_text = given.columns is not None and given.contents[batch.path].suffix != ".parquet"
-    first_line = batch.first_row + int(is_text and given.columns is not None and given.columns.has_header)
+    lines = batch.first_row + np.arange(batch.num_rows) if batch.lines is None else batch.lines
+    found = [(row.line, "columns", row.text) for row in batch.bad_rows]
     for row in np.flatnonzero(reasons).tolist():
         values = (column[row].as_py() for column in batch.columns)
         text = "\t".join("" if value is None else str(value).translate(_ESCAPED) for value in values)
-        rejected.add(source, first_line + row, REASONS[reasons[row] - 1], text.encode(errors="backslashreplace"))
+        found.append((int(lines[row]), REASONS[reasons[row] - 1], text))
+    for line, reason, text in sorted(found):
+        rejected.add(source, line, reason, text.encode(errors="backslashreplace"))
     return part
 
 

@@ -25,7 +25,7 @@ _GROUP_ENTRIES = 2**20
 
 
 @dataclass(frozen=True, eq=False)
-class InteractionColumnsWritten:
+class EncodedInteractions:
     """What is known of every interaction, in ids and numbers.
 
     Attributes:
@@ -67,7 +67,7 @@ class RatingRows:
         rows: Numbers of those that are taken, in order.
     """
 
-    columns: InteractionColumnsWritten
+    columns: EncodedInteractions
     rows: NDArray[np.int64]
 
     @property
@@ -99,7 +99,7 @@ class SequenceRows:
         windows: The rows.
     """
 
-    columns: InteractionColumnsWritten
+    columns: EncodedInteractions
     windows: Windows
 
     @property
@@ -168,6 +168,6 @@ def _groups(plan: FilePlan, rows: Rows) -> Iterator[Any]:
         yield rows.table(start, min(start + rows.group_rows, plan.stop))
 
 
-def list_columns(columns: InteractionColumnsWritten) -> list[str]:
+def list_columns(columns: EncodedInteractions) -> list[str]:
     """Returns the columns that are lists in a dataset of sequences, the items first."""
     return [ITEM, *(name for name in columns.ids if name not in (USER, ITEM))]
