@@ -1,18 +1,21 @@
-"""Trains MF and BPR on MovieLens with several seeds: the metrics of the papers' tables on the test split.
+"""Trains MF, BPR and SASRec with several seeds: the metrics of the papers' tables on the test split.
 
 ::
 
     python tools/bench_recommenders.py mf ../shared/data --seeds 5 --output mf.json
     python tools/bench_recommenders.py bpr ../shared/data --seeds 5
     python tools/bench_recommenders.py ml100k RECBOLE/dataset_example/ml-100k --seeds 5
+    python tools/bench_recommenders.py beauty ../shared/data --seeds 5
 
 ``mf`` predicts the ratings of MovieLens-1M, ``bpr`` ranks what users rated 4 or 5, both in the split of the authors of
 SSE (the files ``movielens1m_mf_train.csv.gz`` and ``movielens1m_mf_test.csv.gz`` of the folder). ``ml100k`` does both
-on the MovieLens-100k that the wheel of RecBole 1.2.1 has, split at random into 0.8, 0.1 and 0.1.
+on the MovieLens-100k that the wheel of RecBole 1.2.1 has, split at random into 0.8, 0.1 and 0.1. ``beauty`` predicts
+each user's last item of Amazon Beauty (the files ``amazon_beauty_sequences.txt.gz`` and
+``amazon_beauty_item_attributes.json.gz``) with replaced items, and ``beauty-output`` with other losses and tables.
 
 Each row of a table is a config in ``configs/recommenders/``. Graphs join users and items by what they have in common in
-the training rows, or items by what they share in the knowledge graph of ``ml100k``: the 20 nearest each. All seeds are
-trained in one process, one after another.
+the training rows, or items by what they share in the knowledge graph of ``ml100k``: the 20 nearest each; those of
+Beauty join items that share an attribute. All seeds are trained in one process, one after another.
 """
 
 import argparse
@@ -38,6 +41,12 @@ from distembed.training.start import RunOptions
 
 FOLDER = CONFIGS / "recommenders"
 RATING_METRICS = {"rmse": "RMSE", "mae": "MAE"}
+NEXT_METRICS = {
+    "ndcg@10": "NDCG@10",
+    "hr@10": "HR@10",
+    "ndcg@10_of_101": "NDCG@10 of 101",
+    "hr@10_of_101": "HR@10 of 101",
+}
 RANKING_METRICS = {"precision@1": "P@1", "precision@5": "P@5", "precision@10": "P@10", "ndcg@10": "NDCG@10"}
 
 
@@ -58,10 +67,11 @@ class Mode:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The results of one config on the test split: each metric of each seed."""
+    """The results of one config on the test split: each metric of each seed, and the median speed in training."""
 
     name: str
     parameters: int
+    samples_per_second: float
     values: dict[str, list[float]]
 
 
@@ -103,6 +113,17 @@ def prepare_ml100k(data: Path, folder: Path, *options: str) -> None:
 def prepare_implicit_100k(data: Path, folder: Path) -> None:
     """Makes the dataset of ratings of 4 and 5 of MovieLens-100k alone."""
     prepare_ml100k(data, folder, "--min-rating", "4")
+
+
+def prepare_beauty(data: Path, folder: Path) -> None:
+    """Makes the sequences of Amazon Beauty, with a graph of items that share an attribute of at most 100 items."""
+    lines = str(data / "amazon_beauty_sequences.txt.gz")
+    run_distembed("prepare", "sequences", lines, "--format", "lists", "--output", str(folder / "data"))
+    run_distembed(
+        *["prepare", "graph", str(data / "amazon_beauty_item_attributes.json.gz"), "--attribute", "any"],
+        *["--max-shared", "100", "--count-shared"],
+        *["--data", str(folder / "data"), "--table", "item", "--output", str(folder / "item")],
+    )
 
 
 def _read(path: Path) -> list[list[str]]:
@@ -167,6 +188,31 @@ MODES = {
             "  SSE-Graph": "ml100k_bpr_graph.yaml",
         },
     ),
+    "beauty": Mode(
+        prepare_beauty,
+        NEXT_METRICS,
+        {
+            "SASRec": "beauty_sasrec.yaml",
+            "  p_x 0.1": "beauty_sasrec_px.yaml",
+            "  p_y 0.1": "beauty_sasrec_py.yaml",
+            "  p_x 0.1, p_y 0.1": "beauty_sasrec_px_py.yaml",
+            "  SSE-Graph, p_x 0.2": "beauty_sasrec_graph.yaml",
+        },
+    ),
+    "beauty-output": Mode(
+        prepare_beauty,
+        NEXT_METRICS,
+        {
+            "in-batch softmax, tied, bias": "beauty_sasrec.yaml",
+            "  without bias": "beauty_sasrec_no_bias.yaml",
+            "  untied": "beauty_sasrec_untied.yaml",
+            "  quotient-remainder, 4": "beauty_sasrec_qr4.yaml",
+            "  quotient-remainder, 16": "beauty_sasrec_qr16.yaml",
+            "  full softmax": "beauty_sasrec_softmax.yaml",
+            "  32 uniform negatives": "beauty_sasrec_uniform.yaml",
+            "  binary": "beauty_sasrec_binary.yaml",
+        },
+    ),
 }
 
 
@@ -184,20 +230,27 @@ def config_of_seed(name: str, folder: Path, seed: int) -> Config:
 def train_row(title: str, mode: Mode, folder: Path, seeds: int, ranks: Ranks) -> Row:
     """Trains one config with each seed."""
     values: dict[str, list[float]] = {name: [] for name in mode.metrics}
-    parameters = 0
+    parameters, speeds = 0, list[float]()
     for seed in range(seeds):
         config = config_of_seed(mode.rows[title], folder, seed)
         with tempfile.TemporaryDirectory() as runs:
             run = Path(runs) / "run"
             evaluation = train_run(config, RunOptions(run), ranks, None, lambda _: None).evaluation
             parameters = json.loads((run / "run.json").read_text())["parameters"]
+            speeds += training_speeds(run)
         assert evaluation is not None
         for name in mode.metrics:
             values[name].append(evaluation[name])
         print(
             f"{title.strip()}, seed {seed}: {' '.join(f'{evaluation[name]:.4f}' for name in mode.metrics)}", flush=True
         )
-    return Row(title, parameters, values)
+    return Row(title, parameters, statistics.median(speeds), values)
+
+
+def training_speeds(run: Path) -> list[float]:
+    """Returns the samples a second of the logged windows of a run's training."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["samples_per_second"] for line in lines if line["kind"] == "train"]
 
 
 def difference(row: Row, baseline: Row, metric: str) -> str:
@@ -228,12 +281,20 @@ def main() -> None:
             if options.only in config:
                 rows.append(train_row(title, mode, folder, options.seeds, ranks))
     headline = next(iter(mode.metrics))
-    table = Table("row", "parameters", *mode.metrics.values(), f"{mode.metrics[headline]} against the base (errors)")
+    table = Table(
+        "row", "parameters", "samples/s", *mode.metrics.values(), f"{mode.metrics[headline]} against the base (errors)"
+    )
     baseline = rows[0]
     for row in rows:
         baseline = baseline if row.name.startswith(" ") else row
         cells = [mean_and_deviation(values) for values in row.values.values()]
-        table.add_row(row.name, f"{row.parameters:,}", *cells, difference(row, baseline, headline))
+        table.add_row(
+            row.name,
+            f"{row.parameters:,}",
+            f"{row.samples_per_second:,.0f}",
+            *cells,
+            difference(row, baseline, headline),
+        )
     Console(width=140).print(table)
     if options.output is not None:
         values: list[dict[str, Any]] = [dataclasses.asdict(row) for row in rows]
