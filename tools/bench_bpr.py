@@ -6,12 +6,14 @@ RecBole needs NumPy 1, so that it runs in an environment of its own, whose Pytho
     /tmp/recbole/bin/pip install torch==2.13.0 numpy==1.26.4 scipy==1.12.0 scikit-learn==1.4.2 pandas==2.2.3 \
         colorlog==4.7.2 colorama==0.4.4 texttable tabulate tqdm pyyaml tensorboard thop plotly psutil
     /tmp/recbole/bin/pip install --no-deps recbole==1.2.1
-    python tools/bench_bpr.py /tmp/recbole/lib/python3.11/site-packages/recbole/dataset_example \
-        --peer /tmp/recbole/bin/python
+    python tools/bench_bpr.py --peer /tmp/recbole/bin/python \
+        --data /tmp/recbole/lib/python3.11/site-packages/recbole/dataset_example/ml-100k
+    python tools/bench_bpr.py --peer /tmp/recbole/bin/python --draw 100000 --epochs 5
 
-Both read MovieLens-100k, draw one negative item a row that its user does not have, and step through 80% of the rows
-with vectors of the same size and batches of the same size, each with one thread that computes; ours reads ahead with
-another. RecBole trains with Adam through all rows of its tables, and ours with Adagrad through those of the batch.
+Both draw one negative item a row that its user does not have, and step through 80% of the rows, of MovieLens-100k or of
+drawn users and items, with vectors of the same size and batches of the same size, each with one thread that computes;
+ours reads ahead with another. RecBole trains with Adam through all rows of its tables, and ours with Adagrad through
+those of the batch. The ratio by processor time counts all threads, and is the one to read on a busy machine.
 """
 
 import argparse
@@ -24,7 +26,9 @@ import time
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -36,20 +40,55 @@ from distembed.tasks.base import BatchPosition
 from distembed.training.build import Blueprint, build_training_state
 
 _PEER = Path(__file__).parent / "peers" / "recbole_bpr.py"
-Epoch = Callable[[], float]
-"""Trains an epoch and returns its samples/s."""
+
+
+class Epoch(NamedTuple):
+    """The rows of an epoch, its seconds, and those of the processor in all threads of the process."""
+
+    rows: int
+    seconds: float
+    cpu_seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Samples/s."""
+        return self.rows / self.seconds
+
+    @property
+    def cpu_rate(self) -> float:
+        """Samples by second of a processor."""
+        return self.rows / self.cpu_seconds
+
+
+def draw_rows(folder: Path, num_ids: int) -> Path:
+    """Writes interactions of as many users and items, five of each user, in RecBole's form; few items are frequent."""
+    rng = np.random.default_rng(0)
+    users = np.repeat(np.arange(num_ids), 5)
+    items = np.exp(rng.random(len(users)) * np.log(num_ids)).astype(int)
+    rows = zip(users.tolist(), items.tolist(), strict=True)
+    data = folder / "drawn"
+    data.mkdir()
+    lines = ["user_id:token\titem_id:token", *(f"{user}\t{item}" for user, item in rows)]
+    (data / "drawn.inter").write_text("\n".join(lines) + "\n")
+    return data
 
 
 def prepare(data: Path, folder: Path) -> Path:
-    """Makes a dataset of the rows of ml-100k, four fifths of which are trained on."""
-    command = ["prepare", "ratings", str(data / "ml-100k" / "ml-100k.inter"), "--output", str(folder / "dataset")]
-    columns = ["--user", "user_id", "--item", "item_id", "--rating", "rating", "--time", "timestamp"]
-    split = ["--split", "random:0.8,0.1,0.1"]
-    subprocess.run([sys.executable, "-m", "distembed", *command, *columns, *split], check=True, capture_output=True)
+    """Makes a dataset of the rows of RecBole's, four fifths of which are trained on."""
+    command = [
+        "prepare",
+        "ratings",
+        str(data / f"{data.name}.inter"),
+        "--output",
+        str(folder / "dataset"),
+        "--implicit",
+    ]
+    columns = ["--user", "user_id", "--item", "item_id", "--split", "random:0.8,0.1,0.1"]
+    subprocess.run([sys.executable, "-m", "distembed", *command, *columns], check=True, capture_output=True)
     return folder / "dataset"
 
 
-def ours(config: Config, ranks: Ranks) -> Epoch:
+def ours(config: Config, ranks: Ranks) -> Callable[[], Epoch]:
     """Returns an epoch of the trainer's step, with its reader, on one rank."""
     dataset = config.data.require_path()
     blueprint = Blueprint.for_ranks(config, config.data.load_schema(), ranks, {})
@@ -58,21 +97,21 @@ def ours(config: Config, ranks: Ranks) -> Epoch:
     reader = BatchReader(dataset, config.data.train, BatchOrder(config.train.batch_size), rank=0, world_size=1)
     steps = 0
 
-    def epoch() -> float:
+    def epoch() -> Epoch:
         nonlocal steps
-        started = time.perf_counter()
+        started, started_cpu = time.perf_counter(), time.process_time()
         batches = (
             state.task.prepare_batch(batch, BatchPosition(step, 0))
             for step, batch in enumerate(islice(reader, reader.batches_per_epoch), start=steps)
         )
         done = sum(1 for _ in state.pipeline.outputs(batches))
         steps += done
-        return reader.num_rows / (time.perf_counter() - started)
+        return Epoch(reader.num_rows, time.perf_counter() - started, time.process_time() - started_cpu)
 
     return epoch
 
 
-def peer(python: str, data: Path, batch_size: int, dim: int) -> Epoch:
+def peer(python: str, data: Path, batch_size: int, dim: int) -> Callable[[], Epoch]:
     """Returns an epoch of RecBole's, in a process of its own that waits between epochs."""
     command = [python, str(_PEER), str(data), "--batch-size", str(batch_size), "--dim", str(dim)]
     pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
@@ -83,11 +122,10 @@ def peer(python: str, data: Path, batch_size: int, dim: int) -> Epoch:
         if not line and process.poll() is not None:
             raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
 
-    def epoch() -> float:
+    def epoch() -> Epoch:
         stdin.write("\n")
         stdin.flush()
-        values = json.loads(stdout.readline())
-        return float(values["rows"] / values["seconds"])
+        return Epoch(*json.loads(stdout.readline()))
 
     return epoch
 
@@ -95,16 +133,19 @@ def peer(python: str, data: Path, batch_size: int, dim: int) -> Epoch:
 def main() -> None:
     """Lets both train epochs in turn and prints samples/s and their ratio, for each size of batches."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", type=Path, help="folder that holds ml-100k")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--data", type=Path, help="folder of a dataset of RecBole's, such as ml-100k")
+    source.add_argument("--draw", type=int, help="number of users and of items to draw")
     parser.add_argument("--peer", required=True, help="Python of an environment with recbole==1.2.1")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--epochs", type=int, default=20)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    table = Table("batch", "RecBole samples/s", "distembed samples/s", "ratio of medians", "ratios of turns")
+    table = Table("batch", "RecBole samples/s", "distembed samples/s", "ratio (of turns)", "ratio by processor time")
     with tempfile.TemporaryDirectory() as folder, process_group("cpu") as ranks:
-        dataset = prepare(options.data, Path(folder))
+        data = options.data.absolute() if options.draw is None else draw_rows(Path(folder), options.draw)
+        dataset = prepare(data, Path(folder))
         for batch_size in options.batch_sizes:
             settings = [
                 f"data.path={dataset}",
@@ -115,19 +156,20 @@ def main() -> None:
                 "train.precision=fp32",
                 "train.sparse_optimizer={name: adagrad, learning_rate: 0.05}",
             ]
-            recbole = peer(options.peer, options.data.absolute(), batch_size, options.dim)
-            contenders = recbole, ours(load_config(None, settings), ranks)
+            theirs = peer(options.peer, data, batch_size, options.dim)
+            contenders = theirs, ours(load_config(None, settings), ranks)
             for epoch in contenders:
                 epoch()
-            rates = [[epoch() for epoch in contenders] for _ in range(options.epochs)]
-            theirs, own = (statistics.median(each) for each in zip(*rates, strict=True))
-            ratios = sorted(second / first for first, second in rates)
+            turns = [[epoch() for epoch in contenders] for _ in range(options.epochs)]
+            ratios = sorted(own.rate / recbole.rate for recbole, own in turns)
+            first, second = (statistics.median(turn[which].rate for turn in turns) for which in (0, 1))
+            cpu_ratio = statistics.median(own.cpu_rate / recbole.cpu_rate for recbole, own in turns)
             table.add_row(
                 f"{batch_size:,}",
-                f"{theirs:,.0f}",
-                f"{own:,.0f}",
-                f"{own / theirs:.2f}",
-                f"{ratios[0]:.2f} to {ratios[-1]:.2f}",
+                f"{first:,.0f}",
+                f"{second:,.0f}",
+                f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
+                f"{cpu_ratio:.2f}",
             )
     Console(width=120).print(table)
 
