@@ -360,7 +360,8 @@ def _read_text(source: _Source, wanted: WantedColumns, memory_bytes: int) -> Ite
         return "skip"
 
     parse = pcsv.ParseOptions(delimiter=_SEPARATORS[_suffix(content)], quote_char=quote)
-    parse.invalid_row_handler = set_aside if wanted.sets_aside else None
+    if wanted.sets_aside:
+        parse.invalid_row_handler = set_aside
     header = {"autogenerate_column_names": not wanted.has_header}
     with pcsv.open_csv(content, pcsv.ReadOptions(block_size=_LEAST_BLOCK_BYTES, **header), parse) as file:
         names = file.schema.names
