@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -17,6 +17,9 @@ from distembed.models import ModelInputs
 from distembed.models.config import CountedModelConfig, ModelConfig, Shapes
 from distembed.tasks import batch_schema
 from distembed.units import format_bytes
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -101,18 +104,48 @@ class DescribedLayer:
 
 
 @dataclass(frozen=True)
+class TiedOutput:
+    """A table of a model's input whose vectors are its output too.
+
+    Attributes:
+        table: The table, which an output of its own would have as well.
+    """
+
+    table: CompositionalEmbeddingConfig
+
+    @property
+    def text(self) -> str:
+        """What is said of it in a line."""
+        return (
+            f"tied: the output reuses table {self.table.name!r}; untied it would add {self.table.num_parameters:,} "
+            f"parameters ({format_bytes(self.table.memory_bytes)} of weights)"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the table's name, and what an output of its own would add in parameters and in bytes of weights."""
+        table = self.table
+        return {
+            "table": table.name,
+            "untied_parameters": table.num_parameters,
+            "untied_bytes": table.memory_bytes,
+        }
+
+
+@dataclass(frozen=True)
 class Description:
     """A model's embedding tables and dense layers, with their totals.
 
     Attributes:
         model: The model's name in the config.
         tables: The embedding tables, in the model's order.
-        dense_layers: The parameters outside of embedding collections, in the model's order.
+        dense_layers: The parameters outside of embedding collections, in the model's order; output biases among them.
+        tied_outputs: The tables that are input and output.
     """
 
     model: str
     tables: tuple[DescribedTable, ...]
     dense_layers: tuple[DescribedLayer, ...]
+    tied_outputs: tuple[TiedOutput, ...] = ()
 
     @property
     def num_embedding_parameters(self) -> int:
@@ -148,6 +181,7 @@ class Description:
             "model": self.model,
             "tables": [table.as_json() for table in self.tables],
             "dense": [layer.as_json() for layer in self.dense_layers],
+            "tied_outputs": [output.as_json() for output in self.tied_outputs],
             "embedding_parameters": self.num_embedding_parameters,
             "embedding_bytes": self.embedding_bytes,
             "dense_parameters": self.num_dense_parameters,
@@ -165,19 +199,31 @@ def describe(config: Config) -> Description:
     features = {feature.name: feature for feature in schema.categorical}
     inputs = ModelInputs.from_config(schema, config.embedding)
     tables: Sequence[CompositionalEmbeddingConfig] = list(inputs.tables.values())
+    tied: tuple[TiedOutput, ...] = ()
     if isinstance(config.model, CountedModelConfig) and tables:
         shapes = config.model.dense_shapes(inputs)
     else:
-        tables, shapes = _built(config.model, inputs)
+        tables, shapes, tied = _built(config.model, inputs)
     return Description(
         config.model.name,
         tuple(DescribedTable(table, _reason_full(table, features, config)) for table in tables),
         tuple(DescribedLayer(name, shape, math.prod(shape)) for name, shape in shapes.items()),
+        tied,
     )
 
 
-def _built(model_config: ModelConfig, inputs: ModelInputs) -> tuple[list[CompositionalEmbeddingConfig], Shapes]:
-    """Returns the tables and the shapes of the dense layers of a model, which is built for that."""
+def tied_outputs(model: "nn.Module") -> tuple[TiedOutput, ...]:
+    """Returns the tables that are input and output of a model."""
+    from distembed.catalogue import Catalogue
+
+    catalogues = (module for module in model.modules() if isinstance(module, Catalogue))
+    return tuple(TiedOutput(catalogue.table) for catalogue in catalogues if catalogue.is_tied)
+
+
+def _built(
+    model_config: ModelConfig, inputs: ModelInputs
+) -> tuple[list[CompositionalEmbeddingConfig], Shapes, tuple[TiedOutput, ...]]:
+    """Returns the tables, the shapes of the dense layers and the tied tables of a model, which is built for that."""
     from distembed.embedding.modules import embedding_modules, table_configs
 
     model = model_config.build(inputs)
@@ -188,7 +234,7 @@ def _built(model_config: ModelConfig, inputs: ModelInputs) -> tuple[list[Composi
         for name, parameter in model.named_parameters()
         if id(parameter) not in in_collections
     }
-    return [table for module in collections for table in table_configs(module)], shapes
+    return [table for module in collections for table in table_configs(module)], shapes, tied_outputs(model)
 
 
 def _reason_full(
@@ -210,6 +256,8 @@ def print_description(description: Description, console: Console) -> None:
     if compressed:
         console.print(_partition_rows(compressed))
     console.print(_dense_rows(description))
+    for output in description.tied_outputs:
+        console.print(output.text, highlight=False, soft_wrap=True)
     console.print(
         f"{description.num_parameters:,} parameters: {description.num_embedding_parameters:,} in embedding tables "
         f"({format_bytes(description.embedding_bytes)} of weights), {description.num_dense_parameters:,} dense",

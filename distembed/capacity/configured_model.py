@@ -7,6 +7,7 @@ import torch
 
 from distembed.capacity.plannable import ModelOnCluster, Plannable
 from distembed.config import Config, TrainConfig
+from distembed.describe import tied_outputs
 from distembed.embedding import TableConfig, build_tables
 from distembed.planning import PlanConfig, PlanRequest
 from distembed.planning.cluster import Cluster
@@ -70,7 +71,8 @@ class ConfiguredModel(Plannable):
         optimizers = table_optimizers(config.train)
         request = PlanRequest(model, blueprint.sharders, cluster, workload, config.plan, optimizers)
         is_step_known = workload.network is not None and workload.network.is_step_known
-        return ModelOnCluster(request, blueprint.plan_inputs(model), () if is_step_known else (_UNKNOWN_STEP,))
+        notes = [*(output.text for output in tied_outputs(model)), *(() if is_step_known else (_UNKNOWN_STEP,))]
+        return ModelOnCluster(request, blueprint.plan_inputs(model), tuple(notes))
 
     def table_bytes(self) -> int:
         optimizers = table_optimizers(self.config.train)

@@ -20,6 +20,8 @@ class Catalogue(nn.Module):
         table: The table of items, which is in the collection.
         bias: Whether each item has a bias, which starts from 0.
         num_reserved: How many ids, from the first on, stand for no item: they have no part in a softmax.
+        is_tied: Whether the model's input is looked up in the table too, which a model without tied embeddings has
+            two of.
     """
 
     def __init__(
@@ -29,12 +31,14 @@ class Catalogue(nn.Module):
         table: CompositionalEmbeddingConfig,
         bias: bool,
         num_reserved: int = 0,
+        is_tied: bool = True,
     ) -> None:
         super().__init__()
         object.__setattr__(self, "_owner", owner)  # a plain attribute: a child would be the model within itself
         self._collection = collection
         self.table = table
         self.num_reserved = num_reserved
+        self.is_tied = is_tied
         self.bias = nn.Parameter(torch.zeros(table.num_embeddings)) if bias else None
 
     @property

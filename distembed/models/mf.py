@@ -49,7 +49,7 @@ class MF(Model):
     ) -> None:
         super().__init__()
         self.embeddings = embeddings
-        catalogue = Catalogue(self, "embeddings", item_table, bias=False)
+        catalogue = Catalogue(self, "embeddings", item_table, bias=False, is_tied=False)
         self.network = (_BagQueries if is_pooled else _IdQueries)(catalogue, biases, dropout)
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> Queries:
