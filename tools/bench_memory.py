@@ -4,7 +4,8 @@
 
     python tools/bench_memory.py --output bench_memory.json
 
-DLRM over Criteo Kaggle's 26 features, row-wise Adagrad, on gloo ranks of this machine. A case is stepped ten times,
+DLRM over Criteo Kaggle's 26 features, row-wise Adagrad, and models of users and items, on gloo ranks of this machine. A
+case is stepped ten times,
 five of them while other processes keep all cores busy; each time counts its fullest moment, and what matters is the
 highest of the ten. Weights and optimizer states are not counted, buffers of gradients are.
 
@@ -43,25 +44,51 @@ from torch.utils._pytree import tree_iter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.config import Config, TrainConfig
-from distembed.data.dataset.schema import SCHEMAS
+from distembed.data.dataset.schema import SCHEMAS, CategoricalFeature, Schema
 from distembed.data.reader.batch import Batch
 from distembed.embedding import EmbeddingConfig, TableConfig
 from distembed.files import write_json
-from distembed.models import DLRMConfig
+from distembed.models import DLRMConfig, GRUConfig, MFConfig, ModelConfig, SASRecConfig
 from distembed.optim.config import SparseOptimizerConfig
 from distembed.planning import PlanConfig
 from distembed.planning.buffers import Step, StepBuffers
 from distembed.planning.config import TablePlanConfig
 from distembed.planning.estimated_plan import plan_placements
 from distembed.ranks import Ranks
+from distembed.tasks import ClickConfig, NextItemConfig, RatingConfig, TaskConfig
 from distembed.training.build import Blueprint, TrainingState, build_training_state
 
-SCHEMA = SCHEMAS["criteo_kaggle"]
 DIM, NUM_STEPS, NUM_WARM = 32, 8, 3
 LEAST, MOST = 0.9, 4 / 3
 """Of the highest peak: the estimates that are close enough."""
 _SAMPLED_BYTES = 2**16
 """Storages from which on the operator that returns them is followed by a sample."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Learnt:
+    """A model and what it learns.
+
+    Attributes:
+        schema: The columns of the dataset.
+        model: The section ``model``.
+        task: The section ``task``.
+        tables: Names of the tables of the model; those of all columns unless given.
+    """
+
+    schema: Schema
+    model: ModelConfig
+    task: TaskConfig
+    tables: tuple[str, ...] = ()
+
+
+CLICKS = Learnt(SCHEMAS["criteo_kaggle"], DLRMConfig(bottom=[128, 64], top=[128, 64]), ClickConfig())
+USERS, ITEMS = CategoricalFeature("user", 50_000), CategoricalFeature("item", 20_000)
+RATINGS = Learnt(Schema("rating", (), (USERS, ITEMS), label_kind="number"), MFConfig(), RatingConfig())
+SEQUENCES = Schema(None, (), (USERS, CategoricalFeature("item", 20_000, True, 25.0)))
+SOFTMAX = Learnt(SEQUENCES, SASRecConfig(dropout=0.1), NextItemConfig(), ("item",))
+BINARY = Learnt(SEQUENCES, SASRecConfig(dropout=0.1), NextItemConfig(loss="binary"), ("item",))
+RECURRENT = Learnt(SEQUENCES, GRUConfig(), NextItemConfig(loss="binary"), ("item",))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +101,8 @@ class Case:
         sharding_types: Sharding types that the tables have in turn.
         nodes: Number of nodes.
         ranks_per_node: Number of ranks on each of them.
+        learnt: The model and what it learns.
+        rows_share: Rows of a batch over those of other cases, of which rows are shorter.
     """
 
     name: str
@@ -81,10 +110,13 @@ class Case:
     sharding_types: Sequence[str]
     nodes: int = 1
     ranks_per_node: int = 2
+    learnt: Learnt = CLICKS
+    rows_share: float = 1.0
 
 
 PRODUCT = {"partition": "mixed_radix", "num_partitions": 3, "composition": "product"}
 PATH = {"partition": "quotient_remainder", "collisions": 60, "composition": "path_mlp"}
+FULL, QUOTIENT = {"partition": "naive"}, {"partition": "quotient_remainder", "composition": "product"}
 CASES = [
     Case("product, table-wise", PRODUCT, ["table_wise"]),
     Case("product, by columns", PRODUCT, ["column_wise"]),
@@ -95,6 +127,18 @@ CASES = [
     Case("path_mlp, by rows", PATH, ["row_wise"]),
     Case("product, by rows in nodes", PRODUCT, ["table_row_wise"], 2, 2),
     Case("product, grid", PRODUCT, ["grid_shard"], 2, 2),
+    *(
+        Case(f"{name}, {ranks} rank(s){label}", table, ["table_wise"], 1, ranks, learnt, share)
+        for name, learnt, share in (
+            ("MF", RATINGS, 1.0),
+            ("SASRec, softmax", SOFTMAX, 1 / 16),
+            ("SASRec, binary", BINARY, 1 / 16),
+            ("GRU, binary", RECURRENT, 1 / 16),
+        )
+        for ranks in (1, 2)
+        for label, table in (("", FULL), (", product", QUOTIENT))
+        if learnt is SOFTMAX or not label
+    ),
 ]
 
 
@@ -170,28 +214,38 @@ class Allocations(TorchDispatchMode):
             thread.join()
 
 
-def draw_batches(rank: int, num_rows: int, batch_size: int) -> Iterator[Batch]:
-    """Yields batches of uniform ids, one of each feature a row."""
+def draw_batches(schema: Schema, rank: int, num_rows: int, batch_size: int) -> Iterator[Batch]:
+    """Yields batches of uniform ids: one of each feature a row, and lists of uniform lengths."""
     generator = np.random.default_rng(rank)
+    longest = round(2 * min((f.mean_ids_per_row for f in schema.categorical if f.multi_hot), default=0.0)) - 1
     for _ in range(NUM_STEPS):
-        columns = [generator.integers(0, feature.num_embeddings, num_rows) for feature in SCHEMA.categorical]
-        lengths = torch.ones(num_rows * len(columns), dtype=torch.int32)
+        drawn = generator.integers(1, longest + 1, num_rows) if longest > 0 else np.zeros(num_rows, np.int64)
+        lengths, columns = [], []
+        for feature in schema.categorical:
+            times = round(feature.mean_ids_per_row / ((longest + 1) / 2)) if feature.multi_hot else 0
+            lengths.append(drawn * times if feature.multi_hot else np.ones(num_rows, np.int64))
+            columns.append(generator.integers(2, feature.num_embeddings, lengths[-1].sum()))
         ids = KeyedJaggedTensor(
-            list(SCHEMA.categorical_names), torch.from_numpy(np.concatenate(columns)), lengths=lengths, stride=num_rows
+            list(schema.categorical_names),
+            torch.from_numpy(np.concatenate(columns)),
+            lengths=torch.from_numpy(np.concatenate(lengths)).int(),
+            stride=num_rows,
         )
-        fields = {"dense_features": torch.zeros(num_rows, len(SCHEMA.dense)), "labels": torch.zeros(num_rows)}
+        fields = {"dense_features": torch.zeros(num_rows, len(schema.dense)), "labels": torch.zeros(num_rows)}
         yield Batch({**fields, "sparse_features": ids}, batch_size)
 
 
 def blueprint_of(case: Case, batch_size: int, ranks: Ranks) -> Blueprint:
     """Returns what the case's model is built from."""
     sharding_types = itertools.cycle(case.sharding_types)
+    learnt = case.learnt
     plans = {
         name: TablePlanConfig(sharding_types=[sharding_type], min_partition=DIM // 2)  # type: ignore[list-item]
-        for name, sharding_type in zip(SCHEMA.categorical_names, sharding_types, strict=False)
+        for name, sharding_type in zip(learnt.tables or learnt.schema.categorical_names, sharding_types, strict=False)
     }
     config = Config(
-        model=DLRMConfig(bottom=[128, 64], top=[128, 64]),
+        model=learnt.model,
+        task=learnt.task,
         embedding=EmbeddingConfig(default=TableConfig(**case.table, embedding_dim=DIM, threshold=0, force=True)),
         plan=PlanConfig(tables=plans),
         train=TrainConfig(
@@ -201,7 +255,7 @@ def blueprint_of(case: Case, batch_size: int, ranks: Ranks) -> Blueprint:
             sparse_optimizer=SparseOptimizerConfig(name="row_wise_adagrad"),
         ),
     )
-    return Blueprint.for_ranks(config, SCHEMA, ranks, {})
+    return Blueprint.for_ranks(config, learnt.schema, ranks, {})
 
 
 def kept_bytes(state: TrainingState) -> int:
@@ -220,14 +274,16 @@ def _local_bytes(value: Any) -> int:
 
 def measure(case: Case, batch_size: int, repeats: int, ranks: Ranks) -> tuple[StepBuffers, list[int]]:
     """Returns this rank's estimate and its measured peaks, the later half of them under load; all ranks call it."""
+    batch_size = round(batch_size * case.rows_share)
     blueprint, num_rows = blueprint_of(case, batch_size, ranks), batch_size // ranks.world_size
+    schema = blueprint.batch_schema
     peaks = []
     with Allocations() as allocations, allocations.sampled():
         state = build_training_state(blueprint, ranks, num_steps=repeats * NUM_STEPS)
         for repeat in range(repeats):
             with _busy_cores(ranks.rank == 0 and repeat >= repeats // 2):
                 dist.barrier()
-                peaks.append(_peak(state, allocations, draw_batches(ranks.rank, num_rows, batch_size)))
+                peaks.append(_peak(state, allocations, draw_batches(schema, ranks.rank, num_rows, batch_size)))
                 dist.barrier()
         kept = kept_bytes(state)
     placements = plan_placements(blueprint.build_plannable(), state.plan, ranks.world_size)

@@ -1,4 +1,8 @@
-"""A batch as a step on average has it: as many ids of each feature, in rows that are as even as they can be."""
+"""A batch as steps have it that take much memory, in rows that are as even as they can be.
+
+Lists are a little longer than on average: how long those of a batch are together varies from step to step, by
+``mean / sqrt(rows)`` where lengths vary as much as their mean, and what counts is the fullest of many steps.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,21 +15,24 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from distembed.data.dataset.schema import SPARSE_FEATURES, BatchField, Schema
 from distembed.data.reader.batch import Batch
 
+_DEVIATIONS, _MOST_LONGER = 2.0, 0.2
+"""By how many standard deviations a batch is longer than on average, and by which share of it at most."""
 _LARGEST_MULTIPLE = 10_000
 """Ids of a feature to each id of another up to which they are taken for a multiple of it."""
 
 
 def typical_batch(schema: Schema, num_rows: int) -> Batch:
-    """Returns a batch of the schema's fields, with as many ids, and numbers beside them, as there are on average.
+    """Returns a batch of the schema's fields, with as many ids, and numbers beside them, as there are in many steps.
 
     Args:
         schema: The columns of the batch.
         num_rows: The number of its rows.
     """
+    longer = 1 + min(_MOST_LONGER, _DEVIATIONS / math.sqrt(max(1, num_rows)))
     means = {feature.name: feature.mean_ids_per_row for feature in schema.categorical if feature.multi_hot}
     means |= dict.fromkeys(schema.dense_sequences, schema.mean_list_length)
     lengths = dict.fromkeys(schema.categorical_names, torch.ones(num_rows, dtype=torch.int32))
-    lengths |= typical_lengths(means, num_rows)
+    lengths |= typical_lengths({name: longer * mean for name, mean in means.items()}, num_rows)
     sizes = {feature.name: feature.num_embeddings for feature in schema.categorical}
 
     def jagged(field: BatchField) -> KeyedJaggedTensor:

@@ -224,4 +224,4 @@ def test_an_estimates_batch_is_as_a_readers(tmp_path: Path) -> None:
     assert set(empty.fields) == set(read.fields)
     for name in ("sparse_features", "dense_sequences"):
         assert empty[name].keys() == read[name].keys() and empty[name].values().dtype == read[name].values().dtype
-    assert empty["dense_sequences"].length_per_key() == [25, 25]
+    assert empty["dense_sequences"].length_per_key() == [30, 30]

@@ -1,0 +1,183 @@
+"""Whole runs of the tasks of recommenders: on ranks, resumed, killed, evaluated, predicted, refused."""
+
+import contextlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+
+from distembed.errors import UserError
+from tests.interactions import NUM_ITEMS, prepare
+from tests.processes import run_processes
+from tests.ranks import free_port
+from tests.training.test_runs import call, losses, metrics, start, wait_for_steps
+from tests.training.test_sse import stopped_at
+
+KINDS: dict[str, dict[str, Any]] = {
+    "rating": {"model": {"name": "mf"}, "task": {"name": "rating", "regularization": 0.01}},
+    "ranking": {"model": {"name": "mf", "biases": True}, "task": {"name": "ranking"}},
+    "softmax": {"model": {"name": "sasrec", "dropout": 0.0}, "task": {"name": "next_item", "max_length": 8}},
+    "binary": {
+        "model": {"name": "gru", "dropout": 0.0},
+        "task": {"name": "next_item", "max_length": 8, "loss": "binary", "num_negatives": 2, "sampled_candidates": 9},
+    },
+}
+"""Section ``model`` and ``task`` of a config of each."""
+
+
+@pytest.fixture(scope="module")
+def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("data")
+    return {
+        "ratings": prepare("ratings", folder, "--split", "random:0.7,0.1,0.2"),
+        "sequences": prepare("sequences", folder, "--dense", "price"),
+    }
+
+
+def write_config(path: Path, kind: str, datasets: dict[str, Path], **sections: Any) -> Path:
+    """Writes a small model's config in fp32 with SGD, which does not amplify rounding."""
+    is_next = KINDS[kind]["task"]["name"] == "next_item"
+    values: dict[str, Any] = {
+        "data": {"path": str(datasets["sequences" if is_next else "ratings"])},
+        "embedding": {"default": {"partition": "quotient_remainder", "embedding_dim": 8, "threshold": 10}},
+        "train": {
+            "batch_size": 13 if is_next else 65,
+            "epochs": 2,
+            "precision": "fp32",
+            "device": "cpu",
+            "log_every": 1,
+            "checkpoint_every": 3,
+            "keep_checkpoints": 9,
+            "dense_optimizer": {"name": "sgd", "learning_rate": 0.05},
+            "sparse_optimizer": {"name": "sgd", "learning_rate": 0.5},
+        },
+        **KINDS[kind],
+        **sections,
+    }
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def check_metrics(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Holds metrics against those of a run whose sums were rounded elsewhere; equal scores may change their order."""
+    left_out = {"seconds", "time"}
+    assert found.keys() == expected.keys()
+    for name in found.keys() - left_out:
+        is_number = isinstance(expected[name], int | float)
+        assert found[name] == (pytest.approx(expected[name], rel=1e-4, abs=2e-3) if is_number else expected[name]), name
+
+
+def on_ranks(rank: int, ports: list[int], commands: list[tuple[object, ...]], world_size: int, output: Path) -> None:
+    """Runs one command after another on ranks that are started once; what they print goes to files."""
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
+    os.environ.update(LOCAL_WORLD_SIZE=str(world_size), GLOO_SOCKET_IFNAME="lo")
+    for number, (port, command) in enumerate(zip(ports, commands, strict=True)):
+        os.environ["MASTER_PORT"] = str(port)
+        with (output / f"{number}-{rank}").open("w") as file, contextlib.redirect_stdout(file):
+            call(*command)
+
+
+@pytest.mark.distributed
+def test_ranks_train_and_evaluate_to_the_metrics_of_one(datasets: dict[str, Path], tmp_path: Path) -> None:
+    configs = {kind: write_config(tmp_path / f"{kind}.yaml", kind, datasets) for kind in KINDS}
+    commands = [("train", config, "--run-dir", tmp_path / f"{kind}-2") for kind, config in configs.items()]
+    ports = [free_port() for _ in KINDS]
+    run_processes(2, on_ranks, ports, commands, 2, tmp_path)
+    for kind, config in configs.items():
+        one, two = tmp_path / f"{kind}-1", tmp_path / f"{kind}-2"
+        call("train", config, "--run-dir", one)
+        assert losses(two) == pytest.approx(losses(one), rel=1e-4), kind
+        first, second = np.array_split(losses(one), 2)
+        assert second.mean() < first.mean(), kind
+        for found, expected in zip(metrics(two, "eval"), metrics(one, "eval"), strict=True):
+            check_metrics(found, expected)
+    (tmp_path / "evaluated").mkdir()
+    evaluations = [("evaluate", tmp_path / f"{kind}-1", "--json") for kind in KINDS]
+    run_processes(3, on_ranks, [free_port() for _ in KINDS], evaluations, 3, tmp_path / "evaluated")
+    for number, kind in enumerate(KINDS):
+        found = json.loads((tmp_path / "evaluated" / f"{number}-0").read_text())
+        expected = json.loads((tmp_path / f"{kind}-1" / "evaluation.json").read_text())
+        common = found.keys() & expected.keys()
+        assert len(common) > 3
+        check_metrics({name: found[name] for name in common}, {name: expected[name] for name in common})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_is_resumed_in_mid_epoch_and_read_by_every_command(
+    kind: str, datasets: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sse = {"default": {"p0": 0.1}}
+    config = write_config(tmp_path / "config.yaml", kind, datasets, sse=sse)
+    whole = tmp_path / "whole"
+    call("train", config, "--run-dir", whole)
+    shares = metrics(whole, "train")[-1]["replaced_share"]
+    assert "item" in shares and all(0 <= share < 0.5 for share in shares.values())
+    part = stopped_at(9 if kind == "rating" else 7, whole, tmp_path / "part")
+    call("train", config, "--run-dir", part, "--resume")
+    assert losses(part) == losses(whole)
+    pairs = zip(metrics(part, "eval"), metrics(whole, "eval"), strict=True)
+    assert all({**found, "seconds": 0, "time": 0} == {**expected, "seconds": 0, "time": 0} for found, expected in pairs)
+    call("check", whole)
+    call("predict", whole, "--output", tmp_path / "predictions.parquet")
+    evaluation = json.loads((whole / "evaluation.json").read_text())
+    assert pq.read_table(tmp_path / "predictions.parquet").num_rows == evaluation["rows"] > 0
+    call("materialise", whole, "--output", tmp_path / "vectors", "--table", "item")
+    (vectors,) = (tmp_path / "vectors").glob("**/*.parquet")
+    assert pq.read_table(vectors).num_rows in (NUM_ITEMS, NUM_ITEMS + 2)
+    call("report", whole, part, "--output", tmp_path / "report.html")
+    capsys.readouterr()
+
+
+def test_a_run_of_next_items_goes_on_after_it_was_killed(datasets: dict[str, Path], tmp_path: Path) -> None:
+    config = write_config(tmp_path / "config.yaml", "softmax", datasets)
+    run, overrides = tmp_path / "run", ("train.checkpoint_every=1", "train.epochs=40", "data.validation=null")
+    process = start(config, run, *overrides)
+    wait_for_steps(run, process, 8)
+    process.kill()
+    process.join()
+    stopped = max(line["step"] for line in metrics(run, "train"))
+    resumed = start(config, run, *overrides, "--resume")
+    wait_for_steps(run, resumed, stopped + 5)
+    resumed.kill()
+    resumed.join()
+    steps = [line["step"] for line in metrics(run, "train")]
+    assert steps == list(range(1, steps[-1] + 1)) and steps[-1] > stopped
+    call(
+        "train",
+        config,
+        *overrides,
+        "train.checkpoint_every=0",
+        f"train.max_steps={steps[-1]}",
+        "--run-dir",
+        tmp_path / "u",
+    )
+    assert losses(run) == losses(tmp_path / "u")[: steps[-1]]
+
+
+def test_what_does_not_go_together_is_said_before_anything_is_trained(
+    datasets: dict[str, Path], dataset: Path, tmp_path: Path
+) -> None:
+    def refuses(kind: str, message: str, *overrides: str) -> None:
+        config = write_config(tmp_path / "config.yaml", kind, datasets)
+        with pytest.raises(UserError, match=message):
+            call("train", config, *overrides, "--run-dir", tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+
+    ratings, sequences = (f"data.path={datasets[kind]}" for kind in ("ratings", "sequences"))
+    refuses("rating", "task", "task={name: click}")
+    refuses("rating", "model", "model={name: dlrm}")
+    refuses("softmax", "model", "model={name: mf}")
+    refuses("softmax", "distembed prepare sequences", ratings)
+    refuses("rating", "distembed prepare ratings", sequences)
+    refuses("softmax", "distembed prepare sequences", f"data.path={dataset}")
+    refuses("rating", "distembed prepare ratings", f"data.path={dataset}")
+    refuses("softmax", "label", sequences, "model={name: dlrm}", "task={name: click}")
+    refuses("softmax", re.escape("num_heads"), "model.num_heads=3")
