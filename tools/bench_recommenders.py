@@ -165,10 +165,13 @@ MODES = {
         RANKING_METRICS,
         {
             "none": "ml1m_bpr.yaml",
-            "  dropout": "ml1m_bpr_dropout.yaml",
-            "  SSE-SE": "ml1m_bpr_se.yaml",
-            "  SSE-Graph": "ml1m_bpr_graph.yaml",
-            "  SSE-SE and dropout": "ml1m_bpr_se_dropout.yaml",
+            "  dropout 0.2": "ml1m_bpr_dropout.yaml",
+            "  SSE-SE 0.05": "ml1m_bpr_se.yaml",
+            "lambda 0.01": "ml1m_bpr_l2.yaml",
+            "  dropout 0.2 ": "ml1m_bpr_l2_dropout.yaml",
+            "  SSE-SE 0.05 ": "ml1m_bpr_l2_se.yaml",
+            "  SSE-Graph 0.05": "ml1m_bpr_l2_graph.yaml",
+            "  SSE-SE 0.05 and dropout 0.2": "ml1m_bpr_l2_se_dropout.yaml",
         },
     ),
     "ml100k": Mode(
@@ -219,13 +222,11 @@ MODES = {
 
 def config_of_seed(name: str, folder: Path, seed: int) -> Config:
     """Returns a row's config on the prepared data, with the graphs that it names."""
-    config = load_config(FOLDER / name, [f"data.path={folder / 'data'}", f"train.seed={seed}", "train.precision=fp32"])
-    graphs = [
-        f"sse.tables.{table}.graph={folder / table}"
-        for table, own in config.sse.tables.items()
-        if own.graph is not None
-    ]
-    return load_config(FOLDER / name, [f"data.path={folder / 'data'}", f"train.seed={seed}", *graphs])
+    settings = [f"data.path={folder / 'data'}", f"train.seed={seed}"]
+    for feature, own in load_config(FOLDER / name).sse.tables.items():
+        if own.graph is not None:  # such as graphs/ml1m_item, that of negative items too
+            settings.append(f"sse.tables.{feature}.graph={folder / own.graph.rpartition('_')[2]}")
+    return load_config(FOLDER / name, settings)
 
 
 def train_row(title: str, mode: Mode, folder: Path, seeds: int, ranks: Ranks) -> Row:
