@@ -251,6 +251,15 @@ def test_files_for_the_test_follow_those_that_train(tmp_path: Path) -> None:
     assert ["1 users have no item to train on" in note for note in notes] == [True]
 
 
+def test_many_whole_histories_are_noted(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("user,item\n" + "".join(f"u,{item}\n" for item in range(100)))
+    notes: list[str] = []
+    preparation = Preparation(tmp_path / "out", note=notes.append)
+    options = SequenceOptions(split="time:1/2,1/2")
+    prepare_sequences(InteractionFiles([tmp_path / "rows.csv"]), preparation, options=options)
+    assert ["test has 50 rows with 3,775 items" in note for note in notes] == [True]
+
+
 def test_lines_of_lists(tmp_path: Path) -> None:
     lines = ["u a b a c", "v a", "", "w", "  x\tb   c  ", '"q b c']
     options = SequenceOptions(format="lists", split="last-one", max_rejected=0.5, max_length=2)

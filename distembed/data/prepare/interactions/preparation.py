@@ -54,7 +54,7 @@ from distembed.data.prepare.interactions.tables import (
     list_columns,
 )
 from distembed.data.prepare.interactions.text_vocabulary import num_embeddings, write_text_vocabulary
-from distembed.data.prepare.interactions.windows import evaluation_windows, training_windows
+from distembed.data.prepare.interactions.windows import Windows, evaluation_windows, training_windows
 from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ignore
 from distembed.data.prepare.split import SPLIT_NAMES
 from distembed.data.prepare.staging import disk_is_full_text, staged_folder
@@ -64,6 +64,9 @@ from distembed.files import full_disk_explained
 
 LEAST_MEMORY_BYTES = 64 << 20
 DEFAULT_MEMORY_BYTES = 2 << 30
+
+# What a split with a whole history in each row may hold, as a multiple of all interactions, before that is noted.
+_MANY_HISTORIES = 10
 
 AnyPath = str | os.PathLike[str]
 
@@ -274,7 +277,7 @@ def _sequence_rows(
     users, parts = interactions.users.codes, interactions.parts
     windows = {"train": training_windows(users, parts, options.max_length, options.windows)}
     windows |= {SPLIT_NAMES[part]: evaluation_windows(users, parts, part) for part in (VALIDATION, TEST)}
-    for sentence in _notes_on_users(interactions):
+    for sentence in (*_notes_on_users(interactions), *_notes_on_histories(windows, interactions.num_rows)):
         note(sentence)
     mean = windows["train"].num_entries / max(1, len(windows["train"]))
     features = [CategoricalFeature(USER, num_embeddings(vocabularies[USER]))]
@@ -293,6 +296,16 @@ def _notes_on_users(interactions: Interactions) -> Iterator[str]:
         yield f"{num_single:,} users have a single item, which nothing precedes: they have no row"
     if num_unseen := int(np.count_nonzero(parts_of_first != TRAIN)):
         yield f"{num_unseen:,} users have no item to train on; what is predicted of them, is from their later items"
+
+
+def _notes_on_histories(windows: Mapping[str, Windows], num_rows: int) -> Iterator[str]:
+    """Yields which splits take far more room than the interactions, since a history is there for each of its items."""
+    for name, rows in windows.items():
+        if rows.num_entries > _MANY_HISTORIES * num_rows:
+            yield (
+                f"{name} has {len(rows):,} rows with {rows.num_entries:,} items, each a whole history, of {num_rows:,} "
+                "interactions: a split 'last-two', or a shorter time, takes less"
+            )
 
 
 def _has_missing(written: EncodedInteractions) -> bool:
