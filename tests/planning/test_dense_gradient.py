@@ -1,9 +1,15 @@
 """Tables with gradients in all rows, among others: how they are placed, and what is counted of them."""
 
+from dataclasses import replace
+
+import pytest
 import torch
 from torch import nn
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
+from torchrec.distributed.types import ParameterSharding, ShardMetadata
 
 from distembed.embedding import CompositionalEmbeddingCollection, CompositionalEmbeddingConfig
+from distembed.errors import UserError
 from distembed.optim.declared import TableOptimizers
 from distembed.planning import make_plan
 from distembed.planning.config import PlanConfig, TablePlanConfig
@@ -11,6 +17,8 @@ from distembed.planning.storage import whole_table_storage
 from distembed.planning.workload import Workload
 from distembed.ranks import Ranks
 from distembed.sharding import default_sharders
+from distembed.sharding.placement import place_table
+from distembed.sharding.table_slice import unit_size
 
 TABLES = [
     CompositionalEmbeddingConfig("user", 1000, 16, ["user"]),
@@ -35,3 +43,15 @@ def test_storage_has_the_gradient_and_the_state_of_the_dense_optimizer() -> None
     weights = 500 * 16 * 4
     assert (item.weights, item.gradients) == (weights, weights)
     assert 2 * weights <= item.optimizer_state <= 2 * weights + 8
+
+
+def planned(kernel: str) -> ParameterSharding:
+    shards = [ShardMetadata([0, 0], list(unit_size(TABLES[1])), "rank:0/cpu")]
+    return ParameterSharding("table_wise", kernel, [0], EnumerableShardingSpec(shards))
+
+
+def test_a_planner_that_tells_no_tables_apart_does_no_harm() -> None:
+    assert place_table(TABLES[1], planned("fused"), 1).unit.compute_kernel == "dense"
+    assert place_table(replace(TABLES[1], dense_gradient=False), planned("fused"), 1).unit.compute_kernel == "fused"
+    with pytest.raises(UserError, match=r"'item' is planned with compute kernel fused_uvm.*host_memory=False"):
+        place_table(TABLES[1], planned("fused_uvm"), 1)
