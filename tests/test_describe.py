@@ -191,6 +191,8 @@ def test_a_tied_output_is_counted_once_and_says_what_it_saves(
         (tied,) = found["tied_outputs"]
         assert tied == {"table": "item", "untied_parameters": parameters, "untied_bytes": 4 * parameters}
         assert found["embedding_parameters"] == parameters
+        untied = describe(load_config(None, [*overrides, *table, "model.tied=false"])).as_json()
+        assert untied["tied_outputs"] == [] and untied["parameters"] == found["parameters"] + parameters
         assert {"name": "network.catalogue.bias", "shape": [1_002], "parameters": 1_002} in found["dense"]
     (tmp_path / "config.yaml").write_text("")
     app(["describe", str(tmp_path / "config.yaml"), *overrides], standalone_mode=False)

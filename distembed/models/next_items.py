@@ -92,8 +92,9 @@ class NextItems(Model):
         super().__init__()
         self.embeddings = items.embeddings
         self.outputs = items.outputs
-        collection = "embeddings" if items.outputs is None else "outputs"
-        self.network = _Network(tokens, states, Catalogue(self, collection, items.table, bias))
+        is_tied = items.outputs is None
+        catalogue = Catalogue(self, "embeddings" if is_tied else "outputs", items.table, bias, is_tied=is_tied)
+        self.network = _Network(tokens, states, catalogue)
 
     def forward(self, sparse_features: KeyedJaggedTensor, dense_sequences: KeyedJaggedTensor | None = None) -> Queries:
         """Returns a query for each target, row after row, with the batch's candidates that are looked up."""

@@ -22,6 +22,7 @@ from torchx.specs import AppState
 
 from distembed.cli import main
 from launch.jobs.job import load_job
+from tests.interactions import NUM_USERS, prepare
 from tests.launch.conftest import MiniSlurm
 from tests.small_runs import ROWS, write_dataset
 from tests.small_runs import distembed as run_directly
@@ -288,3 +289,27 @@ def test_an_elastic_job_goes_on_with_the_node_that_is_left(here: MiniSlurm, conf
     # one rank sums in another order than two
     assert found["logloss"] == pytest.approx(expected["logloss"], rel=1e-5)
     assert found["auc"] == pytest.approx(expected["auc"], rel=1e-5)
+
+
+@pytest.mark.slurm
+def test_sasrec_is_launched_trained_and_compared(here: MiniSlurm, tmp_path: Path) -> None:
+    """A job of two nodes trains as one process does: ranks hold parts of the rows, and of the items of the softmax."""
+    file, values = (
+        tmp_path / "sasrec.yaml",
+        {
+            "data": {"path": str(prepare("sequences", tmp_path))},
+            "model": {"name": "sasrec", "dropout": 0.0},
+            "task": {"name": "next_item", "max_length": 8},
+            "embedding": {"default": {"embedding_dim": 8}},
+            "plan": {"sharding_types": ["row_wise"]},
+            "train": {"batch_size": 13, "epochs": 3, "precision": "fp32", "dense_optimizer": {"name": "sgd"}},
+        },
+    )
+    file.write_text(yaml.safe_dump(values))
+    launch(file, "run", "-j", "2x1")
+    assert "on 2 x cpu" in distembed("logs", "run") and "succeeded" in status("run")
+    distembed("train", file, "--run-dir", "alone")
+    found, expected = metrics_of("run"), metrics_of("alone")
+    assert found.keys() == expected.keys() and found["rows"] == NUM_USERS
+    for name, value in expected.items():
+        assert found[name] == (pytest.approx(value, abs=2e-2) if isinstance(value, float) else value), name
