@@ -19,7 +19,6 @@ Beauty join items that share an attribute. All seeds are trained in one process,
 """
 
 import argparse
-import csv
 import dataclasses
 import json
 import statistics
@@ -30,6 +29,7 @@ from typing import Any
 
 import torch
 from bench_quality import CONFIGS, deviation, mean_and_deviation, run_distembed
+from knowledge_graph_attributes import item_attributes
 from rich.console import Console
 from rich.table import Table
 
@@ -95,16 +95,11 @@ def prepare_ml100k(data: Path, folder: Path, *options: str) -> None:
     run_distembed(
         "prepare", "ratings", str(data / "ml-100k.inter"), *columns, *split, *options, "--output", str(folder / "data")
     )
-    items = {entity: item for item, entity in _read(data / "ml-100k.link")}
-    with (folder / "attributes.csv").open("w", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(["item", "tail"])
-        rows.writerows(
-            [items[head], f"{kind} {tail}"] for head, kind, tail in _read(data / "ml-100k.kg") if head in items
-        )
+    attributes = item_attributes(data / "ml-100k.kg", data / "ml-100k.link")
+    (folder / "attributes.json").write_text(json.dumps(attributes), encoding="utf-8")
     run_distembed(
-        *["prepare", "graph", str(folder / "attributes.csv"), "--source", "item", "--attribute", "tail"],
-        *["--max-shared", "200", "--count-shared", "--max-neighbors", "20", "--unknown", "drop"],
+        *["prepare", "graph", str(folder / "attributes.json"), "--attribute", "entity", "--unknown", "drop"],
+        *["--max-shared", "200", "--count-shared", "--max-neighbors", "20"],
         *["--data", str(folder / "data"), "--table", "item", "--output", str(folder / "item")],
     )
     _prepare_graphs(folder, "user")
@@ -124,12 +119,6 @@ def prepare_beauty(data: Path, folder: Path) -> None:
         *["--max-shared", "100", "--count-shared"],
         *["--data", str(folder / "data"), "--table", "item", "--output", str(folder / "item")],
     )
-
-
-def _read(path: Path) -> list[list[str]]:
-    """Returns the rows of one of RecBole's files, without the names of columns."""
-    with path.open(newline="") as file:
-        return list(csv.reader(file, delimiter="\t"))[1:]
 
 
 def _prepare_graphs(folder: Path, *tables: str) -> None:

@@ -6,7 +6,9 @@
 #   tools/test.sh -m slow                    the slow ones
 #
 # DISTEMBED_CRITEO_SAMPLE=FILE   real Criteo rows (TSV, plain or .gz); tests that need them are skipped without it.
-#                                Unset, the sample beside the checkout is taken where there is one; empty, none.
+# DISTEMBED_MOVIELENS_MF=FOLDER  the MovieLens-1M files of SSE's authors; and so for DISTEMBED_BEAUTY, Amazon Beauty.
+# DISTEMBED_RECBOLE=FOLDER       ml-100k of the wheel of RecBole, where the set-up does not have it.
+#                                Unset, the data beside the checkout are taken where there are some; empty, none.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 tools/setup.sh test
@@ -19,6 +21,10 @@ unset PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX
 sample=../shared/data/criteo_kaggle_110k.tsv.gz
 if [[ -z ${DISTEMBED_CRITEO_SAMPLE+set} && -f $sample ]]; then
     export DISTEMBED_CRITEO_SAMPLE=$PWD/$sample
+fi
+if [[ -d ../shared/data ]]; then
+    export DISTEMBED_MOVIELENS_MF=${DISTEMBED_MOVIELENS_MF-$PWD/../shared/data}
+    export DISTEMBED_BEAUTY=${DISTEMBED_BEAUTY-$PWD/../shared/data}
 fi
 
 failed=()
