@@ -1,0 +1,101 @@
+"""Contenders that step in turn, each in a process of its own, with the seconds of their steps and the memory they take.
+
+A process that steps alone has all that it holds to itself: memory is the most that it had beyond what it had before its
+steps, gradients and what optimizers make at their first step included.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+Step = Callable[[], object]
+_WARM_UP = 2
+
+
+@dataclass
+class Measured:
+    """What one contender took.
+
+    Attributes:
+        seconds: Seconds of each step.
+        bytes: The most bytes at once that its steps needed.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    bytes: int = 0
+
+    @property
+    def median(self) -> float:
+        """The median of the seconds."""
+        return statistics.median(self.seconds)
+
+
+def take_turns_in_processes(
+    makers: Mapping[str, Callable[[], Step]], num_steps: int, device: torch.device, threads: int = 1
+) -> dict[str, Measured]:
+    """Returns what every contender took in so many steps.
+
+    Args:
+        makers: By name, what makes a contender's step in its process; it can be pickled.
+        num_steps: Number of steps of each, without those to warm up.
+        device: The device to wait for.
+        threads: Number of threads of each.
+    """
+    context, running = get_context("spawn"), {}
+    for name, make in makers.items():
+        here, there = context.Pipe()
+        process = context.Process(target=_contend, args=(make, device, threads, there))
+        process.start()
+        running[name] = process, here
+    found = {name: Measured() for name in running}
+    for number in range(num_steps + _WARM_UP):
+        for name, (_, pipe) in running.items():
+            pipe.send(True)
+            taken = pipe.recv()
+            if number >= _WARM_UP:
+                found[name].seconds.append(taken)
+    for name, (process, pipe) in running.items():
+        pipe.send(False)
+        found[name].bytes = pipe.recv()
+        process.join()
+    return found
+
+
+def _contend(make: Callable[[], Step], device: torch.device, threads: int, results: Connection) -> None:
+    """Steps whenever it is asked to; sends the seconds of each step, and at the end the most bytes."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    step = make()
+    before = _start_counting(device)
+    while results.recv():
+        started = time.perf_counter()
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        results.send(time.perf_counter() - started)
+    results.send(_most_bytes(device) - before)
+
+
+def _start_counting(device: torch.device) -> int:
+    """Returns the bytes that are there before the first step."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return 0
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    return _memory("VmRSS")
+
+
+def _most_bytes(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated() if device.type == "cuda" else _memory("VmHWM")
+
+
+def _memory(name: str) -> int:
+    """Returns a field of this process's status in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1]) * 1024
