@@ -38,13 +38,14 @@ class BestItems:
             return
         # few queries have a new best item in a late chunk
         queries = (scores.amax(1) >= scores_of(self.keys[:, -1])).nonzero().squeeze(1)
-        scores = scores[queries]
-        values, columns = scores.topk(num_best)
+        rows = scores[queries]
+        values, columns = rows.topk(num_best)
         # which of several with the last score are among them is left open
         last = values[:, -1:]
-        is_tied = ((scores >= last).sum(1) > num_best) & (last > -torch.inf).squeeze(1)
+        is_tied = (torch.ge(rows, last, out=rows).sum(1) > num_best) & (last > -torch.inf).squeeze(1)
         self._keep_best(queries[~is_tied], _keys(values, ids[columns])[~is_tied])
-        self._keep_best(queries[is_tied], _keys(scores[is_tied], ids))
+        tied = queries[is_tied]
+        self._keep_best(tied, _keys(scores[tied], ids))
 
     def _keep_best(self, queries: Int64[Tensor, " some"], keys: Int64[Tensor, "some new"]) -> None:
         self.keys[queries] = best_keys(torch.cat([self.keys[queries], keys], 1), self.keys.shape[1])

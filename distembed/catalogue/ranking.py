@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
@@ -118,7 +118,7 @@ class CatalogueRanking:
             )
             first_query = queries.own_place.start
             yield _Block(
-                vectors=queries.gather(own.float()).double(),
+                vectors=_with_last(queries.gather(own.float()).double(), 1.0),
                 relevant=own_relevant.gathered(first_query, of_relevant),
                 excluded=own_excluded.gathered(first_query, of_excluded),
                 of_queries=queries,
@@ -131,9 +131,9 @@ class CatalogueRanking:
         reserved = torch.tensor(self.reserved, dtype=torch.long, device=block.vectors.device)
         bias = self.catalogue.bias
         for chunk in self.catalogue.share().chunks(block.most_ids):
-            vectors = chunk.vectors.double()
-            biases = vectors.new_zeros(len(chunk.ids)) if bias is None else bias[chunk.ids].double()
-            yield _Chunk(chunk.ids, vectors, biases, torch.isin(chunk.ids, reserved))
+            biases = 0.0 if bias is None else bias[chunk.ids].double()
+            vectors = _with_last(chunk.vectors.double(), biases)
+            yield _Chunk(chunk.ids, vectors, torch.isin(chunk.ids, reserved))
 
     def _pair_scores(self, block: _Block) -> Float[Tensor, " relevant"]:
         """Returns the score of each relevant item of a block, of all ranks; all ranks call it."""
@@ -142,8 +142,8 @@ class CatalogueRanking:
         for chunk in self._chunks(block):
             found = torch.stack(pairs.in_chunk(chunk.ids))
             for places, columns in (part.unbind() for part in found.split(_PAIRS_AT_ONCE, 1)):
-                products = (block.vectors[pairs.queries[places]] * chunk.vectors[columns]).sum(1)
-                scores[places] = (products + chunk.biases[columns]).float()
+                products = block.vectors[pairs.queries[places]] * chunk.vectors[columns]
+                scores[places] = products.sum(1).float()
         return block.of_relevant.sum_all(scores)
 
     def _rank_block(self, block: _Block) -> tuple[Int64[Tensor, " relevant"], Int64[Tensor, "queries best"]]:
@@ -172,7 +172,7 @@ class _Block:
     """Queries of all ranks.
 
     Attributes:
-        vectors: The queries.
+        vectors: The queries, with a last number of 1 for the items' biases.
         relevant: The relevant items of each.
         excluded: The items of each that are not ranked.
         of_queries: Whose the queries are.
@@ -190,24 +190,42 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Some of this rank's items, with which of them are reserved."""
+    """Some of this rank's items.
+
+    Attributes:
+        ids: Their ids.
+        vectors: Their vectors, with their biases as last numbers.
+        is_reserved: Which of them are reserved.
+    """
 
     ids: Int64[Tensor, " ids"]
     vectors: Float[Tensor, "ids dim"]
-    biases: Float[Tensor, " ids"]
-    is_reserved: Tensor
+    is_reserved: Bool[Tensor, " ids"]
 
     def scores(self, queries: Float[Tensor, "queries dim"]) -> Float[Tensor, "queries ids"]:
         """Returns the scores of all queries and items; -inf for reserved ids."""
-        biases = self.biases.masked_fill(self.is_reserved, -torch.inf)
-        return torch.addmm(biases, queries, self.vectors.T).float()
+        vectors = self.vectors.clone()
+        vectors[:, -1].masked_fill_(self.is_reserved, -torch.inf)
+        return (queries @ vectors.T).float()
+
+
+def _with_last(vectors: Float[Tensor, "rows dim"], last: Float[Tensor, " rows"] | float) -> Float[Tensor, "rows dim_1"]:
+    """Returns vectors with a last number of their own each, or the same."""
+    extended = vectors.new_empty(len(vectors), vectors.shape[1] + 1)
+    extended[:, :-1], extended[:, -1] = vectors, last
+    return extended
 
 
 def _count_not_below(
     scores: Float[Tensor, "queries ids"], queries: Int64[Tensor, " pairs"], thresholds: Float[Tensor, " pairs"]
 ) -> Int64[Tensor, " pairs"]:
-    """Returns how many scores of each pair's query are not below its threshold, in as much memory as the scores."""
+    """Returns how many scores of each pair's query are not below its threshold, in as much memory as the scores.
+
+    The scores are written over where each query has one pair.
+    """
     num_ids = scores.shape[1]
+    if torch.equal(queries, torch.arange(len(scores), device=queries.device)):
+        return num_ids - torch.lt(scores, thresholds.unsqueeze(1), out=scores).sum(1).long()
     counts = [
         num_ids - torch.lt(rows := scores[part], limit.unsqueeze(1), out=rows).sum(1)
         for part, limit in zip(queries.split(max(1, len(scores))), thresholds.split(max(1, len(scores))), strict=True)
