@@ -40,6 +40,15 @@ from distembed.tasks import Task
 from distembed.units import format_bytes
 
 
+def _product_flops(own: Any, left: Sequence[int], right: Sequence[int], **_: Any) -> int:
+    """Returns the operations of ``own + left @ right``, given the tensors' shapes."""
+    return 2 * math.prod(left) * right[-1]
+
+
+_IN_PLACE = {torch.ops.aten.addmm_: _product_flops}
+"""Operations of products that torch does not count."""
+
+
 @dataclass(frozen=True)
 class NetworkEstimate:
     """The memory and computation of the networks on a rank; every rank has all of them.
@@ -155,12 +164,12 @@ class _Scan:
     Attributes:
         world_size: Number of ranks that share the table.
         most_chunks: Number of chunks that are gone through; all others are left out.
-        num_chunks: Number of chunks that a rank has; 0 where networks go through no table.
+        num_chunks: Number of chunks that a rank has, the last one in part; 0 where networks go through no table.
     """
 
     world_size: int = 1
     most_chunks: int = 1
-    num_chunks: int = 0
+    num_chunks: float = 0
 
 
 class _ShareOfNothing(TableShare):
@@ -176,8 +185,8 @@ class _ShareOfNothing(TableShare):
         return self._scan.world_size
 
     def num_chunks(self, most_ids: int) -> int:
-        self._scan.num_chunks = super().num_chunks(most_ids)
-        return min(self._scan.num_chunks, self._scan.most_chunks)
+        self._scan.num_chunks = self._most_ids / most_ids
+        return min(super().num_chunks(most_ids), self._scan.most_chunks)
 
     def read(self, number: int, most_ids: int, with_gradients: bool = False) -> ReadChunk:
         chunk_ids = self._ids.between(0, most_ids, self._device)
@@ -224,6 +233,7 @@ def estimate_network(
     optimizer: str,
     bf16: bool,
     world_size: int,
+    pads_lists: bool = False,
 ) -> NetworkEstimate:
     """Runs a step of a model's networks on fake tensors, which take no memory.
 
@@ -235,13 +245,14 @@ def estimate_network(
         optimizer: Name of the dense optimizer, a key of ``OPTIMIZERS``.
         bf16: Whether the networks compute in bf16.
         world_size: Number of ranks.
+        pads_lists: Whether networks pad lists to their greatest length, as on CUDA.
 
     Returns:
         The estimate, whose step is not known of a model that looks at numbers other than integers, which fake tensors
         do not have.
     """
     mode = KnownIntegers()
-    typical = typical_batch(inputs.schema, num_rows)
+    typical = typical_batch(inputs.schema, num_rows, pads_lists)
     batch = Batch({name: mode.fake(field) for name, field in typical.fields.items()}, num_rows)
     with mode.active():
         model = model_config.build(_VectorInputs(inputs.schema, inputs.tables, inputs.embedding_dim))
@@ -257,7 +268,7 @@ def estimate_network(
         for scan in scans:
             scan.most_chunks += 1
         of_chunk = measure_step(model, fake_step, optimizer, world_size > 1).flops - estimate.flops
-        return dataclasses.replace(estimate, flops=estimate.flops + left_out * of_chunk)
+        return dataclasses.replace(estimate, flops=estimate.flops + round(left_out * of_chunk))
 
 
 @dataclass(frozen=True)
@@ -295,7 +306,7 @@ def measure_step(model: nn.Module, step: FakeStep, optimizer: str, averages: boo
         if averages and parameter.requires_grad
     ]
     try:
-        with FlopCounterMode(display=False) as counter, _LiveBytes() as live:
+        with FlopCounterMode(display=False, custom_mapping=_IN_PLACE) as counter, _LiveBytes() as live:
             for tensor in (*model.parameters(), *model.buffers(), *step.inputs):
                 live.count(tensor)  # views of them are nothing new
             before = live.peak = live.now

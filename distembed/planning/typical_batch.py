@@ -21,18 +21,25 @@ _LARGEST_MULTIPLE = 10_000
 """Ids of a feature to each id of another up to which they are taken for a multiple of it."""
 
 
-def typical_batch(schema: Schema, num_rows: int) -> Batch:
+def typical_batch(schema: Schema, num_rows: int, pads_lists: bool = False) -> Batch:
     """Returns a batch of the schema's fields, with as many ids, and numbers beside them, as there are in many steps.
 
     Args:
         schema: The columns of the batch.
         num_rows: The number of its rows.
+        pads_lists: Whether lists that have a greatest length are all of that, as networks lay them out that cannot wait
+            for a device to tell how long they are.
     """
     longer = 1 + min(_MOST_LONGER, _DEVIATIONS / math.sqrt(max(1, num_rows)))
     means = {feature.name: feature.mean_ids_per_row for feature in schema.categorical if feature.multi_hot}
     means |= dict.fromkeys(schema.dense_sequences, schema.mean_list_length)
     lengths = dict.fromkeys(schema.categorical_names, torch.ones(num_rows, dtype=torch.int32))
     lengths |= typical_lengths({name: longer * mean for name, mean in means.items()}, num_rows)
+    if pads_lists:
+        own = (each for each in schema.categorical if each.table is None)  # others are of a task, which knows lengths
+        most = {each.name: each.max_ids_per_row for each in own if each.max_ids_per_row is not None}
+        most |= dict.fromkeys(schema.dense_sequences, max(most.values())) if most else {}
+        lengths |= {name: torch.full((num_rows,), count, dtype=torch.int32) for name, count in most.items()}
     sizes = {feature.name: feature.num_embeddings for feature in schema.categorical}
 
     def jagged(field: BatchField) -> KeyedJaggedTensor:

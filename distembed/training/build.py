@@ -131,6 +131,7 @@ class Blueprint:
             train.dense_optimizer.name,
             self.bf16,
             self.world_size,
+            pads_lists=self.device.type == "cuda",
         )
         return Workload(
             batch_size=train.batch_size,

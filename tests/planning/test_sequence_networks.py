@@ -1,5 +1,6 @@
 """The step of a network that looks at lengths and ids is followed on fake tensors as on real ones."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -12,9 +13,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from distembed.data.dataset.schema import CategoricalFeature, Schema
+from distembed.embedding import EmbeddingConfig, TableConfig
+from distembed.models import ModelInputs, SASRecConfig
 from distembed.planning.known_integers import KnownIntegers
-from distembed.planning.networks import FakeStep, measure_step
+from distembed.planning.networks import FakeStep, estimate_network, measure_step
 from distembed.planning.typical_batch import typical_batch, typical_lengths
+from distembed.tasks import NextItemConfig, batch_schema
 
 DIM = 8
 SCHEMA = Schema(
@@ -27,6 +31,9 @@ SCHEMA = Schema(
         CategoricalFeature("item_negative", 40, True, 12.5, table="item"),
     ),
     dense_sequences=("price",),
+)
+CUT = tuple(
+    dataclasses.replace(each, max_ids_per_row=10) if each.name == "item" else each for each in SCHEMA.categorical
 )
 
 
@@ -114,3 +121,26 @@ def test_a_typical_batch_has_ids_of_every_table_and_numbers_beside_lists_a_fifth
     assert all(0 <= int(ids[name].values().min()) <= int(ids[name].values().max()) < 50 for name in ids.keys())
     assert len(prices.values()) == math.ceil(1.2 * SCHEMA.mean_list_length * 8)
     assert typical_batch(SCHEMA, 0)["sparse_features"].length_per_key() == [0, 0, 0, 0]
+    padded = typical_batch(dataclasses.replace(SCHEMA, categorical=CUT), 8, pads_lists=True)
+    assert padded["sparse_features"].length_per_key() == [8, 80, 60, 120]
+    assert padded["dense_sequences"].length_per_key() == [80]
+
+
+def test_a_softmax_is_counted_over_all_items_and_the_queries_of_all_ranks() -> None:
+    model, task = SASRecConfig(dropout=0.0), NextItemConfig(max_length=8)
+    estimates = {}
+    for num_items, world_size in ((5_000, 1), (50_000, 1), (50_000, 4)):
+        item = CategoricalFeature("item", num_items, True, 9.0)
+        schema = batch_schema(task, Schema(None, (), (CategoricalFeature("user", 50), item)))
+        inputs = ModelInputs.from_config(schema, EmbeddingConfig(TableConfig(embedding_dim=16)), dense_tables=["item"])
+        found = estimate_network(model, inputs, task.build(), 32, "adam", False, world_size)
+        assert found.is_step_known
+        estimates[num_items, world_size] = found
+    few, many, ranks = estimates.values()
+    num_queries = 32 * 8 * 1.2
+    # forward once, backward the scores again and both gradients
+    expected = 8 * num_queries * 16 * 45_000
+    assert many.flops - few.flops == pytest.approx(expected, rel=0.15)
+    # four times the queries, a quarter of the items
+    assert ranks.flops == pytest.approx(many.flops, rel=0.1) and ranks.peak > few.peak
+    assert many.peak - few.peak < 4 * 45_000 * 4  # the bias and its gradient, and no scores
