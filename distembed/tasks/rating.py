@@ -6,7 +6,7 @@ are seen.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -88,9 +88,23 @@ class RatingTask(Task):
         return f"RMSE {metrics['rmse']:.4f}"
 
 
+class _Squares(torch.autograd.Function):
+    """Maps a tensor to the sum of its squares, with nothing of the tensor's size in between."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        ctx.save_for_backward(values)
+        return torch.linalg.vector_norm(values).square()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Tensor:
+        return cast(Tensor, ctx.saved_tensors[0] * (2 * gradients[0]))
+
+
 def squares(queries: Queries) -> Tensor:
     """Returns the sum of the squares of all vectors that were looked up for a batch."""
-    return torch.stack([vectors.float().square().sum() for vectors in queries.looked_up]).sum()
+    sums: list[Tensor] = [_Squares.apply(vectors.float()) for vectors in queries.looked_up]  # type: ignore[no-untyped-call]
+    return torch.stack(sums).sum()
 
 
 def _errors(rows: Rows) -> dict[str, float]:
