@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from distembed.models import sasrec
 from distembed.models.dropout import drop
 from distembed.models.sasrec import CausalTransformer, attend
-from distembed.models.sequences import Asked, lay_out, pack
+from distembed.models.sequences import Asked, _one_group, lay_out, pack
 from distembed.models.session import RecurrentStates
 
 RAGGED = [5, 1, 0, 3, 7, 7, 2, 0, 1]
@@ -143,3 +144,14 @@ def test_attention_with_dropped_weights_is_torchs_without_them() -> None:
     expected = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
     torch.testing.assert_close(attend(queries, keys, values, 0.0), expected)
     assert attend(queries[:0], keys[:0], values[:0], 0.5).shape == (0, 2, 5, 4)
+
+
+@pytest.mark.parametrize("lengths", [RAGGED, [0, 3, 0], [0, 0], []])
+def test_one_group_of_all_rows_gives_the_same_states(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, where lengths are not looked at; rows are cut, and some have fewer tokens than queries."""
+    model = CausalTransformer(DIM, 4, num_blocks=2, num_heads=2, dropout=0.0)
+    tokens = torch.randn(sum(lengths), DIM)
+    queries = [min(length, 2) + (length % 2) for length in lengths]
+    expected = model(tokens, asked(lengths, queries))
+    monkeypatch.setattr(sasrec, "lay_out", _one_group)
+    torch.testing.assert_close(model(tokens, asked(lengths, queries)), expected, rtol=1e-4, atol=1e-5)
