@@ -30,12 +30,13 @@ def sampled_cross_entropy(
     Args:
         targets: The target's score of each query.
         negatives: The scores of the items that were drawn for it.
-        log_probabilities: The logarithm of the probability with which each draw gives its item.
+        log_probabilities: The logarithm of the probability with which each draw gives its item; one of -inf, which an
+            item that replaced another may have, counts nothing.
         is_hit: Whether a draw is the query's target.
     """
     num_draws = negatives.shape[1]
     corrected = negatives - log_probabilities - (math.log(num_draws) if num_draws else 0.0)
-    corrected = corrected.masked_fill(is_hit, -torch.inf)
+    corrected = corrected.masked_fill(is_hit | (log_probabilities == -torch.inf), -torch.inf)
     return torch.cat([targets.unsqueeze(1), corrected], dim=1).logsumexp(1) - targets
 
 

@@ -55,6 +55,16 @@ def test_nothing_drawn_and_only_the_target_drawn() -> None:
     assert sampled_cross_entropy(targets[:0], none[:0], none[:0], none[:0].bool()).shape == (0,)
 
 
+def test_items_that_are_never_drawn_count_nothing() -> None:
+    targets, negatives = torch.tensor([1.5]), torch.tensor([[0.5, 3.0]], requires_grad=True)
+    log_q = torch.tensor([[-1.0, -torch.inf]])
+    loss = sampled_cross_entropy(targets, negatives, log_q, torch.zeros(1, 2, dtype=torch.bool))
+    loss.sum().backward()
+    expected = math.log(math.exp(1.5) + math.exp(0.5) / (2 * math.exp(-1.0))) - 1.5
+    assert loss.item() == pytest.approx(expected)
+    assert negatives.grad is not None and negatives.grad[0, 0] > 0 and negatives.grad[0, 1] == 0
+
+
 def make_queries(targets: torch.Tensor, negatives: torch.Tensor) -> Queries:
     generator = torch.Generator().manual_seed(3)
     owner = nn.Module()
