@@ -29,7 +29,7 @@ _WrongUsage: type[Exception] = next(base for base in typer.BadParameter.__mro__ 
 
 app = typer.Typer(
     name="distembed",
-    help="Train click-through models with compressed, sharded embedding tables.",
+    help="Train click-through models and recommenders with compressed, sharded embedding tables.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="markdown",

@@ -67,7 +67,7 @@ def evaluate_command(
     data: DataOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a line.")] = False,
 ) -> None:
-    """Evaluate a run's newest checkpoint: logloss, AUC, normalised entropy, calibration, accuracy."""
+    """Evaluate a run's newest checkpoint by its task's metrics, such as logloss and AUC, RMSE, or NDCG."""
     from distembed.files import finite
     from distembed.training.trained_run import find_trained_run
 
@@ -91,7 +91,7 @@ def predict_command(
     data: DataOption = None,
     overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT if it is there.")] = False,
 ) -> None:
-    """Write the click probability of every row of a split, in its order."""
+    """Write what a run predicts of a split: click probabilities or ratings of its rows, or items for users."""
     from distembed.training.trained_run import find_trained_run, require_prediction_file
 
     require_prediction_file(output, overwrite)

@@ -81,6 +81,8 @@ class CompositionalEmbeddingConfig:
         dense_gradient: Whether all rows have gradients in a step, and not only those that are looked up, as where a
             softmax goes over all ids. The vectors are then trained by the dense optimizer, with its weight decay, and
             placed with TorchRec's ``dense`` kernel, since FBGEMM updates looked-up rows.
+        all_scored: Whether all of its vectors are scored, as where items are ranked; its rows are not divided within
+            nodes then (``table_row_wise``, ``grid_shard``).
 
     Raises:
         UserError: A name is unknown, a size is below 1, or the partition or ``sse`` was made for another number of ids.
@@ -100,6 +102,7 @@ class CompositionalEmbeddingConfig:
     sse: SSE | Mapping[str, SSE] | None = None
     id_dtype: IdDtype = "int64"
     dense_gradient: bool = False
+    all_scored: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or "." in self.name:

@@ -287,5 +287,5 @@ def require_one_vector(table: CompositionalEmbeddingConfig) -> None:
     if table.num_vectors > 1:
         raise UserError(
             f"table {table.name!r} has composition {table.combine.name!r}, with {table.num_vectors} vectors an id, and "
-            "items are scored by one; use product, sum, concat or a path."
+            "users and items are scored by one each; use product, sum, concat or a path."
         )

@@ -235,8 +235,10 @@ class MFConfig:
         """Builds the model over users and items; features of other columns are not looked at.
 
         Raises:
-            UserError: The dataset has no users or no items, or a vector has no number beside its bias.
+            UserError: The dataset has no users or no items, an id has several vectors, or a vector has no number beside
+                its bias.
         """
+        from distembed.embedding.share import require_one_vector
         from distembed.models.mf import MF
 
         for name in (USER, ITEM):
@@ -246,6 +248,7 @@ class MFConfig:
                     f"{', '.join(inputs.schema.categorical_names) or 'none'}; make one with `distembed prepare "
                     "ratings`."
                 )
+            require_one_vector(inputs.tables[name])
         if self.biases and inputs.embedding_dim < 2:
             raise UserError(
                 "embedding.default.embedding_dim is 1, and with model.biases the last number of a vector is its bias; "

@@ -44,6 +44,7 @@ class ModelInputs:
         seed: int = 0,
         sse: Mapping[str, SSE] | None = None,
         dense_tables: Collection[str] = (),
+        scored_tables: Collection[str] = (),
     ) -> "ModelInputs":
         """Returns the inputs of a model on a dataset.
 
@@ -53,12 +54,13 @@ class ModelInputs:
             seed: Seed of the initial values and of the draws of ``sse``.
             sse: The rule by which ids are replaced in training, by feature; none are unless it is given.
             dense_tables: Names of the tables that have gradients in all rows.
+            scored_tables: Names of the tables all of whose vectors are scored.
 
         Raises:
             UserError: The section names a feature that is not there, or a table cannot be made as it is set.
         """
         tables = [
-            replace(table, dense_gradient=table.name in dense_tables)
+            replace(table, dense_gradient=table.name in dense_tables, all_scored=table.name in scored_tables)
             for table in build_tables(schema.categorical, embedding, seed, sse)
         ]
         return cls(schema, {table.name: table for table in tables}, embedding.default.embedding_dim)

@@ -92,7 +92,7 @@ class Layouts:
         if not possible:
             raise UserError(
                 f"plan: table {table.name!r} may only be placed {', '.join(allowed)}, but it cannot be: "
-                f"{_hindrance(table)}. Allow {_remedy(table)} in plan.tables.{table.name}.sharding_types."
+                f"{_hindrance(table, allowed)}. Allow {_remedy(table)} in plan.tables.{table.name}.sharding_types."
             )
         return possible
 
@@ -192,13 +192,15 @@ def _slices(table: CompositionalEmbeddingConfig, wide: int) -> Iterator[TableSli
     return (slice_table(table, parts, (at, at + wide), kernels) for at in range(0, width(table), wide))
 
 
-def _hindrance(table: CompositionalEmbeddingConfig) -> str:
+def _hindrance(table: CompositionalEmbeddingConfig, allowed: Sequence[str]) -> str:
     if any(part.dim % _VECTOR for part in table.lookup_tables()):
         return "FBGEMM has vectors of a multiple of 4 numbers only"
     if not can_be_placed(table, "column_wise"):
         return f"{table.combine.name} needs all columns on one rank"
     if not is_pooled(table):
         return "TorchRec has no such sharding of sequences"
+    if table.all_scored and set(allowed) <= set(WITHIN_NODES):
+        return "all of its vectors are scored, which takes whole tables, or columns or rows over all ranks"
     return "a maximum needs all ids of a bag on one rank"
 
 

@@ -137,6 +137,8 @@ def can_be_placed(table: CompositionalEmbeddingConfig, sharding_type: str) -> bo
         return False
     if sharding_type in BY_ROWS and getattr(table, "pooling", None) == "max":
         return False
+    if sharding_type in WITHIN_NODES and table.all_scored:
+        return False
     if sharding_type in _IN_RANGES:
         return table.combine.columns(table.embedding_dim, len(table.scheme.num_rows)) is not None
     return sharding_type in SHARDING_TYPES
@@ -215,6 +217,11 @@ def place_table(
             )
         # TorchRec's planner does not tell a collection's tables apart
         unit = dataclasses.replace(unit, compute_kernel=EmbeddingComputeKernel.DENSE.value)
+    if unit.sharding_type in WITHIN_NODES and table.all_scored:
+        raise UserError(
+            f"{where} is planned {unit.sharding_type}, and all of its vectors are scored; place it table_wise, "
+            "column_wise, row_wise or data_parallel."
+        )
     if unit.sharding_type == ShardingType.DATA_PARALLEL.value:
         return Placement(table, unit, {}, collection=collection)
     ranks = [shard_rank(shard) for shard in _shards(table, unit)]

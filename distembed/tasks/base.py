@@ -72,6 +72,7 @@ class Task(ABC):
         replaced_features: Names of the features whose ids the task replaces itself, where ``sse`` says so; those of
             all others are replaced as they are looked up.
         dense_tables: Names of the tables that the loss has gradients in all rows of, as a softmax over all ids has.
+        scored_tables: Names of the tables all of whose vectors an evaluation scores.
         reported_metrics: Metrics that reports show, each with what is better; the first is the headline metric, by
             which models are compared.
         prediction_columns: Names of the columns that :meth:`predictions` returns.
@@ -82,6 +83,7 @@ class Task(ABC):
     outputs: tuple[str, ...]
     replaced_features: ClassVar[tuple[str, ...]] = ()
     dense_tables: tuple[str, ...] = ()
+    scored_tables: tuple[str, ...] = ()
     reported_metrics: tuple[ReportedMetric, ...]
     prediction_columns: tuple[str, ...]
     id_columns: tuple[str, ...] = ()

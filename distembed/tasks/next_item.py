@@ -61,6 +61,7 @@ class NextItemTask(Task):
 
     batch_fields = (SPARSE_FEATURES,)
     replaced_features = (ITEM_TARGET, ITEM_NEGATIVE)
+    scored_tables = (ITEM,)
 
     def __init__(self, config: NextItemConfig) -> None:
         self._config = config

@@ -49,6 +49,7 @@ class RankingTask(Task):
     """
 
     batch_fields = (SPARSE_FEATURES,)
+    scored_tables = (ITEM,)
     outputs = ("metrics", *RECOMMENDATIONS)
 
     def __init__(self, config: RankingConfig) -> None:

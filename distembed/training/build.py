@@ -74,7 +74,12 @@ class Blueprint:
         own = self.task.replaced_features
         sse = {feature: rule for feature, rule in self.sse.items() if feature not in own}
         return ModelInputs.from_config(
-            self.batch_schema, self.config.embedding, self.config.train.seed, sse, self.task.dense_tables
+            self.batch_schema,
+            self.config.embedding,
+            self.config.train.seed,
+            sse,
+            dense_tables=self.task.dense_tables,
+            scored_tables=self.task.scored_tables,
         )
 
     @cached_property

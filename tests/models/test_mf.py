@@ -97,5 +97,9 @@ def test_what_mf_cannot_be_built_of_is_named() -> None:
         UserError, match=r"takes the categorical features 'user' and 'item', and this dataset has user;"
     ):
         MFConfig().build(make_inputs(4, Schema(None, (), SCHEMA.categorical[:1])))
+    tables = {"item": TableConfig(embedding_dim=4, partition="quotient_remainder", composition="feature", force=True)}
+    inputs = ModelInputs.from_config(SCHEMA, EmbeddingConfig(TableConfig(embedding_dim=4), tables))
+    with pytest.raises(UserError, match="table 'item' has composition 'feature', with 2 vectors an id"):
+        MFConfig().build(inputs)
     with pytest.raises(UserError, match="embedding_dim is 1"):
         MFConfig().build(make_inputs(1))

@@ -1,4 +1,4 @@
-"""Tables with gradients in all rows, among others: how they are placed, and what is counted of them."""
+"""Tables with gradients in all rows, or scored as a whole: how they are placed, and what is counted of them."""
 
 from dataclasses import replace
 
@@ -8,7 +8,11 @@ from torch import nn
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torchrec.distributed.types import ParameterSharding, ShardMetadata
 
-from distembed.embedding import CompositionalEmbeddingCollection, CompositionalEmbeddingConfig
+from distembed.embedding import (
+    CompositionalEmbeddingBagConfig,
+    CompositionalEmbeddingCollection,
+    CompositionalEmbeddingConfig,
+)
 from distembed.errors import UserError
 from distembed.optim.declared import TableOptimizers
 from distembed.planning import make_plan
@@ -17,7 +21,7 @@ from distembed.planning.storage import whole_table_storage
 from distembed.planning.workload import Workload
 from distembed.ranks import Ranks
 from distembed.sharding import default_sharders
-from distembed.sharding.placement import place_table
+from distembed.sharding.placement import WITHIN_NODES, can_be_placed, place_table
 from distembed.sharding.table_slice import unit_size
 
 TABLES = [
@@ -45,9 +49,9 @@ def test_storage_has_the_gradient_and_the_state_of_the_dense_optimizer() -> None
     assert 2 * weights <= item.optimizer_state <= 2 * weights + 8
 
 
-def planned(kernel: str) -> ParameterSharding:
+def planned(kernel: str, sharding_type: str = "table_wise") -> ParameterSharding:
     shards = [ShardMetadata([0, 0], list(unit_size(TABLES[1])), "rank:0/cpu")]
-    return ParameterSharding("table_wise", kernel, [0], EnumerableShardingSpec(shards))
+    return ParameterSharding(sharding_type, kernel, [0], EnumerableShardingSpec(shards))
 
 
 def test_a_planner_that_tells_no_tables_apart_does_no_harm() -> None:
@@ -55,3 +59,14 @@ def test_a_planner_that_tells_no_tables_apart_does_no_harm() -> None:
     assert place_table(replace(TABLES[1], dense_gradient=False), planned("fused"), 1).unit.compute_kernel == "fused"
     with pytest.raises(UserError, match=r"'item' is planned with compute kernel fused_uvm.*host_memory=False"):
         place_table(TABLES[1], planned("fused_uvm"), 1)
+
+
+@pytest.mark.parametrize("sharding_type", WITHIN_NODES)
+def test_tables_that_are_scored_are_not_divided_within_nodes(sharding_type: str) -> None:
+    table = CompositionalEmbeddingBagConfig("item", 500, 16, ["item"])
+    scored = replace(table, all_scored=True)
+    assert can_be_placed(table, sharding_type) and not can_be_placed(scored, sharding_type)
+    assert can_be_placed(scored, "row_wise")
+    assert place_table(table, planned("fused", sharding_type), 1).sharded
+    with pytest.raises(UserError, match=f"'item' is planned {sharding_type}, and all of its vectors are scored"):
+        place_table(scored, planned("fused", sharding_type), 1)

@@ -181,3 +181,4 @@ def test_what_does_not_go_together_is_said_before_anything_is_trained(
     refuses("rating", "distembed prepare ratings", f"data.path={dataset}")
     refuses("softmax", "label", sequences, "model={name: dlrm}", "task={name: click}")
     refuses("softmax", re.escape("num_heads"), "model.num_heads=3")
+    refuses("ranking", "all of its vectors are scored", "plan.tables.item.sharding_types=[table_row_wise]")
