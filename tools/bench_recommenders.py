@@ -8,10 +8,11 @@
     python tools/bench_recommenders.py beauty ../shared/data --seeds 5
 
 ``mf`` predicts the ratings of MovieLens-1M, ``bpr`` ranks what users rated 4 or 5, both in the split of the authors of
-SSE (the files ``movielens1m_mf_train.csv.gz`` and ``movielens1m_mf_test.csv.gz`` of the folder). ``ml100k`` does both
-on the MovieLens-100k that the wheel of RecBole 1.2.1 has, split at random into 0.8, 0.1 and 0.1. ``beauty`` predicts
-each user's last item of Amazon Beauty (the files ``amazon_beauty_sequences.txt.gz`` and
-``amazon_beauty_item_attributes.json.gz``) with replaced items, and ``beauty-output`` with other losses and tables.
+SSE (the files ``movielens1m_mf_train.csv.gz`` and ``movielens1m_mf_test.csv.gz`` of the folder). ``ml100k`` and
+``ml100k-bpr`` do so on the MovieLens-100k that the wheel of RecBole 1.2.1 has, split at random into 0.8, 0.1 and 0.1;
+``ml100k-next`` predicts each user's last item there. So does ``beauty`` on Amazon Beauty (the files
+``amazon_beauty_sequences.txt.gz`` and ``amazon_beauty_item_attributes.json.gz``) with replaced items, and
+``beauty-output`` with other losses and tables.
 
 Each row of a table is a config in ``configs/recommenders/``. Graphs join users and items by what they have in common in
 the training rows, or items by what they share in the knowledge graph of ``ml100k``: the 20 nearest each; those of
@@ -95,19 +96,20 @@ def prepare_ml100k(data: Path, folder: Path, *options: str) -> None:
     run_distembed(
         "prepare", "ratings", str(data / "ml-100k.inter"), *columns, *split, *options, "--output", str(folder / "data")
     )
-    attributes = item_attributes(data / "ml-100k.kg", data / "ml-100k.link")
-    (folder / "attributes.json").write_text(json.dumps(attributes), encoding="utf-8")
-    run_distembed(
-        *["prepare", "graph", str(folder / "attributes.json"), "--attribute", "entity", "--unknown", "drop"],
-        *["--max-shared", "200", "--count-shared", "--max-neighbors", "20"],
-        *["--data", str(folder / "data"), "--table", "item", "--output", str(folder / "item")],
-    )
+    _prepare_knowledge_graph(data, folder)
     _prepare_graphs(folder, "user")
 
 
 def prepare_implicit_100k(data: Path, folder: Path) -> None:
     """Makes the dataset of ratings of 4 and 5 of MovieLens-100k alone."""
     prepare_ml100k(data, folder, "--min-rating", "4")
+
+
+def prepare_sequences_100k(data: Path, folder: Path) -> None:
+    """Makes the sequences of MovieLens-100k, in rows of at most 50 items to train on, with that graph of items."""
+    columns = ["--user", "user_id", "--item", "item_id", "--time", "timestamp", "--windows", "all"]
+    run_distembed("prepare", "sequences", str(data / "ml-100k.inter"), *columns, "--output", str(folder / "data"))
+    _prepare_knowledge_graph(data, folder)
 
 
 def prepare_beauty(data: Path, folder: Path) -> None:
@@ -117,6 +119,17 @@ def prepare_beauty(data: Path, folder: Path) -> None:
     run_distembed(
         *["prepare", "graph", str(data / "amazon_beauty_item_attributes.json.gz"), "--attribute", "any"],
         *["--max-shared", "100", "--count-shared"],
+        *["--data", str(folder / "data"), "--table", "item", "--output", str(folder / "item")],
+    )
+
+
+def _prepare_knowledge_graph(data: Path, folder: Path) -> None:
+    """Makes a graph of items that share a tail of RecBole's knowledge graph."""
+    attributes = item_attributes(data / "ml-100k.kg", data / "ml-100k.link")
+    (folder / "attributes.json").write_text(json.dumps(attributes), encoding="utf-8")
+    run_distembed(
+        *["prepare", "graph", str(folder / "attributes.json"), "--attribute", "entity", "--unknown", "drop"],
+        *["--max-shared", "200", "--count-shared", "--max-neighbors", "20"],
         *["--data", str(folder / "data"), "--table", "item", "--output", str(folder / "item")],
     )
 
@@ -179,6 +192,18 @@ MODES = {
             "BPR": "ml100k_bpr.yaml",
             "  SSE-SE": "ml100k_bpr_se.yaml",
             "  SSE-Graph": "ml100k_bpr_graph.yaml",
+        },
+    ),
+    "ml100k-next": Mode(
+        prepare_sequences_100k,
+        NEXT_METRICS,
+        {
+            "SASRec": "ml100k_sasrec.yaml",
+            "  SSE-SE": "ml100k_sasrec_se.yaml",
+            "  SSE-Graph": "ml100k_sasrec_graph.yaml",
+            "GRU": "ml100k_gru.yaml",
+            "  SSE-SE ": "ml100k_gru_se.yaml",
+            "  SSE-Graph ": "ml100k_gru_graph.yaml",
         },
     ),
     "beauty": Mode(
