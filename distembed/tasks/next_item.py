@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
@@ -233,22 +233,32 @@ class NextItemTask(Task):
         recommended = recommendations(users, outputs, ranked)
         found = {"metrics": self._metrics.of_queries(ranked.ranks, ones), **recommended}
         if self._sampled is not None:
-            ranks = ranking.rank_among(vectors, targets, self._candidates(users, targets, excluded))
-            found["sampled"] = self._sampled.of_queries(ranks, ones)
+            candidates, has_any = self._candidates(users, targets, excluded)
+            ranks = ranking.rank_among(vectors, targets, candidates)
+            found["sampled"] = self._sampled.of_queries(ranks, ones).masked_fill(~has_any.unsqueeze(1), torch.nan)
         return found
 
     def _candidates(
         self, users: Int64[Tensor, " queries"], targets: Int64[Tensor, " queries"], seen: JaggedTensor
-    ) -> Int64[Tensor, "queries candidates"]:
-        """Returns items that are drawn for each user, the same in all evaluations, from those that it does not have."""
+    ) -> tuple[Int64[Tensor, "queries candidates"], Bool[Tensor, " queries"]]:
+        """Returns items that are drawn for each user, the same in all evaluations, from those that it does not have.
+
+        Beside them is whether there are such items: those of a user who has all items mean nothing.
+        """
         rows = torch.arange(len(users), device=users.device)
         row_of_seen = rows.repeat_interleave(seen.lengths(), output_size=len(seen.values()))
         owners, items = torch.cat([rows, row_of_seen]), torch.cat([targets, seen.values()])
-        has = UserItems.from_pairs(owners.cpu(), items.cpu(), len(users), self._num_items).to(users.device)
-        draws = NegativeDraws(self._uniform, has, self._started.seed, "candidates")
+        owners, items = owners.cpu(), items.cpu()
+        has = UserItems.from_pairs(owners, items, len(users), self._num_items)
+        has_any = has.offsets.diff() < self._num_items - len(self._reserved)
+        if not has_any.all():
+            is_drawn_for = has_any[owners]
+            has = UserItems.from_pairs(owners[is_drawn_for], items[is_drawn_for], len(users), self._num_items)
+        draws = NegativeDraws(self._uniform, has.to(users.device), self._started.seed, "candidates")
         slots = torch.arange(self._config.sampled_candidates, device=users.device)
         numbers = users.unsqueeze(1) * len(slots) + slots
-        return draws.draw_numbered(0, numbers, rows.unsqueeze(1).expand_as(numbers))
+        drawn = draws.draw_numbered(0, numbers, rows.unsqueeze(1).expand_as(numbers))
+        return drawn, has_any.to(users.device)
 
     def metrics(self, rows: Rows) -> dict[str, float]:
         found: dict[str, float] = {"rows": len(rows["users"]), **self._metrics.means(rows["metrics"])}

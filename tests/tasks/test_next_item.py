@@ -10,6 +10,7 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.catalogue import Queries
 from distembed.data import create_manifest
 from distembed.data.dataset.config import DataConfig
 from distembed.data.dataset.schema import CategoricalFeature, Schema
@@ -20,6 +21,7 @@ from distembed.sse import SSE
 from distembed.tasks import NextItemConfig, NextItemTask, batch_schema
 from distembed.tasks.base import BatchPosition, TaskContext
 from distembed.tasks.next_item import SEEN
+from tests.catalogue.fake_catalogue import FakeCatalogue
 
 NUM_ITEMS, NUM_USERS = 20, 6
 ROWS = [[5, 6, 7, 8, 9], [10], [], [11, 12], [13, 14, 15, 16]]
@@ -147,6 +149,20 @@ def test_batches_without_rows(tmp_path: Path, position: BatchPosition | None, lo
     task = started(write_dataset(tmp_path), loss=loss)
     batch = task.prepare_batch(make_batch(slice(0, 0)), position)
     assert batch["sparse_features"].stride() == 0 and len(batch["sparse_features"].values()) == 0
+
+
+def test_a_user_who_has_all_items_is_ranked_among_all_alone(tmp_path: Path) -> None:
+    task = started(write_dataset(tmp_path), max_length=3, sampled_candidates=7, cutoffs=[1, 5])
+    items = [list(range(NUM_ITEMS)), [5, 6]]
+    ids = {"user": [[1], [2]], "item": items, "genre": [[0] * len(row) for row in items]}
+    numbers = jagged({"hour": [[0.5] * len(row) for row in items]}, torch.float32)
+    batch = task.prepare_batch(Batch({"sparse_features": jagged(ids), "dense_sequences": numbers}, 2), None)
+    catalogue: Any = FakeCatalogue(torch.randn(NUM_ITEMS, 4), None, 8)
+    found = task.evaluate(Queries(torch.randn(2, 4), catalogue), batch)
+    assert found["sampled"].isnan().all(1).tolist() == [True, False]
+    assert not found["metrics"].isnan().any()
+    metrics = task.metrics({name: values.numpy() for name, values in found.items()})
+    assert metrics["hr@1"] >= 0.5 and metrics["mrr_of_8"] == found["sampled"][1, -1]
 
 
 def test_other_datasets_and_settings_are_refused() -> None:
