@@ -15,8 +15,12 @@ import math
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from distembed.catalogue.queries import Queries
+from distembed.catalogue.queries import Items, Queries
+
+_MOST_SCORES = 2**25
+"""Scores of a batch's queries and targets that are computed at once: 128 MiB, of which a few are in memory."""
 
 
 def sampled_cross_entropy(
@@ -61,17 +65,48 @@ def in_batch_cross_entropy(
 ) -> Float[Tensor, " queries"]:
     """Returns the loss of each query with the targets of this rank's other queries as draws.
 
+    Scores of very many queries are computed block by block, in the backward pass once more.
+
     Args:
         queries: The queries, with one target each among their items.
         target: The feature of the targets.
         log_probabilities: The logarithm of the probability with which a target is each query's: how often it is one.
     """
     items = queries.items[target]
-    scores = queries.vectors @ items.vectors.T
-    if queries.catalogue.bias is not None:
-        scores = scores + queries.catalogue.bias[items.ids]
-    is_hit = items.ids.unsqueeze(0) == items.ids.unsqueeze(1)
-    own, num_queries = scores.diagonal(), len(items.ids)
+    bias = queries.catalogue.bias
+    num_queries = len(items.ids)
     # a query's own target is a column, and no draw
-    correction = math.log(num_queries / (num_queries - 1)) if num_queries > 1 else 0.0
-    return sampled_cross_entropy(own, scores + correction, log_probabilities.expand_as(scores), is_hit)
+    shifts = -log_probabilities + (math.log(num_queries / (num_queries - 1)) if num_queries > 1 else 0.0)
+    shared = items, None if bias is None else bias[items.ids], shifts
+    rows_at_once = max(1, _MOST_SCORES // max(1, num_queries))
+    if rows_at_once >= num_queries:
+        return _block_of_batch(queries.vectors, 0, *shared)
+    blocks = [
+        checkpoint(_block_of_batch, vectors, number * rows_at_once, *shared, use_reentrant=False)
+        for number, vectors in enumerate(queries.vectors.split(rows_at_once))
+    ]
+    return torch.cat(blocks)
+
+
+def _block_of_batch(
+    vectors: Float[Tensor, "rows dim"],
+    first: int,
+    items: Items,
+    biases: Float[Tensor, " queries"] | None,
+    shifts: Float[Tensor, " queries"],
+) -> Float[Tensor, " rows"]:
+    """Returns the losses of some of a batch's queries, from the ``first`` on, with the targets of all as draws.
+
+    Args:
+        vectors: The queries.
+        first: Number of the first of them.
+        items: The target of each query of the batch.
+        biases: The bias of each target; None for none.
+        shifts: What is added to the score of each target as a draw.
+    """
+    scores = vectors @ items.vectors.T
+    if biases is not None:
+        scores = scores + biases
+    own = slice(first, first + len(vectors))
+    is_hit = items.ids.unsqueeze(0) == items.ids[own].unsqueeze(1)
+    return sampled_cross_entropy(scores[:, own].diagonal(), scores, -shifts.expand_as(scores), is_hit)

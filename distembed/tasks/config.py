@@ -209,6 +209,11 @@ class NextItemConfig:
     def _negatives_fit_loss(self) -> "NextItemConfig":
         if self.negatives == "in_batch" and self.loss != "sampled_softmax":
             raise ValueError(f"negatives is in_batch, and loss {self.loss} has none of a batch; use sampled_softmax")
+        if 0 < self.sampled_candidates < self.cutoffs[-1]:
+            raise ValueError(
+                f"sampled_candidates is {self.sampled_candidates}, among which no target could miss the first "
+                f"{self.cutoffs[-1]} of cutoffs; draw more candidates, or give 0 for none"
+            )
         return self
 
     @property

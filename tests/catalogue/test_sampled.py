@@ -1,5 +1,6 @@
 """Sampled softmax: in simulation against the sum over all items, with draws of the target, and without draws."""
 
+import dataclasses
 import math
 
 import pytest
@@ -104,3 +105,22 @@ def test_the_other_rows_targets_as_draws() -> None:
         torch.testing.assert_close(loss, total.log() - scores[i])
     one = make_queries(targets[:1], targets[:1])
     assert in_batch_cross_entropy(one, "item_target", log_q[:1]).tolist() == [0]
+
+
+def test_many_queries_are_scored_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    targets = torch.tensor([2, 5, 2, 9, 1])
+    log_q = torch.log(torch.tensor([0.5, 0.2, 0.5, 0.1, 0.3]))
+    found = []
+    for most_scores in (2**25, 10):
+        monkeypatch.setattr("distembed.catalogue.sampled._MOST_SCORES", most_scores)
+        queries = make_queries(targets, targets)
+        vectors = queries.vectors.detach().requires_grad_()
+        items = queries.items["item_target"].vectors.detach().requires_grad_()
+        batch = {"item_target": Items(targets, items)}
+        losses = in_batch_cross_entropy(
+            dataclasses.replace(queries, vectors=vectors, items=batch), "item_target", log_q
+        )
+        bias = queries.catalogue.bias
+        found.append([losses, *torch.autograd.grad(losses.sum(), [vectors, items, bias])])
+    for whole, in_blocks in zip(*found, strict=True):
+        torch.testing.assert_close(in_blocks, whole)

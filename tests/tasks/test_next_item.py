@@ -173,3 +173,5 @@ def test_other_datasets_and_settings_are_refused() -> None:
         batch_schema(NextItemConfig(), single)
     with pytest.raises(ValueError, match="in_batch.*use sampled_softmax"):
         NextItemConfig(loss="binary", negatives="in_batch")
+    with pytest.raises(ValueError, match="sampled_candidates is 9, among which no target could miss the first 10"):
+        NextItemConfig(sampled_candidates=9)

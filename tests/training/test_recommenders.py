@@ -26,7 +26,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "softmax": {"model": {"name": "sasrec", "dropout": 0.0}, "task": {"name": "next_item", "max_length": 8}},
     "binary": {
         "model": {"name": "gru", "dropout": 0.0},
-        "task": {"name": "next_item", "max_length": 8, "loss": "binary", "num_negatives": 2, "sampled_candidates": 9},
+        "task": {"name": "next_item", "max_length": 8, "loss": "binary", "num_negatives": 2, "sampled_candidates": 11},
     },
 }
 """Section ``model`` and ``task`` of a config of each."""
