@@ -218,6 +218,10 @@ MODES = {
             "  p_y 0.1": "beauty_sasrec_py.yaml",
             "  p_x 0.1, p_y 0.1": "beauty_sasrec_px_py.yaml",
             "  SSE-Graph, p_x 0.2": "beauty_sasrec_graph.yaml",
+            "dropout 0.1, 10 epochs": "beauty_sasrec_long.yaml",
+            "  p_x 0.1 ": "beauty_sasrec_long_px.yaml",
+            "  p_y 0.1 ": "beauty_sasrec_long_py.yaml",
+            "  p_x 0.1, p_y 0.1 ": "beauty_sasrec_long_px_py.yaml",
         },
     ),
     "beauty-output": Mode(

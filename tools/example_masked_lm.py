@@ -58,7 +58,10 @@ def read_corpus(least_count: int = 2) -> Corpus:
     counts = Counter(word for paragraph in train for word in paragraph)
     known = [word for word, count in counts.most_common() if count >= least_count]
     ids = {word: number for number, word in enumerate(known, start=len(RESERVED))}
-    return Corpus(len(known) + len(RESERVED), _windows(train, ids), _windows(held_out, ids))
+    windows, others = _windows(train, ids), _windows(held_out, ids)
+    trained = set(map(tuple, windows.tolist()))  # such as a window of dots alone, of a table's line
+    is_new = torch.tensor([tuple(window) not in trained for window in others.tolist()])
+    return Corpus(len(known) + len(RESERVED), windows, others[is_new])
 
 
 def _windows(paragraphs: Sequence[Sequence[str]], ids: dict[str, int]) -> Int64[Tensor, "windows words"]:

@@ -18,7 +18,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-_MOST_NUMBERS = 2**26
+MOST_KNOWN = 2**26
 """Integers of a tensor up to which they are kept: half a gigabyte."""
 _EMPTY = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default)
 
@@ -62,7 +62,7 @@ class KnownIntegers(FakeTensorMode):
     def may_turn_const(self, t: Tensor) -> bool:
         """Returns whether a tensor's values are kept; torch asks."""
         is_integer = not (t.is_floating_point() or t.is_complex())
-        is_kept = is_integer and t.layout == torch.strided and t.device.type == "cpu" and t.numel() <= _MOST_NUMBERS
+        is_kept = is_integer and t.layout == torch.strided and t.device.type == "cpu" and t.numel() <= MOST_KNOWN
         return (is_kept and not isinstance(t, FakeTensor)) or super().may_turn_const(t)
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -70,7 +70,7 @@ class KnownIntegers(FakeTensorMode):
         made = super().dispatch(func, types, args, kwargs)
         if not isinstance(made, FakeTensor) or made.constant is not None or made.is_floating_point():
             return made
-        if made.device.type != "cpu" or made.numel() > _MOST_NUMBERS or torch.Tag.nondeterministic_seeded in func.tags:
+        if made.device.type != "cpu" or made.numel() > MOST_KNOWN or torch.Tag.nondeterministic_seeded in func.tags:
             return made
         if any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
             return made

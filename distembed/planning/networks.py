@@ -26,6 +26,7 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from distembed.data.dataset.schema import Schema
 from distembed.data.reader.batch import Batch
 from distembed.embedding import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig
 from distembed.embedding.modules import EmbeddingModule, embedding_modules, table_configs
@@ -34,8 +35,8 @@ from distembed.errors import InsufficientMemory
 from distembed.host_memory import host_memory_bytes
 from distembed.models import Model, ModelConfig, ModelInputs
 from distembed.optim.kinds import OPTIMIZERS
-from distembed.planning.known_integers import KnownIntegers
-from distembed.planning.typical_batch import typical_batch
+from distembed.planning.known_integers import MOST_KNOWN, KnownIntegers
+from distembed.planning.typical_batch import batch_of_shapes, typical_batch
 from distembed.tasks import Task
 from distembed.units import format_bytes
 
@@ -252,8 +253,7 @@ def estimate_network(
         do not have.
     """
     mode = KnownIntegers()
-    typical = typical_batch(inputs.schema, num_rows, pads_lists)
-    batch = Batch({name: mode.fake(field) for name, field in typical.fields.items()}, num_rows)
+    batch = _fake_batch(mode, inputs.schema, num_rows, pads_lists)
     with mode.active():
         model = model_config.build(_VectorInputs(inputs.schema, inputs.tables, inputs.embedding_dim))
         replace_collections(model)
@@ -269,6 +269,16 @@ def estimate_network(
             scan.most_chunks += 1
         of_chunk = measure_step(model, fake_step, optimizer, world_size > 1).flops - estimate.flops
         return dataclasses.replace(estimate, flops=estimate.flops + round(left_out * of_chunk))
+
+
+def _fake_batch(mode: KnownIntegers, schema: Schema, num_rows: int, pads_lists: bool) -> Batch:
+    """Returns a batch of fake tensors, whose ids and lengths are known where they are not too many to be made."""
+    ids_per_row = sum(feature.mean_ids_per_row for feature in schema.categorical)
+    if num_rows * (len(schema.columns) + ids_per_row) > MOST_KNOWN:
+        with mode:
+            return batch_of_shapes(schema, num_rows)
+    typical = typical_batch(schema, num_rows, pads_lists)
+    return Batch({name: mode.fake(field) for name, field in typical.fields.items()}, num_rows)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Lists are a little longer than on average: how long those of a batch are togethe
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from jaxtyping import Int
@@ -56,6 +57,27 @@ def typical_batch(schema: Schema, num_rows: int, pads_lists: bool = False) -> Ba
 
     fields = {field.name: jagged(field) if field.is_jagged else plain(field) for field in schema.fields}
     return Batch(fields, num_rows)
+
+
+def batch_of_shapes(schema: Schema, num_rows: int) -> Batch:
+    """Returns a batch of the same shapes, without values, where tensors are fake: one that is too large to be made."""
+    means = {feature.name: feature.mean_ids_per_row for feature in schema.categorical}
+    means |= dict.fromkeys(schema.dense_sequences, schema.mean_list_length)
+
+    def empty(field: BatchField) -> Tensor | KeyedJaggedTensor:
+        if not field.is_jagged:
+            return torch.empty(num_rows) if field.is_vector else torch.empty(num_rows, len(field.columns))
+        counts = [math.ceil(num_rows * means[name]) for name in field.columns]
+        return KeyedJaggedTensor(
+            list(field.columns),
+            torch.empty(sum(counts), dtype=torch.int64 if field.name == SPARSE_FEATURES else torch.float32),
+            lengths=torch.empty(num_rows * len(counts), dtype=torch.int32),
+            stride=num_rows,
+            length_per_key=counts,
+            offset_per_key=list(accumulate(counts, initial=0)),
+        )
+
+    return Batch({field.name: empty(field) for field in schema.fields}, num_rows)
 
 
 def typical_lengths(means: Mapping[str, float], num_rows: int) -> dict[str, Int[Tensor, " rows"]]:
