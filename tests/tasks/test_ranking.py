@@ -200,7 +200,6 @@ def test_bad_settings_and_datasets_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.slow
 def test_two_ranks_train_to_the_metrics_of_one_and_resume_exactly(tmp_path: Path) -> None:
     config = {
         "data": {"path": str(write_pairs(tmp_path / "data", draw_pairs()))},

@@ -38,7 +38,6 @@ def losses(run: Path) -> list[float]:
 
 
 @pytest.mark.distributed
-@pytest.mark.slow
 def test_two_ranks_give_the_losses_of_one_and_a_stop_changes_nothing(config: Path, tmp_path: Path) -> None:
     settings = ["model.dense=both", "model.soft_one_hot={value_range: [-2, 2]}", "train.batch_size=65"]
     one, two, resumed = tmp_path / "one", tmp_path / "two", tmp_path / "resumed"
