@@ -6,9 +6,9 @@ import pytest
 from pydantic import ValidationError
 
 from distembed.config import Config, TrainConfig, load_config
-from distembed.config.yaml_text import format_yaml, parse_yaml
 from distembed.errors import UserError
 from distembed.models import DCNConfig
+from distembed.yaml_text import format_yaml, parse_yaml
 
 ROOT = Path(__file__).parents[1]
 COMMITTED = sorted((ROOT / "configs").rglob("*.yaml"))

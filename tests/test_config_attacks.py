@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from distembed.config import load_config
-from distembed.config.yaml_text import MAX_BYTES, parse_yaml
 from distembed.errors import UserError
 from distembed.files import read_json
+from distembed.yaml_text import MAX_BYTES, parse_yaml
 
 LEVELS = 5000
 ALIASES = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(

@@ -20,7 +20,6 @@ import pydantic.dataclasses
 from pydantic import TypeAdapter, ValidationError, model_validator
 
 from distembed.config.train import TrainConfig
-from distembed.config.yaml_text import MAX_BYTES, MAX_LEVELS, format_yaml, parse_yaml
 from distembed.data.dataset.config import DataConfig
 from distembed.embedding.settings import EmbeddingConfig
 from distembed.errors import UserError
@@ -32,6 +31,7 @@ from distembed.planning import PlanConfig
 from distembed.sse.config import SSEConfig
 from distembed.tasks import TASKS, ClickConfig, TaskSection
 from distembed.tasks.config import DeclaringTaskConfig
+from distembed.yaml_text import MAX_BYTES, MAX_LEVELS, format_yaml, parse_yaml
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)

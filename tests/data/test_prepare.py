@@ -112,11 +112,11 @@ def test_a_block_is_parsed_as_its_lines_are(drawn: list[tuple[int, str]]) -> Non
     expected = [reference.parse(line) for line in lines]
     rows = [row for row in expected if isinstance(row, reference.Row)]
     assert block.num_lines == len(lines)
-    assert block.labels.tolist() == [row.label for row in rows]
+    assert block.numbers[0].tolist() == [row.label for row in rows]
     for feature, column in enumerate(block.ids):
         keys = [int(column.keys[code]) if code else None for code in column.codes]
         assert keys == [row.keys[feature] for row in rows]
-    for column, values in enumerate(block.dense):
+    for column, values in enumerate(block.numbers[1:]):
         np.testing.assert_allclose(values, [row.dense[column] for row in rows], rtol=3e-7)
     wrong = [(n, why, line) for n, (line, why) in enumerate(zip(lines, expected, strict=True)) if isinstance(why, str)]
     assert [(row.line, row.reason, row.text) for row in block.rejected] == wrong
@@ -128,7 +128,7 @@ def test_integers_of_64_bits_are_dense_values(value: bytes) -> None:
     fields[3] = value
     block = parse_block(b"\t".join(fields))
     assert block.num_rows == 1
-    assert block.dense[2][0] == pytest.approx(np.log1p(max(int(value), 0)))
+    assert block.numbers[3][0] == pytest.approx(np.log1p(max(int(value), 0)))
 
 
 @pytest.mark.parametrize("value", [b"9223372036854775808", b"-9223372036854775809", b"9" * 5000])

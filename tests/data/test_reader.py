@@ -105,7 +105,7 @@ def test_columns_of_another_type(tmp_path: Path) -> None:
     right = Manifest.load(folder)
     for wrong, message in (
         (Schema("unused", (), ()), "its type is string"),
-        (Schema("clicked", ("tags",), ()), "a label or dense column is numeric"),
+        (Schema("clicked", ("tags",), ()), "a label, weight or dense column is numeric"),
         (Schema("clicked", (), (CategoricalFeature("tags", 50),)), "multi_hot=False needs integer"),
         (Schema("clicked", (), (CategoricalFeature("row", 50, multi_hot=True),)), "needs a list of integers"),
         (Schema("clicked", (), (CategoricalFeature("x", 50),)), "its type is double"),

@@ -24,10 +24,10 @@ def check_columns(path: Path, columns: pa.Schema, schema: Schema) -> None:
     missing = [name for name in schema.columns if name not in columns.names]
     if missing:
         raise UserError(f"{path} lacks the columns {', '.join(missing)}: it has {', '.join(columns.names)}")
-    for name in schema.dense if schema.label is None else (schema.label, *schema.dense):
+    for name in [each for each in (schema.label, schema.weight, *schema.dense) if each is not None]:
         kind = columns.field(name).type
         if not _is_numeric(kind):
-            raise UserError(f"{path}, column {name!r}: its type is {kind}; a label or dense column is numeric")
+            raise UserError(f"{path}, column {name!r}: its type is {kind}; a label, weight or dense column is numeric")
     for name in schema.dense_sequences:
         kind = columns.field(name).type
         if not (_is_list(kind) and _is_numeric(kind.value_type)):

@@ -91,6 +91,8 @@ class CategoricalFeature:
 
 LABELS, DENSE_FEATURES, SPARSE_FEATURES = "labels", "dense_features", "sparse_features"
 """Names of the fields of every batch; a dataset without a label has no labels."""
+WEIGHTS = "weights"
+"""Name of the field of the rows' weights, of datasets that have such a column."""
 DENSE_SEQUENCES = "dense_sequences"
 """Name of the field of numbers beside the ids of lists, of datasets that have such columns."""
 USER, ITEM = "user", "item"
@@ -130,6 +132,9 @@ class Schema:
         dense_sequences: Names of the columns of lists of numbers, one for each id of the list columns.
         label_kind: Whether a label is 0 or 1, or any finite number.
         missing_dense: Whether numbers may be missing: null in a file, NaN in a batch.
+        weight: Name of the column of the rows' weights, which are finite and not negative; None where all weigh 1.
+        time: Name of the column of the rows' times, in seconds since 1970 (int64); None where they have none. It is in
+            the files and in no batch.
 
     Raises:
         UserError: A column has no name, several have the same, or a table is none of the features'.
@@ -141,10 +146,12 @@ class Schema:
     dense_sequences: tuple[str, ...] = ()
     label_kind: LabelKind = "binary"
     missing_dense: bool = False
+    weight: str | None = None
+    time: str | None = None
 
     def __post_init__(self) -> None:
         """Refuses nameless and repeated columns, and features that are looked up in no feature's table."""
-        names = self.columns
+        names = self.columns if self.time is None else (*self.columns, self.time)
         for name in names:
             _check_name("column", name)
         repeated = sorted({name for name in names if names.count(name) > 1})
@@ -168,7 +175,7 @@ class Schema:
     def fields(self) -> tuple[BatchField, ...]:
         """The fields that every batch of the dataset has: dense features [batch, dense], ids, and what else there is.
 
-        That is labels [batch], and numbers beside the ids of lists.
+        That is labels [batch], weights [batch], and numbers beside the ids of lists.
         """
         fields = [
             BatchField(DENSE_FEATURES, self.dense),
@@ -176,15 +183,17 @@ class Schema:
         ]
         if self.label is not None:
             fields.append(BatchField(LABELS, (self.label,), is_vector=True))
+        if self.weight is not None:
+            fields.append(BatchField(WEIGHTS, (self.weight,), is_vector=True))
         if self.dense_sequences:
             fields.append(BatchField(DENSE_SEQUENCES, self.dense_sequences, is_jagged=True))
         return tuple(fields)
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The names of all columns: label, dense, categorical, dense sequences."""
-        label = () if self.label is None else (self.label,)
-        return (*label, *self.dense, *self.categorical_names, *self.dense_sequences)
+        """The names of all columns that batches are made of: label, weight, dense, categorical, dense sequences."""
+        single = tuple(name for name in (self.label, self.weight) if name is not None)
+        return (*single, *self.dense, *self.categorical_names, *self.dense_sequences)
 
     @property
     def mean_list_length(self) -> float:
@@ -205,7 +214,9 @@ class Schema:
         # only what differs, so that what was written before there were such columns stays the same
         value |= {"dense_sequences": list(self.dense_sequences)} if self.dense_sequences else {}
         value |= {"label_kind": self.label_kind} if self.label_kind != "binary" else {}
-        return value | ({"missing_dense": True} if self.missing_dense else {})
+        value |= {"missing_dense": True} if self.missing_dense else {}
+        value |= {"weight": self.weight} if self.weight is not None else {}
+        return value | ({"time": self.time} if self.time is not None else {})
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Schema:
@@ -223,6 +234,8 @@ class Schema:
             dense_sequences=tuple(value.get("dense_sequences", ())),
             label_kind=value.get("label_kind", "binary"),
             missing_dense=value.get("missing_dense", False),
+            weight=value.get("weight"),
+            time=value.get("time"),
         )
 
 

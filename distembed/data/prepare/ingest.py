@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from distembed.data.dataset.manifest import Rejected, SourceFile
+from distembed.data.prepare.blocks import RejectedRow
 from distembed.data.prepare.inputs import input_names, total_bytes
 from distembed.data.prepare.limits import ResourceLimits
-from distembed.data.prepare.parse_rows import REASONS, RejectedRow, parse_block
+from distembed.data.prepare.parse_rows import REASONS, parse_block
 from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ProgressUpdate
 from distembed.data.prepare.rejected_rows import RejectedRows
 from distembed.data.prepare.source_files import SourceReader

@@ -15,8 +15,6 @@ decoded once a block: a column of ids becomes codes into the block's list of key
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +23,7 @@ import pyarrow.csv as pcsv
 from numpy.typing import NDArray
 
 from distembed.data.dataset.schema import CRITEO_CATEGORICAL, CRITEO_DENSE
+from distembed.data.prepare.blocks import IdColumn, ParsedBlock, RejectedRow, code_dtype
 
 REASONS: tuple[str, ...] = ("columns", "label", "dense", "id")
 
@@ -47,58 +46,6 @@ _HEX_VALUE = np.full(256, 255, np.uint8)
 _HEX_VALUE[np.frombuffer(b"0123456789", np.uint8)] = range(10)
 _HEX_VALUE[np.frombuffer(b"abcdef", np.uint8)] = range(10, 16)
 _HEX_VALUE[np.frombuffer(b"ABCDEF", np.uint8)] = range(10, 16)
-
-
-@dataclass(frozen=True)
-class RejectedRow:
-    """A malformed row.
-
-    Attributes:
-        line: Number of its line in the block, from 0.
-        reason: One of ``REASONS``.
-        text: Bytes of the line.
-    """
-
-    line: int
-    reason: str
-    text: bytes
-
-
-@dataclass(frozen=True)
-class IdColumn:
-    """Keys of one feature: row i has ``keys[codes[i]]``; code 0 is a missing value, and ``keys[0]`` is not used.
-
-    Attributes:
-        codes: Code of each row, of the smallest unsigned type that holds them.
-        keys: Distinct keys of the block.
-    """
-
-    codes: NDArray[Any]
-    keys: NDArray[np.uint32]
-
-
-@dataclass(frozen=True)
-class ParsedBlock:
-    """The well-formed rows of a block by column, and the others.
-
-    Attributes:
-        num_lines: Number of lines of the block, malformed ones included.
-        labels: Label of each row, 0 or 1.
-        dense: log(1 + x) of each integer column; negative values give 0 (Naumov et al. 2019, DLRM), missing ones NaN.
-        ids: One column for each categorical feature.
-        rejected: The malformed rows, in order.
-    """
-
-    num_lines: int
-    labels: NDArray[np.int8]
-    dense: tuple[NDArray[np.float32], ...]
-    ids: tuple[IdColumn, ...]
-    rejected: tuple[RejectedRow, ...]
-
-    @property
-    def num_rows(self) -> int:
-        """Number of well-formed rows."""
-        return len(self.labels)
 
 
 class _IrregularError(Exception):
@@ -130,8 +77,8 @@ def _parse_typed(data: bytes, text: bytes) -> ParsedBlock:
     first_id = 1 + len(CRITEO_DENSE)
     return ParsedBlock(
         num_lines=len(labels) + len(bad_lines),
-        labels=(labels - ord("0")).astype(np.int8),
-        dense=tuple(_log_transform(column) for column in columns[1:first_id]),
+        num_rows=len(labels),
+        numbers=((labels - ord("0")).astype(np.int8), *map(_log_transform, columns[1:first_id])),
         ids=tuple(_encode_ids(column) for column in columns[first_id:]),
         rejected=_rejected_rows(data, dict.fromkeys(bad_lines, "columns")),
     )
@@ -157,8 +104,11 @@ def _parse_text(data: bytes, text: bytes) -> ParsedBlock:
     good = pa.array(np.flatnonzero(~(wrong_label | wrong_dense | wrong_id)))
     return ParsedBlock(
         num_lines=num_rows + len(bad_lines),
-        labels=pc.equal(columns[0].take(good), b"1").to_numpy(zero_copy_only=False).astype(np.int8),
-        dense=tuple(_log_transform(column.take(good)) for column, _ in dense),
+        num_rows=len(good),
+        numbers=(
+            pc.equal(columns[0].take(good), b"1").to_numpy(zero_copy_only=False).astype(np.int8),
+            *(_log_transform(column.take(good)) for column, _ in dense),
+        ),
         ids=tuple(_encode_ids(column.take(good)) for column, _ in ids),
         rejected=_rejected_rows(data, reasons),
     )
@@ -248,11 +198,6 @@ def _encode_ids(column: pa.Array) -> IdColumn:
     indices = encoded.indices.fill_null(-1) if encoded.indices.null_count else encoded.indices
     np.add(indices.to_numpy(), 1, out=codes, casting="unsafe")
     return IdColumn(codes, keys)
-
-
-def code_dtype(num_keys: int) -> np.dtype[Any]:
-    """Returns the smallest unsigned type for codes below ``num_keys``."""
-    return np.min_scalar_type(max(num_keys - 1, 0))
 
 
 def _decode_hex(texts: NDArray[np.uint64]) -> NDArray[np.uint32]:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distembed.data.dataset.schema import CRITEO_DENSE
-from distembed.data.prepare.parse_rows import ParsedBlock, code_dtype
+from distembed.data.prepare.blocks import ParsedBlock, code_dtype
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,7 @@ def spooled_bytes(block: ParsedBlock) -> int:
 
 
 def _columns(block: ParsedBlock) -> Iterator[NDArray[Any]]:
-    yield block.labels
-    yield from block.dense
+    yield from block.numbers
     for ids in block.ids:
         yield ids.codes
         yield ids.keys

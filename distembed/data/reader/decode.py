@@ -3,10 +3,10 @@
 Single-valued columns become one row-major array, so that gathering a random row touches two or three cache lines
 instead of one for each of forty columns::
 
-    records[row] = [ id of feature 0 | id of feature 1 | ... | dense 0 | dense 1 | ... | label ]   int32 (or int64)
+    records[row] = [ id of feature 0 | id of feature 1 | ... | dense 0 | ... | label | weight ]   int32 (or int64)
 
-Dense values and the label, if there is one, are float32 bits in the same array. Columns of lists, of ids or of numbers,
-keep their values, in the order of the file, and offsets.
+Dense values, the label and the weight, if there are such, are float32 bits in the same array. Columns of lists,
+of ids or of numbers, keep their values, in the order of the file, and offsets.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RecordLayout:
 
     Attributes:
         single: Single-valued features, in the order of their ids in a record.
-        numbers: Names of the columns of numbers, in the order of their values in a record, the label last.
+        numbers: Names of the columns of numbers, in the order of their values in a record: dense, label, weight.
         multi_hot: Multi-hot features, which are not in the record.
         dense_sequences: Names of the columns of lists of numbers, which are not in the record.
         dtype: int32, or int64 where the ids of a table need it.
@@ -51,9 +51,9 @@ class RecordLayout:
         single = tuple(feature for feature in schema.categorical if not feature.multi_hot)
         multi_hot = tuple(feature for feature in schema.categorical if feature.multi_hot)
         wide = any(feature.num_embeddings > 2**31 for feature in single)
-        label = () if schema.label is None else (schema.label,)
+        last = tuple(name for name in (schema.label, schema.weight) if name is not None)
         dtype = np.dtype(np.int64 if wide else np.int32)
-        return cls(single, (*schema.dense, *label), multi_hot, schema.dense_sequences, dtype)
+        return cls(single, (*schema.dense, *last), multi_hot, schema.dense_sequences, dtype)
 
     @property
     def has_lists(self) -> bool:

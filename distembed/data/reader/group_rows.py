@@ -60,13 +60,16 @@ class GroupRows:
         return values
 
     def numbers(self, name: str) -> NDArray[np.float32]:
-        """Returns the values of a dense column or of the label.
+        """Returns the values of a dense column, of the label or of the weight.
 
         Raises:
-            UserError: A value is infinite, is missing where it must not be, or is no label.
+            UserError: A value is infinite, is missing where it must not be, or is no label or weight.
         """
         is_label = name == self._schema.label
-        values = self._finite(self._column(name), name, self._schema.missing_dense and not is_label)
+        values = self._finite(self._column(name), name, self._schema.missing_dense and name in self._schema.dense)
+        if name == self._schema.weight and (values < 0).any():
+            row = int(np.argmax(values < 0))
+            raise UserError(f"{self._where(name)}: row {self._start + row} is {values[row]}; a weight is 0 or more")
         wrong = (values != 0) & (values != 1)
         if is_label and self._schema.label_kind == "binary" and wrong.any():
             row = int(np.argmax(wrong))

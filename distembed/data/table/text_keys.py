@@ -1,0 +1,53 @@
+"""Keys of 64 bits for texts: a hash that is the same on every machine and in every version, computed by numpy.
+
+A text of n bytes in UTF-8 is read as words w_1, w_2, ... of 8 bytes (little endian, zeros at the end)::
+
+    h_0 = mix(n)        h_i = mix(h_(i-1) xor w_i)        key = the last h
+
+with SplitMix64's output function ``mix``, which is one to one. Texts of the same length and up to 8 bytes therefore
+have different keys; of others, two of a hundred million have the same with a probability of 0.0003. Who gives ids to
+keys has the texts beside them and finds such a pair (:func:`require_distinct_texts` is the error's text).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from distembed.data.splitmix import mix64_array
+from distembed.errors import UserError
+
+_WORD = 8
+
+
+def text_keys(texts: pa.Array) -> NDArray[np.uint64]:
+    """Returns the key of each text of an Arrow array of strings, none of which is null."""
+    texts = texts.cast(pa.large_string())
+    offsets = np.frombuffer(texts.buffers()[1] or b"\0" * 8, np.int64)[texts.offset : texts.offset + len(texts) + 1]
+    if not len(texts):
+        return np.zeros(0, np.uint64)
+    padded = bytes(texts.buffers()[2] or b"")[: offsets[-1]] + b"\0" * _WORD
+    words = np.ndarray((len(padded) - _WORD + 1,), "<u8", padded, strides=(1,))  # the word at each byte
+    lengths = np.diff(offsets)
+    keys = mix64_array(lengths.astype(np.uint64))
+    for start in range(0, int(lengths.max()), _WORD):
+        longer = np.flatnonzero(lengths > start)
+        word = words[offsets[longer] + start]
+        rest = np.minimum(lengths[longer] - start, _WORD).astype(np.uint64)
+        word = word << (np.uint64(64) - rest * np.uint64(8)) >> (np.uint64(64) - rest * np.uint64(8))
+        keys[longer] = mix64_array(keys[longer] ^ word)
+    return keys
+
+
+def require_distinct_texts(column: str, first: str, second: str) -> None:
+    """Makes sure that two texts with the same key are the same.
+
+    Raises:
+        UserError: They differ.
+    """
+    if first != second:
+        raise UserError(
+            f"the values {first!r} and {second!r} of column {column!r} have the same 64-bit key, as two of billions "
+            "may: change one of them in the input"
+        )
