@@ -6,18 +6,14 @@ dataclass beside the code that it configures. ``extends: other.yaml``, beside th
 """
 
 import dataclasses
-import json
 import os
-import re
-import types
-import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Any
 
 import pydantic.dataclasses
-from pydantic import TypeAdapter, ValidationError, model_validator
+from pydantic import TypeAdapter, model_validator
 
 from distembed.config.train import TrainConfig
 from distembed.data.dataset.config import DataConfig
@@ -26,11 +22,12 @@ from distembed.errors import UserError
 from distembed.files import read_regular_file
 from distembed.models import MODELS, DLRMConfig, ModelSection
 from distembed.models.config import DeclaringModelConfig
-from distembed.names import STRICT, ByName, nearest
+from distembed.names import STRICT
 from distembed.planning import PlanConfig
 from distembed.sse.config import SSEConfig
 from distembed.tasks import TASKS, ClickConfig, TaskSection
 from distembed.tasks.config import DeclaringTaskConfig
+from distembed.validation import shown, unwritable, validated
 from distembed.yaml_text import MAX_BYTES, MAX_LEVELS, format_yaml, parse_yaml
 
 
@@ -83,8 +80,6 @@ _PATHS = frozenset({"path", "assignments", "graph"})
 """Keys of files and folders that a relative path names from the working directory."""
 _MOST_FILES = 20
 """Number of files of which each extends the next."""
-_MOST_SHOWN = 80
-"""Characters of a wrong value that an error shows."""
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -133,101 +128,13 @@ def validate(values: Mapping[str, Any], source: str) -> Config:
     Raises:
         UserError: The values are wrong; the error lists every mistake.
     """
-    mistakes = list(_unwritable(values, ""))
-    if not mistakes:
-        try:
-            # strictness lets a section be given as a mapping only where the input is JSON
-            return _ADAPTER.validate_json(json.dumps(values, default=str))
-        except ValidationError as error:
-            mistakes = [_describe(mistake, values) for mistake in _once(error.errors(include_url=False))]
-    count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
-    listed = "\n".join(f"  {mistake}" for mistake in mistakes)
-    raise UserError(f"{count} in {source}:\n{listed}")
-
-
-def _unwritable(values: Any, where: str) -> Iterator[str]:
-    """Yields a line for each value that neither a file nor a path can hold, whatever the setting."""
-    if isinstance(values, Mapping):
-        for key, value in values.items():
-            yield from _unwritable(key, f"the key {key!r}")
-            yield from _unwritable(value, f"{where}.{key}" if where else str(key))
-    elif isinstance(values, list):
-        for index, value in enumerate(values):
-            yield from _unwritable(value, f"{where}.{index}")
-    elif isinstance(values, str):
-        odd = next((c for c in values if c == "\0" or "\ud800" <= c <= "\udfff"), None)
-        if odd is not None:
-            yield f"{where}: {_shown(values)} has the character {odd!r}; give text that can be written in UTF-8"
-    elif isinstance(values, int) and not -(2**63) <= values < 2**63:
-        yield f"{where}: the number has {values.bit_length()} bits; give one below 2**63"
-
-
-def _shown(value: Any) -> str:
-    """Returns a value as an error shows it: the beginning of a long one."""
-    text = repr(value)
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
-
-
-def _once(mistakes: Sequence[Any]) -> list[dict[str, Any]]:
-    """Returns mistakes without those that a table under ``tables`` only inherits from its section's ``default``."""
-
-    def identity(mistake: Any, depth: int) -> Any:
-        # what is wrong with a table as a whole has as its input all that the table says
-        place = mistake["loc"][depth:]
-        return mistake["loc"][0], place, mistake["input"] if place else mistake["msg"]
-
-    default_mistakes = [identity(m, 2) for m in mistakes if m["loc"][1:2] == ("default",)]
-    inherits = [m["loc"][1:2] == ("tables",) and identity(m, 3) in default_mistakes for m in mistakes]
-    return [mistake for mistake, inherited in zip(mistakes, inherits, strict=True) if not inherited]
-
-
-def _describe(mistake: dict[str, Any], values: Mapping[str, Any]) -> str:
-    """Returns a mistake that pydantic found as a line: its path, what is wrong and what is close to it."""
-    path = [str(part) for part in mistake["loc"]]
-    if not path:  # a mistake of the config as a whole, which says where it is
-        return str(mistake.get("ctx", {}).get("error") or mistake["msg"])
-    where = ".".join(path)
-    if mistake["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        known = _keys_at(path[:-1], values)
-        guess = nearest(path[-1], known)
-        hint = f"did you mean {'.'.join([*path[:-1], guess])}?" if guess else f"known here: {', '.join(known)}"
-        return f"{where}: unknown key; {hint}"
-    if mistake["type"] == "unknown_name":
-        return f"{where}.name: {mistake['msg']}"
-    message = str(mistake.get("ctx", {}).get("error") or mistake["msg"])
-    if mistake["type"] == "literal_error":
-        guess = nearest(str(mistake["input"]), re.findall(r"'([^']*)'", message))
-        message += f" (did you mean {guess!r}?)" if guess else ""
-    if mistake["type"] == "value_error":
-        return where + message.removeprefix(path[-1]) if message.startswith(path[-1]) else f"{where}: {message}"
-    return f"{where}: {message}; got {_shown(mistake['input'])} ({type(mistake['input']).__name__})"
-
-
-def _keys_at(path: Sequence[str], values: Mapping[str, Any]) -> list[str]:
-    """Returns the keys that are valid within the section at ``path`` of these values."""
-    kind: Any = Config
-    for part in path:
-        if not dataclasses.is_dataclass(kind):
-            kind = typing.get_args(kind)[-1] if typing.get_origin(kind) is dict else None
-            continue
-        kind = _section(typing.get_type_hints(kind, include_extras=True).get(part), values.get(part))
-    return [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
-
-
-def _section(kind: Any, values: Any) -> Any:
-    """Returns the type of a section, whose annotation may name several."""
-    if typing.get_origin(kind) is typing.Annotated:
-        kind, *marks = typing.get_args(kind)
-        kind = next((mark.class_of(values) for mark in marks if isinstance(mark, ByName)), kind)
-    if isinstance(kind, types.UnionType):
-        return next(arg for arg in typing.get_args(kind) if arg is not type(None))
-    return kind
+    return validated(_ADAPTER, Config, values, source)
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
     """Sets the value of an override, making sections that are not there."""
     key, separator, text = override.partition("=")
-    path, source = key.split("."), f"override {_shown(override)}"
+    path, source = key.split("."), f"override {shown(override)}"
     if not separator or not all(path):
         raise UserError(f"{source} is not of the form dotted.key=value, such as train.batch_size=2048.")
     if len(path) > MAX_LEVELS:
@@ -238,7 +145,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
         if inner is None:
             inner = section[part] = {}
         if not isinstance(inner, dict):
-            raise UserError(f"{source}: {'.'.join(path[:depth])} is {_shown(inner)} in the config, which has no keys.")
+            raise UserError(f"{source}: {'.'.join(path[:depth])} is {shown(inner)} in the config, which has no keys.")
         section = inner
     section[path[-1]] = parse_yaml(text, source)
 
@@ -252,7 +159,7 @@ def _read_extended(path: Path, followed: tuple[Path, ...] = ()) -> dict[str, Any
     if not isinstance(base, str):
         raise UserError(f"{path}: extends is {base!r}; give the path of a YAML file, relative to this one.")
     followed = (*followed, Path(os.path.realpath(path)))
-    for mistake in _unwritable(base, "extends"):
+    for mistake in unwritable(base, "extends"):
         raise UserError(f"{path}: {mistake}")
     if Path(os.path.realpath(path.parent / base)) in followed:
         raise UserError(f"{path}: extends {base!r}, which in turn extends this file; break the circle.")
