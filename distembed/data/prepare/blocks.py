@@ -63,6 +63,7 @@ class KeyColumn:
         min_count: Values seen fewer times in the training rows share the out-of-vocabulary id.
         hash_size: Size of the table that values are hashed into; None builds a vocabulary.
         hash_seed: Seed of the hash.
+        max_length: Most values of a list, as the parser has cut them; None where there is no bound.
     """
 
     name: str
@@ -72,6 +73,7 @@ class KeyColumn:
     min_count: int = 1
     hash_size: int | None = None
     hash_seed: int = 0
+    max_length: int | None = None
 
     @property
     def key_dtype(self) -> np.dtype[Any]:
@@ -151,6 +153,23 @@ def code_dtype(num_keys: int) -> np.dtype[Any]:
 
 
 @dataclass(frozen=True)
+class RawInput:
+    """A file, a pipe or a URL that has rows.
+
+    Attributes:
+        name: Its name in the dataset (:func:`distembed.data.prepare.inputs.input_names`).
+        place: Where it is, for errors and notes.
+        num_bytes: Its size, compressed where it is; None where that is not known before it is read.
+        is_compressed: Whether it takes fewer bytes than its rows do as text.
+    """
+
+    name: str
+    place: str
+    num_bytes: int | None
+    is_compressed: bool = False
+
+
+@dataclass(frozen=True)
 class Part:
     """A piece of an input that is read by itself.
 
@@ -175,10 +194,13 @@ class OpenPart(Protocol):
 
     Attributes:
         bytes_read: Number of bytes of the input read so far, compressed where it is.
+        header_lines: Number of lines before the first row; of a part that does not begin its input, 0. Known once the
+            first block is there.
         sha256: SHA-256 of the whole input, once all blocks of a part that is whole were read; None for other parts.
     """
 
     bytes_read: int
+    header_lines: int
     sha256: str | None
 
     def raw_blocks(self) -> Generator[Any, None, None]:
@@ -196,13 +218,13 @@ class RowSource(Protocol):
     """One kind of rows, and the inputs that hold them; it can be pickled.
 
     Attributes:
-        names: Names of the inputs in the dataset, in order (:func:`distembed.data.prepare.inputs.input_names`).
+        inputs: The inputs in order.
         layout: The columns of every block.
         reasons: Why a row can be malformed, in the order of the manifest.
         wanted: What a well-formed row is, in a sentence, for errors.
     """
 
-    names: list[str]
+    inputs: list[RawInput]
     layout: BlockLayout
     reasons: tuple[str, ...]
     wanted: str
@@ -211,6 +233,13 @@ class RowSource(Protocol):
         """Returns the parts of all inputs, in order; each plain input is cut into parts of about so many bytes.
 
         They depend on the inputs and on ``part_bytes`` alone.
+        """
+
+    def checksum(self, source: int) -> str:
+        """Returns the SHA-256 of an input that is cut into several parts, given its number.
+
+        Raises:
+            UserError: The input cannot be read.
         """
 
     def open(self, part: Part, block_bytes: int) -> OpenPart:

@@ -1,0 +1,42 @@
+"""What a dataset's bytes depend on besides its rows, whatever the kind of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from distembed.data.prepare.split import SplitRule
+from distembed.errors import UserError
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """What a dataset's bytes depend on besides the rows and the layout of their columns.
+
+    Attributes:
+        split: How rows are divided (:class:`~distembed.data.prepare.split.SplitRule`).
+        max_rejected: Largest share of malformed rows that is no error; they are listed in ``rejected.tsv``.
+        vocabulary: Folder of a dataset, or of a run, whose ids and learnt transforms are applied; None learns new ones.
+        grow: Whether values that ``vocabulary`` lacks get ids behind those that are there.
+        recorded: What the manifest's ``preparation`` has of the options, in its order; what was learnt is added to it.
+
+    Raises:
+        UserError: An option is out of its range.
+    """
+
+    split: str = "0.8,0.1,0.1"
+    max_rejected: float = 0.01
+    vocabulary: Path | None = None
+    grow: bool = False
+    recorded: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_rejected <= 1:
+            raise UserError(
+                f"max_rejected (--max-rejected) is {self.max_rejected}: it is a share of the rows, between 0 and 1"
+            )
+        if self.grow and self.vocabulary is None:
+            raise UserError("grow (--grow) is given without vocabulary (--vocabulary), the dataset or run to grow")
+        SplitRule.parse(self.split)
