@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from distembed import checksums
 from distembed.checksums import checksum_differs, with_checksum
+from distembed.data.remote import file_system
 from distembed.errors import RunError, UserError
 from distembed.files import finite, free_space, read_regular_file
 
@@ -216,15 +216,7 @@ def open_file_system(url: str) -> tuple[Any, str]:
     """
     if url.startswith(("s3://", "s3a://")):
         os.environ.setdefault("AWS_MAX_ATTEMPTS", _S3_ATTEMPTS)
-    try:
-        files, path = fsspec.core.url_to_fs(url)
-    except ImportError as error:
-        raise UserError(f"{url} needs a package that is not installed: {error}") from error
-    except (ValueError, OSError) as error:
-        raise UserError(
-            f"{url} is no place for checkpoints ({error}); give a folder or a URL that fsspec knows."
-        ) from error
-    return files, path.rstrip("/")
+    return file_system(url, "is no place for checkpoints; give a folder or a URL that fsspec knows")
 
 
 def read_file(checkpoint: str, name: str) -> bytes:
