@@ -36,6 +36,7 @@ class RunFolder:
         config.yaml       the resolved config
         run.json          name, seed, versions, parameters, number of ranks, status
         plan.json         where each table is, and what that was planned for; input of `distembed train --plan`
+        dataset/          what the ids of the dataset mean (:mod:`distembed.data.dataset.kept`)
         metrics.jsonl     one object a line: kind "train" or "eval", step, values
         tensorboard/      the same metrics
         evaluation.json   the final evaluation

@@ -9,6 +9,7 @@ from distembed.checkpoints.places import checkpoint_names, checkpoint_place
 from distembed.checkpoints.store import LAST_FILE, METADATA_FILE, CheckpointStore
 from distembed.checksums import Verification
 from distembed.config import load_config
+from distembed.data.dataset.kept import kept_dataset
 from distembed.data.dataset.manifest import MANIFEST_NAME
 from distembed.data.dataset.verification import verify_dataset
 from distembed.errors import UserError
@@ -38,7 +39,9 @@ class Checked:
 
 
 def check(path: str) -> Iterator[Checked]:
-    """Yields what is at a place, after all of its bytes were held against their checksums: a run, then its checkpoints.
+    """Yields what is at a place, after all of its bytes were held against their checksums.
+
+    After a run come what it keeps of its dataset, and its checkpoints.
 
     Args:
         path: Folder of a run, a checkpoint, a dataset or a graph, or URL of a checkpoint.
@@ -55,6 +58,8 @@ def check(path: str) -> Iterator[Checked]:
         yield Checked("graph", path, verify_graph(folder))
     elif _has(folder, "run.json", "config.yaml"):
         yield Checked("run", path, _verify_run_files(folder))
+        if (kept := kept_dataset(folder)) is not None:
+            yield Checked("dataset", str(kept), verify_dataset(kept))
         yield from _check_checkpoints(folder)
     else:
         raise UserError(f"{path} is no run, checkpoint, dataset or graph; give the folder of one.")

@@ -11,6 +11,7 @@ import pyarrow as pa
 from distembed.checkpoints import load_checkpoint
 from distembed.checkpoints.store import missing_checksums_note as checkpoint_note
 from distembed.config import Config
+from distembed.data.dataset.kept import kept_dataset
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.verification import missing_checksums_note as dataset_note
 from distembed.files import whole_file
@@ -75,7 +76,9 @@ def load_training_state(run_dir: Path, dataset: str, config: Config, ranks: Rank
     """
     # nothing is trained: any optimizer will do that every device has
     train = dataclasses.replace(config.train, sparse_optimizer=SparseOptimizerConfig(name="sgd"))
-    config = dataclasses.replace(config, train=train)
+    kept = kept_dataset(run_dir)
+    data = config.data if kept is None else dataclasses.replace(config.data, path=str(kept))
+    config = dataclasses.replace(config, train=train, data=data)
     blueprint = Blueprint.for_ranks(config, Manifest.load(dataset).schema, ranks, {})
     state = build_training_state(blueprint, ranks, num_steps=1)
     state.task.start(blueprint.task_context(dataset, ranks))

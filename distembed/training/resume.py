@@ -14,6 +14,7 @@ from typing import Any
 
 from distembed.checkpoints.places import checkpoint_names, checkpoint_place
 from distembed.config import Config, load_config
+from distembed.data.dataset.kept import kept_dataset
 from distembed.data.dataset.manifest import Manifest, id_fingerprint
 from distembed.embedding import assignment_checksums
 from distembed.errors import UserError
@@ -59,17 +60,21 @@ def load_run_config(run: Path) -> Config:
     return config
 
 
-def choose_dataset(run: Path, config: Config, data: str | None) -> str:
+def choose_dataset(run: Path, config: Config, data: str | None, needs_rows: bool = True) -> str:
     """Returns the folder of the dataset to use a run's model on.
 
     Args:
         run: The run's folder.
         config: The run's config.
         data: The folder of another dataset, whose ids have to stand for the same values; None for the run's own.
+        needs_rows: Whether rows of the dataset are read; if not, what the run keeps of it is enough.
 
     Raises:
         UserError: The dataset is not there, or its ids stand for other values.
     """
+    kept = kept_dataset(run)
+    if data is None and kept is not None and not needs_rows:
+        return str(kept)
     dataset = data or config.data.require_path()
     if not Path(dataset).exists():
         raise UserError(f"the dataset {dataset} of {run} is not here; say where it is with --data.")

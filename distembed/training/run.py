@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from distembed.config import Config
+from distembed.data.dataset.kept import keep_dataset
 from distembed.data.dataset.manifest import id_fingerprint
 from distembed.data.dataset.verification import missing_checksums_note
 from distembed.describe import describe
@@ -80,6 +81,7 @@ def train_run(
         return FinishedRun(start.folder, None, None)
     info |= {"world_size": ranks.world_size, "device": ranks.device.type, "precision": trainer.precision}
     with run_folder.open(config.to_yaml(), info, trainer.step, trainer.step == trainer.num_steps):
+        keep_dataset(start.folder, config.data.require_path(), start.manifest)
         trainer.train()
         evaluation = described = None
         if config.data.test is not None:

@@ -41,14 +41,14 @@ def find_trained_run(folder: Path, data: str | None, split: str | None = None) -
     Args:
         folder: The run's folder.
         data: The folder of another dataset, whose ids have to stand for the same values; None for the run's own.
-        split: The split of the dataset that is to be read; None for none.
+        split: The split of the dataset that is to be read; None for none: then what the run keeps of its own is enough.
 
     Raises:
         UserError: The folder holds no run or no checkpoint, or the dataset is not there, is not like the run's own, or
             has no such split that is whole.
     """
     config = load_run_config(folder)
-    dataset = choose_dataset(folder, config, data)
+    dataset = choose_dataset(folder, config, data, needs_rows=split is not None)
     manifest = Manifest.load(dataset)
     if split is not None:
         require_splits(dataset, {"--split": split})

@@ -26,7 +26,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Path:
 
 
 def test_what_is_whole_is_said_to_be(finished: Path, dataset: Path) -> None:
-    run, two, four = distembed("check", finished).stdout.splitlines()
+    run, kept, two, four = distembed("check", finished).stdout.splitlines()
+    assert kept.startswith(f"dataset {finished}/dataset: whole, 1 files")
     assert run.startswith(f"run {finished}: whole, 4 files")
     assert two.startswith(f"checkpoint {finished}/checkpoints/step-00000002: whole, 3 files")
     assert four.startswith(f"checkpoint {finished / CHECKPOINT}: whole, 3 files")

@@ -178,9 +178,16 @@ class Manifest:
         """
         folder = Path(dataset_dir)
         with_checksums = self._with_checksums(folder, pieces or {}) if self.has_checksums else self
-        value = with_checksums.to_json()
-        write_text(folder / MANIFEST_NAME, json.dumps(value, indent=1) + "\n")
+        with_checksums.write(folder)
         return with_checksums
+
+    def write(self, folder: Path) -> None:
+        """Writes ``manifest.json`` with the checksums that it has, whole or not at all.
+
+        Raises:
+            RunError: The manifest cannot be written.
+        """
+        write_text(folder / MANIFEST_NAME, json.dumps(self.to_json(), indent=1) + "\n")
 
     def _with_checksums(self, folder: Path, pieces: Mapping[str, Pieces]) -> Manifest:
         try:
@@ -197,6 +204,18 @@ class Manifest:
     def has_checksums(self) -> bool:
         """Whether the dataset carries checksums."""
         return self.format_version > _WITHOUT_CHECKSUMS
+
+    @property
+    def is_without_rows(self) -> bool:
+        """Whether no file has the rows of the splits: the manifest is what a run keeps of its dataset's."""
+        return any(split.num_rows for split in self.splits.values()) and not self._split_files
+
+    def without_rows(self) -> Manifest:
+        """Returns the same without the splits' files and the malformed rows: what is left says what ids mean."""
+        splits = {name: dataclasses.replace(split, files=()) for name, split in self.splits.items()}
+        kept = dataclasses.replace(self, splits=splits, rejected=dataclasses.replace(self.rejected, file=None))
+        checksums = {file: self.checksums[file] for file in kept.other_files if file in self.checksums}
+        return dataclasses.replace(kept, checksums=checksums)
 
     @property
     def _split_files(self) -> list[DataFile]:

@@ -52,6 +52,11 @@ def list_row_groups(dataset_dir: Path, manifest: Manifest, split_name: str) -> t
             says.
     """
     split = manifest.split(split_name)
+    if manifest.is_without_rows:
+        raise UserError(
+            f"{dataset_dir} is what a run keeps of its dataset: it says what ids mean and has no rows; name the "
+            "dataset itself"
+        )
     if sum(file.num_rows for file in split.files) != split.num_rows:
         raise UserError(
             f"the manifest of {dataset_dir} is damaged: split {split_name!r} has {split.num_rows} rows, its files have "
