@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import binascii
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -12,6 +10,10 @@ from numpy.typing import NDArray
 _MAX_KEY = 2**32 - 1
 _HEX_DIGITS = 8
 _NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,9})?$"
+_HEX_VALUE = np.full(256, 255, np.uint8)
+_HEX_VALUE[np.frombuffer(b"0123456789", np.uint8)] = range(10)
+_HEX_VALUE[np.frombuffer(b"abcdef", np.uint8)] = range(10, 16)
+_HEX_VALUE[np.frombuffer(b"ABCDEF", np.uint8)] = range(10, 16)
 
 
 def decimal_numbers(values: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
@@ -29,10 +31,25 @@ def hexadecimal_keys(values: pa.Array) -> tuple[NDArray[np.uint32], NDArray[np.b
         numbers = _integers(values)
         malformed = (numbers < 0) | (numbers > _MAX_KEY)
         return np.where(malformed, 0, numbers).astype(np.uint32), malformed
+    if pc.all(pc.equal(pc.binary_length(values), _HEX_DIGITS), min_count=0).as_py() and not values.null_count:
+        return decode_hexadecimals(_text_bytes(values).reshape(-1, _HEX_DIGITS))
     good = _matches(values, f"^[0-9a-fA-F]{{1,{_HEX_DIGITS}}}$")
     digits = pc.utf8_lpad(pc.if_else(good, values, "0"), width=_HEX_DIGITS, padding="0")
-    text = np.frombuffer(digits.buffers()[2] or b"", np.uint8)[: _HEX_DIGITS * len(digits)]
-    return np.frombuffer(binascii.unhexlify(text.data), ">u4").astype(np.uint32), _not(good)
+    return decode_hexadecimals(_text_bytes(digits).reshape(-1, _HEX_DIGITS))[0], _not(good)
+
+
+def decode_hexadecimals(texts: NDArray[np.uint8]) -> tuple[NDArray[np.uint32], NDArray[np.bool_]]:
+    """Returns the numbers of texts of 8 hexadecimal digits, and which texts are none: their numbers are 0.
+
+    Args:
+        texts: Bytes of the texts, ``[texts, 8]``.
+    """
+    digits = _HEX_VALUE[texts]
+    malformed: NDArray[np.bool_] = np.max(digits, axis=1, initial=0) > 15
+    pairs = digits[:, 0::2] << 4 | digits[:, 1::2]
+    numbers: NDArray[np.uint32] = pairs.view(">u4").reshape(-1).astype(np.uint32)
+    numbers[malformed] = 0
+    return numbers, malformed
 
 
 def positive_numbers(values: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
@@ -43,12 +60,16 @@ def positive_numbers(values: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.
 
 def finite_numbers(values: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """Returns finite numbers, and which values are none: these are NaN."""
-    if pa.types.is_string(values.type):
+    try:
+        # texts that are all numbers, as almost all are, need no second look: what is not finite is found below
+        numbers = pc.cast(values, pa.float64(), safe=False)
+    except pa.ArrowInvalid:
         values = pc.if_else(_matches(values, _NUMBER), values, pa.scalar(None, values.type))
-    numbers = pc.cast(values, pa.float64(), safe=False).to_numpy(zero_copy_only=False).copy()
-    malformed = ~np.isfinite(numbers)
-    numbers[malformed] = np.nan
-    return numbers, malformed
+        numbers = pc.cast(values, pa.float64(), safe=False)
+    found = numbers.to_numpy(zero_copy_only=False).copy()
+    malformed = ~np.isfinite(found)
+    found[malformed] = np.nan
+    return found, malformed
 
 
 def _integers(values: pa.Array) -> NDArray[np.int64]:
@@ -57,6 +78,12 @@ def _integers(values: pa.Array) -> NDArray[np.int64]:
     filled = values.fill_null(2**64 - 1 if unsigned else -1) if values.null_count else values
     numbers: NDArray[np.int64] = filled.to_numpy().astype(np.int64)
     return numbers
+
+
+def _text_bytes(texts: pa.Array) -> NDArray[np.uint8]:
+    """Returns the bytes of all texts, end to end."""
+    offsets = np.frombuffer(texts.buffers()[1] or bytes(8), np.int32)[texts.offset : texts.offset + len(texts) + 1]
+    return np.frombuffer(texts.buffers()[2] or b"", np.uint8)[offsets[0] : offsets[-1]]
 
 
 def _matches(values: pa.Array, pattern: str) -> pa.Array:

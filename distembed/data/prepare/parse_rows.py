@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from distembed.data.dataset.schema import CRITEO_CATEGORICAL, CRITEO_DENSE
 from distembed.data.prepare.blocks import IdColumn, ParsedBlock, RejectedRow, code_dtype
+from distembed.data.prepare.column_numbers import decode_hexadecimals
 
 REASONS: tuple[str, ...] = ("columns", "label", "dense", "id")
 
@@ -41,11 +42,6 @@ _SUSPICIOUS = (b" ", b"x", b"X", b"+", b"\r")
 # pyarrow takes a lone carriage return for a line's end, skips a byte order mark, and can only report UTF-8. None of
 # these bytes belongs in a field, so each may as well be another byte that does not.
 _HARMLESS = bytes(byte if byte < 128 and byte != ord("\r") else 1 for byte in range(256))
-
-_HEX_VALUE = np.full(256, 255, np.uint8)
-_HEX_VALUE[np.frombuffer(b"0123456789", np.uint8)] = range(10)
-_HEX_VALUE[np.frombuffer(b"abcdef", np.uint8)] = range(10, 16)
-_HEX_VALUE[np.frombuffer(b"ABCDEF", np.uint8)] = range(10, 16)
 
 
 class _IrregularError(Exception):
@@ -206,11 +202,10 @@ def _decode_hex(texts: NDArray[np.uint64]) -> NDArray[np.uint32]:
     Raises:
         _IrregularError: A text is no such number.
     """
-    digits = _HEX_VALUE[texts.view(np.uint8)].reshape(-1, 8)
-    if (digits > 15).any():
+    keys, wrong = decode_hexadecimals(texts.view(np.uint8).reshape(-1, 8))
+    if wrong.any():
         raise _IrregularError
-    pairs = digits[:, 0::2] << 4 | digits[:, 1::2]
-    return pairs.view(">u4").reshape(-1).astype(np.uint32)
+    return keys
 
 
 def _fixed_bytes(column: pa.Array, dtype: type[np.uint8]) -> NDArray[np.uint8]:

@@ -1,5 +1,9 @@
 """Tables of any columns: what is known of them, and how their values become those of a dataset.
 
-- ``schema.py``: which columns there are and what becomes of each; ``schemas/`` has those of public datasets.
+- ``schema.py``: which columns there are and what becomes of each; ``schema_files.py`` reads it from YAML and from
+  manifests, and ``schemas/`` has those of public datasets.
+- ``parser.py`` turns a table of raw columns into a block of a dataset's columns, and sets the malformed rows aside:
+  ``raw_columns.py`` finds the columns, ``numbers.py`` reads labels, times and numbers, ``keys.py`` the values that get
+  ids, and ``text_keys.py`` has the hashes of texts.
 - It is shared by preparing (:mod:`distembed.data.prepare`) and by scoring raw rows.
 """

@@ -19,13 +19,26 @@ unless given.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator, Mapping
 from dataclasses import field
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic.dataclasses
-from pydantic import Field
+from pydantic import Field, TypeAdapter, model_validator
 
-from distembed.names import STRICT
+from distembed.names import STRICT, nearest
+from distembed.validation import validated
+
+if TYPE_CHECKING:
+    from distembed.data.dataset.manifest import Manifest
+
+TABLE, CRITEO = "table", "criteo"
+"""Names of the parsers, and of what a manifest says that a dataset was prepared from."""
+BINS = ("log_bins", "quantile_bins")
+"""Kinds of categorical columns that are numbers in the table."""
+SPLIT_BY_COLUMN, SPLIT_BY_TIME = "column:", "time:"
+_SPECIAL_TIMES = ("auto", "seconds", "milliseconds")
 
 _Bins = Annotated[int, Field(ge=2, le=1_000_000)]
 _MinCount = Annotated[int, Field(ge=1, le=2**63 - 1)]
@@ -70,6 +83,12 @@ class LabelColumn:
     at_least: float | None = None
     name: str = "label"
 
+    @model_validator(mode="after")
+    def _require_one_meaning(self) -> LabelColumn:
+        if self.kind == "number" and self.at_least is not None:
+            raise ValueError("at_least makes a label of 0 and 1, which kind: number is not; leave one of them out")
+        return self
+
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class WeightColumn:
@@ -93,6 +112,15 @@ class TimeColumn:
     column: str
     format: str = "auto"
     name: str = "time"
+
+    @model_validator(mode="after")
+    def _require_format(self) -> TimeColumn:
+        if self.format not in _SPECIAL_TIMES and "%" not in self.format:
+            guess = nearest(self.format, _SPECIAL_TIMES)
+            hint = f" (did you mean {guess!r}?)" if guess else ""
+            known = ", ".join(_SPECIAL_TIMES)
+            raise ValueError(f"format is {self.format!r}{hint}; give {known}, or a format such as %Y-%m-%d %H:%M:%S")
+        return self
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
@@ -124,10 +152,12 @@ class CategoricalColumn:
         min_count: Values seen fewer times in the training rows share the out-of-vocabulary id; null for the schema's.
         hash_size: Size of the table that values are hashed into; null for the schema's.
         hash_seed: Seed of the hash.
-        separator: What separates the values of a list; null for one value, or Parquet's or JSON's own lists.
+        separator: What separates the values of a list; null for one value, or Parquet's or JSON's own lists. Missing
+            values within a list are left out.
         is_list: Whether rows have lists; true where a separator is given.
         max_length: Most values of a list, the last ones; null for all.
-        cross: Names of two or more other columns of the table, whose values together are one value.
+        cross: Names of two or more other columns of the table, whose values, as they are written there, are one value
+            together; it is missing where one of them is.
         num_bins: Number of bins of ``quantile_bins``.
     """
 
@@ -141,6 +171,36 @@ class CategoricalColumn:
     max_length: Annotated[int, Field(ge=1)] | None = None
     cross: Annotated[list[str], Field(min_length=2)] | None = None
     num_bins: _Bins = 32
+
+    @property
+    def holds_lists(self) -> bool:
+        """Whether a row has any number of values."""
+        return self.is_list or self.separator is not None
+
+    @model_validator(mode="after")
+    def _require_one_meaning(self) -> CategoricalColumn:
+        """Refuses settings of which one has no meaning beside another."""
+        mistakes = []
+        if self.cross is not None:
+            if self.column is not None:
+                mistakes.append("column has no meaning beside cross, whose columns are the table's; leave one out")
+            if self.kind != "string":
+                mistakes.append(f"kind is {self.kind!r}, and the values of a cross are of kind string")
+            if self.holds_lists:
+                mistakes.append("a cross has one value a row; leave is_list and separator out")
+            if len(set(self.cross)) < len(self.cross):
+                mistakes.append(f"cross has a column twice: {', '.join(self.cross)}; name each once")
+        if self.kind in BINS and self.holds_lists:
+            mistakes.append(f"kind is {self.kind!r}, which is of one number a row; leave is_list and separator out")
+        if self.kind in BINS and self.hash_size is not None:
+            mistakes.append(f"kind is {self.kind!r}, whose bins are too few to be hashed; leave hash_size out")
+        if self.kind == "quantile_bins" and self.min_count is not None:
+            mistakes.append("kind is 'quantile_bins', of which all bins are kept; leave min_count out")
+        if self.max_length is not None and not self.holds_lists:
+            mistakes.append("max_length is of lists; give a separator or is_list: true too, or leave it out")
+        if mistakes:
+            raise ValueError("; ".join(mistakes))
+        return self
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
@@ -156,7 +216,7 @@ class TableSchema:
         split: How rows are divided into training, validation and test; see
             :class:`distembed.data.prepare.split.SplitRule`.
         min_count: ``min_count`` of the columns that have none of their own.
-        hash_size: ``hash_size`` of the columns that have none of their own; null builds vocabularies.
+        hash_size: ``hash_size`` of the columns that have none of their own, but for bins; null builds vocabularies.
         text: How text files are read.
         parser: ``criteo`` reads Criteo's rows by a parser of their own, which is faster; ``table`` any rows.
     """
@@ -171,3 +231,122 @@ class TableSchema:
     hash_size: _HashSize | None = None
     text: TextFormat = field(default_factory=TextFormat)
     parser: Literal["table", "criteo"] = "table"
+
+    @property
+    def dense_columns(self) -> dict[str, str]:
+        """The table's column of each dense column of the dataset."""
+        return {name: dense.column or name for name, dense in self.dense.items()}
+
+    @property
+    def categorical_columns(self) -> dict[str, tuple[str, ...]]:
+        """The table's columns of each categorical column of the dataset: one, or those of a cross."""
+        return {
+            name: tuple(categorical.cross) if categorical.cross is not None else (categorical.column or name,)
+            for name, categorical in self.categorical.items()
+        }
+
+    @property
+    def split_column(self) -> str | None:
+        """The table's column that says which split a row belongs to; None where something else does."""
+        if not self.split.startswith(SPLIT_BY_COLUMN):
+            return None
+        return self.split.removeprefix(SPLIT_BY_COLUMN).partition("=")[0]
+
+    def hash_size_of(self, column: CategoricalColumn) -> int | None:
+        """Returns the size of the table that a column's values are hashed into; None where a vocabulary is built."""
+        return None if column.kind in BINS else column.hash_size or self.hash_size
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns what differs from the defaults, in plain values, which :meth:`from_json` reads back."""
+        value: dict[str, Any] = _differing(self)
+        return value
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any], source: str) -> TableSchema:
+        """Returns the schema of nested plain values.
+
+        Args:
+            values: The sections of the schema, by name.
+            source: Where the values are from, for the error.
+
+        Raises:
+            UserError: The values make no schema; the error lists every mistake.
+        """
+        return validated(_ADAPTER, cls, values, source)
+
+    @classmethod
+    def of_manifest(cls, manifest: Manifest) -> TableSchema:
+        """Returns the schema of the raw rows that a dataset of a table, or of Criteo's rows, was prepared from.
+
+        Raises:
+            UserError: The dataset was prepared from something else.
+        """
+        from distembed.data.table.schema_files import schema_of_preparation
+
+        return schema_of_preparation(manifest.preparation)
+
+    @model_validator(mode="after")
+    def _require_consistent(self) -> TableSchema:
+        if mistakes := list(_inconsistencies(self)):
+            raise ValueError("\n".join(mistakes))
+        return self
+
+
+_ADAPTER = TypeAdapter(TableSchema)
+
+
+def _differing(section: Any) -> Any:
+    """Returns the fields of a dataclass that differ from their defaults, in plain values."""
+    values = {}
+    for each in dataclasses.fields(section):
+        value = getattr(section, each.name)
+        default = each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
+        if value == default:
+            continue
+        if dataclasses.is_dataclass(value):
+            value = _differing(value)
+        elif isinstance(value, dict):
+            value = {name: _differing(inner) for name, inner in value.items()}
+        values[each.name] = value
+    return values
+
+
+def _inconsistencies(schema: TableSchema) -> Iterator[str]:
+    """Yields what does not go together in a schema, a line each, with the place."""
+    yield from _repeated_names(schema)
+    if not schema.dense and not schema.categorical:
+        yield "dense, categorical: a schema names at least one column that a model is trained on"
+    lists = {schema.categorical_columns[name][0] for name, each in schema.categorical.items() if each.holds_lists}
+    for name, columns in schema.categorical_columns.items():
+        if len(columns) > 1 and (crossed := [column for column in columns if column in lists]):
+            yield f"categorical.{name}.cross: {crossed[0]!r} has lists, and a cross has one value of each column"
+    if schema.label is not None:
+        inputs: dict[str, tuple[str, ...]] = {f"dense.{name}": (each,) for name, each in schema.dense_columns.items()}
+        inputs |= {f"categorical.{name}": columns for name, columns in schema.categorical_columns.items()}
+        for place, columns in inputs.items():
+            if schema.label.column in columns:
+                yield f"{place}: {schema.label.column!r} is the label, which a model would be shown; leave it out"
+    if schema.split.startswith(SPLIT_BY_TIME) and schema.time is None:
+        yield f"split: {schema.split!r} is by time, and the schema has none; add `time: {{column: ...}}`"
+    names = schema.text.columns or []
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        yield f"text.columns: {', '.join(repeated)} stands there more than once; a column has a name of its own"
+    if schema.text.columns is not None and schema.text.header:
+        yield "text.columns: files with a header name their columns themselves; add `header: false`, or leave it out"
+    if schema.text.separator is not None and schema.text.separator == schema.text.quote:
+        yield f"text.quote: {schema.text.quote!r} separates fields too; give another, or null"
+
+
+def _repeated_names(schema: TableSchema) -> Iterator[str]:
+    """Yields a line for each name that two columns of the dataset have, or that is none."""
+    places: dict[str, str] = {}
+    single = {"label": schema.label, "weight": schema.weight, "time": schema.time}
+    named = [(f"{place}.name", each.name) for place, each in single.items() if each is not None]
+    named += [(f"dense.{name}", name) for name in schema.dense]
+    named += [(f"categorical.{name}", name) for name in schema.categorical]
+    for place, name in named:
+        if not name:
+            yield f"{place}: a column's name has at least one character"
+        elif name in places:
+            yield f"{place}: the dataset has a column {name!r} already, by {places[name]}; name one otherwise"
+        places.setdefault(name, place)

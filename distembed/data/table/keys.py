@@ -1,0 +1,244 @@
+"""Keys of a column of raw values, which are texts or of Arrow's types, or lists of these.
+
+Each distinct value of a block is looked at once: a column becomes codes into its distinct values, and these become
+keys. What a value of a kind is, and which key it has, is a function of its own, chosen by :data:`KEY_KINDS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from distembed.data.prepare.blocks import IdColumn, code_dtype
+from distembed.data.prepare.column_numbers import hexadecimal_keys
+from distembed.data.table.numbers import Bools, is_missing, number_values
+from distembed.data.table.text_keys import text_keys
+
+_WHOLE_NUMBER = r"^[+-]?[0-9]+(\.0*)?$"
+_FRACTION = r"\.0*$"
+_CROSS_SEPARATOR, _ESCAPE = "|", "\\"
+_LARGEST_EXACT = 2**53
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What became of distinct values.
+
+    Attributes:
+        keys: Key of each value.
+        wrong: Which values are malformed.
+        texts: Text of each value, for keys that are hashes.
+    """
+
+    keys: NDArray[Any]
+    wrong: Bools
+    texts: pa.Array | None = None
+
+
+@dataclass(frozen=True)
+class CodedColumn:
+    """Values of a column: value i is number ``codes[i]`` of the distinct ones, counted from 1; 0 is a missing one.
+
+    Attributes:
+        codes: Codes of all values, int32.
+        distinct: The distinct values.
+        lengths: Number of values of each row, int32, for lists; None where each row has one.
+    """
+
+    codes: NDArray[np.int32]
+    distinct: pa.Array
+    lengths: NDArray[np.int32] | None = None
+
+
+def string_keys(distinct: pa.Array) -> Keys:
+    """Returns hashes of texts; a number's text is that of its decimal digits."""
+    texts = distinct.cast(pa.string())
+    return Keys(text_keys(texts), np.zeros(len(texts), bool), texts)
+
+
+def integer_keys(distinct: pa.Array) -> Keys:
+    """Returns integers of 64 bits; a number in floating point has to be whole, and of at most 53 bits.
+
+    A text may have a fraction of zeros, as pandas writes integers of which some are missing.
+    """
+    if pa.types.is_string(distinct.type):
+        return _written_integers(distinct)
+    if pa.types.is_floating(distinct.type) or pa.types.is_decimal(distinct.type):
+        numbers, wrong = number_values(distinct)
+        wrong |= ~((np.floor(numbers) == numbers) & (np.abs(numbers) <= _LARGEST_EXACT))
+        return Keys(np.where(wrong, 0, numbers).astype(np.int64), wrong)
+    integers = distinct.cast(pa.uint8()) if pa.types.is_boolean(distinct.type) else distinct
+    values = integers.to_numpy(zero_copy_only=False)
+    return Keys(values.astype(np.int64), values > np.iinfo(np.int64).max)
+
+
+def hash_keys(distinct: pa.Array) -> Keys:
+    """Returns numbers of 32 bits, of up to 8 hexadecimal digits or of integers."""
+    return Keys(*hexadecimal_keys(distinct))
+
+
+def log_bin_keys(distinct: pa.Array) -> Keys:
+    """Returns the square of the logarithm of numbers above 2, rounded down, and lower numbers rounded down."""
+    numbers, wrong = number_values(distinct)
+    bins = np.where(numbers > 2, np.square(np.log(np.maximum(numbers, 2))), numbers)
+    wrong |= ~(np.abs(bins) <= _LARGEST_EXACT)
+    return Keys(np.floor(np.where(wrong, 0, bins)).astype(np.int64), wrong)
+
+
+KEY_KINDS: Mapping[str, Callable[[pa.Array], Keys]] = {
+    "string": string_keys,
+    "integer": integer_keys,
+    "hexadecimal": hash_keys,
+    "log_bins": log_bin_keys,
+}
+"""Kind of values -> keys of distinct ones, none of which is missing."""
+
+
+def coded(column: pa.Array, missing: pa.Array) -> CodedColumn:
+    """Returns a column's values as codes of the distinct ones.
+
+    Args:
+        column: One value a row.
+        missing: Texts that stand for a missing value.
+    """
+    encoded = column.dictionary_encode()
+    indices = encoded.indices.fill_null(-1) if encoded.indices.null_count else encoded.indices
+    codes = indices.to_numpy() + np.int32(1)
+    distinct = encoded.dictionary
+    gone = is_missing(distinct)
+    if pa.types.is_string(distinct.type):
+        gone |= pc.is_in(distinct, value_set=missing).to_numpy(zero_copy_only=False)
+    if not gone.any():
+        return CodedColumn(codes, distinct)
+    new_codes = np.concatenate([[0], np.where(gone, 0, np.cumsum(~gone))]).astype(np.int32)
+    return CodedColumn(new_codes[codes], distinct.filter(pa.array(~gone)))
+
+
+def coded_lists(lists: pa.Array, missing: pa.Array, max_length: int | None) -> CodedColumn:
+    """Returns the values of lists as codes of the distinct ones; what is missing within a list is left out.
+
+    Args:
+        lists: A list of values a row; a missing list is an empty one.
+        missing: Texts that stand for a missing value.
+        max_length: Most values of a row, the last ones; None for all.
+    """
+    lengths = pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int32)
+    values = coded(pc.list_flatten(lists), missing)
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    present = values.codes > 0
+    lengths = np.bincount(rows[present], minlength=len(lengths)).astype(np.int32)
+    codes = values.codes[present]
+    if max_length is not None and len(lengths) and lengths.max() > max_length:
+        place_from_end = np.repeat(np.cumsum(lengths), lengths) - np.arange(len(codes))
+        codes = codes[place_from_end <= max_length]
+        lengths = np.minimum(lengths, np.int32(max_length))
+    return CodedColumn(codes, values.distinct, lengths)
+
+
+def crossed(columns: Sequence[CodedColumn]) -> CodedColumn:
+    r"""Returns what several columns say together as one column of texts: ``a|b``, where ``|`` within a value is ``\|``.
+
+    It is missing where the value of one of them is.
+
+    Args:
+        columns: Columns of texts, one value a row each.
+    """
+    first, *others = columns
+    codes, texts = first.codes, _escaped(first.distinct)
+    for other in others:
+        pairs = codes.astype(np.int64) * (len(other.distinct) + 1) + other.codes
+        pairs[(codes == 0) | (other.codes == 0)] = -1
+        distinct, places = np.unique(pairs, return_inverse=True)
+        num_missing = int(len(distinct) > 0 and distinct[0] < 0)
+        codes = (places + 1 - num_missing).astype(np.int32)
+        left, right = np.divmod(distinct[num_missing:], len(other.distinct) + 1)
+        texts = pc.binary_join_element_wise(
+            texts.take(pa.array(left - 1)), _escaped(other.distinct).take(pa.array(right - 1)), _CROSS_SEPARATOR
+        )
+    return CodedColumn(codes, texts)
+
+
+def wrong_rows(column: CodedColumn, wrong: Bools, num_rows: int) -> Bools:
+    """Returns which rows have a malformed value, given which of the distinct ones are."""
+    values = np.concatenate([[False], wrong])[column.codes]
+    if column.lengths is None:
+        return values
+    rows = np.repeat(np.arange(num_rows), column.lengths)
+    return np.bincount(rows[values], minlength=num_rows) > 0
+
+
+def id_column(column: CodedColumn, keys: Keys, good: Bools | None) -> IdColumn:
+    """Returns the keys of the well-formed rows, each of which is there once and is of some row.
+
+    Args:
+        column: The values.
+        keys: The keys of the distinct ones.
+        good: Which rows are well-formed; None where all are.
+    """
+    codes, lengths = column.codes, column.lengths
+    if good is not None:
+        codes = codes[good if lengths is None else np.repeat(good, lengths)]
+        lengths = lengths if lengths is None else lengths[good]
+    first, places = _distinct_keys(keys)
+    codes_of_keys = places[codes]
+    used = np.bincount(codes_of_keys, minlength=len(first) + 1)[1:] > 0
+    if not used.all():
+        codes_of_keys = np.concatenate([[0], np.cumsum(used)])[codes_of_keys]
+        first = first[used]
+    values = np.concatenate([np.zeros(1, keys.keys.dtype), keys.keys[first]])
+    texts = None if keys.texts is None else pa.concat_arrays([pa.array([""]), keys.texts.take(pa.array(first))])
+    return IdColumn(codes_of_keys.astype(code_dtype(len(values))), values, texts, lengths)
+
+
+def _distinct_keys(keys: Keys) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Returns the first place of each distinct key, and a new code for each code.
+
+    Several values may have one key, such as 0a and A.
+    """
+    places = np.arange(len(keys.keys) + 1)
+    if keys.texts is not None:  # two texts with one key are told apart where ids are given
+        return places[:-1], places
+    encoded = pa.array(keys.keys).dictionary_encode()
+    if len(encoded.dictionary) == len(keys.keys):
+        return places[:-1], places
+    codes = encoded.indices.to_numpy()
+    places[1:] = codes + 1
+    return np.unique(codes, return_index=True)[1], places
+
+
+def _written_integers(texts: pa.Array) -> Keys:
+    """Returns the integers of texts."""
+    wrong = ~pc.match_substring_regex(texts, _WHOLE_NUMBER).to_numpy(zero_copy_only=False)
+    digits = (
+        pc.replace_substring_regex(texts, _FRACTION, "") if pc.any(pc.match_substring(texts, ".")).as_py() else texts
+    )
+    digits = pc.utf8_ltrim(digits, "+")
+    digits = pc.if_else(pa.array(~wrong), digits, "0") if wrong.any() else digits
+    try:
+        return Keys(digits.cast(pa.int64()).to_numpy(), wrong)
+    except pa.ArrowInvalid:  # some have more than 64 bits
+        numbers = [_int64(text) for text in digits.to_pylist()]
+        wrong |= np.array([number is None for number in numbers], bool)
+        return Keys(np.array([number or 0 for number in numbers], np.int64), wrong)
+
+
+def _int64(digits: str) -> int | None:
+    """Returns the integer of a sign and digits; None where it has more than 64 bits."""
+    sign = -1 if digits.startswith("-") else 1
+    magnitude = digits.lstrip("-").lstrip("0")
+    number = sign * int(magnitude or "0") if len(magnitude) <= 19 else None
+    return number if number is not None and -(2**63) <= number < 2**63 else None
+
+
+def _escaped(texts: pa.Array) -> pa.Array:
+    """Returns texts in which neither the separator of crosses nor the mark before it stands by itself."""
+    for character in (_ESCAPE, _CROSS_SEPARATOR):
+        if pc.any(pc.match_substring(texts, character)).as_py():
+            texts = pc.replace_substring(texts, character, _ESCAPE + character)
+    return texts

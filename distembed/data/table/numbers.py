@@ -1,0 +1,165 @@
+"""Labels, weights, times and numbers of a column of raw values, which are texts or of Arrow's types.
+
+A value that is none is marked, and never an error: each function returns the numbers, and which rows are malformed.
+What is missing is null, or NaN in a column of floating-point numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from distembed.data.prepare.column_numbers import finite_numbers
+from distembed.data.table.schema import LabelColumn, TimeColumn
+
+Bools = NDArray[np.bool_]
+Floats = NDArray[np.float32]
+
+_LARGEST_TIME = 2**53
+"""Times beyond are no seconds that a float64 holds, nor any that somebody means."""
+_ZONED = r"(?:[Zz]|[+-][0-9]{2}:?[0-9]{2})$"
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def is_missing(column: pa.Array) -> Bools:
+    """Returns which values are missing."""
+    result: Bools = column.is_null(nan_is_null=pa.types.is_floating(column.type)).to_numpy(zero_copy_only=False)
+    return result
+
+
+def number_values(column: pa.Array) -> tuple[NDArray[np.float64], Bools]:
+    """Returns numbers, NaN where they are missing; a value that is there and no finite number is malformed."""
+    numbers, not_finite = finite_numbers(column)
+    return numbers, not_finite & ~is_missing(column) if not_finite.any() else not_finite
+
+
+def dense_values(column: pa.Array, transform: str) -> tuple[Floats, Bools]:
+    """Returns numbers in float32, NaN where they are missing; with ``log``, log(1 + x), and 0 for negative ones."""
+    numbers, wrong = number_values(column)
+    with np.errstate(over="ignore"):
+        values = numbers.astype(np.float32)
+    wrong |= np.isinf(values)
+    if transform == "log":
+        values = np.log1p(np.maximum(values, np.float32(0)))
+    return values, wrong
+
+
+def weight_values(column: pa.Array) -> tuple[Floats, Bools]:
+    """Returns finite weights, 0 or more; a missing one is malformed."""
+    values, wrong = dense_values(column, "none")
+    return values, wrong | ~(values >= 0)
+
+
+def label_values(column: pa.Array, label: LabelColumn) -> tuple[NDArray[np.int8] | Floats, Bools]:
+    """Returns labels, int8 for those of 0 and 1 and float32 for numbers; a missing one is malformed."""
+    if label.at_least is not None:
+        numbers, wrong = number_values(column)
+        return (numbers >= label.at_least).astype(np.int8), wrong | np.isnan(numbers)
+    if label.kind == "number":
+        values, wrong = dense_values(column, "none")
+        return values, wrong | np.isnan(values)
+    values, wrong = _by_distinct_value(column, _binary_values)
+    return values, wrong
+
+
+def time_values(column: pa.Array, time: TimeColumn) -> tuple[NDArray[np.int64], Bools]:
+    """Returns times in whole seconds since 1970, rounded down; a missing one is malformed."""
+    if pa.types.is_temporal(column.type):
+        return _timestamps(column)
+    if time.format in ("seconds", "milliseconds"):
+        return _seconds(column, 1000 if time.format == "milliseconds" else 1)
+    if time.format != "auto":
+        texts = column.cast(pa.string())
+        return _by_distinct_value(texts, lambda distinct: _formatted_times(distinct, time.format))
+    if pa.types.is_string(column.type):
+        return _by_distinct_value(column, _written_times)
+    return _seconds(column, 1)
+
+
+def _by_distinct_value(
+    column: pa.Array, read: Callable[[pa.Array], tuple[NDArray[Any], Bools]]
+) -> tuple[NDArray[Any], Bools]:
+    """Returns what ``read`` makes of each distinct value, for every row; a missing value is malformed."""
+    encoded = column.dictionary_encode()
+    values, wrong = read(encoded.dictionary)
+    # one more, for the missing ones, which have the last place
+    values, wrong = np.append(values, np.zeros(1, values.dtype)), np.append(wrong, True)
+    codes = encoded.indices.fill_null(len(values) - 1).to_numpy(zero_copy_only=False)
+    return values[codes], wrong[codes]
+
+
+def _binary_values(distinct: pa.Array) -> tuple[NDArray[np.int8], Bools]:
+    """Returns 0 and 1 for numbers that are these, and for false and true in letters of either case."""
+    if pa.types.is_string(distinct.type):
+        lower = pc.utf8_lower(distinct)
+        distinct = pc.replace_substring_regex(lower, "^true$", "1")
+        distinct = pc.replace_substring_regex(distinct, "^false$", "0")
+    numbers, wrong = number_values(distinct)
+    return (numbers == 1).astype(np.int8), wrong | ~((numbers == 0) | (numbers == 1))
+
+
+def _seconds(column: pa.Array, units_per_second: int) -> tuple[NDArray[np.int64], Bools]:
+    """Returns numbers of seconds, or of parts of seconds, as whole seconds."""
+    most = _LARGEST_TIME * units_per_second
+    if pa.types.is_integer(column.type):
+        whole = column.fill_null(0).to_numpy(zero_copy_only=False)
+        wrong = is_missing(column) | (whole > most) | (whole < -most)
+        return np.where(wrong, 0, whole).astype(np.int64) // units_per_second, wrong
+    numbers, wrong = number_values(column)
+    wrong |= ~(np.abs(numbers) <= most)
+    return np.floor(np.where(wrong, 0, numbers) / units_per_second).astype(np.int64), wrong
+
+
+def _timestamps(column: pa.Array) -> tuple[NDArray[np.int64], Bools]:
+    """Returns the seconds of Arrow's times and days."""
+    if pa.types.is_date(column.type):
+        column = column.cast(pa.timestamp("ms" if pa.types.is_date64(column.type) else "s"))
+    if not pa.types.is_timestamp(column.type):  # a time of the day, or a length of time
+        return np.zeros(len(column), np.int64), np.ones(len(column), bool)
+    per_second = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[column.type.unit]
+    seconds = column.cast(pa.int64()).fill_null(0).to_numpy(zero_copy_only=False) // per_second
+    return seconds, is_missing(column)
+
+
+def _formatted_times(distinct: pa.Array, layout: str) -> tuple[NDArray[np.int64], Bools]:
+    """Returns the seconds of texts in a format of strptime."""
+    times = pc.strptime(distinct, format=layout, unit="s", error_is_null=True)
+    return _timestamps(times)
+
+
+def _written_times(distinct: pa.Array) -> tuple[NDArray[np.int64], Bools]:
+    """Returns the seconds of texts that are numbers of seconds, or days and times as ISO 8601 writes them."""
+    seconds, wrong = _seconds(distinct, 1)
+    rest = np.flatnonzero(wrong)
+    if len(rest):
+        seconds = seconds.copy()
+        seconds[rest], wrong[rest] = _iso_times(distinct.take(pa.array(rest)))
+    return seconds, wrong
+
+
+def _iso_times(texts: pa.Array) -> tuple[NDArray[np.int64], Bools]:
+    """Returns the seconds of days and times as ISO 8601 writes them, in UTC unless they say otherwise."""
+    zoned = pc.match_substring_regex(texts, _ZONED)
+    for kind in (pa.timestamp("ns"), pa.timestamp("ns", "UTC")):
+        if pc.all(pc.equal(zoned, kind.tz is not None)).as_py():
+            try:
+                return _timestamps(texts.cast(kind))
+            except pa.ArrowInvalid:
+                pass
+    found = [_iso_time(text) for text in texts.to_pylist()]
+    return np.array([time or 0 for time in found], np.int64), np.array([time is None for time in found], bool)
+
+
+def _iso_time(text: str) -> int | None:
+    """Returns the seconds of one such text; None where it is none."""
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return ((time if time.tzinfo else time.replace(tzinfo=UTC)) - _EPOCH) // timedelta(seconds=1)

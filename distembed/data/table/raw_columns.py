@@ -1,0 +1,156 @@
+"""The columns of a raw table that a schema names, found by name, of a type that has such values, as plain arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from distembed.data.table.schema import TableSchema
+from distembed.errors import UserError
+from distembed.names import nearest
+from distembed.units import enumerate_names
+
+TEXT, NUMBER, INTEGER, BOOLEAN, TIME, LIST = "text", "number", "integer", "boolean", "time", "list"
+"""Kinds of Arrow's types; a number may have a fraction."""
+
+_NUMERIC = (TEXT, NUMBER, INTEGER, BOOLEAN)
+_ALLOWED = {
+    "string": (*_NUMERIC, TIME),
+    "integer": _NUMERIC,
+    "hexadecimal": (TEXT, INTEGER),
+    "log_bins": _NUMERIC,
+    "quantile_bins": _NUMERIC,
+}
+"""Kind of a categorical column -> kinds of types that hold such values."""
+
+
+class TableColumns:
+    """The columns that a schema names.
+
+    Args:
+        schema: The schema.
+
+    Attributes:
+        kinds: Kinds of types that each column may be of, by the column's name.
+    """
+
+    def __init__(self, schema: TableSchema) -> None:
+        uses: list[tuple[str, Sequence[str]]] = []
+        uses += [(each.column, _NUMERIC) for each in (schema.label, schema.weight) if each is not None]
+        uses += [(schema.time.column, (TEXT, NUMBER, INTEGER, TIME))] if schema.time is not None else []
+        uses += [(column, _NUMERIC) for column in schema.dense_columns.values()]
+        for name, columns in schema.categorical_columns.items():
+            allowed: Sequence[str] = _ALLOWED[schema.categorical[name].kind]
+            if schema.categorical[name].holds_lists:
+                allowed = (LIST, *((TEXT, INTEGER) if schema.categorical[name].separator is not None else ()))
+            uses += [(column, allowed) for column in columns]
+        uses += [(schema.split_column, _ALLOWED["string"])] if schema.split_column is not None else []
+        self.kinds: dict[str, tuple[str, ...]] = {}
+        for column, allowed in uses:
+            known = self.kinds.get(column, tuple(allowed))
+            self.kinds[column] = tuple(kind for kind in known if kind in allowed)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the columns in the table."""
+        return tuple(self.kinds)
+
+    def require(self, types: pa.Schema, source: str = "the table") -> None:
+        """Makes sure that a table has the columns, each once and of a type that has such values.
+
+        Args:
+            types: The table's columns.
+            source: What the table is, for the error.
+
+        Raises:
+            UserError: It has not; the error names every column that is missing, and the nearest of those there.
+        """
+        missing = [name for name in self.kinds if name not in types.names]
+        if missing:
+            guesses = {name: nearest(name, types.names) for name in missing}
+            hints = [f"{guess!r} for {name!r}" for name, guess in guesses.items() if guess]
+            hint = f" Did you mean {' and '.join(hints)}?" if hints else ""
+            raise UserError(
+                f"{source} has no column {enumerate_names([repr(name) for name in missing])}, which the schema names."
+                f"{hint} It has {enumerate_names([repr(name) for name in types.names])}."
+            )
+        for name, allowed in self.kinds.items():
+            if types.names.count(name) > 1:
+                raise UserError(f"{source} has several columns named {name!r}; rename them.")
+            if (kind := type_kind(types.field(name).type)) not in (*allowed, None):
+                raise UserError(
+                    f"{source}, column {name!r}: its type is {types.field(name).type}; the schema takes "
+                    f"{' or '.join(allowed)} there{_list_hint(kind, allowed)}."
+                )
+
+    def taken_from(self, table: pa.Table) -> dict[str, pa.Array]:
+        """Returns the columns of a table as plain arrays: texts as Arrow's string, lists of these, and no dictionaries.
+
+        Raises:
+            UserError: The table lacks a column, or one is of a type that has no such values.
+        """
+        self.require(table.schema)
+        return {name: _plain(_one_array(table.column(name))) for name in self.kinds}
+
+
+def as_lists(column: pa.Array, separator: str | None) -> pa.Array:
+    """Returns a column of lists: one of lists as it is, one of single values divided at the separator."""
+    if type_kind(column.type) == LIST:
+        return column
+    return pc.split_pattern(column.cast(pa.string()), separator or "")
+
+
+def type_kind(type_: pa.DataType) -> str | None:
+    """Returns the kind of an Arrow type; None for that of a column without any value, and "other" for what has none."""
+    if pa.types.is_dictionary(type_):
+        return type_kind(type_.value_type)
+    if pa.types.is_list(type_) or pa.types.is_large_list(type_) or pa.types.is_fixed_size_list(type_):
+        return LIST if type_kind(type_.value_type) not in (LIST, "other") else "other"
+    tests = {
+        None: (pa.types.is_null,),
+        BOOLEAN: (pa.types.is_boolean,),
+        INTEGER: (pa.types.is_integer,),
+        NUMBER: (pa.types.is_floating, pa.types.is_decimal),
+        TIME: (pa.types.is_timestamp, pa.types.is_date),
+        TEXT: (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, *_BINARY),
+    }
+    return next((kind for kind, of_kind in tests.items() if any(test(type_) for test in of_kind)), "other")
+
+
+_BINARY = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view, pa.types.is_fixed_size_binary)
+
+
+def _list_hint(kind: str | None, allowed: Sequence[str]) -> str:
+    if kind == LIST:
+        return "; `is_list: true` takes lists"
+    return "; `separator` divides texts into lists" if allowed == (LIST,) else ""
+
+
+def _one_array(column: pa.ChunkedArray) -> pa.Array:
+    """Returns the chunks of a column as one array."""
+    combined = column.combine_chunks()
+    return combined if isinstance(combined, pa.Array) else pa.concat_arrays(combined.chunks)
+
+
+def _plain(column: pa.Array) -> pa.Array:
+    """Returns a column without a dictionary, texts as Arrow's string, in which bytes that are no UTF-8 are escapes."""
+    column = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+    if type_kind(column.type) == LIST:
+        lists = column.cast(pa.list_(column.type.value_type))
+        values = _plain(lists.flatten())
+        offsets = pa.concat_arrays([pa.array([0], pa.int32()), _list_ends(lists)])
+        return pa.ListArray.from_arrays(offsets, values)
+    if type_kind(column.type) not in (TEXT, None):
+        return column
+    try:
+        return column.cast(pa.string())
+    except pa.ArrowInvalid:
+        texts = [None if value is None else value.decode(errors="backslashreplace") for value in column.to_pylist()]
+        return pa.array(texts, pa.string())
+
+
+def _list_ends(lists: pa.Array) -> pa.Array:
+    """Returns where each row's values end among those of all rows; a missing list has none."""
+    return pc.cumulative_sum(pc.fill_null(pc.list_value_length(lists), 0)).cast(pa.int32())

@@ -1,0 +1,99 @@
+"""Schemas of tables from files: of a user, of public datasets (they are shipped), and of datasets that were prepared.
+
+A shipped schema is a file of ``schemas/``, whose name without its end is the schema's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from distembed.data.table.schema import CRITEO, TABLE, TableSchema
+from distembed.errors import UserError
+from distembed.files import read_regular_file
+from distembed.names import nearest
+from distembed.yaml_text import MAX_BYTES, parse_yaml
+
+_SHIPPED_FOLDER = Path(__file__).parent / "schemas"
+_SUFFIX = ".yaml"
+
+
+def shipped_schemas() -> list[str]:
+    """Returns the names of the schemas that are shipped."""
+    return sorted(path.stem for path in _SHIPPED_FOLDER.glob(f"*{_SUFFIX}"))
+
+
+def load_schema(name_or_path: str) -> TableSchema:
+    """Reads a schema.
+
+    Args:
+        name_or_path: Name of a shipped schema, or path of a YAML file; a file in the working directory that is named
+            as a shipped one is given as ``./NAME``.
+
+    Raises:
+        UserError: There is none, or it is wrong; the error lists every mistake with its path and the nearest name.
+    """
+    if name_or_path in shipped_schemas():
+        return read_schema(_SHIPPED_FOLDER / (name_or_path + _SUFFIX))
+    path = Path(name_or_path)
+    if not path.exists() and not path.suffix and path.name == name_or_path:
+        guess = nearest(name_or_path, shipped_schemas())
+        hint = f" Did you mean {guess!r}?" if guess else ""
+        raise UserError(
+            f"the schema (--schema) is {name_or_path!r}, which is neither a file nor one that is shipped.{hint} "
+            f"Shipped: {', '.join(shipped_schemas())}; `distembed prepare schema INPUT -o schema.yaml` writes one."
+        )
+    return read_schema(path)
+
+
+def read_schema(path: Path) -> TableSchema:
+    """Reads a schema from a YAML file.
+
+    Raises:
+        UserError: The file cannot be read, or is wrong; the error lists every mistake.
+    """
+    try:
+        text = read_regular_file(path, MAX_BYTES).decode("utf-8")
+    except (OSError, ValueError) as error:  # ValueErrors are other encodings, and a path that no file can have
+        raise UserError(f"the schema {path} cannot be read: {error}") from error
+    values = parse_yaml(text, str(path))
+    if not isinstance(values, dict):
+        raise UserError(f"the schema {path} holds a {type(values).__name__}; it must hold keys such as `categorical:`.")
+    return TableSchema.from_json(values, str(path))
+
+
+def schema_of_preparation(preparation: Mapping[str, Any]) -> TableSchema:
+    """Returns the schema of the rows that a dataset was prepared from.
+
+    Args:
+        preparation: What the dataset's manifest says of its preparation.
+
+    Raises:
+        UserError: They are neither those of a table nor Criteo's.
+    """
+    source = preparation.get("source")
+    if source == TABLE and isinstance(preparation.get("schema"), Mapping):
+        return TableSchema.from_json(preparation["schema"], "the schema in the dataset's manifest")
+    if source == CRITEO:
+        return _criteo_schema(preparation)
+    raise UserError(
+        f"the dataset was prepared from {source or 'files of its own'!r}: raw rows are known of datasets of `distembed "
+        "prepare table` and `prepare criteo`"
+    )
+
+
+def _criteo_schema(preparation: Mapping[str, Any]) -> TableSchema:
+    """Returns the schema of a dataset of ``prepare criteo``, with its options."""
+    schema = load_schema(CRITEO)
+    missing = preparation.get("missing", "zero")
+    seed = preparation.get("hash_seed", 0)
+    return dataclasses.replace(
+        schema,
+        dense={name: dataclasses.replace(each, missing=missing) for name, each in schema.dense.items()},
+        categorical={name: dataclasses.replace(each, hash_seed=seed) for name, each in schema.categorical.items()},
+        split=preparation.get("split", schema.split),
+        min_count=preparation.get("min_count", schema.min_count),
+        hash_size=preparation.get("hash_size"),
+    )

@@ -1,0 +1,152 @@
+"""Rows of a table parsed one value at a time in plain Python: what the fast code is compared with."""
+
+import datetime
+import math
+import random
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from distembed.data.prepare.blocks import ParsedBlock
+from distembed.data.table.parser import TableParser
+from distembed.data.table.schema import CategoricalColumn, TableSchema
+
+Row = Mapping[str, str | None]
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+_INTEGER = re.compile(r"[+-]?[0-9]+(\.0*)?")
+_HEX = re.compile(r"[0-9a-fA-F]{1,8}")
+
+
+class Malformed(Exception):
+    """A value that is none of its kind."""
+
+
+def number(text: str | None) -> float:
+    """Returns a finite number in 32 bits, or NaN for a missing value."""
+    if text is None:
+        return math.nan
+    if not _NUMBER.fullmatch(text) or abs(float(text)) >= 2.0**128 * (1 - 2**-25):
+        raise Malformed
+    return float(text)
+
+
+def time(text: str | None, layout: str) -> int:
+    if text is None:
+        raise Malformed
+    if "%" in layout:
+        try:
+            parsed = datetime.datetime.strptime(text, layout)
+        except ValueError as error:
+            raise Malformed from error
+        return int(parsed.replace(tzinfo=datetime.UTC).timestamp())
+    if _NUMBER.fullmatch(text):
+        return math.floor(float(text) / (1000 if layout == "milliseconds" else 1))
+    try:
+        parsed = datetime.datetime.fromisoformat(text)
+    except ValueError as error:
+        raise Malformed from error
+    if layout != "auto":
+        raise Malformed
+    return math.floor((parsed if parsed.tzinfo else parsed.replace(tzinfo=datetime.UTC)).timestamp())
+
+
+def key(text: str, kind: str) -> str | int:
+    """Returns the value that has an id: a text, or a number."""
+    if kind == "string":
+        return text
+    if kind == "log_bins":
+        value = number(text)
+        return math.floor(math.log(value) ** 2 if value > 2 else value)
+    pattern, base = (_HEX, 16) if kind == "hexadecimal" else (_INTEGER, 10)
+    if not pattern.fullmatch(text):
+        raise Malformed
+    value = int(text.split(".")[0], base)
+    if not -(2**63) <= value < 2**63:
+        raise Malformed
+    return value
+
+
+def categorical(row: Row, name: str, column: CategoricalColumn) -> Any:
+    """Returns a value, None where it is missing, or a list."""
+    if column.cross is not None:
+        values = [row[each] for each in column.cross]
+        escaped = [value.replace("\\", "\\\\").replace("|", "\\|") for value in values if value is not None]
+        return "|".join(escaped) if len(escaped) == len(values) else None
+    text = row[column.column or name]
+    if column.separator is not None:
+        pieces = [piece for piece in (text or "").split(column.separator) if piece]
+        found = [key(piece, column.kind) for piece in pieces]
+        return found if column.max_length is None else found[-column.max_length :]
+    return None if text is None else key(text, column.kind)
+
+
+def parse(row: Row, schema: TableSchema) -> dict[str, Any] | str:
+    """Returns the values of a row by the dataset's columns, or why the row is malformed."""
+    result: dict[str, Any] = {}
+    reason = ""
+    try:
+        reason = "label"
+        if schema.label is not None:
+            label = number(
+                {"true": "1", "false": "0"}.get(str(row[schema.label.column]).lower(), row[schema.label.column])
+            )
+            if schema.label.at_least is not None and not math.isnan(label):
+                label = float(label >= schema.label.at_least)
+            if math.isnan(label) or (schema.label.kind == "binary" and label not in (0, 1)):
+                raise Malformed
+            result[schema.label.name] = label
+        reason = "weight"
+        if schema.weight is not None:
+            weight = number(row[schema.weight.column])
+            if not weight >= 0:
+                raise Malformed
+            result[schema.weight.name] = weight
+        reason = "time"
+        if schema.time is not None:
+            result[schema.time.name] = time(row[schema.time.column], schema.time.format)
+        reason = "dense"
+        for name, dense in schema.dense.items():
+            value = number(row[dense.column or name])
+            logarithm = dense.transform == "log" and not math.isnan(value)
+            result[name] = math.log1p(max(value, 0)) if logarithm else value
+        reason = "id"
+        for name, column in schema.categorical.items():
+            if column.kind == "quantile_bins":
+                result[name] = number(row[column.column or name])
+            else:
+                result[name] = categorical(row, name, column)
+    except Malformed:
+        return reason
+    return result
+
+
+def rows_of(parser: TableParser, block: ParsedBlock) -> list[dict[str, Any]]:
+    """Returns the rows of a block as :func:`parse` has them."""
+    columns: dict[str, list[Any]] = {}
+    for number_column, values in zip(parser.layout.numbers, block.numbers, strict=True):
+        assert values.dtype == number_column.dtype
+        columns[number_column.name] = values.tolist()
+    for key_column, ids in zip(parser.layout.ids, block.ids, strict=True):
+        assert ids.keys.dtype == key_column.key_dtype
+        assert len(set(ids.keys[1:].tolist())) == len(ids.keys) - 1
+        assert set(ids.codes.tolist()) | {0} == set(range(len(ids.keys)))
+        values = ids.keys.tolist() if ids.texts is None else ids.texts.to_pylist()
+        found = [values[code] if code else None for code in ids.codes.tolist()]
+        if ids.lengths is not None:
+            flat = iter(found)
+            found = [[next(flat) for _ in range(length)] for length in ids.lengths.tolist()]
+        columns[key_column.name] = found
+    assert {len(values) for values in columns.values()} <= {block.num_rows}
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def same(first: Any, second: Any) -> bool:
+    """Returns whether two values are the same, numbers as far as float32 goes."""
+    if isinstance(second, float):
+        return (math.isnan(first) and math.isnan(second)) or math.isclose(first, second, rel_tol=1e-6)
+    return type(first) is type(second) and first == second
+
+
+def draw(rng: random.Random, pool: list[str | None], odd: list[str], share: float) -> str | None:
+    """Returns a value of a pool, or with a probability an odd one."""
+    return rng.choice(odd) if rng.random() < share else rng.choice(pool)

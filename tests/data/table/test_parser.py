@@ -1,0 +1,170 @@
+"""The parser of tables against one that reads value after value, and the laws that it holds."""
+
+import random
+
+import pyarrow as pa
+import pytest
+
+from distembed.data.table.parser import TableParser
+from distembed.data.table.schema import TableSchema
+from distembed.errors import UserError
+from tests.data.table import reference
+
+SCHEMA = TableSchema.from_json(
+    {
+        "label": {"column": "click"},
+        "weight": {"column": "w"},
+        "time": {"column": "at"},
+        "dense": {"price": {"transform": "log"}, "age": {"missing": "keep"}, "raw": {"column": "price"}},
+        "categorical": {
+            "site": {},
+            "number": {"kind": "integer"},
+            "hash": {"kind": "hexadecimal"},
+            "price_bin": {"column": "price", "kind": "log_bins"},
+            "age_bin": {"column": "age", "kind": "quantile_bins"},
+            "genres": {"separator": "|"},
+            "recent": {"column": "numbers", "kind": "integer", "separator": " ", "max_length": 2},
+            "site_x_number": {"cross": ["site", "number", "genres_text"]},
+        },
+    },
+    "the test",
+)
+
+POOLS: dict[str, tuple[list[str | None], list[str]]] = {
+    "click": (["0", "1", "1.0", "TRUE", "false"], ["2", "", "x", "-1", "nan", "10"]),
+    "w": (["0", "1", "2.5", "1e3", ".5"], ["-1", "", "inf", "1,5", "1e39"]),
+    "at": (
+        ["0", "1413849600", "2014-10-21", "2014-10-21T01:02:03", "2014-10-21 01:02:03.9+01:00"],
+        ["soon", "", "2014-13-01"],
+    ),
+    "price": ([None, "0", "-3", "17", "1e6", "2", "3.5", "+4"], ["free", "0x1f", "1_0", "infinity", "1e999"]),
+    "age": ([None, "20", "30.5", "99"], ["old", "--1", "1e39"]),
+    "site": ([None, "a", "b", "sité", "a|b", "a\\", "NA"], ["\u2028"]),
+    "number": ([None, "0", "-7", "7.0", "007", "9223372036854775807"], ["9223372036854775808", "7.5", "x", "1e3", "-"]),
+    "hash": ([None, "0a", "A", "ffffffff", "0000000a"], ["123456789", "xyz", "-1", "0x1"]),
+    "genres": ([None, "a", "a|b", "b||c", "|", "x|a|b|c"], ["|||"]),
+    "numbers": ([None, "1", "1 2", "3 2 1", " "], ["1 x", "1.5"]),
+    "genres_text": ([None, "a", "a|b"], ["\\|"]),
+}
+
+
+def drawn_rows(num_rows: int, seed: int, odd: float = 0.02) -> list[dict[str, str | None]]:
+    rng = random.Random(seed)
+    return [{name: reference.draw(rng, *pool, odd) or None for name, pool in POOLS.items()} for _ in range(num_rows)]
+
+
+def table(rows: list[dict[str, str | None]]) -> pa.Table:
+    return pa.table({name: pa.array([row[name] for row in rows], pa.string()) for name in POOLS})
+
+
+@pytest.mark.parametrize("num_rows, odd", [(0, 0.0), (1, 0.0), (1, 1.0), (517, 0.0), (517, 0.05), (64, 0.7)])
+def test_blocks_are_those_of_a_plain_parser(num_rows: int, odd: float) -> None:
+    rows, parser = drawn_rows(num_rows, seed=num_rows, odd=odd), TableParser(SCHEMA)
+    block = parser.parse(table(rows))
+    wanted = [reference.parse(row, SCHEMA) for row in rows]
+    assert block.num_lines == num_rows
+    assert [(row.line, row.reason) for row in block.rejected] == [
+        (line, reason) for line, reason in enumerate(wanted) if isinstance(reason, str)
+    ]
+    kept = [row for row in wanted if not isinstance(row, str)]
+    found = reference.rows_of(parser, block)
+    assert block.num_rows == len(found) == len(kept)
+    for one, other in zip(found, kept, strict=True):
+        assert set(one) == set(other)
+        assert all(reference.same(one[name], other[name]) for name in other), (one, other)
+
+
+def test_a_block_has_the_rows_of_its_pieces() -> None:
+    whole, parser = table(drawn_rows(300, seed=1, odd=0.03)), TableParser(SCHEMA)
+    pieces = [parser.parse(whole.slice(start, length)) for start, length in ((0, 1), (1, 0), (1, 150), (151, 149))]
+    found = [str(row) for piece in pieces for row in reference.rows_of(parser, piece)]
+    assert found == [str(row) for row in reference.rows_of(parser, parser.parse(whole))]
+
+
+def test_typed_columns_are_as_their_texts() -> None:
+    typed = pa.table(
+        {
+            "click": pa.array([True, False, True]),
+            "w": pa.array([1, 2, 0], pa.uint8()),
+            "at": pa.array([0, 86400, 7], pa.timestamp("s", "Europe/Paris")),
+            "price": pa.array([1.5, None, float("nan")]),
+            "age": pa.array([20, 30, None], pa.int16()),
+            "site": pa.array(["a", None, "a"], pa.large_string()).dictionary_encode(),
+            "number": pa.array([7.0, None, -1.0]),
+            "hash": pa.array([10, 2**32 - 1, None]),
+            "genres": pa.array([["a", None, "b"], None, []], pa.large_list(pa.string())),
+            "numbers": pa.array([[1, 2, 3], [], None], pa.list_(pa.int32())),
+            "genres_text": pa.array([b"x", None, b"y"]),
+        }
+    )
+    texts = pa.table(
+        {
+            "click": ["1", "0", "1"],
+            "w": ["1", "2", "0"],
+            "at": ["0", "86400", "7"],
+            "price": ["1.5", None, None],
+            "age": ["20", "30", None],
+            "site": ["a", None, "a"],
+            "number": ["7", None, "-1"],
+            "hash": ["a", "ffffffff", None],
+            "genres": ["a|b", None, ""],
+            "numbers": ["1 2 3", None, None],
+            "genres_text": ["x", None, "y"],
+        }
+    )
+    parser = TableParser(SCHEMA)
+    assert str(reference.rows_of(parser, parser.parse(typed))) == str(reference.rows_of(parser, parser.parse(texts)))
+
+
+@pytest.mark.parametrize(
+    "layout, texts, seconds",
+    [
+        ("%y%m%d%H", ["14102100", "14102123"], [1413849600, 1413849600 + 23 * 3600]),
+        ("milliseconds", ["1500", "-1", "0.5"], [1, -1, 0]),
+        ("seconds", ["1.9", "-0.5", "1e3"], [1, -1, 1000]),
+    ],
+)
+def test_times_have_formats(layout: str, texts: list[str], seconds: list[int]) -> None:
+    values = {"time": {"column": "t", "format": layout}, "categorical": {"c": {"column": "t"}}}
+    parser = TableParser(TableSchema.from_json(values, "the test"))
+    block = parser.parse(pa.table({"t": [*texts, "x", None]}))
+    assert block.numbers[0].tolist() == seconds
+    assert [row.reason for row in block.rejected] == ["time", "time"]
+
+
+def test_rows_to_predict_need_no_label() -> None:
+    rows = table(drawn_rows(50, seed=3, odd=0.0))
+    parser = TableParser(SCHEMA, needs_label=False)
+    block = parser.parse(rows.drop_columns(["click", "w", "at"]))
+    assert [column.name for column in parser.layout.numbers] == ["price", "age", "raw", "age_bin"]
+    assert block.num_rows == 50
+    complete = TableParser(SCHEMA)
+    for row, whole in zip(
+        reference.rows_of(parser, block), reference.rows_of(complete, complete.parse(rows)), strict=True
+    ):
+        assert str(row) == str({name: whole[name] for name in row})
+
+
+def test_missing_values_are_those_that_the_schema_says() -> None:
+    values = {"dense": {"n": {}}, "categorical": {"c": {}}, "text": {"missing_values": ["NA", "-1"]}}
+    parser = TableParser(TableSchema.from_json(values, "the test"))
+    block = parser.parse(pa.table({"n": ["-1", "NA", "3", ""], "c": ["NA", "", "-1", "x"]}))
+    assert str(block.numbers[0].tolist()) == "[nan, nan, 3.0]"
+    assert [(row.line, row.reason) for row in block.rejected] == [(3, "dense")]
+    assert reference.rows_of(parser, block)[1]["c"] == ""
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda t: t.drop_columns(["site", "price"]), ["'price', 'site'", "no column"]),
+        (lambda t: t.rename_columns({"site": "sites"}), ["no column 'site'", "Did you mean 'sites'"]),
+        (lambda t: t.append_column("site", t["site"]), ["several columns named 'site'"]),
+        (lambda t: t.set_column(5, "site", pa.array([["a"]] * len(t))), ["'site'", "is_list: true"]),
+        (lambda t: t.set_column(3, "price", pa.array([{"a": 1}] * len(t))), ["'price'", "struct"]),
+    ],
+)
+def test_tables_of_other_columns_are_refused(change, words: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        TableParser(SCHEMA).parse(change(table(drawn_rows(3, seed=0))))
+    assert all(word in str(error.value) for word in words), error.value
