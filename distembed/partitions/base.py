@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 from jaxtyping import Int64
@@ -111,6 +111,30 @@ class Partition(ABC):
         Schemes override it where one vectorised operation can serve all tables.
         """
         return torch.stack([partition.rows(row) for partition, row in zip(partitions, ids, strict=True)], dim=1)
+
+    def grown_settings(self, num_embeddings: int) -> dict[str, Any]:
+        """Returns the settings with which the scheme, made for more ids, leaves the rows of these ids as they are.
+
+        It is what a model goes on with whose vocabulary has grown. A scheme without such a rule is refused then.
+
+        Args:
+            num_embeddings: The number of ids that it grows to, which is not below that of this instance.
+
+        Raises:
+            UserError: The scheme has no rule, or cannot have so many ids; the error says what can.
+        """
+        raise UserError(
+            f"{self.name} has no rule by which it grows from {self.num_embeddings} to {num_embeddings} ids; define "
+            f"{type(self).__name__}.grown_settings, or use quotient_remainder, mixed_radix or naive, which have one."
+        )
+
+    def grown(self, num_embeddings: int) -> Self:
+        """Returns the scheme for more ids; each id of this one has the rows there that it has here.
+
+        Raises:
+            UserError: As for :meth:`grown_settings`.
+        """
+        return type(self)(num_embeddings, **self.grown_settings(num_embeddings))
 
     @property
     def total_rows(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxtyping import Int64
 
@@ -70,6 +70,22 @@ class ChineseRemainder(Partition):
     def colliding_ids(self) -> tuple[int, int] | None:
         repeats_after = math.lcm(*self.num_rows)
         return (0, repeats_after) if repeats_after < self.num_embeddings else None
+
+    def grown_settings(self, num_embeddings: int) -> dict[str, Any]:
+        """Returns the moduli, as they are as long as their product reaches the number of ids.
+
+        Raises:
+            UserError: It does not; any other moduli would give known ids other rows.
+        """
+        most = math.prod(self.num_rows)
+        if num_embeddings > most:
+            with_room = list(suggest_moduli(self.num_rows, num_embeddings, coprime=True))
+            raise UserError(
+                f"{self.name} with moduli {list(self.num_rows)} has at most {most} ids and cannot grow to "
+                f"{num_embeddings}: with other moduli known ids would have other rows. Train anew with moduli that "
+                f"leave room, such as {with_room}, or with quotient_remainder or mixed_radix, which grow without end."
+            )
+        return {"moduli": list(self.num_rows)}
 
     def _candidates(self, rows: Int64[Tensor, "k *shape"]) -> Int64[Tensor, "*shape"]:
         # Garner: the digits of the id in the mixed radix of the moduli, each from those before it

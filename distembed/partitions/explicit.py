@@ -92,6 +92,31 @@ class Explicit(Partition):
         shared = "" if self.is_complementary() else f", about {self.ids_per_row:.1f} ids a row (not complementary)"
         return equations + shared
 
+    def grown_settings(self, num_embeddings: int) -> dict[str, Any]:
+        """Raises a :class:`UserError`, unless there are no more ids: the rows of further ones follow from no rule."""
+        if num_embeddings > self.num_embeddings:
+            raise UserError(
+                f"{self.name} has assignments of {self.num_embeddings} ids, and cannot grow to {num_embeddings} by "
+                "itself; give assignments of all ids, in which those of the known ones are the same."
+            )
+        return {"assignments": self.assignments, "num_rows": self.num_rows, "allow_collisions": True}
+
+    def first_changed_id(self, before: "Explicit") -> int | None:
+        """Returns the first id of an earlier scheme that has other rows here; None where all ids keep their rows.
+
+        Raises:
+            UserError: The earlier scheme has another number of partitions, or more ids.
+        """
+        if len(before.num_rows) != len(self.num_rows) or before.num_embeddings > self.num_embeddings:
+            raise UserError(
+                f"explicit has {len(self.num_rows)} partitions of {self.num_embeddings} ids, and had "
+                f"{len(before.num_rows)} of {before.num_embeddings}; give as many partitions, and no fewer ids."
+            )
+        changed = torch.zeros(before.num_embeddings, dtype=torch.bool)
+        for now, then in zip(self.assignments, before.assignments, strict=True):
+            changed |= now[: len(then)] != then
+        return int(changed.byte().argmax()) if changed.any() else None
+
     def rows(self, ids: Int64[Tensor, "*shape"]) -> Int64[Tensor, "k *shape"]:
         if ids.device not in self._copies:
             self._copies[ids.device] = tuple(rows.to(ids.device) for rows in self.assignments)

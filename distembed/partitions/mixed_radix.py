@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxtyping import Int64
 
@@ -60,6 +60,7 @@ class MixedRadix(Partition):
         else:
             given = require_moduli(self.name, moduli, num_partitions)
             _require_complementary(n, given)
+        self.moduli = given
         below = [math.prod(given[:j]) for j in range(len(given))]
         self.num_rows = tuple(min(m, -(-n // lower)) for m, lower in zip(given, below, strict=True))
 
@@ -76,6 +77,11 @@ class MixedRadix(Partition):
 
     def colliding_ids(self) -> tuple[int, int] | None:
         return colliding_digits(self.num_embeddings, self.num_rows)
+
+    def grown_settings(self, num_embeddings: int) -> dict[str, Any]:
+        """Returns the moduli, of which only the last is raised, and only where their product would be too small."""
+        *lower, last = self.moduli
+        return {"moduli": [*lower, max(last, -(-num_embeddings // math.prod(lower)))]}
 
     def _candidates(self, rows: Int64[Tensor, "k *shape"]) -> Int64[Tensor, "*shape"]:
         return from_digits(rows, self.num_rows[:-1])

@@ -6,7 +6,7 @@ Trade-off: no compression, and every id is trained on its own occurrences alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxtyping import Int64
 
@@ -34,6 +34,10 @@ class Naive(Partition):
 
     def colliding_ids(self) -> None:
         return None
+
+    def grown_settings(self, num_embeddings: int) -> dict[str, Any]:
+        """Returns no settings: rows are added behind the old ones."""
+        return {}
 
     def _candidates(self, rows: Int64[Tensor, "k *shape"]) -> Int64[Tensor, "*shape"]:
         return rows[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxtyping import Int64
 
@@ -68,6 +68,10 @@ class QuotientRemainder(Partition):
 
     def colliding_ids(self) -> tuple[int, int] | None:
         return colliding_digits(self.num_embeddings, self.num_rows)
+
+    def grown_settings(self, num_embeddings: int) -> dict[str, Any]:
+        """Returns the number of remainder rows, which stays: quotient rows are added behind the old ones."""
+        return {"num_buckets": self.modulus}
 
     def _candidates(self, rows: Int64[Tensor, "k *shape"]) -> Int64[Tensor, "*shape"]:
         return from_digits(rows, (self.modulus,))

@@ -7,7 +7,7 @@ apart, however long the training.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxtyping import Int64
 
@@ -66,6 +66,10 @@ class Remainder(Partition):
     @property
     def ids_per_row(self) -> float:
         return self.num_embeddings / min(self.modulus, self.num_embeddings)
+
+    def grown_settings(self, num_embeddings: int) -> dict[str, Any]:
+        """Returns the number of rows, which stays: more ids share each."""
+        return {"num_buckets": self.modulus}
 
     def _candidates(self, rows: Int64[Tensor, "k *shape"]) -> Int64[Tensor, "*shape"]:
         # asked only where m >= n, and there x mod m is x

@@ -1,0 +1,136 @@
+"""Whether the ids of a dataset go on from those of an earlier one: known values have the ids that they had.
+
+``distembed prepare --vocabulary EARLIER`` keeps the earlier vocabularies as they are, and with ``--grow`` adds new
+values behind their ends::
+
+    earlier    2 u   3 a   4 k
+    now        2 u   3 a   4 k   5 b   6 z        the earlier vocabulary is the beginning of this one
+
+Ids of a hash go on as long as its size and seed stay. What ids stand for that were made elsewhere is not known here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from distembed.data.dataset.manifest import Manifest
+from distembed.data.dataset.pieces import REMEDY
+from distembed.errors import UserError
+
+_SAME_PREPARATION = ("hash_size", "hash_seed", "learnt")
+"""What datasets with the same ids and numbers are prepared with alike; ``learnt`` is what transforms have learnt."""
+
+
+def require_grown_from(
+    earlier_folders: Sequence[str | os.PathLike[str]],
+    earlier: Manifest,
+    dataset_dir: str | os.PathLike[str],
+    manifest: Manifest,
+) -> None:
+    """Makes sure that a dataset's columns are those of an earlier one, and that known values have the ids they had.
+
+    Args:
+        earlier_folders: Folders in which the earlier dataset's vocabularies may lie.
+        earlier: The earlier dataset's manifest.
+        dataset_dir: The dataset's folder.
+        manifest: The dataset's manifest.
+
+    Raises:
+        UserError: They are not; the error names the column. Or a vocabulary is missing or damaged.
+    """
+    _require_same_columns(earlier, manifest, dataset_dir)
+    for option in _SAME_PREPARATION:
+        old, new = (each.preparation.get(option) for each in (earlier, manifest))
+        if old != new:
+            raise _not_grown(dataset_dir, f"{option} was {_shown(old)} and is {_shown(new)}")
+    if earlier.vocabularies.keys() != manifest.vocabularies.keys():
+        differing = ", ".join(sorted(earlier.vocabularies.keys() ^ manifest.vocabularies.keys()))
+        raise _not_grown(dataset_dir, f"only one of the two has a vocabulary of {differing}")
+    for name in earlier.vocabularies:
+        _require_same_beginning(earlier_folders, earlier, dataset_dir, manifest, name)
+
+
+def _require_same_columns(earlier: Manifest, manifest: Manifest, dataset_dir: str | os.PathLike[str]) -> None:
+    """Refuses other columns, and features with fewer ids than they had."""
+    old, new = earlier.schema, manifest.schema
+    for part in ("dense", "dense_sequences", "missing_dense", "label_kind"):
+        if getattr(old, part) != getattr(new, part):
+            raise _not_grown(dataset_dir, f"{part} was {getattr(old, part)} and is {getattr(new, part)}")
+    features = {feature.name: feature for feature in new.categorical}
+    if list(features) != list(old.categorical_names):
+        raise _not_grown(
+            dataset_dir, f"the features were {', '.join(old.categorical_names)}, now {', '.join(features)}"
+        )
+    for before in old.categorical:
+        now = features[before.name]
+        if (before.table, before.multi_hot) != (now.table, now.multi_hot):
+            raise _not_grown(dataset_dir, f"the feature {before.name!r} was {before} and is {now}")
+        if now.num_embeddings < before.num_embeddings:
+            raise _not_grown(
+                dataset_dir, f"the feature {before.name!r} had {before.num_embeddings} ids and has {now.num_embeddings}"
+            )
+
+
+def _require_same_beginning(
+    earlier_folders: Sequence[str | os.PathLike[str]],
+    earlier: Manifest,
+    dataset_dir: str | os.PathLike[str],
+    manifest: Manifest,
+    name: str,
+) -> None:
+    """Refuses a vocabulary of which the earlier one is not the beginning."""
+    old_file, new_file = earlier.vocabularies[name].file, manifest.vocabularies[name].file
+    old_checksum = earlier.checksums.get(old_file)
+    if old_checksum is not None and old_checksum == manifest.checksums.get(new_file):
+        return
+    folder = next((each for each in earlier_folders if (Path(each) / old_file).is_file()), None)
+    if folder is None:
+        raise UserError(
+            f"the vocabulary {old_file} of the earlier dataset is in none of {', '.join(map(str, earlier_folders))}; "
+            "put it back."
+        )
+    old = _read(earlier.require_unchanged(folder, old_file))
+    new = _read(manifest.require_unchanged(dataset_dir, new_file))
+    if len(new) < len(old):
+        raise _not_grown(dataset_dir, f"the vocabulary of {name!r} had {len(old)} values and has {len(new)}")
+    if not new.slice(0, len(old)).equals(old):
+        raise _not_grown(dataset_dir, _first_difference(name, old, new))
+
+
+def _read(path: Path) -> pa.Table:
+    """Returns the ids and keys of a vocabulary, in the order of ids."""
+    try:
+        return pq.read_table(path, columns=["id", "key"])
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"the vocabulary {path} cannot be read ({error}); {REMEDY}") from error
+
+
+def _first_difference(name: str, old: pa.Table, new: pa.Table) -> str:
+    """Returns where a vocabulary begins to differ from an earlier one."""
+    if old.schema != new.schema:
+        return f"the vocabulary of {name!r} had keys of type {old['key'].type} and has {new['key'].type}"
+    beginning = new.slice(0, len(old))
+    differs = pc.or_(pc.not_equal(old["id"], beginning["id"]), pc.not_equal(old["key"], beginning["key"]))
+    place = differs.index(True).as_py()
+    before, now = (table["key"][place].as_py() for table in (old, new))
+    return f"id {old['id'][place].as_py()} of {name!r} stood for {before!r} and stands for {now!r}"
+
+
+def _shown(value: Any) -> str:
+    """Returns a value as an error shows it, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def _not_grown(dataset_dir: str | os.PathLike[str], difference: str) -> UserError:
+    return UserError(
+        f"the ids of {dataset_dir} do not go on from those of the earlier dataset: {difference}. Prepare it with "
+        "`--vocabulary` and the earlier dataset or run, and with `--grow` if new values are to have ids."
+    )
