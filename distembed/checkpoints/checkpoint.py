@@ -178,9 +178,9 @@ def _load(
         to_read |= saved.states_to_read(live_states(optimizer, weights))
     to_read |= further
     read_tensors(checkpoint, saved.metadata, to_read, collectives)
-    _forget_caches(model)
+    forget_caches(model)
     if optimizer is not None and "step" in saved.progress:
-        set_step_count(optimizer, saved.progress["step"])
+        set_step_count(optimizer, saved.optimizer_steps)
     return saved
 
 
@@ -222,7 +222,7 @@ def load_weights(checkpoint: Path | str, suffixes: Sequence[str]) -> list[Tensor
     return list(weights.values())
 
 
-def _forget_caches(model: nn.Module) -> None:
+def forget_caches(model: nn.Module) -> None:
     """Drops rows that a device caches of tables in host memory, which have been read anew."""
     sharded = (module for module in model.modules() if isinstance(module, ShardedModule))
     for module in sharded:

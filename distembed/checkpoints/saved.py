@@ -21,6 +21,8 @@ from distembed.errors import RunError, UserError
 from distembed.units import enumerate_lines
 
 _MAX_DIFFERENCES = 10
+STEPS_BEFORE = "steps_before"
+"""Key of a run's progress: number of steps that its optimizers' states had when it began."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,11 @@ class SavedCheckpoint:
             raise
         except Exception as error:  # a damaged file may fail to read in any way
             raise not_read(path, error) from error
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Number of steps that the states of optimizers have gathered: the run's own, and those it began with."""
+        return int(self.progress["step"]) + int(self.progress.get(STEPS_BEFORE, 0))
 
     def differences(
         self, weights: Mapping[str, TensorShards], tables: Mapping[str, str], optimizers: Mapping[str, str] | None

@@ -41,13 +41,23 @@ def train_command(
             "many ranks as there are.",
         ),
     ] = None,
+    init_from: Annotated[
+        str | None,
+        typer.Option(
+            "--init-from",
+            metavar="RUN",
+            help="Begin with the weights and optimizer states of this run, or of one of its checkpoints; its dataset's "
+            "vocabulary may have grown since. The same as train.init_from.",
+        ),
+    ] = None,
 ) -> None:
     """Train a model, evaluate it on the test split, and keep all that is needed to repeat it."""
     from distembed.config import load_config
     from distembed.training.start import RunOptions, find_start_alone
 
     options = RunOptions(run_dir, config.stem, resume, resume_or_start, plan)
-    loaded = load_config(config, overrides or [])
+    begins_with = [] if init_from is None else [f"train.init_from={json.dumps(init_from)}"]
+    loaded = load_config(config, [*(overrides or []), *begins_with])
     start = find_start_alone(loaded, options, say)
     from distembed.ranks import process_group
     from distembed.training.run import train_run

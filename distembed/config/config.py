@@ -76,8 +76,8 @@ class Config:
 
 
 _ADAPTER = TypeAdapter(Config)
-_PATHS = frozenset({"path", "assignments", "graph"})
-"""Keys of files and folders that a relative path names from the working directory."""
+_PATHS = frozenset({"path", "assignments", "graph", "init_from"})
+"""Keys of files and folders that a relative path names from the working directory; URLs are left as they are."""
 _MOST_FILES = 20
 """Number of files of which each extends the next."""
 
@@ -102,7 +102,7 @@ def with_absolute_paths(config: Config) -> Config:
     def absolute(key: str, value: Any) -> Any:
         if isinstance(value, dict):
             return {inner: absolute(inner, own) for inner, own in value.items()}
-        return str(Path(value).absolute()) if key in _PATHS and isinstance(value, str) else value
+        return str(Path(value).absolute()) if _is_path(key, value) else value
 
     return validate(absolute("", dataclasses.asdict(config)), "the config with absolute paths")
 
@@ -113,9 +113,14 @@ def input_paths(config: Config) -> list[str]:
     def paths(key: str, value: Any) -> list[str]:
         if isinstance(value, dict):
             return [path for inner, own in value.items() for path in paths(inner, own)]
-        return [value] if key in _PATHS and isinstance(value, str) else []
+        return [value] if _is_path(key, value) else []
 
     return list(dict.fromkeys(paths("", dataclasses.asdict(config))))
+
+
+def _is_path(key: str, value: Any) -> bool:
+    """Returns whether a setting is the path of a file or a folder."""
+    return key in _PATHS and isinstance(value, str) and "://" not in value
 
 
 def validate(values: Mapping[str, Any], source: str) -> Config:

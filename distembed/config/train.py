@@ -31,6 +31,8 @@ class TrainConfig:
         keep_checkpoints: Number of the newest checkpoints that are not removed.
         checkpoint_dir: Folder for checkpoints, relative to the run's if not absolute, or any URL that fsspec knows,
             such as ``s3://bucket/folder``; null for ``checkpoints`` in the run's folder.
+        init_from: Folder of a run, or folder or URL of one of its checkpoints, whose weights and optimizer states
+            training begins with; null for initial weights.
     """
 
     batch_size: Count = 128
@@ -46,3 +48,4 @@ class TrainConfig:
     checkpoint_every: Interval = 0
     keep_checkpoints: Count = 2
     checkpoint_dir: Annotated[str, Field(min_length=1)] | None = None
+    init_from: Annotated[str, Field(min_length=1)] | None = None

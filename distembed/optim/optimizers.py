@@ -82,6 +82,8 @@ class Optimizers:
 
     Attributes:
         combined: The one optimizer that a TorchRec pipeline steps and a checkpoint holds.
+        steps_before: Number of steps that its states had when the run began, 0 unless they were another run's. Adam
+            and its kin correct their states by how long these have gathered; learning rates follow the run's own steps.
 
     Args:
         model: The sharded model, whose tables :func:`fuse_sparse_optimizer` has marked.
@@ -121,6 +123,7 @@ class Optimizers:
         self._fused_corrects_bias = kind.corrects_bias and kind.fused_class is not None
         self._dense = dense
         self._num_steps = num_steps
+        self.steps_before = 0
         self.combined = CombinedOptimizer([optimizer for optimizer, _ in self._scheduled])
 
     def set_learning_rates(self, step: int) -> float:
@@ -139,7 +142,7 @@ class Optimizers:
         self._fused.step()
         if self._fused_corrects_bias:
             # FBGEMM counts the batches of evaluations too
-            set_step_count(self._fused, step)
+            set_step_count(self._fused, self.steps_before + step)
         return self._rate(self._dense, step)
 
     def _rate(self, config: SparseOptimizerConfig | DenseOptimizerConfig, step: int) -> float:

@@ -20,6 +20,7 @@ from distembed.ranks import Collectives, Ranks
 from distembed.runs.folder import RunFolder
 from distembed.sse.config import graph_fingerprints, graph_paths
 from distembed.training.build import use_bf16
+from distembed.training.initial_run import RECORD
 from distembed.training.resume import require_same_precision
 from distembed.training.start import RunOptions, RunStart, find_start
 from distembed.training.trainer import Trainer
@@ -65,6 +66,7 @@ def train_run(
         Interrupted: After a signal, once a checkpoint is written.
     """
     start = start or find_start(config, options, Collectives().on_first, say)
+    config = start.config  # in which tables are as they have grown
     if start.resume:
         bf16 = use_bf16(config.train.precision, ranks.device)
         Collectives().on_first(lambda: require_same_precision(start.folder, bf16))
@@ -107,6 +109,7 @@ def _run_info(config: Config, start: RunStart) -> dict[str, Any]:
         "seed": config.train.seed,
         "batch_size": config.train.batch_size,
         "id_fingerprint": id_fingerprint(config.data.require_path(), start.manifest),
+        **({} if start.init_from is None else {RECORD: start.init_from}),
         "graphs": graph_fingerprints(start.sse),
         "assignments": assignment_checksums(config.embedding),
         "kept_full": description.full_table_lines(),

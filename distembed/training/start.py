@@ -5,11 +5,12 @@ A process that trains alone finds it before it loads torch, so that a folder tha
 
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from distembed.checkpoints.places import checkpoint_names, checkpoint_place
 from distembed.config import Config
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare.vocabulary import reserved_ids
@@ -24,6 +25,7 @@ from distembed.runs.record import read_json_object
 from distembed.sse import SSE
 from distembed.sse.config import build_sse, graph_fingerprints
 from distembed.tasks import batch_schema
+from distembed.training.initial_run import InitialRun, find_initial_run, grown_config, recorded, resumed_config
 from distembed.training.resume import load_run_plan, require_same_config, require_same_graphs
 from distembed.training.start_checks import require_splits
 
@@ -86,6 +88,7 @@ class RunStart:
     """What a run starts with.
 
     Attributes:
+        config: The whole config, in which tables that go on from another run's are as they have grown.
         folder: The run's folder.
         manifest: The manifest of its dataset.
         sse: The rule by which ids are replaced in training, by feature.
@@ -93,8 +96,12 @@ class RunStart:
         resume: Whether the run continues from its newest checkpoint, if there is one.
         plans: Saved plans to apply in place of a new one.
         wait_seconds: Seconds to wait for another process that trains into the folder.
+        initial: The run whose weights training begins with; None for initial weights, and for a run that is resumed
+            from a checkpoint of its own.
+        init_from: What ``run.json`` says of such a run, however often the new one is resumed; None for initial weights.
     """
 
+    config: Config
     folder: Path
     manifest: Manifest
     sse: dict[str, SSE]
@@ -102,6 +109,8 @@ class RunStart:
     resume: bool = False
     plans: PlanChoice = PlanChoice()
     wait_seconds: float = 0.0
+    initial: InitialRun | None = None
+    init_from: Mapping[str, Any] | None = None
 
 
 class OnFirst(Protocol):
@@ -125,17 +134,21 @@ def find_start(config: Config, options: RunOptions, on_first: OnFirst, say: Call
     """
     folder = _agree_on_folder(options, on_first)
     resume = options.resume or (options.resume_or_start and on_first(lambda: holds_run(folder)))
-    on_first(lambda: _require_usable(folder, config, resume))
+    config = on_first(lambda: _require_usable(folder, config, resume))
     plans = _choose_plans(config, options, folder, resume, on_first, say)
     dataset = config.data.require_path()
     on_first(lambda: require_splits(dataset, config.data.splits()))
     manifest = Manifest.load(dataset)
+    initial = on_first(lambda: _find_initial_run(config, folder, manifest, resume))
+    if initial is not None and not resume:
+        config = grown_config(config, initial, manifest.schema)
     sse = _replaced_ids(config, dataset, manifest)
     if resume:
         on_first(lambda: require_same_graphs(folder, graph_fingerprints(sse)))
     run_id = on_first(lambda: _run_id(folder, resume))
     wait_seconds = DEAD_MACHINE_SECONDS if options.resume_or_start else 0.0
-    return RunStart(folder, manifest, sse, run_id, resume, plans, wait_seconds)
+    init_from = on_first(lambda: recorded(folder)) if resume else None if initial is None else initial.record()
+    return RunStart(config, folder, manifest, sse, run_id, resume, plans, wait_seconds, initial, init_from)
 
 
 def find_start_alone(config: Config, options: RunOptions, say: Callable[[str], None]) -> RunStart | None:
@@ -157,12 +170,23 @@ def _run_id(folder: Path, resume: bool) -> str:
     return recorded if isinstance(recorded, str) else uuid.uuid4().hex
 
 
-def _require_usable(folder: Path, config: Config, resume: bool) -> None:
-    """Makes sure that the run can be started, or resumed, in its folder."""
+def _require_usable(folder: Path, config: Config, resume: bool) -> Config:
+    """Makes sure that the run can be started, or resumed, in its folder; returns the config with its tables' growth."""
     require_folder("--run-dir", folder)
     require_new_or_resume(folder, resume)
     if resume:
+        config = resumed_config(config, folder)
         require_same_config(folder, config)
+    return config
+
+
+def _find_initial_run(config: Config, folder: Path, manifest: Manifest, resume: bool) -> InitialRun | None:
+    """Returns the run whose weights training begins with, where it does not go on from a checkpoint of its own."""
+    init_from = config.train.init_from
+    if init_from is None or (resume and checkpoint_names(checkpoint_place(folder, config.train.checkpoint_dir))):
+        return None
+    begun_with = (recorded(folder) or {}) if resume else {}
+    return find_initial_run(init_from, config.data.require_path(), manifest, begun_with.get("checkpoint"))
 
 
 def _choose_plans(

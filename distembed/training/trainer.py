@@ -19,6 +19,7 @@ from distembed.checkpoints.checkpoint import ResumedRun
 from distembed.checkpoints.content import Progress
 from distembed.checkpoints.places import checkpoint_place
 from distembed.checkpoints.run_checkpoints import Checkpoints
+from distembed.checkpoints.saved import STEPS_BEFORE
 from distembed.config import Config
 from distembed.data.reader import Batch, BatchOrder, BatchReader
 from distembed.errors import Interrupted, RunError, UserError
@@ -36,6 +37,7 @@ from distembed.training.metrics_window import MetricsWindow
 from distembed.training.progress import TrainingProgress
 from distembed.training.replaced_shares import replaced_counts, replaced_shares
 from distembed.training.start import RunStart
+from distembed.training.take_over import take_over
 
 
 class Trainer:
@@ -87,6 +89,8 @@ class Trainer:
         self._num_in_flight = 0
         self._window = MetricsWindow()
         self._resumed = self._restore() if start.resume else None
+        if self._resumed is None and start.initial is not None:
+            self._state.optimizers.steps_before = take_over(start.initial, blueprint, self._state)
 
     def _make_reader(self, prefetch_batches: int = 4) -> BatchReader:
         """Returns a reader of this rank's rows of the training split, at its beginning."""
@@ -320,6 +324,7 @@ class Trainer:
         values = {
             "run": self._start.run_id,
             "step": self._step,
+            STEPS_BEFORE: self._state.optimizers.steps_before,
             "samples": self._samples,
             "seconds": self._seconds,
             "reader": self._reader.state_dict(in_flight=self._num_in_flight),
@@ -347,6 +352,7 @@ class Trainer:
                     "its own as train.checkpoint_dir."
                 )
             self._reader.load_state_dict(values["reader"])
+            self._state.optimizers.steps_before = values.get(STEPS_BEFORE, 0)  # early versions had none
             self._step, self._samples, self._seconds = values["step"], values["samples"], values["seconds"]
         return resumed
 
@@ -371,6 +377,8 @@ class Trainer:
             f"{begin} {self.num_steps} steps of {self._config.train.batch_size} rows on {where} in {self.precision}; "
             f"run folder {self._folder.path}"
         )
+        if self._start.initial is not None:
+            self._progress.say(f"weights and optimizer states are those of {self._start.initial.checkpoint}")
         self._progress.say(f"plan: {describe_plan(self._state.plan)}")
         changed = self._start.plans.reasons_to_replan(self._state.plan_inputs)
         if changed:

@@ -12,7 +12,6 @@ Ids of a hash go on as long as its size and seed stay. What ids stand for that w
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +28,12 @@ _SAME_PREPARATION = ("hash_size", "hash_seed", "learnt")
 
 
 def require_grown_from(
-    earlier_folders: Sequence[str | os.PathLike[str]],
-    earlier: Manifest,
-    dataset_dir: str | os.PathLike[str],
-    manifest: Manifest,
+    earlier_dir: str | os.PathLike[str], earlier: Manifest, dataset_dir: str | os.PathLike[str], manifest: Manifest
 ) -> None:
     """Makes sure that a dataset's columns are those of an earlier one, and that known values have the ids they had.
 
     Args:
-        earlier_folders: Folders in which the earlier dataset's vocabularies may lie.
+        earlier_dir: Folder of the earlier dataset, or of what a run keeps of it.
         earlier: The earlier dataset's manifest.
         dataset_dir: The dataset's folder.
         manifest: The dataset's manifest.
@@ -54,7 +50,7 @@ def require_grown_from(
         differing = ", ".join(sorted(earlier.vocabularies.keys() ^ manifest.vocabularies.keys()))
         raise _not_grown(dataset_dir, f"only one of the two has a vocabulary of {differing}")
     for name in earlier.vocabularies:
-        _require_same_beginning(earlier_folders, earlier, dataset_dir, manifest, name)
+        _require_same_beginning(earlier_dir, earlier, dataset_dir, manifest, name)
 
 
 def _require_same_columns(earlier: Manifest, manifest: Manifest, dataset_dir: str | os.PathLike[str]) -> None:
@@ -79,7 +75,7 @@ def _require_same_columns(earlier: Manifest, manifest: Manifest, dataset_dir: st
 
 
 def _require_same_beginning(
-    earlier_folders: Sequence[str | os.PathLike[str]],
+    earlier_dir: str | os.PathLike[str],
     earlier: Manifest,
     dataset_dir: str | os.PathLike[str],
     manifest: Manifest,
@@ -90,13 +86,7 @@ def _require_same_beginning(
     old_checksum = earlier.checksums.get(old_file)
     if old_checksum is not None and old_checksum == manifest.checksums.get(new_file):
         return
-    folder = next((each for each in earlier_folders if (Path(each) / old_file).is_file()), None)
-    if folder is None:
-        raise UserError(
-            f"the vocabulary {old_file} of the earlier dataset is in none of {', '.join(map(str, earlier_folders))}; "
-            "put it back."
-        )
-    old = _read(earlier.require_unchanged(folder, old_file))
+    old = _read(earlier.require_unchanged(earlier_dir, old_file))
     new = _read(manifest.require_unchanged(dataset_dir, new_file))
     if len(new) < len(old):
         raise _not_grown(dataset_dir, f"the vocabulary of {name!r} had {len(old)} values and has {len(new)}")

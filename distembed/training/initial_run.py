@@ -1,0 +1,179 @@
+"""The run that a new one goes on from: its weights, the ids that its tables know, and how these tables grow.
+
+``train --init-from RUN`` begins with RUN's weights and optimizer states on the next day's rows, whose vocabulary is
+RUN's or one grown from it. The config of the new run has the tables as they have grown, so that it stands alone: what
+is done with the new run later needs nothing of RUN.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distembed.checkpoints.places import newest_checkpoint
+from distembed.checkpoints.store import LAST_FILE, CheckpointStore, place_and_name, storage_errors
+from distembed.config import Config, validate
+from distembed.data.dataset.grown_vocabulary import require_grown_from
+from distembed.data.dataset.kept import kept_dataset
+from distembed.data.dataset.manifest import Manifest, id_fingerprint
+from distembed.data.dataset.schema import Schema
+from distembed.embedding import EmbeddingConfig
+from distembed.embedding.growth import grown_embedding, require_same_settings
+from distembed.errors import UserError
+from distembed.runs.folder import holds_run
+from distembed.runs.record import read_json_object
+from distembed.tasks import batch_schema
+from distembed.training.resume import load_run_config
+
+RECORD = "init_from"
+"""Key of ``run.json`` under which a run keeps what it began with."""
+
+
+@dataclass(frozen=True)
+class InitialRun:
+    """A run that a new one goes on from.
+
+    Attributes:
+        folder: The run's folder.
+        checkpoint: Path or URL of the checkpoint to begin with.
+        config: The run's config, with its tables as they are.
+        schema: The columns of its dataset.
+        given_embedding: The settings of tables that the first of a chain of such runs was given.
+        run_id: The run's id; None where it is of an early version.
+        fingerprint: That of its dataset's ids.
+    """
+
+    folder: Path
+    checkpoint: str
+    config: Config
+    schema: Schema
+    given_embedding: EmbeddingConfig
+    run_id: str | None
+    fingerprint: str
+
+    def record(self) -> dict[str, Any]:
+        """Returns what ``run.json`` of the new run says of this one, as plain values."""
+        return {
+            "path": str(self.folder),
+            "checkpoint": self.checkpoint,
+            "id": self.run_id,
+            "id_fingerprint": self.fingerprint,
+            "embedding": dataclasses.asdict(self.given_embedding),
+        }
+
+
+def find_initial_run(init_from: str, dataset: str, manifest: Manifest, checkpoint: str | None = None) -> InitialRun:
+    """Finds a run to go on from, and makes sure that a dataset's ids go on from those of the run's.
+
+    Args:
+        init_from: Folder of a run, or folder or URL of one of its checkpoints.
+        dataset: Folder of the dataset to train on.
+        manifest: Its manifest.
+        checkpoint: Path or URL of the run's checkpoint that an interrupted run began with; None for that which
+            ``init_from`` names, or the run's newest.
+
+    Raises:
+        UserError: There is no such run or checkpoint, its dataset is not what it was, or known values have other ids
+            in the new dataset.
+    """
+    folder, named = _folder_and_checkpoint(init_from)
+    config = load_run_config(folder)
+    checkpoint = checkpoint or named or newest_checkpoint(folder, config.train.checkpoint_dir)
+    earlier_dir = str(kept_dataset(folder) or config.data.require_path())
+    earlier = Manifest.load(earlier_dir)
+    info = read_json_object(folder / "run.json")
+    fingerprint = id_fingerprint(earlier_dir, earlier)
+    if info.get("id_fingerprint", fingerprint) != fingerprint:
+        raise UserError(
+            f"the ids of {earlier_dir} stand for other values than when {folder} was trained on it; put that dataset "
+            "back."
+        )
+    require_grown_from(earlier_dir, earlier, dataset, manifest)
+    given = _given_embedding(info) or config.embedding
+    return InitialRun(folder, checkpoint, config, earlier.schema, given, info.get("id"), fingerprint)
+
+
+def grown_config(config: Config, initial: InitialRun, schema: Schema) -> Config:
+    """Returns a config whose tables are those of an earlier run, grown to the ids of a dataset.
+
+    Args:
+        config: The config that is given.
+        initial: The run to go on from.
+        schema: The columns of the new dataset.
+
+    Raises:
+        UserError: A table, the model or the task is set in another way than that of the earlier run, or a table cannot
+            grow.
+    """
+    for section in ("model", "task"):
+        old, new = (getattr(each, section).name for each in (initial.config, config))
+        if old != new:
+            raise UserError(f"{section}.name is {new!r}, and {initial.folder} was trained with {old!r}; use the same.")
+    features = batch_schema(config.task, schema).categorical
+    if config.embedding != initial.config.embedding:
+        require_same_settings(initial.given_embedding, config.embedding, features, str(initial.folder))
+    features_before = batch_schema(initial.config.task, initial.schema).categorical
+    embedding = grown_embedding(initial.config.embedding, features_before, config.embedding, features)
+    assert config.train.init_from is not None
+    train = dataclasses.replace(config.train, init_from=_absolute(config.train.init_from))
+    return dataclasses.replace(config, embedding=embedding, train=train)
+
+
+def resumed_config(config: Config, folder: Path) -> Config:
+    """Returns the config of a run that is resumed, whose tables are as they had grown when it began.
+
+    Args:
+        config: The config that is given: the one that the run was given, or its own.
+        folder: The run's folder.
+
+    Raises:
+        UserError: The run began with another run's weights, with tables that were set in another way.
+    """
+    given = _given_embedding(read_json_object(folder / "run.json"))
+    if given is None:
+        return config
+    started_with = load_run_config(folder)
+    init_from = started_with.train.init_from if config.train.init_from is None else _absolute(config.train.init_from)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, init_from=init_from))
+    if config.embedding == given:
+        config = dataclasses.replace(config, embedding=started_with.embedding)
+    return config
+
+
+def recorded(folder: Path) -> Mapping[str, Any] | None:
+    """Returns what ``run.json`` says of the run that a run began with; None where it began with initial weights."""
+    record = read_json_object(folder / "run.json").get(RECORD)
+    return record if isinstance(record, Mapping) else None
+
+
+def _given_embedding(info: Mapping[str, Any]) -> EmbeddingConfig | None:
+    """Returns the settings of tables that the first of a chain of runs was given; None where a run is of no chain."""
+    record = info.get(RECORD)
+    if not isinstance(record, Mapping):
+        return None
+    return validate({"embedding": record["embedding"]}, f"{RECORD} of run.json").embedding
+
+
+def _absolute(path: str) -> str:
+    return path if "://" in path else str(Path(path).absolute())
+
+
+def _folder_and_checkpoint(init_from: str) -> tuple[Path, str | None]:
+    """Returns the folder of a run, and the path or URL of its checkpoint where that is what is named."""
+    folder = Path(init_from)
+    if "://" not in init_from and holds_run(folder):
+        return folder.absolute(), None
+    checkpoint = _absolute(init_from.rstrip("/"))
+    place, name = place_and_name(checkpoint)
+    store = CheckpointStore(place)
+    with storage_errors(place):
+        owner = store.owner() if store.is_whole(name) else None
+    if "://" not in init_from and (folder / LAST_FILE).is_file() and owner is None:
+        owner = str(folder.absolute().parent.parent)
+    if owner is None or not holds_run(Path(owner)):
+        raise UserError(
+            f"train.init_from is {init_from!r}, which is no run and no checkpoint of a run that is here; give the "
+            "folder of a run that `distembed train` made, whose train.checkpoint_dir says where its checkpoints are."
+        )
+    return Path(owner), checkpoint

@@ -1,0 +1,121 @@
+"""A run that goes on from another's weights, with tables that have grown: known ids are what they were."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from distembed.checkpoints import load_checkpoint
+from distembed.config import load_config
+from distembed.embedding.modules import embedding_modules, weight_names_of_table
+from distembed.ranks import Collectives, Ranks
+from distembed.training.build import Blueprint, TrainingState, build_training_state
+from distembed.training.start import RunOptions, find_start
+from distembed.training.take_over import take_over
+from tests.grown_tables import BEFORE, NOW, config_values, write_assignments, write_dataset
+from tests.layouts import OPTIMIZER_NAMES, Trained, Whole, gather_numbers
+from tests.ranks import run_on_ranks
+from tests.small_runs import distembed
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def days(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the datasets and the assignments of two days."""
+    folder = tmp_path_factory.mktemp("days")
+    for day, sizes in enumerate((BEFORE, NOW), start=1):
+        write_dataset(folder / f"day{day}", sizes, seed=day)
+        write_assignments(folder / f"day{day}.parquet", sizes["given"])
+    return folder
+
+
+def write_config(folder: Path, days: Path, day: int, sparse: str = "adagrad", **changes: Any) -> Path:
+    values = config_values(days / f"day{day}", days / f"day{day}.parquet", sparse)
+    values["train"] |= changes
+    path = folder / f"day{day}-{sparse}.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def train_day(folder: Path, days: Path, day: int, *arguments: object, sparse: str = "adagrad", ranks: int = 1) -> Path:
+    run = folder / f"run{day}-{sparse}"
+    config = write_config(folder, days, day, sparse)
+    distembed("train", config, f"train.max_steps={STEPS}", "--run-dir", run, *arguments, ranks=ranks)
+    return run
+
+
+def numbers(state: TrainingState) -> Whole:
+    return gather_numbers(Trained(state.model, state.optimizers.combined, True, lambda step: None))
+
+
+def steps_of_adam(state: TrainingState) -> set[float]:
+    states = state.optimizers.combined.state_dict()["state"].values()
+    return {float(each["step"]) for each in states if "step" in each}
+
+
+def check_taken_over(rank: int, world_size: int, run: Path, config: Path) -> None:
+    """Every number of the earlier run is there, and all others are a fresh start's; all ranks call it."""
+    ranks = Ranks(rank, world_size, world_size, torch.device("cpu"))
+    start = find_start(load_config(config), RunOptions(run.parent / "next"), Collectives().on_first, print)
+    assert start.initial is not None
+    blueprint = Blueprint.for_ranks(start.config, start.manifest.schema, ranks, {})
+    state = build_training_state(blueprint, ranks, num_steps=10)
+    fresh = numbers(state)
+    assert take_over(start.initial, blueprint, state) == STEPS
+    taken = numbers(state)
+    earlier = Blueprint.for_ranks(start.initial.config, start.initial.schema, ranks, {})
+    old_state = build_training_state(earlier, ranks, num_steps=10)
+    load_checkpoint(start.initial.checkpoint, old_state.model, old_state.optimizers.combined)
+    old = numbers(old_state)
+    assert steps_of_adam(state) == {float(STEPS)}
+    num_grown = sum(
+        check_numbers(getattr(old, kind), getattr(taken, kind), getattr(fresh, kind)) for kind in ("weights", "states")
+    )
+    assert num_grown > 0
+    check_vectors(earlier, old, blueprint, taken)
+
+
+def check_numbers(old: dict[str, Any], taken: dict[str, Any], fresh: dict[str, Any]) -> int:
+    """Known rows are the old ones and new rows the fresh ones; returns how many tensors have new rows."""
+    assert old.keys() == taken.keys()
+    for name, values in taken.items():
+        rows = min(len(old[name]), len(values))
+        assert np.array_equal(values[:rows], old[name][:rows]), name
+        # torch makes states at the first step, and those of these optimizers begin at 0
+        expected = fresh.get(name, np.zeros_like(values))
+        assert np.array_equal(values[rows:], expected[rows:]), name
+    return sum(len(taken[name]) > len(old[name]) for name in taken)
+
+
+def check_vectors(earlier: Blueprint, old: Whole, blueprint: Blueprint, taken: Whole) -> None:
+    """Each known id has its vector to the bit, and new ids differ where the scheme tells ids apart."""
+    (before,), (now,) = (embedding_modules(each.build_unsharded()).values() for each in (earlier, blueprint))
+    for table, grown in zip(before.tables(), now.tables(), strict=True):
+        vectors = []
+        for module, each, found in ((before, table, old), (now, grown, taken)):
+            names = weight_names_of_table(module, each)
+            weights = [
+                torch.from_numpy(values)
+                for name in names
+                for key, values in found.weights.items()
+                if key.endswith(f".{name}")
+            ]
+            vectors.append(each.combine.embed(weights, each.scheme.rows(torch.arange(each.num_embeddings))))
+        assert torch.equal(vectors[0], vectors[1][: table.num_embeddings]), table.name
+        distinct = grown.num_embeddings if grown.scheme.is_complementary() else grown.scheme.num_rows[0]
+        assert len(vectors[1].unique(dim=0)) == distinct, table.name
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("sparse", [name for name in OPTIMIZER_NAMES if name != "sgd"])
+def test_known_ids_keep_vectors_and_optimizer_states_on_one_and_on_two_ranks(
+    sparse: str, days: Path, tmp_path: Path
+) -> None:
+    run = train_day(tmp_path, days, 1, sparse=sparse)
+    config = write_config(tmp_path, days, 2, sparse, init_from=str(run))
+    for world_size in (1, 2):
+        run_on_ranks(world_size, check_taken_over, run, config)
