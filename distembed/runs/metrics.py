@@ -34,6 +34,32 @@ CLICK_METRICS = (
 """Those of clicks, and of runs that record none."""
 
 
+GROUPED_METRICS = (
+    ReportedMetric("gauc", "GAUC", better="higher"),
+    ReportedMetric("gauc_groups", "groups of GAUC", ",.0f", in_terminal=False),
+    ReportedMetric("gauc_rows", "rows of GAUC", ",.0f", in_terminal=False),
+)
+"""Those of clicks within groups of rows."""
+
+
+def headline_first(metrics: Sequence[ReportedMetric], headline: str | None) -> tuple[ReportedMetric, ...]:
+    """Returns metrics with the one by which models are compared at the front; as they are for None."""
+    return tuple(sorted(metrics, key=lambda metric: headline is not None and metric.name != headline))
+
+
+def ranking_metric_names(kinds: Sequence[str], cutoffs: Sequence[int], among: int | None = None) -> list[str]:
+    """Returns the names of metrics of rankings, the largest cutoff first, such as ``ndcg@10`` or ``ndcg@10_of_101``.
+
+    Args:
+        kinds: Kinds of metrics, such as ``ndcg`` and ``mrr``, of which the latter has no cutoff.
+        cutoffs: The numbers k, in rising order.
+        among: Number of items that a target is ranked among, itself included; None for all.
+    """
+    suffix = "" if among is None else f"_of_{among}"
+    names = [kind if kind == "mrr" else f"{kind}@{k}" for k in reversed(cutoffs) for kind in kinds]
+    return [f"{name}{suffix}" for name in dict.fromkeys(names)]
+
+
 def parse_metrics(values: Any) -> tuple[ReportedMetric, ...]:
     """Returns the metrics that a run recorded as plain values; those of clicks where none of it is whole."""
     listed = values if isinstance(values, Sequence) and not isinstance(values, str) else ()

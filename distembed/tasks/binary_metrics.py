@@ -1,4 +1,4 @@
-"""Metrics of a binary classifier, exact, from logits in float64.
+"""Metrics of a binary classifier, exact, from logits in float64, of rows that may have weights.
 
 =================== ======================================================================================
 logloss             mean of ``-y log p - (1-y) log(1-p)``
@@ -8,7 +8,8 @@ calibration         sum of predictions over number of positives; 1 is calibrated
 accuracy            share of rows on the right side of p = 0.5
 =================== ======================================================================================
 
-What cannot be computed (AUC of one class, say) is NaN.
+Means, sums and shares are by the weights of rows, where these have some, and so is what is said of AUC's pairs; see
+``auc.py``. What cannot be computed (AUC of one class, say) is NaN.
 """
 
 import math
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.floating]
+from distembed.tasks.auc import Floats, exact_auc
 
 
 @dataclass(frozen=True)
@@ -32,24 +33,34 @@ class BinaryMetrics:
     accuracy: float
 
     @classmethod
-    def from_logits(cls, logits: Floats, labels: Floats) -> "BinaryMetrics":
-        """Computes every metric from the logits [N] and labels [N], each 0 or 1."""
+    def from_logits(cls, logits: Floats, labels: Floats, weights: Floats | None = None) -> "BinaryMetrics":
+        """Computes every metric from the logits [N] and labels [N], each 0 or 1.
+
+        Args:
+            logits: The logits of the predictions.
+            labels: What was to be predicted.
+            weights: The weight of each row, 0 or more [N]; None where all weigh 1.
+        """
         logits, labels = logits.astype(np.float64), labels.astype(np.float64)
+        weights = None if weights is None else weights.astype(np.float64)
         rows = len(labels)
-        if rows == 0:
-            return cls(0, *[math.nan] * 5)
-        logloss = float(np.mean(np.logaddexp(0.0, logits) - labels * logits))
-        rate = float(labels.mean())
-        entropy = binary_entropy(rate)
-        positives = float(labels.sum())
+        if rows == 0 or (weights is not None and not weights.sum() > 0):
+            return cls(rows, *[math.nan] * 5)
+        logloss = float(np.average(np.logaddexp(0.0, logits) - labels * logits, weights=weights))
+        entropy = binary_entropy(float(np.average(labels, weights=weights)))
+        positives = _sum(labels, weights)
         return cls(
             rows=rows,
             logloss=logloss,
-            auc=exact_auc(logits, labels),
+            auc=exact_auc(logits, labels, weights),
             normalized_entropy=logloss / entropy if entropy > 0 else math.nan,
-            calibration=float(sigmoid(logits).sum()) / positives if positives else math.nan,
-            accuracy=float(np.mean((logits > 0) == (labels > 0.5))),
+            calibration=_sum(sigmoid(logits), weights) / positives if positives else math.nan,
+            accuracy=float(np.average((logits > 0) == (labels > 0.5), weights=weights)),
         )
+
+
+def _sum(values: Floats, weights: Floats | None) -> float:
+    return float(values.sum() if weights is None else values @ weights)
 
 
 def sigmoid(logits: Floats) -> npt.NDArray[np.float64]:
@@ -62,32 +73,24 @@ def binary_entropy(rate: float) -> float:
     return -sum(p * math.log(p) for p in (rate, 1.0 - rate) if p > 0)
 
 
-def exact_auc(scores: Floats, labels: Floats) -> float:
-    """Returns the area under the ROC curve by the rank-sum statistic, ties counted half; NaN without both classes."""
-    positive = labels > 0.5
-    num_positive, num_negative = int(positive.sum()), int((~positive).sum())
-    if num_positive == 0 or num_negative == 0 or np.isnan(scores).any():
-        return math.nan
-    order = np.argsort(scores, kind="stable")
-    ranked = scores[order]
-    starts = np.flatnonzero(np.r_[True, ranked[1:] != ranked[:-1]])
-    ends = np.r_[starts[1:], len(ranked)]
-    # ranks are counted from 1; ties share the mean of their ranks
-    mean_rank = (starts + ends + 1) / 2
-    ranks_of_positives = np.add.reduceat(positive[order].astype(np.float64), starts) @ mean_rank
-    return float((ranks_of_positives - num_positive * (num_positive + 1) / 2) / (num_positive * num_negative))
+def calibration_bins(
+    logits: Floats, labels: Floats, weights: Floats | None = None, num_bins: int = 20
+) -> list[dict[str, float]]:
+    """Returns mean predictions and observed rates of bins of equally many rows, in the order of predictions.
 
-
-def calibration_bins(logits: Floats, labels: Floats, num_bins: int = 20) -> list[dict[str, float]]:
-    """Returns mean predictions and observed rates of bins of equally many rows, in the order of predictions."""
-    probabilities = sigmoid(logits)
+    Args:
+        logits: The logits of the predictions [N].
+        labels: What was to be predicted, each 0 or 1 [N].
+        weights: The weight of each row, 0 or more [N]; None where all weigh 1. A bin of no weight is left out.
+        num_bins: Number of bins, of which those without rows are left out.
+    """
+    probabilities, labels = sigmoid(logits), labels.astype(np.float64)
     order = np.argsort(probabilities, kind="stable")
     bins = [rows for rows in np.array_split(order, num_bins) if len(rows)]
-    return [
-        {
-            "predicted": float(probabilities[rows].mean()),
-            "observed": float(labels[rows].astype(np.float64).mean()),
-            "rows": len(rows),
-        }
-        for rows in bins
-    ]
+    found = []
+    for rows in bins:
+        own = None if weights is None else weights[rows].astype(np.float64)
+        if own is None or own.sum() > 0:
+            predicted, observed = (float(np.average(each[rows], weights=own)) for each in (probabilities, labels))
+            found.append({"predicted": predicted, "observed": observed, "rows": len(rows)})
+    return found

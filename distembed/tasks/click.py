@@ -1,4 +1,9 @@
-"""Whether a row is clicked: binary cross-entropy of a logit, and the metrics of a binary classifier."""
+"""Whether a row is clicked: binary cross-entropy of a logit, and the metrics of a binary classifier.
+
+Rows may have weights, which the loss and the metrics are by; see ``row_weights.py``. With a group, such as the user,
+evaluations say too how well the rows of each are ordered among themselves (GAUC; see ``auc.py``). A training step does
+not: its ids may have been replaced (SSE), and its rows are too few of any group.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,42 +13,94 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float
 from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.data.dataset.schema import LABELS
+from distembed.data.dataset.manifest import Manifest
+from distembed.data.dataset.schema import LABELS, SPARSE_FEATURES
+from distembed.data.prepare.vocabulary import reserved_ids
 from distembed.data.reader.batch import Batch
-from distembed.runs.metrics import CLICK_METRICS
-from distembed.tasks.base import Outputs, Rows, Task
-from distembed.tasks.binary_metrics import BinaryMetrics, calibration_bins, exact_auc, sigmoid
+from distembed.runs.metrics import CLICK_METRICS, GROUPED_METRICS, headline_first
+from distembed.tasks.auc import exact_auc, grouped_auc
+from distembed.tasks.base import Outputs, Rows, Task, TaskContext
+from distembed.tasks.binary_metrics import BinaryMetrics, calibration_bins, sigmoid
+from distembed.tasks.config import ClickConfig
+from distembed.tasks.row_weights import RowWeights, total_weight, weights_of
+
+GROUPS = "groups"
+"""Name of the output that has the id of each row's group."""
 
 
 class ClickTask(Task):
-    """Predicts the label, 0 or 1, of each row from a model that returns logits [batch]."""
+    """Predicts the label, 0 or 1, of each row from a model that returns logits [batch].
+
+    Args:
+        config: The section ``task`` of a config; one without a group unless given.
+    """
 
     batch_fields = (LABELS,)
-    outputs = ("logits", "labels")
-    reported_metrics = CLICK_METRICS
+    outputs: tuple[str, ...] = ("logits", "labels")
     prediction_columns = ("prediction", "label")
+
+    def __init__(self, config: ClickConfig | None = None) -> None:
+        config = config or ClickConfig()
+        self._group = config.group
+        self._weights = RowWeights()
+        self._no_groups: tuple[int, ...] = ()
+        auc, *others = CLICK_METRICS
+        reported = CLICK_METRICS if config.group is None else (auc, *GROUPED_METRICS, *others)
+        self.reported_metrics = headline_first(reported, config.headline)
+
+    def start(self, context: TaskContext) -> None:
+        """Takes whether rows have weights, and which ids stand for no single value of the group.
+
+        Raises:
+            UserError: The dataset at hand cannot be read.
+        """
+        self._weights.start(context)
+        self.outputs = (*type(self).outputs, *self._weights.outputs)
+        if self._group is not None:
+            self.outputs = (*self.outputs, GROUPS)
+            self._no_groups = reserved_ids(Manifest.load(context.dataset))
 
     def step(self, outputs: Float[Tensor, " batch"], batch: Batch) -> tuple[Tensor, Outputs]:
         logits, labels = outputs.float(), batch[LABELS]
-        loss = nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
-        return loss, {"logits": logits, "labels": labels}
+        weights = self._weights.in_loss(batch)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, labels, weight=weights, reduction="sum")
+        return loss, {"logits": logits, "labels": labels, **self._weights.of_rows(batch)}
+
+    def evaluate(self, outputs: Float[Tensor, " batch"], batch: Batch) -> Outputs:
+        rows = {"logits": outputs.float(), "labels": batch[LABELS], **self._weights.of_rows(batch)}
+        if self._group is None:
+            return rows
+        features = batch[SPARSE_FEATURES]
+        assert isinstance(features, KeyedJaggedTensor)
+        return {**rows, GROUPS: features[self._group].values()}
 
     def metrics(self, rows: Rows) -> dict[str, float]:
-        return dataclasses.asdict(BinaryMetrics.from_logits(rows["logits"], rows["labels"]))
+        weights = weights_of(rows)
+        found = dataclasses.asdict(BinaryMetrics.from_logits(rows["logits"], rows["labels"], weights))
+        found |= total_weight(rows)
+        if GROUPS not in rows:
+            return found
+        is_grouped = ~np.isin(rows[GROUPS], self._no_groups)
+        own = None if weights is None else weights[is_grouped]
+        logits, labels, groups = (rows[name][is_grouped] for name in ("logits", "labels", GROUPS))
+        grouped = grouped_auc(logits, labels, groups, own)
+        return found | {"gauc": grouped.value, "gauc_groups": grouped.num_groups, "gauc_rows": grouped.num_rows}
 
     def training_metrics(self, rows: Rows) -> dict[str, float]:
-        return {"auc": exact_auc(rows["logits"], rows["labels"])}
+        return {"auc": exact_auc(rows["logits"], rows["labels"], weights_of(rows))}
 
     def predictions(self, rows: Rows) -> dict[str, npt.NDArray[np.float32]]:
         return {"prediction": sigmoid(rows["logits"]).astype(np.float32), "label": rows["labels"]}
 
     def details(self, rows: Rows) -> dict[str, Any]:
-        return {"calibration_bins": calibration_bins(rows["logits"], rows["labels"])}
+        return {"calibration_bins": calibration_bins(rows["logits"], rows["labels"], weights_of(rows))}
 
     def describe(self, metrics: Mapping[str, Any]) -> str:
+        grouped = f"GAUC {metrics['gauc']:.4f} of {metrics['gauc_groups']:,} groups  " if "gauc" in metrics else ""
         return (
-            f"logloss {metrics['logloss']:.4f}  AUC {metrics['auc']:.4f}  "
+            f"logloss {metrics['logloss']:.4f}  AUC {metrics['auc']:.4f}  {grouped}"
             f"normalised entropy {metrics['normalized_entropy']:.4f}  calibration {metrics['calibration']:.4f}  "
             f"accuracy {metrics['accuracy']:.4f}  ({metrics['rows']:,} rows)"
         )

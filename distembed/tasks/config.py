@@ -13,8 +13,9 @@ from pydantic import AfterValidator, Field, Strict, field_validator, model_valid
 from distembed.bounds import Count
 from distembed.data.dataset.schema import ITEM, ITEM_NEGATIVE, ITEM_TARGET, USER, CategoricalFeature, Schema
 from distembed.errors import UserError
-from distembed.names import STRICT
+from distembed.names import STRICT, nearest
 from distembed.optim.config import NonNegativeNumber
+from distembed.runs.metrics import ranking_metric_names
 
 if TYPE_CHECKING:
     from distembed.tasks.base import Task
@@ -25,6 +26,11 @@ def _rising(cutoffs: list[int]) -> list[int]:
         raise ValueError(f"cutoffs is {cutoffs}; give each number once, in rising order")
     return cutoffs
 
+
+RANKING_KINDS = ("ndcg", "hr", "precision", "mrr")
+NEXT_ITEM_KINDS = ("ndcg", "hr", "mrr")
+SAMPLED_KINDS = ("ndcg", "hr")
+"""Kinds of metrics that tasks report: of the ranking task; of next items, among all items and among drawn ones."""
 
 Cutoffs = Annotated[list[Count], Field(min_length=1), AfterValidator(_rising)]
 """The numbers k of metrics of the best k items."""
@@ -73,16 +79,50 @@ def batch_schema(task: TaskConfig, schema: Schema) -> Schema:
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class ClickConfig:
-    """The section of :class:`distembed.tasks.ClickTask`, which has no settings."""
+    """The section of :class:`distembed.tasks.ClickTask`.
+
+    Attributes:
+        name: The task's name, ``click``.
+        group: Name of the feature within whose values clicks are ordered by the metric ``gauc``, such as the user; null
+            for no such metric. Rows have one value of it, and those whose value is missing or out of vocabulary are of
+            no group, since nothing says that they belong together.
+        headline: Name of the metric by which models are compared; ``gauc`` with a group alone.
+    """
 
     takes: ClassVar[str] = "logits"
     name: Literal["click"] = "click"
+    group: Annotated[str, Field(min_length=1)] | None = None
+    headline: Literal["auc", "gauc", "logloss", "normalized_entropy"] = "auc"
+
+    @model_validator(mode="after")
+    def _headline_is_computed(self) -> "ClickConfig":
+        if self.headline == "gauc" and self.group is None:
+            raise ValueError("headline is 'gauc', which needs a group; name a feature as group, such as the user")
+        return self
 
     def build(self) -> "Task":
         """Builds the task."""
         from distembed.tasks.click import ClickTask
 
-        return ClickTask()
+        return ClickTask(self)
+
+    def batch_schema(self, schema: Schema) -> Schema:
+        """Returns the columns of the dataset, which are all that the task needs.
+
+        Raises:
+            UserError: The group is no feature, or one of which rows have several values.
+        """
+        single = [feature.name for feature in schema.categorical if not feature.multi_hot]
+        if self.group is not None and self.group not in single:
+            is_list = self.group in schema.categorical_names
+            guess = nearest(self.group, single)
+            raise UserError(
+                f"task.group is {self.group!r}, "
+                f"{'of which rows have several values' if is_list else 'which is no feature of the dataset'}; name a "
+                f"feature that has one value a row{'' if guess is None or is_list else f', such as {guess!r}'}: "
+                f"{', '.join(single) or 'this dataset has none'}."
+            )
+        return schema
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
@@ -95,6 +135,7 @@ class RatingConfig:
         subtract_mean: Whether the model predicts by how much a rating differs from the mean of the training ratings,
             rather than the rating.
         clip: The lowest and the highest rating that is predicted in evaluations; null for any number.
+        headline: Name of the metric by which models are compared.
     """
 
     takes: ClassVar[str] = "pairs"
@@ -102,6 +143,7 @@ class RatingConfig:
     regularization: NonNegativeNumber = 0.0
     subtract_mean: bool = True
     clip: Annotated[tuple[float, float], Strict(False)] | None = None  # YAML has no tuples
+    headline: Literal["rmse", "mae"] = "rmse"
 
     @field_validator("clip")
     @classmethod
@@ -114,7 +156,7 @@ class RatingConfig:
         """Builds the task."""
         from distembed.tasks.rating import RatingTask
 
-        return RatingTask(self.regularization, self.subtract_mean, self.clip)
+        return RatingTask(self.regularization, self.subtract_mean, self.clip, self.headline)
 
     def batch_schema(self, schema: Schema) -> Schema:
         """Returns the columns of the dataset, which are all that the task needs.
@@ -141,7 +183,8 @@ class RankingConfig:
         num_negatives: Number of negative items of each row.
         negative_exponent: Power of an item's number of users with which negative items are drawn: 0 for uniformly, 1
             for by frequency.
-        cutoffs: The numbers k of the metrics, in rising order; models are compared by the NDCG at the last one.
+        cutoffs: The numbers k of the metrics, in rising order.
+        headline: Name of the metric by which models are compared; null for the NDCG at the last cutoff.
     """
 
     takes: ClassVar[str] = "pairs"
@@ -150,6 +193,12 @@ class RankingConfig:
     num_negatives: Annotated[int, Field(gt=0, le=10_000)] = 1
     negative_exponent: NonNegativeNumber = 0.0
     cutoffs: Cutoffs = dataclasses.field(default_factory=lambda: [1, 5, 10])
+    headline: str | None = None
+
+    @model_validator(mode="after")
+    def _headline_is_computed(self) -> "RankingConfig":
+        _require_among(self.headline, ranking_metric_names(RANKING_KINDS, self.cutoffs))
+        return self
 
     def build(self) -> "Task":
         """Builds the task."""
@@ -161,8 +210,10 @@ class RankingConfig:
         """Returns the columns of the dataset and the negative items, which are looked up in the table of items.
 
         Raises:
-            UserError: The dataset has no users or no items, or several in a row, or a cutoff is above its items.
+            UserError: The dataset has no users or no items, or several in a row, or a cutoff is above its items, or
+                rows have weights.
         """
+        _require_no_weights(self.name, schema)
         features = {feature.name: feature for feature in schema.categorical}
         for name in (USER, ITEM):
             if name not in features or features[name].multi_hot:
@@ -192,7 +243,8 @@ class NextItemConfig:
             frequency.
         sampled_candidates: Number of items, uniformly drawn from those that the user does not have, among which targets
             are ranked in evaluations, beside the ranking among all; 0 for none.
-        cutoffs: The numbers k of the metrics, in rising order; models are compared by the NDCG at the last one.
+        cutoffs: The numbers k of the metrics, in rising order.
+        headline: Name of the metric by which models are compared; null for the NDCG at the last cutoff.
     """
 
     takes: ClassVar[str] = "sequences"
@@ -204,6 +256,15 @@ class NextItemConfig:
     negative_exponent: NonNegativeNumber = 0.0
     sampled_candidates: Annotated[int, Field(ge=0, le=10_000)] = 100
     cutoffs: Cutoffs = dataclasses.field(default_factory=lambda: [1, 5, 10])
+    headline: str | None = None
+
+    @model_validator(mode="after")
+    def _headline_is_computed(self) -> "NextItemConfig":
+        known = ranking_metric_names(NEXT_ITEM_KINDS, self.cutoffs)
+        if self.sampled_candidates:
+            known += ranking_metric_names(SAMPLED_KINDS, self.cutoffs, self.sampled_candidates + 1)
+        _require_among(self.headline, known)
+        return self
 
     @model_validator(mode="after")
     def _negatives_fit_loss(self) -> "NextItemConfig":
@@ -231,8 +292,9 @@ class NextItemConfig:
         """Returns the columns of the dataset, and those of targets and negatives.
 
         Raises:
-            UserError: The dataset has no sequences of items.
+            UserError: The dataset has no sequences of items, or rows have weights.
         """
+        _require_no_weights(self.name, schema)
         items = next((each for each in schema.categorical if each.name == ITEM and each.multi_hot), None)
         if items is None:
             raise UserError(
@@ -260,6 +322,23 @@ class NextItemConfig:
         )
         added = [target, negative] if self.draws_negatives else [target]
         return dataclasses.replace(schema, categorical=(*shown, *added))
+
+
+def _require_among(headline: str | None, known: list[str]) -> None:
+    """Refuses a headline metric that the task does not compute."""
+    if headline is not None and headline not in known:
+        guess = nearest(headline, known)
+        hint = "" if guess is None else f" (did you mean {guess!r}?)"
+        raise ValueError(f"headline is {headline!r}, which is not known{hint}; known: {', '.join(known)}")
+
+
+def _require_no_weights(task: str, schema: Schema) -> None:
+    """Refuses rows with weights, which the task would not look at."""
+    if schema.weight is not None:
+        raise UserError(
+            f"task.name is {task!r}, which takes all rows alike, and the rows of this dataset have weights, in the "
+            f"column {schema.weight!r}; make a dataset without them."
+        )
 
 
 def _require_below(cutoffs: list[int], num_items: int) -> None:

@@ -33,9 +33,10 @@ from distembed.data.dataset.schema import (
 from distembed.data.prepare.vocabulary import reserved_ids
 from distembed.data.reader.batch import Batch
 from distembed.models.sequences import feature_lengths, feature_values
+from distembed.runs.metrics import headline_first
 from distembed.sse import IdPerturbation
 from distembed.tasks.base import BatchPosition, Outputs, Rows, Task, TaskContext
-from distembed.tasks.config import NextItemConfig
+from distembed.tasks.config import NEXT_ITEM_KINDS, SAMPLED_KINDS, NextItemConfig
 from distembed.tasks.ranking_metrics import RankingMetrics, coverage, coverage_metric
 from distembed.tasks.recommendations import (
     RECOMMENDATIONS,
@@ -75,11 +76,12 @@ class NextItemTask(Task):
         self._metrics = RankingMetrics(cutoffs)
         self._sampled = RankingMetrics(cutoffs, config.sampled_candidates + 1) if config.sampled_candidates else None
         shown = tuple(f"{kind}@{self._num_best}" for kind in ("ndcg", "hr"))
-        self.reported_metrics = (
-            *self._metrics.reported(("ndcg", "hr", "mrr"), shown),
-            *(self._sampled.reported(("ndcg", "hr"), shown) if self._sampled else ()),
+        reported = (
+            *self._metrics.reported(NEXT_ITEM_KINDS, shown),
+            *(self._sampled.reported(SAMPLED_KINDS, shown) if self._sampled else ()),
             coverage_metric(self._num_best),
         )
+        self.reported_metrics = headline_first(reported, config.headline)
         self.outputs = ("metrics", *RECOMMENDATIONS, *(("sampled",) if self._sampled else ()))
         self.prediction_columns, self.id_columns = prediction_columns(self._num_best), id_columns(self._num_best)
         self._targets_per_row = 1.0

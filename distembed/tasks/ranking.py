@@ -24,8 +24,9 @@ from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import ITEM, ITEM_NEGATIVE, SPARSE_FEATURES, USER
 from distembed.data.prepare.vocabulary import reserved_ids
 from distembed.data.reader.batch import Batch
+from distembed.runs.metrics import headline_first
 from distembed.tasks.base import BatchPosition, Outputs, Rows, Task, TaskContext
-from distembed.tasks.config import RankingConfig, batch_schema
+from distembed.tasks.config import RANKING_KINDS, RankingConfig, batch_schema
 from distembed.tasks.ranking_metrics import RankingMetrics, coverage, coverage_metric
 from distembed.tasks.rating import squares
 from distembed.tasks.recommendations import (
@@ -38,7 +39,6 @@ from distembed.tasks.recommendations import (
 
 RELEVANT, EXCLUDED = "relevant", "excluded"
 """Names of the fields of an evaluation's batch that have the items of each user that are searched and left out."""
-_KINDS = ("ndcg", "hr", "precision", "mrr")
 
 
 class RankingTask(Task):
@@ -57,7 +57,8 @@ class RankingTask(Task):
         self._metrics = RankingMetrics(tuple(config.cutoffs))
         self._num_best = max(config.cutoffs)
         shown = tuple(f"{kind}@{self._num_best}" for kind in ("ndcg", "hr"))
-        self.reported_metrics = (*self._metrics.reported(_KINDS, shown), coverage_metric(self._num_best))
+        reported = (*self._metrics.reported(RANKING_KINDS, shown), coverage_metric(self._num_best))
+        self.reported_metrics = headline_first(reported, config.headline)
         self.prediction_columns, self.id_columns = prediction_columns(self._num_best), id_columns(self._num_best)
 
     def start(self, context: TaskContext) -> None:

@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from distembed.runs.metrics import ReportedMetric
+from distembed.runs.metrics import ReportedMetric, ranking_metric_names
 
 _HEADINGS = {"ndcg": "NDCG", "hr": "HR", "precision": "P", "recall": "recall", "mrr": "MRR", "coverage": "coverage"}
 
@@ -84,13 +84,12 @@ class RankingMetrics:
 
     def reported(self, kinds: Sequence[str], in_terminal: Sequence[str] = ("ndcg@10", "hr@10")) -> list[ReportedMetric]:
         """Returns what reports show of kinds of metrics, such as ``ndcg`` and ``mrr``, the largest cutoff first."""
-        names = [kind if kind == "mrr" else f"{kind}@{k}" for k in reversed(self.cutoffs) for kind in kinds]
         suffix = "" if self.among is None else f" of {self.among}"
         return [
             ReportedMetric(
                 f"{name}{self._suffix}", f"{_heading(name)}{suffix}", better="higher", in_terminal=name in in_terminal
             )
-            for name in dict.fromkeys(names)
+            for name in ranking_metric_names(kinds, self.cutoffs)
         ]
 
 

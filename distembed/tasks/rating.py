@@ -2,7 +2,7 @@
 
 The loss of a row is ``(r - s - m)^2 + lambda (|u|^2 + |v|^2)``, where m is the mean of the training ratings, or 0, and
 u and v are the vectors that the row looks up, biases included: frequent users and items are penalised as often as they
-are seen.
+are seen. Of rows with weights the first term is multiplied by the weight over the mean weight; see ``row_weights.py``.
 """
 
 from collections.abc import Mapping
@@ -17,8 +17,11 @@ from distembed.catalogue import Queries
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import ITEM, LABELS, SPARSE_FEATURES
 from distembed.data.reader.batch import Batch
-from distembed.runs.metrics import ReportedMetric
+from distembed.runs.metrics import ReportedMetric, headline_first
 from distembed.tasks.base import Outputs, Rows, Task, TaskContext
+from distembed.tasks.row_weights import RowWeights, total_weight, weights_of
+
+_METRICS = (ReportedMetric("rmse", "RMSE", better="lower"), ReportedMetric("mae", "MAE", better="lower"))
 
 
 class RatingTask(Task):
@@ -28,52 +31,58 @@ class RatingTask(Task):
         regularization: What the squares of the vectors that a row looks up are multiplied by in its loss.
         subtract_mean: Whether the mean of the training ratings is added to every score.
         clip: The lowest and the highest rating that is predicted in evaluations; None for any number.
+        headline: Name of the metric by which models are compared.
     """
 
     batch_fields = (LABELS, SPARSE_FEATURES)
-    outputs = ("predictions", "labels")
-    reported_metrics = (
-        ReportedMetric("rmse", "RMSE", better="lower"),
-        ReportedMetric("mae", "MAE", better="lower"),
-    )
+    outputs: tuple[str, ...] = ("predictions", "labels")
     prediction_columns = ("prediction", "label")
 
     def __init__(
-        self, regularization: float = 0.0, subtract_mean: bool = True, clip: tuple[float, float] | None = None
+        self,
+        regularization: float = 0.0,
+        subtract_mean: bool = True,
+        clip: tuple[float, float] | None = None,
+        headline: str = "rmse",
     ) -> None:
         self._regularization = regularization
         self._subtract_mean = subtract_mean
         self._clip = clip
         self._mean = 0.0
+        self._weights = RowWeights()
+        self.reported_metrics = headline_first(_METRICS, headline)
 
     def start(self, context: TaskContext) -> None:
-        """Takes the mean of the ratings of the split that the model is trained on.
+        """Takes the mean of the ratings of the split that the model is trained on, and whether rows have weights.
 
         Raises:
             UserError: The dataset that the model was trained on cannot be read.
         """
+        self._weights.start(context)
+        self.outputs = (*type(self).outputs, *self._weights.outputs)
         if self._subtract_mean:
             self._mean = Manifest.load(context.data.require_path()).splits[context.data.train].label_rate or 0.0
 
     def step(self, outputs: Queries, batch: Batch) -> tuple[Tensor, Outputs]:
         predictions, labels = self._predict(outputs), batch[LABELS]
-        loss = (predictions - labels).square().sum()
+        errors, weights = (predictions - labels).square(), self._weights.in_loss(batch)
+        loss = errors.sum() if weights is None else (errors * weights).sum()
         if self._regularization:
             loss = loss + self._regularization * squares(outputs)
-        return loss, {"predictions": predictions, "labels": labels}
+        return loss, {"predictions": predictions, "labels": labels, **self._weights.of_rows(batch)}
 
     def evaluate(self, outputs: Queries, batch: Batch) -> Outputs:
         predictions = self._predict(outputs)
         if self._clip is not None:
             predictions = predictions.clamp(*self._clip)
-        return {"predictions": predictions, "labels": batch[LABELS]}
+        return {"predictions": predictions, "labels": batch[LABELS], **self._weights.of_rows(batch)}
 
     def _predict(self, queries: Queries) -> Tensor:
         """Returns the rating of each row [batch]."""
         return queries.scores(ITEM).flatten().float() + self._mean
 
     def metrics(self, rows: Rows) -> dict[str, float]:
-        return {"rows": len(rows["labels"]), **_errors(rows)}
+        return {"rows": len(rows["labels"]), **total_weight(rows), **_errors(rows)}
 
     def training_metrics(self, rows: Rows) -> dict[str, float]:
         return {"rmse": _errors(rows)["rmse"]}
@@ -108,8 +117,9 @@ def squares(queries: Queries) -> Tensor:
 
 
 def _errors(rows: Rows) -> dict[str, float]:
-    """Returns the root of the mean squared error and the mean absolute error; NaN where there are no rows."""
-    errors = rows["predictions"].astype(np.float64) - rows["labels"]
-    if len(errors) == 0:
+    """Returns the root of the mean squared error and the mean absolute error; NaN where no row has a weight above 0."""
+    errors, weights = rows["predictions"].astype(np.float64) - rows["labels"], weights_of(rows)
+    if len(errors) == 0 or (weights is not None and not weights.any()):
         return {"rmse": float("nan"), "mae": float("nan")}
-    return {"rmse": float(np.sqrt(np.mean(errors**2))), "mae": float(np.mean(np.abs(errors)))}
+    squared, absolute = (float(np.average(each, weights=weights)) for each in (errors**2, np.abs(errors)))
+    return {"rmse": float(np.sqrt(squared)), "mae": absolute}

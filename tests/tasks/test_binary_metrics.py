@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import accuracy_score, log_loss, roc_auc_score
 
-from distembed.tasks.binary_metrics import BinaryMetrics, calibration_bins, exact_auc
+from distembed.tasks.auc import exact_auc
+from distembed.tasks.binary_metrics import BinaryMetrics, calibration_bins
 
 LOGITS = st.lists(st.sampled_from([-30.0, -2.5, -0.1, 0.1, 1.0, 1.5, 20.0]) | st.floats(-8, 8), min_size=2, max_size=60)
 

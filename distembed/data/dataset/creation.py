@@ -39,17 +39,20 @@ def create_manifest(
 
 
 def _describe_split(folder: Path, schema: Schema, paths: Sequence[str | os.PathLike[str]]) -> Split:
-    files, label_sum = [], 0.0
+    files, sums = [], dict.fromkeys((schema.label, schema.weight), 0.0)
     for path in paths:
         relative = _relative(folder, path)
         file = folder / relative
         if not file.is_file():
             raise UserError(f"{file} does not exist")
-        num_rows, file_sum = _count_rows(file, schema)
-        label_sum += file_sum
+        num_rows, file_sums = _count_rows(file, schema)
+        sums = {name: total + file_sums.get(name, 0.0) for name, total in sums.items()}
         files.append(DataFile(relative, num_rows, file.stat().st_size))
     num_rows = sum(file.num_rows for file in files)
-    return Split(num_rows, label_sum / num_rows if num_rows and schema.label is not None else None, tuple(files))
+    label_rate, mean_weight = (
+        sums[name] / num_rows if num_rows and name is not None else None for name in (schema.label, schema.weight)
+    )
+    return Split(num_rows, label_rate, tuple(files), mean_weight)
 
 
 def _relative(folder: Path, path: str | os.PathLike[str]) -> str:
@@ -67,14 +70,32 @@ def _relative(folder: Path, path: str | os.PathLike[str]) -> str:
     raise UserError(f"{absolute} lies outside the dataset folder {folder}: move it or link it there")
 
 
-def _count_rows(path: Path, schema: Schema) -> tuple[int, float]:
-    """Returns the number of rows of a file and the sum of their labels, 0 where they have none."""
+def _count_rows(path: Path, schema: Schema) -> tuple[int, dict[str | None, float]]:
+    """Returns the number of rows of a file, and by column the sums of their labels and weights, where they have any.
+
+    Raises:
+        UserError: The file cannot be read, has other columns, or has a weight that is none.
+    """
+    names = [name for name in (schema.label, schema.weight) if name is not None]
     try:
         file = pq.ParquetFile(path)
         check_columns(path, file.schema_arrow, schema)
-        if schema.label is None:
-            return file.metadata.num_rows, 0.0
-        labels = file.read(columns=[schema.label]).column(0)
-        return len(labels), pc.sum(pc.cast(labels, pa.float64())).as_py() or 0.0
+        if not names:
+            return file.metadata.num_rows, {}
+        columns = {name: pc.cast(file.read(columns=[name]).column(0), pa.float64()) for name in names}
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path} is not a readable Parquet file: {error}") from error
+    if schema.weight is not None:
+        _check_weights(path, schema.weight, columns[schema.weight])
+    return file.metadata.num_rows, {name: pc.sum(values).as_py() or 0.0 for name, values in columns.items()}
+
+
+def _check_weights(path: Path, name: str, weights: pa.ChunkedArray) -> None:
+    """Refuses weights that are missing, negative or not finite."""
+    is_weight = pc.and_(pc.is_finite(weights), pc.greater_equal(weights, 0.0))
+    wrong = pc.index(pc.fill_null(is_weight, False), False).as_py()
+    if wrong >= 0:
+        raise UserError(
+            f"{path}, column {name!r}: the weight of row {wrong} is {weights[wrong].as_py()}; weights are finite and "
+            "not negative."
+        )

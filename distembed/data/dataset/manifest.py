@@ -65,11 +65,20 @@ class Split:
         num_rows: Number of rows in all files.
         label_rate: Mean of the label; None without rows, and where rows have no label.
         files: Parquet files, in the order of their rows.
+        mean_weight: Mean of the rows' weights; None without rows, and where rows have no weights.
     """
 
     num_rows: int
     label_rate: float | None
     files: tuple[DataFile, ...]
+    mean_weight: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the split as plain JSON values."""
+        value = dataclasses.asdict(self)
+        if self.mean_weight is None:
+            del value["mean_weight"]  # so that what was written before rows had weights stays the same
+        return value
 
 
 @dataclass(frozen=True)
@@ -247,7 +256,7 @@ class Manifest:
             "format_version": self.format_version,
             "tool_version": self.tool_version,
             "schema": self.schema.to_json(),
-            "splits": {name: dataclasses.asdict(split) for name, split in self.splits.items()},
+            "splits": {name: split.to_json() for name, split in self.splits.items()},
             "preparation": dict(self.preparation),
             "vocabularies": {name: dataclasses.asdict(entry) for name, entry in self.vocabularies.items()},
             "sources": [dataclasses.asdict(source) for source in self.sources],
@@ -353,4 +362,4 @@ def _split_from_json(value: Mapping[str, Any]) -> Split:
     for count in (value["num_rows"], *(file.num_rows for file in files), *(file.bytes for file in files)):
         if type(count) is not int or count < 0:
             raise TypeError(f"{count!r} is no number of rows or bytes")
-    return Split(value["num_rows"], value["label_rate"], files)
+    return Split(value["num_rows"], value["label_rate"], files, value.get("mean_weight"))

@@ -69,22 +69,36 @@ class WrittenFile:
         file: What the manifest says of it.
         label_sum: Sum of its labels; None where rows have none.
         pieces: Its pieces with their checksums.
+        weight_sum: Sum of its rows' weights; None where rows have none.
     """
 
     file: DataFile
     label_sum: float | None
     pieces: Pieces
+    weight_sum: float | None = None
 
 
 def written_split(files: Sequence[WrittenFile]) -> Split:
     """Returns what the manifest says of a split, given its files in the order of their rows."""
     num_rows = sum(one.file.num_rows for one in files)
-    sums = [one.label_sum for one in files if one.label_sum is not None]
-    return Split(num_rows, sum(sums) / num_rows if sums and num_rows else None, tuple(one.file for one in files))
+    label_rate = _mean([one.label_sum for one in files], num_rows)
+    mean_weight = _mean([one.weight_sum for one in files], num_rows)
+    return Split(num_rows, label_rate, tuple(one.file for one in files), mean_weight)
+
+
+def _mean(sums: Sequence[float | None], num_rows: int) -> float | None:
+    """Returns the mean over the rows of all files; None without rows, and of what rows do not have."""
+    known = [each for each in sums if each is not None]
+    return sum(known) / num_rows if known and num_rows else None
 
 
 def write_file(
-    folder: Path, plan: FilePlan, schema: pa.Schema, label: str | None, groups: Iterable[pa.Table]
+    folder: Path,
+    plan: FilePlan,
+    schema: pa.Schema,
+    label: str | None,
+    groups: Iterable[pa.Table],
+    weight: str | None = None,
 ) -> WrittenFile:
     """Writes one file.
 
@@ -94,9 +108,10 @@ def write_file(
         schema: Columns of the file.
         label: Name of the label's column, if there is one.
         groups: The file's rows, a table for each row group.
+        weight: Name of the column of the rows' weights, if there is one.
     """
     path = folder / plan.path
-    label_sum = 0.0
+    sums = {name: 0.0 for name in (label, weight) if name is not None}
     with pq.ParquetWriter(
         path,
         schema,
@@ -107,11 +122,12 @@ def write_file(
         write_page_checksum=True,
     ) as writer:
         for table in groups:
-            if label is not None:
-                label_sum += float(pc.sum(pc.cast(table[label], pa.float64())).as_py())
+            for name in sums:
+                sums[name] += float(pc.sum(pc.cast(table[name], pa.float64())).as_py())
             writer.write_table(table, len(table))
     file = DataFile(plan.path, plan.stop - plan.start, path.stat().st_size)
-    return WrittenFile(file, None if label is None else label_sum, file_pieces(path))
+    label_sum, weight_sum = (None if name is None else sums[name] for name in (label, weight))
+    return WrittenFile(file, label_sum, file_pieces(path), weight_sum)
 
 
 def _leaf(field: pa.Field) -> str:
@@ -139,7 +155,7 @@ class FileWriter:
         """Writes one file."""
         arrow = self._arrow_schema()
         tables = (pa.table(self._arrays(columns), schema=arrow) for columns in self._row_groups(plan))
-        return write_file(self.folder, plan, arrow, self.schema.label, tables)
+        return write_file(self.folder, plan, arrow, self.schema.label, tables, self.schema.weight)
 
     def _arrays(self, columns: Sequence[NDArray[Any]]) -> list[pa.Array]:
         """Returns columns for PyArrow, with null for NaN where numbers may be missing."""

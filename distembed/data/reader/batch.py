@@ -48,6 +48,9 @@ class Batch(Pipelineable):
         """Returns the field of this name."""
         return self.fields[name]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.fields
+
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         """Returns this batch on another device."""
         return self._each(lambda field: field.to(device=device, non_blocking=non_blocking))

@@ -1,0 +1,118 @@
+"""The area under the ROC curve, exact: of all rows, and within groups of rows (GAUC).
+
+It is the share of pairs of a positive and a negative row whose scores are in the right order, ties counted half
+(Mann-Whitney); a pair weighs the product of its rows' weights. GAUC (Zhu et al., KDD 2017) pairs rows of the same
+group alone, such as those of one user: what tells users apart, and orders nothing that any of them is shown, does not
+count. It is the mean of the groups' areas, each counted by the weight of its rows::
+
+    GAUC = sum_g w_g AUC_g / sum_g w_g      over the groups that have positive and negative rows
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.floating]
+Integers = npt.NDArray[np.integer]
+
+
+@dataclass(frozen=True)
+class GroupedAUC:
+    """The mean of the areas within groups, and what it is the mean of.
+
+    Attributes:
+        value: The mean, by the groups' weights; NaN where there is no group to compute it from, or a score is NaN.
+        num_groups: Number of groups that have positive and negative rows, of weights above 0.
+        num_rows: Number of rows of these groups.
+    """
+
+    value: float
+    num_groups: int
+    num_rows: int
+
+
+def exact_auc(scores: Floats, labels: Floats, weights: Floats | None = None) -> float:
+    """Returns the area under the ROC curve; NaN without both classes.
+
+    Args:
+        scores: The higher, the likelier a row is positive [N].
+        labels: 0 or 1 [N].
+        weights: The weight of each row, 0 or more [N]; None where all weigh 1.
+    """
+    if len(scores) == 0 or np.isnan(scores).any():
+        return math.nan
+    pairs = _count_pairs(np.argsort(scores, kind="stable"), scores, labels, weights, None)
+    num_pairs = float(pairs.positive[0]) * float(pairs.negative[0])
+    return float(pairs.ordered[0]) / num_pairs if num_pairs > 0 else math.nan
+
+
+def grouped_auc(scores: Floats, labels: Floats, groups: Integers, weights: Floats | None = None) -> GroupedAUC:
+    """Returns the mean of the areas within groups.
+
+    Args:
+        scores: The higher, the likelier a row is positive [N].
+        labels: 0 or 1 [N].
+        groups: The group of each row [N].
+        weights: The weight of each row, 0 or more [N]; None where all weigh 1.
+    """
+    if len(scores) == 0:
+        return GroupedAUC(math.nan, 0, 0)
+    pairs = _count_pairs(np.lexsort((scores, groups)), scores, labels, weights, groups)
+    num_pairs = pairs.positive * pairs.negative
+    has_both = num_pairs > 0
+    num_groups, num_rows = int(has_both.sum()), int(pairs.num_rows[has_both].sum())
+    if num_groups == 0 or np.isnan(scores).any():
+        return GroupedAUC(math.nan, num_groups, num_rows)
+    areas = pairs.ordered[has_both] / num_pairs[has_both]
+    own_weights = (pairs.positive + pairs.negative)[has_both]
+    return GroupedAUC(float(np.average(areas, weights=own_weights)), num_groups, num_rows)
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """The weights of rows, and of pairs of them, in each group.
+
+    Attributes:
+        positive: Weight of the positive rows [groups].
+        negative: Weight of the negative rows [groups].
+        ordered: Weight of the pairs whose scores are in the right order, and half of that of ties [groups].
+        num_rows: Number of rows [groups].
+    """
+
+    positive: Floats
+    negative: Floats
+    ordered: Floats
+    num_rows: Integers
+
+
+def _count_pairs(
+    order: Integers, scores: Floats, labels: Floats, weights: Floats | None, groups: Integers | None
+) -> _Pairs:
+    """Returns the pairs of at least one row; ``order`` sorts rows by group, then by score.
+
+    Rows of one group and score form a run. The negative rows ahead of a run are those of all runs before it, less those
+    of groups before its own. Without weights all sums are of whole and half numbers, and exact.
+    """
+    scores, is_positive = scores[order], labels[order] > 0.5
+    begins_group = np.zeros(len(order), dtype=bool)
+    if groups is not None:
+        sorted_groups = groups[order]
+        begins_group[1:] = sorted_groups[1:] != sorted_groups[:-1]
+    begins_run = begins_group.copy()
+    begins_run[1:] |= scores[1:] != scores[:-1]
+    begins_group[0] = begins_run[0] = True
+    runs = np.flatnonzero(begins_run)
+    of_rows = np.ones(len(order)) if weights is None else weights[order].astype(np.float64)
+    positive = np.add.reduceat(np.where(is_positive, of_rows, 0.0), runs)
+    negative = np.add.reduceat(np.where(is_positive, 0.0, of_rows), runs)
+    behind = np.cumsum(negative) - negative
+    starts = np.flatnonzero(begins_group[runs])
+    behind -= np.repeat(behind[starts], np.diff(starts, append=len(runs)))
+    return _Pairs(
+        positive=np.add.reduceat(positive, starts),
+        negative=np.add.reduceat(negative, starts),
+        ordered=np.add.reduceat(positive * (behind + negative / 2), starts),
+        num_rows=np.diff(runs[starts], append=len(order)),
+    )

@@ -1,0 +1,90 @@
+"""The weights of rows in a loss and in metrics, of datasets that have them in a column (``Schema.weight``).
+
+The loss of a step is the sum of ``w_i l_i / m`` over the rows of the global batch, divided by their number, where m is
+the mean weight of the rows of the training split. Its gradient is then an unbiased estimate of that of the weighted
+mean over the split, which is what training is to lower; dividing by the weights of the batch itself would count rows
+more where the others of their batch happen to weigh little. Since m is a constant of the dataset, no rank needs the
+weights of another, and weights that are all multiplied by one number train the same model.
+
+Metrics are those of rows that are there w_i times.
+"""
+
+import numpy as np
+from torch import Tensor
+
+from distembed.data.dataset.manifest import Manifest
+from distembed.data.dataset.schema import WEIGHTS
+from distembed.data.reader.batch import Batch
+from distembed.errors import UserError
+from distembed.tasks.auc import Floats
+from distembed.tasks.base import Outputs, Rows, TaskContext
+
+
+class RowWeights:
+    """The weights of a task's rows; all weigh 1 until a task starts with a dataset that says otherwise."""
+
+    def __init__(self) -> None:
+        self._context: TaskContext | None = None
+        self._known_mean: float | None = None
+
+    def start(self, context: TaskContext) -> None:
+        """Takes the dataset that a model is trained on."""
+        self._context, self._known_mean = context, None
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The names of the outputs that :meth:`of_rows` returns of the dataset's batches."""
+        return (WEIGHTS,) if self._context is not None and self._context.schema.weight is not None else ()
+
+    def _mean(self) -> float:
+        """Returns the mean weight of the training split, which is read when a step first needs it.
+
+        Raises:
+            UserError: The dataset that the model was trained on cannot be read, or has no such mean above 0.
+        """
+        if self._context is None:  # a step whose values nobody looks at, such as an estimate's
+            return 1.0
+        if self._known_mean is not None:
+            return self._known_mean
+        data = self._context.data
+        mean = Manifest.load(data.require_path()).splits[data.train].mean_weight
+        if not mean:
+            found = "are all 0" if mean == 0.0 else "have no known mean"
+            raise UserError(
+                f"data.train is {data.train!r}, whose weights {found} in the dataset {data.path}; prepare the data "
+                "again, with rows that have weights above 0."
+            )
+        self._known_mean = mean
+        return mean
+
+    def in_loss(self, batch: Batch) -> Tensor | None:
+        """Returns what the loss of each row is multiplied by [batch]; None where rows have no weights.
+
+        Raises:
+            UserError: The mean weight of the training split is not known, or is 0.
+        """
+        if WEIGHTS not in batch:
+            return None
+        weights = batch[WEIGHTS]
+        assert isinstance(weights, Tensor)
+        return weights / self._mean()
+
+    @staticmethod
+    def of_rows(batch: Batch) -> Outputs:
+        """Returns the weights as an output of the task's rows; nothing where they have none."""
+        if WEIGHTS not in batch:
+            return {}
+        weights = batch[WEIGHTS]
+        assert isinstance(weights, Tensor)
+        return {WEIGHTS: weights}
+
+
+def weights_of(rows: Rows) -> Floats | None:
+    """Returns the weights of gathered rows [N]; None where they have none."""
+    return rows.get(WEIGHTS)
+
+
+def total_weight(rows: Rows) -> dict[str, float]:
+    """Returns the metric ``weight``, the sum of the rows' weights; nothing where they have none."""
+    weights = weights_of(rows)
+    return {} if weights is None else {"weight": float(weights.sum(dtype=np.float64))}
