@@ -26,6 +26,10 @@ class Interrupted(RunError):
     """Ctrl-C, SIGTERM or SIGUSR1, after everything was saved that is needed to resume (exit code 75)."""
 
 
+class TemporaryFailure(RunError):
+    """What may pass: a server that does not answer, a process that was killed. What was done until then is kept."""
+
+
 class InsufficientMemory(RunError):
     """What was asked for takes more memory than there is, in every way that was allowed (exit code 3)."""
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from distembed.errors import RunError, UserError, one_line
+from distembed.errors import RunError, TemporaryFailure, UserError, one_line
 from distembed.files import whole_file
 
 T = TypeVar("T")
@@ -88,7 +88,7 @@ def find_remote(url: str) -> RemoteFile:
 
     Raises:
         UserError: There is no such file.
-        RunError: The server does not answer.
+        TemporaryFailure: The server does not answer.
     """
     files, path = file_system(url)
     return _remote_file(url, retried(url, "be found", lambda: _info(files, path)))
@@ -104,7 +104,7 @@ def list_remote(url: str) -> list[RemoteFile]:
 
     Raises:
         UserError: There is nothing there.
-        RunError: The server does not answer.
+        TemporaryFailure: The server does not answer.
     """
     files, path = file_system(url)
     return retried(url, "be listed", lambda: _list(files, path, url))
@@ -115,7 +115,7 @@ def open_remote(url: str) -> io.BufferedReader:
 
     Raises:
         UserError: There is no such file.
-        RunError: The server does not answer.
+        TemporaryFailure: The server does not answer.
     """
     return io.BufferedReader(_ResumingReader(url), _COPY_BYTES)
 
@@ -125,7 +125,7 @@ def read_remote(url: str) -> bytes:
 
     Raises:
         UserError: There is no such file.
-        RunError: The server does not answer.
+        TemporaryFailure: The server does not answer.
     """
     with open_remote(url) as file:
         return file.read()
@@ -136,7 +136,8 @@ def fetch(url: str, path: Path) -> None:
 
     Raises:
         UserError: There is no such file.
-        RunError: The server does not answer, or the local file cannot be written.
+        TemporaryFailure: The server does not answer.
+        RunError: The local file cannot be written.
     """
     with open_remote(url) as source, whole_file(path) as temporary, open(temporary, "wb") as target:
         shutil.copyfileobj(source, target, _COPY_BYTES)
@@ -147,7 +148,7 @@ def upload(path: Path, url: str) -> None:
 
     Raises:
         UserError: The URL may not be written.
-        RunError: The server does not answer.
+        TemporaryFailure: The server does not answer.
     """
     files, target = file_system(url)
 
@@ -166,7 +167,7 @@ def remove_remote(url: str) -> None:
 
     Raises:
         UserError: It may not be removed.
-        RunError: The server does not answer.
+        TemporaryFailure: The server does not answer.
     """
     files, path = file_system(url)
 
@@ -187,7 +188,7 @@ def retried(url: str, action: str, do: Callable[[], T]) -> T:
 
     Raises:
         UserError: It failed in a way that no further call would mend.
-        RunError: It failed each time.
+        TemporaryFailure: It failed each time.
     """
     for attempt in range(1, TRIES + 1):
         try:
@@ -198,7 +199,7 @@ def retried(url: str, action: str, do: Callable[[], T]) -> T:
             if _is_permanent(error):
                 raise UserError(f"{url} cannot {action}: {_reason(error)}.") from error
             if attempt == TRIES:
-                raise RunError(
+                raise TemporaryFailure(
                     f"{url} cannot {action}: {TRIES} tries failed, the last with {one_line(error)}; see whether the "
                     "server can be reached, and begin the same command again."
                 ) from error

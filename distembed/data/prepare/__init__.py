@@ -12,8 +12,10 @@
 - ``column_batches.py`` reads named columns of Parquet, CSV and TSV files, and ``column_numbers.py`` turns them into
   numbers.
 - For every kind of preparation: ``inputs.py`` checks the inputs, ``rejected_rows.py`` takes the malformed rows,
-  ``limits.py`` and ``progress.py`` say what it may use and how far it is, ``work.py`` does its tasks once whatever is
-  killed, and ``staging.py`` makes its output appear at once.
+  ``limits.py`` and ``progress.py`` say what it may use and how far it is, and ``staging.py`` makes its output appear at
+  once.
+- For preparations in several processes, and those that go on after a kill: ``resumable.py`` gives the folders,
+  ``work.py`` does each task once, ``processes.py`` starts the processes, and by ``beats.py`` they hear of each other.
 - ``synthesize.py`` makes a Criteo-format file with a planted signal, of the rows of ``synthetic_rows.py``.
 """
 

@@ -2,7 +2,8 @@
 
 Everything is written in a hidden folder beside the target, flushed to disk, and renamed. A process that is killed
 leaves the hidden folder behind: the next run on the same target removes it, since the lock that the process held is
-free. A run that finds the lock taken fails at once and changes nothing.
+free, or goes on with it where it is a :func:`kept_folder` of the same command. A run that finds the lock taken fails at
+once and changes nothing.
 """
 
 from __future__ import annotations
@@ -11,17 +12,20 @@ import errno
 import fcntl
 import os
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from distembed.data.dataset.manifest import MANIFEST_NAME
 from distembed.data.prepare.inputs import real_path, require_text_name
-from distembed.errors import UserError
+from distembed.errors import TemporaryFailure, UserError
 from distembed.files import free_space
 
 _LOCK_NAME = ".lock"
+_BOOT_NAME = "boot"
 
 
 @contextmanager
@@ -39,30 +43,169 @@ def staged_folder(
     Raises:
         UserError: ``output`` exists and may not be replaced, cannot be made, or another process is writing it.
     """
-    output = real_path(output)  # a link to a dataset stays a link
+    output = _checked_target(output, overwrite, kind, marker)
+    folder = output.with_name(f"{_prefix(output)}{os.getpid()}")
+    with _alone(folder, output, overwrite, kind, marker):
+        try:
+            yield folder
+            _flush(folder)
+            with _alone_in(output.parent):
+                (folder / _LOCK_NAME).unlink()
+                _swap(folder, output, overwrite)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class KeptFolder:
+    """A folder that outlives the process which works in it.
+
+    Attributes:
+        path: The folder; what is in its folder ``dataset`` becomes the output.
+        is_resumed: Whether a command with the same purpose was interrupted, and this one goes on with what it did.
+        is_anew: Whether what a command with another purpose had done was removed.
+    """
+
+    path: Path
+    is_resumed: bool
+    is_anew: bool
+
+
+@contextmanager
+def kept_folder(output: Path, purpose: str | None, *, overwrite: bool) -> Iterator[KeptFolder]:
+    """Gives a folder to work in, which is there again for the same purpose after a process was killed.
+
+    Its folder ``dataset`` becomes ``output`` when the block ends. The folder is removed when the block ends or fails,
+    but not when it is interrupted, or fails by what may pass. What was written before the machine itself was restarted
+    may never have come to its disk, and is not gone on with.
+
+    Args:
+        output: Dataset folder to make; its parents are made as needed.
+        purpose: A short text that differs for commands which may not go on with each other's work; None where none may.
+        overwrite: Whether a dataset is replaced, which stays until the new one is complete.
+
+    Raises:
+        UserError: As :func:`staged_folder`.
+    """
+    output = _checked_target(output, overwrite, "dataset", MANIFEST_NAME)
+    folder = kept_path(output, purpose or str(os.getpid()))
+    with _alone(folder, output, overwrite, "dataset", MANIFEST_NAME, keep=purpose is not None) as removed:
+        try:
+            # without it there is nothing yet, or the dataset was put in place before a kill
+            is_resumed = (folder / DATASET).is_dir() and _is_of_this_boot(folder)
+            if not is_resumed:
+                _begin(folder)
+            yield KeptFolder(folder, is_resumed, bool(removed))
+            _flush(folder / DATASET)
+            with _alone_in(output.parent):
+                _swap(folder / DATASET, output, overwrite)
+        except (KeyboardInterrupt, TemporaryFailure):
+            if purpose is None:
+                _remove(folder)
+            raise
+        except BaseException:
+            _remove(folder)
+            raise
+        _remove(folder)
+
+
+DATASET = "dataset"
+"""Name of the folder, in a kept one, that becomes the output."""
+
+
+def kept_path(output: Path, purpose: str) -> Path:
+    """Returns where the folder of :func:`kept_folder` is."""
+    output = real_path(output)
+    return output.with_name(f"{_prefix(output)}{purpose}")
+
+
+def _checked_target(output: Path, overwrite: bool, kind: str, marker: str) -> Path:
+    """Returns the absolute path of a folder that is to be made, without links, so that a link to a dataset stays one.
+
+    Raises:
+        UserError: Something is there that may not be replaced, or the name is none of a folder.
+    """
+    output = real_path(output)
     require_text_name(output)
     _check_target(output, overwrite, kind, marker)
+    return output
+
+
+@contextmanager
+def _alone(
+    folder: Path, output: Path, overwrite: bool, kind: str, marker: str, keep: bool = False
+) -> Iterator[list[Path]]:
+    """Makes a hidden folder beside the output, and keeps other runs away from the output meanwhile.
+
+    Args:
+        folder: The hidden folder.
+        output: Folder to make in the end.
+        overwrite: Whether a folder of the same kind is replaced.
+        kind: What the folder is, in words.
+        marker: Name of the file that every folder of this kind has.
+        keep: Whether the hidden folder, where it is there, stays as it is.
+
+    Yields:
+        Other hidden folders, which were removed.
+
+    Raises:
+        UserError: ``output`` exists and may not be replaced, cannot be made, or another process is writing it.
+    """
     with ExitStack() as held:
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
             with _alone_in(output.parent):
-                _clear_remains(output)
-                _check_target(
-                    output, overwrite, kind, marker
-                )  # once more: a run that was killed may have left it aside
-                folder = output.with_name(f".{output.name}.preparing-{os.getpid()}")
-                folder.mkdir()
-                held.callback(shutil.rmtree, folder, ignore_errors=True)
+                removed = _clear_remains(output, folder if keep else None)
+                # once more: a run that was killed may have left it aside
+                _check_target(output, overwrite, kind, marker)
+                folder.mkdir(exist_ok=keep)
                 _lock(held.enter_context(open(folder / _LOCK_NAME, "w")), output)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
                 raise
             raise UserError(f"the {kind} {output} cannot be made: {error}; name another output") from error
-        yield folder
-        _flush(folder)
-        with _alone_in(output.parent):
-            (folder / _LOCK_NAME).unlink()
-            _swap(folder, output, overwrite)
+        yield removed
+
+
+def _begin(folder: Path) -> None:
+    """Makes what a kept folder begins with, and nothing else."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != _LOCK_NAME:
+            path.unlink()
+    (folder / _BOOT_NAME).write_text(_boot())
+    (folder / DATASET).mkdir()
+
+
+def _is_of_this_boot(folder: Path) -> bool:
+    """Returns whether a kept folder was begun by another machine, or by this one since it was started."""
+    try:
+        host, boot = (folder / _BOOT_NAME).read_text().split()
+    except (OSError, ValueError):
+        return False
+    return host != socket.gethostname() or f"{host} {boot}" == _boot()
+
+
+def _boot() -> str:
+    """Returns the name of this machine, and an identity that it has until it is started anew."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = "unknown"
+    return f"{socket.gethostname()} {boot}"
+
+
+def _remove(folder: Path) -> None:
+    """Removes a kept folder, which no command goes on with from the first moment on."""
+    removed = folder.with_name(f"{folder.name}-removed")
+    with suppress(OSError):
+        folder.rename(removed)
+    shutil.rmtree(removed, ignore_errors=True)
+
+
+def _prefix(output: Path) -> str:
+    return f".{output.name}.preparing-"
 
 
 @contextmanager
@@ -91,24 +234,28 @@ def _check_target(output: Path, overwrite: bool, kind: str, marker: str) -> None
         raise UserError(f"{output} is no {kind} (no {marker}), so it is not overwritten: name another")
 
 
-def _clear_remains(output: Path) -> None:
-    """Removes what processes that have ended left behind.
+def _clear_remains(output: Path, kept: Path | None) -> list[Path]:
+    """Removes what processes that have ended left behind, but for a folder to go on with, and returns what it was.
 
     Raises:
         UserError: A process is still writing the same output.
     """
+    removed = []
     for remains in output.parent.glob(f".{_escaped(output.name)}.preparing-*"):
         try:
             with open(remains / _LOCK_NAME, "r+") as lock:
                 _lock(lock, output)
         except FileNotFoundError:
             pass
-        shutil.rmtree(remains, ignore_errors=True)
+        if remains != kept:
+            removed.append(remains)
+            shutil.rmtree(remains, ignore_errors=True)
     for replaced in output.parent.glob(f".{_escaped(output.name)}.replaced-*"):
         if os.path.lexists(output):
             shutil.rmtree(replaced, ignore_errors=True)
         else:  # killed between the two renames: the old dataset is the one that is whole
             replaced.rename(output)
+    return removed
 
 
 def _escaped(name: str) -> str:
