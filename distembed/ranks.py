@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
@@ -70,8 +71,19 @@ class Ranks:
         Returns:
             All rows on rank 0, and none on other ranks, in the tensor's type.
         """
+        parts = self.gather_parts(rows)
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else rows[:0].cpu().numpy()
+
+    def gather_parts(self, rows: Tensor) -> list[npt.NDArray[Any]]:
+        """Gathers rows [n, ...] of all ranks, which may be unequally many; all ranks call it.
+
+        Returns:
+            The rows of each rank on rank 0, in the tensor's type, and nothing on other ranks.
+        """
         if self.world_size == 1:
-            return rows.cpu().numpy()
+            return [rows.cpu().numpy()]
         rows = rows.to(self.device)
         counts = [torch.zeros(1, dtype=torch.long, device=self.device) for _ in range(self.world_size)]
         dist.all_gather(counts, torch.tensor([len(rows)], device=self.device))
@@ -79,9 +91,7 @@ class Ranks:
         padded = torch.cat([rows, rows.new_zeros(longest - len(rows), *rows.shape[1:])])
         gathered = [torch.empty_like(padded) for _ in counts] if self.is_first else None
         dist.gather(padded, gathered, dst=0)
-        if gathered is None:
-            return rows[:0].cpu().numpy()
-        return torch.cat([part[: int(n)] for part, n in zip(gathered, counts, strict=True)]).cpu().numpy()
+        return [part[: int(n)].cpu().numpy() for part, n in zip(gathered, counts, strict=True)] if gathered else []
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:

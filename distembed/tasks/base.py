@@ -116,7 +116,8 @@ class Task(ABC):
     def evaluation_batches(self, split: str, batch_size: int) -> Iterator[Batch] | None:
         """Returns this rank's batches of an evaluation; None where they are the rows of the split.
 
-        All ranks return equally many batches, some of which may have no rows.
+        All ranks return equally many batches, some of which may have no rows. Predictions are written rank after rank,
+        as :class:`distembed.data.reader.BatchShares` divides rows.
 
         Args:
             split: Name of the split.

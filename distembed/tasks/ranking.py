@@ -23,7 +23,7 @@ from distembed.catalogue import CatalogueRanking, NegativeDraws, Queries, UserIt
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import ITEM, ITEM_NEGATIVE, SPARSE_FEATURES, USER
 from distembed.data.prepare.vocabulary import reserved_ids
-from distembed.data.reader.batch import Batch
+from distembed.data.reader import Batch, BatchShares
 from distembed.runs.metrics import headline_first
 from distembed.tasks.base import BatchPosition, Outputs, Rows, Task, TaskContext
 from distembed.tasks.config import RANKING_KINDS, RankingConfig, batch_schema
@@ -123,15 +123,15 @@ class RankingTask(Task):
         taken = self._items_of([name for name in earlier if name in known])
         relevant = self._items_of([split])
         users = (relevant.offsets.diff() > 0).nonzero().flatten()
-        for together in users.split(batch_size * ranks.world_size):
-            first, end = (len(together) * rank // ranks.world_size for rank in (ranks.rank, ranks.rank + 1))
-            own = together[first:end]
+        steps = BatchShares(len(users), batch_size, ranks.world_size).steps(ranks.rank)
+        for rows in list(steps) or [range(0)]:  # metrics of no users need outputs too, of their shapes
+            own = users[rows.start : rows.stop]
             fields = {
                 SPARSE_FEATURES: self._user_features(own),
                 RELEVANT: _of_items(relevant.of(own)),
                 EXCLUDED: _of_items(taken.of(own)),
             }
-            yield Batch(fields, len(together))
+            yield Batch(fields, max(len(users), 1))
 
     def _user_features(self, users: Int64[Tensor, " users"]) -> KeyedJaggedTensor:
         """Returns ids of users; other single-valued features have the id 0, which is not looked at."""

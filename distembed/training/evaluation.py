@@ -1,4 +1,8 @@
-"""Runs a model over every row of a split once, on all ranks, and gathers the outputs of its task on rank 0."""
+"""Runs a model over every row of a split once, on all ranks, and gathers the outputs of its task on rank 0.
+
+Each rank decodes and scores rows that follow each other (:mod:`distembed.data.reader.shares`), so that rank after rank
+is the order of the split.
+"""
 
 from collections.abc import Generator, Iterator
 from contextlib import closing
@@ -6,7 +10,7 @@ from contextlib import closing
 import torch
 from torch import Tensor
 
-from distembed.data.reader import Batch, BatchOrder, BatchReader
+from distembed.data.reader import Batch, read_share
 from distembed.ranks import Ranks
 from distembed.tasks.base import Outputs, Rows
 from distembed.training.build import TrainingState
@@ -16,7 +20,7 @@ EVALUATION_BATCH_SIZE = 8192
 
 
 def score_split(state: TrainingState, dataset: str, split: str, ranks: Ranks) -> Rows:
-    """Returns the task's outputs of all rows of a split, in no particular order; all ranks call it.
+    """Returns the task's outputs of all rows of a split, in their order; all ranks call it.
 
     Returns:
         Each output by its name, with all rows on rank 0 and none on other ranks.
@@ -31,7 +35,7 @@ def score_split(state: TrainingState, dataset: str, split: str, ranks: Ranks) ->
 
 
 def score_batches(state: TrainingState, dataset: str, split: str, ranks: Ranks) -> Iterator[Outputs]:
-    """Yields the task's outputs of this rank's rows of each global batch, in the file's order; all ranks call it."""
+    """Yields the task's outputs of this rank's batches, which are equally many on every rank; all ranks call it."""
     was_training = state.model.training
     state.model.eval()
     try:
@@ -48,15 +52,5 @@ def _batches(state: TrainingState, dataset: str, split: str, ranks: Ranks) -> Ge
     if own is not None:
         yield from own
         return
-    reader = BatchReader(
-        dataset,
-        split,
-        BatchOrder(EVALUATION_BATCH_SIZE * ranks.world_size, shuffle=False),
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-    )
-    try:
-        for batch in reader:
-            yield state.task.prepare_batch(batch, None)
-    finally:
-        reader.close()
+    for batch in read_share(dataset, split, EVALUATION_BATCH_SIZE, rank=ranks.rank, world_size=ranks.world_size):
+        yield state.task.prepare_batch(batch, None)

@@ -17,9 +17,11 @@ from distembed.data.dataset.verification import missing_checksums_note as datase
 from distembed.files import whole_file
 from distembed.optim.config import SparseOptimizerConfig
 from distembed.ranks import Ranks, process_group
+from distembed.tasks.base import Outputs, Rows
 from distembed.training.build import Blueprint, TrainingState, build_training_state
 from distembed.training.evaluation import score_batches, score_split
 from distembed.training.newest import read_newest
+from distembed.training.rank_order import RankOrder
 from distembed.training.trained_run import PREDICTION_FORMATS, TrainedRun
 
 
@@ -114,20 +116,26 @@ def predict_split(state: TrainingState, dataset: str, split: str, output: Path, 
     Raises:
         RunError: The file cannot be written.
     """
+    task = state.task
     if not ranks.is_first:
         for outputs in score_batches(state, dataset, split, ranks):
-            for values in outputs.values():
-                ranks.gather_rows(values)
+            _gather(outputs, ranks)
         return 0
-    num_rows = 0
-    task = state.task
     types = {name: pa.int64() if name in task.id_columns else pa.float32() for name in task.prediction_columns}
     columns = pa.schema(types.items())
-    with whole_file(output) as temporary, PREDICTION_FORMATS[output.suffix](temporary, columns) as writer:
+    with (
+        whole_file(output) as temporary,
+        PREDICTION_FORMATS[output.suffix](temporary, columns) as writer,
+        RankOrder(columns, ranks.world_size, output.parent) as in_order,
+    ):
         for outputs in score_batches(state, dataset, split, ranks):
-            # ranks hold neighbouring slices of a batch, so rank after rank is the file's order
-            rows = {name: ranks.gather_rows(values) for name, values in outputs.items()}
-            table = pa.table(task.predictions(rows), schema=columns)
-            num_rows += len(table)
-            writer.write_table(table)
-    return num_rows
+            rows = _gather(outputs, ranks)
+            tables = [pa.table(task.predictions(own), schema=columns) for own in rows]
+            in_order.write(tables, writer.write_table)
+        return in_order.finish(writer.write_table)
+
+
+def _gather(outputs: Outputs, ranks: Ranks) -> list[Rows]:
+    """Returns each rank's outputs of a step on rank 0, and nothing on other ranks; all ranks call it."""
+    parts = {name: ranks.gather_parts(values) for name, values in outputs.items()}
+    return [dict(zip(parts, of_rank, strict=True)) for of_rank in zip(*parts.values(), strict=True)]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from distembed.data import Schema, create_manifest
-from distembed.data.reader import BatchOrder, BatchReader, order, reader
+from distembed.data.reader import BatchOrder, BatchReader, epoch_part, order
 from distembed.errors import UserError
 from tests.data.small_dataset import SCHEMA, SINGLE, make_dataset, open_reader, rows_of, take
 
@@ -16,7 +16,7 @@ from tests.data.small_dataset import SCHEMA, SINGLE, make_dataset, open_reader, 
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes windows so small that a hundred rows fill many, and several batches are made at once."""
     monkeypatch.setattr(order, "WINDOW_ROWS", 8)
-    monkeypatch.setattr(reader, "_ROWS_AT_ONCE", 24)
+    monkeypatch.setattr(epoch_part, "_ROWS_AT_ONCE", 24)
 
 
 @pytest.mark.usefixtures("small_windows")

@@ -3,5 +3,6 @@
 from distembed.data.reader.batch import Batch
 from distembed.data.reader.order import BatchOrder
 from distembed.data.reader.reader import BatchReader
+from distembed.data.reader.shares import BatchShares, read_share
 
-__all__ = ["Batch", "BatchOrder", "BatchReader"]
+__all__ = ["Batch", "BatchOrder", "BatchReader", "BatchShares", "read_share"]

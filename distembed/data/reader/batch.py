@@ -38,7 +38,8 @@ class Batch(Pipelineable):
         fields: The fields by name. Each is a float32 tensor with one row a sample, or the int64 ids of features or the
             float32 numbers beside them, whose stride is the number of samples; see
             :attr:`distembed.data.dataset.schema.Schema.fields`.
-        global_batch_size: Rows of this step on all ranks, to weigh a rank's share of the loss.
+        global_batch_size: Rows of this step on all ranks, to weigh a rank's share of the loss. An evaluation has no
+            loss: its batches may say any number above 0.
     """
 
     fields: Mapping[str, Field]

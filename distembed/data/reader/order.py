@@ -113,15 +113,27 @@ class EpochOrder:
     Attributes:
         group_rows: Number of rows of each row group, in file order.
         batches: How the rows are ordered and cut into batches.
+        rows: The rows of the split that are read, where they are not shuffled; all unless given.
+
+    Raises:
+        UserError: A part of the rows is to be shuffled, or goes beyond the split.
     """
 
     group_rows: tuple[int, ...]
     batches: BatchOrder
+    rows: range | None = None
+
+    def __post_init__(self) -> None:
+        if self.rows is None:
+            return
+        total = sum(self.group_rows)
+        if self.batches.shuffle or self.rows.step != 1 or not 0 <= self.rows.start <= self.rows.stop <= total:
+            raise UserError(f"rows is {self.rows}: rows without shuffling, in steps of 1, within the split's {total}")
 
     @property
     def num_rows(self) -> int:
-        """Number of rows in the split."""
-        return sum(self.group_rows)
+        """Number of rows in an epoch."""
+        return sum(self.group_rows) if self.rows is None else len(self.rows)
 
     @property
     def num_lanes(self) -> int:
@@ -151,7 +163,8 @@ class EpochOrder:
 
     def lane_windows(self, epoch: int, lane: int) -> list[Window]:
         """Returns what this lane decodes in this epoch, in order."""
-        start = sum(self.lane_rows(earlier) for earlier in range(lane))
+        first = 0 if self.rows is None else self.rows.start
+        start = first + sum(self.lane_rows(earlier) for earlier in range(lane))
         segments = _cut(self._group_order(epoch), self.group_rows, start, start + self.lane_rows(lane))
         return _windows(segments)
 

@@ -1,0 +1,136 @@
+"""Makes batches of tensors from decoded rows.
+
+Trade-off: ids become int64 here, since what looks them up takes one type for all tables; records keep int32 until then,
+which halves what gathering random rows has to fetch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from distembed.data.dataset.schema import DENSE_SEQUENCES, SPARSE_FEATURES, Schema
+from distembed.data.reader.batch import Batch
+from distembed.data.reader.decode import Block, RecordLayout
+from distembed.data.reader.jagged import Jagged
+
+
+class BatchAssembler:
+    """Makes batches of the rows of one schema.
+
+    Args:
+        schema: Columns of the batches.
+
+    Attributes:
+        layout: Where each single-valued column stands in the records of the rows.
+    """
+
+    def __init__(self, schema: Schema) -> None:
+        self.layout = RecordLayout.from_schema(schema)
+        self._schema = schema
+        self._columns = _float_columns(schema, self.layout)
+
+    def assemble(self, blocks: Sequence[Block], global_sizes: Sequence[int]) -> Iterator[Batch]:
+        """Yields batches of equally many rows each.
+
+        Args:
+            blocks: Parts of the batches; each block has its part of every batch, batch after batch. No blocks make
+                batches without rows. Rows with lists are made one batch at a time.
+            global_sizes: Rows of each batch on all ranks.
+        """
+        layout, schema, count = self.layout, self._schema, len(global_sizes)
+        empty = np.empty((count, 0, layout.width), layout.dtype)
+        each = (block.records.reshape(count, len(block.records) // count, layout.width) for block in blocks)
+        records = np.concatenate([empty, *each], axis=1)
+        floats = records.view(np.float32)[:, :, layout.first_float : layout.first_float + len(layout.numbers)]
+        numbers = {name: np.ascontiguousarray(floats[:, :, columns]) for name, columns in self._columns.items()}
+        ids = np.ascontiguousarray(records[:, :, : len(layout.single)].transpose(0, 2, 1)).astype(np.int64)
+        for index, global_size in enumerate(global_sizes):
+            jagged = (
+                _jagged_fields(schema, ids[index], blocks) if layout.has_lists else _single_valued(schema, ids[index])
+            )
+            fields = {
+                field.name: jagged[field.name] if field.is_jagged else torch.from_numpy(numbers[field.name][index])
+                for field in schema.fields
+            }
+            yield Batch(fields, global_size)
+
+
+def _float_columns(schema: Schema, layout: RecordLayout) -> dict[str, slice | int]:
+    """Returns where each field of numbers stands among a record's: a range of columns, or the one of a vector."""
+    columns: dict[str, slice | int] = {}
+    for field in schema.fields:
+        if not field.is_jagged:
+            first = layout.numbers.index(field.columns[0]) if field.columns else 0
+            columns[field.name] = first if field.is_vector else slice(first, first + len(field.columns))
+    return columns
+
+
+def _single_valued(schema: Schema, ids: NDArray[np.int64]) -> dict[str, KeyedJaggedTensor]:
+    """Returns the jagged field of features with one id a row, ``[num_keys, num_rows]``."""
+    # what depends on the shape alone is made once, so that no batch pays for sums of ones
+    num_keys, num_rows = ids.shape
+    lengths, offsets = _unit_bags(num_keys, num_rows)
+    features = KeyedJaggedTensor(
+        list(schema.categorical_names),
+        torch.from_numpy(ids.reshape(-1)),
+        lengths=lengths,
+        offsets=offsets,
+        stride=num_rows,
+        length_per_key=[num_rows] * num_keys,
+        offset_per_key=[num_rows * key for key in range(num_keys + 1)],
+    )
+    return {SPARSE_FEATURES: features}
+
+
+@lru_cache(maxsize=8)
+def _unit_bags(num_keys: int, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Returns lengths and offsets of bags of one id, int32."""
+    bags = num_keys * num_rows
+    return torch.ones(bags, dtype=torch.int32), torch.arange(bags + 1, dtype=torch.int32)
+
+
+def _jagged_fields(schema: Schema, ids: NDArray[np.int64], blocks: Sequence[Block]) -> dict[str, KeyedJaggedTensor]:
+    """Returns the jagged fields of a batch.
+
+    Args:
+        schema: Columns of the batch.
+        ids: The single-valued features' ids, ``[num_keys, num_rows]``.
+        blocks: The rows, in order; there may be none.
+    """
+    num_rows = ids.shape[1]
+    ones = np.ones(num_rows, np.int64)
+    columns = {
+        feature.name: [Jagged.from_lengths(values, ones)]
+        for feature, values in zip((each for each in schema.categorical if not each.multi_hot), ids, strict=True)
+    }
+    lists = (name for field in schema.fields if field.is_jagged for name in field.columns if name not in columns)
+    columns |= {name: [block.jagged[name] for block in blocks] for name in lists}
+    dtypes = {SPARSE_FEATURES: np.int64, DENSE_SEQUENCES: np.float32}
+    return {
+        field.name: _keyed_jagged(field.columns, columns, num_rows, np.dtype(dtypes[field.name]))
+        for field in schema.fields
+        if field.is_jagged
+    }
+
+
+def _keyed_jagged(
+    names: Sequence[str], columns: Mapping[str, list[Jagged]], num_rows: int, dtype: np.dtype[Any]
+) -> KeyedJaggedTensor:
+    """Returns columns, each in parts that are end to end, as one tensor with values of this dtype."""
+    parts = [part for name in names for part in columns[name]]
+    values = np.concatenate([np.zeros(0, dtype), *(part.values for part in parts)])
+    lengths = np.concatenate([np.zeros(0, np.int64), *(part.lengths for part in parts)])
+    return KeyedJaggedTensor(
+        list(names),
+        torch.from_numpy(values),
+        lengths=torch.from_numpy(lengths.astype(np.int32)),
+        stride=num_rows,
+    )
