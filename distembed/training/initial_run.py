@@ -28,6 +28,8 @@ from distembed.training.resume import load_run_config
 
 RECORD = "init_from"
 """Key of ``run.json`` under which a run keeps what it began with."""
+_GIVEN, _FIRST_GIVEN = "embedding", "first_embedding"
+"""Keys therein of the settings of tables that the run was given, and the first run of its chain."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ class InitialRun:
         checkpoint: Path or URL of the checkpoint to begin with.
         config: The run's config, with its tables as they are.
         schema: The columns of its dataset.
-        given_embedding: The settings of tables that the first of a chain of such runs was given.
+        given: The settings of tables that it was given, before they grew.
+        first_given: The settings of tables that the first run of the chain that it ends was given.
         run_id: The run's id; None where it is of an early version.
         fingerprint: That of its dataset's ids.
     """
@@ -48,18 +51,24 @@ class InitialRun:
     checkpoint: str
     config: Config
     schema: Schema
-    given_embedding: EmbeddingConfig
+    given: EmbeddingConfig
+    first_given: EmbeddingConfig
     run_id: str | None
     fingerprint: str
 
-    def record(self) -> dict[str, Any]:
-        """Returns what ``run.json`` of the new run says of this one, as plain values."""
+    def record(self, given: EmbeddingConfig) -> dict[str, Any]:
+        """Returns what ``run.json`` of the new run says of this one, as plain values.
+
+        Args:
+            given: The settings of tables that the new run was given.
+        """
         return {
             "path": str(self.folder),
             "checkpoint": self.checkpoint,
             "id": self.run_id,
             "id_fingerprint": self.fingerprint,
-            "embedding": dataclasses.asdict(self.given_embedding),
+            _GIVEN: dataclasses.asdict(given),
+            _FIRST_GIVEN: dataclasses.asdict(self.first_given),
         }
 
 
@@ -90,8 +99,8 @@ def find_initial_run(init_from: str, dataset: str, manifest: Manifest, checkpoin
             "back."
         )
     require_grown_from(earlier_dir, earlier, dataset, manifest)
-    given = _given_embedding(info) or config.embedding
-    return InitialRun(folder, checkpoint, config, earlier.schema, given, info.get("id"), fingerprint)
+    given, first_given = (_recorded_embedding(folder, key) or config.embedding for key in (_GIVEN, _FIRST_GIVEN))
+    return InitialRun(folder, checkpoint, config, earlier.schema, given, first_given, info.get("id"), fingerprint)
 
 
 def grown_config(config: Config, initial: InitialRun, schema: Schema) -> Config:
@@ -111,8 +120,8 @@ def grown_config(config: Config, initial: InitialRun, schema: Schema) -> Config:
         if old != new:
             raise UserError(f"{section}.name is {new!r}, and {initial.folder} was trained with {old!r}; use the same.")
     features = batch_schema(config.task, schema).categorical
-    if config.embedding != initial.config.embedding:
-        require_same_settings(initial.given_embedding, config.embedding, features, str(initial.folder))
+    if config.embedding not in (initial.config.embedding, initial.first_given):
+        require_same_settings(initial.given, config.embedding, features, str(initial.folder))
     features_before = batch_schema(initial.config.task, initial.schema).categorical
     embedding = grown_embedding(initial.config.embedding, features_before, config.embedding, features)
     assert config.train.init_from is not None
@@ -130,7 +139,7 @@ def resumed_config(config: Config, folder: Path) -> Config:
     Raises:
         UserError: The run began with another run's weights, with tables that were set in another way.
     """
-    given = _given_embedding(read_json_object(folder / "run.json"))
+    given = _recorded_embedding(folder, _GIVEN)
     if given is None:
         return config
     started_with = load_run_config(folder)
@@ -147,12 +156,12 @@ def recorded(folder: Path) -> Mapping[str, Any] | None:
     return record if isinstance(record, Mapping) else None
 
 
-def _given_embedding(info: Mapping[str, Any]) -> EmbeddingConfig | None:
-    """Returns the settings of tables that the first of a chain of runs was given; None where a run is of no chain."""
-    record = info.get(RECORD)
-    if not isinstance(record, Mapping):
+def _recorded_embedding(folder: Path, key: str) -> EmbeddingConfig | None:
+    """Returns settings of tables that a run has recorded; None where it began with initial weights."""
+    record = recorded(folder)
+    if record is None:
         return None
-    return validate({"embedding": record["embedding"]}, f"{RECORD} of run.json").embedding
+    return validate({"embedding": record.get(key)}, f"{RECORD}.{key} of {folder / 'run.json'}").embedding
 
 
 def _absolute(path: str) -> str:

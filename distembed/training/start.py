@@ -140,14 +140,15 @@ def find_start(config: Config, options: RunOptions, on_first: OnFirst, say: Call
     on_first(lambda: require_splits(dataset, config.data.splits()))
     manifest = Manifest.load(dataset)
     initial = on_first(lambda: _find_initial_run(config, folder, manifest, resume))
+    init_from = on_first(lambda: recorded(folder)) if resume else None
     if initial is not None and not resume:
+        init_from = initial.record(config.embedding)
         config = grown_config(config, initial, manifest.schema)
     sse = _replaced_ids(config, dataset, manifest)
     if resume:
         on_first(lambda: require_same_graphs(folder, graph_fingerprints(sse)))
     run_id = on_first(lambda: _run_id(folder, resume))
     wait_seconds = DEAD_MACHINE_SECONDS if options.resume_or_start else 0.0
-    init_from = on_first(lambda: recorded(folder)) if resume else None if initial is None else initial.record()
     return RunStart(config, folder, manifest, sse, run_id, resume, plans, wait_seconds, initial, init_from)
 
 

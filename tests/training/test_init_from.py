@@ -1,19 +1,26 @@
 """A run that goes on from another's weights, with tables that have grown: known ids are what they were."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
 
 from distembed.checkpoints import load_checkpoint
 from distembed.config import load_config
+from distembed.data.dataset.manifest import Manifest, id_fingerprint
+from distembed.describe import describe
 from distembed.embedding.modules import embedding_modules, weight_names_of_table
+from distembed.errors import UserError
 from distembed.ranks import Collectives, Ranks
 from distembed.training.build import Blueprint, TrainingState, build_training_state
-from distembed.training.start import RunOptions, find_start
+from distembed.training.start import RunOptions, RunStart, find_start
 from distembed.training.take_over import take_over
 from tests.grown_tables import BEFORE, NOW, config_values, write_assignments, write_dataset
 from tests.layouts import OPTIMIZER_NAMES, Trained, Whole, gather_numbers
@@ -119,3 +126,87 @@ def test_known_ids_keep_vectors_and_optimizer_states_on_one_and_on_two_ranks(
     config = write_config(tmp_path, days, 2, sparse, init_from=str(run))
     for world_size in (1, 2):
         run_on_ranks(world_size, check_taken_over, run, config)
+
+
+@pytest.fixture(scope="module")
+def first_run(days: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_day(tmp_path_factory.mktemp("first"), days, 1)
+
+
+def losses(run: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if line["kind"] == "train"]
+
+
+@pytest.mark.distributed
+def test_the_new_run_stands_alone_resumes_and_is_gone_on_from_in_turn(
+    days: Path, first_run: Path, tmp_path: Path
+) -> None:
+    first = tmp_path / "first"
+    shutil.copytree(first_run, first)
+    second = train_day(tmp_path, days, 2, "--init-from", first, "train.checkpoint_every=2", ranks=2)
+    record = json.loads((second / "run.json").read_text())["init_from"]
+    assert record["id"] == json.loads((first / "run.json").read_text())["id"]
+    assert Path(record["checkpoint"]) == first / "checkpoints" / "step-00000004"
+    assert record["id_fingerprint"] == id_fingerprint(days / "day1", Manifest.load(days / "day1"))
+    # killed before its first checkpoint, it begins with the same weights again
+    killed = tmp_path / "killed"
+    shutil.copytree(second, killed)
+    shutil.rmtree(killed / "checkpoints")
+    config = tmp_path / "day2-adagrad.yaml"
+    distembed("train", config, f"train.max_steps={STEPS}", "--run-dir", killed, "--resume", "--init-from", first)
+    assert np.allclose(losses(killed), losses(second), rtol=1e-4)
+    # from then on nothing is needed of the first run
+    shutil.rmtree(first)
+    distembed("train", config, f"train.max_steps={STEPS + 2}", "--run-dir", second, "--resume")
+    distembed("evaluate", second)
+    tables = {table.config.name: table.config for table in describe(load_config(second / "config.yaml")).tables}
+    assert {name: table.num_embeddings for name, table in tables.items()} == NOW
+    assert tables["qr"].scheme.num_rows == (26, 7)  # 103 ids at 4 collisions, and 177 with as many remainders
+    assert tables["small"].scheme.name == "naive"  # 20 ids were below the threshold of 25, and 80 are above
+    (tmp_path / "next").mkdir()
+    third = train_day(tmp_path / "next", days, 2, "--init-from", second, "train.max_steps=1")
+    assert load_config(third / "config.yaml").embedding == load_config(second / "config.yaml").embedding
+    # Adam's states have gathered the steps of all three
+    assert json.loads(next(third.glob("checkpoints/*/progress.json")).read_text())["progress"]["steps_before"] == 10
+
+
+def start_next(tmp_path: Path, days: Path, run: Path, changes: dict[str, Any]) -> RunStart:
+    values = config_values(days / "day2", days / "day2.parquet")
+    values["embedding"]["tables"] |= changes
+    values["train"]["init_from"] = str(run)
+    path = tmp_path / "next.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return find_start(load_config(path), RunOptions(tmp_path / "next"), lambda function: function(), print)
+
+
+def test_a_checkpoint_may_be_named_in_place_of_its_run(days: Path, first_run: Path, tmp_path: Path) -> None:
+    checkpoint = first_run / "checkpoints" / "step-00000004"
+    by_run, by_checkpoint = (start_next(tmp_path, days, each, {}) for each in (first_run, checkpoint))
+    assert by_run.initial == by_checkpoint.initial
+    with pytest.raises(UserError, match="no run and no checkpoint of a run that is here"):
+        start_next(tmp_path, days, tmp_path / "nowhere", {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"qr": {"collisions": 5}}, "table 'qr': collisions was None and is 5"),
+        ({"cat": {"composition": "sum"}}, "table 'cat': composition was 'concat' and is 'sum'"),
+        ({"mlp": {"composition": "path_mlp", "hidden": [6]}}, r"table 'mlp': hidden was \[5\] and is \[6\]"),
+    ],
+)
+def test_other_settings_of_tables_are_refused_by_name(
+    changes: dict[str, Any], message: str, days: Path, first_run: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=message):
+        start_next(tmp_path, days, first_run, changes)
+
+
+def test_assignments_that_move_known_ids_are_refused(days: Path, first_run: Path, tmp_path: Path) -> None:
+    moved = pq.read_table(days / "day2.parquet").to_pydict()
+    moved["make"][1] = -1  # sorts before all others, so that these move
+    pq.write_table(pa.table(moved), tmp_path / "moved.parquet")
+    given = {"partition": "explicit", "assignments": str(tmp_path / "moved.parquet"), "columns": ["make", "type"]}
+    with pytest.raises(UserError, match="table 'given': id 0 has other rows"):
+        start_next(tmp_path, days, first_run, {"given": given})
