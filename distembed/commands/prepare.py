@@ -9,6 +9,7 @@ import typer
 from distembed.commands import prepare_interactions
 from distembed.commands.parameters import flattened
 from distembed.commands.shared import console, note, say
+from distembed.commands.work_options import WorkOptions
 from distembed.units import parse_bytes
 
 app = typer.Typer()
@@ -94,16 +95,14 @@ def prepare_criteo_command(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to make; it appears whole or not at all.")],
     *,
     dataset: DatasetOptions,
-    memory_limit: Annotated[str, typer.Option(help="Memory to stay within, such as 2GB.")] = "2GB",
-    threads: Annotated[int | None, typer.Option(help="Threads; the number of cores unless given.")] = None,
+    work: WorkOptions,
     overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT if it is there.")] = False,
 ) -> None:
     """Turn raw Criteo rows (label, 13 integers, 26 hex ids, tab-separated) into a Parquet dataset with a manifest."""
     from distembed.commands.prepare_progress import prepare_progress, say_dataset
-    from distembed.data.prepare import CriteoOptions, ResourceLimits, prepare_criteo
-    from distembed.data.prepare.limits import LEAST_MEMORY_BYTES
+    from distembed.data.prepare import CriteoOptions, prepare_criteo
 
-    memory_limit_bytes = parse_bytes("--memory-limit", memory_limit, LEAST_MEMORY_BYTES)
+    limits = work.limits()
     options = CriteoOptions(
         min_count=dataset.min_count,
         hash_size=dataset.hash_size,
@@ -112,7 +111,6 @@ def prepare_criteo_command(
         max_rejected=dataset.max_rejected,
         missing=dataset.missing,
     )
-    limits = ResourceLimits(memory_limit_bytes=memory_limit_bytes, threads=threads)
     with prepare_progress(console) as progress:
         manifest = prepare_criteo(inputs, output, options, limits, overwrite=overwrite, progress=progress, note=note)
     say_dataset(manifest, output)
