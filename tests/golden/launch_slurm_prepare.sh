@@ -1,0 +1,135 @@
+sbatch --parsable --output=/shared/runs/first/launch/logs/slurm-%j.out <<'END_OF_SCRIPT'
+#!/bin/bash
+# Batch script of first-ID/prepare, written by distembed.
+#SBATCH --job-name=first-ID/prepare
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=16
+#SBATCH --gpus-per-node=8
+#SBATCH --mem=65536M
+#SBATCH --partition=gpu
+#SBATCH --time=1-0
+#SBATCH --signal=B:USR1@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
+
+failures=/shared/runs/first/launch/logs/slurm-"$SLURM_JOB_ID".failures
+cancelled=/shared/runs/first/launch/logs/slurm-"$SLURM_JOB_ID".cancelled
+first_ended=/shared/runs/first/launch/logs/slurm-"$SLURM_JOB_ID".first-ended
+max_retries=0
+min_nodes=4
+grace=0
+step='' code='' leaving='' told='' warned_at='' timer=''
+
+warn() { [[ $warned_at || ! $step ]] || { warned_at=$SECONDS; kill -USR1 "$step"; }; }
+cancel_later() {
+    [[ ! $timer ]] || return
+    (sleep $((grace + 30)) >/dev/null 2>&1; insist scancel "$SLURM_JOB_ID") &
+    timer=$!
+}
+# The time limit is near. srun hands the signal to every process of the step.
+trap 'caught=yes; warn' USR1
+# Cancelled by `distembed cancel`.
+trap 'caught=yes leaving=yes; cancel_later; warn' USR2
+# Preempted, or cancelled by others. Slurm has told the step itself.
+trap 'caught=yes told=yes' TERM
+
+say() { echo "$(date '+%F %T') the step ended with code $code: $*"; }
+field() { [[ $record =~ (^|[[:space:]])$1=([^[:space:]]*) ]] && echo "${BASH_REMATCH[2]}"; }
+is_interrupted() {
+    [[ $code == 75 || $told || $(field PreemptTime) == [0-9]* ]] ||
+        { [[ $warned_at ]] && ((grace == 0 || took < grace)); }
+}
+is_over() { [[ $(field JobState) && $(field JobState) != RUNNING ]]; }
+# Both for five minutes: a controller that is busy or starts again does not answer.
+ask() {
+    local tries
+    for ((tries = 0; tries < 30; tries++)); do
+        record=$(scontrol show job "$SLURM_JOB_ID") && [[ $(field JobState) ]] && return
+        record=''
+        sleep 10
+    done
+}
+insist() {
+    local tries
+    for ((tries = 0; tries < 30; tries++)); do
+        "$@" && return
+        record=$(scontrol show job "$SLURM_JOB_ID")
+        ! is_over || return
+        sleep 10
+    done
+    say "Slurm did not take: $*"
+}
+forget_cancelling() {
+    [[ ! $timer ]] || kill "$timer" 2>/dev/null
+    rm -f "$cancelled"
+}
+cancel_itself() {
+    forget_cancelling
+    insist scancel "$SLURM_JOB_ID"
+    exit "${code:-1}"
+}
+
+echo "$(date '+%F %T') job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)) on $SLURM_JOB_NODELIST"
+# a job with this number long ago
+[[ ${SLURM_RESTART_COUNT:-0} != 0 ]] || rm -f "$failures" "$first_ended"-*
+export PYTHONUNBUFFERED=1 SLURM_UNBUFFEREDIO=1
+export TORCHX_RANK0_HOST="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+
+# Runs once on every node.
+IFS= read -r -d '' task <<'END_OF_TASK'
+trap '' USR1
+export PYTHONUNBUFFERED=1
+export OMP_NUM_THREADS=16
+export NCCL_SOCKET_IFNAME=eth0,eth1
+export TORCHX_JOB_ID=slurm://torchx/"$SLURM_JOB_ID"
+exec bash -c 'exec python -m distembed prepare criteo '"'"'/data/a b$c'"'"' --split days --output /shared/first --processes 16 --node "'"$SLURM_PROCID"'"/4
+'
+END_OF_TASK
+
+if [[ $leaving || -e $cancelled ]]; then
+    echo "It was cancelled before it has started."
+    cancel_itself
+fi
+srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task=16 --export=ALL --open-mode=append --output=/shared/runs/first/launch/logs/slurm-%j-prepare-%t.out --kill-on-bad-exit=0 --wait=60 bash -c "$task" &
+step=$!
+while caught=''; wait "$step"; code=$?; [[ $caught ]]; do :; done
+rm -f "$first_ended"-*
+took=$((SECONDS - ${warned_at:-$SECONDS}))
+if [[ $code == 0 ]]; then
+    say "done"
+    forget_cancelling
+    exit 0
+fi
+if [[ $leaving ]]; then
+    say "cancelled"
+    cancel_itself
+fi
+ask
+if is_over; then
+    say "Slurm has ended the job"
+    exit "$code"
+fi
+if is_interrupted; then
+    say "interrupted; it goes on after it was queued again"
+elif [[ $(field NumNodes) == [0-9]* && $(field NumNodes) -lt min_nodes ]]; then
+    say "$(field NumNodes) of the $min_nodes nodes that it needs are left; it goes on after it was queued again"
+elif ((grace)) && [[ $code =~ ^(2|3)$ ]]; then
+    say "failed; no retry: starting again does not mend what is wrong"
+    exit "$code"
+else
+    [[ ! $warned_at ]] || echo "$(date '+%F %T') warned, it did not end within grace_seconds, $grace: nothing was saved"
+    if ! echo "$(date '+%F %T') $code" >>"$failures" || ! count=$(wc -l <"$failures"); then
+        say "failed; no retry: failures cannot be counted in $failures"
+        exit "$code"
+    fi
+    if ((count > max_retries)); then
+        say "failed; retries: $max_retries, all used"
+        exit "$code"
+    fi
+    say "failed; retry $count of $max_retries"
+fi
+[[ ! $leaving ]] || cancel_itself
+insist scontrol requeue "$SLURM_JOB_ID"
+exit "$code"
+END_OF_SCRIPT
