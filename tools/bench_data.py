@@ -35,7 +35,7 @@ from distembed.data.reader import BatchOrder, BatchReader
 from distembed.files import write_json
 
 BATCH_SIZES = (128, 2048, 8192)
-STAGES = ("read", "vocabulary", "write", "flush")
+STAGES = ("read", "vocabulary", "write", "finish", "flush")
 
 
 def bench_synthesize(source: Path, num_rows: int) -> dict[str, Any]:

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distembed.data.prepare.frequencies import by_frequency
 from distembed.data.prepare.key_counts import Counts, KeyCounter, create_mapped
-from distembed.data.prepare.vocabulary import HashMap, VocabularyMap, _by_frequency
+from distembed.data.prepare.vocabulary import HashMap, VocabularyMap
 
 KEYS = st.one_of(st.integers(0, 30), st.integers(0, 2**32 - 1), st.just(2**32 - 1))
 
@@ -32,7 +33,7 @@ def test_counts_and_order_do_not_depend_on_the_memory(added: list[list[int]], li
         assert counter.rows_dropped == expected.total() - sum(expected[key] for key in kept)
 
         key_ids = create_mapped(Path(folder) / "ids", np.int64, len(kept))
-        parts = list(_by_frequency(counted, key_ids, limit))
+        parts = list(by_frequency(counted, key_ids, 2, limit))
         ordered = sorted(kept, key=lambda key: (-expected[key], key))
         assert [key for part in parts for key in part.keys.tolist()] == ordered
         assert [count for part in parts for count in part.counts.tolist()] == [expected[key] for key in ordered]
@@ -53,7 +54,7 @@ def test_counts_beyond_32_bits(tmp_path: Path) -> None:
 
 def test_nothing_to_count(tmp_path: Path) -> None:
     assert len(KeyCounter(tmp_path, 10).finish(2).keys) == 0
-    assert list(_by_frequency(Counts(np.zeros(0, np.uint32), np.zeros(0, np.int64)), np.zeros(0, np.int64), 10)) == []
+    assert list(by_frequency(Counts(np.zeros(0, np.uint32), np.zeros(0, np.int64)), np.zeros(0, np.int64), 2, 10)) == []
 
 
 @pytest.mark.parametrize("hash_size", [2, 3, 1000, 2**33, 2**62])

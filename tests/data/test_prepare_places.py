@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from distembed.data.prepare import (
+    CriteoOptions,
     ProgressUpdate,
     ResourceLimits,
     criteo,
@@ -22,6 +23,7 @@ from distembed.data.prepare import (
     staging,
     synthesize_criteo,
 )
+from distembed.data.prepare.criteo_rows import CriteoSource
 from distembed.data.prepare.limits import LEAST_MEMORY_BYTES, MOST_THREADS
 from distembed.data.prepare.staging import staged_folder
 from distembed.errors import RunError, UserError
@@ -182,11 +184,11 @@ def test_where_there_is_plenty_of_room_nothing_is_estimated(
     rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, give_free: Callable[[float], None]
 ) -> None:
     give_free(10**12)
-    parsed: list[object] = []
+    opened: list[object] = []
     notes: list[str] = []
-    monkeypatch.setattr(space, "parse_block", parsed.append)
-    space.require_space([rows], tmp_path / "out", ResourceLimits(), notes.append)
-    assert parsed == [] and notes == []
+    monkeypatch.setattr(CriteoSource, "open", lambda *part: opened.append(part))
+    space.require_space(CriteoSource([rows], CriteoOptions()), tmp_path / "out", ResourceLimits(), notes.append)
+    assert opened == [] and notes == []
 
 
 def test_room_is_asked_for_where_the_output_will_lie(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_rows_that_are_all_alike_are_noted(tmp_path: Path, hashed: bool) -> None
     ):
         (tmp_path / f"{name}.tsv").write_bytes(content)
         said = prepare(tmp_path / f"{name}.tsv", "-o", tmp_path / name, *options)
-        assert ("all 200 rows have the same integers and ids" in said) == noted, name
+        assert ("all 200 rows have the same numbers and ids" in said) == noted, name
 
 
 def test_ordinary_rows_are_not_warned_of(criteo_sample: Path, tmp_path: Path) -> None:
@@ -148,8 +148,8 @@ def test_ordinary_rows_are_not_warned_of(criteo_sample: Path, tmp_path: Path) ->
         ("--memory-limit", "1KB", "192MiB or more"),
         ("--min-count", 10**30, "1 to 9223372036854775807"),
         ("--hash-seed", 2**64, "0 to 18446744073709551615"),
-        ("--split", "1e999999999,1,1", "three positive shares"),
-        ("--split", "0.5,0.5", "three positive shares"),
+        ("--split", "1e999999999,1,1", "three shares that add up to 1"),
+        ("--split", "0.5,0.5", "three shares that add up to 1"),
         ("--max-rejected", "nan", "between 0 and 1"),
         ("--max-rejected", 7, "between 0 and 1"),
         ("--threads", 10**9, "1 to 1024"),

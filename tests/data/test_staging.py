@@ -11,6 +11,7 @@ import pytest
 
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare import CriteoOptions, criteo, ingest, prepare_criteo, write_parquet
+from distembed.data.prepare.feature_ids import LookupTables
 from distembed.data.prepare.staging import staged_folder
 from distembed.errors import RunError, UserError
 from tests.data import reference
@@ -136,7 +137,7 @@ def test_a_failure_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["rows.tsv"]
 
 
-@pytest.mark.parametrize(("module", "name"), [(ingest, "write_block"), (criteo, "write_lookup_tables")])
+@pytest.mark.parametrize(("module", "name"), [(ingest, "write_block"), (LookupTables, "write")])
 def test_a_full_disk_is_explained(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: object, name: str
 ) -> None:

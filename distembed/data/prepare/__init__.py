@@ -1,13 +1,15 @@
 """Raw files to Parquet datasets.
 
-- ``criteo.py`` prepares Criteo rows: its options, and the three passes.
-- The first pass: ``source_files.py`` cuts files into blocks of whole lines, ``parse_rows.py`` turns blocks into
-  columns, ``spool.py`` stores these, and ``ingest.py`` does it with several threads.
-- The second: ``split.py`` says which rows train, ``key_counts.py`` counts their keys in bounded memory, and
-  ``vocabulary.py`` gives the ids.
-- The third: ``write_parquet.py`` writes the files.
-- ``first_line.py`` tells a header from a row, ``space.py`` whether the disk has room, and ``notes.py`` what a user
-  should know of the result.
+- ``pipeline.py`` prepares rows of any kind, in three passes, by the options of ``options.py``; ``blocks.py`` says what
+  it knows of a kind of rows.
+- The first pass: ``ingest.py`` reads blocks with several threads, and ``spool.py`` stores their columns.
+- The second: ``split.py`` and ``row_splits.py`` say which rows train, ``key_counts.py`` counts their keys in bounded
+  memory, ``feature_ids.py`` gives ids by ``frequencies.py``, or those of another dataset (``base.py``), and
+  ``learnt_numbers.py`` learns means and bins; ``vocabulary.py`` says what ids are.
+- The third: ``write_parquet.py`` writes the files, whose columns ``output_columns.py`` fills.
+- ``space.py`` tells whether the disk has room, and ``notes.py`` what a user should know of the result.
+- ``criteo.py`` prepares Criteo rows: ``criteo_rows.py`` is their source, ``source_files.py`` cuts files into blocks of
+  whole lines, ``first_line.py`` tells a header from a row, and ``parse_rows.py`` turns blocks into columns.
 - ``interactions/`` prepares ratings and sequences.
 - ``column_batches.py`` reads named columns of Parquet, CSV and TSV files, and ``column_numbers.py`` turns them into
   numbers.
@@ -22,12 +24,15 @@
 from distembed.data.prepare.criteo import CriteoOptions, prepare_criteo
 from distembed.data.prepare.limits import ResourceLimits
 from distembed.data.prepare.notes import dataset_warnings, describe_dataset
+from distembed.data.prepare.options import PrepareOptions
+from distembed.data.prepare.pipeline import prepare_rows
 from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ProgressUpdate
 from distembed.data.prepare.synthesize import SyntheticSummary, synthesize_criteo
 
 __all__ = [
     "CriteoOptions",
     "NoteCallback",
+    "PrepareOptions",
     "ProgressCallback",
     "ProgressUpdate",
     "ResourceLimits",
@@ -35,5 +40,6 @@ __all__ = [
     "dataset_warnings",
     "describe_dataset",
     "prepare_criteo",
+    "prepare_rows",
     "synthesize_criteo",
 ]

@@ -199,9 +199,14 @@ class OpenPart(Protocol):
         sha256: SHA-256 of the whole input, once all blocks of a part that is whole were read; None for other parts.
     """
 
-    bytes_read: int
-    header_lines: int
-    sha256: str | None
+    @property
+    def bytes_read(self) -> int: ...
+
+    @property
+    def header_lines(self) -> int: ...
+
+    @property
+    def sha256(self) -> str | None: ...
 
     def raw_blocks(self) -> Generator[Any, None, None]:
         """Yields what :meth:`RowSource.parse` parses, about a block's size at a time, in order.

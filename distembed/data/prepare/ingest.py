@@ -1,4 +1,4 @@
-"""The first pass over raw files: blocks are read, parsed by a few threads and spooled, malformed rows are listed.
+"""The first pass over the inputs, a part at a time: blocks are read, parsed by a few threads and spooled.
 
 One thread reads and takes the checksums; parsing, which is most of the work, runs beside it and does not hold the
 interpreter's lock. Parsed blocks are handled in the order of the input, so nothing depends on which thread was faster.
@@ -7,170 +7,259 @@ interpreter's lock. Parsed blocks are handled in the order of the input, so noth
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from distembed.data.dataset.manifest import Rejected, SourceFile
-from distembed.data.prepare.blocks import RejectedRow
-from distembed.data.prepare.inputs import input_names, total_bytes
-from distembed.data.prepare.limits import ResourceLimits
-from distembed.data.prepare.parse_rows import REASONS, parse_block
-from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ProgressUpdate
-from distembed.data.prepare.rejected_rows import RejectedRows
-from distembed.data.prepare.source_files import SourceReader
-from distembed.data.prepare.spool import SpooledBlock, write_block
-
-_ROW = "A row is a label (0 or 1), 13 integers and 26 hexadecimal ids, separated by tabs."
+from distembed.data.prepare.blocks import OpenPart, Part, RejectedRow, RowSource
+from distembed.data.prepare.rejected_rows import RejectedRows, read_rejected
+from distembed.data.prepare.row_splits import SplitColumn
+from distembed.data.prepare.spool import BlockShape, SpooledBlock, write_block
 
 
-@dataclass
-class Ingested:
-    """What the first pass found.
+@dataclass(frozen=True)
+class PartFound:
+    """What reading a part found.
 
     Attributes:
-        blocks: Spooled blocks with at least one row, in the order of the input.
-        sources: Input files, with checksums.
-        rejected: Counts of malformed rows.
+        shapes: Shape of each block, also of those without rows.
+        num_lines: Number of its lines, but for those before the first row.
+        header_lines: Number of its lines before the first row.
+        bytes_read: Number of bytes of the input that were read.
+        sha256: Checksum of the input, of a part that is the whole input.
+        rejected: The malformed rows (:meth:`~distembed.data.prepare.rejected_rows.RejectedRows.summary`).
+        notes: What a user should know besides.
     """
 
-    blocks: list[SpooledBlock] = field(default_factory=list)
-    sources: list[SourceFile] = field(default_factory=list)
-    rejected: Rejected = field(default_factory=Rejected)
+    shapes: tuple[BlockShape, ...]
+    num_lines: int
+    header_lines: int
+    bytes_read: int
+    sha256: str | None
+    rejected: dict[str, Any]
+    notes: tuple[str, ...]
 
     @property
     def num_rows(self) -> int:
         """Number of well-formed rows."""
-        return self.blocks[-1].stop_row if self.blocks else 0
+        return sum(shape.num_rows for shape in self.shapes)
 
     @property
-    def source_rows(self) -> list[int]:
-        """Number of well-formed rows in each file."""
-        return [source.num_rows - source.num_rejected for source in self.sources]
+    def num_rejected(self) -> int:
+        """Number of malformed rows."""
+        return sum(self.rejected["by_reason"].values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the same in plain values."""
+        return {**self.__dict__, "shapes": [shape.to_json() for shape in self.shapes]}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> PartFound:
+        """Returns what :meth:`to_json` made plain values of."""
+        return cls(**{**value, "shapes": tuple(BlockShape.from_json(shape) for shape in value["shapes"])})
 
 
 @dataclass(frozen=True)
 class _Parsed:
     """What stays in memory of a block whose columns were spooled."""
 
-    source: int
-    path: Path
+    shape: BlockShape
     num_lines: int
-    num_rows: int
-    num_keys: tuple[int, ...]
     rejected: tuple[RejectedRow, ...]
 
 
-class Ingestion:
-    """Reads files into a spool folder.
+Advance = Callable[[int, int], None]
+"""Takes how many bytes and rows were dealt with since it was last called."""
 
-    Args:
-        sources: Files in time order.
-        folder: Folder that gets ``rejected.tsv`` if there are malformed rows.
-        spool: Existing folder for the blocks.
-        limits: Memory and threads to use.
+
+@dataclass(frozen=True)
+class PartReader:
+    """Reads parts of inputs into a spool folder.
+
+    Attributes:
+        source: The inputs.
+        spool: Folder for the blocks.
         max_rejected: Largest share of malformed rows that is no error.
-        report: Function that is called with the bytes and the rows read so far.
-        note: Function that is told what was found in the files besides rows, once all are read.
+        split_column: The column whose values say which split a row is in; None where no column does.
+        block_bytes: About how many bytes of text a block has.
+        threads: Threads that parse.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[Path],
-        folder: Path,
-        spool: Path,
-        limits: ResourceLimits,
-        *,
-        max_rejected: float,
-        report: ProgressCallback,
-        note: NoteCallback,
-    ) -> None:
-        self._sources, self._names = sources, input_names(sources)
-        self._spool = spool
-        self._rejected = RejectedRows(folder, sources, self._names, REASONS, max_rejected=max_rejected, wanted=_ROW)
-        self._threads = limits.num_threads
-        self._report, self._note = report, note
-        self._total_bytes = total_bytes(sources)
-        block_bytes = limits.block_bytes
-        self._source_readers = [SourceReader(source, block_bytes) for source in sources]
-        self._lines = [0] * len(sources)
-        self._result = Ingested()
+    source: RowSource
+    spool: Path
+    max_rejected: float
+    split_column: SplitColumn | None
+    block_bytes: int
+    threads: int
 
-    def run(self) -> Ingested:
-        """Reads everything.
+    def read(self, index: int, part: Part, advance: Advance) -> PartFound:
+        """Reads a part.
+
+        Args:
+            index: Number of the part among all.
+            part: The part.
+            advance: Function that is told how far it is.
 
         Raises:
-            UserError: A file cannot be read, no row is well-formed, or too many are malformed.
+            UserError: The input cannot be read or is another kind of file, or the splits' column has an unknown value.
         """
+        folder = part_folder(self.spool, index)
+        folder.mkdir(parents=True, exist_ok=True)
+        opened = self.source.open(part, self.block_bytes)
+        rejected = self._rejected_rows(folder, part)
+        shapes: list[BlockShape] = []
+        num_lines = bytes_before = 0
         try:
-            for parsed in self._parse_in_order():
-                self._take(parsed)
-                bytes_done = sum(reader.bytes_read for reader in self._source_readers)
-                self._report(ProgressUpdate("read", bytes_done, self._total_bytes, self._result.num_rows))
+            for parsed in self._parse_in_order(folder, part, opened):
+                for row in parsed.rejected:
+                    line = opened.header_lines + num_lines + row.line + 1
+                    rejected.add(part.source, line, row.reason, row.text)
+                num_lines += parsed.num_lines
+                shapes.append(parsed.shape)
+                rejected.require_hope(num_lines)
+                advance(opened.bytes_read - bytes_before, parsed.shape.num_rows)
+                bytes_before = opened.bytes_read
         finally:
-            self._rejected.close()
-        self._result.sources = [self._source(index) for index in range(len(self._sources))]
-        self._result.rejected = self._rejected.counts()
-        self._rejected.require_few(sum(self._lines))
-        for note in self._found_besides_rows():
-            self._note(note)
-        return self._result
+            rejected.close()
+        advance(opened.bytes_read - bytes_before, 0)
+        return PartFound(
+            tuple(shapes),
+            num_lines,
+            opened.header_lines,
+            opened.bytes_read,
+            opened.sha256,
+            rejected.summary(),
+            tuple(opened.notes()),
+        )
 
-    def _parse_in_order(self) -> Iterator[_Parsed]:
+    def _rejected_rows(self, folder: Path, part: Part) -> RejectedRows:
+        places = [each.place for each in self.source.inputs]
+        if part.start:
+            places[part.source] += f", from {part.start:,} on"
+        names = [each.name for each in self.source.inputs]
+        reasons, wanted = self.source.reasons, self.source.wanted
+        return RejectedRows(folder, places, names, reasons, max_rejected=self.max_rejected, wanted=wanted)
+
+    def _parse_in_order(self, folder: Path, part: Part, opened: OpenPart) -> Generator[_Parsed, None, None]:
         waiting: deque[Future[_Parsed]] = deque()
-        pool = ThreadPoolExecutor(self._threads, "distembed-parse")
+        pool = ThreadPoolExecutor(self.threads, "distembed-parse")
+        raw_blocks = opened.raw_blocks()
         try:
-            for index, (source, data) in enumerate(self._raw_blocks()):
-                waiting.append(pool.submit(self._parse, index, source, data))
-                del data  # the thread has it: no second block is kept alive
-                if len(waiting) > self._threads:
+            for index, raw in enumerate(raw_blocks):
+                waiting.append(pool.submit(self._parse, folder, part, index, raw))
+                del raw  # the thread has it: no second block is kept alive
+                if len(waiting) > self.threads:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
         finally:
             pool.shutdown(cancel_futures=True)
+            raw_blocks.close()
 
-    def _raw_blocks(self) -> Iterator[tuple[int, bytes]]:
-        for source, reader in enumerate(self._source_readers):
-            for data in reader.blocks():
-                yield source, data
-
-    def _parse(self, index: int, source: int, data: bytes) -> _Parsed:
-        block = parse_block(data)
-        path = self._spool / f"block-{index:06d}"
+    def _parse(self, folder: Path, part: Part, index: int, raw: Any) -> _Parsed:
+        block = self.source.parse(raw)
+        if self.split_column is not None:
+            ids = block.ids[self.split_column.place]
+            self.split_column.require_known(ids, self.source.inputs[part.source].place)
         if block.num_rows:
-            write_block(path, block)
-        num_keys = tuple(len(ids.keys) for ids in block.ids)
-        return _Parsed(source, path, block.num_lines, block.num_rows, num_keys, block.rejected)
+            write_block(_block_path(folder, index), block, self.source.layout)
+        return _Parsed(BlockShape.of(block), block.num_lines, block.rejected)
 
-    def _take(self, parsed: _Parsed) -> None:
-        header_lines = 0 if self._source_readers[parsed.source].header is None else 1
-        for row in parsed.rejected:
-            line = header_lines + self._lines[parsed.source] + row.line + 1
-            self._rejected.add(parsed.source, line, row.reason, row.text)
-        self._lines[parsed.source] += parsed.num_lines
-        if parsed.num_rows:
-            blocks = self._result.blocks
-            first_row = self._result.num_rows
-            blocks.append(SpooledBlock(parsed.path, len(blocks), first_row, parsed.num_rows, parsed.num_keys))
-        self._rejected.require_hope(sum(self._lines))
 
-    def _source(self, index: int) -> SourceFile:
-        reader = self._source_readers[index]
-        return SourceFile(
-            self._names[index], reader.bytes_read, reader.sha256, self._lines[index], self._rejected.by_source[index]
-        )
+def part_folder(spool: Path, index: int) -> Path:
+    """Returns the folder of a part's blocks, given its number among all."""
+    return spool / f"part-{index:06d}"
 
-    def _found_besides_rows(self) -> Iterator[str]:
-        for source, reader, num_lines in zip(self._sources, self._source_readers, self._lines, strict=True):
-            if reader.header is not None:
-                names = ", ".join([*reader.header[:2], "...", reader.header[-1]])
-                yield f"{source}: its first line is a header ({names}), which is no row"
-            if not num_lines:
-                yield f"{source} has no rows"
-            if reader.may_be_cut:
-                yield (
-                    f"{source}: its last line has no line's end and may have been cut short "
-                    "(kept as it is where it is well-formed)"
-                )
+
+def _block_path(folder: Path, index: int) -> Path:
+    return folder / f"block-{index:06d}"
+
+
+@dataclass(frozen=True)
+class Ingested:
+    """What the first pass found in all parts.
+
+    Attributes:
+        source: The inputs.
+        parts: The parts in order.
+        found: What each has.
+        spool: Folder of the blocks.
+    """
+
+    source: RowSource
+    parts: Sequence[Part]
+    found: Sequence[PartFound]
+    spool: Path
+
+    def blocks(self) -> list[SpooledBlock]:
+        """Returns the blocks with at least one row, in the order of the inputs."""
+        blocks: list[SpooledBlock] = []
+        first_row = 0
+        for index, found in enumerate(self.found):
+            folder = part_folder(self.spool, index)
+            for number, shape in enumerate(found.shapes):
+                if shape.num_rows:
+                    path = _block_path(folder, number)
+                    blocks.append(SpooledBlock(path, len(blocks), first_row, shape, self.source.layout))
+                    first_row += shape.num_rows
+        return blocks
+
+    def source_files(self, checksums: Sequence[str | None]) -> list[SourceFile]:
+        """Returns what the manifest says of the inputs.
+
+        Args:
+            checksums: SHA-256 of each input that was cut into several parts.
+        """
+        return [self._source_file(number, checksum) for number, checksum in enumerate(checksums)]
+
+    def _source_file(self, number: int, checksum: str | None) -> SourceFile:
+        found, described = self._of_source(number), self.source.inputs[number]
+        num_bytes = found[0].bytes_read if described.num_bytes is None else described.num_bytes
+        rows, rejected = sum(each.num_rows for each in found), sum(each.num_rejected for each in found)
+        return SourceFile(described.name, num_bytes, found[0].sha256 or checksum or "", rows + rejected, rejected)
+
+    def source_rows(self) -> list[int]:
+        """Returns the number of well-formed rows of each input."""
+        return [sum(found.num_rows for found in self._of_source(number)) for number in range(len(self.source.inputs))]
+
+    def _of_source(self, number: int) -> list[PartFound]:
+        return [found for part, found in zip(self.parts, self.found, strict=True) if part.source == number]
+
+    def notes(self) -> Generator[str, None, None]:
+        """Yields what was found in the inputs besides rows, input after input."""
+        for number, described in enumerate(self.source.inputs):
+            found = self._of_source(number)
+            yield from (note for each in found for note in each.notes)
+            if not sum(each.num_rows + each.num_rejected for each in found):
+                yield f"{described.place} has no rows"
+
+    def rejected(self, folder: Path, max_rejected: float, listed: bool) -> Rejected:
+        """Returns the counts of malformed rows, once they are found to be few.
+
+        Args:
+            folder: Folder that gets ``rejected.tsv``.
+            max_rejected: Largest share of malformed rows that is no error.
+            listed: Whether ``rejected.tsv`` is written, by one process of all, or they are counted alone.
+
+        Raises:
+            UserError: There is no row, too many are malformed, or all are.
+        """
+        inputs = self.source.inputs
+        places, names = [each.place for each in inputs], [each.name for each in inputs]
+        reasons, wanted = self.source.reasons, self.source.wanted
+        rows = RejectedRows(folder, places, names, reasons, max_rejected=max_rejected, wanted=wanted)
+        lines = [0] * len(inputs)
+        for index, (part, found) in enumerate(zip(self.parts, self.found, strict=True)):
+            before = lines[part.source]
+            if not listed:
+                rows.merge(part.source, found.rejected, before)
+            elif found.num_rejected:
+                for line, reason, row in read_rejected(part_folder(self.spool, index)):
+                    rows.add(part.source, before + line, reason, row)
+            lines[part.source] += found.header_lines + found.num_lines
+        rows.close()
+        rows.require_few(sum(found.num_rows + found.num_rejected for found in self.found))
+        return rows.counts()

@@ -11,10 +11,11 @@ class ProgressUpdate:
     """How far one stage of a preparation is.
 
     Attributes:
-        stage: Name of the stage: ``read``, ``vocabulary`` (Criteo rows only) or ``write``, in this order.
+        stage: Name of the stage: ``read``, ``vocabulary`` (but of interactions), ``write``, in this order, and small
+            ones between and after them.
         bytes_done: Bytes of the stage's work that are done.
         bytes_total: What ``bytes_done`` is when the stage is over; None where that is not known, as with pipes.
-        rows_done: Rows that the stage has dealt with; of Criteo rows, well-formed ones.
+        rows_done: Well-formed rows that the stage has dealt with.
     """
 
     stage: str

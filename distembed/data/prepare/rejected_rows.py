@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from distembed.data.dataset.manifest import Rejected
 from distembed.errors import UserError
@@ -13,6 +13,8 @@ REJECTED_NAME = "rejected.tsv"
 
 _EXAMPLES = 5
 _EXAMPLE_CHARACTERS = 120
+
+_HEADER = b"file\tline\treason\trow\n"
 
 # A file's name in rejected.tsv takes one field of one line.
 _ESCAPED = {ord("\t"): "\\t", ord("\n"): "\\n", ord("\r"): "\\r"}
@@ -26,7 +28,7 @@ class RejectedRows:
 
     Args:
         folder: Folder that gets ``rejected.tsv``.
-        sources: Input files.
+        sources: Input files, or where they are in words.
         names: Their names in the dataset.
         reasons: Why a row can be malformed, in the order of the manifest.
         max_rejected: Largest share of malformed rows that is no error.
@@ -39,7 +41,7 @@ class RejectedRows:
     def __init__(
         self,
         folder: Path,
-        sources: Sequence[Path],
+        sources: Sequence[Path | str],
         names: Sequence[str],
         reasons: Sequence[str],
         *,
@@ -52,7 +54,7 @@ class RejectedRows:
         self._sources, self._names = sources, names
         self._reasons = dict.fromkeys(reasons, 0)
         self._max_rejected, self._wanted = max_rejected, wanted
-        self._examples: list[str] = []
+        self._examples: list[tuple[int, int, str, str]] = []
 
     @property
     def num_rows(self) -> int:
@@ -63,14 +65,33 @@ class RejectedRows:
         """Lists a malformed row: the number of its file, its line counted from 1, why, and its bytes."""
         if self._file is None:
             self._file = open(self._path, "wb")
-            self._file.write(b"file\tline\treason\trow\n")
+            self._file.write(_HEADER)
+        row = row.replace(b"\n", b"\\n")  # within the quotes of a field
         name = self._names[source].translate(_ESCAPED).encode(errors="backslashreplace")
         self._file.write(name + f"\t{line}\t{reason}\t".encode() + row + b"\n")
         self._reasons[reason] += 1
         self.by_source[source] += 1
         if len(self._examples) < _EXAMPLES:
             text = row.decode(errors="backslashreplace")[:_EXAMPLE_CHARACTERS]
-            self._examples.append(f"{self._sources[source]}:{line}: {reason}: {text!r}")
+            self._examples.append((source, line, reason, text))
+
+    def summary(self) -> dict[str, Any]:
+        """Returns how many there are by reason and the first ones, in plain values that :meth:`merge` takes."""
+        return {"by_reason": self._reasons, "examples": self._examples}
+
+    def merge(self, source: int, summary: Mapping[str, Any], lines_before: int) -> None:
+        """Counts the malformed rows of a part of a file, which are listed elsewhere.
+
+        Args:
+            source: Number of the file.
+            summary: What :meth:`summary` of the part returned.
+            lines_before: Number of the file's lines before the part.
+        """
+        for reason, count in summary["by_reason"].items():
+            self._reasons[reason] += count
+            self.by_source[source] += count
+        examples = [(source, lines_before + line, reason, text) for _, line, reason, text in summary["examples"]]
+        self._examples = [*self._examples, *examples][:_EXAMPLES]
 
     def close(self) -> None:
         """Closes the file."""
@@ -115,5 +136,17 @@ class RejectedRows:
         return (
             f"{self.num_rows} of {num_rows} rows are malformed ({reasons}), which is more than max_rejected="
             f"{self._max_rejected:g}; nothing was written. {self._wanted} Mend the rows or allow more "
-            "(--max-rejected). The first ones:\n  " + "\n  ".join(self._examples)
+            "(--max-rejected). The first ones:\n  "
+            + "\n  ".join(
+                f"{self._sources[source]}:{line}: {why}: {text!r}" for source, line, why, text in self._examples
+            )
         )
+
+
+def read_rejected(folder: Path) -> Iterator[tuple[int, str, bytes]]:
+    """Yields the malformed rows that are listed in a folder, in order: line, reason and bytes."""
+    with open(folder / REJECTED_NAME, "rb") as file:
+        next(file)
+        for entry in file:
+            _, line, reason, row = entry.removesuffix(b"\n").split(b"\t", 3)
+            yield int(line), reason.decode(), row

@@ -1,4 +1,4 @@
-"""The disk space that a preparation of Criteo rows takes, which is checked before it begins.
+"""The disk space that a preparation takes, which is checked before it begins.
 
 The spool lies there as a whole while the dataset is written, so the spool is the least that is needed. How large it
 becomes is known from the first block of the largest file (of the largest plain one and of the largest compressed one),
@@ -16,11 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distembed.data.prepare.inputs import is_pipe
+from distembed.data.prepare.blocks import Part, RowSource
 from distembed.data.prepare.limits import ResourceLimits
-from distembed.data.prepare.parse_rows import parse_block
 from distembed.data.prepare.progress import NoteCallback
-from distembed.data.prepare.source_files import SourceReader, is_gzip
 from distembed.data.prepare.spool import spooled_bytes
 from distembed.files import free_space, nearest_folder, require_free_space
 from distembed.units import format_bytes
@@ -40,11 +38,11 @@ class _Need:
     dataset_bytes: float
 
 
-def require_space(sources: Sequence[Path], output: Path, limits: ResourceLimits, note: NoteCallback) -> None:
+def require_space(source: RowSource, output: Path, limits: ResourceLimits, note: NoteCallback) -> None:
     """Makes sure that the output's disk has room for the preparation, as far as the files tell.
 
     Args:
-        sources: Files to prepare.
+        source: The inputs.
         output: Dataset folder to be made.
         limits: Memory and threads that will be used.
         note: Function that is told where the room may not suffice.
@@ -53,11 +51,10 @@ def require_space(sources: Sequence[Path], output: Path, limits: ResourceLimits,
         UserError: A file cannot be read.
         RunError: The room does not suffice.
     """
-    files = [source for source in sources if not is_pipe(source)]
     free_bytes = shutil.disk_usage(nearest_folder(output)).free
-    if free_bytes > _PLENTY * sum(file.stat().st_size for file in files):
+    if free_bytes > _PLENTY * sum(each.num_bytes or 0 for each in source.inputs):
         return
-    needs = [_need(kind, limits) for kind in _by_kind(files)]
+    needs = [_need(source, kind, limits) for kind in _by_kind(source)]
     spool_bytes = sum(need.spool_bytes for need in needs)
     about_bytes = int(spool_bytes + sum(need.dataset_bytes for need in needs))
     require_free_space(
@@ -73,7 +70,7 @@ def require_space(sources: Sequence[Path], output: Path, limits: ResourceLimits,
         )
 
 
-def disk_is_full(error: Exception, sources: Sequence[Path], output: Path) -> str:
+def disk_is_full(error: Exception, source: RowSource, output: Path) -> str:
     """Returns the text of an error that says how much room is needed, given the system's error."""
     if getattr(error, "errno", None) == errno.EFBIG:
         return (
@@ -81,7 +78,9 @@ def disk_is_full(error: Exception, sources: Sequence[Path], output: Path) -> str
         )
     folder = nearest_folder(output.parent)
     sizes = [
-        source.stat().st_size * (_GZIP_RATIO if is_gzip(source) else 1) for source in sources if not is_pipe(source)
+        each.num_bytes * (_GZIP_RATIO if each.is_compressed else 1)
+        for each in source.inputs
+        if each.num_bytes is not None
     ]
     needed = f", about {format_bytes(sum(sizes))} are needed while preparing (a third of it for the dataset)"
     return (
@@ -90,18 +89,24 @@ def disk_is_full(error: Exception, sources: Sequence[Path], output: Path) -> str
     )
 
 
-def _by_kind(files: Sequence[Path]) -> list[list[Path]]:
-    """Returns the plain files and the compressed ones, of each kind the largest first, and no empty list."""
-    ordered = sorted(files, key=lambda file: -file.stat().st_size)
-    kinds = [[file for file in ordered if is_gzip(file) == packed] for packed in (False, True)]
+def _by_kind(source: RowSource) -> list[list[int]]:
+    """Returns the numbers of the plain inputs and of the compressed ones, the largest first, and no empty list."""
+    sizes = {number: each.num_bytes for number, each in enumerate(source.inputs) if each.num_bytes is not None}
+    ordered = sorted(sizes, key=lambda number: -sizes[number])
+    kinds = [
+        [number for number in ordered if source.inputs[number].is_compressed == packed] for packed in (False, True)
+    ]
     return [kind for kind in kinds if kind]
 
 
-def _need(files: Sequence[Path], limits: ResourceLimits) -> _Need:
-    """Returns what files of one kind take, as far as the first block of the first of them tells."""
-    reader = SourceReader(files[0], limits.block_bytes)
-    blocks = reader.blocks()
-    text = next(blocks, b"")
+def _need(source: RowSource, numbers: Sequence[int], limits: ResourceLimits) -> _Need:
+    """Returns what inputs of one kind take, as far as the first block of the first of them tells."""
+    opened = source.open(Part(numbers[0]), limits.block_bytes)
+    blocks = opened.raw_blocks()
+    first = next(blocks, None)
     blocks.close()
-    share = sum(file.stat().st_size for file in files) / max(1, reader.bytes_read if reader.is_gzip else len(text))
-    return _Need(share * spooled_bytes(parse_block(text)) if text else 0, share * _DATASET_SHARE * len(text))
+    if first is None:
+        return _Need(0, 0)
+    share = sum(source.inputs[number].num_bytes or 0 for number in numbers) / max(1, opened.bytes_read)
+    spooled = spooled_bytes(source.parse(first), source.layout)
+    return _Need(share * spooled, share * _DATASET_SHARE * len(first))

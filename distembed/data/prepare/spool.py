@@ -1,8 +1,9 @@
 """Parsed blocks in files, where they wait until the vocabulary is known, so that memory stays bounded.
 
-A file is its columns' numbers, one column after the other: label, dense, then codes and keys of each id column. Where a
-column begins follows from the numbers of rows and keys, so one column is read without the rest, and without a header
-(an Arrow file for each block took 0.6 ms to open, a seventh of the whole preparation).
+A file is its columns, one after the other: those of numbers, then of each id column the lengths of its lists where it
+has lists, codes, keys, and where keys are hashes the texts: where each begins, and their bytes. Where a column begins
+follows from the block's shape, so one column is read without the rest, and without a header (an Arrow file for each
+block took 0.6 ms to open, a seventh of the whole preparation).
 """
 
 from __future__ import annotations
@@ -13,10 +14,51 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
-from distembed.data.dataset.schema import CRITEO_DENSE
-from distembed.data.prepare.blocks import ParsedBlock, code_dtype
+from distembed.data.jagged import Jagged
+from distembed.data.prepare.blocks import BlockLayout, KeyColumn, ParsedBlock, code_dtype
+from distembed.data.prepare.key_counts import text_buffers, texts_of_buffers
+
+_LENGTH, _TEXT_OFFSET = np.dtype(np.int32), np.dtype(np.int64)
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """How much a block has of everything.
+
+    Attributes:
+        num_rows: Number of rows.
+        num_keys: Number of keys of each id column.
+        num_values: Number of values of each id column: that of the rows, but for lists.
+        text_bytes: Bytes of the texts of each id column, 0 where keys are no hashes.
+    """
+
+    num_rows: int
+    num_keys: tuple[int, ...]
+    num_values: tuple[int, ...]
+    text_bytes: tuple[int, ...]
+
+    def to_json(self) -> list[Any]:
+        """Returns the shape in plain values, which :meth:`from_json` reads back."""
+        return [self.num_rows, self.num_keys, self.num_values, self.text_bytes]
+
+    @classmethod
+    def from_json(cls, value: Sequence[Any]) -> BlockShape:
+        """Returns the shape of plain values that :meth:`to_json` returned."""
+        num_rows, *columns = value
+        return cls(num_rows, *(tuple(numbers) for numbers in columns))
+
+    @classmethod
+    def of(cls, block: ParsedBlock) -> BlockShape:
+        """Returns the shape of a block."""
+        return cls(
+            block.num_rows,
+            tuple(len(ids.keys) for ids in block.ids),
+            tuple(len(ids.codes) for ids in block.ids),
+            tuple(0 if ids.texts is None else len(text_buffers(_large(ids.texts))[1]) for ids in block.ids),
+        )
 
 
 @dataclass(frozen=True)
@@ -26,74 +68,113 @@ class SpooledBlock:
     Attributes:
         path: File that holds the columns.
         index: Number of the block among those with rows.
-        first_row: Number of well-formed rows before the block, over all input files.
-        num_rows: Number of rows in the block.
-        num_keys: Number of keys of each id column.
+        first_row: Number of well-formed rows before the block, over all inputs.
+        shape: How much it has of everything.
+        layout: Its columns.
     """
 
     path: Path
     index: int
     first_row: int
-    num_rows: int
-    num_keys: tuple[int, ...]
+    shape: BlockShape
+    layout: BlockLayout
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return self.shape.num_rows
 
     @property
     def stop_row(self) -> int:
         """Number of well-formed rows up to the block's end."""
-        return self.first_row + self.num_rows
+        return self.first_row + self.shape.num_rows
 
     @property
     def num_bytes(self) -> int:
         """Size of the file in bytes."""
-        return self._offset(len(self.num_keys))
+        return self._numbers_offset(len(self.layout.numbers)) + sum(
+            sum(self._sizes(column)) for column in range(len(self.layout.ids))
+        )
 
-    def labels(self) -> NDArray[np.int8]:
-        """Reads the labels, 0 or 1."""
-        return self._read(np.dtype(np.int8), self.num_rows, 0)
+    def numbers(self, column: int) -> NDArray[Any]:
+        """Reads a column of numbers, in which missing values are NaN."""
+        return self._read(self.layout.numbers[column].dtype, self.num_rows, self._numbers_offset(column))
 
-    def dense(self, column: int) -> NDArray[np.float32]:
-        """Reads a dense column, in which missing values are NaN."""
-        return self._read(np.dtype(np.float32), self.num_rows, self.num_rows * (1 + 4 * column))
+    def codes(self, column: int) -> NDArray[Any]:
+        """Reads the codes of an id column's values; of lists, of all rows end to end."""
+        return self._read(code_dtype(self.shape.num_keys[column]), self.shape.num_values[column], self._at(column, 1))
 
-    def codes(self, feature: int) -> NDArray[Any]:
-        """Reads the codes of an id column."""
-        return self._read(code_dtype(self.num_keys[feature]), self.num_rows, self._offset(feature))
+    def lists(self, column: int) -> Jagged:
+        """Reads the codes of a column of lists."""
+        lengths = self._read(_LENGTH, self.num_rows, self._at(column, 0))
+        return Jagged.from_lengths(self.codes(column), lengths)
 
-    def keys(self, feature: int) -> NDArray[np.uint32]:
+    def keys(self, column: int) -> NDArray[Any]:
         """Reads the keys of an id column; code c stands for ``keys[c]``, and 0 for a missing value."""
-        codes_bytes = self.num_rows * code_dtype(self.num_keys[feature]).itemsize
-        return self._read(np.dtype(np.uint32), self.num_keys[feature], self._offset(feature) + codes_bytes)
+        return self._read(self.layout.ids[column].key_dtype, self.shape.num_keys[column], self._at(column, 2))
 
-    def _offset(self, feature: int) -> int:
-        """Returns the byte where the codes of an id column begin."""
-        before = sum(self.num_rows * code_dtype(keys).itemsize + 4 * keys for keys in self.num_keys[:feature])
-        return self.num_rows * (1 + 4 * len(CRITEO_DENSE)) + before
+    def texts(self, column: int) -> pa.Array | None:
+        """Reads the text of each key, as Arrow's large string; None where keys are no hashes."""
+        if self.layout.ids[column].kind != "string":
+            return None
+        offsets = self._read(_TEXT_OFFSET, self.shape.num_keys[column] + 1, self._at(column, 3))
+        return texts_of_buffers(
+            offsets, self._read(np.dtype(np.uint8), self.shape.text_bytes[column], self._at(column, 4))
+        )
+
+    def _numbers_offset(self, column: int) -> int:
+        """Returns the byte where a column of numbers begins."""
+        return self.num_rows * sum(each.dtype.itemsize for each in self.layout.numbers[:column])
+
+    def _at(self, column: int, part: int) -> int:
+        """Returns the byte where a part of an id column begins: lengths, codes, keys, where texts begin, texts."""
+        before = sum(sum(self._sizes(each)) for each in range(column))
+        return self._numbers_offset(len(self.layout.numbers)) + before + sum(self._sizes(column)[:part])
+
+    def _sizes(self, column: int) -> tuple[int, int, int, int, int]:
+        """Returns the bytes of each part of an id column."""
+        each, keys = self.layout.ids[column], self.shape.num_keys[column]
+        return (
+            self.num_rows * _LENGTH.itemsize if each.is_list else 0,
+            self.shape.num_values[column] * code_dtype(keys).itemsize,
+            keys * each.key_dtype.itemsize,
+            (keys + 1) * _TEXT_OFFSET.itemsize if each.kind == "string" else 0,
+            self.shape.text_bytes[column],
+        )
 
     def _read(self, dtype: np.dtype[Any], count: int, offset: int) -> NDArray[Any]:
         return np.fromfile(self.path, dtype, count, offset=offset)
 
 
-def write_block(path: Path, block: ParsedBlock) -> None:
+def write_block(path: Path, block: ParsedBlock, layout: BlockLayout) -> None:
     """Writes a block's columns to a file."""
     with open(path, "wb") as file:
-        for column in _columns(block):
+        for column in _columns(block, layout):
             file.write(np.ascontiguousarray(column).data)  # unlike tofile, it says why it fails
 
 
-def spooled_bytes(block: ParsedBlock) -> int:
+def spooled_bytes(block: ParsedBlock, layout: BlockLayout) -> int:
     """Returns the size of the file that :func:`write_block` writes."""
-    return sum(column.nbytes for column in _columns(block))
+    return sum(column.nbytes for column in _columns(block, layout))
 
 
-def _columns(block: ParsedBlock) -> Iterator[NDArray[Any]]:
-    yield from block.numbers
-    for ids in block.ids:
-        yield ids.codes
-        yield ids.keys
+def _columns(block: ParsedBlock, layout: BlockLayout) -> Iterator[NDArray[Any]]:
+    for number, values in zip(layout.numbers, block.numbers, strict=True):
+        yield values.astype(number.dtype, copy=False)
+    for column, ids in zip(layout.ids, block.ids, strict=True):
+        if column.is_list:
+            assert ids.lengths is not None, "the parser gives the lengths of lists"
+            yield ids.lengths.astype(_LENGTH, copy=False)
+        yield ids.codes.astype(code_dtype(len(ids.keys)), copy=False)
+        yield ids.keys.astype(column.key_dtype, copy=False)
+        if column.kind == "string":
+            yield from text_buffers(_large(ids.texts))
 
 
-def blocks_within(blocks: Sequence[SpooledBlock], start: int, stop: int) -> Sequence[SpooledBlock]:
-    """Returns the blocks that hold any of the rows ``[start, stop)``; all are in the order of their rows."""
-    stops = np.array([block.stop_row for block in blocks], np.int64)
-    starts = np.array([block.first_row for block in blocks], np.int64)
-    return blocks[int(np.searchsorted(stops, start, "right")) : int(np.searchsorted(starts, stop, "left"))]
+def _large(texts: pa.Array) -> pa.Array:
+    return texts.cast(pa.large_string())
+
+
+def key_columns(layout: BlockLayout) -> dict[str, tuple[int, KeyColumn]]:
+    """Returns the place and the column of each feature that gets ids from keys, by name."""
+    return {column.name: (place, column) for place, column in enumerate(layout.ids) if column.role == "feature"}

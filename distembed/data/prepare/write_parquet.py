@@ -1,7 +1,8 @@
 """Writes spooled blocks, with ids for their keys, as the Parquet files of a split.
 
 Where files and row groups end depends on the rows alone, and every row group is written from whole arrays of its own,
-so the bytes do not depend on how the input was cut into blocks, on the threads or on the memory.
+so the bytes do not depend on how the input was cut into blocks, on the threads or on the memory. What each column is
+filled with says ``output_columns.py``.
 
 Byte-stream-split puts the equal high bytes of neighbouring values together; with zstd it gives smaller files, faster,
 than zstd alone, on ids as on float32 (measured).
@@ -12,29 +13,37 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from distembed.data.dataset.manifest import DataFile, Split
 from distembed.data.dataset.pieces import Pieces, file_pieces
-from distembed.data.dataset.schema import Schema
-from distembed.data.prepare.spool import SpooledBlock, blocks_within
-from distembed.data.prepare.vocabulary import LookupTables
+from distembed.data.prepare.output_columns import OutputColumn
+from distembed.data.prepare.row_splits import RowSplits, some_rows
+from distembed.data.prepare.spool import SpooledBlock
 
 ROW_GROUP_ROWS = 131_072
 
 # About 64 files a split, to be written and read side by side, of 2 to 32 row groups (0.3 to 4 million rows).
 _FILES_WANTED, _FEWEST_GROUPS, _MOST_GROUPS = 64, 2, 32
 
+_GROUP_ENTRIES = 2**20
+
+
+def rows_of_group(mean_entries: float) -> int:
+    """Returns how many rows a row group has, so that one of long lists takes no more memory to read than others.
+
+    Args:
+        mean_entries: Mean number of entries of the longest list of a row; 1 or less without lists.
+    """
+    return max(1, min(ROW_GROUP_ROWS, int(_GROUP_ENTRIES / max(1.0, mean_entries))))
+
 
 @dataclass(frozen=True)
 class FilePlan:
-    """One file to write: rows ``[start, stop)`` of the input, counted over the well-formed ones.
+    """One file to write: rows ``[start, stop)`` of a split.
 
     Attributes:
         split: Name of the split.
@@ -135,78 +144,54 @@ def _leaf(field: pa.Field) -> str:
     return f"{field.name}.list.element" if pa.types.is_list(field.type) else str(field.name)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FileWriter:
     """Writes the planned files; different files can be written at the same time.
 
     Attributes:
         folder: Dataset folder.
-        schema: Schema that names the columns, and says whether missing numbers are null; if not, they are 0.
+        columns: The columns of the dataset.
+        label: Name of the label's column, if there is one.
+        weight: Name of the column of the rows' weights, if there is one.
         blocks: All spooled blocks.
-        lookups: Ids of the blocks' keys, for every categorical feature.
+        splits: Which rows are in which split.
     """
 
     folder: Path
-    schema: Schema
+    columns: Sequence[OutputColumn]
+    label: str | None
+    weight: str | None
     blocks: Sequence[SpooledBlock]
-    lookups: Sequence[LookupTables]
+    splits: RowSplits
+
+    @property
+    def group_rows(self) -> int:
+        """Rows of a row group, fewer where lists are long."""
+        mean_entries = max((column.mean_values(self.blocks) for column in self.columns), default=1.0)
+        return rows_of_group(mean_entries)
 
     def write(self, plan: FilePlan) -> WrittenFile:
         """Writes one file."""
-        arrow = self._arrow_schema()
-        tables = (pa.table(self._arrays(columns), schema=arrow) for columns in self._row_groups(plan))
-        return write_file(self.folder, plan, arrow, self.schema.label, tables, self.schema.weight)
+        schema = pa.schema([column.field for column in self.columns])
+        tables = (pa.table(arrays, schema=schema) for arrays in self._row_groups(plan, self.group_rows))
+        return write_file(self.folder, plan, schema, self.label, tables, self.weight)
 
-    def _arrays(self, columns: Sequence[NDArray[Any]]) -> list[pa.Array]:
-        """Returns columns for PyArrow, with null for NaN where numbers may be missing."""
-        return [pa.array(column, from_pandas=self.schema.missing_dense) for column in columns]
-
-    def _arrow_schema(self) -> pa.Schema:
-        dense = [(name, pa.float32()) for name in self.schema.dense]
-        ids = zip(
-            self.schema.categorical_names, (pa.from_numpy_dtype(table.dtype) for table in self.lookups), strict=True
-        )
-        return pa.schema([(self.schema.label, pa.int8()), *dense, *ids])
-
-    def _row_groups(self, plan: FilePlan) -> Iterator[list[NDArray[Any]]]:
+    def _row_groups(self, plan: FilePlan, group_rows: int) -> Iterator[list[pa.Array]]:
         """Yields the columns of one row group after the other, filled from the blocks."""
-        stop = min(plan.start + ROW_GROUP_ROWS, plan.stop)
-        columns = self._empty_columns(stop - plan.start)
-        start = plan.start
-        for block in blocks_within(self.blocks, plan.start, plan.stop):
-            source = _BlockRows(block, self.schema, self.lookups)
-            position = max(block.first_row, plan.start)
-            while position < min(block.stop_row, plan.stop):
-                upto = min(block.stop_row, stop)
-                source.copy(position, upto, [column[position - start : upto - start] for column in columns])
-                position = upto
-                if position == stop:
-                    yield columns
-                    start, stop = stop, min(stop + ROW_GROUP_ROWS, plan.stop)
-                    columns = self._empty_columns(stop - start)
-
-    def _empty_columns(self, num_rows: int) -> list[NDArray[Any]]:
-        dtypes: list[np.dtype[Any]] = [np.dtype(np.int8), *[np.dtype(np.float32)] * len(self.schema.dense)]
-        dtypes += [table.dtype for table in self.lookups]
-        return [np.empty(num_rows, dtype) for dtype in dtypes]
-
-
-class _BlockRows:
-    """The rows of one block, with ids for their keys."""
-
-    def __init__(self, block: SpooledBlock, schema: Schema, lookups: Sequence[LookupTables]) -> None:
-        self._first_row = block.first_row
-        dense = [block.dense(column) for column in range(len(schema.dense))]
-        if not schema.missing_dense:
-            dense = [np.nan_to_num(values, copy=False, nan=0.0) for values in dense]
-        self._numbers: list[NDArray[Any]] = [block.labels(), *dense]
-        self._codes = [block.codes(feature) for feature in range(len(lookups))]
-        self._tables = [table.table(block.index, size) for table, size in zip(lookups, block.num_keys, strict=True)]
-
-    def copy(self, start: int, stop: int, out: Sequence[NDArray[Any]]) -> None:
-        """Copies the rows ``[start, stop)`` into these arrays, one for each column."""
-        rows = slice(start - self._first_row, stop - self._first_row)
-        for target, values in zip(out, self._numbers, strict=False):
-            target[:] = values[rows]
-        for target, codes, table in zip(out[len(self._numbers) :], self._codes, self._tables, strict=True):
-            np.take(table, codes[rows], out=target, mode="clip")
+        split = self.splits.names.index(plan.split)
+        left = plan.stop - plan.start
+        room = min(left, group_rows)
+        groups = [column.begin(room) for column in self.columns]
+        for index, first, last in self.splits.parts(split, plan.start, plan.stop):
+            block = self.blocks[index]
+            rows = self.splits.rule.rows(block, split)
+            values = [column.read(block) for column in self.columns]
+            while first < last:
+                taken = min(room, last - first)
+                for group, each in zip(groups, values, strict=True):
+                    group.add(each, some_rows(rows, first, first + taken), taken)
+                first, room, left = first + taken, room - taken, left - taken
+                if not room:
+                    yield [group.finish() for group in groups]
+                    room = min(left, group_rows)
+                    groups = [column.begin(room) for column in self.columns]

@@ -17,9 +17,9 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.data.dataset.schema import DENSE_SEQUENCES, SPARSE_FEATURES, Schema
+from distembed.data.jagged import Jagged
 from distembed.data.reader.batch import Batch
 from distembed.data.reader.decode import Block, RecordLayout
-from distembed.data.reader.jagged import Jagged
 
 
 class BatchAssembler:

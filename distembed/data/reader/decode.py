@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from distembed.data.dataset.row_groups import RowGroup
 from distembed.data.dataset.schema import CategoricalFeature, Schema
+from distembed.data.jagged import Jagged
 from distembed.data.reader.group_rows import GroupRows
-from distembed.data.reader.jagged import Jagged
 
 # Columns are copied into the row-major block this many rows at a time, so that the rows being filled stay in cache.
 _TILE_ROWS = 1024

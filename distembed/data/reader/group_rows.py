@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from distembed.data.dataset.row_groups import RowGroup
 from distembed.data.dataset.schema import CategoricalFeature, Schema
-from distembed.data.reader.jagged import Jagged
+from distembed.data.jagged import Jagged
 from distembed.errors import UserError
 
 _LABEL_REMEDY = "leave such rows out"

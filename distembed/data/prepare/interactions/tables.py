@@ -1,7 +1,6 @@
 """Writes interactions as the Parquet files of a dataset: a row each, or a row for a stretch of a user's history.
 
-Row groups have at most ``ROW_GROUP_ROWS`` rows and, of sequences, about ``_GROUP_ENTRIES`` entries, so that a group of
-long histories takes no more memory to read than others.
+Row groups of long histories have fewer rows (:func:`distembed.data.prepare.write_parquet.rows_of_group`).
 """
 
 from __future__ import annotations
@@ -19,9 +18,14 @@ from distembed.data.dataset.schema import ITEM, USER
 from distembed.data.prepare.interactions.options import RATING
 from distembed.data.prepare.interactions.windows import Windows, entries
 from distembed.data.prepare.progress import ProgressCallback, ProgressUpdate
-from distembed.data.prepare.write_parquet import ROW_GROUP_ROWS, FilePlan, WrittenFile, plan_files, write_file
-
-_GROUP_ENTRIES = 2**20
+from distembed.data.prepare.write_parquet import (
+    ROW_GROUP_ROWS,
+    FilePlan,
+    WrittenFile,
+    plan_files,
+    rows_of_group,
+    write_file,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +113,7 @@ class SequenceRows:
     @property
     def group_rows(self) -> int:
         mean_entries = self.windows.num_entries / max(1, len(self.windows))
-        return max(1, min(ROW_GROUP_ROWS, int(_GROUP_ENTRIES / max(1.0, mean_entries))))
+        return rows_of_group(mean_entries)
 
     @property
     def schema(self) -> pa.Schema:

@@ -1,0 +1,151 @@
+"""The dataset whose ids and learnt transforms are applied to other rows, and grown where that is asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from distembed.data.dataset.kept import kept_dataset
+from distembed.data.dataset.manifest import MANIFEST_NAME, Manifest, id_fingerprint
+from distembed.data.dataset.schema import CategoricalFeature
+from distembed.data.prepare.blocks import BlockLayout, KeyColumn
+from distembed.data.prepare.feature_ids import BaseVocabulary
+from distembed.data.prepare.learnt_numbers import num_bins
+from distembed.errors import UserError
+from distembed.units import enumerate_names
+
+_RUN_CONFIG = "config.yaml"
+
+
+@dataclass(frozen=True)
+class Base:
+    """A dataset, of which only what its ids mean is read.
+
+    Attributes:
+        folder: Its folder, or the one in which a run keeps its manifest and vocabularies.
+        manifest: Its manifest.
+        grows: Whether values that it lacks get ids.
+    """
+
+    folder: Path
+    manifest: Manifest
+    grows: bool
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], grows: bool) -> Base:
+        """Returns the dataset of a folder: a dataset's, or a run's.
+
+        Raises:
+            UserError: The folder is neither, or its manifest cannot be read.
+        """
+        folder = _dataset_folder(Path(path))
+        return cls(folder, Manifest.load(folder), grows)
+
+    def require_fits(self, layout: BlockLayout) -> None:
+        """Makes sure that it has ids of the same kind for the same features.
+
+        Raises:
+            UserError: It has not.
+        """
+        names = self.manifest.schema.categorical_names
+        if names != layout.features:
+            raise UserError(
+                f"the dataset {self.folder} (--vocabulary) has the categorical features {enumerate_names(names)}, and "
+                f"the rows have {enumerate_names(layout.features)}: name a dataset of such rows"
+            )
+        for column in layout.ids:
+            if column.role == "feature":
+                self._require_same_kind(column)
+        for number in layout.numbers:
+            if number.transform != "none":
+                self.learnt(number.name)
+
+    def _require_same_kind(self, column: KeyColumn) -> None:
+        feature = self.feature(column.name)
+        described = f"the column {column.name!r} of the dataset {self.folder} (--vocabulary)"
+        if feature.multi_hot != column.is_list:
+            kinds = ("lists", "one value a row") if feature.multi_hot else ("one value a row", "lists")
+            raise UserError(f"{described} has {kinds[0]}, and the rows have {kinds[1]}: name a dataset of such rows")
+        if (column.name in self.manifest.vocabularies) != (column.hash_size is None):
+            kinds = ("a vocabulary", "hashed") if column.hash_size else ("no vocabulary", "given ids by one")
+            raise UserError(
+                f"{described} has {kinds[0]}, and its values are to be {kinds[1]}: give the hash size (--hash-size) "
+                "with which it was prepared, or none where it was prepared without"
+            )
+        if column.hash_size is None:
+            return
+        seed = self._hash_seed(column.name)
+        if (column.hash_size, column.hash_seed) != (feature.num_embeddings, seed):
+            raise UserError(
+                f"{described} is hashed into {feature.num_embeddings} ids with the seed {seed}, and hash_size "
+                f"(--hash-size) is {column.hash_size} with hash_seed (--hash-seed) {column.hash_seed}: give the same"
+            )
+
+    def _hash_seed(self, name: str) -> int:
+        """Returns the seed of a hashed feature: that of the table's schema, or that of all features."""
+        preparation = self.manifest.preparation
+        columns: Mapping[str, Any] = preparation.get("schema", {}).get("categorical", {})
+        return int(columns[name].get("hash_seed", 0) if name in columns else preparation.get("hash_seed", 0))
+
+    def feature(self, name: str) -> CategoricalFeature:
+        """Returns a feature that it has."""
+        return next(feature for feature in self.manifest.schema.categorical if feature.name == name)
+
+    def vocabulary(self, name: str) -> BaseVocabulary:
+        """Returns the vocabulary of a feature.
+
+        Raises:
+            UserError: The file is not as it was written.
+        """
+        file = self.manifest.require_unchanged(self.folder, self.manifest.vocabularies[name].file)
+        return BaseVocabulary(file, self.grows)
+
+    def learnt(self, name: str) -> dict[str, Any]:
+        """Returns what a column's transform learnt.
+
+        Raises:
+            UserError: It learnt nothing, or not for such a transform.
+        """
+        learnt: dict[str, Any] | None = self.manifest.preparation.get("learnt", {}).get(name)
+        if learnt is None:
+            raise UserError(
+                f"the dataset {self.folder} (--vocabulary) learnt nothing of the column {name!r}, which is to be "
+                "standardised or cut into bins: give the schema with which it was prepared"
+            )
+        if "edges" in learnt:
+            assert num_bins(learnt) == self.feature(name).num_embeddings, "a manifest's checksum holds its numbers"
+        return learnt
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns what the manifest says of it."""
+        return {"id_fingerprint": id_fingerprint(self.folder, self.manifest), "grow": self.grows}
+
+
+def _dataset_folder(path: Path) -> Path:
+    """Returns the folder of a dataset, or of what a run keeps of its own, or of a run's dataset by its config.
+
+    Raises:
+        UserError: The folder is no dataset's and no run's.
+    """
+    if (path / MANIFEST_NAME).is_file():
+        return path
+    kept = kept_dataset(path)
+    if kept is not None:
+        return kept
+    if not (path / _RUN_CONFIG).is_file():
+        raise UserError(
+            f"{path} (--vocabulary) is neither a dataset (it has no {MANIFEST_NAME}) nor a run (no {_RUN_CONFIG}): "
+            "name the folder of one"
+        )
+    try:
+        config = yaml.safe_load((path / _RUN_CONFIG).read_text(encoding="utf-8"))
+        return Path(config["data"]["path"])
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        raise UserError(
+            f"{path / _RUN_CONFIG} does not say which dataset the run is of ({error}): name the dataset (--vocabulary)"
+        ) from error

@@ -1,0 +1,288 @@
+"""Which rows of each block are in which split.
+
+Rows keep the order of the input in a split: row r of a split is the r-th of all rows that are in it, wherever they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from distembed.data.prepare.blocks import BlockLayout, IdColumn, KeyColumn
+from distembed.data.prepare.key_counts import KeyCounter, chunks, from_ordered_bits, ordered_bits
+from distembed.data.prepare.split import TRAIN, SplitRule
+from distembed.data.prepare.spool import SpooledBlock
+from distembed.data.table.text_keys import text_keys
+from distembed.errors import UserError
+
+Rows: TypeAlias = slice | NDArray[np.int64]
+"""Rows of a block in rising order: a range where they follow each other, else their numbers."""
+
+
+class RowRule(Protocol):
+    """Says which split a row is in, given its block."""
+
+    def rows(self, block: SpooledBlock, split: int) -> Rows:
+        """Returns the rows of a block that are in a split, given by its number."""
+
+
+@dataclass(frozen=True)
+class ByPlace:
+    """Splits that follow each other in the order of the input.
+
+    Attributes:
+        bounds: Row where each split begins, over all inputs, and where the last one ends.
+    """
+
+    bounds: tuple[int, ...]
+
+    def rows(self, block: SpooledBlock, split: int) -> Rows:
+        start, stop = np.clip(self.bounds[split : split + 2], block.first_row, block.stop_row) - block.first_row
+        return slice(int(start), int(stop))
+
+
+@dataclass(frozen=True)
+class ByTime:
+    """Splits that begin at times.
+
+    Attributes:
+        column: Number of the time's column among the numbers.
+        times: Time at which each split after training begins, in the order of the splits.
+    """
+
+    column: int
+    times: tuple[int, ...]
+
+    def rows(self, block: SpooledBlock, split: int) -> Rows:
+        found = np.searchsorted(np.array(self.times, np.int64), block.numbers(self.column), side="right")
+        return np.flatnonzero(found == split)
+
+
+@dataclass(frozen=True)
+class ByColumn:
+    """Splits that a column names.
+
+    Attributes:
+        column: Number of the column among those of keys.
+        keys: Key of each split.
+    """
+
+    column: int
+    keys: tuple[int, ...]
+
+    def rows(self, block: SpooledBlock, split: int) -> Rows:
+        keys = block.keys(self.column)
+        is_split = keys == keys.dtype.type(self.keys[split])
+        is_split[0] = False
+        return np.flatnonzero(is_split[block.codes(self.column)])
+
+
+@dataclass(frozen=True, eq=False)
+class RowSplits:
+    """The rows of all splits.
+
+    Attributes:
+        names: Names of the splits in order; training is the first.
+        rule: Says which split a row is in.
+        counts: Number of rows of each block in each split, ``[blocks, splits]``.
+    """
+
+    names: tuple[str, ...]
+    rule: RowRule
+    counts: NDArray[np.int64]
+
+    @classmethod
+    def count(cls, names: Sequence[str], rule: RowRule, blocks: Sequence[SpooledBlock]) -> RowSplits:
+        """Counts the rows of all blocks."""
+        counts = [[_num_rows(rule.rows(block, split)) for split in range(len(names))] for block in blocks]
+        return cls(tuple(names), rule, np.array(counts, np.int64).reshape(-1, len(names)))
+
+    @property
+    def num_rows(self) -> list[int]:
+        """Number of rows of each split."""
+        return [int(count) for count in self.counts.sum(axis=0)]
+
+    def train_rows(self, block: SpooledBlock) -> Rows:
+        """Returns the rows of a block that train."""
+        return self.rule.rows(block, TRAIN)
+
+    def parts(self, split: int, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """Returns where rows ``[start, stop)`` of a split lie: blocks, and which rows of the split in the block."""
+        stops = np.cumsum(self.counts[:, split])
+        starts = stops - self.counts[:, split]
+        first, last = np.searchsorted(stops, start, "right"), np.searchsorted(starts, stop, "left")
+        return [
+            (index, max(0, start - int(starts[index])), min(int(self.counts[index, split]), stop - int(starts[index])))
+            for index in range(int(first), int(last))
+            if self.counts[index, split]
+        ]
+
+
+def _num_rows(rows: Rows) -> int:
+    return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+
+
+def some_rows(rows: Rows, start: int, stop: int) -> Rows:
+    """Returns the rows from the ``start``-th to the one before the ``stop``-th."""
+    return slice(rows.start + start, rows.start + stop) if isinstance(rows, slice) else rows[start:stop]
+
+
+def time_column(layout: BlockLayout, rule: SplitRule) -> int:
+    """Returns the number of the time's column among the numbers.
+
+    Raises:
+        UserError: Rows have no time.
+    """
+    found = [place for place, column in enumerate(layout.numbers) if column.role == "time"]
+    if not found:
+        raise UserError(
+            f"the split (--split) is in the order of time ({', '.join(rule.names)}), and rows have no time column: "
+            "name one in the schema, or choose another split"
+        )
+    return found[0]
+
+
+def split_times(
+    blocks: Sequence[SpooledBlock], column: int, rule: SplitRule, scratch: Path, max_keys: int
+) -> tuple[int, ...]:
+    """Returns the time at which each split after training begins: those of the rule, or by its shares of all rows.
+
+    A split begins at the time of the row with which its share begins, so that rows of equal times stay together.
+
+    Args:
+        blocks: All blocks.
+        column: Number of the time's column among the numbers.
+        rule: A rule by time.
+        scratch: Existing folder that nothing else uses.
+        max_keys: Most distinct times that may be in memory.
+    """
+    if rule.times:
+        return rule.times
+    counter = KeyCounter(scratch, max_keys, np.uint64)
+    for block in blocks:
+        times, counts = np.unique(block.numbers(column), return_counts=True)
+        counter.add(ordered_bits(times), counts)
+    counted = counter.finish(1)
+    total = sum(block.num_rows for block in blocks)
+    ranks = [int(total * sum(rule.shares[:count])) for count in range(1, len(rule.shares))]
+    bits = values_at_ranks(counted.keys, counted.counts, ranks, max_keys)
+    return tuple(from_ordered_bits(bits, np.dtype(np.int64)).tolist())
+
+
+def values_at_ranks(keys: NDArray[Any], counts: NDArray[np.int64], ranks: Sequence[int], max_keys: int) -> NDArray[Any]:
+    """Returns the keys that are at places, from 0, of all values in rising order, each key as often as it was counted.
+
+    Args:
+        keys: Keys in rising order.
+        counts: Count of each.
+        ranks: Places in rising order, below the sum of the counts.
+        max_keys: Most keys to look at at a time.
+    """
+    found, before = [np.zeros(0, keys.dtype)], 0
+    for chunk in chunks(len(keys), max_keys):
+        ends = before + np.cumsum(counts[chunk])
+        here = np.array([rank for rank in ranks if before <= rank < ends[-1]], np.int64)
+        found.append(keys[chunk][np.searchsorted(ends, here, side="right")])
+        before = int(ends[-1])
+    return np.concatenate(found)
+
+
+@dataclass(frozen=True)
+class SplitColumn:
+    """The column whose values say which split a row is in.
+
+    Attributes:
+        place: Number of the column among those of keys.
+        column: The column.
+        values: Value of each split.
+    """
+
+    place: int
+    column: KeyColumn
+    values: tuple[str, ...]
+
+    @classmethod
+    def of(cls, layout: BlockLayout, rule: SplitRule) -> SplitColumn | None:
+        """Returns the column of a rule; None where no column says it.
+
+        Raises:
+            UserError: Rows have no such column.
+        """
+        if rule.kind != "column":
+            return None
+        for place, column in enumerate(layout.ids):
+            if column.role == "split" and column.name == rule.column:
+                return cls(place, column, rule.values)
+        raise UserError(
+            f"the split (--split) is by the column {rule.column!r}, which the rows do not have: name another"
+        )
+
+    @property
+    def keys(self) -> tuple[int, ...]:
+        """The key of each split.
+
+        Raises:
+            UserError: A value cannot be one of the column.
+        """
+        if self.column.kind == "string":
+            return tuple(text_keys(pa.array(self.values, pa.string())).tolist())
+        try:
+            return tuple(int(value, 16 if self.column.kind == "hexadecimal" else 10) for value in self.values)
+        except ValueError:
+            raise UserError(
+                f"the values of the splits (--split) are {', '.join(self.values)}, and the column "
+                f"{self.column.name!r} has {self.column.kind} values: name the values of each split, such as "
+                f"'column:{self.column.name}=0,1,2'"
+            ) from None
+
+    def require_known(self, ids: IdColumn, place: str) -> None:
+        """Makes sure that all values of a block are those of splits.
+
+        Args:
+            ids: The column in the block.
+            place: Where the block's input is, for the error.
+
+        Raises:
+            UserError: A value is missing or is none of them.
+        """
+        known = np.isin(ids.keys, np.array(self.keys).astype(ids.keys.dtype))
+        known[0] = False
+        unknown = np.flatnonzero(~known[ids.codes])
+        if not len(unknown):
+            return
+        code = int(ids.codes[unknown[0]])
+        raise UserError(
+            f"{place}: the column {self.column.name!r} has {self._text(ids, code)} in some row: it must be one of "
+            f"{', '.join(self.values)}, which say the row's split (--split column:{self.column.name}=...)"
+        )
+
+    def _text(self, ids: IdColumn, code: int) -> str:
+        """Returns the value of a code in words."""
+        if not code:
+            return "no value"
+        if ids.texts is not None:
+            return repr(ids.texts[code].as_py())
+        return f"{ids.keys[code]:x}" if self.column.kind == "hexadecimal" else str(ids.keys[code])
+
+
+def row_rule(rule: SplitRule, layout: BlockLayout, source_rows: Sequence[int], times: Sequence[int]) -> RowRule:
+    """Returns which rows are in which split.
+
+    Args:
+        rule: How rows are divided.
+        layout: The columns of the blocks.
+        source_rows: Number of well-formed rows of each input, in order.
+        times: What :func:`split_times` returned, of a rule by time.
+    """
+    if rule.needs_time:
+        return ByTime(time_column(layout, rule), tuple(times))
+    by_column = SplitColumn.of(layout, rule)
+    if by_column is not None:
+        return ByColumn(by_column.place, by_column.keys)
+    return ByPlace(rule.bounds(source_rows))
