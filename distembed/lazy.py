@@ -96,10 +96,12 @@ class NameTable(MutableMapping[str, T]):
 
 
 class _ModuleOnDemand(ModuleType):
-    """A module that is imported when something of it is first asked for."""
+    """A module that is imported when something of it is first asked for, and then has it: a forward pass asks often."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(importlib.import_module(self.__name__), name)
+        value = getattr(importlib.import_module(self.__name__), name)
+        setattr(self, name, value)
+        return value
 
 
 if not TYPE_CHECKING:

@@ -156,6 +156,13 @@ class Collectives:
         self.world_size = dist.get_world_size(group) if dist.is_initialized() else 1
 
     @classmethod
+    def alone(cls) -> "Collectives":
+        """Returns collectives of this process alone, also where it has joined a process group."""
+        collectives = cls.__new__(cls)
+        collectives.group, collectives.rank, collectives.world_size = None, 0, 1
+        return collectives
+
+    @classmethod
     def in_own_group(cls) -> "Collectives":
         """Returns collectives in a new gloo group, for a thread beside training; all ranks call it.
 

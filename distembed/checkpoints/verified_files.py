@@ -128,13 +128,21 @@ def read_block(file: IO[bytes], info: _StorageInfo) -> bytes:
     """
     file.seek(info.offset)
     data = file.read(info.length)
-    place = f"{info.relative_path}, bytes {info.offset:,} to {info.offset + info.length:,},"
     if len(data) != info.length:
-        raise DamagedFile(f"{place} ends after {len(data):,} of them")
+        raise DamagedFile(f"{_place(info)} ends after {len(data):,} of them")
     checksum = getattr(info, "checksum", None)
     if checksum is not None and checksum_of(data) != checksum:
-        raise DamagedFile(f"{place} does not have the checksum that it was written with")
+        raise damaged_block(info)
     return data
+
+
+def damaged_block(info: _StorageInfo) -> DamagedFile:
+    """Returns the error of a block that is not as it was written."""
+    return DamagedFile(f"{_place(info)} does not have the checksum that it was written with")
+
+
+def _place(info: _StorageInfo) -> str:
+    return f"{info.relative_path}, bytes {info.offset:,} to {info.offset + info.length:,},"
 
 
 @contextmanager

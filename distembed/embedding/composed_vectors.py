@@ -67,13 +67,26 @@ def materialise(
         rows_per_chunk = max(1, _CHUNK_BYTES // (4 * width))
     require_positive("rows_per_chunk", rows_per_chunk, "It is the number of vectors held at once.")
     num_rows = 0
-    with whole_file(output) as temporary, _writer(temporary, schema) as writer, torch.no_grad():
-        for chunk in _chunks(table, ids, rows_per_chunk):
-            mapped = map_ids(table, chunk.to(weights[0].device), "ids", first_position=num_rows)
-            vectors = table.combine.embed(weights, table.scheme.rows(mapped)).float().cpu()
+    with whole_file(output) as temporary, _writer(temporary, schema) as writer:
+        for chunk, vectors in composed_chunks(table, weights, ids, rows_per_chunk):
             writer.write_table(_arrow_table(chunk, vectors, schema), row_group_size=rows_per_chunk)
             num_rows += len(chunk)
     return num_rows
+
+
+@torch.no_grad()
+def composed_chunks(
+    table: CompositionalEmbeddingConfig,
+    weights: Sequence[Tensor],
+    ids: Tensor | Iterable[int] | None,
+    rows_per_chunk: int,
+) -> Iterator[tuple[Int64[Tensor, " ids"], Float[Tensor, "ids width"]]]:
+    """Yields ids with their composed vectors, on the CPU, so many at a time; arguments and errors are as above."""
+    position = 0
+    for chunk in _chunks(table, ids, rows_per_chunk):
+        mapped = map_ids(table, chunk.to(weights[0].device), "ids", first_position=position)
+        yield chunk, table.combine.embed(weights, table.scheme.rows(mapped)).float().cpu()
+        position += len(chunk)
 
 
 def _require_shapes(table: CompositionalEmbeddingConfig, weights: Sequence[Tensor]) -> None:

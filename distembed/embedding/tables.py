@@ -113,7 +113,7 @@ class CompositionalTables(nn.Module, Generic[TableT]):
             for j, (part, weight) in enumerate(zip(self._parts[table_name], self.weights(table_name), strict=True))
         ]
         ids = ShareIds(0, table.num_embeddings)
-        return TableShare(table, ids, len(ids), [ShareColumns(0, table.embedding_dim, weights)], self._device)
+        return TableShare(table, ids, len(ids), [ShareColumns(0, table.embedding_dim, weights)], self.device)
 
     def embed(self, features: KeyedJaggedTensor) -> Iterator[EmbeddedFeature[TableT]]:
         """Yields every feature that a table reads, looked up and composed, in the tables' order.
@@ -149,8 +149,8 @@ class CompositionalTables(nn.Module, Generic[TableT]):
 
     @property
     def device(self) -> torch.device:
-        """The device of the weights."""
-        return self._device
+        """The device of the weights, which may have moved since they were made."""
+        return next(self.parameters()).device
 
 
 def empty_weight(part: PartitionTable, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -14,7 +14,7 @@ T = TypeVar("T")
 _TRIES = 5
 
 
-def read_newest(run_dir: Path, config: Config, read: Callable[[str], T]) -> T:
+def read_newest(run_dir: Path, config: Config, read: Callable[[str], T], collectives: Collectives | None = None) -> T:
     """Returns what ``read`` makes of the newest checkpoint; all ranks call it, and read the same one.
 
     A checkpoint that is removed while it is read is no error: then the one that is newest by then is read.
@@ -23,11 +23,12 @@ def read_newest(run_dir: Path, config: Config, read: Callable[[str], T]) -> T:
         run_dir: The run's folder.
         config: The run's config.
         read: Reads the checkpoint of this path or URL; all ranks call it.
+        collectives: The ranks; those of the default process group unless given.
 
     Raises:
         UserError: The run has no checkpoint, it cannot be read, or each was removed while it was read.
     """
-    collectives = Collectives()
+    collectives = collectives or Collectives()
     for _ in range(_TRIES):
         checkpoint = collectives.on_first(lambda: newest_checkpoint(run_dir, config.train.checkpoint_dir))
         failure: UserError | RunError | None = None

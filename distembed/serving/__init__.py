@@ -1,0 +1,6 @@
+"""A trained run as a Python object, and raw rows scored by it.
+
+- ``loaded_model.py`` loads a run and is the object: predictions, vectors, evaluations, what it is; ``page.py`` is what
+  a notebook shows of it.
+- ``whole_model.py`` builds a run's model unsharded, on one device of one process, and reads its weights.
+"""

@@ -1,0 +1,223 @@
+"""A trained run as a Python object: predictions, vectors, evaluations, and what it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Generator, Iterable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from distembed.config import Config
+from distembed.data.dataset.schema import Schema
+from distembed.data.reader import Batch, BatchOrder, BatchReader
+from distembed.describe import describe
+from distembed.embedding.composed_vectors import composed_chunks
+from distembed.embedding.modules import embedding_modules, table_configs
+from distembed.embedding.tables import CompositionalTables
+from distembed.errors import RunError
+from distembed.names import one_of
+from distembed.ranks import choose_device
+from distembed.serving.page import described_as_html
+from distembed.serving.whole_model import WholeModel, load_whole_model
+from distembed.training.evaluation import EVALUATION_BATCH_SIZE
+from distembed.training.trained_run import TrainedRun, find_trained_run
+
+_IDS_AT_ONCE = 1 << 16
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """Where a model was loaded from, and how: what loads it again.
+
+    Attributes:
+        run: The run's folder.
+        data: The dataset's folder, where one was given.
+        device: The device that was asked for.
+        checkpoint: The checkpoint; None for the newest.
+    """
+
+    run: Path
+    data: str | None
+    device: str
+    checkpoint: str | None = None
+
+    def load(self) -> LoadedModel:
+        """Loads the model."""
+        run = find_trained_run(self.run, self.data)
+        return LoadedModel(self, run, load_whole_model(run, choose_device(self.device, 0), self.checkpoint))
+
+
+def load(
+    run: str | os.PathLike[str], *, data: str | os.PathLike[str] | None = None, device: str = "auto"
+) -> LoadedModel:
+    """Loads a trained run: its newest checkpoint, on one device, and what its ids mean.
+
+    No process group is set up, and none that there is takes part::
+
+        import distembed
+
+        model = distembed.load("runs/qr")
+        model.predict([{"I1": 3, "C1": "68fd1e64"}])    # click probabilities
+        model.embed("C3", ids=[2, 3])                   # vectors [2, 16]
+        model.evaluate("test")["auc"]
+
+    Args:
+        run: Folder of a run that ``distembed train`` made.
+        data: Where the run's dataset is now, or another one whose ids mean the same, for :meth:`LoadedModel.evaluate`;
+            nothing else needs the dataset.
+        device: ``cpu``, ``cuda``, or ``auto`` for CUDA where it is available.
+
+    Raises:
+        UserError: There is no such run, it has no checkpoint, or there is no such device.
+        DamagedCheckpoint: The checkpoint is damaged.
+    """
+    return _Source(Path(run).absolute(), None if data is None else os.fspath(data), device).load()
+
+
+class LoadedModel:
+    """A run's model and what its ids mean, in this process; :func:`distembed.load` makes it.
+
+    Predicting may go on in several threads at once. After a fork it goes on in one thread on the CPU, and is refused on
+    a GPU. Pickled, it is the run's folder, from which it is loaded again.
+
+    Args:
+        source: Where it was loaded from.
+        run: The run, and what says what its ids mean.
+        model: The model with its weights.
+
+    Attributes:
+        config: The run's config.
+        schema: The columns that the model was trained on.
+        checkpoint: Path or URL of the checkpoint that the weights are of.
+        step: Number of training steps until then.
+    """
+
+    def __init__(self, source: _Source, run: TrainedRun, model: WholeModel) -> None:
+        self._source, self._run, self._model = source, run, model
+        self.config: Config = run.config
+        self.schema: Schema = run.manifest.schema
+        self.checkpoint, self.step = model.checkpoint, model.step
+        self._process = os.getpid()
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return self._model.blueprint.device
+
+    def predict(self, rows: Batch) -> npt.NDArray[np.float32]:
+        """Returns what the task predicts of each row of a batch [rows]: click probabilities, or ratings.
+
+        Args:
+            rows: A batch of a :class:`~distembed.data.reader.BatchReader`.
+        """
+        self._require_usable()
+        found = self._model.task.predictions(self._model.outputs(self._model.task.prepare_batch(rows, None)))
+        return found["prediction"]
+
+    def embed(self, table: str, *, ids: Iterable[int]) -> npt.NDArray[np.float32]:
+        """Returns the composed vectors of ids of a table [ids, width].
+
+        The width is the table's ``embedding_dim``, times the number of partitions where each gives a vector.
+
+        Args:
+            table: Name of a table, such as ``C3``.
+            ids: Ids as the dataset has them: the table's hash and policy apply as in training.
+
+        Raises:
+            UserError: There is no such table, or an id lies outside of it.
+        """
+        self._require_usable()
+        module, config = self._table(table)
+        given = torch.from_numpy(ids) if isinstance(ids, np.ndarray) else ids
+        chunks = [vectors for _, vectors in composed_chunks(config, module.weights(config.name), given, _IDS_AT_ONCE)]
+        width = config.num_vectors * config.embedding_dim
+        found: npt.NDArray[np.float32] = torch.cat([torch.empty(0, width), *chunks]).numpy()
+        return found
+
+    def _table(self, name: str) -> tuple[CompositionalTables[Any], Any]:
+        """Returns a table and the collection that has it."""
+        collections = embedding_modules(self._model.module.model).values()
+        tables = {table.name: (module, table) for module in collections for table in table_configs(module)}
+        module, table = tables[one_of("table", name, tables)]
+        assert isinstance(module, CompositionalTables), "all models of distembed have such collections"
+        return module, table
+
+    def evaluate(self, split: str = "test") -> dict[str, Any]:
+        """Returns the metrics of a split of the run's dataset, as ``distembed evaluate`` computes them on one rank.
+
+        Args:
+            split: Name of the split.
+
+        Raises:
+            UserError: The dataset is not there, or has no such split.
+        """
+        self._require_usable()
+        dataset = find_trained_run(self._run.folder, self._source.data, split).dataset
+        model = self._model.on_dataset(dataset)
+        with closing(_split_batches(model, dataset, split)) as batches:
+            outputs = [model.outputs(batch) for batch in batches]
+        names = model.task.outputs
+        rows = {name: np.concatenate([each[name] for each in outputs]) if outputs else np.empty(0) for name in names}
+        return {"split": split, **model.task.metrics(rows)}
+
+    def describe(self) -> dict[str, Any]:
+        """Returns what the model is, in plain values: where it is from, its task, tables, layers and parameters."""
+        config = self._model.blueprint.config
+        return {
+            "run": str(self._source.run),
+            "checkpoint": self.checkpoint,
+            "step": self.step,
+            "device": str(self.device),
+            "precision": "bf16" if self._model.blueprint.bf16 else "fp32",
+            "task": config.task.name,
+            "model": config.model.name,
+            "predicts": list(self._model.task.prediction_columns),
+            **describe(config).as_json(),
+        }
+
+    def __repr__(self) -> str:
+        found = self.describe()
+        return (
+            f"<distembed {found['model']} for {found['task']}: {self._source.run}, step {self.step:,}, "
+            f"{len(found['tables'])} tables, {found['parameters']:,} parameters, on {self.device}>"
+        )
+
+    def _repr_html_(self) -> str:
+        """Returns what a notebook shows."""
+        return described_as_html(self.describe())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Source.load, (dataclasses.replace(self._source, checkpoint=self.checkpoint),)
+
+    def _require_usable(self) -> None:
+        """Makes sure that the model can compute in this process, which may be a fork of the one that loaded it.
+
+        Raises:
+            RunError: The model is on a GPU, which a forked process cannot use.
+        """
+        if os.getpid() == self._process:
+            return
+        if self.device.type != "cpu":
+            raise RunError(
+                f"the model was loaded on {self.device} by another process, of which this one is a fork, and a GPU "
+                "cannot be used after one; load it in this process, or start processes by spawn."
+            )
+        torch.set_num_threads(1)  # the threads of the process that was forked are not here, and would be waited for
+        self._process = os.getpid()
+
+
+def _split_batches(model: WholeModel, dataset: str, split: str) -> Generator[Batch, None, None]:
+    """Yields the batches of an evaluation: those of the task, or the rows of the split."""
+    own = model.task.evaluation_batches(split, EVALUATION_BATCH_SIZE)
+    if own is not None:
+        yield from own
+        return
+    with closing(BatchReader(dataset, split, BatchOrder(EVALUATION_BATCH_SIZE, shuffle=False))) as reader:
+        for batch in reader:
+            yield model.task.prepare_batch(batch, None)

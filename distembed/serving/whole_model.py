@@ -1,0 +1,117 @@
+"""A run's model whole on one device, without a process group, TorchRec's sharding or optimizers.
+
+It computes what the sharded model does: tables are looked up and composed by the unsharded collections, which are what
+the sharded ones are tested against. Pooled sums of several ids may differ in the last bits, since FBGEMM adds in
+another order.
+
+Trade-off: a model has to fit on one device; ``distembed predict`` spreads larger ones over ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from distembed.checkpoints.direct import load_weights_alone
+from distembed.config import Config
+from distembed.data.dataset.kept import kept_dataset
+from distembed.data.reader.batch import Batch
+from distembed.ranks import Collectives, Ranks
+from distembed.tasks import Task
+from distembed.training.build import Blueprint
+from distembed.training.newest import read_newest
+from distembed.training.task_model import TaskModel
+from distembed.training.trained_run import TrainedRun
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """A model with its task, ready to score batches; any number of threads may use it.
+
+    Attributes:
+        blueprint: The config, schema and device that it was built for.
+        module: The model with its task, in evaluation mode.
+        task: The task, started on a dataset or on what the run keeps of one.
+        checkpoint: Path or URL of the checkpoint that its weights are of.
+        step: Number of training steps until then.
+    """
+
+    blueprint: Blueprint
+    module: TaskModel
+    task: Task
+    checkpoint: str
+    step: int
+
+    @property
+    def ranks(self) -> Ranks:
+        """This process as the only rank."""
+        return Ranks(0, 1, 1, self.blueprint.device)
+
+    def outputs(self, batch: Batch) -> dict[str, npt.NDArray[Any]]:
+        """Returns the task's outputs of a batch that it has prepared."""
+        with torch.inference_mode():
+            _, (_, outputs) = self.module(batch.to(self.blueprint.device))
+            return {name: values.cpu().numpy() for name, values in outputs.items()}
+
+    def on_dataset(self, dataset: str) -> WholeModel:
+        """Returns the same weights with a task that is started on another dataset."""
+        blueprint = dataclasses.replace(self.blueprint)  # which makes a task of its own
+        module = _task_model(blueprint, self.module.model)
+        blueprint.task.start(blueprint.task_context(dataset, self.ranks))
+        return dataclasses.replace(self, blueprint=blueprint, module=module, task=blueprint.task)
+
+
+def load_whole_model(run: TrainedRun, device: torch.device, checkpoint: str | None = None) -> WholeModel:
+    """Builds a run's model on one device and reads its weights; nothing is initialised that is read.
+
+    Args:
+        run: The run, and the dataset that says what its ids mean.
+        device: Where the model goes.
+        checkpoint: Path or URL of one of its checkpoints; the newest unless given.
+
+    Raises:
+        UserError: The checkpoint is of another model, or cannot be read.
+        DamagedCheckpoint: It is damaged.
+    """
+    ranks = Ranks(0, 1, 1, device)
+    blueprint = Blueprint.for_ranks(_on_kept_dataset(run), run.manifest.schema, ranks, {})
+    with torch.random.fork_rng(devices=[]):  # networks draw first weights that are read over
+        module = _task_model(blueprint, blueprint.build_unsharded())
+    _allocate(module, device)
+    task = blueprint.task
+    task.start(blueprint.task_context(run.dataset, ranks))
+
+    def load(path: str) -> tuple[str, Mapping[str, Any]]:
+        return path, load_weights_alone(path, module)
+
+    if checkpoint is not None:
+        place, progress = load(checkpoint)
+    else:
+        place, progress = read_newest(run.folder, run.config, load, Collectives.alone())
+    return WholeModel(blueprint, module, task, place, int(progress.get("step", 0)))
+
+
+def _on_kept_dataset(run: TrainedRun) -> Config:
+    """Returns the run's config with what the run keeps of its dataset in the place of that."""
+    kept = kept_dataset(run.folder)
+    data = run.config.data if kept is None else dataclasses.replace(run.config.data, path=str(kept))
+    return dataclasses.replace(run.config, data=data)
+
+
+def _task_model(blueprint: Blueprint, model: Any) -> TaskModel:
+    return TaskModel(model, blueprint.task, 1, blueprint.device, blueprint.bf16).eval()
+
+
+def _allocate(module: nn.Module, device: torch.device) -> None:
+    """Moves a module to its device, with memory that is not written to for the weights on the meta device."""
+    for child in module.modules():
+        for name, parameter in child.named_parameters(recurse=False):
+            memory = torch.empty_like(parameter, device=device) if parameter.is_meta else parameter.detach().to(device)
+            setattr(child, name, nn.Parameter(memory, requires_grad=False))
+    module.to(device)
