@@ -123,7 +123,7 @@ def test_an_output_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "theirs"]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError("boom"), OSError(errno.EIO, "broken disk")])
+@pytest.mark.parametrize("error", [RuntimeError("boom"), OSError(errno.EIO, "broken disk")])
 def test_a_failure_leaves_nothing(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:

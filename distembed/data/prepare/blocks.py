@@ -161,12 +161,14 @@ class RawInput:
         place: Where it is, for errors and notes.
         num_bytes: Its size, compressed where it is; None where that is not known before it is read.
         is_compressed: Whether it takes fewer bytes than its rows do as text.
+        version: A text that changes when what is at a URL changes; empty where it is not known, and for files.
     """
 
     name: str
     place: str
     num_bytes: int | None
     is_compressed: bool = False
+    version: str = ""
 
 
 @dataclass(frozen=True)

@@ -50,12 +50,14 @@ from distembed.data.prepare.limits import ResourceLimits
 from distembed.data.prepare.notes import notes_on_rows
 from distembed.data.prepare.options import PrepareOptions
 from distembed.data.prepare.output_columns import IdOutput, ListOutput, NumberOutput, OutputColumn
+from distembed.data.prepare.processes import Worker, run_in_processes
 from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ignore
+from distembed.data.prepare.purpose import work_purpose
+from distembed.data.prepare.resumable import resumable_work
 from distembed.data.prepare.row_splits import RowSplits, SplitColumn, row_rule, split_times, time_column
 from distembed.data.prepare.space import disk_is_full, require_space
 from distembed.data.prepare.split import SplitRule
 from distembed.data.prepare.spool import SpooledBlock, key_columns
-from distembed.data.prepare.staging import staged_folder
 from distembed.data.prepare.vocabulary import IdMap
 from distembed.data.prepare.work import Work
 from distembed.data.prepare.write_parquet import FilePlan, FileWriter, WrittenFile, plan_files, written_split
@@ -97,22 +99,35 @@ def prepare_rows(
         RunError: The disk is full, or will not have room. Nothing was left behind.
     """
     options, limits = options or PrepareOptions(), limits or ResourceLimits()
-    rule = SplitRule.parse(options.split)
-    SplitColumn.of(source.layout, rule)
+    program = functools.partial(_prepare, source, Path(output), options, limits, overwrite)
+    return run_in_processes(program, limits.processes, limits.node, limits.num_nodes, progress, note)
+
+
+def _prepare(
+    source: RowSource,
+    output: Path,
+    options: PrepareOptions,
+    limits: ResourceLimits,
+    overwrite: bool,
+    worker: Worker,
+    progress: ProgressCallback,
+    note: NoteCallback,
+) -> Manifest:
+    """Prepares as one process of several."""
+    SplitColumn.of(source.layout, SplitRule.parse(options.split))
     base = None if options.vocabulary is None else Base.load(options.vocabulary, options.grow)
     if base is not None:
         base.require_fits(source.layout)
+    purpose = work_purpose(source, options, limits, PART_BYTES, base)
     with (
         full_disk_explained(
-            lambda error: disk_is_full(error, source, Path(output)), (OSError, pa.ArrowException), max_file_size=True
+            lambda error: disk_is_full(error, source, output), (OSError, pa.ArrowException), max_file_size=True
         ),
-        staged_folder(Path(output), overwrite=overwrite) as folder,
+        resumable_work(output, purpose, worker, overwrite=overwrite, report=progress, note=note) as (folder, work),
     ):
-        require_space(source, Path(output), limits, note)
-        work = Work(folder / ".spool", progress)
-        manifest = Preparation(source, options, limits, folder, base).run(work, note)
-        shutil.rmtree(work.folder)
-    return manifest
+        if worker.is_first:
+            require_space(source, output, limits, note)
+        return Preparation(source, options, limits, folder, base).run(work, note)
 
 
 @dataclass(frozen=True)
@@ -290,7 +305,6 @@ class _Columns:
         for place, number in enumerate(layout.numbers):
             if number.transform != "none":
                 tasks[number.name] = functools.partial(self._learn_numbers, place, number)
-        (self.preparation.folder / "vocabulary").mkdir(exist_ok=True)
         names = self._largest_first(list(tasks))
         folders = {name: self.work.folder / f"column-{index:06d}" for index, name in enumerate(names)}
         spool_bytes = sum(block.num_bytes for block in self.blocks)
@@ -305,8 +319,6 @@ class _Columns:
 
         threads = self.preparation.limits.num_threads
         results = self.work.run_stage("vocabulary", names, do, threads=threads, total_bytes=spool_bytes)
-        if not any(each["vocabulary"] for each in results.values()):
-            (self.preparation.folder / "vocabulary").rmdir()
         return {name: results[name] for name in tasks}
 
     def _largest_first(self, names: Sequence[str]) -> list[str]:
@@ -324,6 +336,7 @@ class _Columns:
         id_map: IdMap | None = hash_map(column)
         vocabulary = None
         if id_map is None:
+            (self.preparation.folder / "vocabulary").mkdir(exist_ok=True)
             file = f"vocabulary/{_file_name(column.name, values.place)}.parquet"
             room = VocabularyRoom(self.preparation.folder, file, scratch, self.preparation.limits.vocabulary_keys)
             applied = None if base is None else base.vocabulary(column.name)

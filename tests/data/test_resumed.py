@@ -1,0 +1,133 @@
+"""Preparing Criteo's rows in several processes, and going on after it was interrupted."""
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from distembed.data.prepare import CriteoOptions, ResourceLimits, prepare_criteo, write_parquet
+from distembed.data.prepare.write_parquet import FilePlan, FileWriter, WrittenFile
+from distembed.errors import UserError
+from tests.data import reference
+from tests.data.killed import prepare_with_kills, result_files, start
+from tests.data.reference import folder_bytes
+
+pytestmark = pytest.mark.distributed
+
+OPTIONS = CriteoOptions(split="days", min_count=3)
+TWO = ResourceLimits(processes=2)
+PREPARE = """
+import sys
+from distembed.data.prepare import CriteoOptions, ResourceLimits, prepare_criteo
+prepare_criteo(sys.argv[2:], sys.argv[1], CriteoOptions(split="days", min_count=3), ResourceLimits(processes=2))
+"""
+
+
+@pytest.fixture(scope="module")
+def days(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
+    folder = tmp_path_factory.mktemp("days")
+    for day in range(5):
+        content = reference.content(300 + 40 * day, day, malformed=0.005)
+        (folder / f"day_{day}.tsv").write_bytes(content)
+    yield sorted(folder.iterdir())
+
+
+@pytest.fixture(scope="module")
+def undisturbed(days: list[Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    output = tmp_path_factory.mktemp("undisturbed") / "out"
+    prepare_criteo(days, output, OPTIONS)
+    return folder_bytes(output)
+
+
+def test_the_bytes_depend_on_no_number_of_processes(
+    days: list[Path], undisturbed: dict[str, bytes], tmp_path: Path
+) -> None:
+    notes: list[str] = []
+    prepare_criteo(days, tmp_path / "two", OPTIONS, TWO, note=notes.append)
+    prepare_criteo(days, tmp_path / "three", OPTIONS, ResourceLimits(processes=3))
+    assert folder_bytes(tmp_path / "two") == folder_bytes(tmp_path / "three") == undisturbed
+    assert not notes and sorted(path.name for path in tmp_path.iterdir()) == ["three", "two"]
+
+
+def test_interrupted_it_goes_on(
+    days: list[Path], undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And with other options it begins anew."""
+    output, written = tmp_path / "out", []
+
+    def write(writer: FileWriter, plan: FilePlan) -> WrittenFile:
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        return write_and_note(writer, plan)
+
+    def write_and_note(writer: FileWriter, plan: FilePlan) -> WrittenFile:
+        written.append(plan.path)
+        return original(writer, plan)
+
+    original = FileWriter.write
+    monkeypatch.setattr(write_parquet.FileWriter, "write", write)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_criteo(days, output, OPTIONS)
+    assert not output.exists()
+    done = result_files(output)
+    assert len([name for name in done if name.startswith("read/")]) == 5 and "vocabulary/000025.json" in done
+    notes: list[str] = []
+    before = list(written)
+    monkeypatch.setattr(write_parquet.FileWriter, "write", write_and_note)
+    prepare_criteo(days, output, OPTIONS, note=notes.append)
+    assert folder_bytes(output) == undisturbed and "goes on with what was done" in notes[0]
+    assert len(set(written)) == len(written) and set(before) < set(written)
+
+
+def test_a_changed_input_is_not_gone_on_with(days: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = tmp_path / "rows.tsv"
+    rows.write_bytes(days[0].read_bytes())
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(write_parquet.FileWriter, "write", interrupt)
+        prepare_criteo([rows], tmp_path / "out")
+    os.utime(rows, (1, 1))
+    notes: list[str] = []
+    prepare_criteo([rows], tmp_path / "out", note=notes.append)
+    assert any("begins anew" in note for note in notes)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "rows.tsv"]
+
+
+def test_wrong_rows_of_any_process_leave_nothing(days: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "other.tsv").write_text("another\tkind\tof file\n" * 3000)
+    with pytest.raises(UserError, match="other.tsv"):
+        prepare_criteo([days[0], tmp_path / "other.tsv"], tmp_path / "out", OPTIONS, TWO)
+    assert [path.name for path in tmp_path.iterdir()] == ["other.tsv"]
+
+
+def test_pipes_are_read_by_one_process(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="processes .*2, and .*pipe has no known size"):
+        prepare_criteo([tmp_path / "pipe"], tmp_path / "out", OPTIONS, TWO)
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+
+
+def kill_and_compare(days: list[Path], undisturbed: dict[str, bytes], tmp_path: Path, kills: int) -> None:
+    draw, killed, done = random.Random(kills), 0, 0
+    while killed < kills:
+        output = tmp_path / f"out-{killed}"
+        more, finished = prepare_with_kills(lambda to=output: start(PREPARE, to, *days), output, draw, kills - killed)
+        killed, done = killed + more, done + finished
+        assert folder_bytes(output) == undisturbed
+        assert [path for path in tmp_path.iterdir() if path.name.startswith(f".{output.name}.")] == []
+    assert done
+
+
+def test_killed_at_random_moments(days: list[Path], undisturbed: dict[str, bytes], tmp_path: Path) -> None:
+    kill_and_compare(days, undisturbed, tmp_path, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_killed_a_hundred_times(days: list[Path], undisturbed: dict[str, bytes], tmp_path: Path) -> None:
+    kill_and_compare(days, undisturbed, tmp_path, 100)
