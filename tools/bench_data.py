@@ -67,12 +67,27 @@ def bench_prepare(source: Path, output: Path, num_rows: int, threads: int) -> di
     }
 
 
-def bench_reader(dataset: Path, batch_size: int, prefetch_batches: int) -> float:
-    """Returns the rows per second over one epoch of the training split."""
-    reader = BatchReader(dataset, "train", BatchOrder(batch_size), prefetch_batches=prefetch_batches)
-    start = time.perf_counter()
+def bench_reader(dataset: Path, batch_size: int, prefetch_batches: int, decode_threads: int = 0) -> tuple[float, float]:
+    """Returns the rows per second, and per second of all processors, over one epoch of the training split."""
+    order = BatchOrder(batch_size)
+    reader = BatchReader(dataset, "train", order, prefetch_batches=prefetch_batches, decode_threads=decode_threads)
+    start, processor_start = time.perf_counter(), time.process_time()
     num_rows = sum(len(batch["labels"]) for batch in reader)
-    return num_rows / (time.perf_counter() - start)
+    return num_rows / (time.perf_counter() - start), num_rows / (time.process_time() - processor_start)
+
+
+def bench_reader_threads(dataset: Path, batch_size: int, repeats: int) -> dict[str, dict[str, float]]:
+    """Returns the best speeds of the reader by the threads that it has."""
+    threads = {"not_prefetching": (0, 0), "prefetching": (4, 0)}
+    threads |= {f"{count}_decode_threads": (4, count) for count in (1, 2)}
+    speeds = {}
+    for name, (prefetch_batches, decode_threads) in threads.items():
+        found = [bench_reader(dataset, batch_size, prefetch_batches, decode_threads) for _ in range(repeats)]
+        speeds[name] = {
+            "rows_per_second": max(wall for wall, _ in found),
+            "rows_per_processor_second": max(processor for _, processor in found),
+        }
+    return speeds
 
 
 def bench_checksums(dataset: Path) -> float:
@@ -97,13 +112,7 @@ def run(num_rows: int, threads: int, repeats: int, folder: Path) -> dict[str, An
     source, dataset = folder / "rows.tsv", folder / "dataset"
     synthesized = bench_synthesize(source, num_rows)
     prepared = [bench_prepare(source, dataset, num_rows, threads) for _ in range(repeats)]
-    reader = {
-        str(batch_size): {
-            "prefetching": max(bench_reader(dataset, batch_size, 4) for _ in range(repeats)),
-            "not_prefetching": max(bench_reader(dataset, batch_size, 0) for _ in range(repeats)),
-        }
-        for batch_size in BATCH_SIZES
-    }
+    reader = {str(batch_size): bench_reader_threads(dataset, batch_size, repeats) for batch_size in BATCH_SIZES}
     return {
         "rows": num_rows,
         "threads": threads,
@@ -112,7 +121,7 @@ def run(num_rows: int, threads: int, repeats: int, folder: Path) -> dict[str, An
         "synthesize": synthesized,
         "prepare": max(prepared, key=lambda one: one["rows_per_second"]),
         "prepare_all_rows_per_second": [one["rows_per_second"] for one in prepared],
-        "reader_rows_per_second": reader,
+        "reader": reader,
         "reader_checksum_shares": [bench_checksums(dataset) for _ in range(repeats)],
         "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
@@ -125,9 +134,11 @@ def make_table(result: dict[str, Any]) -> Table:
     stages = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in prepare["stage_seconds"].items())
     table.add_row("synthesize", f"{result['synthesize']['rows_per_second'] / 1e3:.0f}", "one thread")
     table.add_row("prepare", f"{prepare['rows_per_second'] / 1e3:.0f}", stages)
-    for batch_size, speeds in result["reader_rows_per_second"].items():
+    for batch_size, speeds in result["reader"].items():
         for how, speed in speeds.items():
-            table.add_row(f"reader, batch {batch_size}", f"{speed / 1e3:.0f}", how.replace("_", " "))
+            processor = f"{speed['rows_per_processor_second'] / 1e3:.0f} krow/s of a processor"
+            note = f"{how.replace('_', ' ')}; {processor}"
+            table.add_row(f"reader, batch {batch_size}", f"{speed['rows_per_second'] / 1e3:.0f}", note)
     shares = ", ".join(f"{share:.1%}" for share in result["reader_checksum_shares"])
     table.add_row("checksums", "", f"{shares} of the reader's time")
     return table

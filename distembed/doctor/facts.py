@@ -6,7 +6,6 @@ end its process instead of raising.
 
 import importlib.metadata
 import json
-import os
 import platform
 import shutil
 import subprocess
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distembed.cores import usable_cores
 from distembed.host_memory import available_memory_bytes
 
 LOAD_TIMEOUT_SECONDS = 180
@@ -186,14 +186,6 @@ def processor_flags(cpuinfo: str) -> frozenset[str]:
         if name.strip() in ("flags", "Features"):
             return frozenset(value.split())
     return frozenset()
-
-
-def usable_cores() -> int:
-    """Returns the number of cores that this process may run on.
-
-    In a container or a Slurm job these are fewer than the machine has.
-    """
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _read(path: str) -> str:

@@ -182,6 +182,7 @@ class TrainingState:
         plan: Where the shards of every table are.
         plan_inputs: The inputs of the plan.
         bf16: Whether the networks compute in bf16.
+        decode_threads: Number of threads in which this rank decodes rows ahead.
     """
 
     model: DistributedModelParallel
@@ -191,6 +192,7 @@ class TrainingState:
     plan: ShardingPlan
     plan_inputs: PlanInputs
     bf16: bool
+    decode_threads: int
 
 
 def build_training_state(
@@ -243,7 +245,8 @@ def build_training_state(
     train = blueprint.config.train
     optimizers = Optimizers(model, train.dense_optimizer, train.sparse_optimizer, num_steps)
     pipeline = StepPipeline(model, optimizers.combined, ranks)
-    return TrainingState(model, task_model.task, optimizers, pipeline, plan, inputs, blueprint.bf16)
+    threads = blueprint.config.data.threads_of_rank(ranks.local_world_size)
+    return TrainingState(model, task_model.task, optimizers, pipeline, plan, inputs, blueprint.bf16, threads)
 
 
 def use_bf16(precision: str, device: torch.device) -> bool:

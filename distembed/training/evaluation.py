@@ -52,5 +52,12 @@ def _batches(state: TrainingState, dataset: str, split: str, ranks: Ranks) -> Ge
     if own is not None:
         yield from own
         return
-    for batch in read_share(dataset, split, EVALUATION_BATCH_SIZE, rank=ranks.rank, world_size=ranks.world_size):
+    for batch in read_share(
+        dataset,
+        split,
+        EVALUATION_BATCH_SIZE,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        decode_threads=state.decode_threads,
+    ):
         yield state.task.prepare_batch(batch, None)

@@ -26,6 +26,7 @@ _MAY_CHANGE = {
     "data.schema",
     "data.validation",
     "data.test",
+    "data.decode_threads",
     "train.device",
     "train.log_every",
     "train.evaluate_every",

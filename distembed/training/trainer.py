@@ -101,6 +101,7 @@ class Trainer:
             rank=self._ranks.rank,
             world_size=self._ranks.world_size,
             prefetch_batches=prefetch_batches,
+            decode_threads=self._config.data.threads_of_rank(self._ranks.local_world_size) if prefetch_batches else 0,
         )
 
     def _make_checkpoints(self) -> Checkpoints:

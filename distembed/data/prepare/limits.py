@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
+from distembed.cores import usable_cores
 from distembed.errors import UserError
 from distembed.units import format_bytes
 
@@ -71,7 +71,7 @@ class ResourceLimits:
     def num_threads(self) -> int:
         """Number of threads that parse: as many as was asked for, else one for each core; fewer where memory is."""
         most = self.working_bytes // (_MEMORY_PER_BLOCK_BYTE * _LEAST_BLOCK_BYTES) - _OTHER_BLOCKS
-        threads = (self.threads or len(os.sched_getaffinity(0))) // self.processes
+        threads = (self.threads or usable_cores()) // self.processes
         return min(max(1, threads), most, MOST_THREADS)
 
     @property

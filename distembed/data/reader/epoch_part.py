@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from distembed.data.reader.assemble import BatchAssembler
 from distembed.data.reader.batch import Batch
 from distembed.data.reader.decode import Block, Decoder
+from distembed.data.reader.decode_ahead import DecodeAhead, windows_in_need_order
 from distembed.data.reader.order import EpochOrder, LanePart, Window, rank_parts
 
 # Batches of fewer rows than this are made several at a time.
@@ -22,22 +23,23 @@ class EpochPart:
     It does not refer to the reader, so that the thread that holds it does not hold the reader.
     """
 
-    def __init__(
-        self, order: EpochOrder, decoder: Decoder, rank: int, world_size: int, epoch: int, first_batch: int
-    ) -> None:
+    def __init__(self, order: EpochOrder, decoder: Decoder, ranks: tuple[int, int], start: tuple[int, int]) -> None:
         self._order, self._decoder = order, decoder
-        self._rank, self._world_size = rank, world_size
-        self._epoch, self._first_batch = epoch, first_batch
+        self._rank, self._world_size = ranks
+        self._epoch, self._first_batch = start
         self._assembler = BatchAssembler(decoder.schema)
         self._lanes: dict[int, _LaneCursor] = {}
 
-    def batches(self) -> Iterator[Batch]:
-        """Yields the batches, in order."""
-        batch = self._first_batch
-        while batch < self._order.num_batches:
-            count = self._num_at_once(batch)
-            yield from self._make(batch, count)
-            batch += count
+    def batches(self, decode_threads: int) -> Iterator[Batch]:
+        """Yields the batches, in order; windows are decoded ahead in so many threads."""
+        needed = windows_in_need_order(self._order, self._epoch, self._rank, self._world_size, self._first_batch)
+        num_lanes = len({lane for lane, _ in needed})
+        with DecodeAhead(self._decoder, needed, decode_threads, num_lanes) as self._ahead:
+            batch = self._first_batch
+            while batch < self._order.num_batches:
+                count = self._num_at_once(batch)
+                yield from self._make(batch, count)
+                batch += count
 
     def _num_at_once(self, batch: int) -> int:
         """Returns how many batches to make at once: several small ones, so that numpy's calls do not dominate."""
@@ -54,7 +56,7 @@ class EpochPart:
     def _lane_rows(self, part: LanePart, count: int) -> Block:
         """Returns one lane's rows of ``count`` batches, batch by batch."""
         if part.lane not in self._lanes:
-            self._lanes[part.lane] = _LaneCursor(self._order, self._decoder, self._epoch, part.lane)
+            self._lanes[part.lane] = _LaneCursor(self._order, self._ahead, self._epoch, part.lane)
         starts = self._order.lane_start(part.lane, 1) * np.arange(count)[:, None]
         return self._lanes[part.lane].gather((starts + np.arange(part.start, part.stop)).reshape(-1))
 
@@ -62,8 +64,8 @@ class EpochPart:
 class _LaneCursor:
     """Reads a lane's rows from front to back, and holds one decoded window."""
 
-    def __init__(self, order: EpochOrder, decoder: Decoder, epoch: int, lane: int) -> None:
-        self._order, self._decoder, self._epoch, self._lane = order, decoder, epoch, lane
+    def __init__(self, order: EpochOrder, decoded: DecodeAhead, epoch: int, lane: int) -> None:
+        self._order, self._decoded, self._epoch, self._lane = order, decoded, epoch, lane
         self._windows = iter(order.lane_windows(epoch, lane))
         self._window = Window(-1, 0, ())
         self._block: Block | None = None
@@ -83,10 +85,9 @@ class _LaneCursor:
     def _reach(self, position: int) -> Block:
         """Decodes windows until the one that holds a row, and returns its block."""
         while self._block is None or position >= self._window.start + self._window.num_rows:
-            self._block = None  # before the next is decoded, so that two are never held
+            self._block = None  # before the next is decoded, so that two are not held
             self._window = next(self._windows)
             if position < self._window.start + self._window.num_rows:
-                segments = [(segment.group, segment.start, segment.stop) for segment in self._window.segments]
-                self._block = self._decoder.decode(segments)
+                self._block = self._decoded.block(self._lane, self._window)
                 self._permutation = self._order.window_permutation(self._epoch, self._lane, self._window)
         return self._block

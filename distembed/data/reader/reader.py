@@ -5,7 +5,8 @@ epoch and the batch. Row groups are decoded into row-major blocks (``decode.py``
 (``epoch_part.py``) in a background thread (``prefetch.py``).
 
 Trade-off: a rank holds one window of rows for each lane that it reads, at most 8 x 131,072 rows (170 MB for Criteo
-rows); row groups much larger than that cost as much more, since a row group is never divided.
+rows), and with threads that decode ahead twice as many; row groups much larger than that cost as much more, since a row
+group is never divided.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,7 @@ class BatchReader:
         rank: Rank whose part is read.
         world_size: Number of ranks that share each batch.
         prefetch_batches: Number of batches that a thread makes ahead; 0 makes them in the caller's thread.
+        decode_threads: Number of threads that decode rows ahead; 0 decodes them where batches are made.
         rows: The rows of the split that are read, where they are not shuffled; all unless given.
 
     Attributes:
@@ -60,9 +63,12 @@ class BatchReader:
         rank: int = 0,
         world_size: int = 1,
         prefetch_batches: int = 4,
+        decode_threads: int = 0,
         rows: range | None = None,
     ) -> None:
-        _check_settings(rank, world_size, prefetch_batches)
+        _check_settings(rank, world_size)
+        require_at_least("prefetch_batches", prefetch_batches, 0)
+        require_at_least("decode_threads", decode_threads, 0)
         folder = Path(dataset_dir)
         manifest = Manifest.load(folder)
         self.schema = manifest.schema
@@ -70,7 +76,7 @@ class BatchReader:
         self._order = EpochOrder(tuple(group.num_rows for group in groups), order, rows)
         self._decoder = Decoder(manifest.schema, groups)
         self._rank, self._world_size = rank, world_size
-        self._prefetch_batches = prefetch_batches
+        self._prefetch_batches, self._decode_threads = prefetch_batches, decode_threads
         self._identity = {
             "dataset": hashlib.sha256((folder / MANIFEST_NAME).read_bytes()).hexdigest()[:16],
             "split": split,
@@ -123,10 +129,12 @@ class BatchReader:
                 self.close()
 
     def _start(self) -> Iterator[Batch]:
-        part = EpochPart(self._order, self._decoder, self._rank, self._world_size, self._epoch, self._batch)
+        ranks, start = (self._rank, self._world_size), (self._epoch, self._batch)
+        part = EpochPart(self._order, self._decoder, ranks, start)
+        make_batches = partial(part.batches, self._decode_threads)
         if not self._prefetch_batches:
-            return part.batches()
-        self._prefetcher = Prefetcher(part.batches, self._prefetch_batches)
+            return make_batches()
+        self._prefetcher = Prefetcher(make_batches, self._prefetch_batches)
         return self._prefetcher
 
     def _advance(self) -> None:
@@ -177,8 +185,7 @@ class BatchReader:
             prefetcher.close()
 
 
-def _check_settings(rank: int, world_size: int, prefetch_batches: int) -> None:
+def _check_settings(rank: int, world_size: int) -> None:
     require_at_least("world_size", world_size, 1)
-    require_at_least("prefetch_batches", prefetch_batches, 0)
     if not 0 <= rank < world_size:
         raise UserError(f"rank is {rank}: it must be in [0, {world_size}), the number of ranks")

@@ -64,7 +64,13 @@ class BatchShares:
 
 
 def read_share(
-    dataset_dir: str | os.PathLike[str], split: str, batch_size: int, *, rank: int, world_size: int
+    dataset_dir: str | os.PathLike[str],
+    split: str,
+    batch_size: int,
+    *,
+    rank: int,
+    world_size: int,
+    decode_threads: int = 0,
 ) -> Generator[Batch, None, None]:
     """Yields a rank's batches of a split in order, equally many on every rank, the last maybe without rows.
 
@@ -74,6 +80,7 @@ def read_share(
         batch_size: Rows of a batch.
         rank: Rank whose share is read.
         world_size: Number of ranks.
+        decode_threads: Number of threads that decode rows ahead.
 
     Raises:
         UserError: The dataset is not as its manifest says.
@@ -81,7 +88,8 @@ def read_share(
     manifest = Manifest.load(dataset_dir)
     shares = BatchShares(manifest.split(split).num_rows, batch_size, world_size)
     order = BatchOrder(batch_size, shuffle=False)
-    with closing(BatchReader(dataset_dir, split, order, rows=shares.rows(rank))) as reader:
+    rows = shares.rows(rank)
+    with closing(BatchReader(dataset_dir, split, order, decode_threads=decode_threads, rows=rows)) as reader:
         yield from reader
     num_missing = shares.num_steps - reader.batches_per_epoch
     yield from BatchAssembler(manifest.schema).assemble([], [1] * num_missing)
