@@ -1,6 +1,5 @@
 """Measures the machine that this rank is on, with all ranks at once."""
 
-import os
 import platform
 import statistics
 from dataclasses import replace
@@ -9,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distembed.cores import usable_cores
 from distembed.host_memory import host_memory_bytes
 from distembed.planning.calibration.fit import count_numbers, fit
 from distembed.planning.calibration.measure import (
@@ -97,4 +97,4 @@ def _ranks_at_once(speed: float, ranks_per_node: int) -> float:
     """
     if speed < _FULL_SPEED:
         return speed * ranks_per_node
-    return max(float(ranks_per_node), len(os.sched_getaffinity(0)) / torch.get_num_threads())
+    return max(float(ranks_per_node), usable_cores() / torch.get_num_threads())
