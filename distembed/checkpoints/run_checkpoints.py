@@ -10,7 +10,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from distembed.checkpoints.checkpoint import ResumedRun, load_run
 from distembed.checkpoints.content import CheckpointContent, Progress
 from distembed.checkpoints.room import require_room
-from distembed.checkpoints.store import INTERRUPTED, CheckpointStore, missing_checksums_note, storage_errors
+from distembed.checkpoints.store import CheckpointStore, checkpoint_name, missing_checksums_note, storage_errors
 from distembed.checkpoints.transfer import not_written, write_checkpoint
 from distembed.errors import DamagedCheckpoint, RunError, UserError
 from distembed.host_memory import available_memory_bytes, give_back_freed_memory
@@ -33,11 +33,13 @@ class Checkpoints:
         keep: Number of newest checkpoints that stay.
         ranks: This rank among all.
         owner: Name of the run, where other runs might be given the same place.
+        keep_best: Whether the checkpoint that the newest ones name as the best stays too.
     """
 
-    def __init__(self, url: str, keep: int, ranks: Ranks, owner: str | None = None) -> None:
+    def __init__(self, url: str, keep: int, ranks: Ranks, owner: str | None = None, keep_best: bool = False) -> None:
         self._store = CheckpointStore(url)
         self._keep = keep
+        self._keep_best = keep_best
         self._ranks = ranks
         self._owner = owner
         self._collectives = Collectives.in_own_group()
@@ -65,6 +67,10 @@ class Checkpoints:
         """
         names = self._names()
         return self._store.checkpoint_path(names[-1]) if names else None
+
+    def path_of_step(self, step: int) -> str:
+        """Returns the path or URL of the checkpoint after so many steps, be it there or not."""
+        return self._store.checkpoint_path(checkpoint_name(step))
 
     def _names(self) -> list[str]:
         with storage_errors(self._store.url):
@@ -109,7 +115,7 @@ class Checkpoints:
 
     def require_room(self, model: nn.Module, optimizer: KeyedOptimizer, say: Callable[[str], None]) -> None:
         """Makes sure that there is room for one more checkpoint, as :func:`distembed.checkpoints.room.require_room`."""
-        require_room(self._store.url, self._keep, model, optimizer, say)
+        require_room(self._store.url, self._keep + self._keep_best, model, optimizer, say)
 
     def _claim(self, owner: str) -> None:
         if self._store.owner() is None:
@@ -175,7 +181,7 @@ class Checkpoints:
                 aside = self._collectives.on_first(partial(self._store.set_aside, name))
                 say(f"{self._store.checkpoint_path(name)}, which is damaged, is kept as {aside}")
             self._damaged = []
-            self._collectives.on_first(partial(self._store.keep_newest, self._keep))
+            self._collectives.on_first(partial(self._store.keep_newest, self._keep, self._keep_best))
 
     def save(
         self,
@@ -201,7 +207,7 @@ class Checkpoints:
                 be, this one is written at once, to see whether that was a passing failure.
         """
         failed_before = self._join()
-        name = f"step-{step:08d}{'' if is_due else INTERRUPTED}"
+        name = checkpoint_name(step, interrupted=not is_due)
         try:
             is_there = self._collectives.on_first(partial(self._store.is_whole, name))
         except Exception as error:  # file systems raise errors of their own kinds
@@ -246,7 +252,8 @@ class Checkpoints:
 
     def _write(self, content: CheckpointContent, say: Callable[[str], None]) -> None:
         try:
-            write_checkpoint(self._store, content, self._keep, self._collectives)
+            keep_newest = partial(self._store.keep_newest, self._keep, self._keep_best)
+            write_checkpoint(self._store, content, keep_newest, self._collectives)
             say(f"saved {self._store.checkpoint_path(content.name)}")
         except Exception as error:  # raised by wait, in the main thread
             self._failure = error

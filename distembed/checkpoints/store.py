@@ -31,6 +31,8 @@ _PASSING = {errno.EIO, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT, errno.ENETUNR
 _PASSING |= {errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT}
 INTERRUPTED = "-interrupted"
 """How the name of a checkpoint ends that was written because the run was interrupted, when none was due."""
+BEST = "best"
+"""Key of a run's progress: the best evaluation until then, whose ``step`` names the checkpoint to keep."""
 _OWNER_FILE = ".run"
 _S3_ATTEMPTS = "12"
 """How often a request is made to an S3 that fails, unless the user's AWS_MAX_ATTEMPTS says; by itself botocore makes 5.
@@ -106,17 +108,35 @@ class CheckpointStore:
         if not self.is_whole(name):
             self._remove(name)
 
-    def keep_newest(self, count: int) -> None:
-        """Removes all checkpoints but the newest ``count`` whole ones.
+    def best(self, name: str) -> str | None:
+        """Returns the name of the checkpoint that was the best when another was written; None where none was.
+
+        Raises:
+            ValueError: The last file of the other is damaged.
+        """
+        progress = read_last_file(self.checkpoint_path(name))["progress"]
+        step = (progress.get(BEST) or {}).get("step")
+        return None if step is None else checkpoint_name(step)
+
+    def keep_newest(self, count: int, and_best: bool = False) -> None:
+        """Removes all checkpoints but the newest ``count`` whole ones and, where asked, the best by each of these.
 
         One that was written for an interruption makes room for the next, whatever their number, so that a run that was
         interrupted keeps what it would have kept without.
         """
         whole = self.names()
         kept = [name for name in whole if not name.endswith(INTERRUPTED) or name == whole[-1]][-count:]
+        best = {self._best_or_none(name) for name in kept} if and_best else set()
         for name in self._names():
-            if name not in kept and self._is_checkpoint(name):
+            if name not in kept and name not in best and self._is_checkpoint(name):
                 self._remove(name)
+
+    def _best_or_none(self, name: str) -> str | None:
+        """Does what :meth:`best` does, and returns None of a damaged checkpoint, which a resumed run passes over."""
+        try:
+            return self.best(name)
+        except ValueError:
+            return None
 
     def write_probe(self, rank: int) -> None:
         """Writes a small file for this rank, to see whether that can be done."""
@@ -161,7 +181,8 @@ class CheckpointStore:
                 raise FileExistsError(f"{self._root} is a link that leads nowhere")
             return []
         paths = self._files.ls(self._root, detail=False)
-        return sorted(name for path in paths if (name := path.rstrip("/").rsplit("/", 1)[-1]).startswith("step-"))
+        names = [path.rstrip("/").rsplit("/", 1)[-1] for path in paths]
+        return sorted((name for name in names if name.startswith("step-")), key=_order)
 
     def _is_checkpoint(self, name: str) -> bool:
         """Returns whether a folder holds nothing but the files of a checkpoint."""
@@ -179,6 +200,21 @@ class CheckpointStore:
             self._files.rm(f"{folder}/{LAST_FILE}")
         if self._files.exists(folder):
             self._files.rm(folder, recursive=True)
+
+
+def checkpoint_name(step: int, interrupted: bool = False) -> str:
+    """Returns the name of a run's checkpoint after so many steps.
+
+    Args:
+        step: Number of steps done.
+        interrupted: Whether a run that is not interrupted would not write it.
+    """
+    return f"step-{step:08d}{INTERRUPTED if interrupted else ''}"
+
+
+def _order(name: str) -> tuple[str, bool]:
+    """Returns what checkpoints are sorted by; of one step, that which an interruption has left is the older one."""
+    return name.removesuffix(INTERRUPTED), not name.endswith(INTERRUPTED)
 
 
 def place_and_name(checkpoint: str) -> tuple[str, str]:

@@ -1,6 +1,7 @@
 """Writing and reading a checkpoint's tensors by ``torch.distributed.checkpoint``, with errors that name the remedy."""
 
 import pickle
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
@@ -17,14 +18,17 @@ from distembed.units import format_bytes
 
 
 def write_checkpoint(
-    store: CheckpointStore, content: CheckpointContent, keep: int | None, collectives: Collectives
+    store: CheckpointStore,
+    content: CheckpointContent,
+    remove_old: Callable[[], None] | None,
+    collectives: Collectives,
 ) -> None:
     """Writes a checkpoint and declares it whole; all ranks call it, and all raise what any of them does.
 
     Args:
         store: The place to write to.
         content: What this rank writes.
-        keep: Number of newest checkpoints that stay; None for all.
+        remove_old: Removes the checkpoints that do not stay, on rank 0; None where all stay.
         collectives: The ranks that write.
 
     Raises:
@@ -50,10 +54,10 @@ def write_checkpoint(
             with suppress(Exception):
                 store.discard(content.name)
         raise failure from error
-    if keep is None:
+    if remove_old is None:
         return
     try:
-        collectives.on_first(partial(store.keep_newest, keep))
+        collectives.on_first(remove_old)
     except Exception as error:
         raise RunError(
             f"The checkpoint {store.checkpoint_path(content.name)} is written, but older ones in {store.url} could not "

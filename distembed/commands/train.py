@@ -14,6 +14,15 @@ RunFolderArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder o
 DataOption = Annotated[
     str | None, typer.Option("--data", help="Where the dataset is now, or another one whose ids mean the same.")
 ]
+CheckpointOption = Annotated[
+    str | None,
+    typer.Option(
+        "--checkpoint",
+        metavar="[best|newest|STEP]",
+        help="Which checkpoint to use; unless given, the best where the run keeps it (train.keep_best), else the "
+        "newest.",
+    ),
+]
 
 
 @app.command(
@@ -75,13 +84,14 @@ def evaluate_command(
     run: RunFolderArgument,
     split: Annotated[str, typer.Option(help="Split to evaluate on.")] = "test",
     data: DataOption = None,
+    checkpoint: CheckpointOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a line.")] = False,
 ) -> None:
-    """Evaluate a run's newest checkpoint by its task's metrics, such as logloss and AUC, RMSE, or NDCG."""
+    """Evaluate a run's best or newest checkpoint by its task's metrics, such as logloss and AUC, RMSE, or NDCG."""
     from distembed.files import finite
     from distembed.training.trained_run import find_trained_run
 
-    found = find_trained_run(run, data, split)
+    found = find_trained_run(run, data, split, checkpoint)
     from distembed.training.inference import describe_metrics, evaluate_split, load_run
 
     with load_run(found) as loaded:
@@ -99,13 +109,14 @@ def predict_command(
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write: .parquet or .csv.")],
     split: Annotated[str, typer.Option(help="Split to predict.")] = "test",
     data: DataOption = None,
+    checkpoint: CheckpointOption = None,
     overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT if it is there.")] = False,
 ) -> None:
     """Write what a run predicts of a split: click probabilities or ratings of its rows, or items for users."""
     from distembed.training.trained_run import find_trained_run, require_prediction_file
 
     require_prediction_file(output, overwrite)
-    found = find_trained_run(run, data, split)
+    found = find_trained_run(run, data, split, checkpoint)
     from distembed.training.inference import load_run, predict_split
 
     with load_run(found) as loaded:
@@ -127,6 +138,7 @@ def materialise_command(
     ] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace files that are there.")] = False,
     data: DataOption = None,
+    checkpoint: CheckpointOption = None,
 ) -> None:
     """Write the composed vectors of a run's tables, one a row, for serving."""
     from distembed.outputs import require_folder
@@ -134,11 +146,13 @@ def materialise_command(
     from distembed.training.trained_run import find_trained_run
 
     require_folder("--output", output)
-    found = find_trained_run(run, data)
+    found = find_trained_run(run, data, checkpoint=checkpoint)
     if ids is not None:
         id_column(ids)
     from distembed.training.materialise import materialise_run
 
-    for written in materialise_run(run, found.config, found.manifest.schema, output, table or [], ids, overwrite):
+    for written in materialise_run(
+        run, found.config, found.manifest.schema, output, table or [], ids, overwrite, checkpoint
+    ):
         rows_per_second = written.num_rows / written.seconds
         say(f"{written.path}: {written.num_rows:,} vectors, {rows_per_second:,.0f} rows/s")

@@ -70,6 +70,16 @@ class Config:
             )
         return self
 
+    @model_validator(mode="after")
+    def _evaluations_to_compare(self) -> "Config":
+        """Refuses a comparison of evaluations where there are none."""
+        if self.train.compares_evaluations and self.data.validation is None:
+            raise ValueError(
+                "train.keep_best and train.stop_after_evaluations compare evaluations on the validation split, and "
+                "data.validation is null; name a split, or leave both out"
+            )
+        return self
+
     def to_yaml(self) -> str:
         """Returns YAML that :func:`load_config` reads back to an equal config."""
         return format_yaml(dataclasses.asdict(self))

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from distembed.bounds import Count, Interval
 from distembed.names import STRICT
-from distembed.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
+from distembed.optim.config import DenseOptimizerConfig, NonNegativeNumber, SparseOptimizerConfig
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
@@ -27,6 +27,11 @@ class TrainConfig:
         device: Type of the ranks' devices: ``cpu``, ``cuda``, or ``auto`` for CUDA where there is a device.
         log_every: Steps between two lines of metrics.
         evaluate_every: Steps between two evaluations on the validation split; 0 for the end of each epoch only.
+        stop_after_evaluations: Number of evaluations in a row without a better value of the task's headline metric
+            after which training stops; null for never.
+        min_improvement: What a value has to exceed the best one by to be better.
+        keep_best: Whether the checkpoint of the best evaluation is kept beside the newest ones, and is the one that the
+            final evaluation and everything later is made with.
         checkpoint_every: Steps between two checkpoints; 0 for the end of each epoch only.
         keep_checkpoints: Number of the newest checkpoints that are not removed.
         checkpoint_dir: Folder for checkpoints, relative to the run's if not absolute, or any URL that fsspec knows,
@@ -45,7 +50,15 @@ class TrainConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     log_every: Count = 100
     evaluate_every: Interval = 0
+    stop_after_evaluations: Count | None = None
+    min_improvement: NonNegativeNumber = 0.0
+    keep_best: bool = False
     checkpoint_every: Interval = 0
     keep_checkpoints: Count = 2
     checkpoint_dir: Annotated[str, Field(min_length=1)] | None = None
     init_from: Annotated[str, Field(min_length=1)] | None = None
+
+    @property
+    def compares_evaluations(self) -> bool:
+        """Whether evaluations decide what is kept, or when training ends."""
+        return self.keep_best or self.stop_after_evaluations is not None

@@ -143,9 +143,15 @@ class RunFolder:
         file = self.path / "run.json"
         return file.read_text(encoding="utf-8") if file.exists() else None
 
-    def end(self, status: str, error: BaseException | None = None) -> None:
-        """Writes into ``run.json`` how the run ended: ``finished``, ``interrupted`` or ``failed``, and the error."""
-        self._info |= {"status": status, "finished": _now()}
+    def end(self, status: str, error: BaseException | None = None, facts: Mapping[str, Any] | None = None) -> None:
+        """Writes into ``run.json`` how the run ended.
+
+        Args:
+            status: ``finished``, ``interrupted`` or ``failed``.
+            error: What ended it.
+            facts: Further values.
+        """
+        self._info |= {"status": status, "finished": _now(), **(facts or {})}
         if error is not None:
             self._info["error"] = f"{type(error).__name__}: {error}"
         write_json(self.path / "run.json", self._info)

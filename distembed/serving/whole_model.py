@@ -73,7 +73,7 @@ def load_whole_model(run: TrainedRun, device: torch.device, checkpoint: str | No
     Args:
         run: The run, and the dataset that says what its ids mean.
         device: Where the model goes.
-        checkpoint: Path or URL of one of its checkpoints; the newest unless given.
+        checkpoint: Path or URL of a checkpoint; unless given, the best where the run keeps it, else its newest.
 
     Raises:
         UserError: The checkpoint is of another model, or cannot be read.
@@ -93,7 +93,7 @@ def load_whole_model(run: TrainedRun, device: torch.device, checkpoint: str | No
     if checkpoint is not None:
         place, progress = load(checkpoint)
     else:
-        place, progress = read_newest(run.folder, run.config, load, Collectives.alone())
+        place, progress = read_newest(run.folder, run.config, load, Collectives.alone(), run.checkpoint_choice)
     return WholeModel(blueprint, module, task, place, int(progress.get("step", 0)))
 
 

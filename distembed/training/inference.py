@@ -58,11 +58,13 @@ def load_run(run: TrainedRun) -> Iterator[LoadedRun]:
         UserError: The run has no checkpoint, or the dataset has other tables than the run was trained on.
     """
     with process_group("auto") as ranks:
-        state, checkpoint = load_training_state(run.folder, run.dataset, run.config, ranks)
+        state, checkpoint = load_training_state(run.folder, run.dataset, run.config, ranks, run.checkpoint_choice)
         yield LoadedRun(state, checkpoint, run.dataset, ranks)
 
 
-def load_training_state(run_dir: Path, dataset: str, config: Config, ranks: Ranks) -> tuple[TrainingState, str]:
+def load_training_state(
+    run_dir: Path, dataset: str, config: Config, ranks: Ranks, checkpoint: str | None = None
+) -> tuple[TrainingState, str]:
     """Returns the model of a run's newest checkpoint, shaped for the given dataset, and the checkpoint's path or URL.
 
     All ranks call it.
@@ -72,6 +74,8 @@ def load_training_state(run_dir: Path, dataset: str, config: Config, ranks: Rank
         dataset: The folder of a dataset with the same tables.
         config: The run's config.
         ranks: This rank among all.
+        checkpoint: Another checkpoint than the run's best or newest, as for
+            :func:`~distembed.training.resume.find_checkpoint`.
 
     Raises:
         UserError: The run has no checkpoint, or the dataset has other tables than the run was trained on.
@@ -89,7 +93,7 @@ def load_training_state(run_dir: Path, dataset: str, config: Config, ranks: Rank
         load_checkpoint(checkpoint, state.model)
         return checkpoint
 
-    return state, read_newest(run_dir, config, load)
+    return state, read_newest(run_dir, config, load, choice=checkpoint)
 
 
 def evaluate_split(state: TrainingState, dataset: str, split: str, ranks: Ranks) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distembed.checkpoints.places import newest_checkpoint
 from distembed.checkpoints.store import LAST_FILE, CheckpointStore, place_and_name, storage_errors
 from distembed.config import Config, validate
 from distembed.data.dataset.grown_vocabulary import require_grown_from
@@ -24,7 +23,7 @@ from distembed.errors import UserError
 from distembed.runs.folder import holds_run
 from distembed.runs.record import read_json_object
 from distembed.tasks import batch_schema
-from distembed.training.resume import load_run_config
+from distembed.training.resume import find_checkpoint, load_run_config
 
 RECORD = "init_from"
 """Key of ``run.json`` under which a run keeps what it began with."""
@@ -80,7 +79,7 @@ def find_initial_run(init_from: str, dataset: str, manifest: Manifest, checkpoin
         dataset: Folder of the dataset to train on.
         manifest: Its manifest.
         checkpoint: Path or URL of the run's checkpoint that an interrupted run began with; None for that which
-            ``init_from`` names, or the run's newest.
+            ``init_from`` names, or the run's best where it keeps that, or its newest.
 
     Raises:
         UserError: There is no such run or checkpoint, its dataset is not what it was, or known values have other ids
@@ -88,7 +87,7 @@ def find_initial_run(init_from: str, dataset: str, manifest: Manifest, checkpoin
     """
     folder, named = _folder_and_checkpoint(init_from)
     config = load_run_config(folder)
-    checkpoint = checkpoint or named or newest_checkpoint(folder, config.train.checkpoint_dir)
+    checkpoint = checkpoint or named or find_checkpoint(folder, config)
     earlier_dir = str(kept_dataset(folder) or config.data.require_path())
     earlier = Manifest.load(earlier_dir)
     info = read_json_object(folder / "run.json")

@@ -1,4 +1,4 @@
-"""Writes the composed vectors of a run's tables as Parquet files, reading its newest checkpoint table by table."""
+"""Writes the composed vectors of a run's tables as Parquet files, reading its checkpoint table by table."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distembed.checkpoints.checkpoint import load_weights
-from distembed.checkpoints.places import newest_checkpoint
 from distembed.config import Config
 from distembed.data.dataset.schema import Schema
 from distembed.embedding import materialise
@@ -18,6 +17,7 @@ from distembed.outputs import require_file
 from distembed.tasks import batch_schema
 from distembed.training.id_file import id_column, read_ids
 from distembed.training.newest import is_removed, removed_meanwhile
+from distembed.training.resume import find_checkpoint
 from distembed.units import enumerate_names
 
 _FEW = 5
@@ -48,6 +48,7 @@ def materialise_run(
     names: Sequence[str] = (),
     ids_file: Path | None = None,
     overwrite: bool = False,
+    checkpoint_choice: str | None = None,
 ) -> Iterator[MaterialisedTable]:
     """Writes ``<output>/<table>.parquet`` for one table after the other, and yields each table once it is written.
 
@@ -60,6 +61,8 @@ def materialise_run(
         ids_file: Parquet file of the ids whose vectors to write, for a single table; all ids of each table unless
             given.
         overwrite: Whether to replace files that are there already.
+        checkpoint_choice: Another checkpoint than the run's best or newest, as for
+            :func:`distembed.training.resume.find_checkpoint`.
 
     Raises:
         UserError: The run has no such table, a file is there already, the ids cannot be read, or a table hashes its ids
@@ -88,7 +91,7 @@ def materialise_run(
     for path in paths:
         require_file("--output", path, overwrite)
     column = None if ids_file is None else id_column(ids_file)
-    checkpoint = newest_checkpoint(run_dir, config.train.checkpoint_dir)
+    checkpoint = find_checkpoint(run_dir, config, checkpoint_choice)
     for table, path in zip(wanted, paths, strict=True):
         started = time.perf_counter()
         try:

@@ -1,36 +1,44 @@
-"""Reads the newest checkpoint of a run, be it that the run still trains and removes older ones meanwhile."""
+"""Reads the newest or best checkpoint of a run, be it that the run still trains and removes older ones meanwhile."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from distembed.checkpoints.places import newest_checkpoint
 from distembed.checkpoints.store import CheckpointStore, place_and_name, storage_errors
 from distembed.config import Config
 from distembed.errors import DamagedCheckpoint, RunError, UserError
 from distembed.ranks import Collectives
+from distembed.training.resume import find_checkpoint
 
 T = TypeVar("T")
 _TRIES = 5
 
 
-def read_newest(run_dir: Path, config: Config, read: Callable[[str], T], collectives: Collectives | None = None) -> T:
-    """Returns what ``read`` makes of the newest checkpoint; all ranks call it, and read the same one.
+def read_newest(
+    run_dir: Path,
+    config: Config,
+    read: Callable[[str], T],
+    collectives: Collectives | None = None,
+    choice: str | None = None,
+) -> T:
+    """Returns what ``read`` makes of a run's checkpoint; all ranks call it, and read the same one.
 
-    A checkpoint that is removed while it is read is no error: then the one that is newest by then is read.
+    It is the best where the run keeps it, else the newest. One that is removed while it is read is no error: then the
+    one that is the best, or the newest, by then is read.
 
     Args:
         run_dir: The run's folder.
         config: The run's config.
         read: Reads the checkpoint of this path or URL; all ranks call it.
         collectives: The ranks; those of the default process group unless given.
+        choice: Another checkpoint, as for :func:`~distembed.training.resume.find_checkpoint`.
 
     Raises:
         UserError: The run has no checkpoint, it cannot be read, or each was removed while it was read.
     """
     collectives = collectives or Collectives()
     for _ in range(_TRIES):
-        checkpoint = collectives.on_first(lambda: newest_checkpoint(run_dir, config.train.checkpoint_dir))
+        checkpoint = collectives.on_first(lambda: find_checkpoint(run_dir, config, choice))
         failure: UserError | RunError | None = None
         try:
             returned = read(checkpoint)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from distembed.checkpoints.places import checkpoint_names, checkpoint_place
+from distembed.checkpoints.places import checkpoint_names, checkpoint_place, chosen_checkpoint
 from distembed.config import Config, load_config
 from distembed.data.dataset.kept import kept_dataset
 from distembed.data.dataset.manifest import Manifest, id_fingerprint
@@ -35,6 +35,8 @@ _MAY_CHANGE = {
     "train.checkpoint_dir",
 }
 """Settings that leave the weights as they are; the reader checks by itself that the rows are the same."""
+_EVALUATIONS = ("data.validation", "train.evaluate_every")
+"""Those of them that decide which evaluation is the best, where that matters."""
 _LENGTHS = ("train.epochs", "train.max_steps")
 """Settings of how long a run is, which may only grow."""
 
@@ -59,6 +61,20 @@ def load_run_config(run: Path) -> Config:
                 "trained with; put that one back."
             )
     return config
+
+
+def find_checkpoint(run_dir: Path, config: Config, choice: str | None = None) -> str:
+    """Returns the path or URL of a run's checkpoint: the best where the run keeps it, else the newest.
+
+    Args:
+        run_dir: The run's folder.
+        config: The run's config.
+        choice: Another one, as for :func:`distembed.checkpoints.places.chosen_checkpoint`.
+
+    Raises:
+        UserError: The run has no such checkpoint, or the place cannot be reached.
+    """
+    return chosen_checkpoint(run_dir, config.train.checkpoint_dir, choice, config.train.keep_best)
 
 
 def choose_dataset(run: Path, config: Config, data: str | None, needs_rows: bool = True) -> str:
@@ -106,7 +122,7 @@ def require_same_config(folder: Path, config: Config) -> None:
     differences = [
         f"{key}: {before.get(key)!r} before, {now.get(key)!r} now"
         for key in before | now
-        if before.get(key) != now.get(key) and not _may_change_on_resume(key)
+        if before.get(key) != now.get(key) and not _may_change_on_resume(key, config)
     ]
     differences += _changed_lengths(started_with, config)
     if differences:
@@ -223,8 +239,10 @@ def load_run_plan(folder: Path, config: Config, say: Callable[[str], None]) -> S
         raise UserError(f"--resume: {error} Or remove it, and where tables go is planned anew.") from error
 
 
-def _may_change_on_resume(key: str) -> bool:
+def _may_change_on_resume(key: str, config: Config) -> bool:
     """Returns whether a setting, given by its dotted path, may change here; lengths are compared apart."""
+    if config.train.compares_evaluations and key in _EVALUATIONS:
+        return False
     # graphs are compared by their contents, wherever they are
     is_graph = key.startswith("sse.") and key.endswith(".graph")
     return key in _MAY_CHANGE or key in _LENGTHS or key.startswith("plan.") or is_graph

@@ -78,19 +78,22 @@ def train_run(
     trainer = Trainer(config, run_folder, ranks, start, console)
     if not ranks.is_first:
         trainer.train()
+        trainer.load_best()
         if config.data.test is not None:
             trainer.evaluate(config.data.test)
         return FinishedRun(start.folder, None, None)
     info |= {"world_size": ranks.world_size, "device": ranks.device.type, "precision": trainer.precision}
-    with run_folder.open(config.to_yaml(), info, trainer.step, trainer.step == trainer.num_steps):
+    with run_folder.open(config.to_yaml(), info, trainer.step, trainer.repeats_evaluations):
         keep_dataset(start.folder, config.data.require_path(), start.manifest)
         trainer.train()
+        trainer.load_best()
         evaluation = described = None
         if config.data.test is not None:
             evaluation = trainer.evaluate(config.data.test)
             described = f"{config.data.test}: {config.task.build().describe(evaluation)}"
             write_json(start.folder / "evaluation.json", evaluation)
-        run_folder.end("finished")
+        best = None if trainer.best is None else trainer.best.to_json()
+        run_folder.end("finished", facts={} if best is None else {"best": best, "steps": trainer.step})
     return FinishedRun(start.folder, evaluation, described)
 
 

@@ -6,12 +6,11 @@ from pathlib import Path
 import pyarrow.csv
 import pyarrow.parquet
 
-from distembed.checkpoints.places import newest_checkpoint
 from distembed.config import Config
 from distembed.data.dataset.manifest import Manifest
 from distembed.errors import UserError
 from distembed.outputs import require_file
-from distembed.training.resume import choose_dataset, load_run_config
+from distembed.training.resume import choose_dataset, find_checkpoint, load_run_config
 from distembed.training.start_checks import require_splits
 
 PREDICTION_FORMATS = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWriter}
@@ -27,33 +26,39 @@ class TrainedRun:
         config: The run's config.
         dataset: The dataset's folder.
         manifest: The dataset's manifest.
+        checkpoint_choice: Which checkpoint to use in place of the run's best or newest; None for these.
     """
 
     folder: Path
     config: Config
     dataset: str
     manifest: Manifest
+    checkpoint_choice: str | None = None
 
 
-def find_trained_run(folder: Path, data: str | None, split: str | None = None) -> TrainedRun:
+def find_trained_run(
+    folder: Path, data: str | None, split: str | None = None, checkpoint: str | None = None
+) -> TrainedRun:
     """Finds a run, and refuses one that cannot be used, without torch.
 
     Args:
         folder: The run's folder.
         data: The folder of another dataset, whose ids have to stand for the same values; None for the run's own.
         split: The split of the dataset that is to be read; None for none: then what the run keeps of its own is enough.
+        checkpoint: Another checkpoint than the run's best or newest, as for
+            :func:`~distembed.training.resume.find_checkpoint`.
 
     Raises:
-        UserError: The folder holds no run or no checkpoint, or the dataset is not there, is not like the run's own, or
-            has no such split that is whole.
+        UserError: The folder holds no run or no such checkpoint, or the dataset is not there, is not like the run's
+            own, or has no such split that is whole.
     """
     config = load_run_config(folder)
     dataset = choose_dataset(folder, config, data, needs_rows=split is not None)
     manifest = Manifest.load(dataset)
     if split is not None:
         require_splits(dataset, {"--split": split})
-    newest_checkpoint(folder, config.train.checkpoint_dir)
-    return TrainedRun(folder, config, dataset, manifest)
+    find_checkpoint(folder, config, checkpoint)
+    return TrainedRun(folder, config, dataset, manifest, checkpoint)
 
 
 def require_prediction_file(output: Path, overwrite: bool) -> None:

@@ -15,28 +15,31 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from distembed.checkpoints.checkpoint import ResumedRun
+from distembed.checkpoints.checkpoint import ResumedRun, load_checkpoint
 from distembed.checkpoints.content import Progress
-from distembed.checkpoints.places import checkpoint_place
-from distembed.checkpoints.run_checkpoints import Checkpoints
 from distembed.checkpoints.saved import STEPS_BEFORE
+from distembed.checkpoints.store import BEST
 from distembed.config import Config
 from distembed.data.reader import Batch, BatchOrder, BatchReader
-from distembed.errors import Interrupted, RunError, UserError
+from distembed.errors import Interrupted, UserError
 from distembed.files import write_json
-from distembed.planning import describe_plan
 from distembed.planning.saved_plan import saved_plan_as_json
 from distembed.ranks import Collectives, Ranks
 from distembed.runs.folder import RunFolder
 from distembed.sse import set_step
 from distembed.tasks.base import BatchPosition, Outputs
+from distembed.training.best import BestEvaluation, require_comparable
 from distembed.training.build import Blueprint, build_training_state
+from distembed.training.due import DueSteps
 from distembed.training.evaluation import score_split
 from distembed.training.interruption import Interruption
 from distembed.training.metrics_window import MetricsWindow
+from distembed.training.not_finite import keep_batch
+from distembed.training.own_checkpoints import own_checkpoints, require_empty_place, require_own
 from distembed.training.progress import TrainingProgress
 from distembed.training.replaced_shares import replaced_counts, replaced_shares
 from distembed.training.start import RunStart
+from distembed.training.start_lines import start_lines
 from distembed.training.take_over import take_over
 
 
@@ -71,20 +74,26 @@ class Trainer:
         self._folder = folder
         self._ranks = ranks
         self._start = start
-        self._sse = start.sse
         self._console = console if ranks.is_first else None
         self._reader = self._make_reader()
         if self._reader.num_rows == 0:
             raise UserError(f"split {config.data.train!r} of {self._dataset} has no rows to train on.")
-        self._checkpoints = self._make_checkpoints()
+        self._checkpoints = own_checkpoints(config.train, folder.path, ranks)
         Collectives().on_first(lambda: folder.require_free(start.wait_seconds))
-        self._require_own_checkpoints()
+        if not start.resume:
+            require_empty_place(self._checkpoints, config.train, folder.path)
         self.num_steps = self._count_steps()
+        has_validation = config.data.validation is not None
+        self._due = DueSteps(config.train, self._reader.batches_per_epoch, self.num_steps, has_validation)
         blueprint = Blueprint.for_ranks(config, self._reader.schema, ranks, start.sse)
         self._state = build_training_state(blueprint, ranks, self.num_steps, start.plans)
         self._state.task.start(blueprint.task_context(self._dataset, ranks))
+        if config.train.compares_evaluations:
+            require_comparable(self._state.task.headline)
         self._step = 0
         self._samples = 0
+        self._best = BestEvaluation()
+        self._evaluated_step: int | None = None
         self._seconds = 0.0
         self._num_in_flight = 0
         self._window = MetricsWindow()
@@ -104,26 +113,6 @@ class Trainer:
             decode_threads=self._config.data.threads_of_rank(self._ranks.local_world_size) if prefetch_batches else 0,
         )
 
-    def _make_checkpoints(self) -> Checkpoints:
-        """Returns the run's checkpoints; in a place of their own they say which run they belong to."""
-        train, folder = self._config.train, self._folder.path
-        owner = None if train.checkpoint_dir is None else str(folder.absolute())
-        return Checkpoints(checkpoint_place(folder, train.checkpoint_dir), train.keep_checkpoints, self._ranks, owner)
-
-    def _require_own_checkpoints(self) -> None:
-        """Makes sure that a run which is not resumed has an empty place for checkpoints; all ranks call it.
-
-        Raises:
-            UserError: There are checkpoints.
-        """
-        if not self._start.resume and self._checkpoints.newest() is not None:
-            checkpoint_dir = self._config.train.checkpoint_dir
-            raise UserError(
-                f"train.checkpoint_dir is {checkpoint_dir!r}, but "
-                f"{checkpoint_place(self._folder.path, checkpoint_dir)} holds checkpoints of another run; give an "
-                "empty place, or none for the run's own folder."
-            )
-
     def _count_steps(self) -> int:
         """Returns the number of steps of the whole run."""
         train = self._config.train
@@ -134,6 +123,22 @@ class Trainer:
     def step(self) -> int:
         """The number of steps done."""
         return self._step
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether there is no further step: all are done, or the last evaluations were not better."""
+        return self._step >= self.num_steps or self._best.is_reason_to_stop(self._config.train)
+
+    @property
+    def repeats_evaluations(self) -> bool:
+        """Whether evaluations after the step at which the run is resumed are made again."""
+        is_uncounted = self._config.train.compares_evaluations and self._best.last_step != self._step
+        return self.is_finished or is_uncounted
+
+    @property
+    def best(self) -> BestEvaluation | None:
+        """The best evaluation until now, where evaluations are compared."""
+        return self._best if self._config.train.compares_evaluations else None
 
     @property
     def precision(self) -> str:
@@ -161,16 +166,31 @@ class Trainer:
         ):
             self._say_start()
             self._checkpoints.require_room(self._state.model, self._state.optimizers.combined, self._progress.say)
-            if self._evaluation_is_due() and not self._has_evaluated():
-                self._validate()  # the run was ended between its checkpoint and this
             self._window = self._restored_window()
-            while self._step < self.num_steps:
+            if self._resumed is not None:
+                self._save_and_evaluate(self._has_evaluated())  # the run was ended between its checkpoint and this
+            while not self.is_finished:
                 if self._run_segment(stop):
-                    self._save()
+                    waits = self._due.evaluation_before_checkpoint(self._step)
+                    self._save(is_due=self._due.checkpoint(self._step) and not waits)
                     self._checkpoints.wait()
                     raise Interrupted(f"interrupted after step {self._step}; go on with --resume.")
                 self._save_and_evaluate()
+            if self._step < self.num_steps:
+                reason = self._best.reason_to_stop(self._state.task.headline)
+                self._progress.say(f"step {self._step}/{self.num_steps}  {reason}")
         self._reader.close()
+
+    def load_best(self) -> None:
+        """Loads the weights of the best evaluation's checkpoint, where it is kept; all ranks call it, after training.
+
+        Raises:
+            UserError: The checkpoint is damaged or cannot be reached.
+        """
+        step = self._best.step
+        if self._config.train.keep_best and step is not None and step != self._step:
+            load_checkpoint(self._checkpoints.path_of_step(step), self._state.model)
+            self._evaluated_step = step
 
     def evaluate(self, split: str) -> dict[str, Any]:
         """Evaluates a whole split and records its metrics; all ranks call it.
@@ -183,13 +203,15 @@ class Trainer:
         if not self._ranks.is_first:
             return {}
         values = {"split": split, "samples": self._samples, **task.metrics(rows)}
+        if self._evaluated_step is not None:
+            values["checkpoint_step"] = self._evaluated_step
         values["seconds"] = time.perf_counter() - started
         self._folder.record("eval", self._step, values)
         return {**values, "step": self._step, **task.details(rows)}
 
     def _run_segment(self, stop: Interruption) -> bool:
         """Steps until something else is due; returns whether the run was interrupted."""
-        end = self._end_of_segment()
+        end = self._due.next_step(self._step)
         self._num_in_flight = 0
         set_step(self._state.model, self._step)
         for loss, outputs in self._state.pipeline.outputs(self._batches(end - self._step)):
@@ -216,30 +238,25 @@ class Trainer:
         """Sets the learning rates of the next step."""
         self._learning_rate = self._state.optimizers.set_learning_rates(self._step)
 
-    def _end_of_segment(self) -> int:
-        """Returns the step after which something else is due next."""
-        train = self._config.train
-        per_epoch = self._reader.batches_per_epoch
-        ends = [self.num_steps, (self._step // per_epoch + 1) * per_epoch]
-        ends += [(self._step // every + 1) * every for every in (train.evaluate_every, train.checkpoint_every) if every]
-        return min(ends)
+    def _save_and_evaluate(self, has_evaluated: bool = False) -> None:
+        """Saves a checkpoint and evaluates on the validation split, where they are due after this step.
 
-    def _save_and_evaluate(self) -> None:
-        """Saves a checkpoint and evaluates on the validation split, where they are due after this step."""
+        Where evaluations are compared, the checkpoint of a step has the evaluation of that step as part of its state;
+        else it is written while the model is evaluated.
+
+        Args:
+            has_evaluated: Whether the evaluation is recorded already.
+        """
         started = time.perf_counter()
-        if self._is_due(self._config.train.checkpoint_every):
+        evaluates_first = self._due.evaluation_before_checkpoint(self._step)
+        if evaluates_first and not has_evaluated:
+            self._validate()
+        is_best = self._config.train.keep_best and self._best.step == self._step
+        if self._due.checkpoint(self._step) or is_best or self.is_finished:
             self._save()
-        if self._evaluation_is_due():
+        if self._due.evaluation(self._step) and not evaluates_first and not has_evaluated:
             self._validate()
         self._window.paused += time.perf_counter() - started
-
-    def _is_due(self, every: int) -> bool:
-        """Returns whether what is done every so many steps, and at the end of each epoch, is due after this step."""
-        at_epoch_end = self._step % self._reader.batches_per_epoch == 0 or self._step == self.num_steps
-        return self._step > 0 and (at_epoch_end or (every > 0 and self._step % every == 0))
-
-    def _evaluation_is_due(self) -> bool:
-        return self._config.data.validation is not None and self._is_due(self._config.train.evaluate_every)
 
     def _has_evaluated(self) -> bool:
         """Returns whether the evaluation after this step is recorded already; all ranks call it."""
@@ -253,6 +270,12 @@ class Trainer:
         values = self.evaluate(split)
         if values:
             self._progress.say(f"step {self._step}/{self.num_steps}  {split}: {self._state.task.describe(values)}")
+        if self._config.train.compares_evaluations:
+            metric = self._state.task.headline
+            value = Collectives().on_first(lambda: float(values[metric.name]))
+            self._best = self._best.after(self._step, value, metric, self._config.train.min_improvement)
+            if self.is_finished and self._window.loss is not None:
+                self._log()  # the line of the steps since the last one, which no further step completes
 
     def _record_step(self, loss: Tensor, outputs: Outputs) -> None:
         """Adds the step that was just done to the next line of metrics."""
@@ -270,7 +293,8 @@ class Trainer:
         found = self._window.first_not_finite()
         if found is not None:
             steps_ago, loss = found
-            self._fail_not_finite(loss, self._step - steps_ago)
+            reader = self._make_reader(prefetch_batches=0)
+            raise keep_batch(reader, self._folder.path, self._ranks.rank, self._step - steps_ago, loss)
 
     def _log(self) -> None:
         """Records and shows a line of metrics of the steps since the last one; all ranks call it."""
@@ -303,23 +327,12 @@ class Trainer:
             self._step, self._shown(values), values["samples_per_second"] / self._config.train.batch_size
         )
 
-    def _fail_not_finite(self, loss: float, step: int) -> None:
-        """Writes this rank's rows of the step to a file and raises the RunError that names it."""
-        epoch, batch = divmod(step - 1, self._reader.batches_per_epoch)
-        path = self._folder.path / f"not-finite-step-{step}-rank-{self._ranks.rank}.npz"
-        reader = self._make_reader(prefetch_batches=0)
-        reader.load_state_dict({**self._reader.state_dict(), "epoch": epoch, "batch": batch})
-        next(iter(reader)).write(path)
-        raise RunError(
-            f"The loss is {loss} at step {step} (epoch {epoch}, batch {batch}, rank {self._ranks.rank}). "
-            f"This rank's rows of that batch are in {path}; look for extreme values among the dense features. "
-            "Checkpoints are from before it. Try lower train.dense_optimizer.learning_rate and "
-            "train.sparse_optimizer.learning_rate, a warm-up (train.dense_optimizer.schedule.warmup=0.1), "
-            "or train.precision=fp32."
-        )
+    def _save(self, is_due: bool = True) -> None:
+        """Begins to save a checkpoint after this step; all ranks call it.
 
-    def _save(self) -> None:
-        """Begins to save a checkpoint after this step; all ranks call it."""
+        Args:
+            is_due: Whether a run that is not interrupted would write it too.
+        """
         self._require_finite()  # weights that have met a NaN must not replace good ones
         self._window.add_replaced(replaced_counts(self._state.model, self._step))
         values = {
@@ -330,6 +343,7 @@ class Trainer:
             "seconds": self._seconds,
             "reader": self._reader.state_dict(in_flight=self._num_in_flight),
             "window": self._window.values(self._ranks.world_size),
+            **({BEST: self._best.to_json()} if self._config.train.compares_evaluations else {}),
         }
         step, state = f"step {self._step}/{self.num_steps}", self._state
         self._checkpoints.save(
@@ -338,7 +352,7 @@ class Trainer:
             state.optimizers.combined,
             Progress(values, self._window.tensors()),
             say=lambda text: self._progress.say(f"{step}  {text}"),
-            is_due=self._is_due(self._config.train.checkpoint_every),
+            is_due=is_due,
         )
 
     def _restore(self) -> ResumedRun | None:
@@ -346,13 +360,9 @@ class Trainer:
         resumed = self._checkpoints.restore(self._state.model, self._state.optimizers.combined, self._say)
         if resumed is not None:
             values = resumed.values
-            if values.get("run", self._start.run_id) != self._start.run_id:
-                place = checkpoint_place(self._folder.path, self._config.train.checkpoint_dir)
-                raise UserError(
-                    f"--resume: {place} holds checkpoints of another run than {self._folder.path}; give the place of "
-                    "its own as train.checkpoint_dir."
-                )
+            require_own(values, self._start.run_id, self._config.train, self._folder.path)
             self._reader.load_state_dict(values["reader"])
+            self._best = BestEvaluation.from_json(values.get(BEST))
             self._state.optimizers.steps_before = values.get(STEPS_BEFORE, 0)  # early versions had none
             self._step, self._samples, self._seconds = values["step"], values["samples"], values["seconds"]
         return resumed
@@ -378,15 +388,8 @@ class Trainer:
             f"{begin} {self.num_steps} steps of {self._config.train.batch_size} rows on {where} in {self.precision}; "
             f"run folder {self._folder.path}"
         )
-        if self._start.initial is not None:
-            self._progress.say(f"weights and optimizer states are those of {self._start.initial.checkpoint}")
-        self._progress.say(f"plan: {describe_plan(self._state.plan)}")
-        changed = self._start.plans.reasons_to_replan(self._state.plan_inputs)
-        if changed:
-            self._progress.say(f"planned anew, since the run's plan was made for something else: {'; '.join(changed)}")
-        if self._sse:
-            rates = sorted({rule.p0 for rule in self._sse.values()})
-            self._progress.say(f"ids replaced: {len(self._sse)} tables, p0 {', '.join(map(str, rates))}")
+        for line in start_lines(self._start, self._state):
+            self._progress.say(line)
 
     def _shown(self, values: Mapping[str, Any]) -> str:
         """Returns training metrics as the line that is shown."""

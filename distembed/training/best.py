@@ -1,0 +1,88 @@
+"""The best evaluation of a run so far, by the task's headline metric: what to keep, and when to stop.
+
+An evaluation is better than all before it where its metric improves by more than ``train.min_improvement`` (other
+libraries' ``min_delta``); training stops after ``train.stop_after_evaluations`` in a row that are not (``patience``).
+What was best is part of the training state, so that a resumed run stops where it would have stopped.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from distembed.config import TrainConfig
+from distembed.errors import UserError
+from distembed.runs.metrics import ReportedMetric
+
+
+@dataclass(frozen=True)
+class BestEvaluation:
+    """The best evaluation on the validation split until now.
+
+    Attributes:
+        step: Number of steps after which it was; None before there is one.
+        value: Its headline metric; None before there is one.
+        last_step: Number of steps after which the last evaluation was; 0 before there is one.
+        evaluations_since: Number of evaluations since the best one.
+    """
+
+    step: int | None = None
+    value: float | None = None
+    last_step: int = 0
+    evaluations_since: int = 0
+
+    def after(self, step: int, value: float, metric: ReportedMetric, min_improvement: float) -> "BestEvaluation":
+        """Returns the best one once there is a further evaluation; one that was counted already changes nothing.
+
+        Args:
+            step: Number of steps after which the evaluation is.
+            value: Its headline metric, which may be NaN: that is never better.
+            metric: The headline metric, which says what is better.
+            min_improvement: What a better value exceeds the best one by.
+        """
+        if step <= self.last_step:
+            return self
+        if self._is_better(value, metric.better, min_improvement):
+            return BestEvaluation(step, value, last_step=step)
+        return dataclasses.replace(self, last_step=step, evaluations_since=self.evaluations_since + 1)
+
+    def _is_better(self, value: float, better: Literal["higher", "lower"] | None, min_improvement: float) -> bool:
+        if math.isnan(value):
+            return False
+        if self.value is None:
+            return True
+        improvement = value - self.value if better == "higher" else self.value - value
+        return improvement > min_improvement
+
+    def is_reason_to_stop(self, train: TrainConfig) -> bool:
+        """Returns whether training stops, since none of the last evaluations was better."""
+        return train.stop_after_evaluations is not None and self.evaluations_since >= train.stop_after_evaluations
+
+    def reason_to_stop(self, metric: ReportedMetric) -> str:
+        """Returns why training stops, in words."""
+        return (
+            f"stopped: {self.evaluations_since} evaluations in a row had no better {metric.name} than step {self.step}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain values, which :meth:`from_json` reads back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any] | None) -> "BestEvaluation":
+        """Returns what :meth:`to_json` returned; one before any evaluation where a run has recorded none."""
+        return cls() if values is None else cls(**values)
+
+
+def require_comparable(metric: ReportedMetric) -> None:
+    """Makes sure that evaluations can be compared.
+
+    Raises:
+        UserError: Neither the higher nor the lower value of a headline metric is better.
+    """
+    if metric.better is None:
+        raise UserError(
+            f"train.keep_best and train.stop_after_evaluations compare evaluations by {metric.name!r}, of which "
+            "neither higher nor lower values are better; leave both out for this task."
+        )

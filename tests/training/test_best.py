@@ -1,0 +1,190 @@
+"""The best checkpoint and early stopping: which evaluation is the best, and that no interruption changes it."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from distembed.checkpoints.places import checkpoint_names, chosen_checkpoint
+from distembed.checkpoints.store import CheckpointStore, checkpoint_name, read_last_file
+from distembed.checksums import with_checksum
+from distembed.config import TrainConfig, load_config
+from distembed.errors import UserError
+from distembed.runs.metrics import ReportedMetric
+from distembed.training.best import BestEvaluation
+from tests.small_runs import config_values, distembed
+
+LOGLOSS, AUC = ReportedMetric("logloss", "", better="lower"), ReportedMetric("auc", "", better="higher")
+
+
+def follow(values: list[float], metric: ReportedMetric, min_improvement: float = 0.0) -> BestEvaluation:
+    best = BestEvaluation()
+    for step, value in enumerate(values, start=1):
+        best = best.after(10 * step, value, metric, min_improvement)
+    return best
+
+
+@pytest.mark.parametrize(
+    ("values", "metric", "min_improvement", "step", "since"),
+    [
+        ([], LOGLOSS, 0.0, None, 0),
+        ([0.5], LOGLOSS, 0.0, 10, 0),
+        ([0.5, 0.4, 0.45, 0.41], LOGLOSS, 0.0, 20, 2),
+        ([0.5, 0.4, 0.45, 0.41], AUC, 0.0, 10, 3),
+        ([0.5, 0.5], LOGLOSS, 0.0, 10, 1),  # as good is not better
+        ([0.5, 0.45, 0.39], LOGLOSS, 0.1, 30, 0),  # the best of all counts, not the one before
+        ([math.nan, math.nan], LOGLOSS, 0.0, None, 2),
+        ([0.5, math.nan, 0.4], LOGLOSS, 0.0, 30, 0),
+    ],
+)
+def test_the_best_of_some_evaluations(
+    values: list[float], metric: ReportedMetric, min_improvement: float, step: int | None, since: int
+) -> None:
+    best = follow(values, metric, min_improvement)
+    assert (best.step, best.evaluations_since) == (step, since)
+    assert best.value == (None if step is None else values[step // 10 - 1])
+    assert BestEvaluation.from_json(json.loads(json.dumps(best.to_json()))) == best
+    # what a resumed run evaluates again is not counted again
+    assert not values or best.after(10 * len(values), 0.0, metric, 0.0) == best
+
+
+def test_when_to_stop() -> None:
+    best = follow([0.5, 0.6, 0.7], LOGLOSS)
+    stops = [best.is_reason_to_stop(TrainConfig(stop_after_evaluations=n)) for n in (1, 2, 3, None)]
+    assert stops == [True, True, False, False]
+
+
+def write_checkpoint(store: CheckpointStore, name: str, best: int | None) -> None:
+    """Writes what the store looks at: the last file."""
+    store.start(name)
+    values: dict[str, Any] = {"world_size": 1, "tables": {}, "optimizers": {}, "metadata_checksum": ""}
+    store.finish(name, values | {"progress": {} if best is None else {"best": {"step": best}}})
+
+
+def test_the_best_checkpoint_stays_beside_the_newest(tmp_path: Path) -> None:
+    store = CheckpointStore(str(tmp_path))
+    best_at = {2: 2, 4: 2, 6: 2, 8: 8, 10: 8, 12: 8}
+    kept = {}
+    for step, best in best_at.items():
+        write_checkpoint(store, checkpoint_name(step), best)
+        store.keep_newest(2, and_best=True)
+        kept[step] = [int(name[5:]) for name in store.names()]
+    # step 6 may have to be gone on from as long as it is kept, and with it what was the best then
+    assert kept == {2: [2], 4: [2, 4], 6: [2, 4, 6], 8: [2, 6, 8], 10: [8, 10], 12: [8, 10, 12]}
+    store.keep_newest(2)
+    assert store.names() == [checkpoint_name(10), checkpoint_name(12)]
+
+
+def test_an_interrupted_checkpoint_is_older_than_that_of_the_same_step(tmp_path: Path) -> None:
+    store = CheckpointStore(str(tmp_path))
+    for name in (checkpoint_name(4), checkpoint_name(4, interrupted=True), checkpoint_name(2)):
+        write_checkpoint(store, name, None)
+    assert store.names() == [checkpoint_name(2), checkpoint_name(4, interrupted=True), checkpoint_name(4)]
+
+
+def test_which_checkpoint_is_chosen(tmp_path: Path) -> None:
+    store = CheckpointStore(str(tmp_path / "checkpoints"))
+    for step, best in ((2, 2), (4, 2)):
+        write_checkpoint(store, checkpoint_name(step), best)
+    choices = {choice: chosen_checkpoint(tmp_path, None, choice, True)[-1] for choice in (None, "best", "newest", "4")}
+    assert choices == {None: "2", "best": "2", "newest": "4", "4": "4"}
+    assert chosen_checkpoint(tmp_path, None, None, keeps_best=False)[-1] == "4"
+    for choice, message in (("3", "has step-00000002, step-00000004"), ("last", "give newest, best, or the number")):
+        with pytest.raises(UserError, match=message):
+            chosen_checkpoint(tmp_path, None, choice, True)
+    write_checkpoint(store, checkpoint_name(6), None)
+    assert chosen_checkpoint(tmp_path, None, None, True)[-1] == "6"  # killed before its first evaluation
+    with pytest.raises(UserError, match="keeps none"):
+        chosen_checkpoint(tmp_path, None, "best", True)
+
+
+def test_evaluations_are_compared_only_where_there_are_some() -> None:
+    for override in ("train.keep_best=true", "train.stop_after_evaluations=2"):
+        with pytest.raises(UserError, match="compare evaluations on the validation split"):
+            load_config(None, ["data.validation=null", override])
+
+
+@pytest.fixture(scope="module")
+def overfitting(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The config and the run of a model that learns its rows by heart, so that it soon gets worse on others."""
+    folder = tmp_path_factory.mktemp("best")
+    values = config_values(dataset)
+    values["train"] |= {"epochs": 3, "evaluate_every": 4, "checkpoint_every": 6, "keep_checkpoints": 99}
+    values["train"] |= {"keep_best": True, "stop_after_evaluations": 3}
+    values["train"]["sparse_optimizer"]["learning_rate"] = 30.0
+    (folder / "config.yaml").write_text(yaml.safe_dump(values))
+    distembed("train", folder / "config.yaml", "--run-dir", folder / "run", ranks=2)
+    return folder / "config.yaml", folder / "run"
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    """The lines of metrics without what depends on the time."""
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: v for key, v in line.items() if "second" not in key} for line in found]
+
+
+def loglosses(run: Path, split: str) -> dict[int, float]:
+    return {line["step"]: line["logloss"] for line in lines(run) if line.get("split") == split}
+
+
+@pytest.mark.distributed
+def test_a_run_stops_when_it_gets_worse_and_is_evaluated_at_its_best(overfitting: tuple[Path, Path]) -> None:
+    _, run = overfitting
+    evaluations = json.loads((run / "run.json").read_text())
+    best, steps = evaluations["best"], evaluations["steps"]
+    values = [(line["step"], line["auc"]) for line in lines(run) if line.get("split") == "validation"]
+    expected = max(values, key=lambda each: (each[1], -each[0]))
+    assert (best["step"], best["value"]) == expected
+    assert [step for step, _ in values][-4] == best["step"] and values[-1][0] == steps < 93
+    assert lines(run)[-2]["step"] == steps  # the last line of training is whole
+    assert checkpoint_name(best["step"]) in checkpoint_names(str(run / "checkpoints"))
+    at_best, at_end = (distembed("evaluate", run, *options).stdout for options in ([], ["--checkpoint", "newest"]))
+    final = json.loads((run / "evaluation.json").read_text())
+    assert final["checkpoint_step"] == best["step"]
+    assert f"{final['auc']:.4f}" in at_best and at_best != at_end
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("last", [0, 1, 2])
+def test_a_killed_run_ends_as_it_would_have(last: int, overfitting: tuple[Path, Path], tmp_path: Path) -> None:
+    """Of the three last checkpoints, those after one are removed, as where the run was killed before them."""
+    config, whole = overfitting
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    names = checkpoint_names(str(run / "checkpoints"))
+    for name in names[len(names) - 2 + last :]:
+        shutil.rmtree(run / "checkpoints" / name)
+    distembed("train", config, "--run-dir", run, "--resume", ranks=2)
+    assert lines(run) == lines(whole)
+    assert checkpoint_names(str(run / "checkpoints")) == names
+    before, now = (json.loads((each / "run.json").read_text()) for each in (whole, run))
+    assert (before["best"], before["steps"]) == (now["best"], now["steps"])
+
+
+@pytest.mark.distributed
+def test_a_run_interrupted_before_an_evaluation_ends_as_it_would_have(
+    overfitting: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """After step 12 both a checkpoint and an evaluation are due, and an interruption does not wait for the latter."""
+    config, whole = overfitting
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    place = run / "checkpoints"
+    for name in checkpoint_names(str(place)):
+        if name >= checkpoint_name(12):
+            (place / name).rename(tmp_path / name)
+    interrupted = place / checkpoint_name(12, interrupted=True)
+    (tmp_path / checkpoint_name(12)).rename(interrupted)
+    values = read_last_file(str(interrupted))
+    best = values["progress"]["best"]
+    assert best["last_step"] == 12 and best["evaluations_since"] > 0
+    best |= {"last_step": 8, "evaluations_since": best["evaluations_since"] - 1}
+    values.pop("checksum")
+    (interrupted / "progress.json").write_text(json.dumps(with_checksum(values)))
+    distembed("train", config, "--run-dir", run, "--resume", ranks=2)
+    assert lines(run) == lines(whole)
+    assert checkpoint_names(str(place)) == checkpoint_names(str(whole / "checkpoints"))
