@@ -18,7 +18,6 @@ COMMANDS = [
     "describe",
     "plan",
     "train",
-    "sweep",
     "evaluate",
     "predict",
     "materialise",

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from distembed.commands import prepare_interactions
+from distembed.commands import prepare_interactions, prepare_table
 from distembed.commands.parameters import flattened
 from distembed.commands.shared import console, note, say
 from distembed.commands.work_options import WorkOptions
@@ -17,7 +17,8 @@ prepare_app = typer.Typer(
     no_args_is_help=True, help="Turn raw files into a dataset. Example: `distembed prepare criteo`."
 )
 app.add_typer(prepare_app, name="prepare")
-prepare_app.add_typer(prepare_interactions.app)  # without a name: its commands become the group's own
+prepare_app.add_typer(prepare_table.app)  # without a name: its commands become the group's own
+prepare_app.add_typer(prepare_interactions.app)
 
 
 @dataclass(frozen=True)

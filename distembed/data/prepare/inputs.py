@@ -48,7 +48,7 @@ class InputFiles:
         """
         if not inputs:
             raise UserError(f"no input was named: give one or more {self.can_be_named}.")
-        return _require_distinct([file for path in inputs for file in self._files(Path(path), note)])
+        return require_distinct([file for path in inputs for file in self._files(Path(path), note)])
 
     def _files(self, path: Path, note: NoteCallback) -> list[Path]:
         """Returns a file or pipe that is named, or the files of the kind in a folder that is."""
@@ -87,7 +87,7 @@ class InputFiles:
         return mode
 
 
-def _require_distinct(files: list[Path]) -> list[Path]:
+def require_distinct(files: list[Path]) -> list[Path]:
     """Returns the same files, if each is there once.
 
     Raises:

@@ -203,6 +203,7 @@ def _key_column(name: str, schema: TableSchema) -> KeyColumn:
         min_count=column.min_count or schema.min_count,
         hash_size=schema.hash_size_of(column),
         hash_seed=column.hash_seed,
+        max_length=column.max_length,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -44,7 +44,7 @@ class TableColumns:
         for name, columns in schema.categorical_columns.items():
             allowed: Sequence[str] = _ALLOWED[schema.categorical[name].kind]
             if schema.categorical[name].holds_lists:
-                allowed = (LIST, *((TEXT, INTEGER) if schema.categorical[name].separator is not None else ()))
+                allowed = (LIST, TEXT, INTEGER)
             uses += [(column, allowed) for column in columns]
         uses += [(schema.split_column, _ALLOWED["string"])] if schema.split_column is not None else []
         self.kinds: dict[str, tuple[str, ...]] = {}
@@ -57,24 +57,26 @@ class TableColumns:
         """Names of the columns in the table."""
         return tuple(self.kinds)
 
-    def require(self, types: pa.Schema, source: str = "the table") -> None:
+    def require(self, types: pa.Schema, source: str = "the table", wanted: Sequence[str] = ()) -> None:
         """Makes sure that a table has the columns, each once and of a type that has such values.
 
         Args:
             types: The table's columns.
             source: What the table is, for the error.
+            wanted: Names of all columns that it has to have, others than the schema's among them.
 
         Raises:
             UserError: It has not; the error names every column that is missing, and the nearest of those there.
         """
-        missing = [name for name in self.kinds if name not in types.names]
+        missing = [name for name in dict.fromkeys((*self.kinds, *wanted)) if name not in types.names]
         if missing:
             guesses = {name: nearest(name, types.names) for name in missing}
             hints = [f"{guess!r} for {name!r}" for name, guess in guesses.items() if guess]
             hint = f" Did you mean {' and '.join(hints)}?" if hints else ""
             raise UserError(
-                f"{source} has no column {enumerate_names([repr(name) for name in missing])}, which the schema names."
-                f"{hint} It has {enumerate_names([repr(name) for name in types.names])}."
+                f"{source} has no column {enumerate_names([repr(name) for name in missing])}, which "
+                f"{_who_names(missing, self.kinds)}.{hint} It has "
+                f"{enumerate_names([repr(name) for name in types.names])}."
             )
         for name, allowed in self.kinds.items():
             if types.names.count(name) > 1:
@@ -82,7 +84,7 @@ class TableColumns:
             if (kind := type_kind(types.field(name).type)) not in (*allowed, None):
                 raise UserError(
                     f"{source}, column {name!r}: its type is {types.field(name).type}; the schema takes "
-                    f"{' or '.join(allowed)} there{_list_hint(kind, allowed)}."
+                    f"{' or '.join(allowed)} there{_list_hint(kind)}."
                 )
 
     def taken_from(self, table: pa.Table) -> dict[str, pa.Array]:
@@ -96,10 +98,15 @@ class TableColumns:
 
 
 def as_lists(column: pa.Array, separator: str | None) -> pa.Array:
-    """Returns a column of lists: one of lists as it is, one of single values divided at the separator."""
+    """Returns a column of lists: one of lists as it is; of single values, the texts divided at the separator.
+
+    Without a separator, a single value is a list of one, as a writer of JSON may shorten it.
+    """
     if type_kind(column.type) == LIST:
         return column
-    return pc.split_pattern(column.cast(pa.string()), separator or "")
+    if separator is None:
+        return pa.ListArray.from_arrays(pa.array(range(len(column) + 1), pa.int32()), column)
+    return pc.split_pattern(column.cast(pa.string()), separator)
 
 
 def type_kind(type_: pa.DataType) -> str | None:
@@ -122,10 +129,12 @@ def type_kind(type_: pa.DataType) -> str | None:
 _BINARY = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view, pa.types.is_fixed_size_binary)
 
 
-def _list_hint(kind: str | None, allowed: Sequence[str]) -> str:
-    if kind == LIST:
-        return "; `is_list: true` takes lists"
-    return "; `separator` divides texts into lists" if allowed == (LIST,) else ""
+def _who_names(missing: Sequence[str], kinds: Mapping[str, object]) -> str:
+    return "the schema names" if any(name in kinds for name in missing) else "is to be kept"
+
+
+def _list_hint(kind: str | None) -> str:
+    return "; `is_list: true` takes lists" if kind == LIST else ""
 
 
 def _one_array(column: pa.ChunkedArray) -> pa.Array:

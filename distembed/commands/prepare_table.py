@@ -1,0 +1,79 @@
+"""The commands ``distembed prepare table`` and ``prepare schema``: from tables of any columns to a dataset."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from distembed.commands.parameters import flattened
+from distembed.commands.shared import console, note
+from distembed.commands.work_options import WorkOptions
+
+app = typer.Typer()
+
+_INPUTS = (
+    "CSV, TSV, JSON lines or Parquet, plain, gzip or Zstandard: files, folders, patterns, URLs, pipes; - is stdin."
+)
+InputsArgument = Annotated[list[str], typer.Argument(metavar="INPUT...", help=_INPUTS)]
+
+
+@dataclass(frozen=True)
+class TableDatasetOptions:
+    """What a preparation does otherwise than the schema says."""
+
+    split: Annotated[
+        str | None,
+        typer.Option(
+            help="Shares of training, validation and test, `days`, `none`, `time:0.8,0.1,0.1`, `time:T1,T2` or "
+            "`column:NAME`, in place of the schema's."
+        ),
+    ] = None
+    min_count: Annotated[
+        int | None, typer.Option(help="Values seen less often in training are out of vocabulary; the schema's.")
+    ] = None
+    hash_size: Annotated[int | None, typer.Option(help="Hash values into so many ids; the schema's.")] = None
+    missing: Annotated[
+        str | None, typer.Option(help="Missing numbers: `zero` makes them 0, `keep` null; the schema's.")
+    ] = None
+    max_rejected: Annotated[float, typer.Option(help="Share of malformed rows, above which nothing is written.")] = 0.01
+    vocabulary: Annotated[
+        Path | None, typer.Option(help="Dataset or run whose ids and learnt transforms are applied.")
+    ] = None
+    grow: Annotated[bool, typer.Option("--grow", help="Values that --vocabulary lacks get ids behind its own.")] = False
+
+
+@app.command(
+    "table",
+    epilog="Example: `distembed prepare table day_*.csv.gz --schema schema.yaml --output clicks`; "
+    "`distembed prepare table s3://logs/clicks/ --schema avazu --output avazu --split time:0.8,0.1,0.1`",
+)
+@flattened
+def prepare_table_command(
+    inputs: InputsArgument,
+    schema: Annotated[str, typer.Option("--schema", help="YAML file of the columns, or a shipped name: `criteo` ...")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to make; it appears whole or not at all.")],
+    *,
+    dataset: TableDatasetOptions,
+    work: WorkOptions,
+    overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT if it is there.")] = False,
+) -> None:
+    """Turn tables of any columns into a Parquet dataset with a manifest, as a schema says."""
+    from distembed.commands.prepare_progress import prepare_progress, say_dataset
+    from distembed.data.prepare.table import TableOptions, prepare_table
+
+    limits = work.limits()
+    options = TableOptions(
+        split=dataset.split,
+        min_count=dataset.min_count,
+        hash_size=dataset.hash_size,
+        missing=dataset.missing,
+        max_rejected=dataset.max_rejected,
+        vocabulary=dataset.vocabulary,
+        grow=dataset.grow,
+    )
+    with prepare_progress(console) as progress:
+        manifest = prepare_table(
+            inputs, output, schema, options, limits, overwrite=overwrite, progress=progress, note=note
+        )
+    say_dataset(manifest, output)

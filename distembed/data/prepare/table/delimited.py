@@ -1,0 +1,191 @@
+r"""Rows of CSV and TSV text.
+
+A line is no row, for the first of these reasons that holds:
+
+- ``text``: it is not UTF-8, or has a carriage return that ends no line;
+- ``columns``: it is empty, has another number of fields than the header, or its quotation marks do not go in pairs: a
+  quoted field begins and ends with one, and has two for each that is meant.
+
+Almost every block has only rows and no quotation mark, which one parse by Arrow finds out. Where anything else turns
+up, the lines at fault are found first, and the others are parsed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv as pcsv
+from numpy.typing import NDArray
+
+from distembed.data.prepare.blocks import RejectedRow
+from distembed.data.prepare.table.raw_rows import Lines, RawRows
+
+# What Arrow parses at a time: the columns that it builds then stay in cache.
+_CACHED_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How a text file's lines become fields.
+
+    Attributes:
+        columns: Names of all columns, in order.
+        separator: What separates fields.
+        quote: The quotation mark; None where it is a letter like others.
+        newlines_in_values: Whether a quoted value may have several lines.
+        missing_values: Texts that stand for a missing value.
+    """
+
+    columns: tuple[str, ...]
+    separator: str
+    quote: str | None
+    newlines_in_values: bool
+    missing_values: tuple[str, ...]
+
+    @property
+    def record_quote(self) -> bytes | None:
+        """The quotation mark, where what it encloses may have newlines."""
+        return self.quote.encode() if self.quote is not None and self.newlines_in_values else None
+
+    @cached_property
+    def well_quoted(self) -> str:
+        """Regular expression of a line whose quotation marks go in pairs."""
+        quote, separator = re.escape(self.quote or ""), re.escape(self.separator)
+        quoted = f"{quote}(?:[^{quote}]|{quote}{quote})*{quote}[^{quote}{separator}\\n]*"
+        plain = f"[^{quote}{separator}\\n][^{separator}\\n]*"
+        field = f"(?:{quoted}|{plain})?"
+        return f"^{field}(?:{separator}{field})*\\r?\\n?$"
+
+
+@dataclass(frozen=True)
+class DelimitedBlock:
+    """Whole lines of a CSV or TSV file."""
+
+    text: bytes
+    dialect: Dialect
+
+    def rows(self, columns: Sequence[str]) -> RawRows:
+        """Returns the rows of the block, with these columns as texts."""
+        text = self.text
+        if b"\r" in text and not self.dialect.newlines_in_values:
+            text = text.replace(b"\r\n", b"\n").removesuffix(b"\r")
+        lines = Lines.of_text(text, self.dialect.record_quote)
+        bad = _bad_lines(lines, self.dialect)
+        good = lines.without(sorted(bad)) if bad else text
+        good_lines = np.delete(np.arange(len(lines)), sorted(bad))
+        table, wrong_columns = _read(good, self.dialect, columns)
+        bad |= {int(line): "columns" for line in good_lines[wrong_columns]}
+        return RawRows(
+            table=table,
+            lines=np.delete(good_lines, wrong_columns),
+            num_lines=len(lines),
+            bad=tuple(RejectedRow(line, bad[line], lines.line(line)) for line in sorted(bad)),
+            line_text=lines.line,
+        )
+
+
+def _bad_lines(lines: Lines, dialect: Dialect) -> dict[int, str]:
+    """Returns the lines that Arrow would not read as lines of their own, and why each is no row."""
+    text = lines.text
+    bad: dict[int, str] = {}
+    if len(dialect.columns) > 1 and (text.startswith(b"\n") or b"\n\n" in text or b"\n\r\n" in text):
+        lengths = np.diff(lines.ends, prepend=0)
+        bad |= {line: "columns" for line in np.flatnonzero(lengths <= 2).tolist() if not lines.line(line)}
+    if dialect.quote is not None and dialect.quote.encode() in text:
+        bad |= dict.fromkeys(_badly_quoted(lines, dialect), "columns")
+    if b"\r" in text:
+        bad |= {line: "text" for line in range(len(lines)) if _stray_return(lines, line, dialect)}
+    if not text.isascii():
+        bad |= dict.fromkeys(_undecodable(lines), "text")
+    return bad
+
+
+def _badly_quoted(lines: Lines, dialect: Dialect) -> list[int]:
+    """Returns the lines whose quotation marks do not go in pairs."""
+    array = lines.as_array()
+    quoted = pc.match_substring(array, dialect.quote).to_numpy(zero_copy_only=False)
+    places = np.flatnonzero(quoted)
+    good = pc.match_substring_regex(array.take(pa.array(places)), dialect.well_quoted)
+    wrong: list[int] = places[~good.to_numpy(zero_copy_only=False)].tolist()
+    return wrong
+
+
+def _stray_return(lines: Lines, number: int, dialect: Dialect) -> bool:
+    """Returns whether a line has a carriage return where Arrow would end it."""
+    line = lines.line(number)
+    if b"\r" not in line:
+        return False
+    if not dialect.newlines_in_values or dialect.quote is None:
+        return True
+    outside = re.sub(rb"%b[^%b]*%b" % ((re.escape(dialect.quote.encode()),) * 3), b"", line)
+    return b"\r" in outside
+
+
+def _undecodable(lines: Lines) -> list[int]:
+    """Returns the lines that are not UTF-8."""
+    try:
+        lines.text.decode()
+    except UnicodeDecodeError:
+        return [number for number in range(len(lines)) if not _is_utf8(lines.line(number))]
+    return []
+
+
+def _is_utf8(line: bytes) -> bool:
+    try:
+        line.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _read(text: bytes, dialect: Dialect, columns: Sequence[str]) -> tuple[pa.Table, NDArray[np.int64]]:
+    """Returns columns of the lines that have the right number of fields, and the numbers of the others."""
+    wrong: list[int] = []
+    if not text:
+        return pa.table({name: pa.array([], pa.string()) for name in columns}), np.zeros(0, np.int64)
+
+    def set_aside(row: pcsv.InvalidRow) -> str:
+        wrong.append(row.number - 1)
+        return "skip"
+
+    # by their places, since columns that nobody asked for may have one name
+    places = [str(dialect.columns.index(name)) for name in columns]
+    quote = dialect.quote if dialect.quote is not None and dialect.quote.encode() in text else False
+    for block_bytes in (_CACHED_BYTES, len(text) + 1):
+        wrong.clear()
+        try:
+            table = pcsv.read_csv(
+                pa.BufferReader(text),
+                pcsv.ReadOptions(
+                    use_threads=False,
+                    block_size=block_bytes,
+                    column_names=[str(place) for place in range(len(dialect.columns))],
+                ),
+                pcsv.ParseOptions(
+                    delimiter=dialect.separator,
+                    quote_char=quote,
+                    double_quote=bool(quote),
+                    escape_char=False,
+                    newlines_in_values=bool(quote) and dialect.newlines_in_values,
+                    ignore_empty_lines=False,
+                    invalid_row_handler=set_aside,
+                ),
+                pcsv.ConvertOptions(
+                    include_columns=places,
+                    column_types=dict.fromkeys(places, pa.string()),
+                    null_values=list(dialect.missing_values),
+                    strings_can_be_null=True,
+                    check_utf8=False,
+                ),
+            )
+            break
+        except pa.ArrowInvalid:
+            if block_bytes > len(text):
+                raise  # not of a line that is longer than a block
+    return table.rename_columns(list(columns)), np.array(wrong, np.int64)

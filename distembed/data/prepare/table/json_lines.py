@@ -1,0 +1,129 @@
+"""Rows of JSON lines: an object a line, whose keys are the columns' names.
+
+A line that is no such object is no row, by the reason ``json``; so is one with an object, or a list of lists, where a
+value is wanted. A key that a line lacks is a missing value, as null is.
+
+Arrow parses a block whose values are all of the types of its first lines, and Python any other, value by value, 20
+times slower: it gives texts, of which a number's is that of its decimal digits, so that both give the same rows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.json as pjson
+
+from distembed.data.prepare.blocks import RejectedRow
+from distembed.data.prepare.table.raw_rows import Lines, RawRows
+
+_FIRST_LINES = 20
+_TYPES: dict[type, pa.DataType] = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
+
+
+@dataclass(frozen=True)
+class JsonBlock:
+    """Whole lines of a file of JSON lines."""
+
+    text: bytes
+
+    def rows(self, columns: Sequence[str]) -> RawRows:
+        """Returns the rows of the block, with these columns, typed or as texts."""
+        lines = Lines.of_text(self.text)
+        table = _typed(self.text, lines, columns)
+        if table is not None:
+            return RawRows(table, np.arange(len(lines)), len(lines), line_text=lines.line)
+        values: list[list[Any]] = []
+        kept, bad = [], []
+        for number in range(len(lines)):
+            try:
+                row = json.loads(lines.line(number), parse_constant=_refuse)
+                values.append([_as_text(row.get(name)) for name in columns])
+                kept.append(number)
+            except (ValueError, AttributeError, RecursionError):
+                bad.append(RejectedRow(number, "json", lines.line(number)))
+        table = pa.table({name: _column([row[place] for row in values]) for place, name in enumerate(columns)})
+        return RawRows(table, np.array(kept, np.int64), len(lines), tuple(bad), lines.line)
+
+
+def keys_of_lines(text: bytes) -> list[str]:
+    """Returns the keys of all objects of some lines, in the order in which they come."""
+    keys: dict[str, None] = {}
+    for line in text.splitlines():
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        keys |= dict.fromkeys(row) if isinstance(row, dict) else {}
+    return list(keys)
+
+
+def _typed(text: bytes, lines: Lines, columns: Sequence[str]) -> pa.Table | None:
+    """Returns the columns as Arrow parses them; None where values are of several types, or a line is no object."""
+    try:
+        text.decode()
+        first = [json.loads(lines.line(number)) for number in range(min(len(lines), _FIRST_LINES))]
+        fields = [(name, _arrow_type([row[name] for row in first if row.get(name) is not None])) for name in columns]
+        table = pjson.read_json(
+            pa.BufferReader(text),
+            pjson.ReadOptions(use_threads=False, block_size=len(text) + 1),
+            pjson.ParseOptions(explicit_schema=pa.schema(fields), unexpected_field_behavior="ignore"),
+        )
+    except (ValueError, KeyError, AttributeError, RecursionError, pa.ArrowException):  # Python finds the lines at fault
+        return None
+    # Arrow passes over empty lines
+    return table.select(list(columns)) if table.num_rows == len(lines) else None
+
+
+def _arrow_type(values: Sequence[Any]) -> pa.DataType:
+    """Returns the type of values like these.
+
+    Raises:
+        KeyError: They are of several types, or do not say.
+    """
+    entries = [entry for value in values for entry in (value if isinstance(value, list) else [value])]
+    kinds = {type(entry) for entry in entries}
+    if len(kinds) != 1 or len({isinstance(value, list) for value in values}) != 1:
+        raise KeyError
+    kind = _TYPES[kinds.pop()]
+    return pa.list_(kind) if isinstance(values[0], list) else kind
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _as_text(value: Any) -> str | list[str] | None:
+    """Returns a value as text, or the entries of a list.
+
+    Raises:
+        ValueError: It is an object or a list of lists, or holds what no text is.
+    """
+    if value is None:
+        return None
+    if isinstance(value, list):
+        entries = [_as_text(entry) for entry in value]
+        if any(isinstance(entry, list) for entry in entries):
+            raise ValueError("a list of lists")
+        return [entry for entry in entries if isinstance(entry, str)]
+    if isinstance(value, dict):
+        raise ValueError("an object")
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return str(pa.scalar(value).cast(pa.string()))
+    text = str(value)
+    text.encode()  # half of a pair of surrogates is no character
+    return text
+
+
+def _column(values: list[Any]) -> pa.Array:
+    """Returns texts, or lists of texts where one value is a list."""
+    if any(isinstance(value, list) for value in values):
+        lists = [value if isinstance(value, list) else [] if value is None else [value] for value in values]
+        return pa.array(lists, pa.list_(pa.string()))
+    return pa.array(values, pa.string()) if any(value is not None for value in values) else pa.nulls(len(values))

@@ -1,0 +1,79 @@
+"""Rows of Parquet files: some row groups of a file, batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from distembed.data.prepare.table.raw_rows import RawRows
+from distembed.data.remote import is_url, open_remote
+from distembed.errors import UserError
+
+
+@dataclass(frozen=True)
+class ParquetBlock:
+    """Some rows of a Parquet file."""
+
+    table: pa.Table
+
+    def rows(self, columns: Sequence[str]) -> RawRows:
+        """Returns the rows of the block, with these columns as they are."""
+        return RawRows(self.table.select(list(columns)), np.arange(self.table.num_rows), self.table.num_rows)
+
+
+@contextmanager
+def opened_parquet(place: str) -> Iterator[pq.ParquetFile]:
+    """Yields the Parquet file of a path or a URL.
+
+    Raises:
+        UserError: It cannot be read, or is damaged.
+    """
+    try:
+        source: Any = open_remote(place) if is_url(place) else Path(place)
+        with pq.ParquetFile(source, pre_buffer=False) as file:  # which would hold whole row groups
+            yield file
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{place} cannot be read as Parquet: {error}; write it again.") from error
+
+
+def parquet_batches(
+    place: str, groups: Sequence[int], columns: Sequence[str], block_bytes: int
+) -> Iterator[tuple[ParquetBlock, float]]:
+    """Yields the rows of some row groups, with the share of these that was read.
+
+    Args:
+        place: Path or URL of the file.
+        groups: Numbers of the row groups.
+        columns: Columns to read.
+        block_bytes: About how many bytes the columns of a batch take in memory.
+
+    Raises:
+        UserError: The file cannot be read, or is damaged.
+    """
+    with opened_parquet(place) as file:
+        described = [file.metadata.row_group(group) for group in groups]
+        num_rows, done = sum(group.num_rows for group in described), 0
+        row_bytes = sum(group.total_byte_size for group in described) / max(1, num_rows)
+        batch_rows = max(1, int(block_bytes / max(1.0, row_bytes)))
+        for batch in file.iter_batches(batch_rows, row_groups=list(groups), columns=list(columns), use_threads=False):
+            done += batch.num_rows
+            yield ParquetBlock(pa.table(batch)), done / num_rows
+
+
+def row_group_bytes(place: str) -> tuple[pa.Schema, list[int]]:
+    """Returns the columns of a file, and the size of each row group as it lies there.
+
+    Raises:
+        UserError: The file cannot be read, or is damaged.
+    """
+    with opened_parquet(place) as file:
+        groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+        sizes = [sum(group.column(each).total_compressed_size for each in range(group.num_columns)) for group in groups]
+        return file.schema_arrow, sizes

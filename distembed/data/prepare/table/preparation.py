@@ -1,0 +1,110 @@
+"""Tables of any columns to a dataset, as a schema says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from distembed.data.dataset.manifest import Manifest
+from distembed.data.prepare.inputs import is_pipe, require_outside
+from distembed.data.prepare.limits import ResourceLimits
+from distembed.data.prepare.options import PrepareOptions
+from distembed.data.prepare.pipeline import prepare_rows
+from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ignore
+from distembed.data.prepare.table.inputs import find_inputs
+from distembed.data.prepare.table.source import TableSource
+from distembed.data.remote import is_url
+from distembed.data.table.schema import TABLE, TableSchema
+from distembed.data.table.schema_files import load_schema
+from distembed.names import one_of
+
+
+@dataclass(frozen=True)
+class TableOptions:
+    """What a preparation does otherwise than the schema says, and what a schema does not say.
+
+    Attributes:
+        split: How rows are divided; None for the schema's.
+        min_count: Count below which values are out of vocabulary, of columns without one of their own; None for the
+            schema's.
+        hash_size: Size of the tables that values are hashed into, likewise.
+        missing: ``zero`` or ``keep`` for all dense columns; None for the schema's.
+        max_rejected: Largest share of malformed rows that is no error.
+        vocabulary: Folder of a dataset, or of a run, whose ids and learnt transforms are applied; None learns new ones.
+        grow: Whether values that ``vocabulary`` lacks get ids behind those that are there.
+    """
+
+    split: str | None = None
+    min_count: int | None = None
+    hash_size: int | None = None
+    missing: str | None = None
+    max_rejected: float = 0.01
+    vocabulary: Path | None = None
+    grow: bool = False
+
+    def applied_to(self, schema: TableSchema) -> TableSchema:
+        """Returns the schema with what is said here in place of what it says.
+
+        Raises:
+            UserError: The values make no schema.
+        """
+        values = schema.to_json()
+        given = {"split": self.split, "min_count": self.min_count, "hash_size": self.hash_size}
+        values |= {name: value for name, value in given.items() if value is not None}
+        if self.missing is not None:
+            one_of("missing (--missing)", self.missing, ("zero", "keep"))
+            values["dense"] = {
+                name: {**column, "missing": self.missing} for name, column in values.get("dense", {}).items()
+            }
+        return TableSchema.from_json(values, "the schema with the options given")
+
+
+def prepare_table(
+    inputs: Sequence[str | os.PathLike[str]],
+    output: str | os.PathLike[str],
+    schema: TableSchema | str | os.PathLike[str],
+    options: TableOptions | None = None,
+    limits: ResourceLimits | None = None,
+    *,
+    overwrite: bool = False,
+    progress: ProgressCallback = ignore,
+    note: NoteCallback = ignore,
+) -> Manifest:
+    """Prepares tables of any columns.
+
+    Args:
+        inputs: CSV, TSV, JSON lines or Parquet files, plain, gzip or Zstandard, folders of them, patterns, URLs or
+            pipes, in time order; ``-`` is standard input.
+        output: Dataset folder to make.
+        schema: What becomes of the columns: a schema, the name of a shipped one, or a YAML file.
+        options: What is done otherwise than the schema says.
+        limits: Memory, threads and processes to use.
+        overwrite: Whether a dataset at ``output`` is replaced.
+        progress: Function that is called now and then, in the caller's thread.
+        note: Function that is told in a sentence what should be known of the input.
+
+    Returns:
+        The manifest that was written.
+
+    Raises:
+        UserError: The schema is wrong, or the input cannot be read or is not as the schema says. Nothing was written.
+        RunError: The disk is full, or will not have room. Nothing was left behind.
+    """
+    options = options or TableOptions()
+    loaded = schema if isinstance(schema, TableSchema) else load_schema(os.fspath(schema))
+    chosen = options.applied_to(loaded)
+    found = find_inputs(inputs, note)
+    local = [Path(each.place) for each in found if not is_url(each.place) and not is_pipe(Path(each.place))]
+    require_outside(local, Path(output))
+    prepared = PrepareOptions(
+        split=chosen.split,
+        max_rejected=options.max_rejected,
+        vocabulary=options.vocabulary,
+        grow=options.grow,
+        recorded={"source": TABLE, "schema": chosen.to_json(), "max_rejected": options.max_rejected},
+    )
+    return prepare_rows(
+        TableSource(found, chosen), output, prepared, limits, overwrite=overwrite, progress=progress, note=note
+    )

@@ -1,0 +1,103 @@
+"""What every kind of file gives: some rows of a table, as Arrow's columns, and what is no row, by line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from distembed.data.prepare.blocks import ParsedBlock, RejectedRow
+from distembed.data.table.parser import TableParser
+
+
+@dataclass(frozen=True)
+class RawRows:
+    """Rows of one block.
+
+    Attributes:
+        table: The columns that were asked for, texts or of Arrow's types.
+        lines: Number of the line of each row in the block, from 0, int64.
+        num_lines: Number of lines of the block, those of no row included.
+        bad: What is no row of the table, in order.
+        line_text: Returns the bytes of a line; None where rows are no lines.
+    """
+
+    table: pa.Table
+    lines: NDArray[np.int64]
+    num_lines: int
+    bad: tuple[RejectedRow, ...] = ()
+    line_text: Callable[[int], bytes] | None = None
+
+
+class RawBlock(Protocol):
+    """A block of a file as it was read, which any thread can turn into rows."""
+
+    def rows(self, columns: Sequence[str]) -> RawRows:
+        """Returns the rows of the block, with these columns; what is wrong with a line is never an error."""
+
+
+def parsed_block(raw: RawRows, parser: TableParser) -> ParsedBlock:
+    """Returns the block of raw rows; those that the parser rejects are named by their lines."""
+    block = parser.parse(raw.table)
+    rejected = list(raw.bad)
+    for row in block.rejected:
+        line = int(raw.lines[row.line])
+        rejected.append(RejectedRow(line, row.reason, raw.line_text(line) if raw.line_text else row.text))
+    return ParsedBlock(
+        num_lines=raw.num_lines,
+        num_rows=block.num_rows,
+        numbers=block.numbers,
+        ids=block.ids,
+        rejected=tuple(sorted(rejected, key=lambda row: row.line)),
+    )
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Lines of a text, which may lack its last newline.
+
+    Attributes:
+        text: The text.
+        ends: Place after each line, its newline included, int64.
+    """
+
+    text: bytes
+    ends: NDArray[np.int64]
+
+    @classmethod
+    def of_text(cls, text: bytes, quote: bytes | None = None) -> Lines:
+        """Returns the lines of a text; with a quotation mark, a newline between two of these ends no line."""
+        values = np.frombuffer(text, np.uint8)
+        ends = np.flatnonzero(values == ord("\n")) + 1
+        if quote is not None and quote in text:
+            quotes = np.flatnonzero(values == quote[0])
+            ends = ends[np.searchsorted(quotes, ends) % 2 == 0]
+        if len(text) and (not len(ends) or ends[-1] < len(text)):
+            ends = np.append(ends, len(text))
+        return cls(text, ends)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def line(self, number: int) -> bytes:
+        """Returns a line without its end."""
+        start = int(self.ends[number - 1]) if number else 0
+        return self.text[start : int(self.ends[number])].removesuffix(b"\n").removesuffix(b"\r")
+
+    def as_array(self) -> pa.Array:
+        """Returns the lines, their ends included, as Arrow's large binary, without a copy."""
+        offsets = np.concatenate([np.zeros(1, np.int64), self.ends.astype(np.int64)])
+        buffers = [None, pa.py_buffer(offsets), pa.py_buffer(self.text)]
+        return pa.Array.from_buffers(pa.large_binary(), len(self), buffers)
+
+    def without(self, numbers: Sequence[int]) -> bytes:
+        """Returns the text without some lines, which are given in order."""
+        kept, start = [], 0
+        for number in numbers:
+            kept.append(self.text[start : int(self.ends[number - 1]) if number else 0])
+            start = int(self.ends[number])
+        return b"".join([*kept, self.text[start:]])

@@ -1,0 +1,196 @@
+"""A table's rows as a source of a preparation: inputs cut into parts, parts read as blocks, and blocks parsed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Sequence
+
+import pyarrow as pa
+
+from distembed.data.dataset.schema import CRITEO_CATEGORICAL, CRITEO_DENSE
+from distembed.data.prepare.blocks import OpenPart, ParsedBlock, Part
+from distembed.data.prepare.input_bytes import InputBytes
+from distembed.data.prepare.parse_rows import parse_block
+from distembed.data.prepare.table.delimited import DelimitedBlock
+from distembed.data.prepare.table.inputs import PARQUET, TableInput
+from distembed.data.prepare.table.parquet_rows import parquet_batches, row_group_bytes
+from distembed.data.prepare.table.raw_rows import RawBlock, parsed_block
+from distembed.data.prepare.table.text_inputs import TextLayout, TextPart, first_bytes, text_layout
+from distembed.data.table.parser import REASONS, TableParser
+from distembed.data.table.raw_columns import TableColumns
+from distembed.data.table.schema import CRITEO, TableSchema
+from distembed.data.table.schema_files import load_schema
+from distembed.errors import UserError
+
+
+class TableSource:
+    """Files, pipes and URLs that have a table's rows.
+
+    Args:
+        inputs: The inputs in order, from :func:`~distembed.data.prepare.table.inputs.find_inputs`.
+        schema: What becomes of the columns.
+        needs_label: Whether rows have what only training needs (:class:`~distembed.data.table.parser.TableParser`).
+        others: Columns that raw blocks have besides those of the schema.
+
+    Attributes:
+        inputs: The inputs' names, places and sizes.
+        layout: The columns of every block.
+        parser: What parses raw rows.
+        columns: The columns that raw blocks have.
+
+    Raises:
+        UserError: An input lacks a column, or cannot be read; or the schema's parser is Criteo's and its columns are
+            others.
+    """
+
+    reasons = REASONS
+
+    def __init__(
+        self,
+        inputs: Sequence[TableInput],
+        schema: TableSchema,
+        needs_label: bool = True,
+        others: Sequence[str] = (),
+    ) -> None:
+        self._tables, self._text = list(inputs), schema.text
+        self.inputs = [each.raw for each in inputs]
+        self.parser = TableParser(schema, needs_label)
+        self.layout = self.parser.layout
+        self.columns = tuple(dict.fromkeys((*self.parser.columns.names, *others)))
+        self.wanted = f"A row has {_wanted(self.parser.columns)}."
+        self._is_criteo = schema.parser == CRITEO and needs_label and not others
+        if self._is_criteo:
+            _require_criteo(schema)
+        self._lists = [
+            each.column or name
+            for name, each in schema.categorical.items()
+            if each.holds_lists and each.separator is None
+        ]
+        self._groups: dict[int, list[int]] = {}
+        self._layouts: dict[int, TextLayout] = {}
+        for number, each in enumerate(inputs):
+            self._look_at(number, each)
+
+    def parts(self, part_bytes: int) -> list[Part]:
+        return [part for number, each in enumerate(self._tables) for part in self._parts(number, each, part_bytes)]
+
+    def checksum(self, source: int) -> str:
+        whole = InputBytes(self._tables[source].place)
+        for _ in whole.pieces():
+            pass
+        return whole.sha256
+
+    def open(self, part: Part, block_bytes: int) -> OpenPart:
+        table = self._tables[part.source]
+        if table.format == PARQUET:
+            return _ParquetPart(table, part, self._groups[part.source], self.columns, block_bytes)
+        return TextPart(table, part, block_bytes, self._text, self._layouts.get(part.source), self._require_columns)
+
+    def parse(self, raw: RawBlock) -> ParsedBlock:
+        if self._is_criteo and isinstance(raw, DelimitedBlock):
+            return parse_block(raw.text)
+        return parsed_block(raw.rows(self.parser.columns.names), self.parser)
+
+    def _look_at(self, number: int, table: TableInput) -> None:
+        """Learns the columns of an input, and makes sure that they are those of the schema; a pipe's come later."""
+        if table.format == PARQUET:
+            if table.is_pipe:
+                raise UserError(f"{table.place} is a pipe, from which Parquet cannot be read; name the file itself.")
+            types, self._groups[number] = row_group_bytes(table.place)
+            self.parser.columns.require(types, table.place, self.columns)
+        elif not table.is_pipe:
+            first = first_bytes(table)
+            if first:
+                self._layouts[number] = layout = text_layout(table, first, self._text)
+                self._require_columns(table.place, layout)
+
+    def _require_columns(self, place: str, layout: TextLayout) -> None:
+        """Makes sure that a text input has the columns.
+
+        Raises:
+            UserError: It has not, or one of its columns would have to have lists.
+        """
+        types = pa.schema([(name, pa.string()) for name in layout.columns])
+        self.parser.columns.require(types, place, self.columns)
+        if self._lists and layout.dialect is not None:
+            raise UserError(
+                f"{place}, column {self._lists[0]!r}: lists in CSV and TSV need a `separator` in the schema, as '|' is"
+            )
+
+    def _parts(self, number: int, table: TableInput, part_bytes: int) -> list[Part]:
+        if table.format == PARQUET:
+            return _group_parts(number, self._groups[number], part_bytes)
+        size = table.raw.num_bytes or 0
+        if not table.can_be_cut or self._text.newlines_in_values or size <= part_bytes:
+            return [Part(number)]
+        count = math.ceil(size / part_bytes)
+        stops: list[int | None] = [part_bytes * (place + 1) for place in range(count - 1)]
+        return [Part(number, part_bytes * place, stop) for place, stop in enumerate([*stops, None])]
+
+
+class _ParquetPart:
+    """Row groups of a Parquet file that are being read."""
+
+    def __init__(
+        self, table: TableInput, part: Part, groups: Sequence[int], columns: Sequence[str], block_bytes: int
+    ) -> None:
+        self._table, self._part, self._columns, self._block_bytes = table, part, columns, block_bytes
+        self._groups = range(len(groups))[part.start : part.stop]
+        self._num_bytes = sum(groups[number] for number in self._groups)
+        self.bytes_read = self.header_lines = 0
+        self.sha256: str | None = None
+
+    def raw_blocks(self) -> Generator[RawBlock, None, None]:
+        for block, share in parquet_batches(self._table.place, self._groups, self._columns, self._block_bytes):
+            self.bytes_read = int(share * self._num_bytes)
+            yield block
+        if self._part.is_whole:
+            whole = InputBytes(self._table.place)
+            for _ in whole.pieces():
+                pass
+            self.sha256 = whole.sha256
+            self.bytes_read = whole.bytes_read
+
+    def notes(self) -> list[str]:
+        return []
+
+
+def _group_parts(number: int, sizes: Sequence[int], part_bytes: int) -> list[Part]:
+    """Returns runs of row groups, each of about so many bytes; one that has all is the whole input."""
+    starts, size = [0], 0
+    for group, num_bytes in enumerate(sizes):
+        if size >= part_bytes:
+            starts.append(group)
+            size = 0
+        size += num_bytes
+    stops = [*starts[1:], None]
+    return [Part(number, start, stop) for start, stop in zip(starts, stops, strict=True)]
+
+
+def _wanted(columns: TableColumns) -> str:
+    """Returns what a row has, in words."""
+    kinds = [f"{name} ({'/'.join(kinds)})" for name, kinds in columns.kinds.items()]
+    return ", ".join(kinds[:8]) + (" ..." if len(kinds) > 8 else "")
+
+
+def _require_criteo(schema: TableSchema) -> None:
+    """Makes sure that a schema's rows are those that Criteo's parser reads, and become what it makes of them.
+
+    Raises:
+        UserError: They are others.
+    """
+    shipped = load_schema(CRITEO)
+    same = (
+        (schema.label, schema.weight, schema.time, schema.text) == (shipped.label, None, None, shipped.text)
+        and schema.split_column is None
+        and tuple(schema.dense) == CRITEO_DENSE
+        and all(each.transform == "log" and each.column is None for each in schema.dense.values())
+        and tuple(schema.categorical) == CRITEO_CATEGORICAL
+        and all(each.kind == "hexadecimal" and each.column is None for each in schema.categorical.values())
+        and not any(each.holds_lists for each in schema.categorical.values())
+    )
+    if not same:
+        raise UserError(
+            "the schema's parser is 'criteo', which reads Criteo's columns as the shipped schema has them alone; give "
+            "`parser: table`"
+        )

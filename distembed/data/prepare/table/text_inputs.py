@@ -1,0 +1,187 @@
+"""Text files of a table: what their first lines say of their columns, and ranges of them as blocks."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+from distembed.data.prepare.blocks import Part
+from distembed.data.prepare.first_line import require_text
+from distembed.data.prepare.input_bytes import InputBytes, blocks_of_lines, lines_between
+from distembed.data.prepare.table.delimited import DelimitedBlock, Dialect
+from distembed.data.prepare.table.inputs import JSON_LINES, TEXT, TableInput
+from distembed.data.prepare.table.json_lines import JsonBlock, keys_of_lines
+from distembed.data.prepare.table.raw_rows import RawBlock
+from distembed.data.table.schema import TextFormat
+from distembed.errors import UserError
+
+MOST_LINE_BYTES = 16 << 20
+_FIRST_BYTES = 1 << 20
+"""What is read of an input to learn its columns."""
+
+
+@dataclass(frozen=True)
+class TextLayout:
+    """How a text input is read.
+
+    Attributes:
+        columns: Names of its columns; of JSON lines, the keys of the first lines.
+        dialect: How lines become fields; None for JSON lines.
+        first_row_byte: Number of bytes before the first row: a mark of the byte order, and a header.
+        header_lines: Number of lines before the first row.
+    """
+
+    columns: tuple[str, ...]
+    dialect: Dialect | None
+    first_row_byte: int
+    header_lines: int
+
+    @property
+    def record_quote(self) -> bytes | None:
+        """The quotation mark, where what it encloses may have newlines."""
+        return self.dialect.record_quote if self.dialect is not None else None
+
+    def block(self, text: bytes) -> RawBlock:
+        """Returns the block of some lines."""
+        return JsonBlock(text) if self.dialect is None else DelimitedBlock(text, self.dialect)
+
+
+def text_layout(source: TableInput, first: bytes, text: TextFormat) -> TextLayout:
+    """Returns how a text input is read.
+
+    Args:
+        source: The input.
+        first: Its beginning, unpacked.
+        text: How text files are read.
+
+    Raises:
+        UserError: It is another kind of file, or its first line names a column twice.
+    """
+    require_text(Path(source.place), first)
+    mark = len(codecs.BOM_UTF8) if first.startswith(codecs.BOM_UTF8) else 0
+    end = first.find(b"\n", mark) + 1 or len(first)
+    line = first[mark:end]
+    if (source.format or _format_of(line, text)) == JSON_LINES:
+        return TextLayout(tuple(keys_of_lines(first[mark : first.rfind(b"\n") + 1 or len(first)])), None, mark, 0)
+    separator = text.separator or source.separator or ("\t" if b"\t" in line else ",")
+    fields = _fields(line, separator, text.quote)
+    if text.header:
+        columns, first_row = fields, end
+    else:
+        columns, first_row = text.columns or [str(number) for number in range(1, len(fields) + 1)], mark
+    missing = tuple(text.missing_values)
+    dialect = Dialect(tuple(columns), separator, text.quote, text.newlines_in_values, missing)
+    return TextLayout(tuple(columns), dialect, first_row, int(text.header and end > mark))
+
+
+def _format_of(line: bytes, text: TextFormat) -> str:
+    """Returns the format of a pipe, by its first line."""
+    return JSON_LINES if line.lstrip().startswith(b"{") and text.separator is None else TEXT
+
+
+def _fields(line: bytes, separator: str, quote: str | None) -> list[str]:
+    """Returns the fields of a first line."""
+    decoded = line.decode(errors="backslashreplace").rstrip("\r\n")
+    if not decoded:
+        return []
+    if quote is None:
+        return decoded.split(separator)
+    try:
+        return next(csv.reader([decoded], delimiter=separator, quotechar=quote), [])
+    except csv.Error:  # a field longer than Python's reader takes
+        return decoded.split(separator)
+
+
+def first_bytes(source: TableInput) -> bytes:
+    """Returns the beginning of an input that is no pipe, unpacked: about a megabyte.
+
+    Raises:
+        UserError: It cannot be read, or is damaged.
+    """
+    return _beginning(InputBytes(source.place).pieces())[0]
+
+
+def _beginning(pieces: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:
+    """Returns the beginning of an input, and all of its pieces."""
+    taken: list[bytes] = []
+    size = 0
+    for piece in pieces:
+        taken.append(piece)
+        size += len(piece)
+        if size >= _FIRST_BYTES:
+            break
+    return b"".join(taken), chain(taken, pieces)
+
+
+class TextPart:
+    """A range of a text input that is being read.
+
+    Args:
+        source: The input.
+        part: The range.
+        block_bytes: About how many bytes a block has.
+        text: How text files are read.
+        layout: How the input is read; None for a pipe, whose first bytes say it.
+        require: Function that makes sure that a pipe has the columns that are wanted.
+
+    Attributes:
+        bytes_read: Number of bytes read so far, compressed where the input is.
+        header_lines: Number of lines before the first row; known once the first block is there.
+    """
+
+    def __init__(
+        self,
+        source: TableInput,
+        part: Part,
+        block_bytes: int,
+        text: TextFormat,
+        layout: TextLayout | None,
+        require: Callable[[str, TextLayout], None],
+    ) -> None:
+        self._source, self._part, self._text, self._block_bytes = source, part, text, block_bytes
+        self._layout, self._require = layout, require
+        self._bytes = InputBytes(source.place, max(0, part.start - 1))
+        self.header_lines = 0
+
+    @property
+    def layout(self) -> TextLayout:
+        """How the input is read; of a pipe, known once its first block is there."""
+        assert self._layout is not None, "a pipe's first block was not read yet"
+        return self._layout
+
+    @property
+    def bytes_read(self) -> int:
+        if self._part.stop is None:
+            return self._bytes.bytes_read
+        return min(self._bytes.bytes_read, self._part.stop - self._part.start)
+
+    @property
+    def sha256(self) -> str | None:
+        return self._bytes.sha256 if self._part.is_whole else None
+
+    def raw_blocks(self) -> Generator[RawBlock, None, None]:
+        place, pieces = self._source.place, self._bytes.pieces()
+        if self._part.start == 0:
+            first, pieces = _beginning(pieces)
+            if not first:
+                return
+            if self._layout is None:
+                if first.startswith(b"PAR1"):
+                    raise UserError(f"{place} is Parquet, which cannot be read from a pipe; name the file itself.")
+                self._layout = text_layout(self._source, first, self._text)
+                self._require(place, self._layout)
+            self.header_lines = self.layout.header_lines
+        pieces = lines_between(pieces, self._part.start, self._part.stop)
+        skipped = self.layout.first_row_byte if self._part.start == 0 else 0
+        for block in blocks_of_lines(place, pieces, self._block_bytes, MOST_LINE_BYTES, self.layout.record_quote):
+            rows = block[skipped:]
+            skipped = max(0, skipped - len(block))
+            if rows:
+                yield self.layout.block(rows)
+
+    def notes(self) -> list[str]:
+        return []

@@ -1,0 +1,284 @@
+"""Tables of any form to datasets: the same rows give the same dataset, whatever the files, and Criteo's is its own."""
+
+import csv
+import gzip
+import io
+import json
+import os
+import random
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import distembed.data.prepare.pipeline as pipeline
+from distembed.data import Manifest
+from distembed.data.prepare import CriteoOptions, ResourceLimits, prepare_criteo
+from distembed.data.prepare.table import TableOptions, prepare_table
+from distembed.data.table.schema import TableSchema
+from distembed.data.table.schema_files import load_schema
+from distembed.errors import UserError
+from tests.data import reference as criteo_reference
+from tests.data.reference import folder_bytes
+from tests.data.table import reference
+
+ONE_THREAD = ResourceLimits(memory_limit_bytes=1 << 30, threads=1)
+SCHEMA = TableSchema.from_json(
+    {
+        "label": {"column": "rating", "at_least": 4},
+        "weight": {"column": "weight"},
+        "time": {"column": "at", "format": "%Y-%m-%d %H:%M:%S"},
+        "dense": {"age": {"transform": "log", "missing": "keep"}, "price": {"missing": "keep"}},
+        "categorical": {
+            "title": {"min_count": 1},
+            "user": {"kind": "integer"},
+            "device": {"kind": "hexadecimal"},
+            "genres": {"separator": "|", "max_length": 3},
+            "title_x_user": {"cross": ["title", "user"], "min_count": 1},
+        },
+        "split": "time:0.6,0.2,0.2",
+        "min_count": 2,
+    },
+    "the test",
+)
+COLUMNS = ["rating", "weight", "at", "age", "price", "title", "user", "device", "genres", "unused"]
+NULLABLE = {"age", "price", "title", "user", "device", "genres"}
+
+
+def drawn_rows(num_rows: int, seed: int) -> list[dict[str, Any]]:
+    """Returns rows with quotes, separators, blanks and letters of other scripts in their texts."""
+    rng = random.Random(seed)
+    titles = ["Heat", 'The "Rock"', "Jumanji, Part 2", " padded ", "Amélie", "王", "a\tb", "x|y", "back\\slash"]
+    genres = ["Action", "Sci-Fi", "Kids", "Film Noir", "é"]
+    rows = []
+    for number in range(num_rows):
+        row: dict[str, Any] = {
+            "rating": rng.choice([1.0, 3.5, 4.0, 5.0]),
+            "weight": rng.choice([0.5, 1.0, 2.0]),
+            "at": f"2024-01-{rng.randrange(1, 29):02d} {rng.randrange(24):02d}:00:{number % 60:02d}",
+            "age": rng.randrange(100),
+            "price": rng.choice([0.25, 17.5, -3.0]),
+            "title": rng.choice(titles),
+            "user": rng.randrange(-20, 40),
+            "device": f"{rng.randrange(16):08x}",
+            "genres": [rng.choice(genres) for _ in range(rng.randrange(5))],
+            "unused": "nothing",
+        }
+        rows.append({name: None if name in NULLABLE and rng.random() < 0.1 else value for name, value in row.items()})
+    return rows
+
+
+def fields(row: dict[str, Any]) -> list[str]:
+    """Returns a row's values as texts; lists are joined."""
+    values = [row[name] for name in COLUMNS]
+    return ["" if v is None else "|".join(v) if isinstance(v, list) else str(v) for v in values]
+
+
+def delimited(rows: Sequence[dict[str, Any]], separator: str, line_end: str = "\n") -> bytes:
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, delimiter=separator, lineterminator=line_end)
+    writer.writerow(COLUMNS)
+    writer.writerows(fields(row) for row in rows)
+    return text.getvalue().encode()
+
+
+def json_lines(rows: Sequence[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=bool(number % 2)) + "\n" for number, row in enumerate(rows)).encode()
+
+
+def parquet(rows: Sequence[dict[str, Any]]) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), sink, row_group_size=70)
+    return sink.getvalue()
+
+
+FORMS = {
+    "rows.csv": lambda rows: delimited(rows, ","),
+    "rows.CSV.gz": lambda rows: gzip.compress(delimited(rows, ",", "\r\n")),
+    "rows.tsv.zst": lambda rows: pa.compress(b"\xef\xbb\xbf" + delimited(rows, "\t"), "zstd", asbytes=True),
+    "rows": lambda rows: delimited(rows, ",").removesuffix(b"\n"),
+    "rows.jsonl": json_lines,
+    "rows.ndjson.gz": lambda rows: gzip.compress(json_lines(rows)),
+    "rows.parquet": parquet,
+}
+
+
+def expected(rows: Sequence[dict[str, Any]], schema: TableSchema) -> dict[str, list[dict[str, Any]]]:
+    """Returns the rows of each split as a plain script makes them."""
+    parsed = []
+    for row in rows:
+        texts = {name: text or None for name, text in zip(COLUMNS, fields(row), strict=True)}
+        one = reference.parse(texts, schema)
+        assert isinstance(one, dict)
+        parsed.append(one)
+    times = sorted(row["time"] for row in parsed)
+    cuts = [times[int(len(times) * share)] for share in (0.6, 0.8)]
+    splits: dict[str, list[dict[str, Any]]] = {"train": [], "validation": [], "test": []}
+    for row in parsed:
+        splits["train" if row["time"] < cuts[0] else "validation" if row["time"] < cuts[1] else "test"].append(row)
+    for name, column in schema.categorical.items():
+        counts = Counter(
+            value for row in splits["train"] for value in (row[name] if column.holds_lists else [row[name]])
+        )
+        del counts[None]
+        kept = {value: count for value, count in counts.items() if count >= (column.min_count or schema.min_count)}
+        for row in (row for split in splits.values() for row in split):
+            found = row[name] if column.holds_lists else [row[name]]
+            row[name] = [(kept[value], value) if value in kept else value is not None for value in found]
+    return splits
+
+
+def written(folder: Path, schema: TableSchema) -> dict[str, list[dict[str, Any]]]:
+    """Returns the rows of each split of a dataset, each id as the vocabulary's count and value, if it has one."""
+    manifest = Manifest.load(folder)
+    names = {}
+    for name, vocabulary in manifest.vocabularies.items():
+        table = pq.read_table(folder / vocabulary.file).to_pylist()
+        assert [row["id"] for row in table] == list(range(2, len(table) + 2))
+        assert [row["count"] for row in table] == sorted((row["count"] for row in table), reverse=True)
+        names[name] = {0: False, 1: True} | {row["id"]: (row["count"], row["key"]) for row in table}
+    splits = {}
+    for split in manifest.splits:
+        rows = [row for file in sorted((folder / split).glob("*.parquet")) for row in pq.read_table(file).to_pylist()]
+        for row in rows:
+            for name in schema.categorical:
+                row[name] = [names[name][each] for each in (row[name] if isinstance(row[name], list) else [row[name]])]
+        splits[split] = rows
+    return splits
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_dataset_is_that_of_a_plain_script(form: str, tmp_path: Path) -> None:
+    rows = drawn_rows(211, seed=0)
+    (tmp_path / form).write_bytes(FORMS[form](rows))
+    manifest = prepare_table([tmp_path / form], tmp_path / "made", SCHEMA, limits=ONE_THREAD)
+    assert TableSchema.of_manifest(Manifest.load(tmp_path / "made")) == SCHEMA
+    assert manifest.rejected.num_rows == 0
+    wanted, found = expected(rows, SCHEMA), written(tmp_path / "made", SCHEMA)
+    assert {name: len(split) for name, split in found.items()} == {name: len(split) for name, split in wanted.items()}
+    for name, split in wanted.items():
+        for one, other in zip(found[name], split, strict=True):
+            assert set(one) == set(other)
+            for column, value in other.items():
+                assert reference.same(float("nan") if one[column] is None else one[column], value), (column, one, other)
+
+
+def data_files(folder: Path) -> dict[str, bytes]:
+    return {name: content for name, content in folder_bytes(folder).items() if name.endswith(".parquet")}
+
+
+def test_parts_and_several_files_are_as_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = drawn_rows(150, seed=1)
+    (tmp_path / "one.csv").write_bytes(delimited(rows, ","))
+    prepare_table([tmp_path / "one.csv"], tmp_path / "whole", SCHEMA, limits=ONE_THREAD)
+    monkeypatch.setattr(pipeline, "PART_BYTES", 1500)
+    (tmp_path / "days").mkdir()
+    for day, (start, stop) in enumerate([(0, 60), (60, 60), (60, 61), (61, 150)]):
+        (tmp_path / "days" / f"day_{day}.csv").write_bytes(delimited(rows[start:stop], ","))
+    (tmp_path / "days" / "_done").write_text("")
+    for name, inputs in {"cut": ["one.csv"], "folder": ["days"], "pattern": ["days/day_*.csv"]}.items():
+        manifest = prepare_table([tmp_path / each for each in inputs], tmp_path / name, SCHEMA, limits=ONE_THREAD)
+        assert data_files(tmp_path / name) == data_files(tmp_path / "whole"), name
+        assert sum(source.num_rows for source in manifest.sources) == len(rows)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "one.parquet", row_group_size=11)
+    prepare_table([tmp_path / "one.parquet"], tmp_path / "groups", SCHEMA, limits=ONE_THREAD)
+    assert data_files(tmp_path / "groups") == data_files(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("form", ["rows.csv", "rows.tsv.zst", "rows.jsonl"])
+def test_a_pipe_is_read_as_a_file(form: str, tmp_path: Path) -> None:
+    content = FORMS[form](drawn_rows(90, seed=2))
+    (tmp_path / form).write_bytes(content)
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(content,))
+    writer.start()
+    prepare_table([tmp_path / "pipe"], tmp_path / "piped", SCHEMA, limits=ONE_THREAD)
+    writer.join()
+    prepare_table([tmp_path / form], tmp_path / "made", SCHEMA, limits=ONE_THREAD)
+    assert data_files(tmp_path / "piped") == data_files(tmp_path / "made")
+
+
+@pytest.mark.parametrize("parser", ["table", "criteo"])
+@pytest.mark.parametrize("hash_size", [None, 1000])
+def test_criteo_by_its_schema_is_criteo(parser: str, hash_size: int | None, tmp_path: Path) -> None:
+    (tmp_path / "rows.tsv").write_bytes(criteo_reference.content(700, seed=5, short=0.01))
+    options = CriteoOptions(hash_size=hash_size, min_count=3, missing="keep")
+    prepare_criteo([tmp_path / "rows.tsv"], tmp_path / "criteo", options, ONE_THREAD)
+    values = load_schema("criteo").to_json() | {"parser": parser}
+    prepare_table(
+        [tmp_path / "rows.tsv"],
+        tmp_path / "table",
+        TableSchema.from_json(values, "the test"),
+        TableOptions(hash_size=hash_size, min_count=3, missing="keep"),
+        ONE_THREAD,
+    )
+    assert data_files(tmp_path / "table") == data_files(tmp_path / "criteo")
+    assert len(data_files(tmp_path / "table")) >= 3
+
+
+def test_malformed_lines_are_listed_by_their_numbers(tmp_path: Path) -> None:
+    lines = delimited(drawn_rows(40, seed=3), ",").splitlines(keepends=True)
+    lines[3] = b"1,2\n"
+    lines[7] = b'5,1,2024-01-01 00:00:00,1,1,"open,1,0a,a,x\n'
+    lines[9] = b"5,1,2024-01-01 00:00:00,1,1,\xff\xfe,1,0a,a,x\n"
+    lines[20] = b"five,1,2024-01-01 00:00:00,1,1,a,1,0a,a,x\n"
+    lines[21] = b"5,1,2024-01-01,1,1,a,1,0a,a,x\n"
+    lines[22] = b"5,1,2024-01-01 00:00:00,1,1,a,1,0xa,a,x\r\n"
+    lines[40] = b"5,-1,2024-01-01 00:00:00,1,1,a,1,0xa,a,x"
+    (tmp_path / "rows.csv").write_bytes(b"".join(lines))
+    manifest = prepare_table([tmp_path / "rows.csv"], tmp_path / "made", SCHEMA, TableOptions(max_rejected=0.5))
+    listed = [line.split(b"\t", 3) for line in (tmp_path / "made/rejected.tsv").read_bytes().split(b"\n")[1:-1]]
+    assert [(int(line), reason) for _, line, reason, _ in listed] == [
+        (4, b"columns"),
+        (8, b"columns"),
+        (10, b"text"),
+        (21, b"label"),
+        (22, b"time"),
+        (23, b"id"),
+        (41, b"weight"),
+    ]
+    assert [text for *_, text in listed] == [lines[int(line) - 1].rstrip(b"\r\n") for _, line, _, _ in listed]
+    assert manifest.sources[0].num_rows == 40 and manifest.rejected.num_rows == 7
+
+
+def test_values_of_several_lines_are_read_where_the_schema_says_so(tmp_path: Path) -> None:
+    schema = TableSchema.from_json(
+        {
+            "categorical": {"a": {"min_count": 1}, "b": {"min_count": 1}},
+            "split": "none",
+            "text": {"newlines_in_values": True},
+        },
+        "the test",
+    )
+    (tmp_path / "rows.csv").write_bytes(b'a,b\n"x\ny",1\n"p ""q""\n\n",2\nz,3\n"one field"\n')
+    manifest = prepare_table([tmp_path / "rows.csv"], tmp_path / "made", schema, TableOptions(max_rejected=0.5))
+    keys = pq.read_table(tmp_path / "made" / manifest.vocabularies["a"].file)["key"].to_pylist()
+    assert sorted(keys) == ['p "q"\n\n', "x\ny", "z"]
+    assert manifest.rejected.num_rows == 1
+
+
+@pytest.mark.parametrize(
+    "name, content, words",
+    [
+        ("rows.csv", b"", ["no rows"]),
+        ("rows.csv", b"rating,weight,at\n", ["no column 'age'"]),
+        ("rows.csv", b"Rating,weight,at,age,price,title,user,device,genre\n", ["'genres' for", "Did you mean"][1:]),
+        ("rows.jsonl", b'{"rating": 1}\n', ["no column 'weight'"]),
+        ("rows.parquet", b"no parquet", ["named as a Parquet file"]),
+        ("rows.parquet", b"PAR1 cut short", ["cannot be read as Parquet"]),
+        ("rows.csv", b"PK\x03\x04", ["zip archive"]),
+        ("rows.csv.gz", gzip.compress(b"x" * 5000)[:-9], ["damaged gzip"]),
+        ("rows.csv.zst", pa.compress(b"x" * 5000, "zstd", asbytes=True)[:-3], ["damaged zstd"]),
+    ],
+)
+def test_what_is_no_such_table_is_refused(name: str, content: bytes, words: list[str], tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as error:
+        prepare_table([tmp_path / name], tmp_path / "made", SCHEMA, limits=ONE_THREAD)
+    assert all(word in str(error.value) for word in (*words, name)), error.value
+    assert not (tmp_path / "made").exists()
