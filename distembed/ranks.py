@@ -115,18 +115,20 @@ def choose_device(name: str, local_rank: int) -> torch.device:
 
 
 @contextmanager
-def process_group(device_name: str) -> Iterator[Ranks]:
+def process_group(device_name: str, device_index: int = 0) -> Iterator[Ranks]:
     """Joins, or makes for one process alone, the process group of the block; all ranks call it.
 
     Args:
         device_name: As for :func:`choose_device`; collectives run by nccl on CUDA and by gloo elsewhere.
+        device_index: Number of the CUDA device of a process alone, beside which others may train models of their own;
+            they share the devices in turn where there are fewer.
 
     Raises:
         UserError: There is no CUDA device for this rank.
     """
     keep_freed_memory()
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    local_rank = int(os.environ.get("LOCAL_RANK", 0)) if launched else 0
+    local_rank = int(os.environ.get("LOCAL_RANK", 0)) if launched else device_index % max(1, torch.cuda.device_count())
     device = choose_device(device_name, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)

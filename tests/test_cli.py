@@ -18,6 +18,7 @@ COMMANDS = [
     "describe",
     "plan",
     "train",
+    "sweep",
     "evaluate",
     "predict",
     "materialise",

@@ -55,6 +55,7 @@ ANSWERED = [
     "status launched",
     "check dataset",
     "check run",
+    "sweep config.yaml train.seed=0,1 model.top=[8],[4] --run-dir swept --dry-run",
 ]
 """Command lines that end with 0."""
 
@@ -104,6 +105,10 @@ REFUSED = [
     "train config.yaml --plan nowhere.json",
     "train config.yaml --plan run/run.json",
     "train config.yaml sse.default.p0=0.1 sse.default.graph=nowhere",
+    "sweep nowhere.yaml train.seed=0,1",
+    "sweep config.yaml train.seed=0,-1 --run-dir swept",
+    "sweep config.yaml train.seed=0,1 --run-dir dataset",
+    "sweep config.yaml train.seed=0,1 --run-dir swept --baseline seed=2",
     "check schema.yaml",
     "evaluate nowhere",
     "evaluate run",

@@ -32,11 +32,11 @@ class CountedIds:
     """Ids of a vocabulary.
 
     Args:
-        counts: Count of each id, in falling order.
+        counts: Count of each id; those of a vocabulary that has grown are in no order.
     """
 
     def __init__(self, counts: NDArray[np.int64]) -> None:
-        self._rising_counts = np.ascontiguousarray(counts[::-1])
+        self._rising_counts = np.sort(counts)
 
     def num_ids_above(self, threshold: float) -> int:
         count = math.ceil(threshold)

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from distembed.names import one_of
 from distembed.runs.record import RunSummary
 
+_BETWEEN = "-_./=, "
+"""What stands in names between what differs and the rest."""
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -83,6 +86,24 @@ def group_runs(summaries: Sequence[RunSummary]) -> list[RunGroup]:
     ]
 
 
+def best_first(summaries: Sequence[RunSummary]) -> list[RunSummary]:
+    """Returns runs by the headline metric of the first, the best first; runs that differ in the seed alone together.
+
+    Groups are ordered by the means of their runs; those of unfinished runs, whose metrics may be those of another
+    split, and those of which it is not known come last.
+    """
+    if not summaries:
+        return []
+    headline = summaries[0].info.metrics[0]
+    sign = -1 if headline.better == "higher" else 1
+
+    def place(group: RunGroup) -> tuple[bool, bool, float]:
+        mean = group.sample(headline.name).mean
+        return any(run.info.status != "finished" for run in group.runs), math.isnan(mean), sign * mean
+
+    return [run for group in sorted(group_runs(summaries), key=place) for run in group.runs]
+
+
 def find_baseline(groups: Sequence[RunGroup], name: str) -> RunGroup:
     """Returns the group of a name, or that of a run of that name.
 
@@ -109,4 +130,4 @@ def _common_name(names: Sequence[str]) -> str:
     if len(names) == 1:
         return names[0]
     common = os.path.commonprefix(names).rstrip("0123456789")
-    return common.rstrip("-_./ ").removesuffix("seed").rstrip("-_./ ") or names[0]
+    return common.rstrip(_BETWEEN).removesuffix("seed").rstrip(_BETWEEN) or names[0]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distembed.data.prepare import CriteoOptions, ResourceLimits, prepare_criteo, write_parquet
+from distembed.data.prepare import CriteoOptions, ResourceLimits, pipeline, prepare_criteo, write_parquet
 from distembed.data.prepare.write_parquet import FilePlan, FileWriter, WrittenFile
 from distembed.errors import UserError
 from tests.data import reference
@@ -17,6 +17,7 @@ from tests.data.reference import folder_bytes
 pytestmark = pytest.mark.distributed
 
 OPTIONS = CriteoOptions(split="days", min_count=3)
+OPTIONS_OF_FEW = CriteoOptions(max_rejected=1)
 TWO = ResourceLimits(processes=2)
 PREPARE = """
 import sys
@@ -49,6 +50,27 @@ def test_the_bytes_depend_on_no_number_of_processes(
     prepare_criteo(days, tmp_path / "three", OPTIONS, ResourceLimits(processes=3))
     assert folder_bytes(tmp_path / "two") == folder_bytes(tmp_path / "three") == undisturbed
     assert not notes and sorted(path.name for path in tmp_path.iterdir()) == ["three", "two"]
+
+
+@pytest.mark.parametrize("part_bytes", [100, 10_000, 2**20])
+def test_the_bytes_depend_on_no_size_of_parts(
+    days: list[Path],
+    undisturbed: dict[str, bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    part_bytes: int,
+) -> None:
+    """Not even where parts have no line at all."""
+    if part_bytes == 100:
+        days = [tmp_path / "short.tsv"]
+        days[0].write_bytes(reference.content(12, 7, malformed=0.2))
+    monkeypatch.setattr(pipeline, "PART_BYTES", part_bytes)
+    prepare_criteo(days, tmp_path / "parts", OPTIONS_OF_FEW if part_bytes == 100 else OPTIONS)
+    if part_bytes == 100:
+        monkeypatch.setattr(pipeline, "PART_BYTES", 2**20)
+        prepare_criteo(days, tmp_path / "whole", OPTIONS_OF_FEW)
+        undisturbed = folder_bytes(tmp_path / "whole")
+    assert folder_bytes(tmp_path / "parts") == undisturbed
 
 
 def test_interrupted_it_goes_on(

@@ -33,6 +33,30 @@ def test_blocks_are_whole_lines_and_together_the_file(lines: list[bytes], size: 
     assert reader.bytes_read == len(stored) and reader.sha256 == hashlib.sha256(stored).hexdigest()
 
 
+@given(
+    lines=st.lists(st.sampled_from([b"", b"1", b"a\tb", b"c" * 30, b"\r"])),
+    ends=st.booleans(),
+    range_bytes=st.integers(1, 40),
+    size=st.integers(1, 20),
+)
+def test_ranges_have_every_line_once(lines: list[bytes], ends: bool, range_bytes: int, size: int) -> None:
+    content = b"0\t1\n" + b"\n".join(lines) + (b"\n" if ends else b"")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "file"
+        path.write_bytes(content)
+        starts = list(range(0, len(content), range_bytes))
+        stops = [*starts[1:], None]
+        ranges = [
+            b"".join(SourceReader(path, size, start, stop).blocks()) for start, stop in zip(starts, stops, strict=True)
+        ]
+    assert b"".join(ranges) == content
+    begins = [0] + [place + 1 for place, byte in enumerate(content) if byte == 10]
+    for start, stop, found in zip(starts, stops, ranges, strict=True):
+        first = [place for place in begins if start <= place < (stop or len(content))]
+        assert not found or content.startswith(found, first[0])
+        assert bool(found) == bool(first)
+
+
 def test_blocks_are_about_as_large_as_asked_for(tmp_path: Path) -> None:
     (tmp_path / "plain").write_bytes(b"x" * 99 + b"\n")
     with open(tmp_path / "plain", "ab") as file:

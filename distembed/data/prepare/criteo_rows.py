@@ -54,14 +54,14 @@ class CriteoSource:
         self.layout = BlockLayout((NumberColumn("label", "label", int8), *dense), tuple(ids), CRITEO_CATEGORICAL)
 
     def parts(self, part_bytes: int) -> list[Part]:
-        return [Part(number) for number in range(len(self._files))]
+        return [part for number, each in enumerate(self.inputs) for part in _parts(number, each, part_bytes)]
 
     def checksum(self, source: int) -> str:
         with open(self._files[source], "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def open(self, part: Part, block_bytes: int) -> _OpenFile:
-        return _OpenFile(self._files[part.source], block_bytes)
+        return _OpenFile(self._files[part.source], part, block_bytes)
 
     def parse(self, raw: bytes) -> ParsedBlock:
         return parse_block(raw)
@@ -74,16 +74,27 @@ def _describe(file: Path, name: str) -> RawInput:
     return RawInput(name, str(file), file.stat().st_size, is_gzip(file))
 
 
-class _OpenFile:
-    """A file that is being read."""
+def _parts(number: int, described: RawInput, part_bytes: int) -> list[Part]:
+    """Returns the parts of a file: of about so many bytes of a plain one, else the whole."""
+    if described.num_bytes is None or described.is_compressed or described.num_bytes <= part_bytes:
+        return [Part(number)]
+    starts = range(0, described.num_bytes, part_bytes)
+    return [Part(number, start, start + part_bytes if start != starts[-1] else None) for start in starts]
 
-    def __init__(self, file: Path, block_bytes: int) -> None:
+
+class _OpenFile:
+    """A file, or a part of it, that is being read."""
+
+    def __init__(self, file: Path, part: Part, block_bytes: int) -> None:
         self._file = file
-        self._reader = SourceReader(file, block_bytes)
+        self._part = part
+        self._reader = SourceReader(file, block_bytes, part.start, part.stop)
 
     @property
     def bytes_read(self) -> int:
-        return self._reader.bytes_read
+        read, part = self._reader.bytes_read, self._part
+        # to the end of a line, which may be one of the next part
+        return read if part.stop is None else min(read, part.stop - part.start)
 
     @property
     def header_lines(self) -> int:
@@ -91,7 +102,7 @@ class _OpenFile:
 
     @property
     def sha256(self) -> str | None:
-        return self._reader.sha256
+        return self._reader.sha256 if self._part.is_whole else None
 
     def raw_blocks(self) -> Generator[bytes, None, None]:
         return self._reader.blocks()
@@ -101,7 +112,7 @@ class _OpenFile:
         if self._reader.header is not None:
             names = ", ".join([*self._reader.header[:2], "...", self._reader.header[-1]])
             notes.append(f"{self._file}: its first line is a header ({names}), which is no row")
-        if self._reader.may_be_cut:
+        if self._part.stop is None and self._reader.may_be_cut:
             notes.append(
                 f"{self._file}: its last line has no line's end and may have been cut short (kept as it is where it is "
                 "well-formed)"

@@ -236,15 +236,14 @@ class Preparation:
         """Writes the files of all splits, several at a time."""
         plans: dict[str, FilePlan] = {}
         for name, num_rows in zip(writer.splits.names, writer.splits.num_rows, strict=True):
-            (self.folder / name).mkdir(exist_ok=True)
             plans |= {plan.path: plan for plan in plan_files(name, 0, num_rows, writer.group_rows)}
         pieces = work.folder / "pieces"
-        for name in writer.splits.names:
-            (pieces / name).mkdir(parents=True, exist_ok=True)
         total_rows = sum(writer.splits.num_rows)
         row_bytes = sum(block.num_bytes for block in writer.blocks) // total_rows
 
         def do(task: str) -> Any:
+            for folder in (self.folder, pieces):
+                (folder / plans[task].split).mkdir(parents=True, exist_ok=True)
             written = writer.write(plans[task])
             written.pieces.tofile(pieces / task)
             work.advance(task, written.file.num_rows * row_bytes, written.file.num_rows)
@@ -264,6 +263,8 @@ class Preparation:
 
     def _finish(self, manifest: Manifest, ingested: Ingested, files: dict[str, list[WrittenFile]]) -> None:
         """Writes what lists all that was written: the malformed rows, checksums and the manifest."""
+        for name in files:
+            (self.folder / name).mkdir(exist_ok=True)  # also of a split without rows
         ingested.rejected(self.folder, self.options.max_rejected, listed=True)
         manifest.save(self.folder, {one.file.path: one.pieces for split in files.values() for one in split})
 

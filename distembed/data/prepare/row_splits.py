@@ -233,8 +233,9 @@ class SplitColumn:
         if self.column.kind == "string":
             return tuple(text_keys(pa.array(self.values, pa.string())).tolist())
         try:
-            return tuple(int(value, 16 if self.column.kind == "hexadecimal" else 10) for value in self.values)
-        except ValueError:
+            numbers = [int(value, 16 if self.column.kind == "hexadecimal" else 10) for value in self.values]
+            return tuple(np.array(numbers, self.column.key_dtype).tolist())
+        except (ValueError, OverflowError):
             raise UserError(
                 f"the values of the splits (--split) are {', '.join(self.values)}, and the column "
                 f"{self.column.name!r} has {self.column.kind} values: name the values of each split, such as "
@@ -251,7 +252,7 @@ class SplitColumn:
         Raises:
             UserError: A value is missing or is none of them.
         """
-        known = np.isin(ids.keys, np.array(self.keys).astype(ids.keys.dtype))
+        known = np.isin(ids.keys, np.array(self.keys, ids.keys.dtype))
         known[0] = False
         unknown = np.flatnonzero(~known[ids.codes])
         if not len(unknown):

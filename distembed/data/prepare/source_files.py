@@ -2,7 +2,8 @@
 
 A byte order mark and a header are no part of the blocks. A block ends at a line's end and never spans two files, so
 blocks can be parsed independently of each other. The checksum of a file is taken of the bytes as they are on disk,
-while they are read, without a second pass.
+while they are read, without a second pass. A plain file can be read in ranges too, of which each has the lines that
+begin in it.
 """
 
 from __future__ import annotations
@@ -74,17 +75,20 @@ class SourceReader:
     Args:
         path: File to read.
         block_bytes: About how many bytes of text a block has.
+        start: First byte of the range to read, of a plain file.
+        stop: Byte after the range; None for the end of the file.
 
     Attributes:
-        bytes_read: Number of bytes read so far, compressed where the file is.
+        bytes_read: Number of bytes of the range read so far, compressed where the file is.
         is_gzip: Whether the file is compressed; known once its first block is there.
         header: Names of the columns where the first line is a header, else None; known likewise.
         may_be_cut: Whether the last row has no line's end and no whole last id; known once the blocks are exhausted.
     """
 
-    def __init__(self, path: Path, block_bytes: int) -> None:
+    def __init__(self, path: Path, block_bytes: int, start: int = 0, stop: int | None = None) -> None:
         self._path = path
         self._block_bytes = block_bytes
+        self._start, self._stop = start, stop
         self._hash = hashlib.sha256()
         self.bytes_read = 0
         self.is_gzip = self.may_be_cut = False
@@ -104,7 +108,8 @@ class SourceReader:
         last = b"\n"
         try:
             with open_input(self._path) as file:
-                for last in self._rows(self._cut(self._content(file))):
+                blocks = self._cut(self._lines_of_range(file) if self._start else self._content(file))
+                for last in blocks if self._start else self._rows(blocks):
                     yield last
         except zlib.error as error:
             raise UserError(f"{self._path} is a damaged gzip file ({error}); fetch it again") from error
@@ -129,8 +134,24 @@ class SourceReader:
         self.is_gzip = first.startswith(_GZIP_MAGIC)
         return self._unzip(file, first) if self.is_gzip else self._plain(file, first)
 
+    def _lines_of_range(self, file: BinaryIO) -> Iterator[bytes]:
+        """Yields the lines of a range that does not begin the file."""
+        file.seek(self._start - 1)
+        piece = self._read(file)
+        while piece and b"\n" not in piece:
+            piece = self._read(file)
+        piece = piece[piece.find(b"\n") + 1 :] or self._read(file)  # the line before belongs to the range before
+        if self._stop is None or file.tell() - len(piece) < self._stop:
+            yield from self._plain(file, piece)
+
     def _plain(self, file: BinaryIO, piece: bytes) -> Iterator[bytes]:
+        """Yields a piece and those after it, up to the end of the last line that begins in the range."""
         while piece:
+            if self._stop is not None and (position := file.tell()) >= self._stop:
+                end = piece.find(b"\n", max(0, self._stop - 1 - (position - len(piece)))) + 1
+                if end:
+                    yield piece[:end]
+                    return
             yield piece
             piece = self._read(file)
 

@@ -92,9 +92,7 @@ class SpooledBlock:
     @property
     def num_bytes(self) -> int:
         """Size of the file in bytes."""
-        return self._numbers_offset(len(self.layout.numbers)) + sum(
-            sum(self._sizes(column)) for column in range(len(self.layout.ids))
-        )
+        return self._numbers_offset(len(self.layout.numbers)) + sum(map(sum, self._sizes(len(self.layout.ids))))
 
     def numbers(self, column: int) -> NDArray[Any]:
         """Reads a column of numbers, in which missing values are NaN."""
@@ -128,19 +126,22 @@ class SpooledBlock:
 
     def _at(self, column: int, part: int) -> int:
         """Returns the byte where a part of an id column begins: lengths, codes, keys, where texts begin, texts."""
-        before = sum(sum(self._sizes(each)) for each in range(column))
-        return self._numbers_offset(len(self.layout.numbers)) + before + sum(self._sizes(column)[:part])
+        before = sum(map(sum, self._sizes(column)))
+        *_, own = self._sizes(column + 1)
+        return self._numbers_offset(len(self.layout.numbers)) + before + sum(own[:part])
 
-    def _sizes(self, column: int) -> tuple[int, int, int, int, int]:
-        """Returns the bytes of each part of an id column."""
-        each, keys = self.layout.ids[column], self.shape.num_keys[column]
-        return (
-            self.num_rows * _LENGTH.itemsize if each.is_list else 0,
-            self.shape.num_values[column] * code_dtype(keys).itemsize,
-            keys * each.key_dtype.itemsize,
-            (keys + 1) * _TEXT_OFFSET.itemsize if each.kind == "string" else 0,
-            self.shape.text_bytes[column],
-        )
+    def _sizes(self, count: int) -> Iterator[tuple[int, int, int, int, int]]:
+        """Yields the bytes of each part of the first id columns."""
+        shape = self.shape
+        columns = zip(self.layout.ids[:count], shape.num_keys, shape.num_values, shape.text_bytes, strict=False)
+        for column, num_keys, num_values, text_bytes in columns:
+            yield (
+                shape.num_rows * 4 if column.is_list else 0,
+                num_values * (1 if num_keys <= 1 << 8 else 2 if num_keys <= 1 << 16 else 4),
+                num_keys * (4 if column.kind == "hexadecimal" else 8),
+                (num_keys + 1) * 8 if column.kind == "string" else 0,
+                text_bytes,
+            )
 
     def _read(self, dtype: np.dtype[Any], count: int, offset: int) -> NDArray[Any]:
         return np.fromfile(self.path, dtype, count, offset=offset)

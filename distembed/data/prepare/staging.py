@@ -93,7 +93,9 @@ def kept_folder(output: Path, purpose: str | None, *, overwrite: bool) -> Iterat
         try:
             # without it there is nothing yet, or the dataset was put in place before a kill
             is_resumed = (folder / DATASET).is_dir() and _is_of_this_boot(folder)
-            if not is_resumed:
+            if is_resumed:
+                _remove_temporary_files(folder / DATASET)
+            else:
                 _begin(folder)
             yield KeptFolder(folder, is_resumed, bool(removed))
             _flush(folder / DATASET)
@@ -176,6 +178,12 @@ def _begin(folder: Path) -> None:
             path.unlink()
     (folder / _BOOT_NAME).write_text(_boot())
     (folder / DATASET).mkdir()
+
+
+def _remove_temporary_files(folder: Path) -> None:
+    """Removes the files that were being written, to replace others once they are whole, when their process died."""
+    for path in list(folder.rglob(".*")):
+        path.unlink()
 
 
 def _is_of_this_boot(folder: Path) -> bool:

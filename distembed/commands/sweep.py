@@ -1,0 +1,73 @@
+"""The command ``distembed sweep``: a run for each combination of values."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from distembed.commands.shared import ConfigArgument, console, say
+
+if TYPE_CHECKING:
+    from distembed.sweeps.planned import PlannedRun
+
+app = typer.Typer()
+
+SettingsArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE,VALUE...]...",
+        help="Settings with the values that they take in turn: `train.seed=0,1,2`. One value holds for all runs.",
+    ),
+]
+
+
+@app.command(
+    "sweep",
+    epilog="Example: `distembed sweep configs/criteo_sample.yaml data.path=criteo "
+    "embedding.default.partition=naive,quotient_remainder train.seed=0,1,2 --workers 2 --run-dir runs/schemes`",
+)
+def sweep_command(
+    config: ConfigArgument,
+    settings: SettingsArgument = None,
+    workers: Annotated[
+        int, typer.Option(min=1, help="Processes that train runs at the same time; they share the CPU's cores.")
+    ] = 1,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--run-dir",
+            help="Folder for the runs; runs/NAME-sweep-TIME unless given. One that a sweep has left is gone on with.",
+        ),
+    ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Run, or runs that differ in the seed, that others are compared with."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs and what there is of each.")] = False,
+) -> None:
+    """Train a run for each combination of values, and compare them by the task's headline metric."""
+    from distembed.runs.folder import default_run_folder
+    from distembed.sweeps.planned import plan_sweep
+    from distembed.sweeps.sweep import Sweep, require_sweep_folder
+
+    folder = run_dir or default_run_folder(f"{config.stem}-sweep")
+    require_sweep_folder(folder)
+    runs = plan_sweep(config, settings or [], folder)
+    if dry_run:
+        _list_runs(runs)
+        return
+    sweep = Sweep(config, settings or [], folder, runs, say, baseline)
+    say(f"{len(runs)} runs, {workers} at a time, in {folder}")
+    try:
+        sweep.train(workers)
+    finally:
+        sweep.report(console)
+    sweep.require_all_finished()
+
+
+def _list_runs(runs: "Sequence[PlannedRun]") -> None:
+    for run in runs:
+        say(f"{run.name}  {run.state}")
+    counts = [(state, sum(run.state == state for run in runs)) for state in ("new", "resumed", "finished")]
+    say(f"{len(runs)} runs: {', '.join(f'{count} {state}' for state, count in counts if count)}")

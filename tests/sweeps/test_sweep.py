@@ -1,0 +1,149 @@
+"""Whole sweeps of the command: runs that are those of `train`, go on after any end, and are checked beforehand."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distembed.checkpoints.places import newest_checkpoint
+from distembed.errors import UserError
+from tests.robustness.checkpoint_numbers import saved_numbers
+from tests.small_runs import command, distembed
+from tests.training.test_runs import call
+
+TIMES = {"seconds", "samples_per_second"}
+RATES = "train.dense_optimizer.learning_rate"
+
+
+def launch(config: Path, folder: Path, *settings: object) -> subprocess.Popen[str]:
+    """Starts a sweep as a user does, whose workers share what it has loaded."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    arguments = command("sweep", config, *settings, "--run-dir", folder)
+    return subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=config.parent
+    )
+
+
+def sweep(config: Path, folder: Path, *settings: object, code: int = 0) -> str:
+    """Runs a sweep to its end and returns what it printed."""
+    process = launch(config, folder, *settings)
+    output, _ = process.communicate()
+    assert process.returncode == code, output
+    assert "Traceback" not in output
+    return output
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """The lines of metrics without what depends on the machine's speed."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
+
+
+def status(folder: Path) -> dict[str, str]:
+    return {name: run["status"] for name, run in json.loads((folder / "sweep.json").read_text())["runs"].items()}
+
+
+def wait_for_steps(process: subprocess.Popen[str], run: Path, steps: int) -> None:
+    path = run / "metrics.jsonl"
+    while not path.exists() or path.read_text().count("\n") < steps:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+
+
+def children(process: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+def test_an_interrupted_sweep_goes_on_and_its_runs_are_those_of_train(config: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    settings = ["train.seed=0,1", f"{RATES}=0.1,0.05", "train.max_steps=40", "--baseline", "learning_rate=0.1"]
+    process = launch(config, folder, *settings)
+    first = folder / "learning_rate=0.1,seed=0"
+    wait_for_steps(process, first, 5)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate()
+    assert process.returncode == 75 and "interrupted with 0 of 4 runs finished" in output and "Traceback" not in output
+    assert status(folder)["learning_rate=0.1,seed=0"] == "interrupted"
+    assert list(status(folder).values()).count("waiting") == 3
+    listed = sweep(config, folder, *settings, "--dry-run")
+    assert "learning_rate=0.1,seed=0  resumed" in listed and "4 runs: 3 new, 1 resumed" in listed
+
+    output = sweep(config, folder, *settings, "--workers", "2")
+    assert "resuming learning_rate=0.1,seed=0" in output and output.count("training learning_rate") == 3
+    assert set(status(folder).values()) == {"finished"} and len(status(folder)) == 4
+    own, alone = folder / "learning_rate=0.05,seed=1", tmp_path / "alone"
+    distembed("train", config, "train.seed=1", f"{RATES}=0.05", "train.max_steps=40", "--run-dir", alone)
+    assert metrics(own) == metrics(alone)
+    numbers, expected = (saved_numbers(newest_checkpoint(run)) for run in (own, alone))
+    assert numbers.keys() == expected.keys() and all(numbers[name].equal(expected[name]) for name in expected)
+    # best first, seeds together, and the means beside a baseline
+    runs = [line.split()[0] for line in output.splitlines() if line.endswith(" finished") and line.startswith("learn")]
+    means = {rate: mean_auc(folder, rate) for rate in (0.1, 0.05)}
+    best, other = sorted(means, key=means.__getitem__, reverse=True)
+    assert runs == [f"learning_rate={rate},seed={seed}" for rate in (best, other) for seed in (0, 1)]
+    assert "Differences are to learning_rate=0.1" in output and (folder / "report.html").exists()
+
+    before = (folder / "report.html").read_bytes()
+    again = sweep(config, folder, *settings)
+    assert "training" not in again and "resuming" not in again and (folder / "report.html").read_bytes() == before
+
+
+def mean_auc(folder: Path, rate: float) -> float:
+    found = [json.loads((folder / f"learning_rate={rate},seed={s}" / "evaluation.json").read_text()) for s in (0, 1)]
+    return sum(evaluation["auc"] for evaluation in found) / 2
+
+
+def test_a_run_that_fails_or_dies_does_not_end_the_sweep(config: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    process = launch(config, folder, f"{RATES}=0.1,1e30,0.05", "train.max_steps=62")
+    wait_for_steps(process, folder / "learning_rate=0.1", 3)
+    (worker,) = children(process.pid)
+    os.kill(worker, signal.SIGKILL)
+    output, _ = process.communicate()
+    assert process.returncode == 1 and "Traceback" not in output
+    found = json.loads((folder / "sweep.json").read_text())["runs"]
+    assert found["learning_rate=0.1"]["error"] == "its process ended with signal SIGKILL"
+    assert "The loss is" in found["learning_rate=1e+30"]["error"]
+    assert list(status(folder).values()) == ["failed", "failed", "finished"]
+    assert "2 of 3 runs did not finish" in output
+    assert json.loads((folder / "learning_rate=1e+30" / "run.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["train.seed=0,-1", f"{RATES}=0.1,0.2"], "learning_rate=0.1,seed=-1, learning_rate=0.2,seed=-1: 1 mistake"),
+        (["train.sed=0,1"], "did you mean train.seed?"),
+        (["data.path=nowhere,neither"], "path=nowhere: "),
+        (["data.test=test,tset"], "data.test is 'tset'"),
+        (["train.seed=0,1", "train.checkpoint_dir=/tmp/here"], "train.checkpoint_dir is '/tmp/here', where both"),
+        (["train.seed=0,1", "--baseline", "seed=2"], "--baseline is 'seed=2', which is not known"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_started(
+    config: Path, tmp_path: Path, settings: list[str], said: str
+) -> None:
+    with pytest.raises(UserError, match=re.escape(said)):
+        call("sweep", config, *settings, "--run-dir", tmp_path / "sweep")
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_what_only_building_a_model_finds_out_is_told_before_the_first_run(config: Path, tmp_path: Path) -> None:
+    output = sweep(config, tmp_path / "sweep", "train.sparse_optimizer.name=sgd,adam", code=2)
+    assert "name=adam: " in output and "CUDA only" in output
+    assert not list((tmp_path / "sweep").glob("*/config.yaml"))
+
+
+def test_other_folders_are_left_alone(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("")
+    with pytest.raises(UserError, match=r"other files and no sweep \(thesis.tex\)"):
+        call("sweep", config, "train.seed=0,1", "--run-dir", tmp_path / "mine")
+    call("sweep", config, "train.seed=0,1", "--run-dir", tmp_path / "new", "--dry-run")
+    assert not (tmp_path / "new").exists()
