@@ -26,6 +26,7 @@ from distembed.files import free_space
 
 _LOCK_NAME = ".lock"
 _BOOT_NAME = "boot"
+_REMOVED = "-removed"
 
 
 @contextmanager
@@ -87,6 +88,7 @@ def kept_folder(output: Path, purpose: str | None, *, overwrite: bool) -> Iterat
     Raises:
         UserError: As :func:`staged_folder`.
     """
+    _finish_removing(real_path(output))
     output = _checked_target(output, overwrite, "dataset", MANIFEST_NAME)
     folder = kept_path(output, purpose or str(os.getpid()))
     with _alone(folder, output, overwrite, "dataset", MANIFEST_NAME, keep=purpose is not None) as removed:
@@ -206,10 +208,16 @@ def _boot() -> str:
 
 def _remove(folder: Path) -> None:
     """Removes a kept folder, which no command goes on with from the first moment on."""
-    removed = folder.with_name(f"{folder.name}-removed")
+    removed = folder.with_name(f"{folder.name}{_REMOVED}")
     with suppress(OSError):
         folder.rename(removed)
     shutil.rmtree(removed, ignore_errors=True)
+
+
+def _finish_removing(output: Path) -> None:
+    """Removes what a process was removing when it was killed, perhaps after it had put the output in place."""
+    for removed in output.parent.glob(f"{_prefix(Path(_escaped(output.name)))}*{_REMOVED}"):
+        shutil.rmtree(removed, ignore_errors=True)
 
 
 def _prefix(output: Path) -> str:

@@ -1,0 +1,111 @@
+"""Measures the most memory that preparing takes, of all its processes together, under several limits.
+
+::
+
+    python tools/bench_prepare_memory.py                            # 5 million synthetic rows, limits of 1 and 4 GB
+    python tools/bench_prepare_memory.py --rows 20000000 --limits 1GB 4GB --processes 1 2
+    python tools/bench_prepare_memory.py --input train.txt          # rows of one's own
+
+What Linux counts as resident is summed over the command and its processes every 10 ms, libraries that they share
+counted for each. That is compared with the limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from distembed.files import write_json
+from distembed.units import parse_bytes
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+def tree(root: int) -> list[int]:
+    """Returns a process and all that it has started, and these in turn."""
+    found = [root]
+    for process in found:
+        try:
+            found += map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split())
+        except OSError:
+            pass  # it has ended
+    return found
+
+
+def resident_bytes(process: int) -> int:
+    """Returns the resident memory of a process, 0 once it has ended."""
+    try:
+        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * _PAGE_BYTES
+    except (OSError, IndexError):
+        return 0
+
+
+def measure(source: Path, output: Path, limit: str, processes: int) -> dict[str, Any]:
+    """Prepares in a process of its own, and returns what it took."""
+    command = [sys.executable, "-m", "distembed", "prepare", "criteo", str(source), "--output", str(output)]
+    command += ["--memory-limit", limit, "--processes", str(processes), "--overwrite"]
+    start, stage = time.perf_counter(), ""
+    peak: dict[str, int] = {}
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(command, stdout=said)
+        while process.poll() is None:
+            stage = _stage(output) or stage
+            peak[stage] = max(peak.get(stage, 0), sum(map(resident_bytes, tree(process.pid))))
+            time.sleep(0.01)
+        assert process.returncode == 0
+    return {
+        "limit": limit,
+        "processes": processes,
+        "limit_bytes": parse_bytes("--limits", limit),
+        "peak_bytes": max(peak.values()),
+        "peak_bytes_by_stage": peak,
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def _stage(output: Path) -> str:
+    """Returns the stage that a preparation is in, by its work folder."""
+    stages = output.parent.glob(f".{output.name}.preparing-*/work/results/*")
+    return max(stages, key=lambda stage: stage.stat().st_mtime_ns, default=Path("")).name
+
+
+def main() -> None:
+    """Measures, and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=5_000_000, help="synthetic rows (default 5 million)")
+    parser.add_argument("--input", type=Path, help="file of Criteo's rows in their place")
+    parser.add_argument("--limits", nargs="+", default=["1GB", "4GB"], help="memory limits (default 1GB 4GB)")
+    parser.add_argument("--processes", nargs="+", type=int, default=[1, 2], help="numbers of processes (default 1 2)")
+    parser.add_argument("--output", type=Path, help="file for the results as JSON")
+    arguments = parser.parse_args()
+    table = Table("limit", "processes", "peak MB", "of the limit", "by stage, MB", "seconds")
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        source = arguments.input or Path(folder) / "rows.tsv"
+        if arguments.input is None:
+            command = [sys.executable, "-m", "distembed", "synthesize", str(source), "--rows", str(arguments.rows)]
+            subprocess.run(command, check=True)
+        for limit in arguments.limits:
+            for processes in arguments.processes:
+                found = measure(source, Path(folder) / "dataset", limit, processes)
+                results.append(found)
+                stages = ", ".join(f"{name} {peak / 1e6:.0f}" for name, peak in found["peak_bytes_by_stage"].items())
+                share = found["peak_bytes"] / found["limit_bytes"]
+                peak = f"{found['peak_bytes'] / 1e6:,.0f}"
+                table.add_row(limit, str(processes), peak, f"{share:.0%}", stages, f"{found['seconds']:.1f}")
+    Console(width=140).print(table)
+    if arguments.output is not None:
+        write_json(arguments.output, results)
+
+
+if __name__ == "__main__":
+    main()
