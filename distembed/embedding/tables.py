@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -96,7 +96,7 @@ class CompositionalTables(nn.Module, Generic[TableT]):
     def weights(self, table_name: str) -> list[Tensor]:
         """Returns the weights of a table's partitions, in their order."""
         return [
-            self.functions[part.name] if part.is_function else self._lookups.get_parameter(f"{part.name}.weight")
+            self.functions[part.name] if part.is_function else cast(Tensor, self._lookups[part.name].weight)
             for part in self._parts[table_name]
         ]
 

@@ -3,4 +3,5 @@
 - ``loaded_model.py`` loads a run and is the object: predictions, vectors, evaluations, what it is; ``page.py`` is what
   a notebook shows of it.
 - ``whole_model.py`` builds a run's model unsharded, on one device of one process, and reads its weights.
+- ``given_rows.py`` makes a table of what Python holds rows in, and ``row_decoder.py`` batches of a table.
 """

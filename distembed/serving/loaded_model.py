@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Generator, Iterable
+import threading
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +21,12 @@ from distembed.describe import describe
 from distembed.embedding.composed_vectors import composed_chunks
 from distembed.embedding.modules import embedding_modules, table_configs
 from distembed.embedding.tables import CompositionalTables
-from distembed.errors import RunError
+from distembed.errors import RunError, UserError
 from distembed.names import one_of
 from distembed.ranks import choose_device
+from distembed.serving.given_rows import rows_table
 from distembed.serving.page import described_as_html
+from distembed.serving.row_decoder import RowDecoder, TableRowDecoder, batches_of, rejected_text
 from distembed.serving.whole_model import WholeModel, load_whole_model
 from distembed.training.evaluation import EVALUATION_BATCH_SIZE
 from distembed.training.trained_run import TrainedRun, find_trained_run
@@ -104,36 +107,87 @@ class LoadedModel:
         self.schema: Schema = run.manifest.schema
         self.checkpoint, self.step = model.checkpoint, model.step
         self._process = os.getpid()
+        self._reading = threading.Lock()
+        self._decoder: RowDecoder | None = None
 
     @property
     def device(self) -> torch.device:
         """The device of the weights."""
         return self._model.blueprint.device
 
-    def predict(self, rows: Batch) -> npt.NDArray[np.float32]:
-        """Returns what the task predicts of each row of a batch [rows]: click probabilities, or ratings.
+    def predict(self, rows: Any, *, malformed: Literal["refuse", "null"] = "refuse") -> npt.NDArray[np.float32]:
+        """Returns what the task predicts of each row [rows]: click probabilities, or ratings.
+
+        The same rows in the same batches of up to 8,192 have the same predictions to the bit as those of
+        ``distembed predict``, where a feature has one value a row.
 
         Args:
-            rows: A batch of a :class:`~distembed.data.reader.BatchReader`.
+            rows: Raw rows: a list of dictionaries, a dictionary of columns, a pandas DataFrame, or an Arrow table, with
+                the columns of the table that the run's dataset was prepared from; labels and other columns are not
+                looked at. Or a batch of a :class:`~distembed.data.reader.BatchReader`.
+            malformed: ``refuse`` raises an error for rows with a value that is none of its column's kind; ``null``
+                predicts NaN for them.
+
+        Raises:
+            UserError: The rows are none of these, lack a column, or are malformed.
         """
         self._require_usable()
-        found = self._model.task.predictions(self._model.outputs(self._model.task.prepare_batch(rows, None)))
-        return found["prediction"]
+        if isinstance(rows, Batch):
+            return self._score(rows)
+        one_of("malformed", malformed, ("refuse", "null"))
+        table = rows_table(rows)
+        if not len(table):  # of no dictionaries the columns are not known
+            return np.empty(0, np.float32)
+        decoded = self._rows.decode(table)
+        if decoded.rejected and malformed == "refuse":
+            raise UserError(
+                f"{len(decoded.rejected)} of {len(decoded.is_good)} rows are malformed: "
+                f"{rejected_text(decoded.rejected)}. Mend them, or give malformed='null' for predictions of NaN."
+            )
+        batches = batches_of(self.schema, decoded.block, EVALUATION_BATCH_SIZE)
+        predictions = np.full(len(decoded.is_good), np.nan, np.float32)
+        scored = [self._score(batch) for batch in batches]
+        predictions[decoded.is_good] = np.concatenate(scored) if scored else []
+        return predictions
 
-    def embed(self, table: str, *, ids: Iterable[int]) -> npt.NDArray[np.float32]:
-        """Returns the composed vectors of ids of a table [ids, width].
+    def _score(self, batch: Batch) -> npt.NDArray[np.float32]:
+        """Returns the predictions of a batch of the dataset's columns."""
+        task = self._model.task
+        found: npt.NDArray[np.float32] = task.predictions(self._model.outputs(task.prediction_batch(batch)))[
+            "prediction"
+        ]
+        return found
+
+    @property
+    def _rows(self) -> RowDecoder:
+        """Decodes raw rows; the vocabularies are read when they are first needed."""
+        with self._reading:
+            if self._decoder is None:
+                self._decoder = TableRowDecoder(Path(self._run.dataset), self._run.manifest)
+            return self._decoder
+
+    def embed(
+        self, table: str, *, ids: Iterable[int] | None = None, values: Sequence[Any] | None = None
+    ) -> npt.NDArray[np.float32]:
+        """Returns the composed vectors of ids, or of raw values, of a table [values, width].
 
         The width is the table's ``embedding_dim``, times the number of partitions where each gives a vector.
 
         Args:
             table: Name of a table, such as ``C3``.
             ids: Ids as the dataset has them: the table's hash and policy apply as in training.
+            values: Raw values as the table of rows has them, which the run's vocabulary or hash makes ids of; None is a
+                missing value. Give these or ``ids``.
 
         Raises:
-            UserError: There is no such table, or an id lies outside of it.
+            UserError: There is no such table, an id lies outside of it, or its features' raw values are not known.
         """
         self._require_usable()
         module, config = self._table(table)
+        if (ids is None) == (values is None):
+            raise UserError("give either ids= or values=: the ids of the dataset, or raw values.")
+        if values is not None:
+            ids = self._rows.ids_of(config.feature_names[0], values)
         given = torch.from_numpy(ids) if isinstance(ids, np.ndarray) else ids
         chunks = [vectors for _, vectors in composed_chunks(config, module.weights(config.name), given, _IDS_AT_ONCE)]
         width = config.num_vectors * config.embedding_dim

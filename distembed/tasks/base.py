@@ -113,6 +113,14 @@ class Task(ABC):
         """
         return batch
 
+    def prediction_batch(self, batch: Batch) -> Batch:
+        """Returns the batch of raw rows, of which nothing is known but what they hold, with what the task adds to it.
+
+        Args:
+            batch: Rows with the dataset's columns, whose labels are NaN where they are not known.
+        """
+        return self.prepare_batch(batch, None)
+
     def evaluation_batches(self, split: str, batch_size: int) -> Iterator[Batch] | None:
         """Returns this rank's batches of an evaluation; None where they are the rows of the split.
 

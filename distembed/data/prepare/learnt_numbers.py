@@ -13,7 +13,8 @@ at the lowest number of all. Bins that would begin with the same number are one,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,26 @@ def standardized(numbers: NDArray[np.float32], learnt: Mapping[str, Any]) -> NDA
     """Returns numbers less the mean, divided by the standard deviation; NaN stays NaN."""
     result: NDArray[np.float32] = ((numbers.astype(np.float64) - learnt["mean"]) / learnt["std"]).astype(np.float32)
     return result
+
+
+def number_change(
+    column: NumberColumn, learnt: Mapping[str, Any] | None
+) -> Callable[[NDArray[Any]], NDArray[Any]] | None:
+    """Returns what becomes of a column's numbers, those that are missing included; None where they stay as they are.
+
+    Args:
+        column: A column that is not one of bins.
+        learnt: What its transform learnt; None where it learns nothing.
+    """
+    standardize = None if learnt is None else partial(standardized, learnt=learnt)
+    if column.role != "dense" or column.keeps_missing:
+        return standardize
+
+    def change(numbers: NDArray[Any]) -> NDArray[Any]:
+        changed = numbers if standardize is None else standardize(numbers)
+        return np.nan_to_num(changed, copy=False, nan=0.0)
+
+    return change
 
 
 def bin_ids(numbers: NDArray[np.float32], learnt: Mapping[str, Any]) -> NDArray[np.int32]:

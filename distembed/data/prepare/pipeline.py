@@ -45,7 +45,7 @@ from distembed.data.prepare.feature_ids import (
     hash_map,
 )
 from distembed.data.prepare.ingest import Ingested, PartFound, PartReader
-from distembed.data.prepare.learnt_numbers import bin_ids, learn_numbers, num_bins, standardized
+from distembed.data.prepare.learnt_numbers import bin_ids, learn_numbers, num_bins, number_change
 from distembed.data.prepare.limits import ResourceLimits
 from distembed.data.prepare.notes import notes_on_rows
 from distembed.data.prepare.options import PrepareOptions
@@ -402,7 +402,8 @@ class _Columns:
         for role in ("label", "weight", "time", "dense"):
             for place, column in enumerate(layout.numbers):
                 if column.role == role:
-                    change = _change(column, learnt.get(column.name))
+                    found = learnt.get(column.name)
+                    change = number_change(column, None if found is None else found["learnt"])
                     missing = keeps_missing and role == "dense"
                     outputs.append(NumberOutput(column.name, column.dtype, place, change, missing))
         places = key_columns(layout)
@@ -434,16 +435,3 @@ def _file_name(name: str, place: int) -> str:
 def _share(total: int, index: int, count: int) -> int:
     """Returns what the ``index``-th of ``count`` tasks has of a total, nearly equal numbers that add up to it."""
     return total * (index + 1) // count - total * index // count
-
-
-def _change(column: NumberColumn, learnt: dict[str, Any] | None) -> Callable[[Any], Any] | None:
-    """Returns what becomes of a column's numbers; None where they stay as they are."""
-    standardize = None if learnt is None else functools.partial(standardized, learnt=learnt["learnt"])
-    if column.role != "dense" or column.keeps_missing:
-        return standardize
-
-    def change(numbers: Any) -> Any:
-        changed = numbers if standardize is None else standardize(numbers)
-        return np.nan_to_num(changed, copy=False, nan=0.0)
-
-    return change

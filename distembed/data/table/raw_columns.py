@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -109,6 +110,7 @@ def as_lists(column: pa.Array, separator: str | None) -> pa.Array:
     return pc.split_pattern(column.cast(pa.string()), separator)
 
 
+@lru_cache(maxsize=1024)
 def type_kind(type_: pa.DataType) -> str | None:
     """Returns the kind of an Arrow type; None for that of a column without any value, and "other" for what has none."""
     if pa.types.is_dictionary(type_):

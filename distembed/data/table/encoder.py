@@ -1,0 +1,137 @@
+"""Parsed rows to the columns of a dataset that is there: ids by its vocabularies, transforms as they were learnt.
+
+What comes out is, value for value, what preparing the same rows with the dataset's vocabularies would have written, in
+the form that the reader decodes files to (:class:`~distembed.data.reader.decode.Block`)::
+
+    parsed     numbers as in the table, keys of a block's own        ->  log, mean and deviation, bins; ids
+    row        price 12.5   site "a"   device (missing)                  price 0.31    site 17   device 0
+
+The vocabularies are in memory as sorted keys, 16 bytes an id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from distembed.data.dataset.manifest import Manifest
+from distembed.data.jagged import Jagged
+from distembed.data.prepare.blocks import BlockLayout, IdColumn, ParsedBlock
+from distembed.data.prepare.learnt_numbers import bin_ids, number_change
+from distembed.data.prepare.vocabulary import MISSING_ID
+from distembed.data.reader.decode import Block, RecordLayout
+from distembed.data.table.keys import KEY_KINDS, coded, id_column
+from distembed.data.table.schema import CategoricalColumn, DenseColumn, LabelColumn, TableSchema
+from distembed.data.table.vocabularies import column_id_map
+from distembed.errors import UserError
+from distembed.units import enumerate_names
+
+INTERACTIONS, RATINGS = "interactions", "ratings"
+"""What a manifest says of datasets that `distembed prepare ratings` made: their source and kind."""
+
+
+class RowEncoder:
+    """Gives the values of a dataset to parsed rows; any number of threads may use it.
+
+    Args:
+        folder: Folder of the dataset, or of what a run keeps of it.
+        manifest: Its manifest.
+        layout: The columns of the parsed blocks, which may lack the label and the weight.
+
+    Raises:
+        UserError: A vocabulary is missing or damaged.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, layout: BlockLayout) -> None:
+        self._layout, self._records = layout, RecordLayout.from_schema(manifest.schema)
+        self._learnt: Mapping[str, Any] = manifest.preparation.get("learnt", {})
+        self._weight = manifest.schema.weight
+        self._changes = {each.name: number_change(each, self._learnt.get(each.name)) for each in layout.numbers}
+        self._keys = [column for column in layout.ids if column.role == "feature"]
+        self._id_maps = {column.name: column_id_map(folder, manifest, column) for column in self._keys}
+
+    def encode(self, block: ParsedBlock) -> Block:
+        """Returns the well-formed rows of a block; a missing label is NaN, and a missing weight 1."""
+        numbers, ids = dict[str, NDArray[Any]](), dict[str, NDArray[Any]]()
+        lists: dict[str, Jagged] = {}
+        for column, values in zip(self._layout.numbers, block.numbers, strict=True):
+            if column.role == "bins":
+                ids[column.name] = bin_ids(values, self._learnt[column.name])
+            else:
+                change = self._changes[column.name]
+                numbers[column.name] = values if change is None else change(values)
+        for key, found in zip(self._layout.ids, block.ids, strict=True):
+            if key.role != "feature":
+                continue
+            if key.is_list:
+                lengths = found.lengths if found.lengths is not None else np.zeros(block.num_rows, np.int32)
+                lists[key.name] = Jagged.from_lengths(self._ids(key.name, found), lengths.astype(np.int64))
+            else:
+                ids[key.name] = self._ids(key.name, found)
+        return Block(self._fill(block.num_rows, numbers, ids), lists)
+
+    def ids_of(self, feature: str, values: Sequence[Any]) -> NDArray[np.int64]:
+        """Returns the ids of raw values of a feature; None is a missing value.
+
+        Raises:
+            UserError: No column of values has ids in the feature's table, or a value is none of its kind.
+        """
+        kinds = {column.name: column.kind for column in self._keys}
+        if feature not in kinds:
+            raise UserError(
+                f"the raw values of {feature!r} are not known: its ids are bins of numbers, or no feature has that "
+                f"name. Known: {enumerate_names(list(kinds))}; give ids for others."
+            )
+        try:
+            given = pa.array(values)
+        except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+            raise UserError(f"the values of {feature!r} are not all of one type ({error}).") from error
+        found = coded(given, pa.array([], pa.string()))
+        keys = KEY_KINDS[kinds[feature]](found.distinct)
+        if keys.wrong.any():
+            place = int(np.argmax(np.concatenate([[False], keys.wrong])[found.codes]))
+            raise UserError(f"value {place} ({values[place]!r}) of {feature!r} is none of its kind, {kinds[feature]}.")
+        return self._ids(feature, id_column(found, keys, None))
+
+    def _ids(self, feature: str, column: IdColumn) -> NDArray[np.int64]:
+        """Returns the id of each value; what repeats within the block is searched for once."""
+        table = np.concatenate([np.array([MISSING_ID]), self._id_maps[feature].ids(column.keys[1:])])
+        return table[column.codes]
+
+    def _fill(
+        self, num_rows: int, numbers: Mapping[str, NDArray[Any]], ids: Mapping[str, NDArray[Any]]
+    ) -> NDArray[Any]:
+        """Returns the records of single-valued columns."""
+        layout = self._records
+        records = np.zeros((num_rows, layout.width), layout.dtype)
+        floats = records.view(np.float32)
+        for place, feature in enumerate(layout.single):
+            records[:, place] = ids[feature.name]
+        for place, name in enumerate(layout.numbers, start=layout.first_float):
+            floats[:, place] = numbers.get(name, 1.0 if name == self._weight else np.nan)
+        return records
+
+
+def raw_schema(manifest: Manifest) -> TableSchema:
+    """Returns the schema of the raw rows that a dataset has a row for each of.
+
+    Of a dataset of ratings they have the columns of the dataset, with users and items as texts.
+
+    Raises:
+        UserError: The dataset was made otherwise, or its rows are not raw ones, as sequences are not.
+    """
+    preparation, schema = manifest.preparation, manifest.schema
+    if preparation.get("source") != INTERACTIONS:
+        return TableSchema.of_manifest(manifest)
+    if preparation.get("kind") != RATINGS:
+        raise UserError("the dataset has rows of sequences, which are lists of a user's items.")
+    return TableSchema(
+        label=None if schema.label is None else LabelColumn(schema.label, kind="number", name=schema.label),
+        dense={name: DenseColumn(missing="keep" if schema.missing_dense else "zero") for name in schema.dense},
+        categorical={feature.name: CategoricalColumn() for feature in schema.categorical},
+    )

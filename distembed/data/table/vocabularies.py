@@ -1,0 +1,90 @@
+"""The vocabularies of a dataset that is there: raw values to ids, and ids to raw values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from distembed.data.dataset.manifest import Manifest
+from distembed.data.dataset.pieces import REMEDY
+from distembed.data.prepare.blocks import KeyColumn
+from distembed.data.prepare.vocabulary import FIRST_ID, HashMap, IdMap, VocabularyMap, vocabulary_parts
+from distembed.data.table.text_keys import require_distinct_texts
+from distembed.errors import UserError
+
+
+def column_id_map(folder: Path, manifest: Manifest, column: KeyColumn) -> IdMap:
+    """Returns the function from a column's keys to the ids that a dataset gave them.
+
+    Args:
+        folder: Folder of the dataset, or of what a run keeps of it.
+        manifest: Its manifest.
+        column: A column of values that get ids.
+
+    Raises:
+        UserError: The vocabulary is missing or damaged, or two of its texts have the same key.
+    """
+    if column.hash_size is not None:
+        return HashMap(column.hash_size, column.hash_seed)
+    parts = list(vocabulary_parts(_vocabulary_file(folder, manifest, column.name), column.kind))
+    keys = np.concatenate(
+        [np.zeros(0, np.uint32 if column.kind == "hexadecimal" else np.uint64)] + [p.keys for p in parts]
+    )
+    order = np.argsort(keys, kind="stable")
+    keys = keys[order]
+    for place in np.flatnonzero(keys[1:] == keys[:-1])[:1].tolist():
+        texts = pa.concat_arrays([part.texts for part in parts])
+        first, second = (texts[int(order[each])].as_py() for each in (place, place + 1))
+        require_distinct_texts(column.name, first, second)
+    return VocabularyMap(keys, order + FIRST_ID)
+
+
+def raw_values(folder: Path, manifest: Manifest, feature: str) -> pa.Array:
+    """Returns the raw value of each id of a feature as Arrow's string, null for missing and unknown ones.
+
+    Hexadecimal values have 8 digits.
+
+    Args:
+        folder: Folder of the dataset, or of what a run keeps of it.
+        manifest: Its manifest.
+        feature: Name of the feature.
+
+    Raises:
+        UserError: The dataset has no vocabulary of the feature, or it is damaged.
+    """
+    path = _vocabulary_file(folder, manifest, feature)
+    try:
+        keys = pq.read_table(path, columns=["key"])["key"].combine_chunks()
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"the vocabulary {path} cannot be read: {error}; {REMEDY}") from error
+    if pa.types.is_uint32(keys.type):
+        texts = pa.array([f"{key:08x}" for key in keys.to_pylist()], pa.string())
+    else:
+        texts = keys.cast(pa.string())
+    return pa.concat_arrays([pa.nulls(FIRST_ID, pa.string()), texts])
+
+
+def take_values(values: pa.Array, ids: NDArray[np.int64]) -> pa.Array:
+    """Returns the raw values of ids; null for those that stand for none, such as -1."""
+    return values.take(pa.array(np.where((ids < 0) | (ids >= len(values)), 0, ids)))
+
+
+def _vocabulary_file(folder: Path, manifest: Manifest, feature: str) -> Path:
+    """Returns the path of a feature's vocabulary, once it is held against its checksum.
+
+    Raises:
+        UserError: There is none, or it is not as it was written.
+    """
+    if feature not in manifest.vocabularies:
+        raise UserError(
+            f"the dataset of {folder} has no vocabulary of {feature!r}, so that its raw values are not known: they are "
+            "hashed, or it was made elsewhere"
+        )
+    path = manifest.require_unchanged(folder, manifest.vocabularies[feature].file)
+    if not path.exists():
+        raise UserError(f"the vocabulary {path} is missing; {REMEDY}")
+    return path

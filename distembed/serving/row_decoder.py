@@ -1,0 +1,129 @@
+"""Raw rows to batches: parsed by the schema of the run's dataset, encoded by its vocabularies, malformed rows apart."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from distembed.data.dataset.manifest import Manifest
+from distembed.data.dataset.schema import Schema
+from distembed.data.prepare.blocks import RejectedRow
+from distembed.data.reader import Batch
+from distembed.data.reader.assemble import BatchAssembler
+from distembed.data.reader.decode import Block
+from distembed.data.table.encoder import RowEncoder, raw_schema
+from distembed.data.table.parser import TableParser
+from distembed.data.table.schema import TableSchema
+
+Extra = Literal["label", "weight"]
+"""What raw rows may have beside the columns that a model is shown."""
+
+
+@dataclass(frozen=True, eq=False)
+class DecodedRows:
+    """Rows of a table, as the columns of the dataset.
+
+    Attributes:
+        is_good: Which rows are well-formed.
+        block: These rows.
+        rejected: The others.
+    """
+
+    is_good: NDArray[np.bool_]
+    block: Block
+    rejected: tuple[RejectedRow, ...]
+
+
+class RowDecoder(Protocol):
+    """Makes the dataset's columns of raw rows; any number of threads may use it.
+
+    Attributes:
+        columns: Names of the table's columns that it reads.
+    """
+
+    columns: Sequence[str]
+
+    def decode(self, table: pa.Table) -> DecodedRows:
+        """Returns the rows of a table.
+
+        Raises:
+            UserError: The table lacks a column, or one is of a type that has no such values.
+        """
+
+    def ids_of(self, feature: str, values: Sequence[Any]) -> NDArray[np.int64]:
+        """Returns the ids of raw values of a feature; None is a missing value.
+
+        Raises:
+            UserError: The feature has no such values, or they are not known.
+        """
+
+
+class TableRowDecoder:
+    """Decodes rows of a table, of Criteo's, or of ratings.
+
+    Args:
+        folder: Folder of the dataset, or of what a run keeps of it.
+        manifest: Its manifest.
+        extras: What the rows have beside the columns that the model is shown.
+
+    Raises:
+        UserError: The dataset was made otherwise, or a vocabulary is missing or damaged.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, extras: Collection[Extra] = ()) -> None:
+        self._parser = TableParser(_with_extras(raw_schema(manifest), extras))
+        self._encoder = RowEncoder(folder, manifest, self._parser.layout)
+        self.columns: Sequence[str] = self._parser.columns.names
+
+    def decode(self, table: pa.Table) -> DecodedRows:
+        """Returns the rows of a table, as :meth:`RowDecoder.decode` says."""
+        parsed = self._parser.parse(table)
+        is_good = np.ones(table.num_rows, bool)
+        is_good[[row.line for row in parsed.rejected]] = False
+        return DecodedRows(is_good, self._encoder.encode(parsed), parsed.rejected)
+
+    def ids_of(self, feature: str, values: Sequence[Any]) -> NDArray[np.int64]:
+        """Returns the ids of raw values of a feature, as :meth:`RowDecoder.ids_of` says."""
+        return self._encoder.ids_of(feature, values)
+
+
+def _with_extras(schema: TableSchema, extras: Collection[Extra]) -> TableSchema:
+    """Returns the schema of rows that have these extras, and neither times nor splits."""
+    return dataclasses.replace(
+        schema,
+        label=schema.label if "label" in extras else None,
+        weight=schema.weight if "weight" in extras else None,
+        time=None,
+        split=TableSchema.split,
+    )
+
+
+def batches_of(schema: Schema, block: Block, batch_size: int) -> Iterator[Batch]:
+    """Yields decoded rows as batches, in order; the last one may have fewer rows.
+
+    Args:
+        schema: Columns of the dataset.
+        block: The rows.
+        batch_size: Rows of a batch.
+    """
+    assembler = BatchAssembler(schema)
+    num_rows = len(block.records)
+    for start in range(0, num_rows, batch_size):
+        rows = range(start, min(start + batch_size, num_rows))
+        part = block if len(rows) == num_rows else block.gather(np.arange(rows.start, rows.stop))
+        yield from assembler.assemble([part], [len(rows)])
+
+
+def rejected_text(rejected: Sequence[RejectedRow], most: int = 5) -> str:
+    """Returns the numbers of malformed rows with their reasons, and the values of the first of them."""
+    shown = ", ".join(f"{row.line} ({row.reason})" for row in rejected[:most])
+    more = f" and {len(rejected) - most} more" if len(rejected) > most else ""
+    first: Any = rejected[0].text.decode(errors="backslashreplace")
+    return f"row {shown}{more}; row {rejected[0].line} is {first[:200]!r}"

@@ -1,0 +1,170 @@
+"""Raw rows in Python are scored as the prepared rows are, to the bit, whatever holds them."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+import distembed
+from distembed import LoadedModel
+from distembed.data.dataset.manifest import Manifest
+from distembed.data.reader import BatchOrder, BatchReader
+from distembed.errors import UserError
+from distembed.serving.row_decoder import TableRowDecoder, batches_of
+from tests.criteo_runs import NUM_LINES, criteo_run
+from tests.serving.arrow_rows import SCHEMA, draw_rows, prepare_table
+from tests.small_runs import config_values
+from tests.small_runs import distembed as command
+
+NUM_ROWS = 500
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rows")
+    prepare_table(draw_rows(NUM_ROWS), folder / "dataset")
+    (folder / "config.yaml").write_text(yaml.safe_dump(config_values(folder / "dataset")))
+    command("train", folder / "config.yaml", "train.max_steps=3", "--run-dir", folder / "run")
+    (folder / "dataset").rename(folder / "away")  # all that is needed is in the run
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> LoadedModel:
+    return distembed.load(folder / "run")
+
+
+def test_rows_are_encoded_as_they_were_prepared(folder: Path) -> None:
+    manifest = Manifest.load(folder / "away")
+    decoder = TableRowDecoder(
+        folder / "run" / "dataset", Manifest.load(folder / "run" / "dataset"), ("label", "weight")
+    )
+    decoded = decoder.decode(pa.Table.from_pylist(draw_rows(NUM_ROWS)))
+    assert decoded.is_good.all()
+    rows = 0
+    for split in ("train", "validation", "test"):
+        for written in BatchReader(folder / "away", split, BatchOrder(10_000, shuffle=False)):
+            own = np.arange(rows, rows + written["labels"].shape[0])
+            (batch,) = batches_of(manifest.schema, decoded.block.gather(own), 10_000)
+            rows += len(own)
+            assert batch.fields.keys() == written.fields.keys()
+            for name, field in written.fields.items():
+                if name == "sparse_features":
+                    assert batch[name].keys() == field.keys()
+                    assert batch[name].lengths().equal(field.lengths()) and batch[name].values().equal(field.values())
+                else:
+                    assert batch[name].equal(field), name
+    assert rows == NUM_ROWS
+
+
+def as_texts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v if v is None or isinstance(v, list) else str(v) for k, v in row.items()} for row in rows]
+
+
+def test_rows_are_scored_as_the_prepared_ones(folder: Path, model: LoadedModel) -> None:
+    (batch,) = BatchReader(folder / "away", "test", BatchOrder(8192, shuffle=False))
+    expected = model.predict(batch)
+    rows = draw_rows(NUM_ROWS)[-len(expected) :]
+    found = model.predict(rows)
+    assert found.dtype == np.float32 and np.array_equal(found, expected)
+    table = pa.Table.from_pylist(rows)
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    for same in (table, table.combine_chunks().to_batches()[0], columns, tuple(rows)):
+        assert np.array_equal(model.predict(same), expected)
+    without_labels = [{k: v for k, v in row.items() if k not in ("click", "importance", "unused")} for row in rows]
+    assert np.array_equal(model.predict(without_labels), expected)
+    assert np.array_equal(model.predict(as_texts(rows)), expected)
+    order = np.random.default_rng(1).permutation(len(rows))
+    np.testing.assert_allclose(model.predict([rows[i] for i in order]), expected[order], rtol=1e-6)
+    for some in (rows[:0], rows[:1], rows[:7]):
+        np.testing.assert_allclose(model.predict(some), expected[: len(some)], rtol=1e-6)
+
+
+def test_pandas_is_understood_where_there_is_one(folder: Path, model: LoadedModel) -> None:
+    pandas = pytest.importorskip("pandas")
+    rows = draw_rows(60, seed=4)
+    assert np.array_equal(model.predict(pandas.DataFrame(rows)), model.predict(rows))
+
+
+def test_values_that_training_has_not_seen_are_those_out_of_the_vocabulary(model: LoadedModel) -> None:
+    unseen, unknown = (
+        {"site": "nowhere", "number": 5, "code": "123"},
+        {"site": "elsewhere", "number": 77, "code": "124"},
+    )
+    rest = {"price": 1.0, "age": None, "rate": 0.0, "genres": None, "places": []}
+    one, other = model.predict([{**rest, **unseen}, {**rest, **unknown}])
+    assert not np.isnan(one) and abs(one - other) < 1  # but for the hash of the site, of which there are 11
+
+
+def test_rows_that_can_not_be_scored_are_refused_by_name(model: LoadedModel) -> None:
+    rows = as_texts(draw_rows(5))
+    broken = [*rows, {**rows[0], "price": "much"}, {**rows[1], "number": "x1"}]
+    cases: list[tuple[Callable[[], Any], str]] = [
+        (lambda: model.predict([{k: v for k, v in row.items() if k != "site"} for row in rows]), "no column 'site'"),
+        (lambda: model.predict([{"sites": "a", **row} for row in [{}]]), "Did you mean 'sites' for 'site'"),
+        (lambda: model.predict(broken), r"2 of 7 rows are malformed: row 5 (dense), 6 (id); row 5 is 'much"),
+        (lambda: model.predict(broken, malformed="drop"), "malformed is 'drop'"),
+        (lambda: model.predict("rows.csv"), "rows is of type str ('rows.csv')"),
+        (lambda: model.predict([1, 2]), "row 0 is of type int (1)"),
+        (lambda: model.predict(rows[0]), "a single row as a list of one dictionary"),
+        (lambda: model.predict({"site": ["a"], "code": ["1", "2"]}), "site 1, code 2"),
+        (
+            lambda: model.predict([{**rows[0], "site": "a"}, {**rows[0], "site": 7}]),
+            "the column 'site' of rows has values",
+        ),
+        (lambda: model.predict([{3: 4}]), "a column is named 3"),
+        (lambda: model.predict([{**row, "site": ["a"]} for row in rows]), "column 'site': its type is list<"),
+    ]
+    for ask, said in cases:
+        with pytest.raises(UserError, match=re.escape(said)):
+            ask()
+    found = model.predict(broken, malformed="null")
+    assert np.isnan(found[5:]).all()
+    np.testing.assert_allclose(found[:5], model.predict(rows), rtol=1e-6)
+
+
+def test_criteos_rows_are_scored_as_prepared(tmp_path: Path) -> None:
+    run = criteo_run(tmp_path)
+    command("predict", run, "--output", tmp_path / "predictions.parquet")
+    expected = pq.read_table(tmp_path / "predictions.parquet")["prediction"].to_numpy()
+    lines = (tmp_path / "rows.tsv").read_text().splitlines()[-len(expected) :]
+    names = ["label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27))]
+    rows = [dict(zip(names, line.split("\t"), strict=True)) for line in lines]
+    model = distembed.load(run)
+    assert len(expected) == NUM_LINES // 10 and np.array_equal(model.predict(rows), expected)
+
+
+def test_vectors_of_raw_values_are_those_of_their_ids(folder: Path, model: LoadedModel) -> None:
+    manifest = Manifest.load(folder / "away")
+    for feature in ("site", "number", "code"):
+        stored = pq.read_table(folder / "away" / manifest.vocabularies[feature].file).slice(0, 3)
+        keys = [f"{key:x}" for key in stored["key"].to_pylist()] if feature == "code" else stored["key"].to_pylist()
+        ids = [*stored["id"].to_pylist(), 1, 0]
+        unknown = {"site": "?", "number": 123, "code": "ffffffff"}[feature]
+        found = model.embed(feature, values=[*keys, unknown, None])
+        assert np.array_equal(found, model.embed(feature, ids=ids)), feature
+    assert model.embed("hashed", values=["a", "b"]).shape == (2, 8)
+    cases: list[tuple[Callable[[], Any], str]] = [
+        (lambda: model.embed("site", ids=[1], values=["a"]), "ids= or values="),
+        (lambda: model.embed("site"), "ids= or values="),
+        (lambda: model.embed("code", values=["zz"]), "value 0 ('zz')"),
+        (lambda: model.embed("age_bin", values=[3.0]), "'age_bin'"),
+        (lambda: model.embed("sight", values=["a"]), "Did you mean 'site'"),
+    ]
+    for ask, said in cases:
+        with pytest.raises(UserError, match=re.escape(said)):
+            ask()
+
+
+def test_a_schema_without_a_label_predicts_too(tmp_path: Path) -> None:
+    """Which no model is trained on, but the decoder reads."""
+    schema = {key: value for key, value in SCHEMA.items() if key not in ("label", "weight")}
+    prepare_table(draw_rows(50), tmp_path / "dataset", schema)
+    decoder = TableRowDecoder(tmp_path / "dataset", Manifest.load(tmp_path / "dataset"))
+    assert decoder.decode(pa.Table.from_pylist(draw_rows(3))).is_good.all()
