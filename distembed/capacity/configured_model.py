@@ -64,7 +64,7 @@ class ConfiguredModel(Plannable):
         # all CUDA devices of the catalogue have bf16
         bf16 = config.train.precision != "fp32" if is_cuda else use_bf16(config.train.precision, device)
         features = batch_schema(config.task, schema).categorical
-        sse = build_sse(config.sse, {feature.name: feature.num_embeddings for feature in features}, ())
+        sse = build_sse(config.sse, {feature.name: feature.num_embeddings for feature in features}, {})
         blueprint = Blueprint(config, schema, cluster.world_size, cluster.ranks_per_node, device, bf16, sse)
         require_networks_fit(config.model, blueprint.model_inputs, num_copies=1)
         model, workload = blueprint.build_plannable(), blueprint.workload()

@@ -9,6 +9,7 @@ import typer
 from distembed.commands import prepare_interactions, prepare_table
 from distembed.commands.parameters import flattened
 from distembed.commands.shared import console, note, say
+from distembed.commands.vocabulary_options import VocabularyOptions
 from distembed.commands.work_options import WorkOptions
 from distembed.units import parse_bytes
 
@@ -30,9 +31,9 @@ class DatasetOptions:
         None
     )
     hash_seed: Annotated[int, typer.Option(help="Seed of the hash.")] = 0
-    split: Annotated[str, typer.Option(help="`days`, or shares of training, validation and test, in time order.")] = (
-        "0.8,0.1,0.1"
-    )
+    split: Annotated[
+        str, typer.Option(help="Shares of training, validation and test in time order, `days`, or `none`.")
+    ] = "0.8,0.1,0.1"
     max_rejected: Annotated[float, typer.Option(help="Share of malformed rows, above which nothing is written.")] = 0.01
     missing: Annotated[
         str, typer.Option(help="Missing integers: `zero` makes them 0, `keep` null, for models with soft one-hot.")
@@ -96,6 +97,7 @@ def prepare_criteo_command(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to make; it appears whole or not at all.")],
     *,
     dataset: DatasetOptions,
+    known: VocabularyOptions,
     work: WorkOptions,
     overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT if it is there.")] = False,
 ) -> None:
@@ -111,6 +113,8 @@ def prepare_criteo_command(
         split=dataset.split,
         max_rejected=dataset.max_rejected,
         missing=dataset.missing,
+        vocabulary=known.vocabulary,
+        grow=known.grow,
     )
     with prepare_progress(console) as progress:
         manifest = prepare_criteo(inputs, output, options, limits, overwrite=overwrite, progress=progress, note=note)

@@ -88,13 +88,15 @@ class SSEConfig:
         return self.tables.get(name, self.default)
 
 
-def build_sse(config: SSEConfig, num_embeddings: Mapping[str, int], reserved: Sequence[int]) -> dict[str, SSE]:
+def build_sse(
+    config: SSEConfig, num_embeddings: Mapping[str, int], reserved: Mapping[str, Sequence[int]]
+) -> dict[str, SSE]:
     """Returns the rule of every table whose ids are replaced, by table.
 
     Args:
         config: The ``sse`` section.
         num_embeddings: Number of ids of each table, by table.
-        reserved: Ids that are reserved in every table unless its settings say otherwise.
+        reserved: Ids that are reserved in a table unless its settings say otherwise, by table; none where it lacks it.
 
     Raises:
         UserError: A table is not there, or a graph cannot be read.
@@ -112,7 +114,9 @@ def build_sse(config: SSEConfig, num_embeddings: Mapping[str, int], reserved: Se
                 graph=None if own.graph is None else graphs[own.graph],
                 walk=None if own.walk is None else Walk(own.walk.restart, own.walk.max_steps),
                 schedule=own.schedule,
-                reserved=_reserved_below(num_embeddings[name], reserved) if own.reserved is None else own.reserved,
+                reserved=_reserved_below(num_embeddings[name], reserved.get(name, ()))
+                if own.reserved is None
+                else own.reserved,
                 keep_reserved=own.keep_reserved,
             )
     return rules

@@ -60,7 +60,7 @@ class ClickTask(Task):
         self.outputs = (*type(self).outputs, *self._weights.outputs)
         if self._group is not None:
             self.outputs = (*self.outputs, GROUPS)
-            self._no_groups = reserved_ids(Manifest.load(context.dataset))
+            self._no_groups = reserved_ids(Manifest.load(context.dataset), self._group)
 
     def step(self, outputs: Float[Tensor, " batch"], batch: Batch) -> tuple[Tensor, Outputs]:
         logits, labels = outputs.float(), batch[LABELS]

@@ -92,7 +92,7 @@ class NextItemTask(Task):
         self._context = context
         items = next(feature for feature in context.schema.categorical if feature.name == ITEM)
         self._num_items = items.num_embeddings
-        self._reserved = reserved_ids(Manifest.load(context.dataset))
+        self._reserved = reserved_ids(Manifest.load(context.dataset), ITEM)
         lists = [feature.name for feature in context.schema.categorical if feature.multi_hot]
         self._lists = frozenset([*lists, *context.schema.dense_sequences])
         self._targets_per_row = max(1.0, min(items.mean_ids_per_row - 1, self._config.max_length))

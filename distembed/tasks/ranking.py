@@ -66,7 +66,7 @@ class RankingTask(Task):
         self._context = context
         self._schema = batch_schema(self._config, context.schema)
         self._num_items = next(each.num_embeddings for each in context.schema.categorical if each.name == ITEM)
-        self._reserved = reserved_ids(Manifest.load(context.dataset))
+        self._reserved = reserved_ids(Manifest.load(context.dataset), ITEM)
         self._items: dict[tuple[str, ...], UserItems] = {}
 
     @cached_property

@@ -213,7 +213,8 @@ def _replaced_ids(config: Config, dataset: str, manifest: Manifest) -> dict[str,
     """
     features = batch_schema(config.task, manifest.schema).categorical
     num_embeddings = {feature.name: feature.num_embeddings for feature in features}
-    sse = build_sse(config.sse, num_embeddings, reserved_ids(manifest))
+    reserved = {feature.name: reserved_ids(manifest, feature.table_name) for feature in features}
+    sse = build_sse(config.sse, num_embeddings, reserved)
     for feature in features:
         rule = sse.get(feature.name)
         if rule is not None and rule.graph is not None:

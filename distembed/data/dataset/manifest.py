@@ -88,10 +88,10 @@ class Vocabulary:
     Attributes:
         file: Path of the Parquet file (id, key, count), relative to the dataset folder.
         num_ids: Number of distinct values that have an id of their own.
-        num_dropped: Number of distinct values seen fewer than ``min_count`` times, which share the out-of-vocabulary
-            id.
-        rows_dropped: Number of training rows that hold one of these.
-        rows_missing: Number of training rows without a value.
+        num_dropped: Number of distinct values of the training rows that share the out-of-vocabulary id: those seen
+            fewer than ``min_count`` times, or that the vocabulary of another dataset lacks which was applied.
+        rows_dropped: Number of training rows that hold one of these; of lists, how often they occur.
+        rows_missing: Number of training rows without a value; of lists, with an empty one.
     """
 
     file: str
@@ -340,13 +340,19 @@ class Manifest:
 def id_fingerprint(dataset_dir: str | os.PathLike[str], manifest: Manifest) -> str:
     """Returns a checksum of what each id stands for: equal for datasets that a model can be moved between.
 
-    It covers the tables' sizes and, where the dataset has them, its vocabularies or its hash.
+    It covers the tables' sizes and, where the dataset has them, its vocabularies or its hash, and what was learnt of
+    numbers: means, and where bins begin.
 
     Raises:
         UserError: A vocabulary is not as it was written.
     """
     digest = hashlib.sha256(json.dumps(manifest.schema.to_json()).encode())
     digest.update(repr([manifest.preparation.get(key) for key in ("hash_size", "hash_seed")]).encode())
+    columns = manifest.preparation.get("schema", {}).get("categorical", {})
+    seeds = {name: column["hash_seed"] for name, column in columns.items() if "hash_seed" in column}
+    learnt = manifest.preparation.get("learnt", {})
+    if seeds or learnt:  # so that the checksums of other datasets are what they were before there were such columns
+        digest.update(json.dumps([seeds, learnt], sort_keys=True).encode())
     for name in sorted(manifest.vocabularies):
         path = manifest.require_unchanged(dataset_dir, manifest.vocabularies[name].file)
         try:

@@ -123,7 +123,8 @@ class Base:
 
     def to_json(self) -> dict[str, Any]:
         """Returns what the manifest says of it."""
-        return {"id_fingerprint": id_fingerprint(self.folder, self.manifest), "grow": self.grows}
+        num_ids = {name: vocabulary.num_ids for name, vocabulary in self.manifest.vocabularies.items()}
+        return {"id_fingerprint": id_fingerprint(self.folder, self.manifest), "grow": self.grows, "num_ids": num_ids}
 
 
 def _dataset_folder(path: Path) -> Path:

@@ -41,6 +41,8 @@ class CriteoOptions:
             rows have no column that says more.
         max_rejected: Largest share of malformed rows that is no error; they are listed in ``rejected.tsv``.
         missing: What becomes of missing integers: ``zero``, so that they are as zeros, or ``keep``: they are null.
+        vocabulary: Folder of a dataset, or of a run, whose ids are applied; other values are out of vocabulary.
+        grow: Whether values that ``vocabulary`` lacks, and that are seen ``min_count`` times, get ids behind its own.
 
     Raises:
         UserError: An option is out of its range.
@@ -52,6 +54,8 @@ class CriteoOptions:
     split: str = "0.8,0.1,0.1"
     max_rejected: float = 0.01
     missing: str = "zero"
+    vocabulary: Path | None = None
+    grow: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_count <= MAX_COUNT:
@@ -82,6 +86,7 @@ class CriteoOptions:
         unused = {"min_count"} if self.hash_size is not None else {"hash_size", "hash_seed"}
         # so that the manifests of datasets with zeros are what they were before there was a choice
         unused |= {"missing"} if self.missing == "zero" else set()
+        unused |= {"vocabulary", "grow"}  # by what its ids are, which the pipeline records
         return ids | {name: value for name, value in asdict(self).items() if name not in unused}
 
 
@@ -120,5 +125,11 @@ def prepare_criteo(
     sources = list_sources(inputs, note)
     require_outside(sources, Path(output))
     source = CriteoSource(sources, options)
-    chosen = PrepareOptions(options.split, options.max_rejected, recorded={"source": "criteo", **options.to_json()})
+    chosen = PrepareOptions(
+        options.split,
+        options.max_rejected,
+        options.vocabulary,
+        options.grow,
+        recorded={"source": "criteo", **options.to_json()},
+    )
     return prepare_rows(source, output, chosen, limits, overwrite=overwrite, progress=progress, note=note)

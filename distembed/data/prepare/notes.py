@@ -24,6 +24,8 @@ def describe_dataset(manifest: Manifest, dataset_dir: str | os.PathLike[str]) ->
     if USER in manifest.vocabularies and ITEM in manifest.vocabularies:
         users, items = (manifest.vocabularies[name].num_ids for name in (USER, ITEM))
         yield f"{users:,} users, {items:,} items"
+    if "base" in manifest.preparation:
+        yield _applied_text(manifest)
     left_out = manifest.preparation.get("left_out", {})
     if left_out:
         yield f"left out: {', '.join(f'{count:,} {_LEFT_OUT[reason]}' for reason, count in left_out.items())}"
@@ -45,6 +47,16 @@ _LEFT_OUT = {
     "outside_core": "of users and items with too few",
 }
 """What is said of interactions that a dataset leaves out, by the reason."""
+
+
+def _applied_text(manifest: Manifest) -> str:
+    """Returns what became of the training rows' values that the vocabulary of another dataset lacks."""
+    base, entries = manifest.preparation["base"], manifest.vocabularies
+    new = sum(entry.num_ids - base["num_ids"][name] for name, entry in entries.items())
+    lacking = sum(entry.num_dropped for entry in entries.values())
+    rows = sum(entry.rows_dropped for entry in entries.values())
+    grown = f"{new:,} values have new ids behind the known ones, and " if base["grow"] else ""
+    return f"{grown}{lacking:,} values are out of the vocabulary that was applied, {rows:,} times in training"
 
 
 def _label_text(manifest: Manifest, split: Split) -> str:

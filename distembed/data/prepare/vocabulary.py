@@ -36,11 +36,12 @@ KEY_TYPES: dict[KeyKind, pa.DataType] = {"hexadecimal": pa.uint32(), "integer": 
 """Type of the keys in a vocabulary's file, by the kind of the values."""
 
 
-def reserved_ids(manifest: Manifest) -> tuple[int, ...]:
-    """Returns the ids that stand for no single value in any table: missing and, with a vocabulary, rare or unknown."""
-    if manifest.vocabularies:
+def reserved_ids(manifest: Manifest, table: str) -> tuple[int, ...]:
+    """Returns the ids of a table that stand for no single value: missing and, with a vocabulary, rare or unknown."""
+    if table in manifest.vocabularies:
         return MISSING_ID, OUT_OF_VOCABULARY_ID
-    return (MISSING_ID,) if manifest.preparation.get("hash_size") else ()
+    is_prepared = "hash_size" in manifest.preparation or "schema" in manifest.preparation
+    return (MISSING_ID,) if is_prepared else ()  # of hashed values, and of bins
 
 
 class IdMap(Protocol):

@@ -1,0 +1,207 @@
+"""The ids of a dataset, applied to other rows and grown by them, against a computation that goes row by row."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from distembed import cli
+from distembed.commands.shared import console, errors
+from distembed.data.dataset.manifest import Manifest, id_fingerprint
+from distembed.data.prepare import CriteoOptions, PrepareOptions, ResourceLimits, prepare_criteo, prepare_rows
+from distembed.data.prepare.blocks import BlockLayout, KeyColumn, NumberColumn
+from distembed.errors import UserError
+from tests.data import any_rows, reference
+from tests.data.any_rows import FLOAT32, LAYOUT, PythonRows, Row, random_rows, read_split, read_vocabulary
+from tests.data.reference import folder_bytes
+
+KEYS = {column.name: column for column in LAYOUT.ids if column.role == "feature"}
+FIRST, SECOND, THIRD = (random_rows(count, seed) for count, seed in ((120, 1), (90, 2), (150, 3)))
+
+
+def prepare(
+    rows: list[Row], output: Path, known: Path | None = None, grow: bool = False, split: str = "none"
+) -> Manifest:
+    return prepare_rows(PythonRows(LAYOUT, [rows]), output, PrepareOptions(split, vocabulary=known, grow=grow))
+
+
+def counts(rows: list[Row], column: KeyColumn) -> Counter:
+    return Counter(value for row in rows for value in any_rows.values_of(row, column) if value is not None)
+
+
+def check_ids(dataset: Path, rows: list[Row], values: dict[str, list]) -> None:
+    for row, got in zip(rows, read_split(dataset, "train"), strict=True):
+        for name, column in KEYS.items():
+            assert got[name] == any_rows.ids(row, column, values[name]), name
+
+
+@pytest.mark.parametrize("max_keys", [4, 1 << 16])
+def test_ids_are_applied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_keys: int) -> None:
+    prepare(FIRST, tmp_path / "first")
+    monkeypatch.setattr(ResourceLimits, "vocabulary_keys", max_keys)
+    manifest = prepare(SECOND, tmp_path / "second", tmp_path / "first")
+    values = {name: any_rows.vocabulary(FIRST, column) for name, column in KEYS.items()}
+    check_ids(tmp_path / "second", SECOND, values)
+    first = Manifest.load(tmp_path / "first")
+    assert manifest.schema == first.schema and manifest.preparation["learnt"] == first.preparation["learnt"]
+    ids = id_fingerprint(tmp_path / "first", first)
+    assert id_fingerprint(tmp_path / "second", manifest) == ids == manifest.preparation["base"]["id_fingerprint"]
+    for name, column in KEYS.items():
+        unseen = {value: count for value, count in counts(SECOND, column).items() if value not in values[name]}
+        entry = manifest.vocabularies[name]
+        assert (entry.num_dropped, entry.rows_dropped) == (len(unseen), sum(unseen.values()))
+    # applied to its own rows, all is as it was
+    prepare(FIRST, tmp_path / "again", tmp_path / "first")
+    before, after = folder_bytes(tmp_path / "first"), folder_bytes(tmp_path / "again")
+    assert all(before[name] == after[name] for name in before if name != "manifest.json") and len(before) == len(after)
+
+
+@pytest.mark.parametrize("max_keys", [4, 1 << 16])
+def test_ids_grow_behind_the_known_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_keys: int) -> None:
+    monkeypatch.setattr(ResourceLimits, "vocabulary_keys", max_keys)
+    days = {"first": FIRST, "second": SECOND, "third": THIRD}
+    values: dict[str, list] = {name: [] for name in KEYS}
+    totals: dict[str, Counter] = {name: Counter() for name in KEYS}
+    known: Path | None = None
+    for day, rows in days.items():
+        manifest = prepare(rows, tmp_path / day, known, grow=known is not None)
+        known = tmp_path / day
+        for name, column in KEYS.items():
+            values[name] = any_rows.vocabulary(rows, column, values[name])
+            here = counts(rows, column)
+            dropped = {value: count for value, count in here.items() if value not in values[name]}
+            totals[name] += Counter({value: here[value] for value in values[name]})
+            assert read_vocabulary(known, name) == [
+                (place, value, totals[name][value]) for place, value in enumerate(values[name], start=2)
+            ]
+            entry = manifest.vocabularies[name]
+            assert (entry.num_ids, entry.num_dropped, entry.rows_dropped) == (
+                len(values[name]),
+                len(dropped),
+                sum(dropped.values()),
+            )
+        check_ids(known, rows, values)
+    assert (
+        Manifest.load(tmp_path / "third").preparation["learnt"]
+        == Manifest.load(tmp_path / "first").preparation["learnt"]
+    )
+
+
+def test_only_training_rows_grow_a_vocabulary(tmp_path: Path) -> None:
+    prepare(FIRST, tmp_path / "first")
+    prepare(THIRD, tmp_path / "out", tmp_path / "first", grow=True, split="0.5,0,0.5")
+    column = KEYS["user"]
+    values = any_rows.vocabulary(THIRD[:75], column, any_rows.vocabulary(FIRST, column))
+    assert [key for _, key, _ in read_vocabulary(tmp_path / "out", "user")] == values
+
+
+@pytest.mark.parametrize("kind", ["kept", "config"])
+def test_a_run_stands_for_its_dataset(tmp_path: Path, kind: str) -> None:
+    manifest = prepare(FIRST, tmp_path / "first")
+    run = tmp_path / "run"
+    run.mkdir()
+    if kind == "kept":
+        (run / "dataset").mkdir()
+        (run / "dataset" / "vocabulary").symlink_to(tmp_path / "first" / "vocabulary")
+        manifest.without_rows().write(run / "dataset")
+    else:
+        (run / "config.yaml").write_text(f"data:\n  path: {tmp_path / 'first'}\n")
+    prepare(SECOND, tmp_path / "by_run", run)
+    prepare(SECOND, tmp_path / "by_dataset", tmp_path / "first")
+    assert folder_bytes(tmp_path / "by_run") == folder_bytes(tmp_path / "by_dataset")
+
+
+def layout(*ids: KeyColumn, transform: str = "none") -> BlockLayout:
+    number = NumberColumn("x", "dense", FLOAT32, transform)
+    return BlockLayout((number,), ids, tuple(column.name for column in ids))
+
+
+def test_what_does_not_fit_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    rows: list[Row] = [{"x": 1.0, "a": 1}, {"x": 2.0, "a": 1}]
+    lists: list[Row] = [{"x": 1.0, "a": [1]}] * 2
+    texts: list[Row] = [{"x": 1.0, "a": "1"}] * 2
+    plain, hashed = KeyColumn("a", "feature", "integer"), KeyColumn("a", "feature", "integer", hash_size=9, hash_seed=4)
+    none = PrepareOptions("none")
+    prepare_rows(PythonRows(layout(plain), [rows]), tmp_path / "plain", none)
+    recorded = {"schema": {"categorical": {"a": {"hash_seed": 4}}}}
+    prepare_rows(PythonRows(layout(hashed), [rows]), tmp_path / "hashed", PrepareOptions("none", recorded=recorded))
+    other_size, other_seed = (
+        KeyColumn("a", "feature", "integer", hash_size=size, hash_seed=seed) for size, seed in ((8, 4), (9, 0))
+    )
+    wrong = [
+        (
+            "plain",
+            layout(KeyColumn("b", "feature", "integer")),
+            [{"x": 1.0, "b": 1}],
+            "has the categorical features a, and",
+        ),
+        ("plain", layout(KeyColumn("a", "feature", "string")), texts, "and the column has string values"),
+        (
+            "plain",
+            layout(KeyColumn("a", "feature", "integer", is_list=True)),
+            lists,
+            "has one value a row, and the rows",
+        ),
+        ("plain", layout(hashed), rows, "has a vocabulary, and its values are to be hashed"),
+        ("hashed", layout(plain), rows, "has no vocabulary, and its values are to be given ids by one"),
+        ("hashed", layout(other_size), rows, "is hashed into 9 ids with the seed 4, and hash_size .* is 8"),
+        ("hashed", layout(other_seed), rows, r"\(--hash-seed\) 0: give the same"),
+        ("plain", layout(plain, transform="standardize"), rows, "learnt nothing of the column 'x'"),
+    ]
+    for known, given, of_layout, said in wrong:
+        with pytest.raises(UserError, match=said):
+            options = PrepareOptions("none", vocabulary=tmp_path / known)
+            prepare_rows(PythonRows(given, [of_layout]), tmp_path / "out", options)
+    for grow in (False, True):  # there is nothing to grow
+        options = PrepareOptions("none", vocabulary=tmp_path / "hashed", grow=grow, recorded=recorded)
+        prepare_rows(PythonRows(layout(hashed), [rows]), tmp_path / f"fits{grow}", options)
+        assert read_split(tmp_path / f"fits{grow}", "train") == read_split(tmp_path / "hashed", "train")
+    with pytest.raises(UserError, match="neither a dataset .* nor a run"):
+        prepare(FIRST, tmp_path / "out", tmp_path)
+    with pytest.raises(UserError, match="grow .* without vocabulary"):
+        PrepareOptions(grow=True)
+
+
+def test_a_damaged_vocabulary_is_refused(tmp_path: Path) -> None:
+    prepare(FIRST, tmp_path / "first")
+    file = tmp_path / "first" / "vocabulary" / "site.parquet"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    with pytest.raises(UserError, match="site.parquet"):
+        prepare(SECOND, tmp_path / "second", tmp_path / "first", grow=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first"]
+
+
+def command(*arguments: object) -> str:
+    """Runs ``prepare criteo`` within this process, and returns what it prints."""
+    with console.capture() as said, errors.capture() as noted:
+        cli.app(["prepare", "criteo", *map(str, arguments)], standalone_mode=False)
+    return noted.get() + said.get()
+
+
+def test_days_of_criteo_one_after_the_other(tmp_path: Path) -> None:
+    """Known ids never change, and the bytes of what one process or two make are the same."""
+    contents = [reference.content(400, seed) for seed in (1, 2)]
+    for day, content in enumerate(contents):
+        (tmp_path / f"day{day}.tsv").write_bytes(content)
+    prepare_criteo([tmp_path / "day0.tsv"], tmp_path / "0", CriteoOptions(split="none"))
+    said = command(
+        tmp_path / "day1.tsv", "-o", tmp_path / "1", "--split", "none", "--vocabulary", tmp_path / "0", "--grow"
+    )
+    command(
+        *(tmp_path / "day1.tsv", "-o", tmp_path / "two", "--split", "none", "--vocabulary", tmp_path / "0", "--grow"),
+        *("--processes", 2),
+    )
+    assert folder_bytes(tmp_path / "1") == folder_bytes(tmp_path / "two")
+    manifest = Manifest.load(tmp_path / "1")
+    new = sum(entry.num_ids for entry in manifest.vocabularies.values()) - sum(
+        entry.num_ids for entry in Manifest.load(tmp_path / "0").vocabularies.values()
+    )
+    assert new > 0 and f"{new:,} values have new ids behind the known ones" in said
+    for name in manifest.vocabularies:
+        before, after = read_vocabulary(tmp_path / "0", name), read_vocabulary(tmp_path / "1", name)
+        assert [entry[:2] for entry in after[: len(before)]] == [entry[:2] for entry in before]
+    command(tmp_path / "day1.tsv", "-o", tmp_path / "applied", "--split", "none", "--vocabulary", tmp_path / "0")
+    applied, first = Manifest.load(tmp_path / "applied"), Manifest.load(tmp_path / "0")
+    assert id_fingerprint(tmp_path / "applied", applied) == id_fingerprint(tmp_path / "0", first)
+    with pytest.raises(UserError, match="--hash-size"):
+        command(tmp_path / "day1.tsv", "-o", tmp_path / "hashed", "--vocabulary", tmp_path / "0", "--hash-size", 50)
