@@ -238,7 +238,7 @@ def test_a_file_without_rows_among_others_is_said(tmp_path: Path) -> None:
         ("rows.tsv/x", "Not a directory"),
         ("x" * 300, "File name too long"),
         ("a\0b", "null byte"),
-        ("photos", "has no .tsv, .txt or .gz file"),
+        ("photos", "has no .tsv, .txt, .gz or .zst file"),
         ("hard.tsv", "is named twice"),
         ("link.tsv", "is named twice"),
     ],

@@ -4,13 +4,16 @@ import codecs
 import gzip
 import hashlib
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from distembed.data.prepare.first_line import OTHER_KINDS
+from distembed.data.prepare.input_bytes import MAGIC, lines_between
 from distembed.data.prepare.inputs import input_names
 from distembed.data.prepare.source_files import SourceReader, list_sources
 from distembed.errors import UserError
@@ -22,7 +25,7 @@ def test_blocks_are_whole_lines_and_together_the_file(lines: list[bytes], size: 
     content = b"\n".join(lines) + (b"\n" if ends else b"")
     stored = gzip.compress(content) if packed else content
     assume(not content.startswith((*OTHER_KINDS, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)))
-    assume(packed or not content.startswith(b"\x1f\x8b"))
+    assume(packed or not content.startswith(tuple(MAGIC)))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "file"
         path.write_bytes(stored)
@@ -89,3 +92,37 @@ def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
     (tmp_path / "x.tsv").unlink()
     with pytest.raises(UserError, match="cannot be read"):
         list(reader.blocks())
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, lambda text: pa.compress(text, "zstd", asbytes=True)])
+def test_several_compressed_members_are_read_one_after_the_other(
+    pack: Callable[[bytes], bytes], tmp_path: Path
+) -> None:
+    texts = [b"x\n" * 3_000_000, b"", b"y\n", b"z\n" * 1_200_000]
+    (tmp_path / "rows").write_bytes(b"".join(map(pack, texts)))
+    reader = SourceReader(tmp_path / "rows", 1 << 20)
+    assert b"".join(reader.blocks()) == b"".join(texts)
+    assert reader.bytes_read == (tmp_path / "rows").stat().st_size
+
+
+@given(
+    lines=st.lists(st.sampled_from([b"", b"a", b"bbb", b"c" * 40])),
+    end=st.sampled_from([b"", b"\n", b"end"]),
+    data=st.data(),
+)
+def test_ranges_have_each_line_once(lines: list[bytes], end: bytes, data: st.DataObject) -> None:
+    content = b"\n".join(lines) + end
+    cuts = sorted({0, *data.draw(st.lists(st.integers(1, len(content) + 1), max_size=4))})
+    size = data.draw(st.integers(1, 9))
+    ranges = []
+    for start, stop in zip(cuts, [*cuts[1:], None], strict=True):
+        begin = max(0, start - 1)
+        pieces = iter([content[place : place + size] for place in range(begin, len(content), size)])
+        ranges.append(b"".join(lines_between(pieces, start, stop)))
+    assert b"".join(ranges) == content
+    starts = [0, *[place + 1 for place, byte in enumerate(content) if byte == ord("\n")]]
+    for start, stop, found in zip(cuts, [*cuts[1:], len(content) + 2], ranges, strict=True):
+        assert (
+            found.count(b"\n") + (not found.endswith(b"\n")) == sum(start <= each < stop for each in starts)
+            or not found
+        )

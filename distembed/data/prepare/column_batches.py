@@ -23,13 +23,14 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from distembed.data.prepare.first_line import require_text
+from distembed.data.prepare.input_bytes import GZIP, ZSTD, InputBytes, file_compression
 from distembed.data.prepare.inputs import InputFiles, is_pipe, open_input, require_text_name
 from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ProgressUpdate, ignore
-from distembed.data.prepare.source_files import is_gzip
 from distembed.errors import UserError
 from distembed.names import nearest
 
-_SEPARATORS = {".csv": ",", ".csv.gz": ",", ".tsv": "\t", ".tsv.gz": "\t"}
+_ENDS = {None: "", GZIP: ".gz", ZSTD: ".zst"}
+_SEPARATORS = {kind + end: mark for kind, mark in ((".csv", ","), (".tsv", "\t")) for end in _ENDS.values()}
 _RECBOLE = (".inter", ".user", ".item", ".kg", ".link")
 """RecBole's files of interactions, of what is known of users and items, and of knowledge graphs."""
 _SEPARATORS |= dict.fromkeys(_RECBOLE, "\t")
@@ -161,15 +162,14 @@ def _suffix_by_content(path: Path) -> str:
             return ".parquet"
     first_line = _first_line(path)
     kind = ".tsv" if b"\t" in first_line else ".csv"
-    return (".json" if first_line.lstrip().startswith(b"{") else kind) + (".gz" if is_gzip(path) else "")
+    return (".json" if first_line.lstrip().startswith(b"{") else kind) + _ENDS[file_compression(path)]
 
 
 def _first_line(path: Path) -> bytes:
-    """Returns the first line of a text file, plain or gzip; nothing where it is damaged, which reading it will say."""
+    """Returns the first line of a text file, up to a megabyte; nothing where it is damaged, as reading it will say."""
     try:
-        with gzip.open(path) if is_gzip(path) else open(path, "rb") as text:
-            return bytes(text.readline(_LEAST_BLOCK_BYTES))
-    except (EOFError, zlib.error, OSError):
+        return next(InputBytes(str(path)).pieces(), b"").partition(b"\n")[0]
+    except UserError:
         return b""
 
 
@@ -267,7 +267,7 @@ def _lines(path: Path, content: Path, memory_bytes: int) -> Iterator[tuple[pa.Re
     require_text(path, _first_line(content))
     block_bytes = max(_LEAST_BLOCK_BYTES, memory_bytes // _BLOCKS_READ_AHEAD)
     with (
-        pa.input_stream(str(content), compression="gzip" if is_gzip(content) else None) as stream,
+        pa.input_stream(str(content), compression=file_compression(content)) as stream,
         pcsv.open_csv(
             stream,
             pcsv.ReadOptions(block_size=block_bytes, column_names=["line"]),
@@ -401,7 +401,7 @@ def _read_json(source: _Source, wanted: WantedColumns, memory_bytes: int) -> Ite
             f"{path} is JSON, which has two columns; {len(wanted.kinds)} are read: {', '.join(wanted.kinds)}."
         )
     try:
-        with gzip.open(content) if is_gzip(content) else open(content, "rb") as file:
+        with gzip.open(content) if file_compression(content) == GZIP else open(content, "rb") as file:
             text = file.read(_MOST_JSON_BYTES + 1)
         value = json.loads(text) if len(text) <= _MOST_JSON_BYTES else None
     except (ValueError, EOFError, zlib.error, RecursionError) as error:

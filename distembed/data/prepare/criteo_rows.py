@@ -11,9 +11,10 @@ import numpy as np
 
 from distembed.data.dataset.schema import CRITEO_CATEGORICAL, CRITEO_DENSE
 from distembed.data.prepare.blocks import BlockLayout, KeyColumn, NumberColumn, ParsedBlock, Part, RawInput
+from distembed.data.prepare.input_bytes import file_compression
 from distembed.data.prepare.inputs import input_names, is_pipe
 from distembed.data.prepare.parse_rows import REASONS, parse_block
-from distembed.data.prepare.source_files import SourceReader, is_gzip
+from distembed.data.prepare.source_files import SourceReader
 
 if TYPE_CHECKING:
     from distembed.data.prepare.criteo import CriteoOptions
@@ -71,7 +72,7 @@ def _describe(file: Path, name: str) -> RawInput:
     """Returns a file's size and kind; nothing is read of a pipe."""
     if is_pipe(file):
         return RawInput(name, str(file), None)
-    return RawInput(name, str(file), file.stat().st_size, is_gzip(file))
+    return RawInput(name, str(file), file.stat().st_size, file_compression(file) is not None)
 
 
 def _parts(number: int, described: RawInput, part_bytes: int) -> list[Part]:

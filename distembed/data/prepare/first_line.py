@@ -17,7 +17,6 @@ OTHER_KINDS = {
     b"PK\x03\x04": "a zip archive",
     b"BZh": "a bzip2 file",
     b"\xfd7zXZ\x00": "an xz file",
-    b"\x28\xb5\x2f\xfd": "a Zstandard file",
     b"PAR1": "a Parquet file",
 }
 _NUM_NUMBERS = 1 + len(CRITEO_DENSE)
@@ -38,8 +37,8 @@ def require_text(path: Path, data: bytes) -> None:
     kind = next((name for magic, name in OTHER_KINDS.items() if data.startswith(magic)), None)
     if kind is not None:
         raise UserError(
-            f"{path} is {kind}; give its rows as text, plain or gzip, or unpack it into a pipe and name that, or - for "
-            "standard input"
+            f"{path} is {kind}; give its rows as text, plain, gzip or Zstandard, or unpack it into a pipe and name "
+            "that, or - for standard input"
         )
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)) and b"\0" in data[:8]:
         raise UserError(

@@ -37,6 +37,15 @@ def compression_of(first: bytes) -> str | None:
     return next((name for magic, name in MAGIC.items() if first.startswith(magic)), None)
 
 
+def file_compression(path: Path) -> str | None:
+    """Returns how a file is compressed, by its first bytes; None where it is not, or cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return compression_of(file.read(_FIRST_BYTES))
+    except OSError:
+        return None
+
+
 class InputBytes:
     """Reads an input once, from its beginning or from a place within it.
 
