@@ -120,9 +120,7 @@ def test_ranges_have_each_line_once(lines: list[bytes], end: bytes, data: st.Dat
         pieces = iter([content[place : place + size] for place in range(begin, len(content), size)])
         ranges.append(b"".join(lines_between(pieces, start, stop)))
     assert b"".join(ranges) == content
-    starts = [0, *[place + 1 for place, byte in enumerate(content) if byte == ord("\n")]]
-    for start, stop, found in zip(cuts, [*cuts[1:], len(content) + 2], ranges, strict=True):
-        assert (
-            found.count(b"\n") + (not found.endswith(b"\n")) == sum(start <= each < stop for each in starts)
-            or not found
-        )
+    starts = [place for place in range(len(content)) if place == 0 or content[place - 1 : place] == b"\n"]
+    for start, stop, found in zip(cuts, [*cuts[1:], len(content) + 1], ranges, strict=True):
+        num_lines = found.count(b"\n") + (found[-1:] not in (b"", b"\n"))
+        assert num_lines == sum(start <= each < stop for each in starts)
