@@ -72,14 +72,15 @@ def load_id_counts(config: Config, features: Sequence[CategoricalFeature]) -> di
     # hashed ids are in no order of frequency
     if config.data.path is None or config.embedding.default.hash_seed is not None:
         return unknown
-    manifest = Manifest.load(config.data.path)
+    dataset = config.data.require_path()
+    manifest = Manifest.load(dataset)
     if not manifest.vocabularies:
         return unknown
     num_rows = manifest.split(config.data.train).num_rows
     counts: dict[str, IdCounts] = {}
     for feature in features:
         if feature.name in manifest.vocabularies:
-            file = manifest.require_unchanged(config.data.path, manifest.vocabularies[feature.name].file)
+            file = manifest.require_unchanged(dataset, manifest.vocabularies[feature.name].file)
             counts[feature.name] = CountedIds(_read_counts(file))
         else:
             # the sum of 1/i is about the logarithm and Euler's constant

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from distembed.data.dataset.manifest import Manifest
+from distembed.data.dataset.mirror import dataset_folder
 from distembed.data.dataset.row_groups import RowGroup, list_row_groups
 from distembed.data.dataset.schema import ITEM, USER, Schema
 from distembed.errors import UserError
@@ -66,7 +66,7 @@ class UserItems:
         """
         manifest = Manifest.load(dataset)
         num_users, num_items = (_num_ids(manifest.schema, name) for name in (USER, ITEM))
-        groups = (group for split in splits for group in list_row_groups(Path(dataset), manifest, split))
+        groups = (group for split in splits for group in list_row_groups(dataset_folder(dataset), manifest, split))
         keys = [_keys(*_pairs(group), num_users, num_items) for group in groups]
         return cls._from_keys(keys, num_users, num_items)
 

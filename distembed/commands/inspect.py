@@ -56,7 +56,7 @@ def report_command(
 @app.command("check", epilog="Example: `distembed check runs/first`")
 def check_command(
     path: Annotated[
-        str, typer.Argument(metavar="PATH", help="A run, a checkpoint (a URL will do), a dataset or a graph.")
+        str, typer.Argument(metavar="PATH", help="A run, a checkpoint or a dataset (URLs will do), or a graph.")
     ],
 ) -> None:
     """Hold every byte of a run's checkpoints, a checkpoint, a dataset or a graph against its checksum."""

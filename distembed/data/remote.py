@@ -131,6 +131,24 @@ def read_remote(url: str) -> bytes:
         return file.read()
 
 
+def read_range(url: str, start: int, stop: int) -> bytes:
+    """Returns the bytes ``[start, stop)`` of a file, in one request.
+
+    Raises:
+        UserError: There is no such file.
+        RunError: The server does not answer, or the file ends before.
+    """
+    files, path = file_system(url)
+
+    def read() -> bytes:
+        data = bytes(files.cat_file(path, start=start, end=stop))
+        if len(data) != stop - start:
+            raise OSError(f"{len(data):,} bytes came where {stop - start:,} were asked for")
+        return data
+
+    return retried(url, "be read", read)
+
+
 def fetch(url: str, path: Path) -> None:
     """Copies a remote file to a local one, which appears whole or not at all.
 

@@ -11,7 +11,9 @@ from distembed.checksums import Verification
 from distembed.config import load_config
 from distembed.data.dataset.kept import kept_dataset
 from distembed.data.dataset.manifest import MANIFEST_NAME
+from distembed.data.dataset.mirror import is_remote_dataset
 from distembed.data.dataset.verification import verify_dataset
+from distembed.data.remote import is_url
 from distembed.errors import UserError
 from distembed.files import read_regular_file
 from distembed.graph.folder import GRAPH_FILE
@@ -44,13 +46,15 @@ def check(path: str) -> Iterator[Checked]:
     After a run come what it keeps of its dataset, and its checkpoints.
 
     Args:
-        path: Folder of a run, a checkpoint, a dataset or a graph, or URL of a checkpoint.
+        path: Folder of a run, a checkpoint, a dataset or a graph, or URL of a checkpoint or a dataset.
 
     Raises:
         UserError: There is none of these at the place.
     """
     folder = Path(path)
-    if "://" in path or _has(folder, LAST_FILE, METADATA_FILE):
+    if is_url(path) and is_remote_dataset(path):
+        yield Checked("dataset", path, verify_dataset(path))
+    elif is_url(path) or _has(folder, LAST_FILE, METADATA_FILE):
         yield _check_checkpoint(path)
     elif _has(folder, MANIFEST_NAME):
         yield Checked("dataset", path, verify_dataset(folder))

@@ -27,6 +27,8 @@ _MAY_CHANGE = {
     "data.validation",
     "data.test",
     "data.decode_threads",
+    "data.cache_dir",
+    "data.cache_bytes",
     "train.device",
     "train.log_every",
     "train.evaluate_every",
@@ -83,7 +85,7 @@ def choose_dataset(run: Path, config: Config, data: str | None, needs_rows: bool
     Args:
         run: The run's folder.
         config: The run's config.
-        data: The folder of another dataset, whose ids have to stand for the same values; None for the run's own.
+        data: The folder or URL of another dataset, whose ids have to stand for the same values; None for the run's own.
         needs_rows: Whether rows of the dataset are read; if not, what the run keeps of it is enough.
 
     Raises:
@@ -92,7 +94,7 @@ def choose_dataset(run: Path, config: Config, data: str | None, needs_rows: bool
     kept = kept_dataset(run)
     if data is None and kept is not None and not needs_rows:
         return str(kept)
-    dataset = data or config.data.require_path()
+    dataset = config.data.require_path() if data is None else config.data.local_folder(data)
     if not Path(dataset).exists():
         raise UserError(f"the dataset {dataset} of {run} is not here; say where it is with --data.")
     trained_on = read_json_object(run / "run.json").get("id_fingerprint")

@@ -56,6 +56,7 @@ def check_capacity(assessment: "Assessment", shape: Shape) -> Finding:
 def check_dataset(config: "Config") -> Finding:
     """Checks that the dataset is there, with all files of its manifest, and that the config's splits are whole."""
     from distembed.data.dataset.manifest import Manifest
+    from distembed.data.dataset.mirror import mirror_of
     from distembed.training.start_checks import require_splits
 
     try:
@@ -64,15 +65,16 @@ def check_dataset(config: "Config") -> Finding:
     except (UserError, RunError, OSError) as error:
         return _wrong("dataset", str(error))
     files = [file for split in manifest.splits.values() for file in split.files]
-    missing = [file.path for file in files if not (path / file.path).is_file()]
+    is_remote = mirror_of(path) is not None
+    missing = [file.path for file in files if not (is_remote or (path / file.path).is_file())]
     if missing:
         lacks = f"{path} lacks {len(missing)} of its {len(files)} files, {missing[0]} first"
         return _wrong("dataset", lacks, "prepare it again")
     try:
         require_splits(str(path), config.data.splits())
-    except UserError as error:
+    except (UserError, RunError) as error:
         return _wrong("dataset", str(error))
-    return Finding("dataset", "ok", f"{path}: {len(files)} file(s)")
+    return Finding("dataset", "ok", f"{config.data.path}: {len(files)} file(s)")
 
 
 def check_writable(what: str, folder: Path) -> Finding:

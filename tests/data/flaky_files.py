@@ -48,6 +48,12 @@ class Flaky(MemoryFileSystem):
         super().rm_file(path)
         self.may_fail()
 
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
+        self.may_fail()
+        data = bytes(super().cat_file(path, start=start, end=end, **options))
+        type(self).bytes_read += len(data)
+        return data
+
     def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
         if mode != "rb":
             return super()._open(path, mode, **options)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pyarrow as pa
 
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.errors import UserError
 
 
-def check_columns(path: Path, columns: pa.Schema, schema: Schema) -> None:
+def check_columns(path: str, columns: pa.Schema, schema: Schema) -> None:
     """Makes sure that a file has a schema's columns, and that their types fit their roles.
 
     Args:
-        path: Path of the file, for errors.
+        path: Path or URL of the file, for errors.
         columns: Columns of the file.
         schema: What they should be.
 
@@ -36,7 +34,7 @@ def check_columns(path: Path, columns: pa.Schema, schema: Schema) -> None:
         _check_ids(path, feature, columns.field(feature.name).type)
 
 
-def _check_ids(path: Path, feature: CategoricalFeature, kind: pa.DataType) -> None:
+def _check_ids(path: str, feature: CategoricalFeature, kind: pa.DataType) -> None:
     is_list = _is_list(kind)
     wanted = "a list of integers" if feature.multi_hot else "integer"
     if is_list != feature.multi_hot or not pa.types.is_integer(kind.value_type if is_list else kind):

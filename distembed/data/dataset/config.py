@@ -7,7 +7,9 @@ from pydantic import Field
 
 from distembed.cores import usable_cores
 from distembed.data.dataset.manifest import Manifest
+from distembed.data.dataset.mirror import DEFAULT_CACHE_BYTES, CacheSettings, dataset_folder
 from distembed.data.dataset.schema import SCHEMAS, Schema
+from distembed.data.remote import is_url
 from distembed.errors import UserError
 from distembed.names import STRICT, one_of
 
@@ -19,13 +21,17 @@ class DataConfig:
     """Where the rows are.
 
     Attributes:
-        path: Folder that ``distembed prepare`` made; relative to the working directory.
+        path: Folder that ``distembed prepare`` made, relative to the working directory, or its URL, such as
+            ``s3://bucket/criteo``.
         schema: Name of a known dataset's shape, to describe a model without the data; used where ``path`` is not set.
         train: Split to train on.
         validation: Split to evaluate on while training; null for none.
         test: Split of the final evaluation; null for none.
         decode_threads: Threads of each rank that decode rows ahead of the batches; null for as many as there are
-            processors for, at most 4. Rows and their order are the same for any number.
+            processors for, at most 4, and for 4 where rows come from a URL. Rows and their order are the same for any
+            number.
+        cache_dir: Folder on this machine for what is fetched from a URL; null for ``~/.cache/distembed``.
+        cache_bytes: Most bytes of row groups in it; those that were used last are kept.
     """
 
     path: str | None = None
@@ -34,6 +40,8 @@ class DataConfig:
     validation: str | None = "validation"
     test: str | None = "test"
     decode_threads: Annotated[int, Field(ge=0)] | None = None
+    cache_dir: str | None = None
+    cache_bytes: Annotated[int, Field(ge=0)] = DEFAULT_CACHE_BYTES
 
     def threads_of_rank(self, local_world_size: int) -> int:
         """Returns the number of threads in which a rank decodes rows ahead.
@@ -43,6 +51,8 @@ class DataConfig:
         """
         if self.decode_threads is not None:
             return self.decode_threads
+        if self.path is not None and is_url(self.path):
+            return _MOST_THREADS  # which mostly wait
         # one processor of a rank computes, and a thread decodes 2.7 million rows of Criteo a second
         return max(0, min(usable_cores() // local_world_size - 1, _MOST_THREADS))
 
@@ -53,7 +63,7 @@ class DataConfig:
             UserError: Neither is given, or what is given is not there.
         """
         if self.path is not None:
-            return Manifest.load(self.path).schema
+            return Manifest.load(self.require_path()).schema
         if self.schema is not None:
             return SCHEMAS[one_of("data.schema", self.schema, SCHEMAS)]
         raise UserError(
@@ -66,13 +76,27 @@ class DataConfig:
         return {"data.train": self.train, "data.validation": self.validation, "data.test": self.test}
 
     def require_path(self) -> str:
-        """Returns ``path``, where rows are needed.
+        """Returns the folder of the dataset, where rows are needed; for a URL, the one where its files are fetched to.
 
         Raises:
-            UserError: It is not set.
+            UserError: ``path`` is not set, or there is no dataset at its URL.
+            RunError: The URL's server does not answer.
         """
         if self.path is None:
             raise UserError(
                 "data.path is not set: give the folder that `distembed prepare` made, for example data.path=criteo."
             )
-        return self.path
+        return self.local_folder(self.path)
+
+    def local_folder(self, dataset: str) -> str:
+        """Returns the folder of a dataset, be it a path or a URL, with this section's cache.
+
+        Raises:
+            UserError: There is no dataset at the URL.
+            RunError: The URL's server does not answer.
+        """
+        return (
+            str(dataset_folder(dataset, CacheSettings(self.cache_dir, self.cache_bytes)))
+            if is_url(dataset)
+            else dataset
+        )

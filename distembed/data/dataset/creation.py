@@ -79,7 +79,7 @@ def _count_rows(path: Path, schema: Schema) -> tuple[int, dict[str | None, float
     names = [name for name in (schema.label, schema.weight) if name is not None]
     try:
         file = pq.ParquetFile(path)
-        check_columns(path, file.schema_arrow, schema)
+        check_columns(str(path), file.schema_arrow, schema)
         if not names:
             return file.metadata.num_rows, {}
         columns = {name: pc.cast(file.read(columns=[name]).column(0), pa.float64()) for name in names}

@@ -30,6 +30,7 @@ from typing import Any
 import pyarrow as pa
 
 from distembed.checksums import KEY, FileChecksum, checksum_differs, with_checksum
+from distembed.data.dataset.mirror import dataset_folder, mirror_of
 from distembed.data.dataset.pieces import CHECKSUMS_NAME, REMEDY, Pieces, file_pieces, write_pieces
 from distembed.data.dataset.schema import Schema
 from distembed.errors import UserError
@@ -163,12 +164,12 @@ class Manifest:
 
     @classmethod
     def load(cls, dataset_dir: str | os.PathLike[str]) -> Manifest:
-        """Reads ``dataset_dir/manifest.json``.
+        """Reads ``dataset_dir/manifest.json``, of a folder or a URL.
 
         Raises:
-            UserError: The folder is not a dataset, its format is another version's, or the file is damaged.
+            UserError: The folder or URL is not a dataset, its format is another version's, or the file is damaged.
         """
-        path = Path(dataset_dir) / MANIFEST_NAME
+        path = dataset_folder(dataset_dir) / MANIFEST_NAME
         return cls.from_json(read_folder_json(path, "dataset", "make one with `distembed prepare`"), path)
 
     def save(self, dataset_dir: str | os.PathLike[str], pieces: Mapping[str, Pieces] | None = None) -> Manifest:
@@ -240,14 +241,27 @@ class Manifest:
     def require_unchanged(self, dataset_dir: str | os.PathLike[str], file: str) -> Path:
         """Returns the path of a file that belongs to no split, once it is held against its checksum, if it has one.
 
+        A file of a remote dataset is fetched where it is not at hand, or is not as it was written.
+
         Raises:
             UserError: The file is not as it was written.
+            RunError: It cannot be fetched.
         """
-        path = Path(dataset_dir) / file
-        problem = self.checksums[file].problem(path) if self.has_checksums else None
+        folder = dataset_folder(dataset_dir)
+        mirror = mirror_of(folder)
+        if mirror is not None:
+            mirror.fetch(file)
+        problem = self._problem(folder, file)
+        if problem is not None and mirror is not None:
+            mirror.fetch(file, again=True)
+            problem = self._problem(folder, file)
         if problem is not None:
             raise UserError(f"{problem}; {REMEDY}.")
-        return path
+        return folder / file
+
+    def _problem(self, folder: Path, file: str) -> str | None:
+        """Returns what is wrong with a file that belongs to no split; None where nothing is, or is known."""
+        return self.checksums[file].problem(folder / file) if self.has_checksums else None
 
     def to_json(self) -> dict[str, Any]:
         """Returns the manifest as plain JSON values, in a fixed order."""

@@ -16,11 +16,12 @@ bit can change the encoding or the number of values.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -28,6 +29,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from distembed.checksums import checksum_of, file_checksum
+from distembed.data.dataset.mirror import RemotePieces
 from distembed.errors import UserError
 from distembed.files import whole_file
 
@@ -44,72 +46,108 @@ class PiecewiseFile:
     """A Parquet file of which every piece that is read is held against its checksum.
 
     Attributes:
-        path: Path of the file.
+        path: Path of the file; where it would be, of a remote one.
         pieces: Its pieces; None for a file without checksums.
+        remote: Where its bytes come from, if they are not at the path; such a file has checksums.
     """
 
     path: Path
     pieces: Pieces | None = None
+    remote: RemotePieces | None = None
+
+    def __str__(self) -> str:
+        """Returns the path or the URL."""
+        return str(self.path) if self.remote is None else self.remote.url
 
     def metadata(self) -> pq.FileMetaData:
         """Reads the footer.
 
         Raises:
             UserError: It is damaged, or the file cannot be read.
+            RunError: The server of a remote file does not answer.
         """
         try:
-            with self.path.open("rb") as file:
-                return self._metadata(file)
+            if self.pieces is None:
+                return pq.read_metadata(self.path)
+            return pq.read_metadata(pa.BufferReader(self._read(*self._bounds(None, len(self.pieces) - 1))))
         except (pa.ArrowException, OSError) as error:
-            raise UserError(f"{self.path} is not a readable Parquet file: {error}; {REMEDY}") from error
+            raise UserError(f"{self} is not a readable Parquet file: {error}; {REMEDY}") from error
 
     def row_group(self, index: int, columns: Sequence[str]) -> pa.Table:
         """Reads columns of a row group, whose bytes are read once, held against their checksum and then decoded.
 
         Raises:
             UserError: The row group is damaged, or the file cannot be read.
+            RunError: The server of a remote file does not answer.
         """
+        metadata = self.metadata()
         try:
-            with self.path.open("rb") as file:
-                metadata = self._metadata(file)
-                start, stop = self._bounds(metadata, index)
-                data = self._read(file, start, stop - start, index)
-            source = pa.PythonFile(_Part(data, start), "r")
+            bounds = self._bounds(metadata, index)
+            source = pa.PythonFile(_Part(self._read(*bounds), bounds[1]), "r")
             with pq.ParquetFile(source, metadata=metadata) as parquet:
                 return parquet.read_row_group(index, columns=list(columns), use_threads=False)
         except (pa.ArrowException, OSError) as error:
-            raise UserError(f"{self.path}, row group {index} cannot be read: {error}; {REMEDY}") from error
+            raise UserError(f"{self}, row group {index} cannot be read: {error}; {REMEDY}") from error
 
-    def _metadata(self, file: IO[bytes]) -> pq.FileMetaData:
-        if self.pieces is None:
-            return pq.read_metadata(file)
-        start = int(self.pieces["bytes"][:-1].sum())
-        footer = self._read(file, start, int(self.pieces["bytes"][-1]), len(self.pieces) - 1)
-        return pq.read_metadata(pa.BufferReader(footer))
+    def damaged_pieces(self) -> Iterator[str]:
+        """Yields what is wrong with each piece that is not as it was written, of a file with checksums.
 
-    def _bounds(self, metadata: pq.FileMetaData, index: int) -> tuple[int, int]:
-        """Returns where a row group's piece begins and ends."""
+        A remote file is read from its URL, whatever the cache has.
+
+        Raises:
+            OSError: The file cannot be read.
+            UserError: There is no such remote file.
+            RunError: The server of a remote file does not answer.
+        """
+        assert self.pieces is not None
+        stops = np.cumsum(self.pieces["bytes"])
+        with contextlib.ExitStack() as opened:
+            file = opened.enter_context(self.path.open("rb")) if self.remote is None else None
+            for index, (piece, stop) in enumerate(zip(self.pieces, stops.tolist(), strict=True)):
+                num_bytes, checksum = int(piece["bytes"]), _checksum(piece)
+                if file is not None:
+                    is_whole = file_checksum(file, num_bytes) == checksum
+                else:
+                    assert self.remote is not None
+                    is_whole = self.remote.read_uncached(stop - num_bytes, stop, checksum) is not None
+                if not is_whole:
+                    yield self._damaged(index)
+
+    def _bounds(self, metadata: pq.FileMetaData | None, index: int) -> tuple[int, int, int]:
+        """Returns the number of a piece, and where it begins and ends; without metadata for a file with checksums."""
         sizes = piece_sizes(self.path, metadata) if self.pieces is None else self.pieces["bytes"].tolist()
         start = sum(sizes[:index])
-        return start, start + sizes[index]
+        return index, start, start + sizes[index]
 
-    def _read(self, file: IO[bytes], start: int, num_bytes: int, index: int) -> bytes:
+    def _read(self, index: int, start: int, stop: int) -> bytes:
         """Reads a piece.
 
         Raises:
             UserError: It is not as it was written.
         """
-        file.seek(start)
-        data = file.read(num_bytes)
-        if self.pieces is not None and checksum_of(data) != self.pieces["checksum"][index].tobytes().hex():
-            raise UserError(damaged_piece(self.path, index, len(self.pieces)))
+        checksum = None if self.pieces is None else _checksum(self.pieces[index])
+        if self.remote is not None:
+            assert checksum is not None, "remote files have checksums"
+            data = self.remote.read(start, stop, checksum)
+        else:
+            with self.path.open("rb") as file:
+                file.seek(start)
+                data = file.read(stop - start)
+            data = data if checksum is None or checksum_of(data) == checksum else None
+        if data is None:
+            raise UserError(self._damaged(index))
         return data
 
+    def _damaged(self, index: int) -> str:
+        """Returns the text of an error that says which piece of the file is damaged."""
+        assert self.pieces is not None
+        what = "footer" if index == len(self.pieces) - 1 else f"row group {index}"
+        return f"{self}, {what} is damaged: its checksum is not that of what was written; {REMEDY}"
 
-def damaged_piece(path: Path, index: int, num_pieces: int) -> str:
-    """Returns the text of an error that says which piece of a file is damaged."""
-    what = "footer" if index == num_pieces - 1 else f"row group {index}"
-    return f"{path}, {what} is damaged: its checksum is not that of what was written; {REMEDY}"
+
+def _checksum(piece: np.void) -> str:
+    """Returns the checksum of a piece as text."""
+    return str(piece["checksum"].tobytes().hex())
 
 
 class _Part:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +14,12 @@ import pyarrow.parquet as pq
 
 from distembed.data.dataset.columns import check_columns
 from distembed.data.dataset.manifest import DataFile, Manifest
+from distembed.data.dataset.mirror import mirror_of
 from distembed.data.dataset.pieces import CHECKSUMS_NAME, PIECE, REMEDY, Pieces, PiecewiseFile
 from distembed.data.dataset.schema import Schema
 from distembed.errors import UserError
+
+_FETCHES_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,7 @@ class RowGroup:
 
     def __str__(self) -> str:
         """Returns the place for an error."""
-        return f"{self.file.path}, row group {self.index}"
+        return f"{self.file}, row group {self.index}"
 
     def read(self, columns: Sequence[str]) -> pa.Table:
         """Reads columns of its rows.
@@ -64,12 +69,39 @@ def list_row_groups(dataset_dir: Path, manifest: Manifest, split_name: str) -> t
         )
     pieces = read_pieces(dataset_dir, manifest)
     groups: list[RowGroup] = []
-    for file in split.files:
-        piecewise = PiecewiseFile(dataset_dir / file.path, pieces.get(file.path))
-        metadata = checked_metadata(piecewise, file, manifest.schema)
+    files = piecewise_files(dataset_dir, split.files, pieces)
+    for piecewise, metadata in zip(files, _all_metadata(files, split.files, manifest.schema), strict=True):
         rows = (metadata.row_group(index).num_rows for index in range(metadata.num_row_groups))
         groups.extend(RowGroup(piecewise, index, num_rows) for index, num_rows in enumerate(rows) if num_rows)
     return tuple(groups)
+
+
+def piecewise_files(dataset_dir: Path, files: Sequence[DataFile], pieces: Mapping[str, Pieces]) -> list[PiecewiseFile]:
+    """Returns files of a dataset, which are read where they are: in the folder, or at the URL that it mirrors.
+
+    Raises:
+        UserError: A remote file has no checksums.
+    """
+    mirror = mirror_of(dataset_dir)
+    if mirror is None:
+        return [PiecewiseFile(dataset_dir / file.path, pieces.get(file.path)) for file in files]
+    lacking = [file.path for file in files if file.path not in pieces]
+    if lacking:
+        raise UserError(
+            f"{mirror.url} has no checksums of {lacking[0]}: a dataset at a URL needs them; prepare it again"
+        )
+    return [PiecewiseFile(dataset_dir / file.path, pieces[file.path], mirror.pieces(file.path)) for file in files]
+
+
+def _all_metadata(
+    piecewise: Sequence[PiecewiseFile], files: Sequence[DataFile], schema: Schema
+) -> Iterator[pq.FileMetaData]:
+    """Yields what each file's footer says; those of remote files are fetched several at a time."""
+    if any(file.remote is not None for file in piecewise):
+        with ThreadPoolExecutor(_FETCHES_AT_ONCE) as threads:
+            yield from threads.map(checked_metadata, piecewise, files, repeat(schema))
+    else:
+        yield from map(checked_metadata, piecewise, files, repeat(schema))
 
 
 def checked_metadata(piecewise: PiecewiseFile, file: DataFile, schema: Schema) -> pq.FileMetaData:
@@ -77,11 +109,12 @@ def checked_metadata(piecewise: PiecewiseFile, file: DataFile, schema: Schema) -
 
     Raises:
         UserError: The file is missing, lacks a column, or has another size, footer or number of rows.
+        RunError: The server of a remote file does not answer.
     """
     path = piecewise.path
-    if not path.is_file():
+    if piecewise.remote is None and not path.is_file():
         raise UserError(f"{path} is missing: the manifest lists it; {REMEDY}")
-    if path.stat().st_size != file.bytes:
+    if piecewise.remote is None and path.stat().st_size != file.bytes:
         raise UserError(
             f"{path} has {path.stat().st_size} bytes, the manifest says {file.bytes}: "
             f"it was cut short or changed; {REMEDY}"
@@ -90,10 +123,10 @@ def checked_metadata(piecewise: PiecewiseFile, file: DataFile, schema: Schema) -
     try:
         columns = metadata.schema.to_arrow_schema()
     except pa.ArrowException as error:
-        raise UserError(f"{path} has columns that cannot be read: {error}; {REMEDY}") from error
-    check_columns(path, columns, schema)
+        raise UserError(f"{piecewise} has columns that cannot be read: {error}; {REMEDY}") from error
+    check_columns(str(piecewise), columns, schema)
     if metadata.num_rows != file.num_rows:
-        raise UserError(f"{path} has {metadata.num_rows} rows, the manifest says {file.num_rows}; {REMEDY}")
+        raise UserError(f"{piecewise} has {metadata.num_rows} rows, the manifest says {file.num_rows}; {REMEDY}")
     return metadata
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from distembed.checksums import Verification, file_checksum
+from distembed.checksums import Verification
 from distembed.data.dataset.manifest import MANIFEST_NAME, DataFile, Manifest, Split
-from distembed.data.dataset.pieces import CHECKSUMS_NAME, REMEDY, Pieces, PiecewiseFile, damaged_piece
-from distembed.data.dataset.row_groups import checked_metadata, list_row_groups, read_pieces
-from distembed.errors import UserError
+from distembed.data.dataset.mirror import dataset_folder
+from distembed.data.dataset.pieces import CHECKSUMS_NAME, REMEDY, Pieces, PiecewiseFile
+from distembed.data.dataset.row_groups import checked_metadata, list_row_groups, piecewise_files, read_pieces
+from distembed.errors import RunError, UserError
 
 
 def require_whole(dataset_dir: str | os.PathLike[str], split_names: Iterable[str]) -> None:
@@ -22,13 +23,13 @@ def require_whole(dataset_dir: str | os.PathLike[str], split_names: Iterable[str
     It reads the ends of files only, so that it can be called before the first step for all splits of a run.
 
     Args:
-        dataset_dir: Folder with ``manifest.json``.
+        dataset_dir: Folder with ``manifest.json``, or its URL.
         split_names: Names of the splits that are going to be read.
 
     Raises:
         UserError: The dataset has no such split, or a file is missing, cut short, damaged at its end or has other rows.
     """
-    folder = Path(dataset_dir)
+    folder = dataset_folder(dataset_dir)
     manifest = Manifest.load(folder)
     for name in split_names:
         list_row_groups(folder, manifest, name)
@@ -54,7 +55,7 @@ def verify_dataset(dataset_dir: str | os.PathLike[str], progress: Callable[[int]
     Of a dataset without checksums, sizes and numbers of rows are compared, and every row group is decoded.
 
     Args:
-        dataset_dir: Folder with ``manifest.json``.
+        dataset_dir: Folder with ``manifest.json``, or its URL.
         progress: Function that is called now and then with the number of bytes read so far.
 
     Returns:
@@ -63,7 +64,7 @@ def verify_dataset(dataset_dir: str | os.PathLike[str], progress: Callable[[int]
     Raises:
         UserError: The folder is no dataset, or its manifest cannot be used, so that nothing can be held against it.
     """
-    folder = Path(dataset_dir)
+    folder = dataset_folder(dataset_dir)
     manifest = Manifest.load(folder)
     found = Verification(has_checksums=manifest.has_checksums)
     report = progress or (lambda num_bytes: None)
@@ -79,11 +80,20 @@ def verify_dataset(dataset_dir: str | os.PathLike[str], progress: Callable[[int]
             found.problems.append(str(error))
     for name, split in manifest.splits.items():
         found.problems.extend([] if manifest.is_without_rows else _split_problems(folder, name, split))
-        for file in split.files:
-            piecewise = PiecewiseFile(folder / file.path, pieces.get(file.path))
+        for piecewise, file in zip(_files(folder, split, pieces, found), split.files, strict=False):
             found.add(_file_problems(piecewise, file, manifest), piecewise.path)
+            found.num_bytes += 0 if piecewise.remote is None else file.bytes
             report(found.num_bytes)
     return found
+
+
+def _files(folder: Path, split: Split, pieces: Mapping[str, Pieces], found: Verification) -> list[PiecewiseFile]:
+    """Returns the files of a split; none, and a problem, where they cannot be checked."""
+    try:
+        return piecewise_files(folder, split.files, pieces)
+    except UserError as error:
+        found.problems.append(str(error))
+        return []
 
 
 def _other_file_problems(folder: Path, manifest: Manifest, file: str) -> list[str]:
@@ -116,7 +126,7 @@ def _file_problems(piecewise: PiecewiseFile, file: DataFile, manifest: Manifest)
     problems = []
     try:
         if piecewise.pieces is not None:
-            problems = _piece_problems(piecewise.path, piecewise.pieces)
+            problems = _piece_problems(piecewise)
         if not problems:
             metadata = checked_metadata(piecewise, file, manifest.schema)
             if piecewise.pieces is None:
@@ -124,20 +134,19 @@ def _file_problems(piecewise: PiecewiseFile, file: DataFile, manifest: Manifest)
     except UserError as error:
         problems.append(str(error))
     except OSError as error:
-        problems.append(f"{piecewise.path} cannot be read ({error}); {REMEDY}.")
+        problems.append(f"{piecewise} cannot be read ({error}); {REMEDY}.")
+    except RunError as error:
+        problems.append(str(error))
     return problems
 
 
-def _piece_problems(path: Path, pieces: Pieces) -> list[str]:
+def _piece_problems(piecewise: PiecewiseFile) -> list[str]:
     """Returns which pieces of a file are damaged; nothing where the file has another size, which is said elsewhere."""
-    if not path.is_file() or path.stat().st_size != pieces["bytes"].sum():
+    path, pieces = piecewise.path, piecewise.pieces
+    assert pieces is not None
+    if piecewise.remote is None and (not path.is_file() or path.stat().st_size != pieces["bytes"].sum()):
         return []
-    with path.open("rb") as file:
-        return [
-            damaged_piece(path, index, len(pieces))
-            for index, piece in enumerate(pieces)
-            if file_checksum(file, int(piece["bytes"])) != piece["checksum"].tobytes().hex()
-        ]
+    return list(piecewise.damaged_pieces())
 
 
 def _undecodable(piecewise: PiecewiseFile, metadata: pq.FileMetaData) -> list[str]:

@@ -33,8 +33,8 @@ class EpochPart:
     def batches(self, decode_threads: int) -> Iterator[Batch]:
         """Yields the batches, in order; windows are decoded ahead in so many threads."""
         needed = windows_in_need_order(self._order, self._epoch, self._rank, self._world_size, self._first_batch)
-        num_lanes = len({lane for lane, _ in needed})
-        with DecodeAhead(self._decoder, needed, decode_threads, num_lanes) as self._ahead:
+        most_waiting = max(len({lane for lane, _ in needed}), decode_threads)
+        with DecodeAhead(self._decoder, needed, decode_threads, most_waiting) as self._ahead:
             batch = self._first_batch
             while batch < self._order.num_batches:
                 count = self._num_at_once(batch)

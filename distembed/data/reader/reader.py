@@ -16,10 +16,10 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from distembed.data.dataset.manifest import MANIFEST_NAME, Manifest
+from distembed.data.dataset.mirror import dataset_folder
 from distembed.data.dataset.row_groups import list_row_groups
 from distembed.data.reader.batch import Batch
 from distembed.data.reader.decode import Decoder
@@ -38,7 +38,7 @@ class BatchReader:
     number of batches; with fewer rows than ranks in the last one, a rank's part may be empty.
 
     Args:
-        dataset_dir: Folder with ``manifest.json``.
+        dataset_dir: Folder with ``manifest.json``, or its URL.
         split: Name of a split in the manifest, such as ``train``.
         order: How the rows are ordered and cut into batches, the same on every rank.
         rank: Rank whose part is read.
@@ -69,7 +69,7 @@ class BatchReader:
         _check_settings(rank, world_size)
         require_at_least("prefetch_batches", prefetch_batches, 0)
         require_at_least("decode_threads", decode_threads, 0)
-        folder = Path(dataset_dir)
+        folder = dataset_folder(dataset_dir)
         manifest = Manifest.load(folder)
         self.schema = manifest.schema
         groups = list_row_groups(folder, manifest, split)

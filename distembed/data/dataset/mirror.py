@@ -1,0 +1,195 @@
+"""Datasets at URLs: a local folder with the manifest, and with other files as they are needed.
+
+::
+
+    CACHE/criteo-0123456789abcdef/manifest.json        fetched when a process first asks for the dataset
+    CACHE/criteo-0123456789abcdef/vocabulary/...       fetched whole when they are first read, and kept
+    CACHE/criteo-0123456789abcdef/mirror.json          where the dataset is
+    CACHE/pieces/                                      row groups and footers, of bounded size (piece_cache.py)
+
+The folder's name has the checksum of the manifest, so that a dataset that was prepared anew gets another one. Row
+groups, which are what a shuffled epoch reads in random order, are fetched one by one and not by files: whatever the
+size of the files, each byte is fetched once an epoch, or once in all where the cache has room for the dataset.
+
+Everything is held against the checksums of the manifest, whether it comes from the URL or from the cache.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from distembed.checksums import checksum_of
+from distembed.data.dataset.piece_cache import PieceCache
+from distembed.data.remote import fetch, find_remote, is_url, join_url, read_range, read_remote
+from distembed.errors import RunError, UserError
+from distembed.files import read_json, whole_file, write_text
+
+MIRROR_FILE = "mirror.json"
+DEFAULT_CACHE_BYTES = 100 << 30
+_MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """Where what was fetched of remote datasets is kept.
+
+    Attributes:
+        folder: A folder on a disk of this machine; None for ``distembed`` in the user's folder of caches.
+        most_bytes: Most bytes of row groups that are kept, of all datasets together.
+    """
+
+    folder: str | None = None
+    most_bytes: int = DEFAULT_CACHE_BYTES
+
+    @property
+    def path(self) -> Path:
+        """The folder's path."""
+        if self.folder is not None:
+            return Path(self.folder).expanduser().absolute()
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "distembed"
+
+
+@dataclass(frozen=True)
+class RemotePieces:
+    """The pieces of one remote file.
+
+    Attributes:
+        url: The file's URL.
+        cache: Keeps pieces that were read.
+    """
+
+    url: str
+    cache: PieceCache
+
+    def read(self, start: int, stop: int, checksum: str) -> bytes | None:
+        """Returns the bytes ``[start, stop)`` of the file; None where they have another checksum.
+
+        Raises:
+            UserError: There is no such file.
+            RunError: The server does not answer.
+        """
+        data = self.cache.read(checksum)
+        if data is not None and checksum_of(data) == checksum:
+            return data
+        if data is not None:
+            self.cache.remove(checksum)
+        data = self.read_uncached(start, stop, checksum)
+        if data is not None:
+            self.cache.write(checksum, data)
+        return data
+
+    def read_uncached(self, start: int, stop: int, checksum: str) -> bytes | None:
+        """Returns the same as it is at the URL now."""
+        for _ in range(2):  # what was damaged on its way is whole the second time
+            data = read_range(self.url, start, stop)
+            if checksum_of(data) == checksum:
+                return data
+        return None
+
+
+@dataclass(frozen=True)
+class Mirror:
+    """The local folder of a remote dataset.
+
+    Attributes:
+        folder: The folder.
+        url: The dataset's URL.
+        cache: Keeps pieces of the splits' files.
+    """
+
+    folder: Path
+    url: str
+    cache: PieceCache
+
+    def pieces(self, file: str) -> RemotePieces:
+        """Returns the pieces of a split's file, which is not in the folder."""
+        return RemotePieces(join_url(self.url, file), self.cache)
+
+    def fetch(self, file: str, again: bool = False) -> None:
+        """Copies a file into the folder, where it is not there already.
+
+        Args:
+            file: Path of the file relative to the dataset.
+            again: Whether one that is there is replaced.
+
+        Raises:
+            UserError: The dataset lacks it.
+            RunError: It cannot be fetched or written.
+        """
+        with _locked(self.folder):
+            if again or not (self.folder / file).exists():
+                fetch(join_url(self.url, file), self.folder / file)
+
+
+def dataset_folder(dataset: str | os.PathLike[str], cache: CacheSettings | None = None) -> Path:
+    """Returns the local folder of a dataset: the path itself, or where a URL's files are fetched to.
+
+    Args:
+        dataset: Path or URL of the dataset.
+        cache: Where what is fetched is kept.
+
+    Raises:
+        UserError: There is no dataset at the URL.
+        RunError: The server does not answer, or the folder cannot be written.
+    """
+    return _mirror_folder(str(dataset), cache or CacheSettings()) if is_url(dataset) else Path(dataset)
+
+
+@lru_cache(maxsize=16)
+def _mirror_folder(url: str, cache: CacheSettings) -> Path:
+    # once a process, so that all of it sees one version
+    try:
+        manifest = read_remote(join_url(url, _MANIFEST))
+    except UserError as error:
+        raise UserError(f"{url} is no dataset: {error} Upload a folder that `distembed prepare` made.") from error
+    folder = cache.path / f"{url.rstrip('/').rpartition('/')[2]}-{checksum_of(url.encode() + manifest)[:16]}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"data.cache_dir: {folder} cannot be made ({error}); give another folder.") from error
+    with _locked(folder):
+        with whole_file(folder / _MANIFEST) as temporary:
+            Path(temporary).write_bytes(manifest)
+        where = {"url": url, "cache": str(cache.path / "pieces"), "cache_bytes": cache.most_bytes}
+        write_text(folder / MIRROR_FILE, json.dumps(where, indent=1) + "\n")
+    return folder
+
+
+def mirror_of(folder: Path) -> Mirror | None:
+    """Returns the mirror that a folder is; None for a dataset that is all there."""
+    path = folder / MIRROR_FILE
+    if not path.is_file():
+        return None
+    where = read_json(path, "remove its folder, which is fetched again")
+    return Mirror(folder, where["url"], PieceCache(Path(where["cache"]), where["cache_bytes"]))
+
+
+def is_remote_dataset(url: str) -> bool:
+    """Returns whether there is a dataset at a URL.
+
+    Raises:
+        RunError: The server does not answer.
+    """
+    try:
+        find_remote(join_url(url, _MANIFEST))
+    except UserError:
+        return False
+    return True
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keeps other processes out of the same block for this folder, where its file system has locks."""
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            pass  # files are written whole: two processes fetch the same one, to no harm
+        yield
