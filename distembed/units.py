@@ -58,6 +58,13 @@ def exact_bytes(num_bytes: int) -> str:
     return str(num_bytes)
 
 
+def format_duration(seconds: float) -> str:
+    """Returns a time such as ``40 s``, ``12 min`` or ``3.5 h``, in the largest unit of which it is at least 2."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
 def enumerate_names(names: Sequence[str], most: int = 12) -> str:
     """Returns names separated by commas; of more than ``most``, the first ones and how many others there are."""
     return " ".join([", ".join(names[:most]), *_others(names, most)])

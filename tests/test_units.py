@@ -2,10 +2,11 @@
 
 import re
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distembed.units import format_ranges
+from distembed.units import format_duration, format_ranges
 
 
 @given(st.sets(st.integers(0, 40)), st.integers(1, 20))
@@ -18,3 +19,10 @@ def test_ranges_are_the_numbers_and_what_is_left_out_is_counted(drawn: set[int],
     assert covered == numbers[: len(covered)] and len(covered) + num_others == len(numbers)
     assert len(ranges) <= most and (not num_others or len(ranges) == most)
     assert all(next_first > last + 1 for (_, last), (next_first, _) in zip(ranges, ranges[1:], strict=False))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0 s"), (119, "119 s"), (121, "2 min"), (7199, "120 min"), (9000, "2.5 h")]
+)
+def test_durations_are_short(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text

@@ -191,6 +191,37 @@ def test_where_there_is_plenty_of_room_nothing_is_estimated(
     assert opened == [] and notes == []
 
 
+@pytest.mark.parametrize("name", ["rows.tsv", "rows.tsv.gz"])
+def test_rows_and_disk_are_estimated_by_the_first_block(
+    tmp_path: Path, rows: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a file that is one block: what is estimated is what is there."""
+    content = rows.read_bytes()
+    (tmp_path / "all").mkdir()
+    file = tmp_path / "all" / name
+    file.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    source = CriteoSource([file, rows], CriteoOptions())
+    found = space.estimate(source, ResourceLimits())
+    num_rows = sum(each.num_rows - each.num_rejected for each in prepare_criteo([rows], tmp_path / "out").sources)
+    assert found.num_rows == pytest.approx(2 * num_rows, rel=1e-6)
+    dataset_bytes = sum(len(content) for name, content in folder_bytes(tmp_path / "out").items() if "part-" in name)
+    assert dataset_bytes / 2 < found.dataset_bytes / 2 < 3 * dataset_bytes
+    notes: list[str] = []
+    monkeypatch.setattr(space, "_WORTH_ESTIMATING_BYTES", 1)
+    space.require_space(source, tmp_path / "more", ResourceLimits(threads=4), notes.append)
+    assert len(notes) == 1 and f"about {2 * num_rows:,} rows" in notes[0] and "s with 4 threads" in notes[0]
+
+
+def test_what_is_written_already_needs_no_room(tmp_path: Path, rows: Path, give_free: Callable[[float], None]) -> None:
+    source, needed = CriteoSource([rows], CriteoOptions()), peak_bytes(rows, tmp_path / "measured")
+    give_free(needed / 5)
+    with pytest.raises(RunError, match="out would not fit"):
+        space.require_space(source, tmp_path / "out", ResourceLimits(), print)
+    (tmp_path / "begun" / "deep").mkdir(parents=True)
+    (tmp_path / "begun" / "deep" / "block").write_bytes(bytes(needed))
+    space.require_space(source, tmp_path / "out", ResourceLimits(), pytest.fail, tmp_path / "begun")
+
+
 def test_room_is_asked_for_where_the_output_will_lie(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     assert (

@@ -8,8 +8,9 @@ from distembed.cores import usable_cores
 from distembed.errors import UserError
 from distembed.units import format_bytes
 
-INTERPRETER_BYTES = 128 << 20
-"""What a process takes before it works: Python, numpy and PyArrow; measured, 80 to 110 MB."""
+INTERPRETER_BYTES = 160 << 20
+"""What a process takes before it works, Python, numpy and PyArrow (measured, 80 to 110 MB), and what is kept of freed
+memory."""
 LEAST_MEMORY_BYTES = INTERPRETER_BYTES + (64 << 20)
 """The least that a process can work in, everything included."""
 MOST_THREADS = 1024
@@ -28,7 +29,7 @@ class ResourceLimits:
     The figures in the properties are for one process; they are upper bounds, measured on Criteo rows.
 
     Attributes:
-        memory_limit_bytes: Memory of all processes of this machine, everything included; 192 MiB for each or more.
+        memory_limit_bytes: Memory of all processes of this machine, everything included; 224 MiB for each or more.
         threads: Threads that work in all processes of this machine, 1 to 1024; None for as many as there are
             processors for this process.
         processes: Number of processes on this machine, and on each of the others.

@@ -126,7 +126,7 @@ def _prepare(
         resumable_work(output, purpose, worker, overwrite=overwrite, report=progress, note=note) as (folder, work),
     ):
         if worker.is_first:
-            require_space(source, output, limits, note)
+            require_space(source, output, limits, note, begun=work.folder.parent)
         return Preparation(source, options, limits, folder, base).run(work, note)
 
 
