@@ -8,6 +8,7 @@ import typer
 
 from distembed.commands.parameters import flattened
 from distembed.commands.shared import console, note
+from distembed.commands.vocabulary_options import VocabularyOptions
 from distembed.commands.work_options import WorkOptions
 
 app = typer.Typer()
@@ -37,10 +38,6 @@ class TableDatasetOptions:
         str | None, typer.Option(help="Missing numbers: `zero` makes them 0, `keep` null; the schema's.")
     ] = None
     max_rejected: Annotated[float, typer.Option(help="Share of malformed rows, above which nothing is written.")] = 0.01
-    vocabulary: Annotated[
-        Path | None, typer.Option(help="Dataset or run whose ids and learnt transforms are applied.")
-    ] = None
-    grow: Annotated[bool, typer.Option("--grow", help="Values that --vocabulary lacks get ids behind its own.")] = False
 
 
 @app.command(
@@ -55,6 +52,7 @@ def prepare_table_command(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to make; it appears whole or not at all.")],
     *,
     dataset: TableDatasetOptions,
+    known: VocabularyOptions,
     work: WorkOptions,
     overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT if it is there.")] = False,
 ) -> None:
@@ -69,8 +67,8 @@ def prepare_table_command(
         hash_size=dataset.hash_size,
         missing=dataset.missing,
         max_rejected=dataset.max_rejected,
-        vocabulary=dataset.vocabulary,
-        grow=dataset.grow,
+        vocabulary=known.vocabulary,
+        grow=known.grow,
     )
     with prepare_progress(console) as progress:
         manifest = prepare_table(

@@ -76,7 +76,7 @@ def dataset_warnings(manifest: Manifest) -> Iterator[str]:
     if missing := [name for name, entry in nothing.items() if not entry.num_dropped]:
         yield f"vocabularies without ids, since no training row has a value: {enumerate_names(missing)}"
     if rare := [name for name in nothing if name not in missing]:
-        least = manifest.preparation["min_count"]
+        least = manifest.preparation.get("min_count", "min_count")  # of tables, each column has its own
         yield (
             f"vocabularies without ids, since every value was seen fewer than {least} times in training: "
             f"{enumerate_names(rare)}; lower --min-count, or give more rows"
