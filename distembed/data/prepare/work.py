@@ -30,7 +30,6 @@ from typing import Any
 from distembed.data.prepare.beats import Beats
 from distembed.data.prepare.processes import Worker
 from distembed.data.prepare.progress import ProgressCallback, ProgressUpdate, ignore
-from distembed.files import write_text
 
 _LOOK_SECONDS = 0.05
 
@@ -155,7 +154,10 @@ class Work:
         done = self._stage.done[task]
         record = {"task": task, "bytes": done.num_bytes, "rows": done.num_rows, "result": result}
         text = json.dumps(record)
-        write_text(self._stage.file(index), text)
+        file = self._stage.file(index)
+        temporary = file.with_suffix(".new")
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(file)  # without a flush: after a power cut, what is kept is of no use anyway
         return json.loads(text)["result"]  # as it is for the other processes, and after a kill
 
     def _do_side_by_side(
