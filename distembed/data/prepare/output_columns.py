@@ -197,7 +197,7 @@ class ListOutput:
 
     def mean_values(self, blocks: Sequence[SpooledBlock]) -> float:
         num_rows = sum(block.num_rows for block in blocks)
-        return sum(block.shape.num_values[self.place] for block in blocks) / max(1, num_rows)
+        return sum(block.shape.num_values(self.place) for block in blocks) / max(1, num_rows)
 
     def begin(self, num_rows: int) -> ColumnGroup:
         return _ListGroup(self.lookup.dtype)

@@ -9,7 +9,8 @@ Three passes, each with bounded memory, and each a stage of tasks that any numbe
 3. ``write``: codes are exchanged for ids and written as Parquet, file by file (``write_parquet.py``).
 
 Between them are small stages: ``checksum`` takes the checksums of inputs that were cut into parts, ``times`` finds the
-times at which splits begin, and ``finish`` writes the manifest.
+times at which splits begin, ``splits`` counts the rows of each where a column says which they are in, and ``finish``
+writes the manifest.
 
 The dataset appears under its name when it is complete, and not before (``staging.py``). Its bytes depend on the rows
 and the options alone: not on the number of processes and threads, the memory, or how the rows are compressed.
@@ -21,50 +22,51 @@ from __future__ import annotations
 
 import functools
 import os
-import re
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from distembed import __version__
 from distembed.data.dataset.manifest import DataFile, Manifest, Vocabulary
 from distembed.data.dataset.pieces import PIECE
-from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.data.prepare.base import Base
-from distembed.data.prepare.blocks import NumberColumn, Part, RowSource
-from distembed.data.prepare.feature_ids import (
-    FeatureValues,
-    LookupTables,
-    VocabularyRoom,
-    build_vocabulary,
-    hash_map,
-)
+from distembed.data.prepare.blocks import Part, RowSource
+from distembed.data.prepare.dataset_columns import DatasetColumns, emptied_folder
 from distembed.data.prepare.ingest import Ingested, PartFound, PartReader
-from distembed.data.prepare.learnt_numbers import bin_ids, learn_numbers, num_bins, number_change
 from distembed.data.prepare.limits import ResourceLimits
 from distembed.data.prepare.notes import notes_on_rows
 from distembed.data.prepare.options import PrepareOptions
-from distembed.data.prepare.output_columns import IdOutput, ListOutput, NumberOutput, OutputColumn
 from distembed.data.prepare.processes import Worker, run_in_processes
 from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ignore
 from distembed.data.prepare.purpose import work_purpose
 from distembed.data.prepare.resumable import resumable_work
-from distembed.data.prepare.row_splits import RowSplits, SplitColumn, row_rule, split_times, time_column
+from distembed.data.prepare.row_splits import (
+    ByPlace,
+    RowRule,
+    RowSplits,
+    SplitColumn,
+    count_rows,
+    row_rule,
+    split_times,
+    time_column,
+)
 from distembed.data.prepare.space import disk_is_full, require_space
 from distembed.data.prepare.split import SplitRule
-from distembed.data.prepare.spool import SpooledBlock, key_columns
-from distembed.data.prepare.vocabulary import IdMap
+from distembed.data.prepare.spool import SpooledBlock
 from distembed.data.prepare.work import Work
 from distembed.data.prepare.write_parquet import FilePlan, FileWriter, WrittenFile, plan_files, written_split
 from distembed.errors import UserError
 from distembed.files import full_disk_explained
 
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,100}", re.ASCII)
+_UNPACKED_RATIO = 8
+"""Bytes of rows in a byte of a compressed input, at most, where it is asked whether the input is small."""
+_COUNTED_BLOCKS = 64
+"""Blocks whose rows are counted by one task."""
 
 PART_BYTES = 1 << 29
 """Bytes of a plain input that are read as one part: what a kill costs, and what one process reads at a time."""
@@ -165,7 +167,7 @@ class Preparation:
         splits = self._splits(work, ingested, blocks)
         for found in notes_on_rows(blocks):
             note(found)
-        columns = _Columns(self, blocks, splits, work)
+        columns = DatasetColumns(self.source.layout, self.base, self.limits, self.folder, work, blocks, splits)
         learnt = columns.learn()
         schema = columns.schema(learnt)
         files = self._write(
@@ -189,8 +191,9 @@ class Preparation:
         """Reads all parts into the spool."""
         spool = work.folder / "blocks"
         by_column = SplitColumn.of(self.source.layout, SplitRule.parse(self.options.split))
-        threads, block_bytes = self.limits.num_threads, self.limits.block_bytes
-        reader = PartReader(self.source, spool, self.options.max_rejected, by_column, block_bytes, threads)
+        at_once = self._parts_at_once(parts)
+        threads = 1 if at_once > 1 else self.limits.num_threads
+        reader = PartReader(self.source, spool, self.options.max_rejected, by_column, self.limits.block_bytes, threads)
         numbers = {f"part-{number}": number for number in range(len(parts))}
 
         def do(task: str) -> Any:
@@ -199,8 +202,21 @@ class Preparation:
 
         sizes = [each.num_bytes for each in self.source.inputs]
         total = None if None in sizes else sum(size for size in sizes if size is not None)
-        results = work.run_stage("read", list(numbers), do, total_bytes=total)
+        results = work.run_stage("read", list(numbers), do, threads=at_once, total_bytes=total)
         return Ingested(self.source, parts, [PartFound.from_json(each) for each in results.values()], spool)
+
+    def _parts_at_once(self, parts: Sequence[Part]) -> int:
+        """Returns how many parts are read at a time: several where each is a block or two, which threads cannot share.
+
+        Two blocks of each are then in memory at a time.
+        """
+        inputs = self.source.inputs
+        whole = [inputs[part.source] for part in parts if part.is_whole]
+        sizes = [(each.num_bytes or 0) * (_UNPACKED_RATIO if each.is_compressed else 1) for each in whole]
+        is_known = len(whole) == len(parts) and all(each.num_bytes is not None for each in whole)
+        if not is_known or max(sizes, default=0) > 2 * self.limits.block_bytes:
+            return 1
+        return max(1, min(len(parts), self.limits.num_threads // 2 + 1))
 
     def _checksums(self, work: Work, parts: Sequence[Part]) -> list[str | None]:
         """Returns the checksum of each input that was cut into several parts."""
@@ -223,14 +239,32 @@ class Preparation:
             column = time_column(self.source.layout, rule)
 
             def do(_: str) -> Any:
-                return split_times(blocks, column, rule, _emptied(work.folder / "times"), self.limits.vocabulary_keys)
+                return split_times(
+                    blocks, column, rule, emptied_folder(work.folder / "times"), self.limits.vocabulary_keys
+                )
 
             times = work.run_stage("times", ["times"], do)["times"]
-        splits = RowSplits.count(rule.names, row_rule(rule, self.source.layout, ingested.source_rows(), times), blocks)
+        by_row = row_rule(rule, self.source.layout, ingested.source_rows(), times)
+        splits = RowSplits(rule.names, by_row, self._count_rows(work, by_row, len(rule.names), blocks))
         if not splits.num_rows[0]:
             total = sum(block.num_rows for block in blocks)
             raise UserError(f"the training part has no rows: the input has only {total}; give more rows")
         return splits
+
+    def _count_rows(
+        self, work: Work, rule: RowRule, num_splits: int, blocks: Sequence[SpooledBlock]
+    ) -> NDArray[np.int64]:
+        """Returns the number of rows of each block in each split; what has to be read for it is shared by processes."""
+        if isinstance(rule, ByPlace):
+            return count_rows(rule, num_splits, blocks)
+        chunks = {f"blocks-{start}": start for start in range(0, len(blocks), _COUNTED_BLOCKS)}
+
+        def do(task: str) -> Any:
+            start = chunks[task]
+            return count_rows(rule, num_splits, blocks[start : start + _COUNTED_BLOCKS]).tolist()
+
+        counts = work.run_stage("splits", list(chunks), do, threads=self.limits.num_threads)
+        return np.array([each for counted in counts.values() for each in counted], np.int64).reshape(-1, num_splits)
 
     def _write(self, work: Work, writer: FileWriter) -> dict[str, list[WrittenFile]]:
         """Writes the files of all splits, several at a time."""
@@ -267,171 +301,3 @@ class Preparation:
             (self.folder / name).mkdir(exist_ok=True)  # also of a split without rows
         ingested.rejected(self.folder, self.options.max_rejected, listed=True)
         manifest.save(self.folder, {one.file.path: one.pieces for split in files.values() for one in split})
-
-
-def _emptied(folder: Path) -> Path:
-    """Returns the folder, new and empty."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    return folder
-
-
-_Learnt = dict[str, dict[str, Any]]
-"""By column: ``num_embeddings``, ``mean_ids``, ``vocabulary`` and ``learnt``, each None where it has none."""
-
-
-@dataclass(frozen=True)
-class _Columns:
-    """The dataset's columns: what is learnt of each, and what the files and the schema have of it.
-
-    Attributes:
-        preparation: The preparation.
-        blocks: All blocks.
-        splits: Which rows train.
-        work: The stages' tasks and results.
-    """
-
-    preparation: Preparation
-    blocks: Sequence[SpooledBlock]
-    splits: RowSplits
-    work: Work
-
-    def learn(self) -> _Learnt:
-        """Gives ids to the values of every feature and learns transforms, several columns at a time."""
-        layout = self.preparation.source.layout
-        tasks: dict[str, Callable[[Path], dict[str, Any]]] = {}
-        for name, (place, column) in key_columns(layout).items():
-            values = FeatureValues(self.blocks, self.splits, place, column)
-            tasks[name] = functools.partial(self._map_feature, values)
-        for place, number in enumerate(layout.numbers):
-            if number.transform != "none":
-                tasks[number.name] = functools.partial(self._learn_numbers, place, number)
-        names = self._largest_first(list(tasks))
-        folders = {name: self.work.folder / f"column-{index:06d}" for index, name in enumerate(names)}
-        spool_bytes = sum(block.num_bytes for block in self.blocks)
-        num_rows = sum(self.splits.num_rows)
-
-        def do(task: str) -> Any:
-            index = names.index(task)
-            result = tasks[task](_emptied(folders[task]))
-            shutil.rmtree(folders[task])
-            self.work.advance(task, *(_share(total, index, len(names)) for total in (spool_bytes, num_rows)))
-            return result
-
-        threads = self.preparation.limits.num_threads
-        results = self.work.run_stage("vocabulary", names, do, threads=threads, total_bytes=spool_bytes)
-        return {name: results[name] for name in tasks}
-
-    def _largest_first(self, names: Sequence[str]) -> list[str]:
-        """Returns the columns, those with the most keys first, so that all threads end at about the same time."""
-        places = {name: place for name, (place, _) in key_columns(self.preparation.source.layout).items()}
-        keys = {
-            name: sum(block.shape.num_keys[places[name]] for block in self.blocks) if name in places else 0
-            for name in names
-        }
-        return sorted(names, key=lambda name: -keys[name])
-
-    def _map_feature(self, values: FeatureValues, scratch: Path) -> dict[str, Any]:
-        """Gives ids to the values of a feature, and writes the ids of all blocks' codes."""
-        column, base = values.column, self.preparation.base
-        id_map: IdMap | None = hash_map(column)
-        vocabulary = None
-        if id_map is None:
-            (self.preparation.folder / "vocabulary").mkdir(exist_ok=True)
-            file = f"vocabulary/{_file_name(column.name, values.place)}.parquet"
-            room = VocabularyRoom(self.preparation.folder, file, scratch, self.preparation.limits.vocabulary_keys)
-            applied = None if base is None else base.vocabulary(column.name)
-            id_map, vocabulary = build_vocabulary(values, room, applied)
-        self._lookup(column.name, id_map.num_embeddings).write(self.blocks, values.place, id_map)
-        mean_ids = None
-        if column.is_list:
-            keeps_mean = base is not None and not base.grows
-            mean_ids = (
-                base.feature(column.name).mean_ids_per_row if base and keeps_mean else values.mean_values_per_row()
-            )
-        return {
-            "num_embeddings": id_map.num_embeddings,
-            "mean_ids": mean_ids,
-            "vocabulary": None if vocabulary is None else asdict(vocabulary),
-            "learnt": None,
-        }
-
-    def _learn_numbers(self, place: int, column: NumberColumn, scratch: Path) -> dict[str, Any]:
-        """Learns the transform of a column of numbers."""
-        base = self.preparation.base
-        if base is not None:
-            learnt = base.learnt(column.name)
-        else:
-            max_keys = self.preparation.limits.vocabulary_keys
-            learnt = learn_numbers(self.blocks, self.splits, place, column, scratch, max_keys)
-        num_embeddings = num_bins(learnt) if column.role == "bins" else None
-        return {"num_embeddings": num_embeddings, "mean_ids": None, "vocabulary": None, "learnt": learnt}
-
-    def _lookup(self, name: str, num_embeddings: int) -> LookupTables:
-        place, _ = key_columns(self.preparation.source.layout)[name]
-        return LookupTables.at(self.work.folder / f"lookup-{place}", num_embeddings, self.blocks, place)
-
-    def schema(self, learnt: _Learnt) -> Schema:
-        """Returns the dataset's schema."""
-        layout = self.preparation.source.layout
-        named = {column.role: column for column in layout.numbers if column.role in ("label", "weight", "time")}
-        dense = [column for column in layout.numbers if column.role == "dense"]
-        label = named.get("label")
-        return Schema(
-            label=None if label is None else label.name,
-            dense=tuple(column.name for column in dense),
-            categorical=tuple(self._feature(name, learnt[name]) for name in layout.features),
-            label_kind="binary" if label is None or label.dtype == np.int8 else "number",
-            missing_dense=any(column.keeps_missing for column in dense),
-            weight=named["weight"].name if "weight" in named else None,
-            time=named["time"].name if "time" in named else None,
-        )
-
-    def _feature(self, name: str, learnt: dict[str, Any]) -> CategoricalFeature:
-        found = key_columns(self.preparation.source.layout).get(name)
-        if found is None or not found[1].is_list:
-            return CategoricalFeature(name, learnt["num_embeddings"])
-        most = found[1].max_length
-        return CategoricalFeature(name, learnt["num_embeddings"], True, learnt["mean_ids"], max_ids_per_row=most)
-
-    def outputs(self, learnt: _Learnt) -> list[OutputColumn]:
-        """Returns the columns of the files: label, weight, time, dense numbers, and the categorical features."""
-        layout = self.preparation.source.layout
-        keeps_missing = any(column.keeps_missing for column in layout.numbers)
-        outputs: list[OutputColumn] = []
-        for role in ("label", "weight", "time", "dense"):
-            for place, column in enumerate(layout.numbers):
-                if column.role == role:
-                    found = learnt.get(column.name)
-                    change = number_change(column, None if found is None else found["learnt"])
-                    missing = keeps_missing and role == "dense"
-                    outputs.append(NumberOutput(column.name, column.dtype, place, change, missing))
-        places = key_columns(layout)
-        bins = {column.name: place for place, column in enumerate(layout.numbers) if column.role == "bins"}
-        for name in layout.features:
-            if name in bins:
-                change = functools.partial(bin_ids, learnt=learnt[name]["learnt"])
-                outputs.append(NumberOutput(name, np.dtype(np.int32), bins[name], change))
-                continue
-            place, key_column = places[name]
-            kind = ListOutput if key_column.is_list else IdOutput
-            outputs.append(kind(name, place, self._lookup(name, learnt[name]["num_embeddings"])))
-        return outputs
-
-    def recorded(self, learnt: _Learnt) -> dict[str, Any]:
-        """Returns what the manifest says of what was learnt, and of what was applied."""
-        base = self.preparation.base
-        order = [*(column.name for column in self.preparation.source.layout.numbers)]
-        numbers = {name: learnt[name]["learnt"] for name in order if name in learnt}
-        recorded: dict[str, Any] = {"learnt": numbers} if numbers else {}
-        return recorded | ({} if base is None else {"base": base.to_json()})
-
-
-def _file_name(name: str, place: int) -> str:
-    """Returns a column's name where every file system takes it as a file's, else its number."""
-    return name if _PLAIN_NAME.fullmatch(name) else f"column-{place}"
-
-
-def _share(total: int, index: int, count: int) -> int:
-    """Returns what the ``index``-th of ``count`` tasks has of a total, nearly equal numbers that add up to it."""
-    return total * (index + 1) // count - total * index // count

@@ -97,12 +97,6 @@ class RowSplits:
     rule: RowRule
     counts: NDArray[np.int64]
 
-    @classmethod
-    def count(cls, names: Sequence[str], rule: RowRule, blocks: Sequence[SpooledBlock]) -> RowSplits:
-        """Counts the rows of all blocks."""
-        counts = [[_num_rows(rule.rows(block, split)) for split in range(len(names))] for block in blocks]
-        return cls(tuple(names), rule, np.array(counts, np.int64).reshape(-1, len(names)))
-
     @property
     def num_rows(self) -> list[int]:
         """Number of rows of each split."""
@@ -122,6 +116,12 @@ class RowSplits:
             for index in range(int(first), int(last))
             if self.counts[index, split]
         ]
+
+
+def count_rows(rule: RowRule, num_splits: int, blocks: Sequence[SpooledBlock]) -> NDArray[np.int64]:
+    """Returns the number of rows of each block in each split, ``[blocks, splits]``."""
+    counts = [[_num_rows(rule.rows(block, split)) for split in range(num_splits)] for block in blocks]
+    return np.array(counts, np.int64).reshape(-1, num_splits)
 
 
 def _num_rows(rows: Rows) -> int:

@@ -8,6 +8,7 @@ block took 0.6 ms to open, a seventh of the whole preparation).
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,44 +25,50 @@ from distembed.data.prepare.key_counts import text_buffers, texts_of_buffers
 _LENGTH, _TEXT_OFFSET = np.dtype(np.int32), np.dtype(np.int64)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class BlockShape:
-    """How much a block has of everything.
+    """How much a block has of everything; a terabyte has 65,000 of them, which are all in memory.
 
     Attributes:
         num_rows: Number of rows.
         num_keys: Number of keys of each id column.
-        num_values: Number of values of each id column: that of the rows, but for lists.
-        text_bytes: Bytes of the texts of each id column, 0 where keys are no hashes.
+        values: Number of values of each id column; empty where it is that of the rows, in blocks without lists.
+        texts: Bytes of the texts of each id column; empty where no keys are hashes.
     """
 
     num_rows: int
-    num_keys: tuple[int, ...]
-    num_values: tuple[int, ...]
-    text_bytes: tuple[int, ...]
+    num_keys: array[int]
+    values: array[int]
+    texts: array[int]
+
+    def num_values(self, column: int) -> int:
+        """Returns the number of values of an id column: that of the rows, but for lists."""
+        return self.values[column] if self.values else self.num_rows
+
+    def text_bytes(self, column: int) -> int:
+        """Returns the bytes of the texts of an id column, 0 where keys are no hashes."""
+        return self.texts[column] if self.texts else 0
 
     def to_json(self) -> list[Any]:
         """Returns the shape in plain values, which :meth:`from_json` reads back."""
-        return [self.num_rows, self.num_keys, self.num_values, self.text_bytes]
+        return [self.num_rows, *(column.tolist() for column in (self.num_keys, self.values, self.texts))]
 
     @classmethod
     def from_json(cls, value: Sequence[Any]) -> BlockShape:
         """Returns the shape of plain values that :meth:`to_json` returned."""
         num_rows, *columns = value
-        return cls(num_rows, *(tuple(numbers) for numbers in columns))
+        return cls(num_rows, *(array("q", numbers) for numbers in columns))
 
     @classmethod
     def of(cls, block: ParsedBlock) -> BlockShape:
         """Returns the shape of a block."""
-        return cls(
-            block.num_rows,
-            tuple(len(ids.keys) for ids in block.ids),
-            tuple(len(ids.codes) for ids in block.ids),
-            tuple(0 if ids.texts is None else len(text_buffers(_large(ids.texts))[1]) for ids in block.ids),
-        )
+        values = [len(ids.codes) for ids in block.ids] if any(ids.lengths is not None for ids in block.ids) else []
+        texts = [0 if ids.texts is None else len(text_buffers(_large(ids.texts))[1]) for ids in block.ids]
+        num_keys = array("q", (len(ids.keys) for ids in block.ids))
+        return cls(block.num_rows, num_keys, array("q", values), array("q", texts if any(texts) else ()))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SpooledBlock:
     """Where a parsed block lies, and which rows it holds.
 
@@ -100,7 +107,7 @@ class SpooledBlock:
 
     def codes(self, column: int) -> NDArray[Any]:
         """Reads the codes of an id column's values; of lists, of all rows end to end."""
-        return self._read(code_dtype(self.shape.num_keys[column]), self.shape.num_values[column], self._at(column, 1))
+        return self._read(code_dtype(self.shape.num_keys[column]), self.shape.num_values(column), self._at(column, 1))
 
     def lists(self, column: int) -> Jagged:
         """Reads the codes of a column of lists."""
@@ -117,7 +124,7 @@ class SpooledBlock:
             return None
         offsets = self._read(_TEXT_OFFSET, self.shape.num_keys[column] + 1, self._at(column, 3))
         return texts_of_buffers(
-            offsets, self._read(np.dtype(np.uint8), self.shape.text_bytes[column], self._at(column, 4))
+            offsets, self._read(np.dtype(np.uint8), self.shape.text_bytes(column), self._at(column, 4))
         )
 
     def _numbers_offset(self, column: int) -> int:
@@ -133,14 +140,13 @@ class SpooledBlock:
     def _sizes(self, count: int) -> Iterator[tuple[int, int, int, int, int]]:
         """Yields the bytes of each part of the first id columns."""
         shape = self.shape
-        columns = zip(self.layout.ids[:count], shape.num_keys, shape.num_values, shape.text_bytes, strict=False)
-        for column, num_keys, num_values, text_bytes in columns:
+        for place, (column, num_keys) in enumerate(zip(self.layout.ids[:count], shape.num_keys, strict=False)):
             yield (
                 shape.num_rows * 4 if column.is_list else 0,
-                num_values * (1 if num_keys <= 1 << 8 else 2 if num_keys <= 1 << 16 else 4),
+                shape.num_values(place) * (1 if num_keys <= 1 << 8 else 2 if num_keys <= 1 << 16 else 4),
                 num_keys * (4 if column.kind == "hexadecimal" else 8),
                 (num_keys + 1) * 8 if column.kind == "string" else 0,
-                text_bytes,
+                shape.text_bytes(place),
             )
 
     def _read(self, dtype: np.dtype[Any], count: int, offset: int) -> NDArray[Any]:
