@@ -267,7 +267,7 @@ def test_what_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         patched.setattr(Path, "iterdir", refuse)
         with pytest.raises(UserError, match="the folder .* cannot be read: Permission denied"):
             prepare_criteo([tmp_path], tmp_path / "out")
-    monkeypatch.setattr("distembed.data.prepare.source_files.open_input", refuse)
+    monkeypatch.setattr("distembed.data.prepare.input_bytes.open_input", refuse)
     with pytest.raises(UserError, match=r"rows.tsv cannot be read: Permission denied"):
         prepare_criteo([tmp_path / "rows.tsv"], tmp_path / "out")
 
