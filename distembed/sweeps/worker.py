@@ -46,21 +46,30 @@ class WorkerPlace:
 
     Attributes:
         index: Its number, from 0, by which workers share CUDA devices.
-        threads: Number of threads that it computes with on a CPU; None for what ``OMP_NUM_THREADS`` says.
+        cores: The cores that it runs on, each with one thread that computes; empty for all, with as many threads as
+            ``OMP_NUM_THREADS`` says.
         logs: Folder for a log of each run.
     """
 
     index: int
-    threads: int | None
+    cores: tuple[int, ...]
     logs: Path
 
 
-def divided_threads(workers: int) -> int | None:
-    """Returns the number of threads of each of some workers, which share the cores that this process may use.
+def share_of_cores(index: int, workers: int) -> tuple[int, ...]:
+    """Returns the cores of one of some workers, among which those that this process may run on are divided evenly.
 
-    Returns None where the user has set ``OMP_NUM_THREADS``, which then holds for each worker.
+    Returns none where the user has set ``OMP_NUM_THREADS``, which then holds for each worker on all cores.
+
+    Args:
+        index: Number of the worker, from 0.
+        workers: Number of workers; where there are more of them than cores, several have the same.
     """
-    return None if "OMP_NUM_THREADS" in os.environ else max(1, len(os.sched_getaffinity(0)) // workers)
+    if "OMP_NUM_THREADS" in os.environ:
+        return ()
+    cores = sorted(os.sched_getaffinity(0))
+    each = max(1, len(cores) // workers)
+    return tuple(cores[(index * each + place) % len(cores)] for place in range(each))
 
 
 def work(place: WorkerPlace, connection: Connection, others: Sequence[Connection]) -> None:
@@ -77,8 +86,9 @@ def work(place: WorkerPlace, connection: Connection, others: Sequence[Connection
     os.setsid()  # Ctrl-C goes to the sweep, which ends its workers
     os.environ[PARENT_VARIABLE] = str(parent)
     end_with_parent()
-    if place.threads is not None:
-        os.environ["OMP_NUM_THREADS"] = str(place.threads)
+    if place.cores:
+        os.sched_setaffinity(0, place.cores)
+        os.environ["OMP_NUM_THREADS"] = str(len(place.cores))
     while True:
         try:
             job, run = connection.recv()
@@ -129,8 +139,8 @@ def _train(place: WorkerPlace, run: PlannedRun) -> str | None:
     from distembed.ranks import process_group
     from distembed.training.run import train_run
 
-    if place.threads is not None:
-        torch.set_num_threads(place.threads)  # a script may have loaded torch before it called this command
+    if place.cores:
+        torch.set_num_threads(len(place.cores))  # a script may have loaded torch before it called this command
     console = Console(width=140)
     with process_group(run.config.train.device, place.index) as ranks:
         finished = train_run(run.config, run.options, ranks, console, _say)

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from distembed.sweeps.planned import PlannedRun
-from distembed.sweeps.worker import Job, Outcome, WorkerPlace, divided_threads, work
+from distembed.sweeps.worker import Job, Outcome, WorkerPlace, share_of_cores, work
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -117,7 +117,7 @@ class Workers:
         context = multiprocessing.get_context("fork")
         own, theirs = context.Pipe()
         others = [own, *(worker.connection for worker in self._workers.values())]
-        place = WorkerPlace(index, divided_threads(self._count), self._logs)
+        place = WorkerPlace(index, share_of_cores(index, self._count), self._logs)
         with _signals_held():  # until it is among those that signals are passed on to
             process = context.Process(target=_work_with_signals, args=(place, theirs, others), daemon=True)
             process.start()

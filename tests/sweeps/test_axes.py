@@ -15,6 +15,7 @@ from distembed.config import load_config
 from distembed.errors import UserError
 from distembed.runs.run_groups import _common_name
 from distembed.sweeps.axes import Axis, named_runs, parse_axes
+from distembed.sweeps.worker import share_of_cores
 from distembed.yaml_text import parse_yaml
 
 
@@ -100,6 +101,21 @@ def test_a_list_that_the_setting_takes_is_one_value() -> None:
     # whether the model has such a setting is said by one that comes later
     (deep, _) = parse_axes(settings[2:], is_valid)
     assert deep.overrides == ("model.deep=[32]",)
+
+
+@pytest.mark.parametrize("num_cores", [1, 2, 7, 64])
+@pytest.mark.parametrize("workers", [1, 2, 3, 9])
+def test_workers_have_even_shares_of_the_cores(monkeypatch: pytest.MonkeyPatch, num_cores: int, workers: int) -> None:
+    cores = [3 * core for core in range(num_cores)]
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(cores))
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert share_of_cores(0, workers) == ()
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    shares = [share_of_cores(index, workers) for index in range(workers)]
+    assert {len(share) for share in shares} == {max(1, num_cores // workers)}
+    used = [core for share in shares for core in share]
+    assert set(used) <= set(cores)
+    assert max(map(used.count, used)) - min(map(used.count, used)) <= (num_cores < workers)
 
 
 @pytest.mark.parametrize(
