@@ -158,6 +158,21 @@ class Description:
         return sum(table.config.memory_bytes for table in self.tables)
 
     @property
+    def embedding_rows(self) -> int:
+        """The number of rows of all embedding tables."""
+        return sum(sum(table.config.scheme.num_rows) for table in self.tables)
+
+    @property
+    def full_embedding_rows(self) -> int:
+        """The number of rows that the tables would have if none were compressed."""
+        return sum(table.config.num_embeddings for table in self.tables)
+
+    @property
+    def full_embedding_bytes(self) -> int:
+        """The bytes of the weights that the tables would have if none were compressed."""
+        return sum(round(table.config.memory_bytes * table.compression) for table in self.tables)
+
+    @property
     def num_dense_parameters(self) -> int:
         """The number of parameters of all dense layers."""
         return sum(layer.num_parameters for layer in self.dense_layers)

@@ -29,8 +29,9 @@ from distembed.partitions.base import Partition
 from distembed.planning.cluster import Cluster
 from distembed.planning.devices import find_device
 from distembed.ranks import Ranks
+from distembed.runs.columns import report_columns
 from distembed.runs.metrics import ReportedMetric
-from distembed.runs.report import report_columns, write_run_report
+from distembed.runs.report import write_run_report
 from distembed.tasks import TASKS, Task
 from distembed.tasks.base import Rows
 from distembed.training.inference import evaluate_split, load_training_state

@@ -39,10 +39,13 @@ class GroupTable:
         base = None if baseline is None else find_baseline(groups, baseline)
         if base is None and all(group.num_seeds == 1 for group in groups):
             return None
-        headings = ["runs", "seeds"]
+        headings = ["runs", "seeds", "split"]
         for metric in metrics:
             headings += [metric.heading] if base is None else [metric.heading, f"{metric.heading} difference"]
-        rows = [[group.name, str(group.num_seeds), *_cells(group, metrics, base)] for group in groups]
+        rows = [
+            [group.name, str(group.num_seeds), group.evaluated_on or UNKNOWN, *_cells(group, metrics, base)]
+            for group in groups
+        ]
         return cls(headings, rows, _note(base))
 
 
@@ -51,9 +54,10 @@ def _cells(group: RunGroup, metrics: Sequence[ReportedMetric], base: RunGroup | 
     for metric in metrics:
         sample = group.sample(metric.name)
         cells.append(_sample_text(sample, metric.number_format))
-        if base is not None:
-            is_comparable = group is not base and group.evaluated_on == base.evaluated_on
-            other = base.sample(metric.name) if is_comparable else Sample.of([])
+        if group is base:
+            cells.append("baseline")
+        elif base is not None:
+            other = base.sample(metric.name) if group.evaluated_on == base.evaluated_on else Sample.of([])
             cells.append(_difference_text(sample, other, metric.number_format))
     return cells
 
@@ -68,13 +72,14 @@ def _sample_text(sample: Sample, number_format: str) -> str:
 
 
 def _difference_text(sample: Sample, base: Sample, number_format: str) -> str:
-    """Returns such as ``+0.0034 (+4.2 s.e.)``."""
+    """Returns such as ``+0.0034 ± 0.0008 (+4.2 s.e.)``, or the difference alone where its noise is not known."""
     difference = sample.mean - base.mean
     if math.isnan(difference):
         return UNKNOWN
-    errors = sample.standard_errors_from(base)
-    told = "no s.e." if math.isnan(errors) else f"{errors:+.1f} s.e."
-    return f"{'-' if difference < 0 else '+'}{abs(difference):{number_format}} ({told})"
+    error, signed = sample.standard_error(base), f"{'-' if difference < 0 else '+'}{abs(difference):{number_format}}"
+    if math.isnan(error):
+        return f"{signed} (no s.e.)"
+    return f"{signed} ± {error:{number_format}} ({difference / error:+.1f} s.e.)"
 
 
 def _note(base: RunGroup | None) -> str:
@@ -82,6 +87,7 @@ def _note(base: RunGroup | None) -> str:
     if base is None:
         return means
     return (
-        f"{means} Differences are to {base.name}, in standard errors (s.e.) of the difference of two means; where a "
-        "group has one run, or all of both have one value, no standard error is known."
+        f"{means} Differences are to {base.name}, ± the standard error (s.e.) of the difference of two means, and in "
+        "numbers of it: beyond 2 a difference is hardly chance, with two or three runs beyond 4. Where a group has one "
+        "run, or all of both have one value, no standard error is known."
     )

@@ -19,6 +19,7 @@ from distembed.outputs import MADE_BY
 COLOURS = ("#3f7fd9", "#e07b39", "#2a9d78", "#b565c4", "#c9a227", "#d1495b", "#4fa3ab", "#8d6e63")
 """Colours of what is compared, of middling lightness, so that they can be read on white as well as on black."""
 
+_DASHES: tuple[tuple[int, ...], ...] = ((), (4, 2), (1, 1), (6, 1, 1, 1), (2, 2, 6, 2), (8, 3), (1, 3), (3, 1))
 PAGE_COLOUR = "#010203"  # stands for currentColor, which matplotlib does not know
 FIGURE_SETTINGS: Any = {
     "svg.fonttype": "none",
@@ -46,6 +47,11 @@ FIGURE_SETTINGS: Any = {
 def colour(index: int) -> str:
     """Returns the colour of number ``index`` of what is compared; the colours repeat."""
     return COLOURS[index % len(COLOURS)]
+
+
+def dashes(index: int) -> tuple[int, ...]:
+    """Returns the lengths of the dashes and gaps, in widths of the line, by which repeated colours are told apart."""
+    return _DASHES[index // len(COLOURS) % len(_DASHES)]
 
 
 def page(title: str, content: str, style: str = "") -> str:
@@ -81,6 +87,15 @@ def swatch(colour: str) -> str:
     return f'<i style="background:{colour}"></i>'
 
 
+def line_swatch(index: int) -> str:
+    """Returns a piece of the line that number ``index`` of what is compared has in figures, to stand before a name."""
+    pattern = " ".join(str(2 * length) for length in dashes(index))
+    return (
+        f'<svg class="line" viewBox="0 0 36 8" aria-hidden="true"><line x1="0" y1="4" x2="36" y2="4" '
+        f'stroke="{colour(index)}" stroke-width="3" stroke-dasharray="{pattern or "none"}"/></svg>'
+    )
+
+
 def render_svg(draw: Callable[[Figure], None], inches: tuple[float, float]) -> str:
     """Returns as SVG, to stand in a page, what ``draw`` draws into a figure of this width and height."""
     with matplotlib.rc_context(FIGURE_SETTINGS):
@@ -112,6 +127,7 @@ th:first-child, td:first-child { padding-left: 0; }
 th:first-child { text-align: left; }
 strong { font-weight: 650; }
 i { display: inline-block; width: .7em; height: .7em; border-radius: 2px; margin-right: .5em; }
+svg.line { width: 2.2em; height: .6em; margin-right: .5em; }
 .legend span { margin-right: 1.5em; white-space: nowrap; }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); gap: 1.5rem 2rem; }
 figure { margin: 0; }

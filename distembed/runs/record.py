@@ -38,6 +38,9 @@ class RunInfo:
         schemes: Partition scheme -> number of tables that have it.
         parameters: Number of parameters of the whole model.
         embedding_bytes: Bytes of the weights of all embedding tables.
+        embedding_rows: Rows of all embedding tables.
+        full_embedding_bytes: Bytes of the weights that the tables would have if none were compressed.
+        full_embedding_rows: Rows that they would have then.
         metrics: What reports show of the run's evaluations, the task's headline metric first.
     """
 
@@ -53,6 +56,9 @@ class RunInfo:
     schemes: Mapping[str, int]
     parameters: float
     embedding_bytes: float
+    embedding_rows: float
+    full_embedding_bytes: float
+    full_embedding_rows: float
     metrics: Sequence[ReportedMetric]
 
     @classmethod
@@ -80,6 +86,9 @@ class RunInfo:
             schemes=values.get("schemes") or {},
             parameters=_number(values, "parameters"),
             embedding_bytes=_number(values, "embedding_bytes"),
+            embedding_rows=_number(values, "embedding_rows"),
+            full_embedding_bytes=_number(values, "full_embedding_bytes"),
+            full_embedding_rows=_number(values, "full_embedding_rows"),
             metrics=parse_metrics(values.get("metrics")),
         )
 
@@ -198,6 +207,7 @@ class RunSummary:
         config_yaml: The resolved config.
         evaluation: The final evaluation, or the last one during training; None where there was none yet.
         samples_per_second: Median over the logged windows of training; NaN where there are none.
+        training_seconds: Seconds of training alone, without evaluations and checkpoints; NaN where none are known.
     """
 
     name: str
@@ -206,6 +216,7 @@ class RunSummary:
     config_yaml: str
     evaluation: MetricsLine | None
     samples_per_second: float
+    training_seconds: float
 
     @classmethod
     def from_record(cls, record: RunRecord, name: str) -> "RunSummary":
@@ -218,6 +229,9 @@ class RunSummary:
             config_yaml=record.config_yaml,
             evaluation=record.evaluation or (record.evals[-1] if record.evals else None),
             samples_per_second=statistics.median(speeds) if speeds else math.nan,
+            training_seconds=max(
+                (each.metrics["seconds"] for each in record.train if "seconds" in each.metrics), default=math.nan
+            ),
         )
 
     @property

@@ -6,8 +6,7 @@ shown as far as they came.
 
 import math
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,62 +15,22 @@ from distembed.errors import UserError
 from distembed.files import write_text
 from distembed.outputs import require_file
 from distembed.runs import plots
+from distembed.runs.columns import ReportColumn, report_columns, reported_metrics
+from distembed.runs.config_differences import ConfigDifferences
 from distembed.runs.group_table import UNKNOWN, GroupTable
-from distembed.runs.metrics import ReportedMetric
-from distembed.runs.pages import colour, figure, page, section, swatch
+from distembed.runs.pages import figure, line_swatch, page, section
+from distembed.runs.plots import ShownRun
 from distembed.runs.record import RunRecord, RunSummary, unique_names
+from distembed.runs.run_groups import RunGroup, group_runs, without_seed
+from distembed.units import enumerate_names
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
-@dataclass(frozen=True)
-class ReportColumn:
-    """A column of the comparison.
-
-    Attributes:
-        heading: Text above the column.
-        text: Returns the text of a run's cell.
-        sort_key: Returns the number that is lowest for the best of several runs, which is marked; None to mark none.
-        in_terminal: Whether the narrower table in a terminal has the column too.
-    """
-
-    heading: str
-    text: Callable[[RunSummary], str]
-    sort_key: Callable[[RunSummary], float] | None = None
-    in_terminal: bool = True
-
-
-def report_columns(summaries: Sequence[RunSummary]) -> list[ReportColumn]:
-    """Returns the columns of the comparison, with every metric that the task of one of the runs reports."""
-    metrics = reported_metrics(summaries)
-    return [
-        ReportColumn("tables", lambda run: describe_schemes(run), in_terminal=False),
-        ReportColumn("parameters", lambda run: _format(run.info.parameters, ",.0f")),
-        ReportColumn("embedding MB", lambda run: _format(run.info.embedding_bytes / 1e6, ",.1f"), in_terminal=False),
-        *(_metric_column(metric) for metric in metrics),
-        ReportColumn("samples/s", lambda run: _format(run.samples_per_second, ",.0f")),
-        ReportColumn("status", lambda run: describe_status(run)),
-    ]
-
-
-def reported_metrics(summaries: Sequence[RunSummary]) -> list[ReportedMetric]:
-    """Returns the metrics that the tasks of the runs report, each once; the headline metric of the first run first."""
-    by_name: dict[str, ReportedMetric] = {}
-    for run in summaries:
-        for metric in run.info.metrics:
-            by_name.setdefault(metric.name, metric)
-    return list(by_name.values())
-
-
-def _metric_column(metric: ReportedMetric) -> ReportColumn:
-    sign = -1 if metric.better == "higher" else 1
-    return ReportColumn(
-        metric.heading,
-        text=lambda run: _format(run.metric(metric.name), metric.number_format),
-        sort_key=None if metric.better is None else lambda run: sign * run.metric(metric.name),
-        in_terminal=metric.in_terminal,
-    )
+MOST_NAMED = 8
+"""Number of lines of the comparison up to which points of figures carry names; of more they carry numbers."""
+_MOST_LABEL_CHARACTERS = 28
 
 
 def write_run_report(
@@ -149,35 +108,65 @@ def render_run_report(named: dict[str, RunRecord], summaries: Sequence[RunSummar
         UserError: There is no such baseline.
     """
     means = GroupTable.of(summaries, reported_metrics(summaries), baseline)
+    groups = group_runs(summaries)
+    is_numbered = not _names_fit(groups)
+    shown = _shown_runs(named, groups, summaries, is_numbered)
     sections = [
-        section("Comparison" if len(named) > 1 else "Result", _comparison(summaries)),
+        section("Comparison" if len(named) > 1 else "Result", _comparison(shown, is_numbered)),
         "" if means is None else section("Means over seeds", _means(means)),
-        section("Curves", _legend(summaries) + _figures(named, summaries)),
+        "" if len(named) == 1 else section("What differs", _differences(groups, is_numbered)),
+        section("Curves", _legend(groups, is_numbered) + _figures(shown)),
         section("Runs", "".join(_run_details(run, name) for name, run in named.items())),
     ]
-    return page(f"distembed: {', '.join(named)}", "".join(sections), _STYLE)
+    return page(f"distembed: {enumerate_names(list(named), most=6)}", "".join(sections), _STYLE)
 
 
-def describe_schemes(run: RunSummary) -> str:
-    """Returns such as ``20 quotient_remainder, 6 full``."""
-    return ", ".join(f"{count} {scheme}" for scheme, count in run.info.schemes.items()) or UNKNOWN
+def _names_fit(groups: Sequence[RunGroup]) -> bool:
+    """Returns whether points of figures can carry the names of the groups."""
+    return len(groups) <= MOST_NAMED and all(len(group.name) <= _MOST_LABEL_CHARACTERS for group in groups)
 
 
-def describe_status(run: RunSummary) -> str:
-    """Returns such as ``finished``, or with the split that was evaluated last: ``unfinished (validation)``."""
-    status = run.info.status
-    return f"{status} ({run.evaluated_on})" if status != "finished" and run.evaluated_on else status
+def _shown_runs(
+    named: dict[str, RunRecord], groups: Sequence[RunGroup], summaries: Sequence[RunSummary], is_numbered: bool
+) -> list[ShownRun]:
+    """Returns the runs with what tells them apart in figures: names, or numbers from 1, of their groups."""
+    group_numbers = {run.name: number for number, group in enumerate(groups) for run in group.runs}
+    labels = [str(number) if is_numbered else group.name for number, group in enumerate(groups, start=1)]
+    numbered = [(run, group_numbers[run.name]) for run in summaries]
+    return [ShownRun(named[run.name], run, number, labels[number]) for run, number in numbered]
 
 
-def _comparison(summaries: Sequence[RunSummary]) -> str:
+def _comparison(shown: Sequence[ShownRun], is_numbered: bool) -> str:
     """Returns the table of one run a row."""
+    summaries = [run.summary for run in shown]
     columns = report_columns(summaries)
     headings = "".join(f"<th>{escape(column.heading)}</th>" for column in columns)
     rows = []
-    for index, run in enumerate(summaries):
-        cells = "".join(_cell(column, run, summaries) for column in columns)
-        rows.append(f'<tr><th scope="row">{swatch(colour(index))}{escape(run.name)}</th>{cells}</tr>')
+    for run in shown:
+        cells = "".join(_cell(column, run.summary, summaries) for column in columns)
+        number = f"{run.label} " if is_numbered else ""
+        rows.append(f'<tr><th scope="row">{line_swatch(run.number)}{number}{escape(run.summary.name)}</th>{cells}</tr>')
     return f'<div class="wide"><table><tr><th>run</th>{headings}</tr>{"".join(rows)}</table></div>\n'
+
+
+def _differences(groups: Sequence[RunGroup], is_numbered: bool) -> str:
+    """Returns the table of the settings in which runs differ, the seed aside, one group of runs a row."""
+    found = ConfigDifferences.of([without_seed(group.runs[0].config_yaml) for group in groups])
+    if not found.keys:
+        return f"<p>{'Nothing but the seed.' if len(groups) == 1 else 'No setting.'}</p>\n"
+    headings = "".join(f"<th>{escape(key)}</th>" for key in found.keys)
+    rows = "".join(
+        f'<tr><th scope="row">{_group_name(number, group, is_numbered)}</th>'
+        f"{''.join(f'<td>{escape(value or UNKNOWN)}</td>' for value in values)}</tr>"
+        for number, (group, values) in enumerate(zip(groups, found.values, strict=True))
+    )
+    others = f"<p>{found.num_others:,} further settings differ.</p>\n" if found.num_others else ""
+    return f'<div class="wide"><table class="settings"><tr><th>runs</th>{headings}</tr>{rows}</table></div>\n{others}'
+
+
+def _group_name(number: int, group: RunGroup, is_numbered: bool) -> str:
+    """Returns the name of a group of runs behind its line, and its number where figures have numbers."""
+    return f"{line_swatch(number)}{f'{number + 1} ' if is_numbered else ''}{escape(group.name)}"
 
 
 def _means(means: GroupTable) -> str:
@@ -204,31 +193,43 @@ def _lowest(value: Callable[[RunSummary], float], summaries: Sequence[RunSummary
     return min((found for run in summaries if not math.isnan(found := value(run))), default=math.nan)
 
 
-def _legend(summaries: Sequence[RunSummary]) -> str:
-    """Returns the runs' names beside their colours."""
-    runs = "".join(f"<span>{swatch(colour(index))}{escape(run.name)}</span>" for index, run in enumerate(summaries))
+def _legend(groups: Sequence[RunGroup], is_numbered: bool) -> str:
+    """Returns the names of runs that differ in their seed alone beside their lines."""
+    runs = "".join(f"<span>{_group_name(i, group, is_numbered)}</span>" for i, group in enumerate(groups))
     return f'<p class="legend">{runs}</p>\n'
 
 
-def _figures(named: dict[str, RunRecord], summaries: Sequence[RunSummary]) -> str:
-    """Returns the figures with their captions."""
+def _figures(shown: Sequence[ShownRun]) -> str:
+    """Returns the figures with their captions, which say the splits that were evaluated."""
+    summaries = [run.summary for run in shown]
     metrics = reported_metrics(summaries)
     headline = metrics[0]
-    curve = plots.metric_curve(named, headline.name, headline.heading)
+    validation = _splits(line.split for run in shown for line in run.record.validation_evals())
+    marked = f"Training windows thin, evaluations on {validation} marked." if validation else "Training windows."
+    final = _splits(run.evaluated_on for run in summaries)
     figures = [
-        ("Loss", "Training windows thin, evaluations marked. The first tenth may be cut off.", plots.loss_curve(named)),
-        (headline.heading, "Training windows thin, evaluations marked.", curve),
-        ("Throughput", "Training alone, evaluations not counted.", plots.throughput_curve(named)),
+        ("Loss", f"{marked} The first tenth may be cut off.", plots.loss_curve(shown)),
+        (headline.heading, marked, plots.metric_curve(shown, headline.name, headline.heading)),
+        ("Throughput", "Training alone, evaluations not counted.", plots.throughput_curve(shown)),
     ]
     if any(metric.name == "calibration" for metric in metrics):
-        caption = "Final evaluation; on the dashed line predictions are right."
-        figures.append(("Calibration", caption, plots.calibration_diagram(named)))
+        calibrated = _splits(run.record.evaluation.split for run in shown if run.record.evaluation is not None)
+        caption = (
+            f"Final evaluation{f' on {calibrated}' if calibrated else ''}; on the dashed line predictions are right."
+        )
+        figures.append(("Calibration", caption, plots.calibration_diagram(shown)))
     if len(summaries) > 1:
         cost = next((metric for metric in metrics if metric.name == "logloss"), headline)
-        caption = f"{'Higher' if cost.better == 'higher' else 'Lower'} and further left is better."
-        drawn = plots.parameters_against(summaries, cost.name, cost.heading)
+        better = "Higher" if cost.better == "higher" else "Lower"
+        caption = f"{f'On {final}; ' if final else ''}{better.lower() if final else better} and further left is better."
+        drawn = plots.parameters_against(shown, cost.name, cost.heading)
         figures.append((f"Parameters against {cost.heading}", caption, drawn))
     return f'<div class="figures">{"".join(figure(*each) for each in figures)}</div>\n'
+
+
+def _splits(names: Iterable[str]) -> str:
+    """Returns the names of splits, each once."""
+    return " and ".join(dict.fromkeys(name for name in names if name))
 
 
 def _run_details(run: RunRecord, name: str) -> str:
@@ -248,15 +249,13 @@ def _run_details(run: RunRecord, name: str) -> str:
     rows = "".join(
         f"<dt>{escape(key)}</dt><dd>{escape(str(value))}</dd>" for key, value in facts.items() if value is not None
     )
-    return f"<details><summary>{escape(name)}</summary><dl>{rows}</dl><pre>{escape(run.config_yaml)}</pre></details>\n"
-
-
-def _format(value: float, spec: str) -> str:
-    """Returns a number as text, or a dash for NaN."""
-    return UNKNOWN if math.isnan(value) else format(value, spec)
+    config = f"<details><summary>config</summary><pre>{escape(run.config_yaml)}</pre></details>"
+    return f"<details><summary>{escape(name)}</summary><dl>{rows}</dl>{config}</details>\n"
 
 
 _STYLE = """
 td:last-child, th:last-child { text-align: left; }
 td:nth-child(2), tr:first-child th:nth-child(2) { text-align: left; white-space: normal; min-width: 10rem; }
+table.settings td, table.settings tr:first-child th { text-align: left; }
+details details { border: 0; padding: .6rem 0 0; }
 """

@@ -39,11 +39,15 @@ class Sample:
         deviation = statistics.stdev(known) if len(known) > 1 else math.nan
         return cls(len(known), statistics.fmean(known) if known else math.nan, deviation)
 
-    def standard_errors_from(self, baseline: "Sample") -> float:
-        """Returns how many standard errors the mean is above the baseline's; NaN where there is no such error."""
+    def standard_error(self, baseline: "Sample") -> float:
+        """Returns the standard error of the difference of two means; NaN where it is not known, or 0."""
         variances = (each.standard_deviation**2 / each.number for each in (self, baseline) if each.number)
         error = math.sqrt(sum(variances))
-        return (self.mean - baseline.mean) / error if error > 0 else math.nan
+        return error if error > 0 else math.nan
+
+    def standard_errors_from(self, baseline: "Sample") -> float:
+        """Returns how many standard errors the mean is above the baseline's; NaN where there is no such error."""
+        return (self.mean - baseline.mean) / self.standard_error(baseline)
 
 
 @dataclass(frozen=True)

@@ -120,5 +120,8 @@ def _run_info(config: Config, start: RunStart) -> dict[str, Any]:
         "parameters": description.num_parameters,
         "embedding_parameters": description.num_embedding_parameters,
         "embedding_bytes": description.embedding_bytes,
+        "embedding_rows": description.embedding_rows,
+        "full_embedding_bytes": description.full_embedding_bytes,
+        "full_embedding_rows": description.full_embedding_rows,
         "metrics": [dataclasses.asdict(metric) for metric in config.task.build().reported_metrics],
     }

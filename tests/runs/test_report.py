@@ -1,5 +1,6 @@
 """Laws of the report: self-contained, true to the run folders, unmoved by runs that are unfinished or damaged."""
 
+import itertools
 import json
 import math
 import random
@@ -11,9 +12,15 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from distembed.errors import RunError, UserError
+from distembed.runs.columns import report_columns
+from distembed.runs.config_differences import ConfigDifferences
+from distembed.runs.labels import LabelledPoint, place_labels, text_width
 from distembed.runs.metrics import CLICK_METRICS, ReportedMetric, parse_metrics
 from distembed.runs.record import RunRecord, RunSummary
 from distembed.runs.report import print_comparison, write_run_report
@@ -63,6 +70,9 @@ def make_run(
         "parameters": parameters,
         "embedding_parameters": parameters - 500_000,
         "embedding_bytes": 4 * (parameters - 500_000),
+        "embedding_rows": 1_000,
+        "full_embedding_bytes": 16 * (parameters - 500_000),
+        "full_embedding_rows": 8_000,
         "batch_size": 128,
         "status": "finished" if finished else "running",
         "schemes": {"quotient_remainder": 20, "full": 6},
@@ -71,7 +81,8 @@ def make_run(
     with (path / "metrics.jsonl").open("w") as metrics:
         for step in range(1, steps + 1):
             line = {"kind": "train", "step": step, "samples": 128 * step, "loss": 0.5 + draw.random() / 9, "auc": 0.7}
-            metrics.write(json.dumps({**line, "samples_per_second": 10_000.0 + step}) + "\n")
+            speed = {"samples_per_second": 10_000.0 + step, "seconds": 7.0 * step}
+            metrics.write(json.dumps({**line, **speed}) + "\n")
             if step % 10 == 0:
                 evaluation = {"kind": "eval", "split": "validation", "step": step, "samples": 128 * step}
                 metrics.write(json.dumps({**evaluation, "logloss": 0.47, "auc": 0.7512}) + "\n")
@@ -96,7 +107,7 @@ def figures(tmp_path: Path) -> dict[str, str]:
     return dict(re.findall(r"<figcaption><b>(.*?)</b>.*?</figcaption>(<svg.*?</svg>)", html, re.DOTALL))
 
 
-@pytest.mark.parametrize("count", [1, 2, 11])
+@pytest.mark.parametrize("count", [1, 2, 11, 60])
 def test_a_page_is_whole_and_fetches_nothing(tmp_path: Path, count: int) -> None:
     runs = [make_run(tmp_path / f"run{i}", parameters=10**6 * (i + 1)) for i in range(count)]
     page, summaries = report(tmp_path, *runs)
@@ -123,8 +134,9 @@ def test_numbers_are_those_of_the_run_folder(tmp_path: Path) -> None:
     page, (summary,) = report(tmp_path, make_run(tmp_path / "run"))
     assert (summary.metric("auc"), summary.metric("logloss"), summary.info.parameters) == (0.7701, 0.4622, 8_441_404)
     assert summary.samples_per_second == 10_015.5, "the median of 10001 ... 10030"
-    for text in ("8,441,404", "31.8", "0.7701", "0.4622", "0.8100", "0.991", "20 quotient_remainder, 6 full"):
+    for text in ("8,441,404", "31.8 (25.0%)", "1,000 (12.5%)", "4.0x", "0.7701", "0.4622", "0.8100", "0.991"):
         assert text in page.text
+    assert "20 quotient_remainder, 6 full" in page.text and "4 min" in page.text
 
 
 @pytest.mark.parametrize("attack", ["<script>alert(1)</script>", 'a"b<c>&', "</pre></details><b>"])
@@ -270,8 +282,93 @@ def test_the_terminal_shows_a_line_a_run(tmp_path: Path) -> None:
         print_comparison(summaries, console)
     lines = (tmp_path / "terminal.txt").read_text().splitlines()
     assert [line.split()[0] for line in lines] == ["run", "full", "[red]qr"]
-    assert lines[1].split()[1:] == ["8,441,404", "0.7701", "0.4622", "10,016", "finished"]
-    assert lines[2].endswith("unfinished (validation)")
+    expected = ["8,441,404", "4.0x", "test", "0.7701", "0.4622", "4", "min", "10,016", "finished"]
+    assert lines[1].split()[1:] == expected
+    assert lines[2].split()[3] == "validation" and lines[2].endswith("unfinished")
+
+
+def test_captions_name_the_splits_that_were_evaluated(tmp_path: Path) -> None:
+    page, _ = report(tmp_path, make_run(tmp_path / "run"), make_run(tmp_path / "other", finished=False))
+    assert page.text.count("evaluations on validation marked") == 2
+    assert "Final evaluation on test;" in page.text
+    assert "On test and validation; lower and further left is better." in page.text
+
+
+def test_runs_of_early_versions_have_no_known_compression(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    info = json.loads((run / "run.json").read_text())
+    del info["full_embedding_bytes"], info["full_embedding_rows"], info["embedding_rows"]
+    (run / "run.json").write_text(json.dumps(info))
+    page, (summary,) = report(tmp_path, run)
+    assert page.open == [] and "25.0%" not in page.text
+    (column,) = (each for each in report_columns([summary]) if each.heading == "compression")
+    assert column.text(summary) == "–"
+
+
+def settings(tmp_path: Path) -> list[list[str]]:
+    """The table of the report's section on what differs, by rows."""
+    html = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    (table,) = re.findall(r'<table class="settings">(.*?)</table>', html)
+    return [
+        [re.sub("<.*?>", "", cell) for cell in re.findall("<t[hd].*?>(.*?)</t[hd]>", row)]
+        for row in table.split("<tr>")[1:]
+    ]
+
+
+def test_what_differs_between_configs_is_a_table(tmp_path: Path) -> None:
+    configs = {
+        "full": {"model": {"name": "dlrm", "top": [4]}, "train": {"seed": 1, "epochs": 1}, "same": {"x": 1}},
+        "full-seed2": {"model": {"name": "dlrm", "top": [4]}, "train": {"seed": 2, "epochs": 1}, "same": {"x": 1}},
+        "other": {"model": {"name": "dcn", "deep": [2]}, "train": {"seed": 1, "epochs": 3}, "same": {"x": 1}},
+    }
+    runs = [make_run(tmp_path / name) for name in configs]
+    for run, config in zip(runs, configs.values(), strict=True):
+        (run / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    report(tmp_path, *runs)
+    assert settings(tmp_path) == [
+        ["runs", "model.name", "model.top", "train.epochs", "model.deep"],
+        ["full", "dlrm", "[4]", "1", "–"],
+        ["other", "dcn", "–", "3", "[2]"],
+    ]
+    page, _ = report(tmp_path, *runs[:2])
+    assert "Nothing but the seed." in page.text
+    (runs[2] / "config.yaml").write_text("no: [yaml")
+    page, _ = report(tmp_path, *runs)
+    assert page.open == [] and settings(tmp_path)[2] == ["other", *["–"] * (len(settings(tmp_path)[0]) - 1)]
+
+
+def test_of_many_settings_that_differ_the_others_are_counted(tmp_path: Path) -> None:
+    configs = ["\n".join(f"k{number}: {run}" for number in range(40)) for run in range(3)]
+    found = ConfigDifferences.of(configs)
+    assert len(found.keys) == 16 and found.num_others == 24
+    assert ConfigDifferences.of(configs[:1]).keys == ()
+
+
+@pytest.mark.parametrize(("count", "expected"), [(3, "run0"), (60, "1")])
+def test_points_carry_names_or_numbers(tmp_path: Path, count: int, expected: str) -> None:
+    runs = [make_run(tmp_path / f"run{i}", parameters=10**6 + 10**5 * i) for i in range(count)]
+    for number, run in enumerate(runs):
+        (run / "config.yaml").write_text(f"model:\n  name: {number}\n")
+    page, _ = report(tmp_path, *runs)
+    drawn = re.findall(r">([^<>]+)</text>", figures(tmp_path)["Parameters against logloss"])
+    labels = [f"run{i}" if count < 9 else str(i + 1) for i in range(count)]
+    assert labels[0] == expected and set(labels) <= set(drawn)
+    if count > 8:
+        assert page.text.count("60 run59") == 3, "the number stands beside the name in both tables and the legend"
+
+
+@given(
+    points=st.lists(st.tuples(st.floats(0, 330), st.floats(0, 190)), min_size=1, max_size=25),
+    length=st.integers(1, 6),
+)
+def test_labels_cover_no_other_label_where_there_is_room(points: list[tuple[float, float]], length: int) -> None:
+    labelled = [LabelledPoint(x, y, "n" * length) for x, y in points]
+    places = place_labels(labelled, [], 330, 190)
+    assert len(places) == len(points)
+    boxes = [(x + dx, y + dy, text_width("n" * length)) for (x, y), (dx, dy) in zip(points, places, strict=True)]
+    if len({(round(x / 60), round(y / 40)) for x, y in points}) == len(points):  # apart from one another
+        for (left, middle, width), (other, other_middle, _) in itertools.combinations(boxes, 2):
+            assert abs(left - other) >= width - 1e-6 or abs(middle - other_middle) >= 10 - 1e-6
 
 
 def test_metrics_are_those_that_the_runs_tasks_report(tmp_path: Path) -> None:

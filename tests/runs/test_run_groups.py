@@ -68,12 +68,12 @@ def test_without_a_spread_no_standard_error_is_known() -> None:
 def test_runs_that_differ_in_their_seed_are_one_row(tmp_path: Path, baseline: str) -> None:
     lines = terminal(tmp_path, runs_of_two_rates(tmp_path / "runs"), baseline)
     table = lines[lines.index("") + 1 :]
-    assert table[0].split() == ["runs", "seeds", "RMSE", "RMSE", "difference"]
-    assert table[1].split() == ["full", "3", "1.2000", "±", "0.2000", "–"]
-    assert table[2].split() == ["sse", "2", "0.9500", "±", "0.0707", "-0.2500", "(-2.0", "s.e.)"]
-    assert table[3].split() == ["alone-seed0", "1", "0.5000", "-0.7000", "(no", "s.e.)"]
+    assert table[0].split() == ["runs", "seeds", "split", "RMSE", "RMSE", "difference"]
+    assert table[1].split() == ["full", "3", "test", "1.2000", "±", "0.2000", "baseline"]
+    assert table[2].split() == ["sse", "2", "test", "0.9500", "±", "0.0707", "-0.2500", "±", "0.1258", "(-2.0", "s.e.)"]
+    assert table[3].split() == ["alone-seed0", "1", "test", "0.5000", "-0.7000", "(no", "s.e.)"]
     page = (tmp_path / "report.html").read_text()
-    assert "Means over seeds" in page and "MAE difference" in page and "-0.1250 (-2.0 s.e.)" in page
+    assert "Means over seeds" in page and "MAE difference" in page and "-0.1250 ± 0.0629 (-2.0 s.e.)" in page
 
 
 def test_a_table_of_means_is_shown_without_a_baseline_where_there_are_seeds(tmp_path: Path) -> None:
@@ -91,10 +91,11 @@ def test_what_was_evaluated_on_another_split_is_not_compared(tmp_path: Path) -> 
         make_run(tmp_path / "runs" / "c", 0.1, 2, None),
     ]
     lines = terminal(tmp_path, runs, "a")
-    assert [line.split()[:4] for line in lines[-5:-2]] == [
-        ["a", "1", "1.0000", "–"],
-        ["b", "1", "2.0000", "–"],
-        ["c", "1", "–", "–"],
+    table = lines[lines.index("") + 2 :]
+    assert [line.split()[:5] for line in table[:3]] == [
+        ["a", "1", "test", "1.0000", "baseline"],
+        ["b", "1", "validation", "2.0000", "–"],
+        ["c", "1", "–", "–", "–"],
     ]
 
 
