@@ -7,9 +7,11 @@ from typing import Annotated
 import typer
 
 from distembed.commands.parameters import flattened
-from distembed.commands.shared import console, note
+from distembed.commands.shared import console, note, say
 from distembed.commands.vocabulary_options import VocabularyOptions
 from distembed.commands.work_options import WorkOptions
+from distembed.files import write_text
+from distembed.outputs import require_file
 
 app = typer.Typer()
 
@@ -75,3 +77,29 @@ def prepare_table_command(
             inputs, output, schema, options, limits, overwrite=overwrite, progress=progress, note=note
         )
     say_dataset(manifest, output)
+
+
+@app.command(
+    "schema",
+    epilog="Example: `distembed prepare schema clicks.csv --output schema.yaml`",
+)
+def prepare_schema_command(
+    source: Annotated[str, typer.Argument(metavar="INPUT", help=_INPUTS)],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File to write; unless given, the schema is printed.")
+    ] = None,
+    rows: Annotated[int, typer.Option(help="About how many rows are looked at.", min=1)] = 100_000,
+    overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT if it is there.")] = False,
+) -> None:
+    """Guess the schema of a table from its first rows, and write it with comments that say what was seen."""
+    from distembed.data.prepare.table.guess import guess_schema
+    from distembed.data.prepare.table.inputs import find_inputs
+
+    if output is not None:
+        require_file("--output", output, overwrite)
+    text = guess_schema(find_inputs([source], note)[0], rows)
+    if output is None:
+        print(text, end="")
+    else:
+        write_text(output, text)
+        say(f"schema {output}: read it, and mend what is wrong")
