@@ -11,6 +11,8 @@ from distembed.units import parse_bytes
 
 COMMANDS = [
     "prepare criteo",
+    "prepare table",
+    "prepare schema",
     "prepare graph",
     "prepare ratings",
     "prepare sequences",

@@ -95,7 +95,7 @@ class TableColumns:
             UserError: The table lacks a column, or one is of a type that has no such values.
         """
         self.require(table.schema)
-        return {name: _plain(_one_array(table.column(name))) for name in self.kinds}
+        return {name: plain_array(one_array(table.column(name))) for name in self.kinds}
 
 
 def as_lists(column: pa.Array, separator: str | None) -> pa.Array:
@@ -139,18 +139,18 @@ def _list_hint(kind: str | None) -> str:
     return "; `is_list: true` takes lists" if kind == LIST else ""
 
 
-def _one_array(column: pa.ChunkedArray) -> pa.Array:
+def one_array(column: pa.ChunkedArray) -> pa.Array:
     """Returns the chunks of a column as one array."""
     combined = column.combine_chunks()
     return combined if isinstance(combined, pa.Array) else pa.concat_arrays(combined.chunks)
 
 
-def _plain(column: pa.Array) -> pa.Array:
+def plain_array(column: pa.Array) -> pa.Array:
     """Returns a column without a dictionary, texts as Arrow's string, in which bytes that are no UTF-8 are escapes."""
     column = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
     if type_kind(column.type) == LIST:
         lists = column.cast(pa.list_(column.type.value_type))
-        values = _plain(lists.flatten())
+        values = plain_array(lists.flatten())
         offsets = pa.concat_arrays([pa.array([0], pa.int32()), _list_ends(lists)])
         return pa.ListArray.from_arrays(offsets, values)
     if type_kind(column.type) not in (TEXT, None):

@@ -203,7 +203,7 @@ def _missing_texts(table: pa.Table) -> list[str]:
     texts = [
         column.cast(pa.string())
         for column in table.columns
-        if pa.types.is_string(column.type) and len(column.unique()) > 2
+        if pa.types.is_string(column.type) and len(column.unique()) > 1
     ]
     found = [pc.is_in(pa.array(MISSING_TEXTS), value_set=column.unique()) for column in texts]
     return [text for place, text in enumerate(MISSING_TEXTS) if any(each[place].as_py() for each in found)]

@@ -15,7 +15,7 @@ from distembed.data.prepare.table.inputs import PARQUET, TableInput
 from distembed.data.prepare.table.parquet_rows import parquet_batches, row_group_bytes
 from distembed.data.prepare.table.text_inputs import TextLayout, TextPart, first_bytes, text_layout
 from distembed.data.table.numbers import number_values
-from distembed.data.table.raw_columns import LIST, TEXT, TIME, TableColumns, type_kind
+from distembed.data.table.raw_columns import LIST, TEXT, TIME, TableColumns, one_array, plain_array, type_kind
 from distembed.data.table.schema import TableSchema, TextFormat
 from distembed.errors import UserError
 
@@ -82,7 +82,9 @@ class ColumnProfile:
     @property
     def examples(self) -> list[str]:
         """The most frequent values."""
-        return self.texts[:_MOST_EXAMPLES] if self.kind != LIST else [str(each) for each in self.values[:2].to_pylist()]
+        if self.kind in (LIST, "other"):
+            return [str(each) for each in self.values[:_MOST_EXAMPLES].to_pylist()]
+        return self.texts[:_MOST_EXAMPLES]
 
 
 def read_sample(source: TableInput, num_rows: int) -> Sample:
@@ -164,10 +166,7 @@ def profiles(table: pa.Table, missing: Sequence[str]) -> list[ColumnProfile]:
 
 def _profile(name: str, column: pa.ChunkedArray, missing: Sequence[str]) -> ColumnProfile:
     kind = type_kind(column.type) or TEXT
-    values = column.combine_chunks()
-    values = values if isinstance(values, pa.Array) else pa.concat_arrays(values.chunks)
-    values = values.dictionary_decode() if pa.types.is_dictionary(values.type) else values
-    values = values.cast(pa.string()) if kind == TEXT else values
+    values = plain_array(one_array(column))
     values = values.filter(pc.invert(values.is_null(nan_is_null=pa.types.is_floating(values.type))))
     if kind == TEXT:
         values = values.filter(pc.invert(pc.is_in(values, value_set=pa.array(missing, pa.string()))))

@@ -1,0 +1,118 @@
+"""Mutated inputs of tables: every row is kept or rejected, and nothing ends otherwise than in a sentence."""
+
+import csv
+import io
+import json
+import random
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from distembed.data.prepare.table.inputs import find_inputs
+from distembed.data.prepare.table.source import TableSource
+from distembed.data.table.schema import TableSchema
+from distembed.errors import UserError
+from tests.data.table.mutations import mutated
+from tests.data.table.test_prepare_table import FORMS, SCHEMA, delimited, drawn_rows, json_lines
+
+FEW, MANY = 200, 5000
+TEXT_FORMS = {
+    "rows.csv": lambda rows: delimited(rows, ","),
+    "rows.tsv": lambda rows: delimited(rows, "\t", "\r\n"),
+    "rows.jsonl": json_lines,
+}
+WITH_NEWLINES = TableSchema.from_json({**SCHEMA.to_json(), "text": {"newlines_in_values": True}}, "the test")
+
+
+def num_records(content: bytes, form: str, quoted_newlines: bool) -> int:
+    """Returns the number of lines without the header, or of records where quoted values may have newlines."""
+    if quoted_newlines:
+        num_quotes = records = 0
+        for line in content.split(b"\n")[:-1]:
+            num_quotes += line.count(b'"')
+            records += num_quotes % 2 == 0
+        return max(0, records + (not content.endswith(b"\n") or num_quotes % 2 > 0) - 1)
+    lines = content.split(b"\n")
+    return max(0, len(lines) - (lines[-1] == b"") - (form != "rows.jsonl"))
+
+
+def read(source: TableSource, part_bytes: int, block_bytes: int) -> tuple[int, int]:
+    """Returns the numbers of lines and of rows kept, once it was found that the others are rejected."""
+    lines = rows = 0
+    for part in source.parts(part_bytes):
+        for raw in source.open(part, block_bytes).raw_blocks():
+            block = source.parse(raw)
+            assert block.num_rows + len(block.rejected) == block.num_lines
+            assert all(len(column) == block.num_rows for column in block.numbers)
+            assert len({row.line for row in block.rejected}) == len(block.rejected)
+            assert all(row.reason in source.reasons for row in block.rejected)
+            lines, rows = lines + block.num_lines, rows + block.num_rows
+    return lines, rows
+
+
+def check(content: bytes, form: str, schema: TableSchema, folder: Path, rng: random.Random) -> int:
+    """Returns the number of rows that were kept, however the file is cut."""
+    path = folder / form
+    path.write_bytes(content)
+    try:
+        source = TableSource(find_inputs([path]), schema)
+        whole = read(source, 1 << 29, 1 << 20)
+        assert read(source, rng.randrange(500, 3000), rng.choice([200, 1000])) == whole
+    except UserError as error:
+        assert form in str(error), error
+        return 0
+    assert whole[0] == num_records(content, form, schema.text.newlines_in_values and form != "rows.jsonl"), content
+    return whole[1]
+
+
+def fuzz(num_inputs: int, folder: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    kept = 0
+    for number in range(num_inputs):
+        form = rng.choice(list(TEXT_FORMS))
+        content = TEXT_FORMS[form](drawn_rows(rng.choice([1, 5, 30]), seed=number))
+        schema = WITH_NEWLINES if rng.random() < 0.2 else SCHEMA
+        kept += check(mutated(content, rng), form, schema, folder, rng)
+    assert kept > num_inputs  # most rows of most files are as they were
+
+
+def test_mutated_rows_are_kept_or_rejected(tmp_path: Path) -> None:
+    fuzz(FEW, tmp_path, seed=0)
+
+
+@pytest.mark.slow
+def test_many_mutated_rows_are_kept_or_rejected(tmp_path: Path) -> None:
+    fuzz(MANY, tmp_path, seed=1)
+
+
+@pytest.mark.parametrize("form", ["rows.parquet", "rows.CSV.gz", "rows.tsv.zst"])
+def test_damaged_files_end_in_a_sentence(form: str, tmp_path: Path) -> None:
+    rng = random.Random(0)
+    content = FORMS[form](drawn_rows(40, seed=0))
+    for _ in range(40):
+        (tmp_path / form).write_bytes(mutated(content, rng))
+        try:
+            source = TableSource(find_inputs([tmp_path / form]), SCHEMA)
+            read(source, 1 << 29, 1 << 20)
+        except UserError as error:
+            assert form in str(error), error
+
+
+def test_values_are_those_of_pythons_own_readers(tmp_path: Path) -> None:
+    rng = random.Random(2)
+    pieces = ["a", " ", '"', ",", "é", "王", "|", "\\", "'", "1", "-", "#"]
+    texts = [["".join(rng.choice(pieces) for _ in range(rng.randrange(6))) for _ in range(3)] for _ in range(400)]
+    lines = io.StringIO(newline="")
+    csv.writer(lines, lineterminator="\n", quoting=csv.QUOTE_ALL).writerows([["a", "b", "c"], *texts[:200]])
+    csv.writer(lines, lineterminator="\n").writerows(texts[200:])
+    (tmp_path / "rows.csv").write_text(lines.getvalue())
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps(dict(zip("abc", row, strict=True))) + "\n" for row in texts)
+    )
+    schema = TableSchema.from_json({"categorical": {name: {} for name in "abc"}, "split": "none"}, "the test")
+    for name in ("rows.csv", "rows.jsonl"):
+        source = TableSource(find_inputs([tmp_path / name]), schema)
+        tables = [raw.rows("abc").table for raw in source.open(source.parts(1 << 20)[0], 1000).raw_blocks()]
+        rows = pa.concat_tables(tables).to_pylist()
+        assert [[row[name] or "" for name in "abc"] for row in rows] == texts

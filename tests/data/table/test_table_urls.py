@@ -1,0 +1,92 @@
+"""Tables at URLs: what is read from object stores and web servers is what is read from files."""
+
+import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+import distembed.data.prepare.pipeline as pipeline
+from distembed.data import remote
+from distembed.data.prepare.table import TableOptions, prepare_table
+from distembed.errors import UserError
+from tests.data.flaky_files import flaky_files
+from tests.data.table.test_prepare_table import FORMS, ONE_THREAD, SCHEMA, data_files, drawn_rows
+from tests.robustness.s3_server import BUCKET, failing_s3
+
+ROWS = drawn_rows(80, seed=7)
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def web_server(folder: Path) -> Iterator[str]:
+    """Within the block a web server of this machine has the files of a folder; yields its URL."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def write_forms(folder: Path) -> None:
+    folder.mkdir()
+    for form, write in FORMS.items():
+        (folder / form).write_bytes(write(ROWS))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_urls_give_what_files_give(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_forms(tmp_path / "raw")
+    prepare_table([tmp_path / "raw" / form], tmp_path / "local", SCHEMA, limits=ONE_THREAD)
+    monkeypatch.setattr(pipeline, "PART_BYTES", 2000)
+    with flaky_files(0.05):
+        remote.upload(tmp_path / "raw" / form, f"flaky://rows/{form}")
+        manifest = prepare_table([f"flaky://rows/{form}"], tmp_path / "flaky", SCHEMA, limits=ONE_THREAD)
+    assert data_files(tmp_path / "flaky") == data_files(tmp_path / "local")
+    assert manifest.sources[0].bytes == (tmp_path / "raw" / form).stat().st_size
+
+
+def test_a_web_server_has_rows(tmp_path: Path) -> None:
+    write_forms(tmp_path / "raw")
+    names = ["rows.csv", "rows.parquet", "rows.ndjson.gz"]
+    inputs = [tmp_path / "raw" / name for name in names]
+    prepare_table(inputs, tmp_path / "local", SCHEMA, limits=ONE_THREAD)
+    with web_server(tmp_path / "raw") as url:
+        prepare_table([f"{url}/{name}" for name in names], tmp_path / "web", SCHEMA, limits=ONE_THREAD)
+        with pytest.raises(UserError, match="nothing.csv"):
+            prepare_table([f"{url}/nothing.csv"], tmp_path / "none", SCHEMA)
+        with pytest.raises(UserError, match="named twice"):
+            prepare_table([f"{url}/rows.csv"] * 2, tmp_path / "none", SCHEMA)
+    assert data_files(tmp_path / "web") == data_files(tmp_path / "local")
+
+
+def test_a_folder_of_an_object_store_is_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    s3fs = pytest.importorskip("s3fs")
+    write_forms(tmp_path / "raw")
+    names = ["rows.CSV.gz", "rows.csv", "rows.parquet"]
+    options = TableOptions(min_count=1)
+    prepare_table([tmp_path / "raw" / name for name in names], tmp_path / "local", SCHEMA, options, ONE_THREAD)
+    (tmp_path / "server").mkdir()
+    with failing_s3(tmp_path / "server", share=0.02, seed=0) as url:
+        for name, value in {
+            "AWS_ENDPOINT_URL": url,
+            "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }.items():
+            monkeypatch.setenv(name, value)
+        s3fs.S3FileSystem.clear_instance_cache()
+        for name in names:
+            remote.upload(tmp_path / "raw" / name, f"s3://{BUCKET}/day/{name}")
+        prepare_table([f"s3://{BUCKET}/day"], tmp_path / "s3", SCHEMA, options, ONE_THREAD)
+        prepare_table([f"s3://{BUCKET}/day/rows.*"], tmp_path / "pattern", SCHEMA, options, ONE_THREAD)
+    assert data_files(tmp_path / "s3") == data_files(tmp_path / "local") == data_files(tmp_path / "pattern")
