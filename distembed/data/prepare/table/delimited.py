@@ -74,7 +74,8 @@ class DelimitedBlock:
         """Returns the rows of the block, with these columns as texts."""
         text = self.text
         if b"\r" in text and not self.dialect.newlines_in_values:
-            text = text.replace(b"\r\n", b"\n").removesuffix(b"\r")
+            text = text.replace(b"\r\n", b"\n")
+            text = text[:-1] + b"\n" if text.endswith(b"\r") else text  # the end of a last line without its newline
         lines = Lines.of_text(text, self.dialect.record_quote)
         bad = _bad_lines(lines, self.dialect)
         good = lines.without(sorted(bad)) if bad else text
