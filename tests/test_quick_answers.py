@@ -58,6 +58,8 @@ ANSWERED = [
     "status launched",
     "check dataset",
     "check run",
+    "data stats dataset",
+    "data stats dataset --output statistics.html --memory-limit 1KB",
     "sweep config.yaml train.seed=0,1 model.top=[8],[4] --run-dir swept --dry-run",
 ]
 """Command lines that end with 0."""
@@ -119,6 +121,9 @@ REFUSED = [
     "sweep config.yaml train.seed=0,1 --run-dir dataset",
     "sweep config.yaml train.seed=0,1 --run-dir swept --baseline seed=2",
     "check schema.yaml",
+    "data stats nowhere",
+    "data stats dataset --output config.yaml",
+    "data stats dataset --memory-limit much",
     "evaluate nowhere",
     "evaluate run",
     "evaluate run --data nowhere",

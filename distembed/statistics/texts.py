@@ -1,0 +1,54 @@
+"""Numbers of statistics as text, the same in the terminal and on a page."""
+
+import math
+
+from distembed.statistics.values import DatasetStatistics, FeatureStatistics
+
+
+def share(value: float) -> str:
+    """Returns a share in percent; a dash for none, so that what is there stands out."""
+    if math.isnan(value):
+        return ""
+    if value == 0:
+        return "-"
+    return f"{value:.1%}" if value >= 0.001 else f"{value:.1e}"
+
+
+def rate(value: float | None) -> str:
+    """Returns a label rate; nothing where there is none."""
+    return "" if value is None else f"{value:.4f}"
+
+
+def number(value: float) -> str:
+    """Returns a number with four digits that count; nothing for NaN."""
+    return "" if math.isnan(value) else f"{value:.4g}"
+
+
+def cardinality(feature: FeatureStatistics) -> str:
+    """Returns the number of distinct ids, marked where it is an estimate."""
+    return f"{'about ' if feature.sampled < 1 else ''}{feature.cardinality:,}"
+
+
+def equal_rows(statistics: DatasetStatistics) -> str:
+    """Returns in a sentence how many rows are equal to others."""
+    equal = statistics.equal_rows
+    total = sum(rows.num_rows for rows in statistics.splits.values())
+    about = "" if equal.sampled == 1 else "about "
+    text = f"{about}{equal.repeated:,} of {total:,} rows are equal to one before them in all columns"
+    shares = [f"{share(value)} of {name}" for name, value in equal.in_training.items() if value]
+    text += f"; rows of {statistics.train} are {', '.join(shares)}" if shares else ""
+    return f"{text}."
+
+
+def estimates(statistics: DatasetStatistics) -> list[str]:
+    """Returns a sentence for each thing that is estimated."""
+    found = []
+    every = max((each.every for column in statistics.columns.values() for each in column.values()), default=1)
+    if every > 1:
+        found.append(f"Quantiles of numbers, but the least and the most, are those of one row in {every:,}.")
+    sampled = [name for name, feature in statistics.features.items() if feature.sampled < 1]
+    if sampled:
+        found.append(f"Of {', '.join(sampled)} a share of the ids was counted, for want of memory (--memory-limit).")
+    if statistics.equal_rows.sampled < 1:
+        found.append(f"Of all distinct rows {statistics.equal_rows.sampled:.2%} were compared with others.")
+    return found

@@ -1,0 +1,270 @@
+"""Statistics of a dataset, held against a plain computation over lists of rows."""
+
+import dataclasses
+import json
+import math
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from distembed import cli
+from distembed.commands.shared import console
+from distembed.data import CategoricalFeature, Schema, create_manifest
+from distembed.data.prepare import CriteoOptions, prepare_criteo, synthesize_criteo
+from distembed.errors import UserError
+from distembed.statistics import DatasetStatistics, dataset_statistics, equal, numbers
+from distembed.statistics.ids import BYTES_PER_ID
+from distembed.statistics.page import render_page
+from distembed.statistics.values import QUANTILES, TOP_SIZES
+
+SCHEMA = Schema(
+    "clicked",
+    ("x", "y"),
+    (CategoricalFeature("id", 60), CategoricalFeature("tags", 9, multi_hot=True), CategoricalFeature("few", 3)),
+    dense_sequences=("prices",),
+    missing_dense=True,
+    weight="weight",
+    time="when",
+)
+SIZES = {"validation": 31, "train": 203, "test": 0}
+DAY = 86_400
+
+
+def draw_rows(count: int, draw: random.Random) -> list[dict[str, Any]]:
+    """Returns rows, some of which are equal to others."""
+    rows: list[dict[str, Any]] = []
+    for _ in range(count):
+        if rows and draw.random() < 0.2:
+            rows.append({**draw.choice(rows), "when": draw.randrange(3 * DAY)})
+            continue
+        tags = [draw.randrange(9) for _ in range(draw.randrange(4))]
+        rows.append(
+            {
+                "clicked": draw.randrange(2),
+                "x": draw.choice([None, 0.0, 1.5, draw.random()]),
+                "y": float(draw.randrange(5)),
+                "id": int(60 * draw.random() ** 3),
+                "tags": tags,
+                "few": draw.randrange(2),
+                "prices": [draw.random() for _ in tags],
+                "weight": draw.choice([0.5, 1.0, 2.0]),
+                "when": draw.randrange(3 * DAY),
+            }
+        )
+    return rows
+
+
+TYPES = pa.schema(
+    {
+        "clicked": pa.int8(),
+        "x": pa.float32(),
+        "y": pa.float64(),
+        "id": pa.int32(),
+        "tags": pa.list_(pa.int32()),
+        "few": pa.uint8(),
+        "prices": pa.list_(pa.float32()),
+        "weight": pa.float32(),
+        "when": pa.int64(),
+    }
+)
+
+
+def write(folder: Path, schema: Schema, rows: dict[str, list[dict[str, Any]]]) -> Path:
+    folder.mkdir()
+    for name, own in rows.items():
+        table = pa.Table.from_pylist(own, schema=TYPES)
+        pq.write_table(table, folder / f"{name}.parquet", row_group_size=17)
+    create_manifest(folder, schema, {name: [f"{name}.parquet"] for name in rows})
+    return folder
+
+
+@pytest.fixture
+def rows() -> dict[str, list[dict[str, Any]]]:
+    draw = random.Random(1)
+    return {name: draw_rows(count, draw) for name, count in SIZES.items()}
+
+
+def label_rate(rows: list[dict[str, Any]]) -> float | None:
+    weights = sum(row["weight"] for row in rows)
+    return sum(row["weight"] * row["clicked"] for row in rows) / weights if rows else None
+
+
+@pytest.mark.parametrize("memory_bytes", [2 << 30, 61 * BYTES_PER_ID])
+def test_rows_ids_and_numbers_are_those_of_a_plain_computation(
+    tmp_path: Path, rows: dict[str, list[dict[str, Any]]], memory_bytes: int
+) -> None:
+    folder = write(tmp_path / "d", SCHEMA, rows)
+    seen: list[tuple[int, int]] = []
+    found = dataset_statistics(folder, memory_bytes, lambda done, total: seen.append((done, total)))
+    assert seen[-1][0] == seen[-1][1] == sum(SIZES.values()) * (1 if memory_bytes > 2000 else 2)
+    assert found.train == "train" and list(found.splits) == ["train", "validation", "test"]
+    for name, own in rows.items():
+        assert found.splits[name].num_rows == len(own)
+        assert found.splits[name].label_rate == (pytest.approx(label_rate(own)) if own else None)
+    together = [row for own in rows.values() for row in own]
+    for day in range(3):
+        own = [row for row in together if row["when"] // DAY == day]
+        period = found.periods[f"1970-01-0{day + 1}"]
+        assert (period.num_rows, period.label_rate) == (len(own), pytest.approx(label_rate(own)))
+    assert len(found.periods) == 3
+    for feature in SCHEMA.categorical:
+        check_feature(found, feature, rows)
+    for column in ("x", "y", "prices"):
+        for name, own in rows.items():
+            check_column(found, column, name, own)
+    check_equal_rows(found, rows)
+
+
+def ids_of(row: dict[str, Any], feature: CategoricalFeature) -> list[int]:
+    value = row[feature.name]
+    return value if feature.multi_hot else [value]
+
+
+def check_feature(found: DatasetStatistics, feature: CategoricalFeature, rows: dict[str, list[dict[str, Any]]]) -> None:
+    statistics = found.features[feature.name]
+    counts = Counter(number for row in rows["train"] for number in ids_of(row, feature))
+    total, ordered = sum(counts.values()), sorted(counts.values(), reverse=True)
+    assert (statistics.cardinality, statistics.sampled) == (len(counts), 1.0)
+    assert statistics.top_shares == pytest.approx({size: sum(ordered[:size]) / total for size in TOP_SIZES})
+    entropy = -sum(count / total * math.log2(count / total) for count in ordered)
+    assert statistics.entropy_bits == pytest.approx(entropy)
+    ranks = [2**power for power in range(20) if 2**power <= len(ordered)]
+    assert statistics.counts_by_rank == {rank: ordered[rank - 1] for rank in ranks}
+    if len(ordered) > 2:
+        xs, ys = [math.log(rank) for rank in ranks], [math.log(ordered[rank - 1]) for rank in ranks]
+        mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
+        slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
+        assert statistics.zipf_exponent == pytest.approx(-slope / sum((x - mean_x) ** 2 for x in xs))
+    commonest = sorted(counts, key=lambda number: (-counts[number], number))[:10]
+    assert [(each.id, each.count, each.value) for each in statistics.commonest] == [
+        (number, counts[number], None) for number in commonest
+    ]
+    for each in statistics.commonest:
+        labels = [row["clicked"] for row in rows["train"] for number in ids_of(row, feature) if number == each.id]
+        assert each.label_rate == pytest.approx(sum(labels) / len(labels))
+    for name, own in rows.items():
+        if own:
+            ids = [number for row in own for number in ids_of(row, feature)]
+            split = statistics.splits[name]
+            assert (split.num_ids, split.out_of_vocabulary) == (len(ids), 0.0)
+            unseen = [number for number in ids if number not in counts]
+            assert split.unseen == pytest.approx(len(unseen) / len(ids))
+            assert split.distinct_unseen == len(set(unseen))
+            empty = sum(not ids_of(row, feature) for row in own) / len(own)
+            assert split.missing == pytest.approx(empty)
+
+
+def check_column(found: DatasetStatistics, column: str, split: str, rows: list[dict[str, Any]]) -> None:
+    statistics = found.columns[column][split]
+    values = [value for row in rows for value in (row[column] if column == "prices" else [row[column]])]
+    known = [np.float32(value).item() for value in values if value is not None]
+    if not known:
+        assert math.isnan(statistics.mean) and all(map(math.isnan, statistics.quantiles))
+        return
+    assert statistics.missing == pytest.approx(1 - len(known) / len(values))
+    mean = sum(known) / len(known)
+    assert statistics.mean == pytest.approx(mean)
+    assert statistics.deviation == pytest.approx(math.sqrt(sum((v - mean) ** 2 for v in known) / len(known)), abs=1e-9)
+    assert statistics.every == 1
+    ordered = sorted(known)
+    for quantile, value in zip(QUANTILES, statistics.quantiles, strict=True):
+        place = quantile * (len(ordered) - 1)
+        low, high = ordered[math.floor(place)], ordered[math.ceil(place)]
+        assert value == pytest.approx(low + (high - low) * (place - math.floor(place)))
+
+
+def check_equal_rows(found: DatasetStatistics, rows: dict[str, list[dict[str, Any]]]) -> None:
+    def key(row: dict[str, Any]) -> str:
+        return json.dumps({name: value for name, value in row.items() if name != "when"})
+
+    keys = [key(row) for own in rows.values() for row in own]
+    trained = {key(row) for row in rows["train"]}
+    assert found.equal_rows.repeated == len(keys) - len(set(keys)) > 20
+    share = sum(key(row) in trained for row in rows["validation"]) / len(rows["validation"])
+    assert found.equal_rows.in_training == {"validation": pytest.approx(share), "test": 0.0}
+    assert found.equal_rows.sampled == 1.0
+
+
+def test_rows_without_times_labels_and_weights_are_counted_by_tenths(
+    tmp_path: Path, rows: dict[str, list[dict[str, Any]]]
+) -> None:
+    schema = dataclasses.replace(SCHEMA, label=None, weight=None, time=None)
+    found = dataset_statistics(write(tmp_path / "d", schema, rows))
+    assert all(each.label_rate is None for each in (*found.splits.values(), *found.periods.values()))
+    assert [name for name in found.periods if name.startswith("train")] == [f"train {i + 1}/10" for i in range(10)]
+    assert sum(each.num_rows for each in found.periods.values()) == sum(SIZES.values())
+    sizes = [found.periods[f"train {i + 1}/10"].num_rows for i in range(10)]
+    assert max(sizes) - min(sizes) <= 1
+    assert all(each.label_rate is None for each in found.features["id"].commonest)
+
+
+def test_what_is_estimated_is_near_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(equal, "MOST_HASHES", 2500)
+    monkeypatch.setattr(numbers, "MOST_KEPT", 1500)
+    generator = np.random.default_rng(0)
+    num_rows, num_ids = 20_000, 50_000
+    ids = (num_ids * generator.random(num_rows) ** 2).astype(np.int64)
+    table = pa.table({"x": generator.normal(size=num_rows).astype(np.float32), "id": ids})
+    table = pa.concat_tables([table, table.slice(0, num_rows // 4)])
+    folder = tmp_path / "d"
+    folder.mkdir()
+    pq.write_table(table, folder / "a.parquet", row_group_size=999)
+    pq.write_table(table.slice(0, 1000), folder / "b.parquet")
+    schema = Schema(None, ("x",), (CategoricalFeature("id", num_ids),))
+    create_manifest(folder, schema, {"train": ["a.parquet"], "test": ["b.parquet"]})
+    found = dataset_statistics(folder, 5000 * BYTES_PER_ID)
+    feature = found.features["id"]
+    assert feature.sampled == pytest.approx(0.1) and found.equal_rows.sampled == 1 / 11
+    assert feature.cardinality == pytest.approx(len(set(ids.tolist())), rel=0.1)
+    exact = Counter(table["id"].to_pylist())
+    assert all(each.count == exact[each.id] for each in feature.commonest)
+    assert feature.splits["test"].unseen == 0.0
+    assert found.equal_rows.repeated == pytest.approx(num_rows // 4 + 1000, rel=0.15)
+    assert found.equal_rows.in_training == {"test": 1.0}
+    column = found.columns["x"]["train"]
+    assert column.every == 17 and column.quantiles[4] == pytest.approx(0, abs=0.1)
+    assert column.quantiles[0] == pytest.approx(min(table["x"].to_pylist()))
+    page = render_page(found)
+    for text in ("about ", "one row in 17", "Of id a share of the ids was counted", "9.09% were compared"):
+        assert text in page
+
+
+def test_vocabularies_say_what_ids_stand_for(tmp_path: Path) -> None:
+    source, folder = tmp_path / "rows.tsv", tmp_path / "criteo"
+    synthesize_criteo(source, num_rows=2000, seed=0)
+    prepare_criteo([source], folder, CriteoOptions(min_count=2))
+    with console.capture() as said:
+        cli.app(["data", "stats", str(folder), "--output", str(tmp_path / "page.html")], standalone_mode=False)
+    assert "C26" in said.get() and "validation 10/10" in said.get() and "I13" in said.get()
+    lines = [line.split("\t") for line in source.read_text().splitlines()[:1600]]
+    counts = Counter(line[14 + 2] for line in lines)
+    missing, repeated = counts.pop(""), {value: count for value, count in counts.items() if count > 1}
+    found = dataset_statistics(folder).features["C3"]
+    by_value = {each.value: each.count for each in found.commonest}
+    unknown = by_value.pop("out of vocabulary", 0)
+    assert by_value.pop("missing") == missing
+    assert by_value and all(counts[value] == count for value, count in by_value.items())
+    assert found.splits["train"].missing == pytest.approx(missing / 1600)
+    assert found.splits["train"].out_of_vocabulary * 1600 == pytest.approx(unknown)
+    assert found.cardinality == len(repeated)
+    assert unknown == sum(counts.values()) - sum(repeated.values())
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("<svg") == 4 and max(by_value, key=by_value.__getitem__) in page
+
+
+def test_json_and_refusals(tmp_path: Path, rows: dict[str, list[dict[str, Any]]], capsys: Any) -> None:
+    folder = write(tmp_path / "d", SCHEMA, rows)
+    cli.app(["data", "stats", str(folder), "--json"], standalone_mode=False)
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(dataset_statistics(folder).as_json()))
+    rows["train"][3]["id"] = 60
+    with pytest.raises(UserError, match=r"train.parquet, row group 0, column 'id' has the id 60: ids are in \[0, 60\)"):
+        dataset_statistics(write(tmp_path / "wrong", SCHEMA, rows))
+    create_manifest(tmp_path, SCHEMA, {})
+    with pytest.raises(UserError, match="has no splits"):
+        dataset_statistics(tmp_path)
