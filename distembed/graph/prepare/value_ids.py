@@ -2,7 +2,8 @@
 
 A value is an integer or a text. Where a dataset's keys are 32-bit numbers, as Criteo's are, a text is 1 to 8
 hexadecimal digits, as in the raw files, and an integer is the number that they stand for. Where values are ids already,
-a text is a decimal number. Where a vocabulary's keys are texts, an integer stands for its decimal digits.
+a text is a decimal number. Where a vocabulary's keys are texts, an integer stands for its decimal digits. Of tables of
+any columns, a value is what it was in the table.
 """
 
 from __future__ import annotations
@@ -23,10 +24,15 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from distembed.data.dataset.manifest import Manifest
+from distembed.data.prepare.blocks import KeyColumn
 from distembed.data.prepare.column_batches import INTEGER, TEXT
 from distembed.data.prepare.column_numbers import decimal_numbers, hexadecimal_keys
 from distembed.data.prepare.key_counts import sort_keys
-from distembed.data.prepare.vocabulary import OUT_OF_VOCABULARY_ID, HashMap, VocabularyMap
+from distembed.data.prepare.vocabulary import OUT_OF_VOCABULARY_ID, HashMap, IdMap, VocabularyMap
+from distembed.data.table.keys import KEY_KINDS
+from distembed.data.table.parser import table_layout
+from distembed.data.table.schema import TableSchema
+from distembed.data.table.vocabularies import column_id_map
 from distembed.errors import UserError
 from distembed.graph.csr import Graph
 from distembed.names import one_of
@@ -131,6 +137,29 @@ class TextIds(ValueMap):
         return FoundIds(ids.astype(np.int64), malformed, ~malformed & (found < 0))
 
 
+@dataclass(frozen=True)
+class RawIds(ValueMap):
+    """Values of a column of a table of any columns, in a vocabulary or hashed.
+
+    Attributes:
+        id_map: Vocabulary, or hash.
+        kind: What the values are, one of :data:`distembed.data.table.keys.KEY_KINDS`.
+    """
+
+    id_map: IdMap
+    kind: str
+
+    kinds = (INTEGER, TEXT)
+    allowed = "what the column has in the table"
+
+    def find(self, values: pa.Array) -> FoundIds:
+        found = KEY_KINDS[self.kind](values.fill_null("") if pa.types.is_string(values.type) else values.fill_null(0))
+        malformed = found.wrong | values.is_null().to_numpy(zero_copy_only=False)
+        ids = self.id_map.ids(found.keys)
+        is_vocabulary = isinstance(self.id_map, VocabularyMap)
+        return FoundIds(ids, malformed, is_vocabulary & ~malformed & (ids == OUT_OF_VOCABULARY_ID))
+
+
 def table_ids(dataset: str | os.PathLike[str], table: str) -> tuple[ValueMap, dict[str, Any]]:
     """Returns how a prepared dataset gives ids to the values of a table, and the :func:`describe_ids` of it.
 
@@ -140,6 +169,10 @@ def table_ids(dataset: str | os.PathLike[str], table: str) -> tuple[ValueMap, di
     manifest = Manifest.load(dataset)
     node_ids = describe_ids(dataset, manifest, table)
     num_embeddings = node_ids["num_embeddings"]
+    column = _raw_column(manifest, table)
+    if column is not None:
+        kind = TableSchema.of_manifest(manifest).categorical[table].kind
+        return RawIds(num_embeddings, column_id_map(Path(dataset), manifest, column), kind), node_ids
     if "hash_seed" in node_ids:
         return KeyedIds(num_embeddings, HashMap(num_embeddings, node_ids["hash_seed"])), node_ids
     if table in manifest.vocabularies:
@@ -158,8 +191,11 @@ def describe_ids(dataset: str | os.PathLike[str], manifest: Manifest, table: str
     one_of("table", table, manifest.schema.categorical_names)
     (feature,) = [feature for feature in manifest.schema.categorical if feature.name == table]
     node_ids: dict[str, Any] = {"table": table, "num_embeddings": feature.num_embeddings}
+    column = _raw_column(manifest, table)
     if manifest.preparation.get("hash_size") is not None:
         node_ids |= {"hash_seed": manifest.preparation["hash_seed"]}
+    elif column is not None and column.hash_size is not None:
+        node_ids |= {"hash_seed": column.hash_seed}
     elif table in manifest.vocabularies:
         file = manifest.require_unchanged(dataset, manifest.vocabularies[table].file)
         try:
@@ -168,6 +204,14 @@ def describe_ids(dataset: str | os.PathLike[str], manifest: Manifest, table: str
         except OSError as error:
             raise UserError(f"the vocabulary {file} cannot be read ({error}); prepare the dataset again.") from error
     return node_ids | {"fingerprint": hashlib.sha256(json.dumps(node_ids).encode()).hexdigest()}
+
+
+def _raw_column(manifest: Manifest, table: str) -> KeyColumn | None:
+    """Returns the column of a table of any columns whose values have the ids; None where they are bins, or not such."""
+    if "schema" not in manifest.preparation:
+        return None
+    layout = table_layout(TableSchema.of_manifest(manifest))
+    return next((column for column in layout.ids if column.name == table), None)
 
 
 def require_same_ids(graph: Graph, dataset: str | os.PathLike[str], manifest: Manifest, table: str) -> None:
