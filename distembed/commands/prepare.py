@@ -10,7 +10,7 @@ from distembed.commands import prepare_interactions, prepare_table
 from distembed.commands.parameters import flattened
 from distembed.commands.shared import console, note, say
 from distembed.commands.vocabulary_options import VocabularyOptions
-from distembed.commands.work_options import WorkOptions
+from distembed.commands.work_options import OutputOption, WorkOptions
 from distembed.units import parse_bytes
 
 app = typer.Typer()
@@ -94,7 +94,7 @@ def prepare_criteo_command(
         list[Path],
         typer.Argument(metavar="INPUT...", help="TSV files or pipes, plain or gzip, or folders of files; - is stdin."),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to make; it appears whole or not at all.")],
+    output: OutputOption,
     *,
     dataset: DatasetOptions,
     known: VocabularyOptions,

@@ -106,7 +106,7 @@ def prepare_ratings_command(
     with prepare_progress(console) as progress:
         preparation = _preparation(to, progress)
         manifest = prepare_ratings(_files(inputs, files), preparation, _columns(columns, rating), options)
-    say_dataset(manifest, to.output)
+    say_dataset(manifest, str(to.output))
 
 
 @app.command(
@@ -151,7 +151,7 @@ def prepare_sequences_command(
     with prepare_progress(console) as progress:
         preparation = _preparation(to, progress)
         manifest = prepare_sequences(_files(inputs, files), preparation, _columns(columns, columns.rating), options)
-    say_dataset(manifest, to.output)
+    say_dataset(manifest, str(to.output))
 
 
 def _split(given: str | None, files: SplitFiles, default: str) -> str:

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -32,7 +31,7 @@ def prepare_progress(console: Console) -> Iterator[Callable[[ProgressUpdate], No
         yield _Bar(bar)
 
 
-def say_dataset(manifest: Manifest, output: Path) -> None:
+def say_dataset(manifest: Manifest, output: str) -> None:
     """Prints what a prepared dataset holds, and notes what is hardly wanted."""
     for warning in dataset_warnings(manifest):
         note(warning)

@@ -1,7 +1,6 @@
 """The commands ``distembed prepare table`` and ``prepare schema``: from tables of any columns to a dataset."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -9,7 +8,7 @@ import typer
 from distembed.commands.parameters import flattened
 from distembed.commands.shared import console, note, say
 from distembed.commands.vocabulary_options import VocabularyOptions
-from distembed.commands.work_options import WorkOptions
+from distembed.commands.work_options import OutputOption, WorkOptions
 from distembed.files import write_text
 from distembed.outputs import require_file
 
@@ -51,7 +50,7 @@ class TableDatasetOptions:
 def prepare_table_command(
     inputs: InputsArgument,
     schema: Annotated[str, typer.Option("--schema", help="YAML file of the columns, or a shipped name: `criteo` ...")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to make; it appears whole or not at all.")],
+    output: OutputOption,
     *,
     dataset: TableDatasetOptions,
     known: VocabularyOptions,

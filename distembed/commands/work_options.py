@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,6 +12,11 @@ from distembed.units import parse_bytes
 
 if TYPE_CHECKING:
     from distembed.data.prepare.limits import ResourceLimits
+
+OutputOption = Annotated[
+    str,
+    typer.Option("--output", "-o", help="Folder to make, which appears whole or not at all; or a URL, with --work."),
+]
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,9 @@ class WorkOptions:
         str,
         typer.Option(help="Number of this machine, from 0, and of all that run the same command, such as 0/4."),
     ] = "0/1"
+    work: Annotated[
+        Path | None, typer.Option(help="Folder for the work, where OUTPUT is a URL; of several machines, shared.")
+    ] = None
 
     def limits(self) -> "ResourceLimits":
         """Returns what they allow.
@@ -39,5 +48,10 @@ class WorkOptions:
         if not (numbers := re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", self.node, re.ASCII)):
             raise UserError(f"node (--node) is {self.node[:100]!r}: give the machine's number and that of all, as 0/4")
         return ResourceLimits(
-            memory_limit_bytes, self.threads, self.processes, node=int(numbers[1]), num_nodes=int(numbers[2])
+            memory_limit_bytes,
+            self.threads,
+            self.processes,
+            node=int(numbers[1]),
+            num_nodes=int(numbers[2]),
+            work=self.work,
         )

@@ -110,6 +110,23 @@ def list_remote(url: str) -> list[RemoteFile]:
     return retried(url, "be listed", lambda: _list(files, path, url))
 
 
+def walk_remote(url: str) -> list[RemoteFile]:
+    """Returns all files in a folder and in its folders, by name; none where there is no such folder.
+
+    Raises:
+        UserError: The folder may not be read.
+        TemporaryFailure: The server does not answer.
+    """
+    files, path = file_system(url)
+
+    def walk() -> list[dict[str, Any]]:
+        files.invalidate_cache()
+        return list(files.find(path, detail=True).values())
+
+    found = retried(url, "be listed", walk)
+    return sorted((_described(files, entry) for entry in found), key=lambda file: file.url)
+
+
 def open_remote(url: str) -> io.BufferedReader:
     """Opens a file for reading from anywhere; what breaks while it is read is resumed at the byte where it broke.
 
@@ -328,6 +345,11 @@ def _remote_file(url: str, info: dict[str, Any]) -> RemoteFile:
     return RemoteFile(url, info.get("size"), version)
 
 
+def _described(files: Any, entry: dict[str, Any]) -> RemoteFile:
+    """Returns what a listing says of a file."""
+    return _remote_file(str(files.unstrip_protocol(entry["name"])), entry)
+
+
 def _list(files: Any, path: str, url: str) -> list[RemoteFile]:
     files.invalidate_cache()
     if "*" in path or "[" in path:
@@ -338,9 +360,7 @@ def _list(files: Any, path: str, url: str) -> list[RemoteFile]:
     else:
         found = [entry for entry in files.ls(path, detail=True) if not _name(entry).startswith((".", "_"))]
         nothing = "is a folder without files"
-    remote = [
-        _remote_file(str(files.unstrip_protocol(entry["name"])), entry) for entry in found if entry["type"] == "file"
-    ]
+    remote = [_described(files, entry) for entry in found if entry["type"] == "file"]
     if not remote:
         raise UserError(f"{url} {nothing}; name what is there.")
     return sorted(remote, key=lambda file: file.url)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from distembed.data.dataset.manifest import MANIFEST_NAME
+from distembed.data.prepare.destination import Destination
 from distembed.data.prepare.processes import Worker, run_in_processes
 from distembed.data.prepare.progress import NoteCallback, ProgressCallback
 from distembed.data.prepare.resumable import resumable_work
@@ -30,7 +31,8 @@ def prepare(
         progress: Function that is called with the progress.
         note: Function that is told what should be known.
     """
-    with resumable_work(output, purpose, worker, overwrite=True, report=progress, note=note) as (folder, work):
+    destination = Destination(output, None, overwrite=True)
+    with resumable_work(destination, purpose, worker, report=progress, note=note) as (folder, work):
 
         def write(task: str) -> list[int]:
             if task == TASKS[3] and trouble == "die":

@@ -105,7 +105,7 @@ def prepare_criteo(
     Args:
         inputs: Files, folders or pipes, plain or gzip, in time order; a folder is its files in natural order, and
             ``-`` is standard input.
-        output: Dataset folder to make.
+        output: Dataset folder to make, or the URL of one.
         options: What the dataset's bytes depend on; a vocabulary and shares 0.8, 0.1, 0.1 unless given.
         limits: Memory and threads to use; 2 GiB and every processor unless given.
         overwrite: Whether a dataset at ``output`` is replaced.

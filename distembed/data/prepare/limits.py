@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from distembed.cores import usable_cores
 from distembed.errors import UserError
@@ -35,6 +36,7 @@ class ResourceLimits:
         processes: Number of processes on this machine, and on each of the others.
         node: Number of this machine, from 0.
         num_nodes: Number of machines that prepare the same dataset, in a folder that all of them share.
+        work: Folder for what is needed only meanwhile, where the output is a URL; all machines share it.
 
     Raises:
         UserError: A limit is too small, or a number is not in its range.
@@ -45,6 +47,7 @@ class ResourceLimits:
     processes: int = 1
     node: int = 0
     num_nodes: int = 1
+    work: Path | None = None
 
     def __post_init__(self) -> None:
         if self.threads is not None and not 1 <= self.threads <= MOST_THREADS:

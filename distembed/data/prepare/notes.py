@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 
 from distembed.data.dataset.manifest import Manifest, Split
 from distembed.data.dataset.schema import ITEM, USER
 from distembed.data.prepare.spool import SpooledBlock
+from distembed.data.remote import join_url
 from distembed.units import enumerate_names
 
 
 def describe_dataset(manifest: Manifest, dataset_dir: str | os.PathLike[str]) -> Iterator[str]:
-    """Yields lines of text that say what a prepared dataset holds, and which rows were left out and why."""
+    """Yields lines of text that say what a prepared dataset holds, and which rows were left out and why.
+
+    Args:
+        manifest: The dataset's manifest.
+        dataset_dir: Where it is, a folder or a URL.
+    """
     for name, split in manifest.splits.items():
         yield f"{name}: {split.num_rows:,} rows{_label_text(manifest, split)}"
     if USER in manifest.vocabularies and ITEM in manifest.vocabularies:
@@ -37,7 +42,7 @@ def describe_dataset(manifest: Manifest, dataset_dir: str | os.PathLike[str]) ->
     reasons = ", ".join(f"{reason} {count:,}" for reason, count in rejected.by_reason.items())
     yield (
         f"{rejected.num_rows:,} of {total:,} rows were rejected, being malformed ({reasons}): "
-        f"they are listed in {Path(dataset_dir) / rejected.file}"
+        f"they are listed in {join_url(str(dataset_dir), rejected.file)}"
     )
 
 

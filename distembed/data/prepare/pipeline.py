@@ -37,6 +37,7 @@ from distembed.data.dataset.pieces import PIECE
 from distembed.data.prepare.base import Base
 from distembed.data.prepare.blocks import Part, RowSource
 from distembed.data.prepare.dataset_columns import DatasetColumns, emptied_folder
+from distembed.data.prepare.destination import Destination
 from distembed.data.prepare.ingest import Ingested, PartFound, PartReader
 from distembed.data.prepare.limits import ResourceLimits
 from distembed.data.prepare.notes import notes_on_rows
@@ -86,7 +87,7 @@ def prepare_rows(
 
     Args:
         source: The inputs, and how their rows are parsed.
-        output: Dataset folder to make.
+        output: Dataset folder to make, or URL of one; then ``limits.work`` is where the work is done.
         options: What the dataset's bytes depend on; shares 0.8, 0.1, 0.1 unless given.
         limits: Memory and threads to use; 2 GiB and every processor unless given.
         overwrite: Whether a dataset at ``output`` is replaced.
@@ -101,16 +102,16 @@ def prepare_rows(
         RunError: The disk is full, or will not have room. Nothing was left behind.
     """
     options, limits = options or PrepareOptions(), limits or ResourceLimits()
-    program = functools.partial(_prepare, source, Path(output), options, limits, overwrite)
+    destination = Destination.of(output, limits.work, overwrite)
+    program = functools.partial(_prepare, source, destination, options, limits)
     return run_in_processes(program, limits.processes, limits.node, limits.num_nodes, progress, note)
 
 
 def _prepare(
     source: RowSource,
-    output: Path,
+    destination: Destination,
     options: PrepareOptions,
     limits: ResourceLimits,
-    overwrite: bool,
     worker: Worker,
     progress: ProgressCallback,
     note: NoteCallback,
@@ -123,13 +124,15 @@ def _prepare(
     purpose = work_purpose(source, options, limits, PART_BYTES, base)
     with (
         full_disk_explained(
-            lambda error: disk_is_full(error, source, output), (OSError, pa.ArrowException), max_file_size=True
+            lambda error: disk_is_full(error, source, destination.path),
+            (OSError, pa.ArrowException),
+            max_file_size=True,
         ),
-        resumable_work(output, purpose, worker, overwrite=overwrite, report=progress, note=note) as (folder, work),
+        resumable_work(destination, purpose, worker, report=progress, note=note) as (folder, work),
     ):
         if worker.is_first:
-            require_space(source, output, limits, note, begun=work.folder.parent)
-        return Preparation(source, options, limits, folder, base).run(work, note)
+            require_space(source, destination.path, limits, note, begun=work.folder.parent)
+        return Preparation(source, options, limits, folder, destination, base).run(work, note)
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,7 @@ class Preparation:
         options: What the dataset's bytes depend on.
         limits: Memory and threads to use.
         folder: Dataset folder that is being written.
+        destination: Where its files go.
         base: Dataset whose ids are applied, if there is one.
     """
 
@@ -148,6 +152,7 @@ class Preparation:
     options: PrepareOptions
     limits: ResourceLimits
     folder: Path
+    destination: Destination
     base: Base | None
 
     def run(self, work: Work, note: NoteCallback) -> Manifest:
@@ -280,6 +285,7 @@ class Preparation:
                 (folder / plans[task].split).mkdir(parents=True, exist_ok=True)
             written = writer.write(plans[task])
             written.pieces.tofile(pieces / task)
+            self.destination.move(self.folder, task)
             work.advance(task, written.file.num_rows * row_bytes, written.file.num_rows)
             return {"file": asdict(written.file), "label_sum": written.label_sum, "weight_sum": written.weight_sum}
 
@@ -300,4 +306,6 @@ class Preparation:
         for name in files:
             (self.folder / name).mkdir(exist_ok=True)  # also of a split without rows
         ingested.rejected(self.folder, self.options.max_rejected, listed=True)
-        manifest.save(self.folder, {one.file.path: one.pieces for split in files.values() for one in split})
+        written = {one.file.path: one.pieces for split in files.values() for one in split}
+        manifest.save(self.folder, written)
+        self.destination.finish(self.folder, list(written))

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from distembed.checksums import checksum_of
+from distembed.data.prepare.destination import Destination
 from distembed.data.prepare.processes import Worker
 from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ignore
 from distembed.data.prepare.staging import DATASET, KeptFolder, kept_folder, kept_path
@@ -26,11 +27,10 @@ _WORK = "work"
 
 @contextmanager
 def resumable_work(
-    output: Path,
+    destination: Destination,
     purpose: Any | None,
     worker: Worker | None = None,
     *,
-    overwrite: bool = False,
     report: ProgressCallback = ignore,
     note: NoteCallback = ignore,
 ) -> Iterator[tuple[Path, Work]]:
@@ -40,28 +40,29 @@ def resumable_work(
     alone may write outside of tasks.
 
     Args:
-        output: Dataset folder to make.
+        destination: Where the dataset goes; files of a remote one are the block's to move.
         purpose: All that tasks and their results depend on, such as inputs with their sizes and times, options and
             sizes of parts, as a value that JSON can hold. None where the inputs cannot be read again, as pipes: then
             nothing is kept.
         worker: This process; alone unless given.
-        overwrite: Whether a dataset at ``output`` is replaced.
         report: Function that is called with the progress.
         note: Function that is told whether this goes on with what was done, or begins anew.
 
     Raises:
-        UserError: ``output`` is there and may not be replaced, cannot be made, or another command makes it.
+        UserError: The output is there and may not be replaced, cannot be made, or another command makes it.
         TemporaryFailure: Another process has died; what was done is kept.
     """
     worker = worker or Worker()
     digest = None if purpose is None else checksum_of(json.dumps(purpose, sort_keys=True).encode())[:12]
     if not worker.is_first:
         assert digest is not None, "what can be read once is read by one process"
-        with _taking_part(kept_path(output, digest), worker, report) as (folder, work):
+        with _taking_part(kept_path(destination.path, digest), worker, report) as (folder, work):
             yield folder, work
         return
-    with kept_folder(output, digest, overwrite=overwrite) as kept:
-        _say_what_is_kept(kept, output, note)
+    path, is_moved = destination.path, destination.is_remote
+    with kept_folder(path, digest, overwrite=destination.overwrite, is_moved=is_moved) as kept:
+        destination.begin(kept.is_resumed)
+        _say_what_is_kept(kept, destination, note)
         (kept.path / _WORK / "processes").mkdir(parents=True, exist_ok=True)
         with _taking_part(kept.path, worker, report) as (folder, work):
             yield folder, work
@@ -79,7 +80,7 @@ def _taking_part(folder: Path, worker: Worker, report: ProgressCallback) -> Iter
         raise
 
 
-def _say_what_is_kept(kept: KeptFolder, output: Path, note: NoteCallback) -> None:
+def _say_what_is_kept(kept: KeptFolder, output: Destination, note: NoteCallback) -> None:
     if kept.is_resumed:
         note(f"{output}: this goes on with what was done before the same command was interrupted")
     elif kept.is_anew:

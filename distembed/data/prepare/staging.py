@@ -73,7 +73,7 @@ class KeptFolder:
 
 
 @contextmanager
-def kept_folder(output: Path, purpose: str | None, *, overwrite: bool) -> Iterator[KeptFolder]:
+def kept_folder(output: Path, purpose: str | None, *, overwrite: bool, is_moved: bool = False) -> Iterator[KeptFolder]:
     """Gives a folder to work in, which is there again for the same purpose after a process was killed.
 
     Its folder ``dataset`` becomes ``output`` when the block ends. The folder is removed when the block ends or fails,
@@ -84,6 +84,7 @@ def kept_folder(output: Path, purpose: str | None, *, overwrite: bool) -> Iterat
         output: Dataset folder to make; its parents are made as needed.
         purpose: A short text that differs for commands which may not go on with each other's work; None where none may.
         overwrite: Whether a dataset is replaced, which stays until the new one is complete.
+        is_moved: Whether the block moves the dataset elsewhere, so that nothing becomes ``output``.
 
     Raises:
         UserError: As :func:`staged_folder`.
@@ -100,9 +101,10 @@ def kept_folder(output: Path, purpose: str | None, *, overwrite: bool) -> Iterat
             else:
                 _begin(folder)
             yield KeptFolder(folder, is_resumed, bool(removed))
-            _flush(folder / DATASET)
-            with _alone_in(output.parent):
-                _swap(folder / DATASET, output, overwrite)
+            if not is_moved:
+                _flush(folder / DATASET)
+                with _alone_in(output.parent):
+                    _swap(folder / DATASET, output, overwrite)
         except (KeyboardInterrupt, TemporaryFailure):
             if purpose is None:
                 _remove(folder)

@@ -20,7 +20,7 @@ from distembed.data.prepare.inputs import (
 )
 from distembed.data.prepare.progress import NoteCallback, ignore
 from distembed.data.prepare.source_files import natural_key
-from distembed.data.remote import is_url, list_remote, open_remote
+from distembed.data.remote import RemoteFile, is_url, list_remote, open_remote
 from distembed.errors import UserError
 
 TEXT, JSON_LINES, PARQUET = "text", "json_lines", "parquet"
@@ -88,7 +88,7 @@ def find_inputs(named: Sequence[str | os.PathLike[str]], note: NoteCallback = ig
     found: list[Path | TableInput] = []
     for each in named:
         if is_url(each):
-            found += [_remote_input(file.url, file.num_bytes) for file in list_remote(str(each))]
+            found += [_remote_input(file) for file in list_remote(str(each))]
         else:
             files = _FILES.list_files(_matching(str(each)), note)
             local += files
@@ -123,13 +123,13 @@ def _local_input(path: Path, name: str) -> TableInput:
     return _described(name, str(path), path.stat().st_size, first)
 
 
-def _remote_input(url: str, num_bytes: int | None) -> TableInput:
-    with open_remote(url) as file:
+def _remote_input(found: RemoteFile) -> TableInput:
+    with open_remote(found.url) as file:
         first = file.read(_FIRST_BYTES)
-    return _described(url, url, num_bytes, first)
+    return _described(found.url, found.url, found.num_bytes, first, found.version)
 
 
-def _described(name: str, place: str, num_bytes: int | None, first: bytes) -> TableInput:
+def _described(name: str, place: str, num_bytes: int | None, first: bytes, version: str = "") -> TableInput:
     """Returns an input whose first bytes are known."""
     compression = compression_of(first)
     format, separator = _by_name(place)
@@ -138,7 +138,7 @@ def _described(name: str, place: str, num_bytes: int | None, first: bytes) -> Ta
     elif format == PARQUET:
         raise UserError(f"{place} is named as a Parquet file and is none; write it again, or name it by what it is.")
     is_compressed = compression is not None or format == PARQUET
-    return TableInput(RawInput(name, place, num_bytes, is_compressed), format or TEXT, separator, compression)
+    return TableInput(RawInput(name, place, num_bytes, is_compressed, version), format or TEXT, separator, compression)
 
 
 def _by_name(name: str) -> tuple[str | None, str | None]:

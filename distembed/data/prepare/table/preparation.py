@@ -77,7 +77,7 @@ def prepare_table(
     Args:
         inputs: CSV, TSV, JSON lines or Parquet files, plain, gzip or Zstandard, folders of them, patterns, URLs or
             pipes, in time order; ``-`` is standard input.
-        output: Dataset folder to make.
+        output: Dataset folder to make, or the URL of one.
         schema: What becomes of the columns: a schema, the name of a shipped one, or a YAML file.
         options: What is done otherwise than the schema says.
         limits: Memory, threads and processes to use.

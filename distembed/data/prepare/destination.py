@@ -1,0 +1,116 @@
+"""Where a dataset goes: a local folder that appears at once, or a URL to which each file goes once it is written.
+
+At a URL, other readers may see a dataset grow: it is one when its manifest is there, which is uploaded last and, where
+a dataset is replaced, removed first.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from distembed.checksums import checksum_of
+from distembed.data.dataset.manifest import MANIFEST_NAME
+from distembed.data.remote import is_url, join_url, remove_remote, upload, walk_remote
+from distembed.errors import UserError
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where a dataset goes.
+
+    Attributes:
+        path: The folder; of a URL, the local place beside which the work is done, where nothing will be.
+        url: The URL; None for a local folder.
+        overwrite: Whether a dataset that is there is replaced.
+    """
+
+    path: Path
+    url: str | None
+    overwrite: bool
+
+    @classmethod
+    def of(cls, output: str | os.PathLike[str], work: Path | None, overwrite: bool) -> Destination:
+        """Returns the destination that a folder or a URL names.
+
+        Args:
+            output: The folder or URL.
+            work: Folder for the work, if the output is a URL.
+            overwrite: Whether a dataset that is there is replaced.
+
+        Raises:
+            UserError: There is a URL without a folder for the work, or such a folder without a URL.
+        """
+        if not is_url(output):
+            if work is not None:
+                raise UserError(
+                    f"work (--work) is {work}, and the output {os.fspath(output)} is no URL: the work is done beside a "
+                    "local output; leave the option out"
+                )
+            return cls(Path(output), None, overwrite)
+        url = os.fspath(output).rstrip("/")
+        if work is None:
+            raise UserError(
+                f"the output {url} is a URL: name a local folder for the work (--work DIR), with room for about 0.4 of "
+                "the inputs' text"
+            )
+        name = url.rpartition("/")[2]
+        return cls(work / f"{name}-{checksum_of(url.encode())[:8]}", url, overwrite)
+
+    def __str__(self) -> str:
+        return self.url or str(self.path)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether it is a URL."""
+        return self.url is not None
+
+    def begin(self, is_resumed: bool) -> None:
+        """Makes sure that nothing is at the URL but what may be replaced, whose manifest goes first.
+
+        Args:
+            is_resumed: Whether this goes on with an upload of its own.
+
+        Raises:
+            UserError: Something is there that may not be replaced.
+            TemporaryFailure: The server does not answer.
+        """
+        if self.url is None:
+            return
+        found = {file.url for file in walk_remote(self.url)}
+        is_dataset = join_url(self.url, MANIFEST_NAME) in found
+        if is_dataset and not is_resumed and not self.overwrite:
+            raise UserError(f"{self.url} exists already: name another output, or replace it with --overwrite")
+        if found and not is_dataset and not is_resumed and not self.overwrite:
+            raise UserError(
+                f"{self.url} has files and is no dataset (no {MANIFEST_NAME}), perhaps since it was not finished: name "
+                "another output, or replace it with --overwrite"
+            )
+        if is_dataset:
+            remove_remote(join_url(self.url, MANIFEST_NAME))
+
+    def move(self, folder: Path, file: str) -> None:
+        """Uploads a file of the dataset's folder, and removes it there; a local one stays."""
+        if self.url is not None:
+            upload(folder / file, join_url(self.url, file))
+            (folder / file).unlink()
+
+    def finish(self, folder: Path, moved: Sequence[str]) -> None:
+        """Uploads what is left in the dataset's folder, the manifest last, and removes what is of no dataset any more.
+
+        Args:
+            folder: The dataset's folder.
+            moved: The files that were moved.
+        """
+        if self.url is None:
+            return
+        files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} - {MANIFEST_NAME}
+        for file in sorted(files):
+            upload(folder / file, join_url(self.url, file))
+        kept = {join_url(self.url, file) for file in (*files, *moved)}
+        for old in walk_remote(self.url):
+            if old.url not in kept:
+                remove_remote(old.url)
+        upload(folder / MANIFEST_NAME, join_url(self.url, MANIFEST_NAME))
