@@ -119,13 +119,27 @@ def grown_config(config: Config, initial: InitialRun, schema: Schema) -> Config:
         if old != new:
             raise UserError(f"{section}.name is {new!r}, and {initial.folder} was trained with {old!r}; use the same.")
     features = batch_schema(config.task, schema).categorical
-    if config.embedding not in (initial.config.embedding, initial.first_given):
-        require_same_settings(initial.given, config.embedding, features, str(initial.folder))
     features_before = batch_schema(initial.config.task, initial.schema).categorical
     embedding = grown_embedding(initial.config.embedding, features_before, config.embedding, features)
+    # the last is that of a run which is repeated with its own config
+    if config.embedding not in (initial.config.embedding, initial.first_given, embedding):
+        require_same_settings(initial.given, config.embedding, features, str(initial.folder))
     assert config.train.init_from is not None
     train = dataclasses.replace(config.train, init_from=_absolute(config.train.init_from))
     return dataclasses.replace(config, embedding=embedding, train=train)
+
+
+def begun_config(config: Config) -> Config:
+    """Returns a config with the tables that a run begins with which is started with it.
+
+    Raises:
+        UserError: ``train.init_from`` is no run that this one could go on from.
+    """
+    if config.train.init_from is None:
+        return config
+    dataset = config.data.require_path()
+    manifest = Manifest.load(dataset)
+    return grown_config(config, find_initial_run(config.train.init_from, dataset, manifest), manifest.schema)
 
 
 def resumed_config(config: Config, folder: Path) -> Config:

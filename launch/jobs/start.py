@@ -70,18 +70,22 @@ def start(job: Job, config: Config, *, dry_run: bool, detach: bool, say: Say) ->
         typer.Exit: A check fails; the exit code is 3.
         RunError: The job has failed.
     """
+    from distembed.training.initial_run import begun_config
+
     config = with_absolute_paths(config)
     with get_runner() as runner:
         request = job.dry_run(runner)
         _require_resource(job)
         cluster = _cluster(job)
         config.data.load_schema()
+        # a job that was submitted may have begun, and then needs nothing of the run that it goes on from
+        planned = config if job.submissions else begun_config(config)
         # what plans is loaded once there is something to plan
         from distembed.capacity.as_json import assessment_as_json
         from distembed.capacity.assessment import assess_capacity
 
-        assessment = assess_capacity(config, cluster)
-        findings = _checks(job, request.request, config, assessment)
+        assessment = assess_capacity(planned, cluster)
+        findings = _checks(job, request.request, planned, assessment)
         for finding in findings:
             remedy = f" ({finding.remedy})" if finding.status == "wrong" and finding.remedy else ""
             say(f"{finding.status:5}  {finding.subject}: {finding.detail}{remedy}")

@@ -72,6 +72,19 @@ def test_hashes_and_learnt_transforms_have_to_be_the_same(tmp_path: Path) -> Non
             compare(earlier, write(tmp_path / name, **options))
 
 
+def test_hashes_of_a_table_have_to_be_the_same(tmp_path: Path) -> None:
+    """Of a table, they stand in its schema, column by column."""
+
+    def described(seed: int) -> Manifest:
+        schema = {"hash_size": 50, "categorical": {"a": {"hash_seed": seed}, "b": {}}}
+        features = tuple(CategoricalFeature(name, 50) for name in KEYS)
+        return Manifest(Schema("label", ("x",), features), {}, {"schema": schema})
+
+    require_grown_from(tmp_path, described(1), tmp_path, described(1))
+    with pytest.raises(UserError, match="hash of 'a' was {'hash_seed': 1} and is {'hash_seed': 2}"):
+        require_grown_from(tmp_path, described(1), tmp_path, described(2))
+
+
 def test_other_numbers_and_damaged_vocabularies_are_refused(tmp_path: Path) -> None:
     earlier, now = write(tmp_path / "earlier"), write(tmp_path / "now", {"a": [*KEYS["a"], "new"], "b": []})
     manifest = Manifest.load(now)

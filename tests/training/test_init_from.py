@@ -118,7 +118,14 @@ def check_vectors(earlier: Blueprint, old: Whole, blueprint: Blueprint, taken: W
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("sparse", [name for name in OPTIMIZER_NAMES if name != "sgd"])
+@pytest.mark.parametrize(
+    "sparse",
+    [
+        pytest.param(name, marks=[] if name == "row_wise_adagrad" else pytest.mark.slow)
+        for name in OPTIMIZER_NAMES
+        if name != "sgd"  # which has no states
+    ],
+)
 def test_known_ids_keep_vectors_and_optimizer_states_on_one_and_on_two_ranks(
     sparse: str, days: Path, tmp_path: Path
 ) -> None:

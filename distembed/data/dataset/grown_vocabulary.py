@@ -46,6 +46,10 @@ def require_grown_from(
         old, new = (each.preparation.get(option) for each in (earlier, manifest))
         if old != new:
             raise _not_grown(dataset_dir, f"{option} was {_shown(old)} and is {_shown(new)}")
+    for feature in earlier.schema.categorical_names:
+        old, new = (_hash_in_schema(each, feature) for each in (earlier, manifest))
+        if old != new:
+            raise _not_grown(dataset_dir, f"the hash of {feature!r} was {_shown(old)} and is {_shown(new)}")
     if earlier.vocabularies.keys() != manifest.vocabularies.keys():
         differing = ", ".join(sorted(earlier.vocabularies.keys() ^ manifest.vocabularies.keys()))
         raise _not_grown(dataset_dir, f"only one of the two has a vocabulary of {differing}")
@@ -72,6 +76,14 @@ def _require_same_columns(earlier: Manifest, manifest: Manifest, dataset_dir: st
             raise _not_grown(
                 dataset_dir, f"the feature {before.name!r} had {before.num_embeddings} ids and has {now.num_embeddings}"
             )
+
+
+def _hash_in_schema(manifest: Manifest, feature: str) -> dict[str, Any]:
+    """Returns how a table's schema hashes a feature; nothing where it does not, or the dataset is none of a table."""
+    schema = manifest.preparation.get("schema") or {}
+    own = schema.get("categorical", {}).get(feature, {})
+    is_hashed = feature not in manifest.vocabularies and (own.get("hash_size") or schema.get("hash_size"))
+    return {"hash_seed": own.get("hash_seed", 0)} if is_hashed else {}
 
 
 def _require_same_beginning(
