@@ -1,6 +1,7 @@
 """The commands ``distembed prepare table`` and ``prepare schema``: from tables of any columns to a dataset."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
