@@ -19,14 +19,14 @@ _MOST_JSON_BYTES = 1 << 28
 
 
 @contextmanager
-def whole_file(path: Path, make_folder: bool = True) -> Iterator[str]:
+def whole_file(path: Path, make_folder: bool = True, flush: bool = True) -> Iterator[str]:
     """Yields the name of a temporary file, which replaces ``path`` at the end of the block, or is removed on an error.
-
-    The file is flushed to disk before it replaces another.
 
     Args:
         path: The file to write.
         make_folder: Whether its folder is made where it is missing.
+        flush: Whether the file is flushed to disk before it replaces another; else it is whole for other processes, and
+            may be lost when the machine crashes.
 
     Raises:
         RunError: The file cannot be written; the error says how much room is left on its disk.
@@ -38,7 +38,8 @@ def whole_file(path: Path, make_folder: bool = True) -> Iterator[str]:
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
         with os.fdopen(descriptor):
             yield temporary
-            os.fsync(descriptor)
+            if flush:
+                os.fsync(descriptor)
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
         temporary = None
@@ -52,7 +53,7 @@ def whole_file(path: Path, make_folder: bool = True) -> Iterator[str]:
                 os.unlink(temporary)
 
 
-def write_text(path: Path, text: str, make_folder: bool = False) -> None:
+def write_text(path: Path, text: str, make_folder: bool = False, flush: bool = True) -> None:
     """Writes a text file in UTF-8, whole or not at all.
 
     A folder that is missing is not made unless asked for: one that was deleted while a run was at work in it must not
@@ -62,11 +63,12 @@ def write_text(path: Path, text: str, make_folder: bool = False) -> None:
         path: The file to write.
         text: Its content.
         make_folder: Whether its folder is made where it is missing.
+        flush: Whether it is flushed to disk.
 
     Raises:
         RunError: The file cannot be written.
     """
-    with whole_file(path, make_folder) as temporary:
+    with whole_file(path, make_folder, flush) as temporary:
         Path(temporary).write_text(text, encoding="utf-8")
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import threading
 import time
 import uuid
@@ -20,6 +19,7 @@ from typing import Any
 
 from distembed.data.prepare.processes import Worker
 from distembed.errors import RunError, TemporaryFailure, UserError, one_line
+from distembed.files import write_text
 
 PATIENCE_SECONDS = 300.0
 """How long nothing may be heard of a process; network file systems show what is new after up to a minute."""
@@ -84,7 +84,7 @@ class Beats:
         self._thread.join()
         self._own.state = _LEFT if error is None else _FAILED
         self._own.error = None if error is None else _as_json(error)
-        with suppress(OSError):  # the folder may have gone with process 0, or the disk be full
+        with suppress(RunError):  # the folder may have gone with process 0, or the disk be full
             self._write()
 
     def say(self, stage: str, num_bytes: int, num_rows: int) -> None:
@@ -167,16 +167,13 @@ class Beats:
 
     def _beat_on(self) -> None:
         while not self._ended.wait(_BEAT_SECONDS):
-            with suppress(OSError):
+            with suppress(RunError):
                 self._write()
 
     def _write(self) -> None:
-        """Renews this process's file; what a crash of the machine would lose of it is not missed."""
+        """Renews this process's file."""
         self._own.number += 1
-        file = self._file(self._worker.index)
-        temporary = file.with_suffix(".new")
-        temporary.write_text(json.dumps(asdict(self._own)), encoding="utf-8")
-        os.replace(temporary, file)
+        write_text(self._file(self._worker.index), json.dumps(asdict(self._own)), flush=False)
 
     def _read(self, index: int) -> _Beat | None:
         try:
