@@ -6,7 +6,7 @@ alone does by :meth:`Collectives.on_first` fails on every rank where it fails, s
 
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -179,6 +179,15 @@ class Collectives:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def scatter(self, values: Sequence[T] | None) -> T:
+        """Returns this rank's of the values that rank 0 has, one a rank; other ranks give None. All ranks call it."""
+        if self.world_size == 1:
+            assert values is not None
+            return values[0]
+        own: list[Any] = [None]
+        dist.scatter_object_list(own, None if values is None else list(values), src=0, group=self.group)
+        return own[0]
 
     def on_first(self, function: Callable[[], T]) -> T:
         """Returns, or raises, on every rank what ``function`` returns or raises on rank 0; all ranks call it."""

@@ -1,4 +1,4 @@
-"""The commands ``distembed train``, ``evaluate``, ``predict`` and ``materialise``: a run, and what is made of it."""
+"""The commands ``distembed train``, ``evaluate`` and ``materialise``: a run, and what is made of it."""
 
 import json
 from pathlib import Path
@@ -101,31 +101,6 @@ def evaluate_command(
         metrics = evaluate_split(loaded.state, loaded.dataset, split, loaded.ranks)
         if loaded.ranks.is_first:
             print(json.dumps(finite(metrics), indent=2) if as_json else describe_metrics(loaded.state, metrics))
-
-
-@app.command("predict", epilog="Example: `distembed predict runs/first --split test --output predictions.parquet`")
-def predict_command(
-    run: RunFolderArgument,
-    output: Annotated[Path, typer.Option("--output", "-o", help="File to write: .parquet or .csv.")],
-    split: Annotated[str, typer.Option(help="Split to predict.")] = "test",
-    data: DataOption = None,
-    checkpoint: CheckpointOption = None,
-    overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT if it is there.")] = False,
-) -> None:
-    """Write what a run predicts of a split: click probabilities or ratings of its rows, or items for users."""
-    from distembed.training.trained_run import find_trained_run, require_prediction_file
-
-    require_prediction_file(output, overwrite)
-    found = find_trained_run(run, data, split, checkpoint)
-    from distembed.training.inference import load_run, predict_split
-
-    with load_run(found) as loaded:
-        if loaded.ranks.is_first:
-            for text in loaded.notes():
-                note(text)
-        num_rows = predict_split(loaded.state, loaded.dataset, split, output, loaded.ranks)
-        if loaded.ranks.is_first:
-            say(f"{output}: {num_rows:,} predictions")
 
 
 @app.command("materialise", epilog="Example: `distembed materialise runs/first --output vectors --table C3`")

@@ -45,10 +45,10 @@ class RowDecoder(Protocol):
     """Makes the dataset's columns of raw rows; any number of threads may use it.
 
     Attributes:
-        columns: Names of the table's columns that it reads.
+        schema: The columns of the tables.
     """
 
-    columns: Sequence[str]
+    schema: TableSchema
 
     def decode(self, table: pa.Table) -> DecodedRows:
         """Returns the rows of a table.
@@ -78,9 +78,9 @@ class TableRowDecoder:
     """
 
     def __init__(self, folder: Path, manifest: Manifest, extras: Collection[Extra] = ()) -> None:
-        self._parser = TableParser(_with_extras(raw_schema(manifest), extras))
+        self.schema = _with_extras(raw_schema(manifest), extras)
+        self._parser = TableParser(self.schema)
         self._encoder = RowEncoder(folder, manifest, self._parser.layout)
-        self.columns: Sequence[str] = self._parser.columns.names
 
     def decode(self, table: pa.Table) -> DecodedRows:
         """Returns the rows of a table, as :meth:`RowDecoder.decode` says."""
@@ -102,6 +102,7 @@ def _with_extras(schema: TableSchema, extras: Collection[Extra]) -> TableSchema:
         weight=schema.weight if "weight" in extras else None,
         time=None,
         split=TableSchema.split,
+        parser="table",
     )
 
 

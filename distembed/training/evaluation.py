@@ -36,10 +36,15 @@ def score_split(state: TrainingState, dataset: str, split: str, ranks: Ranks) ->
 
 def score_batches(state: TrainingState, dataset: str, split: str, ranks: Ranks) -> Iterator[Outputs]:
     """Yields the task's outputs of this rank's batches, which are equally many on every rank; all ranks call it."""
+    return score(state, _batches(state, dataset, split, ranks))
+
+
+def score(state: TrainingState, batches: Generator[Batch, None, None]) -> Iterator[Outputs]:
+    """Yields the task's outputs of batches that it has prepared, equally many on every rank; all ranks call it."""
     was_training = state.model.training
     state.model.eval()
     try:
-        with torch.no_grad(), closing(_batches(state, dataset, split, ranks)) as batches:
+        with torch.no_grad(), closing(batches):
             for _, outputs in state.pipeline.outputs(batches):
                 yield {name: values.cpu() for name, values in outputs.items()}
     finally:

@@ -6,8 +6,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 from distembed.checkpoints import load_checkpoint
 from distembed.checkpoints.store import missing_checksums_note as checkpoint_note
 from distembed.config import Config
@@ -21,6 +19,7 @@ from distembed.tasks.base import Outputs, Rows
 from distembed.training.build import Blueprint, TrainingState, build_training_state
 from distembed.training.evaluation import score_batches, score_split
 from distembed.training.newest import read_newest
+from distembed.training.prediction_columns import PredictionColumns, recommended_values
 from distembed.training.rank_order import RankOrder
 from distembed.training.trained_run import PREDICTION_FORMATS, TrainedRun
 
@@ -111,8 +110,19 @@ def describe_metrics(state: TrainingState, metrics: dict[str, Any]) -> str:
     return f"{metrics['split']}: {state.task.describe(metrics)}"
 
 
-def predict_split(state: TrainingState, dataset: str, split: str, output: Path, ranks: Ranks) -> int:
+def predict_split(
+    state: TrainingState, dataset: str, split: str, output: Path, ranks: Ranks, raw_values: bool = True
+) -> int:
     """Writes the task's prediction of each row, in the order of the split; all ranks call it.
+
+    Args:
+        state: The model.
+        dataset: The dataset's folder.
+        split: Name of the split.
+        output: File to write.
+        ranks: This rank among all.
+        raw_values: Whether users and items are written as the raw values that the dataset's vocabularies have for their
+            ids; ids are written where there are none.
 
     Returns:
         The number of rows on rank 0, and 0 on other ranks.
@@ -123,23 +133,22 @@ def predict_split(state: TrainingState, dataset: str, split: str, output: Path, 
     task = state.task
     if not ranks.is_first:
         for outputs in score_batches(state, dataset, split, ranks):
-            _gather(outputs, ranks)
+            gather_outputs(outputs, ranks)
         return 0
-    types = {name: pa.int64() if name in task.id_columns else pa.float32() for name in task.prediction_columns}
-    columns = pa.schema(types.items())
+    columns = PredictionColumns(task, recommended_values(dataset) if raw_values and task.id_columns else {})
     with (
         whole_file(output) as temporary,
-        PREDICTION_FORMATS[output.suffix](temporary, columns) as writer,
-        RankOrder(columns, ranks.world_size, output.parent) as in_order,
+        PREDICTION_FORMATS[output.suffix](temporary, columns.schema) as writer,
+        RankOrder(columns.schema, ranks.world_size, output.parent) as in_order,
     ):
         for outputs in score_batches(state, dataset, split, ranks):
-            rows = _gather(outputs, ranks)
-            tables = [pa.table(task.predictions(own), schema=columns) for own in rows]
+            rows = gather_outputs(outputs, ranks)
+            tables = [columns.table(task.predictions(own)) for own in rows]
             in_order.write(tables, writer.write_table)
         return in_order.finish(writer.write_table)
 
 
-def _gather(outputs: Outputs, ranks: Ranks) -> list[Rows]:
+def gather_outputs(outputs: Outputs, ranks: Ranks) -> list[Rows]:
     """Returns each rank's outputs of a step on rank 0, and nothing on other ranks; all ranks call it."""
     parts = {name: ranks.gather_parts(values) for name, values in outputs.items()}
     return [dict(zip(parts, of_rank, strict=True)) for of_rank in zip(*parts.values(), strict=True)]

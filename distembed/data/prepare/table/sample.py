@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +14,7 @@ import pyarrow.compute as pc
 from distembed.data.prepare.blocks import Part
 from distembed.data.prepare.table.inputs import PARQUET, TableInput
 from distembed.data.prepare.table.parquet_rows import parquet_batches, row_group_bytes
-from distembed.data.prepare.table.text_inputs import TextLayout, TextPart, first_bytes, text_layout
+from distembed.data.prepare.table.text_inputs import TextPart, first_bytes, text_layout
 from distembed.data.table.numbers import number_values
 from distembed.data.table.raw_columns import LIST, TEXT, TIME, TableColumns, one_array, plain_array, type_kind
 from distembed.data.table.schema import TableSchema, TextFormat
@@ -112,7 +113,7 @@ def _read_text(source: TableInput, num_rows: int) -> Sample:
     if layout is not None and layout.dialect is not None and not _is_header(layout.columns):
         text = replace(text, header=False)
         layout = text_layout(source, first_bytes(source), text)
-    part = TextPart(source, Part(0), _BLOCK_BYTES, text, layout, _accept)
+    part = TextPart(source, Part(0), _BLOCK_BYTES, layout, partial(text_layout, text=text))
     num_bad, tables, count = 0, [], 0
     for block in part.raw_blocks():
         rows = block.rows(part.layout.columns)
@@ -123,10 +124,6 @@ def _read_text(source: TableInput, num_rows: int) -> Sample:
             break
     separator = part.layout.dialect.separator if tables and part.layout.dialect is not None else None
     return Sample(_joined(source, tables), text, separator, num_bad)
-
-
-def _accept(place: str, layout: TextLayout) -> None:
-    """Takes whatever columns a pipe has."""
 
 
 def _first(num_rows: int, tables: Iterator[pa.Table]) -> list[pa.Table]:

@@ -31,6 +31,7 @@ class TableSource:
         schema: What becomes of the columns.
         needs_label: Whether rows have what only training needs (:class:`~distembed.data.table.parser.TableParser`).
         others: Columns that raw blocks have besides those of the schema.
+        may_lack: The column that text files without a header may lack, as rows to predict lack the label.
 
     Attributes:
         inputs: The inputs' names, places and sizes.
@@ -51,8 +52,9 @@ class TableSource:
         schema: TableSchema,
         needs_label: bool = True,
         others: Sequence[str] = (),
+        may_lack: str | None = None,
     ) -> None:
-        self._tables, self._text = list(inputs), schema.text
+        self._tables, self._text, self._may_lack = list(inputs), schema.text, may_lack
         self.inputs = [each.raw for each in inputs]
         self.parser = TableParser(schema, needs_label)
         self.layout = self.parser.layout
@@ -84,7 +86,7 @@ class TableSource:
         table = self._tables[part.source]
         if table.format == PARQUET:
             return _ParquetPart(table, part, self._groups[part.source], self.columns, block_bytes)
-        return TextPart(table, part, block_bytes, self._text, self._layouts.get(part.source), self._require_columns)
+        return TextPart(table, part, block_bytes, self._layouts.get(part.source), self._learn)
 
     def parse(self, raw: RawBlock) -> ParsedBlock:
         if self._is_criteo and isinstance(raw, DelimitedBlock):
@@ -101,8 +103,17 @@ class TableSource:
         elif not table.is_pipe:
             first = first_bytes(table)
             if first:
-                self._layouts[number] = layout = text_layout(table, first, self._text)
-                self._require_columns(table.place, layout)
+                self._layouts[number] = self._learn(table, first)
+
+    def _learn(self, table: TableInput, first: bytes) -> TextLayout:
+        """Returns how a text input is read, given its first bytes.
+
+        Raises:
+            UserError: It is another kind of file, or lacks a column.
+        """
+        layout = text_layout(table, first, self._text, self._may_lack)
+        self._require_columns(table.place, layout)
+        return layout
 
     def _require_columns(self, place: str, layout: TextLayout) -> None:
         """Makes sure that a text input has the columns.

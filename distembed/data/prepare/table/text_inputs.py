@@ -50,13 +50,14 @@ class TextLayout:
         return JsonBlock(text) if self.dialect is None else DelimitedBlock(text, self.dialect)
 
 
-def text_layout(source: TableInput, first: bytes, text: TextFormat) -> TextLayout:
+def text_layout(source: TableInput, first: bytes, text: TextFormat, may_lack: str | None = None) -> TextLayout:
     """Returns how a text input is read.
 
     Args:
         source: The input.
         first: Its beginning, unpacked.
         text: How text files are read.
+        may_lack: The column that a file without a header lacks where its first line has one field too few.
 
     Raises:
         UserError: It is another kind of file, or its first line names a column twice.
@@ -73,6 +74,8 @@ def text_layout(source: TableInput, first: bytes, text: TextFormat) -> TextLayou
         columns, first_row = fields, end
     else:
         columns, first_row = text.columns or [str(number) for number in range(1, len(fields) + 1)], mark
+        if len(fields) == len(columns) - 1:
+            columns = [name for name in columns if name != may_lack]
     missing = tuple(text.missing_values)
     dialect = Dialect(tuple(columns), separator, text.quote, text.newlines_in_values, missing)
     return TextLayout(tuple(columns), dialect, first_row, int(text.header and end > mark))
@@ -124,9 +127,8 @@ class TextPart:
         source: The input.
         part: The range.
         block_bytes: About how many bytes a block has.
-        text: How text files are read.
         layout: How the input is read; None for a pipe, whose first bytes say it.
-        require: Function that makes sure that a pipe has the columns that are wanted.
+        learn: Function that returns how a pipe is read, given its first bytes.
 
     Attributes:
         bytes_read: Number of bytes read so far, compressed where the input is.
@@ -138,12 +140,11 @@ class TextPart:
         source: TableInput,
         part: Part,
         block_bytes: int,
-        text: TextFormat,
         layout: TextLayout | None,
-        require: Callable[[str, TextLayout], None],
+        learn: Callable[[TableInput, bytes], TextLayout],
     ) -> None:
-        self._source, self._part, self._text, self._block_bytes = source, part, text, block_bytes
-        self._layout, self._require = layout, require
+        self._source, self._part, self._block_bytes = source, part, block_bytes
+        self._layout, self._learn = layout, learn
         self._bytes = InputBytes(source.place, max(0, part.start - 1))
         self.header_lines = 0
 
@@ -172,8 +173,7 @@ class TextPart:
             if self._layout is None:
                 if first.startswith(b"PAR1"):
                     raise UserError(f"{place} is Parquet, which cannot be read from a pipe; name the file itself.")
-                self._layout = text_layout(self._source, first, self._text)
-                self._require(place, self._layout)
+                self._layout = self._learn(self._source, first)
             self.header_lines = self.layout.header_lines
         pieces = lines_between(pieces, self._part.start, self._part.stop)
         skipped = self.layout.first_row_byte if self._part.start == 0 else 0

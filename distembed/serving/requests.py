@@ -1,0 +1,84 @@
+"""What is asked of a run with raw rows, checked before torch is loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distembed.data.dataset.manifest import Manifest
+from distembed.data.prepare.table.inputs import find_inputs
+from distembed.data.prepare.table.source import TableSource
+from distembed.data.table.encoder import raw_schema
+from distembed.errors import UserError
+from distembed.training.trained_run import TrainedRun, find_trained_run
+
+if TYPE_CHECKING:
+    from distembed.serving.raw_inputs import RawInputs
+
+
+def find_run_for_rows(folder: Path, data: str | None, checkpoint: str | None = None) -> TrainedRun:
+    """Finds a run to score raw rows with: what it keeps of its dataset is enough.
+
+    Args:
+        folder: The run's folder.
+        data: The folder of another dataset, whose ids have to stand for the same values; None for the run's own.
+        checkpoint: Which checkpoint to use, as for :func:`~distembed.training.trained_run.find_trained_run`.
+
+    Raises:
+        UserError: The folder holds no run or no such checkpoint, or the dataset is not like the run's own.
+    """
+    return find_trained_run(folder, data, checkpoint=checkpoint)
+
+
+@dataclass(frozen=True)
+class RawRequest:
+    """Raw rows to score.
+
+    Attributes:
+        inputs: Files, folders, patterns, URLs and pipes.
+        keys: Names of columns to keep beside the predictions.
+        max_rejected: Largest share of malformed rows that is no error.
+
+    Raises:
+        UserError: The share is none.
+    """
+
+    inputs: Sequence[str]
+    keys: Sequence[str] = ()
+    max_rejected: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_rejected <= 1:
+            raise UserError(f"--max-rejected is {self.max_rejected}: it is a share of the rows, between 0 and 1")
+
+    def require_usable(self, manifest: Manifest) -> None:
+        """Makes sure that the inputs are there and are raw rows of such a dataset; on the first rank.
+
+        Raises:
+            UserError: They are not.
+        """
+        if os.environ.get("RANK", "0") == "0":
+            raw_schema(manifest)
+            find_inputs(self.inputs)
+
+    def open(self, run: TrainedRun) -> RawInputs:
+        """Opens the inputs.
+
+        Raises:
+            UserError: An input cannot be read or lacks a column, or a key has the name of a prediction.
+        """
+        from distembed.serving.raw_inputs import RawInputs
+        from distembed.serving.row_decoder import TableRowDecoder
+
+        decoder = TableRowDecoder(Path(run.dataset), run.manifest)
+        label = raw_schema(run.manifest).label
+        source = TableSource(
+            find_inputs(self.inputs),
+            decoder.schema,
+            others=tuple(dict.fromkeys(self.keys)),
+            may_lack=None if label is None else label.column,
+        )
+        return RawInputs(source, decoder, self.keys, self.max_rejected)

@@ -1,0 +1,172 @@
+"""``distembed predict --input``: raw rows of any kind of file are scored as the prepared ones, line for line."""
+
+import gzip
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from distembed.data.prepare import CriteoOptions
+from distembed.data.prepare.criteo_rows import CriteoSource
+from distembed.data.prepare.options import PrepareOptions
+from distembed.data.prepare.pipeline import prepare_rows
+from tests.criteo_runs import criteo_run, write_lines
+from tests.serving.arrow_rows import draw_rows, prepare_table
+from tests.small_runs import config_values, distembed
+
+NUM_LINES = 8192 + 500
+"""Rows of more than one batch."""
+
+
+def predictions(path: Path, column: str = "prediction") -> np.ndarray:
+    table = pq.read_table(path) if path.suffix == ".parquet" else pyarrow.csv.read_csv(path)
+    return table[column].to_numpy(zero_copy_only=False)
+
+
+@pytest.fixture(scope="module")
+def criteo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on Criteo's rows, ``many.tsv``, and what is predicted of these rows once they are prepared."""
+    folder = tmp_path_factory.mktemp("criteo")
+    run = criteo_run(folder)
+    lines = write_lines(folder / "many.tsv", NUM_LINES, seed=1)
+    options = CriteoOptions(min_count=2)
+    recorded = {"source": "criteo", **options.to_json()}
+    prepared = PrepareOptions(split="none", vocabulary=run, recorded=recorded)
+    prepare_rows(CriteoSource([lines], options), folder / "many", prepared)
+    output = folder / "expected.parquet"
+    distembed("predict", run, "--data", folder / "many", "--split", "train", "--output", output)
+    return folder
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_raw_rows_are_scored_to_the_bit_as_prepared_ones(criteo: Path, tmp_path: Path, ranks: int) -> None:
+    expected = predictions(criteo / "expected.parquet")
+    output = tmp_path / "raw.parquet"
+    done = distembed(
+        *("predict", criteo / "run", "--input", criteo / "many.tsv", "--key", "label", "--output", output), ranks=ranks
+    )
+    assert f"{output}: {NUM_LINES:,} predictions\n" in done.stdout
+    assert np.array_equal(predictions(output), expected)
+    labels = [line[:1] for line in (criteo / "many.tsv").read_text().splitlines()]
+    assert predictions(output, "label").tolist() == labels
+    assert pq.read_schema(output).names == ["label", "prediction"]
+
+
+def test_rows_without_labels_and_in_other_order_have_the_same_predictions(criteo: Path, tmp_path: Path) -> None:
+    expected = predictions(criteo / "expected.parquet")
+    lines = (criteo / "many.tsv").read_text().splitlines()
+    order = np.random.default_rng(0).permutation(NUM_LINES)
+    bare = "".join(lines[i].partition("\t")[2] + "\n" for i in order)
+    with gzip.open(tmp_path / "bare.tsv.gz", "wt") as file:
+        file.write(bare)
+    distembed("predict", criteo / "run", "--input", tmp_path / "bare.tsv.gz", "--output", tmp_path / "bare.parquet")
+    np.testing.assert_allclose(predictions(tmp_path / "bare.parquet"), expected[order], rtol=1e-6)
+
+
+def test_malformed_rows_have_null_predictions_and_are_counted(criteo: Path, tmp_path: Path) -> None:
+    lines = (criteo / "many.tsv").read_text().splitlines()[:60]
+    distembed("predict", criteo / "run", "--input", _written(tmp_path / "few.tsv", lines), "-o", tmp_path / "few.csv")
+    expected = predictions(tmp_path / "few.csv")
+    assert len(expected) == 60 and not np.isnan(expected).any()
+    broken = [*lines]
+    broken[0] = "1\t2"
+    broken[7] = lines[7].replace("\t", "\tx", 1)
+    broken[59] = lines[59] + "g"
+    raw = _written(tmp_path / "broken.tsv", broken)
+    arguments = ("predict", criteo / "run", "--input", raw, "--key", "C26", "-o")
+    refused = distembed(*arguments, tmp_path / "no.csv", code=2)
+    assert "3 of 60 rows are malformed (columns 1, dense 1, id 1)" in refused.stderr
+    assert f"{raw}:60: id" in refused.stderr and not (tmp_path / "no.csv").exists()
+    done = distembed(*arguments, tmp_path / "broken.parquet", "--max-rejected", "0.05")
+    assert "60 predictions, of which 3 are null for malformed rows (columns 1, dense 1, id 1)" in done.stdout
+    found = predictions(tmp_path / "broken.parquet")
+    assert np.flatnonzero(np.isnan(found)).tolist() == [0, 7, 59]
+    good = np.setdiff1d(np.arange(60), [0, 7, 59])
+    np.testing.assert_allclose(found[good], expected[good], rtol=1e-6)
+    keys = pq.read_table(tmp_path / "broken.parquet")["C26"].to_pylist()
+    assert keys[0] is None and keys[1:] == [line.rpartition("\t")[2] or None for line in broken[1:]]
+
+
+def _written(path: Path, lines: list[str]) -> Path:
+    path.write_text("".join(line + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on a table with columns of every kind, whose dataset is gone, and what is predicted of its test rows."""
+    folder = tmp_path_factory.mktemp("table")
+    prepare_table(draw_rows(400), folder / "dataset")
+    (folder / "config.yaml").write_text(yaml.safe_dump(config_values(folder / "dataset")))
+    distembed("train", folder / "config.yaml", "train.max_steps=3", "--run-dir", folder / "run")
+    distembed("predict", folder / "run", "--output", folder / "expected.parquet")
+    shutil.rmtree(folder / "dataset")
+    return folder
+
+
+def as_csv(rows: list[dict[str, Any]], path: Path) -> None:
+    """Writes rows as CSV, but for their lists, which CSV has none of."""
+    pyarrow.csv.write_csv(pa.Table.from_pylist(rows).drop(["places"]), path)
+
+
+def as_json_lines(rows: list[dict[str, Any]], path: Path) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def as_parquet(rows: list[dict[str, Any]], path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=17)
+
+
+@pytest.mark.parametrize(("write", "name"), [(as_json_lines, "rows.jsonl"), (as_parquet, "rows.parquet")])
+def test_files_of_any_kind_are_scored(
+    table: Path, tmp_path: Path, write: Callable[[list[dict[str, Any]], Path], None], name: str
+) -> None:
+    expected = predictions(table / "expected.parquet")
+    rows = draw_rows(400)[-len(expected) :]
+    write(rows, tmp_path / name)
+    arguments = ("predict", table / "run", "--input", tmp_path / name, "--key", "unused", "--key", "site")
+    distembed(*arguments, "--output", tmp_path / "found.parquet")
+    assert np.array_equal(predictions(tmp_path / "found.parquet"), expected)
+    found = pq.read_table(tmp_path / "found.parquet")
+    assert found["unused"].to_pylist() == [row["unused"] for row in rows]
+    assert found["site"].to_pylist() == [row["site"] for row in rows]
+
+
+def test_no_rows_give_no_predictions(table: Path, tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist(draw_rows(3)).slice(0, 0), tmp_path / "none.parquet")
+    arguments = ("predict", table / "run", "--input", tmp_path / "none.parquet", "--key", "site")
+    done = distembed(*arguments, "--output", tmp_path / "found.parquet")
+    assert "0 predictions" in done.stdout and pq.read_table(tmp_path / "found.parquet").num_rows == 0
+
+
+@pytest.mark.distributed
+def test_what_can_not_be_scored_is_refused(table: Path, tmp_path: Path) -> None:
+    as_parquet([{k: v for k, v in row.items() if k != "code"} for row in draw_rows(5)], tmp_path / "lacks.parquet")
+    as_parquet(draw_rows(5), tmp_path / "rows.parquet")
+    as_csv(draw_rows(5), tmp_path / "rows.csv")
+    as_parquet([{**row, "prediction": 1} for row in draw_rows(5)], tmp_path / "taken.parquet")
+    output = tmp_path / "found.parquet"
+    cases: list[tuple[tuple[object, ...], str]] = [
+        (("--input", tmp_path / "lacks.parquet"), "no column 'code'"),
+        (("--input", tmp_path / "rows.parquet", "--key", "sites"), "'sites'"),
+        (("--input", tmp_path / "rows.csv"), "places"),
+        (("--input", tmp_path / "nowhere.csv"), "nowhere.csv"),
+        (("--input", tmp_path / "rows.parquet", "--split", "test"), "--input and --split are both given"),
+        (("--key", "site"), "--key names columns of --input"),
+        (("--input", tmp_path / "rows.parquet", "--max-rejected", "2"), "--max-rejected is 2"),
+        (("--input", tmp_path / "taken.parquet", "--key", "prediction"), "--key is 'prediction', which a column of"),
+    ]
+    for arguments, said in cases:
+        done = distembed("predict", table / "run", *arguments, "--output", output, code=2)
+        assert said in done.stderr and "Traceback" not in done.stderr and not output.exists(), arguments
+    done = distembed("predict", table / "run", "--input", tmp_path / "lacks.parquet", "-o", output, ranks=2, code=2)
+    assert "no column 'code'" in done.stderr and "Traceback" not in done.stderr
