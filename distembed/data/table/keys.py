@@ -104,10 +104,10 @@ def coded(column: pa.Array, missing: pa.Array) -> CodedColumn:
     """Returns a column's values as codes of the distinct ones.
 
     Args:
-        column: One value a row.
+        column: One value a row, which may be a dictionary's.
         missing: Texts that stand for a missing value.
     """
-    encoded = column.dictionary_encode()
+    encoded = column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
     indices = encoded.indices.fill_null(-1) if encoded.indices.null_count else encoded.indices
     codes = indices.to_numpy() + np.int32(1)
     distinct = encoded.dictionary

@@ -8,7 +8,7 @@ from functools import lru_cache
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from distembed.data.table.schema import TableSchema
+from distembed.data.table.schema import BINS, TableSchema
 from distembed.errors import UserError
 from distembed.names import nearest
 from distembed.units import enumerate_names
@@ -35,6 +35,7 @@ class TableColumns:
 
     Attributes:
         kinds: Kinds of types that each column may be of, by the column's name.
+        numbers: The columns that are nothing but numbers.
     """
 
     def __init__(self, schema: TableSchema) -> None:
@@ -48,6 +49,9 @@ class TableColumns:
                 allowed = (LIST, TEXT, INTEGER)
             uses += [(column, allowed) for column in columns]
         uses += [(schema.split_column, _ALLOWED["string"])] if schema.split_column is not None else []
+        keyed, others = _uses_as_keys(schema)
+        self.numbers = frozenset(schema.dense_columns.values()) - keyed - others
+        self._keyed = keyed - others - set(schema.dense_columns.values())
         self.kinds: dict[str, tuple[str, ...]] = {}
         for column, allowed in uses:
             known = self.kinds.get(column, tuple(allowed))
@@ -89,13 +93,34 @@ class TableColumns:
                 )
 
     def taken_from(self, table: pa.Table) -> dict[str, pa.Array]:
-        """Returns the columns of a table as plain arrays: texts as Arrow's string, lists of these, and no dictionaries.
+        """Returns the columns of a table as arrays: texts as Arrow's string, and lists of these.
+
+        Texts of which the distinct ones alone matter are a dictionary's.
 
         Raises:
             UserError: The table lacks a column, or one is of a type that has no such values.
         """
         self.require(table.schema)
-        return {name: plain_array(one_array(table.column(name))) for name in self.kinds}
+        return {name: self._array(name, table.column(name)) for name in self.kinds}
+
+    def _array(self, name: str, column: pa.ChunkedArray) -> pa.Array:
+        """Returns a column as a plain array, or as a dictionary's where the distinct values alone are looked at."""
+        if name in self._keyed and pa.types.is_string(column.type):
+            return one_array(column.dictionary_encode())  # chunk by chunk, which are in cache
+        return plain_array(one_array(column))
+
+
+def _uses_as_keys(schema: TableSchema) -> tuple[set[str], set[str]]:
+    """Returns the columns of whose values the distinct ones are looked at, and those that are something else too.
+
+    Columns that are dense are in neither for being so.
+    """
+    keyed = {schema.split_column} if schema.split_column is not None else set()
+    others = {each.column for each in (schema.label, schema.weight, schema.time) if each is not None}
+    for name, columns in schema.categorical_columns.items():
+        column = schema.categorical[name]
+        (others if column.kind in BINS or column.holds_lists else keyed).update(columns)
+    return keyed, others
 
 
 def as_lists(column: pa.Array, separator: str | None) -> pa.Array:

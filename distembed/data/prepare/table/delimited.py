@@ -13,7 +13,7 @@ up, the lines at fault are found first, and the others are parsed.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,7 +27,7 @@ from distembed.data.prepare.blocks import RejectedRow
 from distembed.data.prepare.table.raw_rows import Lines, RawRows
 
 # What Arrow parses at a time: the columns that it builds then stay in cache.
-_CACHED_BYTES = 4 << 20
+_CACHED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class DelimitedBlock:
     text: bytes
     dialect: Dialect
 
-    def rows(self, columns: Sequence[str]) -> RawRows:
-        """Returns the rows of the block, with these columns as texts."""
+    def rows(self, columns: Sequence[str], numbers: Collection[str] = ()) -> RawRows:
+        """Returns the rows of the block, with these columns as texts, but for columns of numbers without blanks."""
         text = self.text
         if b"\r" in text and not self.dialect.newlines_in_values:
             text = text.replace(b"\r\n", b"\n")
@@ -80,7 +80,7 @@ class DelimitedBlock:
         bad = _bad_lines(lines, self.dialect)
         good = lines.without(sorted(bad)) if bad else text
         good_lines = np.delete(np.arange(len(lines)), sorted(bad))
-        table, wrong_columns = _read(good, self.dialect, columns)
+        table, wrong_columns = _read_with_numbers(good, self.dialect, columns, numbers)
         bad |= {int(line): "columns" for line in good_lines[wrong_columns]}
         return RawRows(
             table=table,
@@ -145,8 +145,32 @@ def _is_utf8(line: bytes) -> bool:
     return True
 
 
-def _read(text: bytes, dialect: Dialect, columns: Sequence[str]) -> tuple[pa.Table, NDArray[np.int64]]:
-    """Returns columns of the lines that have the right number of fields, and the numbers of the others."""
+def _read_with_numbers(
+    text: bytes, dialect: Dialect, columns: Sequence[str], numbers: Collection[str]
+) -> tuple[pa.Table, NDArray[np.int64]]:
+    """Returns what :func:`_read` does, with numbers as float64 where all of them are finite, or missing.
+
+    Arrow's reader takes no notice of blanks around a number, and takes nan and inf for one: all are texts then.
+    """
+    blanks = {b" ", b"\t"} - {dialect.separator.encode()}
+    if text and numbers and not any(blank in text for blank in blanks):
+        try:
+            table, wrong = _read(text, dialect, columns, frozenset(numbers))
+        except pa.ArrowInvalid:  # a value is no number
+            return _read(text, dialect, columns)
+        if all(pc.all(pc.is_finite(table.column(name)), min_count=0).as_py() for name in numbers):
+            return table, wrong
+    return _read(text, dialect, columns)
+
+
+def _read(
+    text: bytes, dialect: Dialect, columns: Sequence[str], numbers: Collection[str] = ()
+) -> tuple[pa.Table, NDArray[np.int64]]:
+    """Returns columns of the lines that have the right number of fields, and the numbers of the others.
+
+    Raises:
+        ArrowInvalid: One of the columns of ``numbers`` has something else.
+    """
     wrong: list[int] = []
     if not text:
         return pa.table({name: pa.array([], pa.string()) for name in columns}), np.zeros(0, np.int64)
@@ -157,6 +181,7 @@ def _read(text: bytes, dialect: Dialect, columns: Sequence[str]) -> tuple[pa.Tab
 
     # by their places, since columns that nobody asked for may have one name
     places = [str(dialect.columns.index(name)) for name in columns]
+    types = [pa.float64() if name in numbers else pa.string() for name in columns]
     quote = dialect.quote if dialect.quote is not None and dialect.quote.encode() in text else False
     for block_bytes in (_CACHED_BYTES, len(text) + 1):
         wrong.clear()
@@ -179,7 +204,7 @@ def _read(text: bytes, dialect: Dialect, columns: Sequence[str]) -> tuple[pa.Tab
                 ),
                 pcsv.ConvertOptions(
                     include_columns=places,
-                    column_types=dict.fromkeys(places, pa.string()),
+                    column_types=dict(zip(places, types, strict=True)),
                     null_values=list(dialect.missing_values),
                     strings_can_be_null=True,
                     check_utf8=False,

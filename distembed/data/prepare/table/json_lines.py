@@ -10,7 +10,7 @@ times slower: it gives texts, of which a number's is that of its decimal digits,
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ class JsonBlock:
 
     text: bytes
 
-    def rows(self, columns: Sequence[str]) -> RawRows:
+    def rows(self, columns: Sequence[str], numbers: Collection[str] = ()) -> RawRows:
         """Returns the rows of the block, with these columns, typed or as texts."""
         lines = Lines.of_text(self.text)
         table = _typed(self.text, lines, columns)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ class ParquetBlock:
 
     table: pa.Table
 
-    def rows(self, columns: Sequence[str]) -> RawRows:
+    def rows(self, columns: Sequence[str], numbers: Collection[str] = ()) -> RawRows:
         """Returns the rows of the block, with these columns as they are."""
         return RawRows(self.table.select(list(columns)), np.arange(self.table.num_rows), self.table.num_rows)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,8 +36,13 @@ class RawRows:
 class RawBlock(Protocol):
     """A block of a file as it was read, which any thread can turn into rows."""
 
-    def rows(self, columns: Sequence[str]) -> RawRows:
-        """Returns the rows of the block, with these columns; what is wrong with a line is never an error."""
+    def rows(self, columns: Sequence[str], numbers: Collection[str] = ()) -> RawRows:
+        """Returns the rows of the block; what is wrong with a line is never an error.
+
+        Args:
+            columns: Columns that the rows have.
+            numbers: Those of which the texts are not needed where all are numbers.
+        """
 
 
 def parsed_block(raw: RawRows, parser: TableParser) -> ParsedBlock:

@@ -91,7 +91,7 @@ class TableSource:
     def parse(self, raw: RawBlock) -> ParsedBlock:
         if self._is_criteo and isinstance(raw, DelimitedBlock):
             return parse_block(raw.text)
-        return parsed_block(raw.rows(self.parser.columns.names), self.parser)
+        return parsed_block(raw.rows(self.parser.columns.names, self.parser.columns.numbers), self.parser)
 
     def _look_at(self, number: int, table: TableInput) -> None:
         """Learns the columns of an input, and makes sure that they are those of the schema; a pipe's come later."""
