@@ -258,6 +258,7 @@ def test_it_can_be_described_and_planned(kind: str, tmp_path: Path, dataset: Pat
         assert table.placement is not None and table.placement.storage.weights == table.one_copy.weights > 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_names_as_before")
 def test_networks_that_cannot_be_estimated_have_a_share_of_memory_kept_free(tmp_path: Path, dataset: Path) -> None:
     MODELS["looks"] = LooksAtValuesConfig

@@ -92,6 +92,7 @@ def test_without_a_memory_that_was_typed_another_device_is_one() -> None:
     assert device == f"--gpu {min(enough, key=lambda other: other.memory_bytes).name}"
 
 
+@pytest.mark.slow
 def test_each_number_is_the_least() -> None:
     """Against trying one number after another."""
     config, there_is = load_config(KAGGLE, [NAIVE]), cluster("700MB")
