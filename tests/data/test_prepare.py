@@ -312,6 +312,17 @@ def test_too_little_input(tmp_path: Path, content: bytes, message: str) -> None:
         prepare_criteo([tmp_path / "a.tsv"], tmp_path / "out")
 
 
+@pytest.mark.parametrize(("split", "sizes"), [("none", [50]), ("0.7,0,0.3", [35, 15]), ("0.8,0.2,0", [40, 10])])
+def test_splits_of_no_rows_are_left_out(tmp_path: Path, split: str, sizes: list[int]) -> None:
+    (tmp_path / "a.tsv").write_bytes(reference.content(50, 1))
+    manifest = prepare_criteo([tmp_path / "a.tsv"], tmp_path / "out", CriteoOptions(split=split))
+    assert [each.num_rows for each in manifest.splits.values()] == sizes
+    assert "validation" not in manifest.splits or split == "0.8,0.2,0"
+    assert sorted(path.name for path in (tmp_path / "out").iterdir() if path.is_dir()) == sorted(
+        [*manifest.splits, "vocabulary"]
+    )
+
+
 def test_two_rows_leave_a_split_empty(tmp_path: Path) -> None:
     (tmp_path / "a.tsv").write_bytes(reference.content(2, 1))
     manifest = prepare_criteo([tmp_path / "a.tsv"], tmp_path / "out", CriteoOptions(min_count=1))
@@ -331,6 +342,10 @@ def test_two_rows_leave_a_split_empty(tmp_path: Path) -> None:
         (CriteoOptions, "split", "1.1,-0.2,0.1"),
         (CriteoOptions, "split", "days!"),
         (CriteoOptions, "split", "1/0,1,1"),
+        (CriteoOptions, "split", "0,0.5,0.5"),
+        (CriteoOptions, "split", "time:0.8,0.1,0.1"),
+        (CriteoOptions, "split", "column:C1"),
+        (CriteoOptions, "grow", True),
         (CriteoOptions, "max_rejected", 1.5),
         (CriteoOptions, "missing", "drop"),
         (ResourceLimits, "memory_limit_bytes", 1000),

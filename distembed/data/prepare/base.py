@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,12 @@ class Base:
             if column.role == "feature":
                 self._require_same_kind(column)
         for number in layout.numbers:
-            if number.transform != "none":
-                self.learnt(number.name)
+            wanted = "edges" if number.transform == "quantile_bins" else "mean"
+            if number.transform != "none" and wanted not in self.learnt(number.name):
+                raise UserError(
+                    f"the dataset {self.folder} (--vocabulary) learnt something else of the column {number.name!r} "
+                    f"than {number.transform} takes: give the schema with which it was prepared"
+                )
 
     def _require_same_kind(self, column: KeyColumn) -> None:
         feature = self.feature(column.name)
@@ -124,7 +129,12 @@ class Base:
     def to_json(self) -> dict[str, Any]:
         """Returns what the manifest says of it."""
         num_ids = {name: vocabulary.num_ids for name, vocabulary in self.manifest.vocabularies.items()}
-        return {"id_fingerprint": id_fingerprint(self.folder, self.manifest), "grow": self.grows, "num_ids": num_ids}
+        return {"id_fingerprint": self._id_fingerprint, "grow": self.grows, "num_ids": num_ids}
+
+    @cached_property
+    def _id_fingerprint(self) -> str:
+        """What its ids stand for, for which all vocabularies are read."""
+        return id_fingerprint(self.folder, self.manifest)
 
 
 def _dataset_folder(path: Path) -> Path:

@@ -69,10 +69,7 @@ class CriteoOptions:
             )
         if not 0 <= self.hash_seed < 2**64:
             raise UserError(f"hash_seed (--hash-seed) is {self.hash_seed}: it must be in 0 to {2**64 - 1}")
-        if not 0 <= self.max_rejected <= 1:
-            raise UserError(
-                f"max_rejected (--max-rejected) is {self.max_rejected}: it is a share of the rows, between 0 and 1"
-            )
+        self.prepare_options()
         one_of("missing (--missing)", self.missing, ("zero", "keep"))
         if SplitRule.parse(self.split).kind in ("time", "column"):
             raise UserError(
@@ -80,13 +77,22 @@ class CriteoOptions:
                 "shares such as '0.8,0.1,0.1', 'days' or 'none'"
             )
 
+    def prepare_options(self) -> PrepareOptions:
+        """Returns the options that rows of any kind have, which are checked.
+
+        Raises:
+            UserError: One is out of its range.
+        """
+        recorded = {"source": "criteo", **self.to_json()}
+        return PrepareOptions(self.split, self.max_rejected, self.vocabulary, self.grow, recorded)
+
     def to_json(self) -> dict[str, Any]:
         """Returns the options that matter for this kind of ids, in the manifest's order."""
         ids = {"min_count": self.min_count} if self.hash_size is None else {}
         unused = {"min_count"} if self.hash_size is not None else {"hash_size", "hash_seed"}
         # so that the manifests of datasets with zeros are what they were before there was a choice
         unused |= {"missing"} if self.missing == "zero" else set()
-        unused |= {"vocabulary", "grow"}  # by what its ids are, which the pipeline records
+        unused |= {"vocabulary", "grow"}  # what they lead to is recorded by the pipeline
         return ids | {name: value for name, value in asdict(self).items() if name not in unused}
 
 
@@ -125,11 +131,6 @@ def prepare_criteo(
     sources = list_sources(inputs, note)
     require_outside(sources, Path(output))
     source = CriteoSource(sources, options)
-    chosen = PrepareOptions(
-        options.split,
-        options.max_rejected,
-        options.vocabulary,
-        options.grow,
-        recorded={"source": "criteo", **options.to_json()},
+    return prepare_rows(
+        source, output, options.prepare_options(), limits, overwrite=overwrite, progress=progress, note=note
     )
-    return prepare_rows(source, output, chosen, limits, overwrite=overwrite, progress=progress, note=note)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -58,8 +58,15 @@ class DatasetColumns:
     blocks: Sequence[SpooledBlock]
     splits: RowSplits
 
-    def learn(self) -> ColumnsLearnt:
-        """Gives ids to the values of every feature and learns transforms, several columns at a time."""
+    def learn(self, beside: Mapping[str, Callable[[], Any]]) -> tuple[ColumnsLearnt, list[Any]]:
+        """Gives ids to the values of every feature and learns transforms, several columns at a time.
+
+        Args:
+            beside: What else is done in the meantime, by the name of its task, which is no ``column ...``.
+
+        Returns:
+            What is learnt of each column, and the results of what else was done.
+        """
         tasks: dict[str, Callable[[Path], dict[str, Any]]] = {}
         for name, (place, column) in key_columns(self.layout).items():
             values = FeatureValues(self.blocks, self.splits, place, column)
@@ -68,20 +75,23 @@ class DatasetColumns:
             if number.transform != "none":
                 tasks[number.name] = functools.partial(self._learn_numbers, place, number)
         names = self._largest_first(list(tasks))
-        folders = {name: self.work.folder / f"column-{index:06d}" for index, name in enumerate(names)}
+        places = {f"column {name}": index for index, name in enumerate(names)}
         spool_bytes = sum(block.num_bytes for block in self.blocks)
         num_rows = sum(self.splits.num_rows)
 
         def do(task: str) -> Any:
-            index = names.index(task)
-            result = tasks[task](emptied_folder(folders[task]))
-            shutil.rmtree(folders[task])
+            if task in beside:
+                return beside[task]()
+            index = places[task]
+            scratch = emptied_folder(self.work.folder / f"column-{index:06d}")
+            result = tasks[names[index]](scratch)
+            shutil.rmtree(scratch)
             self.work.advance(task, *(_share(total, index, len(names)) for total in (spool_bytes, num_rows)))
             return result
 
         threads = self.limits.num_threads
-        results = self.work.run_stage("vocabulary", names, do, threads=threads, total_bytes=spool_bytes)
-        return {name: results[name] for name in tasks}
+        results = self.work.run_stage("vocabulary", [*beside, *places], do, threads=threads, total_bytes=spool_bytes)
+        return {name: results[f"column {name}"] for name in tasks}, [results[task] for task in beside]
 
     def _largest_first(self, names: Sequence[str]) -> list[str]:
         """Returns the columns, those with the most keys first, so that all threads end at about the same time."""

@@ -7,7 +7,7 @@ interpreter's lock. Parsed blocks are handled in the order of the input, so noth
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -207,31 +207,33 @@ class Ingested:
                     first_row += shape.num_rows
         return blocks
 
-    def source_files(self, checksums: Sequence[str | None]) -> list[SourceFile]:
+    def source_files(self, checksums: Mapping[int, str]) -> list[SourceFile]:
         """Returns what the manifest says of the inputs.
 
         Args:
-            checksums: SHA-256 of each input that was cut into several parts.
+            checksums: SHA-256 of each input that was cut into several parts, by its number.
         """
-        return [self._source_file(number, checksum) for number, checksum in enumerate(checksums)]
+        return [self._source_file(number, checksums.get(number)) for number in range(len(self.source.inputs))]
 
     def _source_file(self, number: int, checksum: str | None) -> SourceFile:
-        found, described = self._of_source(number), self.source.inputs[number]
+        found, described = self._source_parts(number), self.source.inputs[number]
         num_bytes = found[0].bytes_read if described.num_bytes is None else described.num_bytes
         rows, rejected = sum(each.num_rows for each in found), sum(each.num_rejected for each in found)
         return SourceFile(described.name, num_bytes, found[0].sha256 or checksum or "", rows + rejected, rejected)
 
     def source_rows(self) -> list[int]:
         """Returns the number of well-formed rows of each input."""
-        return [sum(found.num_rows for found in self._of_source(number)) for number in range(len(self.source.inputs))]
+        return [
+            sum(found.num_rows for found in self._source_parts(number)) for number in range(len(self.source.inputs))
+        ]
 
-    def _of_source(self, number: int) -> list[PartFound]:
+    def _source_parts(self, number: int) -> list[PartFound]:
         return [found for part, found in zip(self.parts, self.found, strict=True) if part.source == number]
 
     def notes(self) -> Generator[str, None, None]:
         """Yields what was found in the inputs besides rows, input after input."""
         for number, described in enumerate(self.source.inputs):
-            found = self._of_source(number)
+            found = self._source_parts(number)
             yield from (note for each in found for note in each.notes)
             if not sum(each.num_rows + each.num_rejected for each in found):
                 yield f"{described.place} has no rows"

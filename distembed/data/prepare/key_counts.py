@@ -243,7 +243,7 @@ class AppendedCounts:
         if self._empty.texts is None:
             return Counts(keys, counts)
         offsets, texts = self._map("offsets", np.dtype(np.int64)), self._map("texts", np.dtype(np.uint8))
-        return Counts(keys, counts, texts_of_buffers(offsets, texts))
+        return Counts(keys, counts, texts_from_buffers(offsets, texts))
 
     def _append(self, suffix: str, values: NDArray[Any]) -> None:
         with open(self._path.with_suffix(f".{suffix}"), "ab") as file:
@@ -264,7 +264,7 @@ def text_buffers(texts: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.uint8]]
     return places - places[0], content
 
 
-def texts_of_buffers(offsets: NDArray[np.int64], texts: NDArray[np.uint8]) -> pa.Array:
+def texts_from_buffers(offsets: NDArray[np.int64], texts: NDArray[np.uint8]) -> pa.Array:
     """Returns the large string array of what :func:`text_buffers` returned, without a copy."""
     return pa.LargeStringArray.from_buffers(len(offsets) - 1, pa.py_buffer(offsets), pa.py_buffer(texts))
 

@@ -5,12 +5,12 @@ Three passes, each with bounded memory, and each a stage of tasks that any numbe
 1. ``read``: the text is parsed once, a part of an input a task (``ingest.py``), and each block is spooled as numbers,
    and as codes into its own lists of keys;
 2. ``vocabulary``: feature by feature, distinct keys are counted over the training rows and get ids
-   (``feature_ids.py``), and what transforms of numbers learn is learnt (``learnt_numbers.py``);
+   (``feature_ids.py``), and what transforms of numbers learn is learnt (``learnt_numbers.py``); meanwhile the checksums
+   of inputs that were cut into parts are taken;
 3. ``write``: codes are exchanged for ids and written as Parquet, file by file (``write_parquet.py``).
 
-Between them are small stages: ``checksum`` takes the checksums of inputs that were cut into parts, ``times`` finds the
-times at which splits begin, ``splits`` counts the rows of each where a column says which they are in, and ``finish``
-writes the manifest.
+Between them are small stages: ``times`` finds the times at which splits begin, ``splits`` counts the rows of each where
+a column says which they are in, and ``finish`` writes the manifest.
 
 The dataset appears under its name when it is complete, and not before (``staging.py``). Its bytes depend on the rows
 and the options alone: not on the number of processes and threads, the memory, or how the rows are compressed.
@@ -164,7 +164,6 @@ class Preparation:
         """
         parts = self.source.parts(PART_BYTES)
         ingested = self._read(work, parts)
-        checksums = self._checksums(work, parts)
         rejected = ingested.rejected(self.folder, self.options.max_rejected, listed=False)
         for found in ingested.notes():
             note(found)
@@ -173,7 +172,9 @@ class Preparation:
         for found in notes_on_rows(blocks):
             note(found)
         columns = DatasetColumns(self.source.layout, self.base, self.limits, self.folder, work, blocks, splits)
-        learnt = columns.learn()
+        cut = sorted({part.source for part in parts if not part.is_whole})
+        beside = {f"input {number}": functools.partial(self.source.checksum, number) for number in cut}
+        learnt, checksums = columns.learn(beside)
         schema = columns.schema(learnt)
         files = self._write(
             work, FileWriter(self.folder, columns.outputs(learnt), schema.label, schema.weight, blocks, splits)
@@ -185,7 +186,7 @@ class Preparation:
             vocabularies={
                 name: Vocabulary(**each["vocabulary"]) for name, each in learnt.items() if each["vocabulary"]
             },
-            sources=tuple(ingested.source_files(checksums)),
+            sources=tuple(ingested.source_files(dict(zip(cut, checksums, strict=True)))),
             rejected=rejected,
             tool_version=__version__,
         )
@@ -223,16 +224,6 @@ class Preparation:
             return 1
         return max(1, min(len(parts), self.limits.num_threads // 2 + 1))
 
-    def _checksums(self, work: Work, parts: Sequence[Part]) -> list[str | None]:
-        """Returns the checksum of each input that was cut into several parts."""
-        cut = {f"input-{part.source}": part.source for part in parts if not part.is_whole}
-        checksums: list[str | None] = [None] * len(self.source.inputs)
-        if cut:
-            results = work.run_stage("checksum", list(cut), lambda task: self.source.checksum(cut[task]))
-            for task, checksum in results.items():
-                checksums[cut[task]] = checksum
-        return checksums
-
     def _splits(self, work: Work, ingested: Ingested, blocks: Sequence[SpooledBlock]) -> RowSplits:
         """Returns which rows are in which split.
 
@@ -253,7 +244,10 @@ class Preparation:
         splits = RowSplits(rule.names, by_row, self._count_rows(work, by_row, len(rule.names), blocks))
         if not splits.num_rows[0]:
             total = sum(block.num_rows for block in blocks)
-            raise UserError(f"the training part has no rows: the input has only {total}; give more rows")
+            raise UserError(
+                f"the training part has no rows: the input has only {total}, of which --split {self.options.split} "
+                "leaves none; give more rows, or another split"
+            )
         return splits
 
     def _count_rows(

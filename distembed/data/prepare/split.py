@@ -138,7 +138,7 @@ def _present(shares: Sequence[Fraction]) -> tuple[tuple[str, ...], tuple[Fractio
     return tuple(name for name, _ in present), tuple(share for _, share in present)
 
 
-def _names_of(count: int) -> tuple[str, ...]:
+def _split_names(count: int) -> tuple[str, ...]:
     """Returns the names of two or three splits; two are training and test."""
     return SPLIT_NAMES if count == len(SPLIT_NAMES) else (SPLIT_NAMES[0], SPLIT_NAMES[-1])
 
@@ -155,7 +155,7 @@ def _parse_times(text: str, rest: str) -> SplitRule:
     times = tuple(_parse_time(part, wanted) for part in parts)
     if len(times) > 2 or list(times) != sorted(set(times)):
         raise UserError(wanted)
-    return SplitRule("time", _names_of(len(times) + 1), times=times)
+    return SplitRule("time", _split_names(len(times) + 1), times=times)
 
 
 def _parse_time(text: str, wanted: str) -> int:
@@ -182,4 +182,4 @@ def _parse_column(text: str, rest: str) -> SplitRule:
     values = tuple(part.strip() for part in values_text.split(",")) if given else SPLIT_NAMES
     if not name or "" in values or len(set(values)) != len(values) or len(values) not in (2, 3):
         raise UserError(wanted)
-    return SplitRule("column", _names_of(len(values)), column=name, values=values)
+    return SplitRule("column", _split_names(len(values)), column=name, values=values)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from distembed.data.jagged import Jagged
 from distembed.data.prepare.blocks import BlockLayout, KeyColumn, ParsedBlock, code_dtype
-from distembed.data.prepare.key_counts import text_buffers, texts_of_buffers
+from distembed.data.prepare.key_counts import text_buffers, texts_from_buffers
 
 _LENGTH, _TEXT_OFFSET = np.dtype(np.int32), np.dtype(np.int64)
 
@@ -123,7 +123,7 @@ class SpooledBlock:
         if self.layout.ids[column].kind != "string":
             return None
         offsets = self._read(_TEXT_OFFSET, self.shape.num_keys[column] + 1, self._at(column, 3))
-        return texts_of_buffers(
+        return texts_from_buffers(
             offsets, self._read(np.dtype(np.uint8), self.shape.text_bytes(column), self._at(column, 4))
         )
 

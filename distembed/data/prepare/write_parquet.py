@@ -32,7 +32,7 @@ _FILES_WANTED, _FEWEST_GROUPS, _MOST_GROUPS = 64, 2, 32
 _GROUP_ENTRIES = 2**20
 
 
-def rows_of_group(mean_entries: float) -> int:
+def rows_per_group(mean_entries: float) -> int:
     """Returns how many rows a row group has, so that one of long lists takes no more memory to read than others.
 
     Args:
@@ -168,7 +168,7 @@ class FileWriter:
     def group_rows(self) -> int:
         """Rows of a row group, fewer where lists are long."""
         mean_entries = max((column.mean_values(self.blocks) for column in self.columns), default=1.0)
-        return rows_of_group(mean_entries)
+        return rows_per_group(mean_entries)
 
     def write(self, plan: FilePlan) -> WrittenFile:
         """Writes one file."""

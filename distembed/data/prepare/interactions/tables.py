@@ -1,6 +1,6 @@
 """Writes interactions as the Parquet files of a dataset: a row each, or a row for a stretch of a user's history.
 
-Row groups of long histories have fewer rows (:func:`distembed.data.prepare.write_parquet.rows_of_group`).
+Row groups of long histories have fewer rows (:func:`distembed.data.prepare.write_parquet.rows_per_group`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from distembed.data.prepare.write_parquet import (
     FilePlan,
     WrittenFile,
     plan_files,
-    rows_of_group,
+    rows_per_group,
     write_file,
 )
 
@@ -113,7 +113,7 @@ class SequenceRows:
     @property
     def group_rows(self) -> int:
         mean_entries = self.windows.num_entries / max(1, len(self.windows))
-        return rows_of_group(mean_entries)
+        return rows_per_group(mean_entries)
 
     @property
     def schema(self) -> pa.Schema:
