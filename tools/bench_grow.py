@@ -7,20 +7,24 @@
 
 The rows, in the order of time, are cut into days of equal length. Day by day, each day's vocabulary is grown from that
 of the day before, and its run begins with the weights and optimizer states of the run before (``--init-from``). At
-once, one vocabulary is made of all trained days, and one run has as many epochs over them. Both are evaluated on the
-rows of the next day, whose unseen values are out of vocabulary. Settings are those of ``configs/criteo_sample.yaml``;
-``--later`` gives others to the runs that begin with another's weights, such as
-``--later train.dense_optimizer.schedule.warmup=0.0``, since the states of their optimizers are warm.
+once, one vocabulary is made of all trained days, and one run has as many epochs over them, with as many buckets in each
+table: what is computed from the first day's ids stays. Both are evaluated on the rows of the next day, whose unseen
+values are out of vocabulary. Settings are those of ``configs/criteo_sample.yaml``; ``--later`` gives others to the runs that
+begin with another's weights, such as no warm-up and a lower learning rate, since their networks are trained::
+
+    --later train.dense_optimizer.schedule.warmup=0.0 train.dense_optimizer.learning_rate=0.0003
 """
 
 import argparse
 import dataclasses
 import gzip
+import json
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -48,7 +52,6 @@ SCHEMES = {
     "mixed radix, product, 2": ["embedding.default.partition=mixed_radix"],
     "hashed, 4": ["embedding.default.partition=remainder"],
 }
-MIN_COUNT = 2
 
 
 @dataclass(frozen=True)
@@ -76,9 +79,11 @@ class Row:
         scheme: The scheme's name.
         by_day: Logloss and AUC of the run that went on day after day.
         at_once: The same of the run on all days.
+        parameters: Numbers in the tables of the last of the runs day by day, and of the run on all days.
     """
 
     scheme: str
+    parameters: tuple[int, int] = (0, 0)
     by_day: list[tuple[float, float]] = dataclasses.field(default_factory=list)
     at_once: list[tuple[float, float]] = dataclasses.field(default_factory=list)
 
@@ -96,9 +101,11 @@ def cut_days(rows: Path, folder: Path, num_days: int) -> list[Path]:
     return files
 
 
-def prepare(files: Sequence[Path], output: Path, vocabulary: Path | None = None, grow: bool = False) -> Path:
+def prepare(
+    files: Sequence[Path], output: Path, min_count: int, vocabulary: Path | None = None, grow: bool = False
+) -> Path:
     """Makes a dataset without validation and test of some days."""
-    options = CriteoOptions(min_count=MIN_COUNT)
+    options = CriteoOptions(min_count=min_count)
     recorded = {"source": "criteo", **options.to_json()}
     prepare_rows(
         CriteoSource(files, options),
@@ -108,19 +115,19 @@ def prepare(files: Sequence[Path], output: Path, vocabulary: Path | None = None,
     return output
 
 
-def prepare_days(rows: Path, folder: Path, num_days: int, num_trained: int) -> Days:
+def prepare_days(options: argparse.Namespace, folder: Path) -> Days:
     """Prepares the trained days and the next one, in both ways."""
-    files = cut_days(rows, folder, num_days)
-    trained, after = files[:num_trained], files[num_trained]
-    each = [prepare(trained[:1], folder / "day-0")]
+    files, least = cut_days(options.rows, folder, options.days), options.min_count
+    trained, after = files[: options.trained_days], files[options.trained_days]
+    each = [prepare(trained[:1], folder / "day-0", least)]
     for day, file in enumerate(trained[1:], start=1):
-        each.append(prepare([file], folder / f"day-{day}", each[-1], grow=True))
-    at_once = prepare(trained, folder / "at-once")
+        each.append(prepare([file], folder / f"day-{day}", least, each[-1], grow=True))
+    at_once = prepare(trained, folder / "at-once", least)
     return Days(
         each,
-        prepare([after], folder / "after", each[-1]),
+        prepare([after], folder / "after", least, each[-1]),
         at_once,
-        prepare([after], folder / "after-at-once", at_once),
+        prepare([after], folder / "after-at-once", least, at_once),
     )
 
 
@@ -140,6 +147,23 @@ def train_by_day(settings: Sequence[str], later: Sequence[str], days: Days, runs
     return run
 
 
+def same_buckets(run: Path) -> list[str]:
+    """Returns the settings of tables that stayed full in a run, or have buckets, as those of another."""
+    tables = load_config(run / "config.yaml").embedding.tables
+    kept: dict[str, dict[str, Any]] = {}
+    for name, table in tables.items():
+        if table.partition == "naive":
+            kept[name] = {"partition": "naive"}
+        elif table.num_buckets is not None:
+            kept[name] = {"num_buckets": table.num_buckets, "force": True}
+    return [f"embedding.tables={json.dumps(kept)}"]
+
+
+def table_parameters(run: Path) -> int:
+    """Returns how many numbers a run's tables have."""
+    return int(json.loads((run / "run.json").read_text())["embedding_parameters"])
+
+
 def evaluate(run: Path, dataset: Path, ranks: Ranks) -> tuple[float, float]:
     """Returns logloss and AUC of a run on a dataset."""
     state, _ = load_training_state(run, str(dataset), load_config(run / "config.yaml"), ranks)
@@ -156,8 +180,9 @@ def train_schemes(days: Days, options: argparse.Namespace, ranks: Ranks) -> Iter
             with tempfile.TemporaryDirectory() as name:
                 last = train_by_day(settings, options.later, days, Path(name), ranks)
                 row.by_day.append(evaluate(last, days.after, ranks))
-                whole = train(settings, days.at_once, Path(name) / "at-once", ranks)
+                whole = train([*settings, *same_buckets(last)], days.at_once, Path(name) / "at-once", ranks)
                 row.at_once.append(evaluate(whole, days.after_at_once, ranks))
+                row.parameters = table_parameters(last), table_parameters(whole)
             print(f"{scheme}, seed {seed}: by day {row.by_day[-1]}, at once {row.at_once[-1]}", flush=True)
         yield row
 
@@ -177,18 +202,23 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", default="", help="schemes whose name holds this text")
     parser.add_argument("--later", nargs="*", default=[], help="settings of the runs that begin with another's weights")
+    parser.add_argument("--min-count", type=int, default=2, help="as of `distembed prepare criteo`")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder, process_group("cpu") as ranks:
-        days = prepare_days(options.rows, Path(folder), options.days, options.trained_days)
+        days = prepare_days(options, Path(folder))
         rows = list(train_schemes(days, options, ranks))
-    table = Table("tables", "logloss, by day", "at once", "difference", "AUC, by day", "at once")
+    table = Table(
+        "tables", "numbers, by day", "at once", "logloss, by day", "at once", "difference", "AUC, by day", "at once"
+    )
     for row in rows:
         (by_day, by_day_auc), (at_once, at_once_auc) = (zip(*each, strict=True) for each in (row.by_day, row.at_once))
         difference = statistics.mean(by_day) - statistics.mean(at_once)
         cells = [mean_and_deviation(values) for values in (by_day, at_once, by_day_auc, at_once_auc)]
-        table.add_row(row.scheme, *cells[:2], f"{difference:+.4f}", *cells[2:])
+        table.add_row(
+            row.scheme, *(f"{number:,}" for number in row.parameters), *cells[:2], f"{difference:+.4f}", *cells[2:]
+        )
     Console(width=140).print(table)
     if options.output is not None:
         write_json(options.output, [dataclasses.asdict(row) for row in rows])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from distembed.checkpoints.places import checkpoint_names, chosen_checkpoint
+from distembed.checkpoints.places import checkpoint_names, checkpoint_place, chosen_checkpoint
 from distembed.checkpoints.store import CheckpointStore, checkpoint_name, read_last_file
 from distembed.checksums import with_checksum
 from distembed.config import TrainConfig, load_config
@@ -86,20 +86,21 @@ def test_an_interrupted_checkpoint_is_older_than_that_of_the_same_step(tmp_path:
     assert store.names() == [checkpoint_name(2), checkpoint_name(4, interrupted=True), checkpoint_name(4)]
 
 
-def test_which_checkpoint_is_chosen(tmp_path: Path) -> None:
-    store = CheckpointStore(str(tmp_path / "checkpoints"))
+@pytest.mark.parametrize("place", ["checkpoints", "memory://best-checkpoint"])
+def test_which_checkpoint_is_chosen(place: str, tmp_path: Path) -> None:
+    store = CheckpointStore(checkpoint_place(tmp_path, place))
     for step, best in ((2, 2), (4, 2)):
         write_checkpoint(store, checkpoint_name(step), best)
-    choices = {choice: chosen_checkpoint(tmp_path, None, choice, True)[-1] for choice in (None, "best", "newest", "4")}
+    choices = {choice: chosen_checkpoint(tmp_path, place, choice, True)[-1] for choice in (None, "best", "newest", "4")}
     assert choices == {None: "2", "best": "2", "newest": "4", "4": "4"}
-    assert chosen_checkpoint(tmp_path, None, None, keeps_best=False)[-1] == "4"
+    assert chosen_checkpoint(tmp_path, place, None, keeps_best=False)[-1] == "4"
     for choice, message in (("3", "has step-00000002, step-00000004"), ("last", "give newest, best, or the number")):
         with pytest.raises(UserError, match=message):
-            chosen_checkpoint(tmp_path, None, choice, True)
+            chosen_checkpoint(tmp_path, place, choice, True)
     write_checkpoint(store, checkpoint_name(6), None)
-    assert chosen_checkpoint(tmp_path, None, None, True)[-1] == "6"  # killed before its first evaluation
+    assert chosen_checkpoint(tmp_path, place, None, True)[-1] == "6"  # killed before its first evaluation
     with pytest.raises(UserError, match="keeps none"):
-        chosen_checkpoint(tmp_path, None, "best", True)
+        chosen_checkpoint(tmp_path, place, "best", True)
 
 
 def test_evaluations_are_compared_only_where_there_are_some() -> None:

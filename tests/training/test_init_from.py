@@ -1,5 +1,6 @@
 """A run that goes on from another's weights, with tables that have grown: known ids are what they were."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -178,7 +179,7 @@ def test_the_new_run_stands_alone_resumes_and_is_gone_on_from_in_turn(
     assert json.loads(next(third.glob("checkpoints/*/progress.json")).read_text())["progress"]["steps_before"] == 10
 
 
-def start_next(tmp_path: Path, days: Path, run: Path, changes: dict[str, Any]) -> RunStart:
+def start_next(tmp_path: Path, days: Path, run: object, changes: dict[str, Any]) -> RunStart:
     values = config_values(days / "day2", days / "day2.parquet")
     values["embedding"]["tables"] |= changes
     values["train"]["init_from"] = str(run)
@@ -190,9 +191,16 @@ def start_next(tmp_path: Path, days: Path, run: Path, changes: dict[str, Any]) -
 def test_a_checkpoint_may_be_named_in_place_of_its_run(days: Path, first_run: Path, tmp_path: Path) -> None:
     checkpoint = first_run / "checkpoints" / "step-00000004"
     by_run, by_checkpoint = (start_next(tmp_path, days, each, {}) for each in (first_run, checkpoint))
-    assert by_run.initial == by_checkpoint.initial
-    with pytest.raises(UserError, match="no run and no checkpoint of a run that is here"):
-        start_next(tmp_path, days, tmp_path / "nowhere", {})
+    assert by_run.initial is not None and by_run.initial == by_checkpoint.initial
+    # in a place of their own, checkpoints say whose they are
+    shutil.copytree(first_run / "checkpoints", tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / ".run").write_text(str(first_run))
+    url = f"file://{tmp_path}/elsewhere/step-00000004"
+    by_url = start_next(tmp_path, days, url, {}).initial
+    assert by_url == dataclasses.replace(by_run.initial, checkpoint=url)
+    for nowhere in (tmp_path / "nowhere", f"file://{tmp_path}/elsewhere/step-00000008"):
+        with pytest.raises(UserError, match="no run and no checkpoint of a run that is here"):
+            start_next(tmp_path, days, nowhere, {})
 
 
 @pytest.mark.parametrize(
