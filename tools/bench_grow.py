@@ -9,8 +9,8 @@ The rows, in the order of time, are cut into days of equal length. Day by day, e
 of the day before, and its run begins with the weights and optimizer states of the run before (``--init-from``). At
 once, one vocabulary is made of all trained days, and one run has as many epochs over them, with as many buckets in each
 table: what is computed from the first day's ids stays. Both are evaluated on the rows of the next day, whose unseen
-values are out of vocabulary. Settings are those of ``configs/criteo_sample.yaml``; ``--later`` gives others to the runs that
-begin with another's weights, such as no warm-up and a lower learning rate, since their networks are trained::
+values are out of vocabulary. Settings are those of ``configs/criteo_sample.yaml``; ``--later`` gives others to the runs
+that begin with another's weights, such as no warm-up and a lower learning rate, since their networks are trained::
 
     --later train.dense_optimizer.schedule.warmup=0.0 train.dense_optimizer.learning_rate=0.0003
 """
