@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from glob import glob
 from pathlib import Path
 
 ResultFiles = dict[str, tuple[int, int]]
@@ -23,7 +24,8 @@ def start(code: str, *arguments: object) -> "subprocess.Popen[bytes]":
 def result_files(output: Path) -> ResultFiles:
     """Returns the finished tasks of an interrupted preparation, each with what changes when it is done again."""
     found = {}
-    for file in output.parent.glob(f".{output.name}.preparing-*/work/results/*/[!.]*.json"):
+    # unlike pathlib's, this glob may be called while folders go
+    for file in map(Path, glob(f"{output.parent}/.{output.name}.preparing-*/work/results/*/[!.]*.json")):
         with suppress(FileNotFoundError):  # the preparation is done, and clears up
             found[f"{file.parent.name}/{file.name}"] = file.stat().st_ino, file.stat().st_mtime_ns
     return found

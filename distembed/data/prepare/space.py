@@ -14,7 +14,7 @@ rest is taken to be like it:
   sorted, counted and looked up. It is divided by the threads of all processes of all machines. A disk that is slower
   than that decides instead: the spool is written and read once, and the dataset written.
 
-The two constants were measured on Criteo's rows on a core of an AMD EPYC (``tools/RESULTS.md``), where text is parsed
+The two constants were measured on Criteo's rows on a core of an Intel Xeon (``tools/RESULTS.md``), where text is parsed
 in 13 ns a byte. Inputs of no known size, such as pipes, are not counted. Where there is plenty of space and little to
 do nothing is estimated.
 """
@@ -22,8 +22,10 @@ do nothing is estimated.
 from __future__ import annotations
 
 import errno
+import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,7 +108,7 @@ def require_space(
             f"{format_duration(found.core_seconds / threads)} with {threads} threads, {format_bytes(about)} of disk "
             f"while preparing and {format_bytes(int(found.dataset_bytes))} for the dataset"
         )
-    there = 0 if begun is None else sum(file.stat().st_size for file in begun.rglob("*") if file.is_file())
+    there = 0 if begun is None else _bytes_in(begun)
     require_free_space(
         output,
         int(_SURE * found.spool_bytes) - there,
@@ -118,6 +120,16 @@ def require_space(
             f"{output} may not fit on its disk: about {format_bytes(about)} are needed while preparing, by the "
             f"first rows, and {format_bytes(free)} are free"
         )
+
+
+def _bytes_in(folder: Path) -> int:
+    """Returns the size of all files in a folder, in which other processes may be at work."""
+    num_bytes = 0
+    for path, _, files in os.walk(folder):
+        for file in files:
+            with suppress(FileNotFoundError):
+                num_bytes += os.lstat(os.path.join(path, file)).st_size
+    return num_bytes
 
 
 def disk_is_full(error: Exception, source: RowSource, output: Path) -> str:
