@@ -59,7 +59,9 @@ def exact_bytes(num_bytes: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Returns a time such as ``40 s``, ``12 min`` or ``3.5 h``, in the largest unit of which it is at least 2."""
+    """Returns a time such as ``0.43 s``, ``40 s``, ``12 min`` or ``3.5 h``, of the largest unit at least 2."""
+    if seconds < 9.95:
+        return f"{seconds:.2g} s"
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

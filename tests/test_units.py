@@ -22,7 +22,17 @@ def test_ranges_are_the_numbers_and_what_is_left_out_is_counted(drawn: set[int],
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0 s"), (119, "119 s"), (121, "2 min"), (7199, "120 min"), (9000, "2.5 h")]
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (0.432, "0.43 s"),
+        (9.94, "9.9 s"),
+        (9.96, "10 s"),
+        (119, "119 s"),
+        (121, "2 min"),
+        (7199, "120 min"),
+        (9000, "2.5 h"),
+    ],
 )
 def test_durations_are_short(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text

@@ -60,9 +60,11 @@ def children(process: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
 
 
-def test_an_interrupted_sweep_goes_on_and_its_runs_are_those_of_train(config: Path, tmp_path: Path) -> None:
+def test_an_interrupted_sweep_goes_on_and_its_runs_are_those_of_train(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "sweep"
-    settings = ["train.seed=0,1", f"{RATES}=0.1,0.05", "train.max_steps=40", "--baseline", "learning_rate=0.1"]
+    settings = ["train.seed=0,1", f"{RATES}=0.1,0.05", "train.max_steps=30", "--baseline", "learning_rate=0.1"]
     process = launch(config, folder, *settings)
     first = folder / "learning_rate=0.1,seed=0"
     wait_for_steps(process, first, 5)
@@ -71,14 +73,15 @@ def test_an_interrupted_sweep_goes_on_and_its_runs_are_those_of_train(config: Pa
     assert process.returncode == 75 and "interrupted with 0 of 4 runs finished" in output and "Traceback" not in output
     assert status(folder)["learning_rate=0.1,seed=0"] == "interrupted"
     assert list(status(folder).values()).count("waiting") == 3
-    listed = sweep(config, folder, *settings, "--dry-run")
+    call("sweep", config, *settings, "--run-dir", folder, "--dry-run")
+    listed = capsys.readouterr().out
     assert "learning_rate=0.1,seed=0  resumed" in listed and "4 runs: 3 new, 1 resumed" in listed
 
     output = sweep(config, folder, *settings, "--workers", "2")
     assert "resuming learning_rate=0.1,seed=0" in output and output.count("training learning_rate") == 3
     assert set(status(folder).values()) == {"finished"} and len(status(folder)) == 4
     own, alone = folder / "learning_rate=0.05,seed=1", tmp_path / "alone"
-    distembed("train", config, "train.seed=1", f"{RATES}=0.05", "train.max_steps=40", "--run-dir", alone)
+    distembed("train", config, "train.seed=1", f"{RATES}=0.05", "train.max_steps=30", "--run-dir", alone)
     assert metrics(own) == metrics(alone)
     numbers, expected = (saved_numbers(newest_checkpoint(run)) for run in (own, alone))
     assert numbers.keys() == expected.keys() and all(numbers[name].equal(expected[name]) for name in expected)
@@ -90,8 +93,10 @@ def test_an_interrupted_sweep_goes_on_and_its_runs_are_those_of_train(config: Pa
     assert "Differences are to learning_rate=0.1" in output and (folder / "report.html").exists()
 
     before = (folder / "report.html").read_bytes()
-    again = sweep(config, folder, *settings)
-    assert "training" not in again and "resuming" not in again and (folder / "report.html").read_bytes() == before
+    call("sweep", config, *settings, "--run-dir", folder)
+    again = capsys.readouterr().out
+    assert "training learning_rate" not in again and "resuming" not in again
+    assert (folder / "report.html").read_bytes() == before
 
 
 def mean_auc(folder: Path, rate: float) -> float:
