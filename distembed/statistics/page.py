@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -11,12 +12,12 @@ from matplotlib.ticker import EngFormatter, PercentFormatter
 
 from distembed.files import write_text
 from distembed.outputs import require_file
-from distembed.runs.pages import colour, figure, page, render_svg, section
+from distembed.runs.pages import PAGE_COLOUR, colour, figure, page, render_svg, section
 from distembed.statistics.texts import cardinality, equal_rows, estimates, number, rate, share
 from distembed.statistics.values import QUANTILES, DatasetStatistics, FeatureStatistics, RowsStatistics
 
-_MOST_NAMED = 12
-"""Most features that a legend names, those of most ids first."""
+_MOST_NAMED = 8
+"""Most features that have a colour and a name, those of most ids first."""
 
 
 def require_page(output: Path, overwrite: bool) -> None:
@@ -95,9 +96,9 @@ def _name_periods(axes: Axes, statistics: DatasetStatistics) -> None:
 def _draw_skew(axes: Axes, statistics: DatasetStatistics) -> None:
     ordered = sorted(statistics.features.items(), key=lambda each: -each[1].cardinality)
     for index, (name, feature) in enumerate(ordered):
-        label = name if index < _MOST_NAMED else None
-        counts = feature.counts_by_rank
-        axes.plot(list(counts), list(counts.values()), color=colour(index), linewidth=1, label=label)
+        counts, is_named = feature.counts_by_rank, index < _MOST_NAMED
+        look: Any = {"color": colour(index), "label": name} if is_named else {"color": PAGE_COLOUR, "alpha": 0.25}
+        axes.plot(list(counts), list(counts.values()), linewidth=1, zorder=2 + is_named, **look)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("rank of the id")
@@ -119,7 +120,7 @@ def _draw_unknown(axes: Axes, statistics: DatasetStatistics) -> None:
     axes.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     if others:
-        axes.legend()
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
 
 
 def _rows_table(rows: Mapping[str, RowsStatistics]) -> str:

@@ -27,6 +27,7 @@ _MAY_CHANGE = {
     "data.validation",
     "data.test",
     "data.decode_threads",
+    "data.skip_unreadable",
     "data.cache_dir",
     "data.cache_bytes",
     "train.device",

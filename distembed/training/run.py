@@ -93,7 +93,9 @@ def train_run(
             described = f"{config.data.test}: {config.task.build().describe(evaluation)}"
             write_json(start.folder / "evaluation.json", evaluation)
         best = None if trainer.best is None else trainer.best.to_json()
-        run_folder.end("finished", facts={} if best is None else {"best": best, "steps": trainer.step})
+        facts = {} if best is None else {"best": best, "steps": trainer.step}
+        facts |= {"unreadable_row_groups": sorted(trainer.unreadable)} if trainer.unreadable else {}
+        run_folder.end("finished", facts=facts)
     return FinishedRun(start.folder, evaluation, described)
 
 

@@ -20,7 +20,7 @@ from distembed.checkpoints.content import Progress
 from distembed.checkpoints.saved import STEPS_BEFORE
 from distembed.checkpoints.store import BEST
 from distembed.config import Config
-from distembed.data.reader import Batch, BatchOrder, BatchReader
+from distembed.data.reader import Batch
 from distembed.errors import Interrupted, UserError
 from distembed.files import write_json
 from distembed.planning.saved_plan import saved_plan_as_json
@@ -37,6 +37,7 @@ from distembed.training.metrics_window import MetricsWindow
 from distembed.training.not_finite import keep_batch
 from distembed.training.own_checkpoints import own_checkpoints, require_empty_place, require_own
 from distembed.training.progress import TrainingProgress
+from distembed.training.reading import gather_unreadable, training_reader
 from distembed.training.replaced_shares import replaced_counts, replaced_shares
 from distembed.training.start import RunStart
 from distembed.training.start_lines import start_lines
@@ -54,6 +55,9 @@ class Trainer:
         ranks: This rank among all.
         start: What the run starts with.
         console: Where rank 0 shows the progress; None for nowhere.
+
+    Attributes:
+        unreadable: What is wrong with each row group that any rank could not read, by its name.
 
     Raises:
         UserError: There are no rows to train on, the folder is in use, the place for checkpoints holds another run's,
@@ -75,7 +79,7 @@ class Trainer:
         self._ranks = ranks
         self._start = start
         self._console = console if ranks.is_first else None
-        self._reader = self._make_reader()
+        self._reader = training_reader(config, ranks)
         if self._reader.num_rows == 0:
             raise UserError(f"split {config.data.train!r} of {self._dataset} has no rows to train on.")
         self._checkpoints = own_checkpoints(config.train, folder.path, ranks)
@@ -96,22 +100,11 @@ class Trainer:
         self._evaluated_step: int | None = None
         self._seconds = 0.0
         self._num_in_flight = 0
+        self.unreadable: dict[str, str] = {}
         self._window = MetricsWindow()
         self._resumed = self._restore() if start.resume else None
         if self._resumed is None and start.initial is not None:
             self._state.optimizers.steps_before = take_over(start.initial, blueprint, self._state)
-
-    def _make_reader(self, prefetch_batches: int = 4) -> BatchReader:
-        """Returns a reader of this rank's rows of the training split, at its beginning."""
-        return BatchReader(
-            self._dataset,
-            self._config.data.train,
-            BatchOrder(self._config.train.batch_size, seed=self._config.train.seed),
-            rank=self._ranks.rank,
-            world_size=self._ranks.world_size,
-            prefetch_batches=prefetch_batches,
-            decode_threads=self._config.data.threads_of_rank(self._ranks.local_world_size) if prefetch_batches else 0,
-        )
 
     def _count_steps(self) -> int:
         """Returns the number of steps of the whole run."""
@@ -293,12 +286,15 @@ class Trainer:
         found = self._window.first_not_finite()
         if found is not None:
             steps_ago, loss = found
-            reader = self._make_reader(prefetch_batches=0)
+            reader = training_reader(self._config, self._ranks, prefetch_batches=0)
             raise keep_batch(reader, self._folder.path, self._ranks.rank, self._step - steps_ago, loss)
 
     def _log(self) -> None:
         """Records and shows a line of metrics of the steps since the last one; all ranks call it."""
         self._require_finite()
+        most_unreadable = self._config.data.skip_unreadable
+        if most_unreadable:
+            self.unreadable = gather_unreadable(self.unreadable, self._reader, most_unreadable, self._progress.say)
         window = self._window
         window.add_replaced(replaced_counts(self._state.model, self._step))
         replaced = replaced_shares(window.replaced, self._ranks)
@@ -321,6 +317,7 @@ class Trainer:
             "samples_per_second": window.rows / seconds,
             "learning_rate": self._learning_rate,
             **({"replaced_share": replaced} if replaced else {}),
+            **({"unreadable_row_groups": len(self.unreadable)} if self.unreadable else {}),
         }
         self._folder.record("train", self._step, values)
         self._progress.show(
@@ -343,6 +340,7 @@ class Trainer:
             "seconds": self._seconds,
             "reader": self._reader.state_dict(in_flight=self._num_in_flight),
             "window": self._window.values(self._ranks.world_size),
+            **({"unreadable": self.unreadable} if self.unreadable else {}),
             **({BEST: self._best.to_json()} if self._config.train.compares_evaluations else {}),
         }
         step, state = f"step {self._step}/{self.num_steps}", self._state
@@ -362,6 +360,7 @@ class Trainer:
             values = resumed.values
             require_own(values, self._start.run_id, self._config.train, self._folder.path)
             self._reader.load_state_dict(values["reader"])
+            self.unreadable = dict(values.get("unreadable", {}))
             self._best = BestEvaluation.from_json(values.get(BEST))
             self._state.optimizers.steps_before = values.get(STEPS_BEFORE, 0)  # early versions had none
             self._step, self._samples, self._seconds = values["step"], values["samples"], values["seconds"]

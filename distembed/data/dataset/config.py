@@ -30,6 +30,9 @@ class DataConfig:
         decode_threads: Threads of each rank that decode rows ahead of the batches; null for as many as there are
             processors for, at most 4, and for 4 where rows come from a URL. Rows and their order are the same for any
             number.
+        skip_unreadable: Number of row groups of the training split that a run may do without where they cannot be read,
+            be they damaged or out of reach; rows of others are trained on in their place. Evaluations and predictions
+            do without none.
         cache_dir: Folder on this machine for what is fetched from a URL; null for ``~/.cache/distembed``.
         cache_bytes: Most bytes of row groups in it; those that were used last are kept.
     """
@@ -40,6 +43,7 @@ class DataConfig:
     validation: str | None = "validation"
     test: str | None = "test"
     decode_threads: Annotated[int, Field(ge=0)] | None = None
+    skip_unreadable: Annotated[int, Field(ge=0)] = 0
     cache_dir: str | None = None
     cache_bytes: Annotated[int, Field(ge=0)] = DEFAULT_CACHE_BYTES
 

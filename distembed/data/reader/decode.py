@@ -12,7 +12,7 @@ of ids or of numbers, keep their values, in the order of the file, and offsets.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,8 @@ from distembed.data.dataset.row_groups import RowGroup
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.data.jagged import Jagged
 from distembed.data.reader.group_rows import GroupRows
+from distembed.data.reader.unreadable import Unreadable
+from distembed.errors import RunError, UserError
 
 # Columns are copied into the row-major block this many rows at a time, so that the rows being filled stay in cache.
 _TILE_ROWS = 1024
@@ -104,10 +106,12 @@ class Decoder:
     Attributes:
         schema: Columns to read.
         groups: Row groups of the split.
+        unreadable: Those that could not be read.
     """
 
     schema: Schema
     groups: tuple[RowGroup, ...]
+    unreadable: Unreadable = field(default_factory=lambda: Unreadable(0))
 
     def decode(self, segments: Sequence[tuple[int, int, int]]) -> Block:
         """Reads rows into one block.
@@ -116,8 +120,9 @@ class Decoder:
             segments: Rows as (number of the row group, first row, row after the last one), end to end.
 
         Raises:
-            UserError: A row group is damaged; or a value is missing, not finite, or an id outside its table, or a row
-                has not as many numbers in a list as ids, and the error says in which column.
+            UserError: More row groups are damaged than may be; or a value is missing, not finite, or an id outside its
+                table, or a row has not as many numbers in a list as ids, and the error says in which column.
+            RunError: More row groups are out of reach than may be.
         """
         layout = RecordLayout.from_schema(self.schema)
         records = np.empty((sum(stop - start for _, start, stop in segments), layout.width), layout.dtype)
@@ -125,12 +130,27 @@ class Decoder:
         parts: dict[str, list[Jagged]] = {name: [] for name in (*multi_hot, *layout.dense_sequences)}
         filled = 0
         for index, start, stop in segments:
-            rows = GroupRows(self.groups[index], self.schema, start, stop)
+            rows = self._rows(index, start, stop)
             _fill_records(records[filled : filled + stop - start], rows, layout)
             for name, column in rows.lists().items():
                 parts[name].append(column)
             filled += stop - start
         return Block(records, {name: Jagged.concatenate(columns) for name, columns in parts.items()})
+
+    def _rows(self, index: int, start: int, stop: int) -> GroupRows:
+        """Reads rows of one row group, or as many of the next that can be read."""
+        columns = self.schema.columns
+        for number in (*range(index, len(self.groups)), *range(index)):
+            group = self.groups[number]
+            try:
+                table = group.read(columns)
+            except (UserError, RunError) as error:
+                self.unreadable.allow(str(group), error)
+                continue
+            if number == index:
+                return GroupRows(group, self.schema, start, table.slice(start, stop - start))
+            return GroupRows(group, self.schema, 0, table.take(np.arange(start, stop) % group.num_rows))
+        raise UserError(f"no row group can be read: {'; '.join(self.unreadable.found.values())}")
 
 
 def _fill_records(out: NDArray[Any], rows: GroupRows, layout: RecordLayout) -> None:

@@ -30,18 +30,15 @@ class GroupRows:
     """Rows of one row group.
 
     Args:
-        group: The row group.
-        schema: Columns to read.
-        start: The first of the rows.
-        stop: The row after the last one.
-
-    Raises:
-        UserError: The row group is damaged.
+        group: The row group, for errors.
+        schema: Columns of the rows.
+        start: Number of the first of the rows in the row group, for errors.
+        table: The rows.
     """
 
-    def __init__(self, group: RowGroup, schema: Schema, start: int, stop: int) -> None:
+    def __init__(self, group: RowGroup, schema: Schema, start: int, table: pa.Table) -> None:
         self._group, self._schema, self._start = group, schema, start
-        self._table = group.read(schema.columns).slice(start, stop - start)
+        self._table = table
 
     def ids(self, feature: CategoricalFeature) -> NDArray[Any]:
         """Returns the ids of a single-valued feature.

@@ -26,6 +26,7 @@ from distembed.data.reader.decode import Decoder
 from distembed.data.reader.epoch_part import EpochPart
 from distembed.data.reader.order import BatchOrder, EpochOrder, require_at_least
 from distembed.data.reader.prefetch import Prefetcher
+from distembed.data.reader.unreadable import Unreadable
 from distembed.errors import UserError
 
 STATE_VERSION = 1
@@ -45,6 +46,7 @@ class BatchReader:
         world_size: Number of ranks that share each batch.
         prefetch_batches: Number of batches that a thread makes ahead; 0 makes them in the caller's thread.
         decode_threads: Number of threads that decode rows ahead; 0 decodes them where batches are made.
+        skip_unreadable: Number of row groups that may be unreadable, whose rows others take the place of.
         rows: The rows of the split that are read, where they are not shuffled; all unless given.
 
     Attributes:
@@ -64,6 +66,7 @@ class BatchReader:
         world_size: int = 1,
         prefetch_batches: int = 4,
         decode_threads: int = 0,
+        skip_unreadable: int = 0,
         rows: range | None = None,
     ) -> None:
         _check_settings(rank, world_size)
@@ -74,7 +77,7 @@ class BatchReader:
         self.schema = manifest.schema
         groups = list_row_groups(folder, manifest, split)
         self._order = EpochOrder(tuple(group.num_rows for group in groups), order, rows)
-        self._decoder = Decoder(manifest.schema, groups)
+        self._decoder = Decoder(manifest.schema, groups, Unreadable(skip_unreadable))
         self._rank, self._world_size = rank, world_size
         self._prefetch_batches, self._decode_threads = prefetch_batches, decode_threads
         self._identity = {
@@ -106,6 +109,11 @@ class BatchReader:
     def batch(self) -> int:
         """Number of the next batch in its epoch."""
         return self._batch
+
+    @property
+    def unreadable(self) -> dict[str, str]:
+        """What is wrong with each row group that this rank could not read, by its name."""
+        return self._decoder.unreadable.found
 
     def __iter__(self) -> Iterator[Batch]:
         """Yields the rest of the current epoch; an earlier iteration that is still under way ends."""

@@ -1,0 +1,56 @@
+"""The reader of a run's training rows, and what all ranks know of rows that could not be read."""
+
+from collections.abc import Callable, Mapping
+
+from distembed.config import Config
+from distembed.data.reader import BatchOrder, BatchReader
+from distembed.data.reader.unreadable import too_many_unreadable
+from distembed.errors import UserError
+from distembed.ranks import Collectives, Ranks
+
+
+def training_reader(config: Config, ranks: Ranks, prefetch_batches: int = 4) -> BatchReader:
+    """Returns a reader of this rank's rows of the training split, at its beginning.
+
+    Args:
+        config: The whole config.
+        ranks: This rank among all.
+        prefetch_batches: Number of batches that are made ahead; with 0 nothing is decoded ahead either.
+
+    Raises:
+        UserError: The dataset cannot be read.
+    """
+    return BatchReader(
+        config.data.require_path(),
+        config.data.train,
+        BatchOrder(config.train.batch_size, seed=config.train.seed),
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        prefetch_batches=prefetch_batches,
+        decode_threads=config.data.threads_of_rank(ranks.local_world_size) if prefetch_batches else 0,
+        skip_unreadable=config.data.skip_unreadable,
+    )
+
+
+def gather_unreadable(
+    known: Mapping[str, str], reader: BatchReader, most: int, say: Callable[[str], None]
+) -> dict[str, str]:
+    """Returns what is wrong with each row group that any rank could not read; all ranks call it.
+
+    Args:
+        known: What was returned before.
+        reader: This rank's reader.
+        most: Most row groups that may be unreadable.
+        say: Shows a line for each that is new.
+
+    Raises:
+        UserError: They are more, on every rank.
+    """
+    found = dict(known)
+    for of_rank in Collectives().gather(reader.unreadable):
+        found |= of_rank
+    if len(found) > most:
+        raise UserError(too_many_unreadable(len(found), most, list(found.values())[-1]))
+    for name in sorted(found.keys() - known.keys()):
+        say(f"warning: rows of others take the place of those of {name}: {found[name]}")
+    return found
