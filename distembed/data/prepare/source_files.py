@@ -31,18 +31,43 @@ def list_sources(inputs: Sequence[str | os.PathLike[str]], note: NoteCallback = 
     """Returns the files to read: folders become their text files, in natural order (``day_2`` before ``day_10``).
 
     Hidden files in folders are left out, and so are those that end in something else than .tsv, .txt, .gz, .zst or
-    nothing, which ``note`` is told. ``-`` is standard input.
+    nothing, which ``note`` is told, as it is that files may be out of order. ``-`` is standard input.
 
     Raises:
         UserError: Nothing was named, a path does not exist, a folder has no such file, or a file is named twice.
     """
-    return _TEXT_FILES.list_files(inputs, note)
+    files = _TEXT_FILES.list_files(inputs, note)
+    note_order_of_letters(files, note)
+    return files
 
 
 def natural_key(path: Path) -> list[tuple[int, int, str]]:
     """Returns a key that sorts numbers within names by their value."""
     parts = re.split(r"(\d+)", path.name)
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]
+
+
+def natural_order(place: str) -> list[list[tuple[int, int, str]]]:
+    """Returns a key that sorts paths and URLs so, folder by folder."""
+    return [natural_key(Path(name)) for name in place.split("/")]
+
+
+def note_order_of_letters(files: Sequence[Path], note: NoteCallback) -> None:
+    """Notes that files are in the order in which a shell lists them, ``day_10`` before ``day_2``.
+
+    Args:
+        files: The files in the order in which they are read, which is taken for that of time.
+        note: Function that is told.
+    """
+    places = [str(file) for file in files]
+    by_number = sorted(places, key=natural_order)
+    if places != sorted(places) or places == by_number:
+        return
+    first, second = next((one, other) for one, other in zip(places, by_number, strict=True) if one != other)
+    note(
+        f"{first} is read before {second}, as a shell lists them, though rows are taken to be in the order of time: "
+        "name their folder, or each in its place, for the order of their numbers"
+    )
 
 
 _TEXT_FILES = InputFiles(

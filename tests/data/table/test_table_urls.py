@@ -11,7 +11,9 @@ import pytest
 
 import distembed.data.prepare.pipeline as pipeline
 from distembed.data import remote
+from distembed.data.prepare.source_files import list_sources
 from distembed.data.prepare.table import TableOptions, prepare_table
+from distembed.data.prepare.table.inputs import find_inputs
 from distembed.errors import UserError
 from tests.data.flaky_files import flaky_files
 from tests.data.table.test_prepare_table import FORMS, ONE_THREAD, SCHEMA, data_files, drawn_rows
@@ -90,3 +92,28 @@ def test_a_folder_of_an_object_store_is_its_files(tmp_path: Path, monkeypatch: p
         prepare_table([f"s3://{BUCKET}/day"], tmp_path / "s3", SCHEMA, options, ONE_THREAD)
         prepare_table([f"s3://{BUCKET}/day/rows.*"], tmp_path / "pattern", SCHEMA, options, ONE_THREAD)
     assert data_files(tmp_path / "s3") == data_files(tmp_path / "local") == data_files(tmp_path / "pattern")
+
+
+def test_files_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    names = [f"day_{day}/hour_{hour}.csv" for day in (1, 2, 10) for hour in (9, 11)]
+    for name in reversed(names):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("y,c\n1,a\n")
+        remote.upload(tmp_path / name, f"memory://hours/{name}")
+        remote.upload(tmp_path / name, f"memory://flat/{name.replace('/', '-')}")
+    patterns = [str(tmp_path / "day_*/*.csv"), "memory://hours/day_*/*.csv", "memory://flat"]
+    for pattern in patterns:
+        found = [each.place.replace("-", "/") for each in find_inputs([pattern])]
+        assert ["/".join(place.rsplit("/", 2)[1:]) for place in found] == names, pattern
+
+
+def test_files_in_the_order_of_letters_are_noted(tmp_path: Path) -> None:
+    paths = [tmp_path / f"day_{day}.tsv" for day in (1, 2, 10)]
+    for path in paths:
+        path.write_text("1\n")
+    for find in (find_inputs, list_sources):
+        for listed, num_notes in ((paths, 0), (sorted(paths), 1), (paths[::-1], 0), (paths[:2], 0), ([tmp_path], 0)):
+            notes: list[str] = []
+            find(listed, notes.append)
+            assert len(notes) == num_notes
+            assert all("day_10.tsv is read before" in note and "day_2.tsv" in note for note in notes)

@@ -19,7 +19,7 @@ from distembed.data.prepare.inputs import (
     require_text_name,
 )
 from distembed.data.prepare.progress import NoteCallback, ignore
-from distembed.data.prepare.source_files import natural_key
+from distembed.data.prepare.source_files import natural_key, natural_order, note_order_of_letters
 from distembed.data.remote import RemoteFile, is_url, list_remote, open_remote
 from distembed.errors import UserError
 
@@ -73,11 +73,13 @@ class TableInput:
 
 
 def find_inputs(named: Sequence[str | os.PathLike[str]], note: NoteCallback = ignore) -> list[TableInput]:
-    """Returns the inputs that are named, in their order; a folder or a pattern stands for files, by name.
+    """Returns the inputs that are named, in their order; a folder or a pattern stands for files, in natural order.
+
+    That has ``day_2`` before ``day_10``.
 
     Args:
         named: Files, folders, patterns such as ``day_*.csv``, URLs and pipes; ``-`` is standard input.
-        note: Function that is told what else lies in a folder, which is not read.
+        note: Function that is told what else lies in a folder, which is not read, and that files may be out of order.
 
     Raises:
         UserError: Nothing was named, there is nothing where a name leads, or one file is named twice.
@@ -88,12 +90,13 @@ def find_inputs(named: Sequence[str | os.PathLike[str]], note: NoteCallback = ig
     found: list[Path | TableInput] = []
     for each in named:
         if is_url(each):
-            found += [_remote_input(file) for file in list_remote(str(each))]
+            found += map(_remote_input, sorted(list_remote(str(each)), key=lambda file: natural_order(file.url)))
         else:
             files = _FILES.list_files(_matching(str(each)), note)
             local += files
             found += files
     require_distinct(local)
+    note_order_of_letters(local, note)
     urls = [each.place for each in found if isinstance(each, TableInput)]
     if repeated := sorted({url for url in urls if urls.count(url) > 1}):
         raise UserError(f"{repeated[0]} is named twice: its rows would be counted twice; name it once")
@@ -102,10 +105,10 @@ def find_inputs(named: Sequence[str | os.PathLike[str]], note: NoteCallback = ig
 
 
 def _matching(pattern: str) -> Sequence[str]:
-    """Returns the files that a pattern matches, by name; what is no pattern, or is a file itself, as it is."""
+    """Returns the files that a pattern matches, in natural order; what is no pattern, or is a file itself, as it is."""
     if not glob.has_magic(pattern) or os.path.lexists(pattern):
         return [pattern]
-    found = sorted(glob.glob(pattern, recursive=True))
+    found = sorted(glob.glob(pattern, recursive=True), key=natural_order)
     if not found:
         raise UserError(f"no file matches {pattern!r}; name {_FILES.can_be_named}.")
     return found
