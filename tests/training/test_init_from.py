@@ -23,6 +23,7 @@ from distembed.ranks import Collectives, Ranks
 from distembed.training.build import Blueprint, TrainingState, build_training_state
 from distembed.training.start import RunOptions, RunStart, find_start
 from distembed.training.take_over import take_over
+from tests.criteo_runs import criteo_run, write_lines
 from tests.grown_tables import BEFORE, NOW, config_values, write_assignments, write_dataset
 from tests.layouts import OPTIMIZER_NAMES, Trained, Whole, gather_numbers
 from tests.ranks import run_on_ranks
@@ -225,3 +226,23 @@ def test_assignments_that_move_known_ids_are_refused(days: Path, first_run: Path
     given = {"partition": "explicit", "assignments": str(tmp_path / "moved.parquet"), "columns": ["make", "type"]}
     with pytest.raises(UserError, match="table 'given': id 0 has other rows"):
         start_next(tmp_path, days, first_run, {"given": given})
+
+
+@pytest.mark.slow
+def test_the_next_day_of_raw_rows(tmp_path: Path) -> None:
+    """The commands one after the other: values of the first day keep their ids, and new ones are behind them."""
+    first = criteo_run(tmp_path, "train.keep_best=true", "train.evaluate_every=1")
+    rows = write_lines(tmp_path / "next.tsv", 400, seed=1)
+    for name, options in (("anew", []), ("next", ["--vocabulary", first, "--grow"])):
+        distembed("prepare", "criteo", rows, "-o", tmp_path / name, *options)
+    config = [tmp_path / "config.yaml", "train.max_steps=2", "--init-from", first]
+    refused = distembed("train", *config, f"data.path={tmp_path / 'anew'}", code=2)
+    assert "stood for" in refused.stderr or "ids and has" in refused.stderr
+    distembed("train", *config, f"data.path={tmp_path / 'next'}", "--run-dir", tmp_path / "second")
+    before, now = (
+        {feature.name: feature.num_embeddings for feature in Manifest.load(run / "dataset").schema.categorical}
+        for run in (first, tmp_path / "second")
+    )
+    assert all(now[name] >= size for name, size in before.items()) and now != before
+    distembed("predict", tmp_path / "second", "--input", rows, "-o", tmp_path / "scores.parquet")
+    assert pq.read_metadata(tmp_path / "scores.parquet").num_rows == 400
