@@ -98,14 +98,14 @@ def prepare_criteo_command(
     *,
     dataset: DatasetOptions,
     known: VocabularyOptions,
-    work: WorkOptions,
+    using: WorkOptions,
     overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT if it is there.")] = False,
 ) -> None:
     """Turn raw Criteo rows (label, 13 integers, 26 hex ids, tab-separated) into a Parquet dataset with a manifest."""
     from distembed.commands.prepare_progress import prepare_progress, say_dataset
     from distembed.data.prepare import CriteoOptions, prepare_criteo
 
-    limits = work.limits()
+    limits = using.limits()
     options = CriteoOptions(
         min_count=dataset.min_count,
         hash_size=dataset.hash_size,

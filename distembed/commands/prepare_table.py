@@ -55,14 +55,14 @@ def prepare_table_command(
     *,
     dataset: TableDatasetOptions,
     known: VocabularyOptions,
-    work: WorkOptions,
+    using: WorkOptions,
     overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT if it is there.")] = False,
 ) -> None:
     """Turn tables of any columns into a Parquet dataset with a manifest, as a schema says."""
     from distembed.commands.prepare_progress import prepare_progress, say_dataset
     from distembed.data.prepare.table import TableOptions, prepare_table
 
-    limits = work.limits()
+    limits = using.limits()
     options = TableOptions(
         split=dataset.split,
         min_count=dataset.min_count,

@@ -90,9 +90,10 @@ def test_interrupted_it_goes_on(
 
     original = FileWriter.write
     monkeypatch.setattr(write_parquet.FileWriter, "write", write)
+    kept: list[str] = []
     with pytest.raises(KeyboardInterrupt):
-        prepare_criteo(days, output, OPTIONS)
-    assert not output.exists()
+        prepare_criteo(days, output, OPTIONS, note=kept.append)
+    assert not output.exists() and len(kept) == 1 and "what is done is kept" in kept[0]
     done = result_files(output)
     assert len([name for name in done if name.startswith("read/")]) == 5 and "vocabulary/000025.json" in done
     notes: list[str] = []

@@ -64,8 +64,13 @@ def resumable_work(
         destination.begin(kept.is_resumed)
         _say_what_is_kept(kept, destination, note)
         (kept.path / _WORK / "processes").mkdir(parents=True, exist_ok=True)
-        with _taking_part(kept.path, worker, report) as (folder, work):
-            yield folder, work
+        try:
+            with _taking_part(kept.path, worker, report) as (folder, work):
+                yield folder, work
+        except KeyboardInterrupt:
+            if digest is not None:
+                note(f"{destination}: what is done is kept, and the same command goes on with it")
+            raise
 
 
 @contextmanager
