@@ -25,6 +25,8 @@ from distembed.yaml_text import parse_yaml
 MOST_RUNS = 10_000
 """Number of runs from which on a sweep is taken for a mistake."""
 SEED = "train.seed"
+_ONLY_RUN = "run"
+"""What a run is called of which no setting varies, and the recipe of runs of which the seed alone does."""
 _MOST_VALUE_CHARACTERS, _MOST_NAME_CHARACTERS = 60, 200
 
 
@@ -102,9 +104,9 @@ def named_runs(axes: Sequence[Axis]) -> list[NamedRun]:
         parts = {axis.key: f"{short[axis.key]}={axis.names[place[axis.key]]}" for axis in varied}
         seed = parts.pop(SEED, None)
         recipe = _shortened(",".join(parts.values()))
-        name = ",".join(part for part in (recipe, seed) if part) or "run"
+        name = ",".join(part for part in (recipe, seed) if part) or _ONLY_RUN
         overrides = tuple(axis.overrides[place[axis.key]] for axis in axes)
-        runs.append(NamedRun(name, recipe or name, tuple(a.overrides[place[a.key]] for a in varied), overrides))
+        runs.append(NamedRun(name, recipe or _ONLY_RUN, tuple(a.overrides[place[a.key]] for a in varied), overrides))
     return runs
 
 

@@ -1,5 +1,7 @@
 """The runs of a sweep with their configs: what each is going to do, found and checked before the first one starts."""
 
+import dataclasses
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,8 +59,14 @@ def plan_sweep(config: Path, settings: Sequence[str], folder: Path) -> list[Plan
         folder: The sweep's folder, which gets a folder for each run.
 
     Raises:
-        UserError: A run cannot be started; the error lists what is wrong with all of them.
+        UserError: A run cannot be started; the error lists what is wrong with all of them. Or this process is one of
+            several ranks.
     """
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError(
+            f"a sweep trains each run in one process, and this is one of {os.environ['WORLD_SIZE']} ranks; start it by "
+            "itself, with --workers for several runs at a time."
+        )
 
     def is_valid(overrides: Sequence[str]) -> bool:
         try:
@@ -75,7 +83,6 @@ def plan_sweep(config: Path, settings: Sequence[str], folder: Path) -> list[Plan
         except UserError as error:
             mistakes.setdefault(str(error), []).append(run.name)
     require_no_mistakes(mistakes)
-    _require_own_checkpoints(planned)
     return planned
 
 
@@ -95,7 +102,8 @@ def require_no_mistakes(mistakes: dict[str, list[str]]) -> None:
 
 def _plan_run(path: Path, run: NamedRun, folder: Path) -> PlannedRun:
     """Returns a run, after the checks of one that is started by itself; nothing is written."""
-    config, own_folder = load_config(path, run.overrides), (folder / run.name).absolute()
+    own_folder = (folder / run.name).absolute()
+    config = _with_own_checkpoints(load_config(path, run.overrides), own_folder)
     planned = PlannedRun(run.name, run.recipe, run.varied, config, own_folder, _state(config, own_folder))
     if planned.state != "finished":
         find_start(config, planned.options, lambda function: function(), _say_nothing)
@@ -113,18 +121,14 @@ def _state(config: Config, folder: Path) -> RunState:
     return "finished" if text == resumed_config(config, folder).to_yaml() else "resumed"
 
 
-def _require_own_checkpoints(runs: Sequence[PlannedRun]) -> None:
-    """Refuses runs that would write their checkpoints into one place."""
-    places: dict[str, str] = {}
-    for run in runs:
-        own = run.config.train.checkpoint_dir
-        place = checkpoint_place(run.folder, own)
-        if place in places:
-            raise UserError(
-                f"train.checkpoint_dir is {own!r}, where both {places[place]} and {run.name} would write their "
-                "checkpoints; give a folder relative to those of the runs, or none."
-            )
-        places[place] = run.name
+def _with_own_checkpoints(config: Config, folder: Path) -> Config:
+    """Returns the config of a run with checkpoints of its own: those outside of its folder are in one of its name."""
+    shared = config.train.checkpoint_dir
+    place = os.path.normpath(checkpoint_place(folder, shared))
+    if shared is None or ("://" not in shared and Path(place).is_relative_to(folder)):
+        return config
+    train = dataclasses.replace(config.train, checkpoint_dir=f"{shared.rstrip('/')}/{folder.name}")
+    return dataclasses.replace(config, train=train)
 
 
 def _say_nothing(text: str) -> None:

@@ -85,6 +85,8 @@ def test_names_have_as_much_of_keys_as_tells_them_apart() -> None:
     assert first.name == "dense_optimizer.learning_rate=0.1,sparse_optimizer.learning_rate=0.1"
     assert [run.name for run in named_runs(parse_axes(["train.seed=3"], never))] == ["run"]
     assert [run.name for run in named_runs([])] == ["run"]
+    seeds = named_runs(parse_axes(["train.seed=3,4"], never))
+    assert [run.name for run in seeds] == ["seed=3", "seed=4"] and len({run.recipe for run in seeds}) == 1
 
 
 def test_a_list_that_the_setting_takes_is_one_value() -> None:

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from distembed.checkpoints.places import newest_checkpoint
+from distembed.checkpoints.places import checkpoint_place, newest_checkpoint
 from distembed.errors import UserError
+from distembed.sweeps.planned import plan_sweep
 from tests.robustness.checkpoint_numbers import saved_numbers
 from tests.small_runs import command, distembed
 from tests.training.test_runs import call
@@ -127,7 +128,6 @@ def test_a_run_that_fails_or_dies_does_not_end_the_sweep(config: Path, tmp_path:
         (["train.sed=0,1"], "did you mean train.seed?"),
         (["data.path=nowhere,neither"], "path=nowhere: "),
         (["data.test=test,tset"], "data.test is 'tset'"),
-        (["train.seed=0,1", "train.checkpoint_dir=/tmp/here"], "train.checkpoint_dir is '/tmp/here', where both"),
         (["train.seed=0,1", "--baseline", "seed=2"], "--baseline is 'seed=2', which is not known"),
     ],
 )
@@ -137,6 +137,32 @@ def test_mistakes_are_told_before_anything_is_started(
     with pytest.raises(UserError, match=re.escape(said)):
         call("sweep", config, *settings, "--run-dir", tmp_path / "sweep")
     assert not (tmp_path / "sweep").exists()
+
+
+@pytest.mark.parametrize(
+    ("checkpoint_dir", "expected"),
+    [
+        (None, "{folder}/{name}/checkpoints"),
+        ("kept", "{folder}/{name}/kept"),
+        ("../kept", "{folder}/kept/{name}"),
+        ("/elsewhere/", "/elsewhere/{name}"),
+        ("s3://bucket/kept", "s3://bucket/kept/{name}"),
+    ],
+)
+def test_every_run_has_checkpoints_of_its_own(
+    config: Path, tmp_path: Path, checkpoint_dir: str | None, expected: str
+) -> None:
+    settings = ["train.seed=0,1", *([] if checkpoint_dir is None else [f"train.checkpoint_dir={checkpoint_dir}"])]
+    for run in plan_sweep(config, settings, tmp_path / "sweep"):
+        place = checkpoint_place(run.folder, run.config.train.checkpoint_dir)
+        known = place if "://" in place else os.path.normpath(place)
+        assert known == expected.format(folder=tmp_path / "sweep", name=run.name)
+
+
+def test_a_sweep_is_no_run_on_several_ranks(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="this is one of 2 ranks"):
+        plan_sweep(config, ["train.seed=0,1"], tmp_path / "sweep")
 
 
 def test_what_only_building_a_model_finds_out_is_told_before_the_first_run(config: Path, tmp_path: Path) -> None:
