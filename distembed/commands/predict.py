@@ -66,7 +66,7 @@ def predict_command(
         if loaded.ranks.is_first:
             for text in loaded.notes():
                 note(text)
-        scoring = RawScoring.of_run(loaded, found.manifest, raw_values=not ids)
+        scoring = RawScoring.of_run(loaded, found, raw_values=not ids)
         written = scoring.write(lambda: request.open(found), output)
         if written is not None:
             say(f"{output}: {written.num_lines:,} predictions{_null_ones(written.rejected)}")

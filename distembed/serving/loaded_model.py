@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import torch
 
 from distembed.config import Config
@@ -26,10 +28,15 @@ from distembed.names import one_of
 from distembed.ranks import choose_device
 from distembed.serving.given_rows import rows_table
 from distembed.serving.page import described_as_html
-from distembed.serving.row_decoder import RowDecoder, TableRowDecoder, batches_of, rejected_text
+from distembed.serving.requests import find_run_for_rows, row_decoder, unknown_columns
+from distembed.serving.row_decoder import RowDecoder, batches_of, rejected_text
 from distembed.serving.whole_model import WholeModel, load_whole_model
 from distembed.training.evaluation import EVALUATION_BATCH_SIZE
+from distembed.training.prediction_columns import PredictionColumns, recommended_values
 from distembed.training.trained_run import TrainedRun, find_trained_run
+
+Predictions: TypeAlias = npt.NDArray[np.float32] | pa.Table
+"""A number a row, or the columns of recommended items."""
 
 _IDS_AT_ONCE = 1 << 16
 
@@ -42,24 +49,30 @@ class _Source:
         run: The run's folder.
         data: The dataset's folder, where one was given.
         device: The device that was asked for.
-        checkpoint: The checkpoint; None for the newest.
+        choice: Which checkpoint was asked for.
+        checkpoint: The checkpoint; None for the one that was asked for.
     """
 
     run: Path
     data: str | None
     device: str
+    choice: str | None = None
     checkpoint: str | None = None
 
     def load(self) -> LoadedModel:
         """Loads the model."""
-        run = find_trained_run(self.run, self.data)
+        run = find_run_for_rows(self.run, self.data, self.choice)
         return LoadedModel(self, run, load_whole_model(run, choose_device(self.device, 0), self.checkpoint))
 
 
 def load(
-    run: str | os.PathLike[str], *, data: str | os.PathLike[str] | None = None, device: str = "auto"
+    run: str | os.PathLike[str],
+    *,
+    data: str | os.PathLike[str] | None = None,
+    device: str = "auto",
+    checkpoint: str | None = None,
 ) -> LoadedModel:
-    """Loads a trained run: its newest checkpoint, on one device, and what its ids mean.
+    """Loads a trained run: its best or newest checkpoint, on one device, and what its ids mean.
 
     No process group is set up, and none that there is takes part::
 
@@ -72,15 +85,17 @@ def load(
 
     Args:
         run: Folder of a run that ``distembed train`` made.
-        data: Where the run's dataset is now, or another one whose ids mean the same, for :meth:`LoadedModel.evaluate`;
-            nothing else needs the dataset.
+        data: Where the run's dataset is now, or another one whose ids mean the same, for :meth:`LoadedModel.evaluate`
+            and for what users have already; nothing else needs the dataset.
         device: ``cpu``, ``cuda``, or ``auto`` for CUDA where it is available.
+        checkpoint: Another one than the best, where the run keeps it, or the newest: ``best``, ``newest``, or the
+            number of steps after which it was written.
 
     Raises:
-        UserError: There is no such run, it has no checkpoint, or there is no such device.
+        UserError: There is no such run, it has no such checkpoint, or there is no such device.
         DamagedCheckpoint: The checkpoint is damaged.
     """
-    return _Source(Path(run).absolute(), None if data is None else os.fspath(data), device).load()
+    return _Source(Path(run).absolute(), None if data is None else os.fspath(data), device, checkpoint).load()
 
 
 class LoadedModel:
@@ -115,8 +130,12 @@ class LoadedModel:
         """The device of the weights."""
         return self._model.blueprint.device
 
-    def predict(self, rows: Any, *, malformed: Literal["refuse", "null"] = "refuse") -> npt.NDArray[np.float32]:
-        """Returns what the task predicts of each row [rows]: click probabilities, or ratings.
+    def predict(self, rows: Any, *, malformed: Literal["refuse", "null"] = "refuse") -> Predictions:
+        """Returns what the task predicts of each row: click probabilities or ratings [rows], or items for users.
+
+        Recommended items are an Arrow table with a row for each row: ``user`` (where rows are users), ``item_1`` to
+        ``item_k`` from the best on, as raw values, and ``score_1`` to ``score_k``. Users are ranked items for without
+        those that they have in the run's dataset, where it still is; sequences, without those that are in them.
 
         The same rows in the same batches of up to 8,192 have the same predictions to the bit as those of
         ``distembed predict``, where a feature has one value a row.
@@ -124,20 +143,21 @@ class LoadedModel:
         Args:
             rows: Raw rows: a list of dictionaries, a dictionary of columns, a pandas DataFrame, or an Arrow table, with
                 the columns of the table that the run's dataset was prepared from; labels and other columns are not
-                looked at. Or a batch of a :class:`~distembed.data.reader.BatchReader`.
-            malformed: ``refuse`` raises an error for rows with a value that is none of its column's kind; ``null``
-                predicts NaN for them.
+                looked at. Of rankings, ``user`` alone; of next items, ``item`` with lists. Or a batch of a
+                :class:`~distembed.data.reader.BatchReader`, without targets.
+            malformed: ``refuse`` raises an error for rows with a value that is none of its column's kind, or a user or
+                only items that the dataset has not; ``null`` predicts NaN, or null, for them.
 
         Raises:
             UserError: The rows are none of these, lack a column, or are malformed.
         """
         self._require_usable()
-        if isinstance(rows, Batch):
-            return self._score(rows)
         one_of("malformed", malformed, ("refuse", "null"))
+        if isinstance(rows, Batch):
+            return self._answer(self._score([rows]), None)
         table = rows_table(rows)
         if not len(table):  # of no dictionaries the columns are not known
-            return np.empty(0, np.float32)
+            return self._answer(self._score([]), None)
         decoded = self._rows.decode(table)
         if decoded.rejected and malformed == "refuse":
             raise UserError(
@@ -145,25 +165,42 @@ class LoadedModel:
                 f"{rejected_text(decoded.rejected)}. Mend them, or give malformed='null' for predictions of NaN."
             )
         batches = batches_of(self.schema, decoded.block, EVALUATION_BATCH_SIZE)
-        predictions = np.full(len(decoded.is_good), np.nan, np.float32)
-        scored = [self._score(batch) for batch in batches]
-        predictions[decoded.is_good] = np.concatenate(scored) if scored else []
-        return predictions
+        return self._answer(self._score(batches), decoded.is_good)
 
-    def _score(self, batch: Batch) -> npt.NDArray[np.float32]:
-        """Returns the predictions of a batch of the dataset's columns."""
+    def _score(self, batches: Iterable[Batch]) -> list[Mapping[str, npt.NDArray[Any]]]:
+        """Returns the task's predictions of batches of the dataset's columns."""
         task = self._model.task
-        found: npt.NDArray[np.float32] = task.predictions(self._model.outputs(task.prediction_batch(batch)))[
-            "prediction"
-        ]
-        return found
+        return [task.predictions(self._model.outputs(task.prediction_batch(batch))) for batch in batches]
+
+    def _answer(
+        self, found: Sequence[Mapping[str, npt.NDArray[Any]]], is_good: npt.NDArray[np.bool_] | None
+    ) -> Predictions:
+        """Returns predictions as users get them, with NaN or null for rows that are not good; None for none such."""
+        if not self._model.task.id_columns:
+            numbers = np.concatenate([np.empty(0, np.float32), *(each["prediction"] for each in found)])
+            if is_good is None or is_good.all():
+                return numbers
+            predictions = np.full(len(is_good), np.nan, np.float32)
+            predictions[is_good] = numbers
+            return predictions
+        columns = PredictionColumns(self._model.task, self._values, left_out=unknown_columns(self._run))
+        table = pa.concat_tables([columns.schema.empty_table(), *(columns.table(each) for each in found)])
+        if is_good is None:
+            return table
+        places = np.cumsum(is_good) - 1
+        return table.take(pa.array(places, mask=~is_good))
+
+    @cached_property
+    def _values(self) -> Mapping[str, pa.Array]:
+        """The raw values of users and items, by their ids."""
+        return recommended_values(self._run.dataset)
 
     @property
     def _rows(self) -> RowDecoder:
         """Decodes raw rows; the vocabularies are read when they are first needed."""
         with self._reading:
             if self._decoder is None:
-                self._decoder = TableRowDecoder(Path(self._run.dataset), self._run.manifest)
+                self._decoder = row_decoder(self._run)
             return self._decoder
 
     def embed(

@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import Schema
 from distembed.data.reader import Batch
 from distembed.data.reader.assemble import BatchAssembler
@@ -35,15 +34,14 @@ from distembed.errors import UserError
 from distembed.files import whole_file
 from distembed.ranks import Collectives, Ranks
 from distembed.serving.raw_inputs import RawInputs, ScoredPiece
+from distembed.serving.requests import unknown_columns
 from distembed.training.build import TrainingState
 from distembed.training.evaluation import EVALUATION_BATCH_SIZE, score
 from distembed.training.inference import LoadedRun, gather_outputs
 from distembed.training.prediction_columns import PredictionColumns, recommended_values
-from distembed.training.trained_run import PREDICTION_FORMATS
+from distembed.training.trained_run import PREDICTION_FORMATS, TrainedRun
 
 _STEPS_AHEAD = 2
-_NOT_KNOWN = ("label",)
-"""Columns of predictions that raw rows have none of; their keys may have any."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +74,12 @@ class RawScoring:
     ranks: Ranks
 
     @classmethod
-    def of_run(cls, loaded: LoadedRun, manifest: Manifest, raw_values: bool = True) -> RawScoring:
+    def of_run(cls, loaded: LoadedRun, run: TrainedRun, raw_values: bool = True) -> RawScoring:
         """Returns the scoring of a loaded run, whose predictions are of users and items as raw values or as ids."""
         task = loaded.state.task
         values = recommended_values(loaded.dataset) if raw_values and task.id_columns else {}
-        columns = PredictionColumns(task, values, left_out=_NOT_KNOWN)
-        return cls(loaded.state, manifest.schema, columns, loaded.ranks)
+        columns = PredictionColumns(task, values, left_out=unknown_columns(run))
+        return cls(loaded.state, run.manifest.schema, columns, loaded.ranks)
 
     def write(self, make_inputs: Callable[[], RawInputs], output: Path) -> PredictedRows | None:
         """Writes the prediction of each row of some inputs, with its keys; all ranks call it.

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distembed.data.dataset.manifest import Manifest
+from distembed.data.dataset.schema import USER
 from distembed.data.prepare.table.inputs import find_inputs
 from distembed.data.prepare.table.source import TableSource
 from distembed.data.table.encoder import raw_schema
 from distembed.errors import UserError
+from distembed.training.resume import load_run_config
 from distembed.training.trained_run import TrainedRun, find_trained_run
 
 if TYPE_CHECKING:
     from distembed.serving.raw_inputs import RawInputs
+    from distembed.serving.row_decoder import RowDecoder
 
 
 def find_run_for_rows(folder: Path, data: str | None, checkpoint: str | None = None) -> TrainedRun:
     """Finds a run to score raw rows with: what it keeps of its dataset is enough.
+
+    A run that ranks items for users has its dataset where that is still there: items that users have are left out.
 
     Args:
         folder: The run's folder.
@@ -30,7 +35,30 @@ def find_run_for_rows(folder: Path, data: str | None, checkpoint: str | None = N
     Raises:
         UserError: The folder holds no run or no such checkpoint, or the dataset is not like the run's own.
     """
+    if data is None:
+        config = load_run_config(folder)
+        path = config.data.require_path()
+        data = path if config.task.name == "ranking" and Path(path).exists() else None
     return find_trained_run(folder, data, checkpoint=checkpoint)
+
+
+def row_decoder(run: TrainedRun) -> RowDecoder:
+    """Returns what makes batches of the raw rows that a run's task predicts.
+
+    Raises:
+        UserError: The dataset was made elsewhere, or a vocabulary is missing or damaged.
+    """
+    from distembed.serving.recommender_rows import SequenceRowDecoder, UserRowDecoder
+    from distembed.serving.row_decoder import TableRowDecoder
+
+    kinds: dict[str, Callable[[Path, Manifest], RowDecoder]]
+    kinds = {"ranking": UserRowDecoder, "next_item": SequenceRowDecoder}
+    return kinds.get(run.config.task.name, TableRowDecoder)(Path(run.dataset), run.manifest)
+
+
+def unknown_columns(run: TrainedRun) -> tuple[str, ...]:
+    """Returns the columns of a task's predictions that those of raw rows lack: the label, and whose a sequence is."""
+    return ("label", USER) if run.config.task.name == "next_item" else ("label",)
 
 
 @dataclass(frozen=True)
@@ -71,9 +99,8 @@ class RawRequest:
             UserError: An input cannot be read or lacks a column, or a key has the name of a prediction.
         """
         from distembed.serving.raw_inputs import RawInputs
-        from distembed.serving.row_decoder import TableRowDecoder
 
-        decoder = TableRowDecoder(Path(run.dataset), run.manifest)
+        decoder = row_decoder(run)
         label = raw_schema(run.manifest).label
         source = TableSource(
             find_inputs(self.inputs),

@@ -49,6 +49,8 @@ from distembed.tasks.sequence_batches import Cuts, columns, cut_lists, item_leng
 
 SEEN = "seen"
 """Name of the field of an evaluation's batch that has the items of each row before its target."""
+NO_TARGETS = "no_targets"
+"""Name of the field, one number a row, of batches whose rows have no target that is known."""
 LOG_PROBABILITIES = "log_probabilities"
 """Name of the field that has the logarithm of the probability with which each negative was drawn."""
 
@@ -161,6 +163,25 @@ class NextItemTask(Task):
             fields[SEEN] = jagged({ITEM: seen}, num_rows)
         return Batch(fields, batch.global_batch_size)
 
+    def prediction_batch(self, batch: Batch) -> Batch:
+        """Returns a batch of sequences of which the next item is asked for: all of their items are shown, and seen."""
+        features = _jagged_field(batch, SPARSE_FEATURES)
+        fields = {**batch.fields, SPARSE_FEATURES: self._with_next(features)}
+        if DENSE_SEQUENCES in fields:
+            fields[DENSE_SEQUENCES] = self._with_next(_jagged_field(batch, DENSE_SEQUENCES))
+        prepared = self.prepare_batch(Batch(fields, batch.global_batch_size), None)
+        return Batch({**prepared.fields, NO_TARGETS: torch.ones(features.stride())}, batch.global_batch_size)
+
+    def _with_next(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Returns a batch's features with an entry behind the last one of each list, for the item that is not known."""
+        longer = {}
+        for name, (values, lengths) in columns(features).items():
+            if name in self._lists:
+                values = torch.from_numpy(np.insert(values.numpy(), np.cumsum(lengths), 0))
+                lengths = lengths + 1
+            longer[name] = values, lengths
+        return jagged(longer, features.stride())
+
     def _negatives(
         self, users: Int64[Tensor, " rows"], num_targets: npt.NDArray[np.int64], position: BatchPosition | None
     ) -> tuple[tuple[Tensor, npt.NDArray[np.int64]], Float[Tensor, "targets negatives"]]:
@@ -230,6 +251,9 @@ class NextItemTask(Task):
         lengths = feature_lengths(seen, ITEM)[has_target].long()
         excluded, ones = JaggedTensor(seen.values(), lengths=lengths), torch.ones_like(lengths)
         ranking = CatalogueRanking(outputs.catalogue, self._reserved, self._num_best)
+        if NO_TARGETS in batch.fields:
+            ranked = ranking.rank(vectors, JaggedTensor(targets[:0], lengths=ones * 0), excluded)
+            return recommendations(feature_values(features, USER), outputs, ranked)
         ranked = ranking.rank(vectors, JaggedTensor(targets, lengths=ones), excluded)
         users = feature_values(features, USER)[has_target]
         recommended = recommendations(users, outputs, ranked)

@@ -133,6 +133,21 @@ class RankingTask(Task):
             }
             yield Batch(fields, max(len(users), 1))
 
+    def prediction_batch(self, batch: Batch) -> Batch:
+        """Returns the batch of the rows' users, without the items that they have in the dataset, if that has rows."""
+        features = batch[SPARSE_FEATURES]
+        assert isinstance(features, KeyedJaggedTensor)
+        users = features[USER].values().long()
+        manifest = Manifest.load(self._context.dataset)
+        taken = self._items_of([] if manifest.is_without_rows else list(manifest.splits))
+        none = JaggedTensor(users[:0], lengths=torch.zeros_like(users))
+        fields = {
+            SPARSE_FEATURES: self._user_features(users),
+            RELEVANT: _of_items(none),
+            EXCLUDED: _of_items(taken.of(users)),
+        }
+        return Batch(fields, batch.global_batch_size)
+
     def _user_features(self, users: Int64[Tensor, " users"]) -> KeyedJaggedTensor:
         """Returns ids of users; other single-valued features have the id 0, which is not looked at."""
         features = self._schema.categorical

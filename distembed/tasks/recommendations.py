@@ -1,8 +1,8 @@
 """The best items of each user as outputs of a task, and as columns of a file of predictions.
 
 A file has a row for each row that was ranked: ``user``, ``item_1`` to ``item_k`` from the best on, and ``score_1`` to
-``score_k``. Users and items are ids, as in the dataset; where there are fewer than k items, the item is -1 and the
-score is -inf.
+``score_k``. Users and items are the raw values of the dataset's vocabularies, or ids where it has none or ``--ids``
+asks for them; where there are fewer than k items, the item is null (-1 among ids) and the score is -inf.
 """
 
 from typing import Any

@@ -31,8 +31,10 @@ from distembed.data.table.vocabularies import column_id_map
 from distembed.errors import UserError
 from distembed.units import enumerate_names
 
-INTERACTIONS, RATINGS = "interactions", "ratings"
-"""What a manifest says of datasets that `distembed prepare ratings` made: their source and kind."""
+INTERACTIONS = "interactions"
+"""What a manifest says of datasets that `distembed prepare ratings` and `sequences` made."""
+LIST_SEPARATOR = " "
+"""What stands between two values of a list in a text, of raw sequences."""
 
 
 class RowEncoder:
@@ -41,7 +43,8 @@ class RowEncoder:
     Args:
         folder: Folder of the dataset, or of what a run keeps of it.
         manifest: Its manifest.
-        layout: The columns of the parsed blocks, which may lack the label and the weight.
+        layout: The columns of the parsed blocks, which may lack the label, the weight, and features with one value a
+            row, which then is missing.
 
     Raises:
         UserError: A vocabulary is missing or damaged.
@@ -111,27 +114,29 @@ class RowEncoder:
         records = np.zeros((num_rows, layout.width), layout.dtype)
         floats = records.view(np.float32)
         for place, feature in enumerate(layout.single):
-            records[:, place] = ids[feature.name]
+            records[:, place] = ids.get(feature.name, MISSING_ID)
         for place, name in enumerate(layout.numbers, start=layout.first_float):
             floats[:, place] = numbers.get(name, 1.0 if name == self._weight else np.nan)
         return records
 
 
 def raw_schema(manifest: Manifest) -> TableSchema:
-    """Returns the schema of the raw rows that a dataset has a row for each of.
+    """Returns the schema of the raw rows that are scored by a model of a dataset.
 
-    Of a dataset of ratings they have the columns of the dataset, with users and items as texts.
+    Of a dataset of ratings or of sequences they have the columns of the dataset, with users and items as texts; lists
+    are those of JSON or Parquet, or texts with a space between two values.
 
     Raises:
-        UserError: The dataset was made otherwise, or its rows are not raw ones, as sequences are not.
+        UserError: The dataset was made otherwise.
     """
-    preparation, schema = manifest.preparation, manifest.schema
-    if preparation.get("source") != INTERACTIONS:
+    schema = manifest.schema
+    if manifest.preparation.get("source") != INTERACTIONS:
         return TableSchema.of_manifest(manifest)
-    if preparation.get("kind") != RATINGS:
-        raise UserError("the dataset has rows of sequences, which are lists of a user's items.")
     return TableSchema(
         label=None if schema.label is None else LabelColumn(schema.label, kind="number", name=schema.label),
         dense={name: DenseColumn(missing="keep" if schema.missing_dense else "zero") for name in schema.dense},
-        categorical={feature.name: CategoricalColumn() for feature in schema.categorical},
+        categorical={
+            feature.name: CategoricalColumn(separator=LIST_SEPARATOR if feature.multi_hot else None)
+            for feature in schema.categorical
+        },
     )
