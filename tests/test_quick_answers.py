@@ -102,6 +102,7 @@ REFUSED = [
     "launch config.yaml --detach",
     "launch config.yaml --scheduler slurrm",
     "launch config.yaml --run-dir run",
+    "launch config.yaml --run-dir new train.init_from=nowhere",
     "train nowhere.yaml",
     "train config.yaml train.batch_size=0",
     "train config.yaml train.batchsize=64",

@@ -109,12 +109,14 @@ class CheckpointStore:
             self._remove(name)
 
     def best(self, name: str) -> str | None:
-        """Returns the name of the checkpoint that was the best when another was written; None where none was.
+        """Returns the name of the checkpoint that was the best when another was written.
 
-        Raises:
-            ValueError: The last file of the other is damaged.
+        It is None where none was, and where the other is damaged, which a resumed run passes over.
         """
-        progress = read_last_file(self.checkpoint_path(name))["progress"]
+        try:
+            progress = read_last_file(self.checkpoint_path(name))["progress"]
+        except ValueError:
+            return None
         step = (progress.get(BEST) or {}).get("step")
         return None if step is None else checkpoint_name(step)
 
@@ -126,17 +128,10 @@ class CheckpointStore:
         """
         whole = self.names()
         kept = [name for name in whole if not name.endswith(INTERRUPTED) or name == whole[-1]][-count:]
-        best = {self._best_or_none(name) for name in kept} if and_best else set()
+        best = {self.best(name) for name in kept} if and_best else set()
         for name in self._names():
             if name not in kept and name not in best and self._is_checkpoint(name):
                 self._remove(name)
-
-    def _best_or_none(self, name: str) -> str | None:
-        """Does what :meth:`best` does, and returns None of a damaged checkpoint, which a resumed run passes over."""
-        try:
-            return self.best(name)
-        except ValueError:
-            return None
 
     def write_probe(self, rank: int) -> None:
         """Writes a small file for this rank, to see whether that can be done."""

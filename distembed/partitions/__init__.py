@@ -20,6 +20,11 @@ explicit             a_j[x]                           as given                  
 n up to 2^63-1, without a float. Complementarity is decided, not assumed: by Python's integers for the arithmetic
 schemes, by looking at every id for explicit ones.
 
+When a vocabulary grows behind its end, known ids keep their rows (``Partition.grown``): ``naive`` and
+``quotient_remainder`` add rows behind the old ones, the latter quotients; ``mixed_radix`` raises its last modulus;
+``remainder`` keeps its rows, which more ids share; ``chinese_remainder`` keeps its moduli as long as their product
+reaches n; ``explicit`` takes longer assignments that begin with the old ones.
+
 For ids that arrive as strings or as unbounded integers, :func:`hash_strings` and :class:`KeyedHash` come first.
 
 A new scheme is one file and one line in :data:`PARTITIONS`; law tests run over every entry.

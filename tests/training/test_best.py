@@ -97,6 +97,9 @@ def test_which_checkpoint_is_chosen(place: str, tmp_path: Path) -> None:
     for choice, message in (("3", "has step-00000002, step-00000004"), ("last", "give newest, best, or the number")):
         with pytest.raises(UserError, match=message):
             chosen_checkpoint(tmp_path, place, choice, True)
+    with store._files.open(f"{store._root}/{checkpoint_name(4)}/progress.json", "ab") as file:
+        file.write(b"}")  # damaged, which is said when it is read
+    assert chosen_checkpoint(tmp_path, place, None, True)[-1] == "4"
     write_checkpoint(store, checkpoint_name(6), None)
     assert chosen_checkpoint(tmp_path, place, None, True)[-1] == "6"  # killed before its first evaluation
     with pytest.raises(UserError, match="keeps none"):
