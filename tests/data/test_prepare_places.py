@@ -209,7 +209,7 @@ def test_rows_and_disk_are_estimated_by_the_first_block(
     notes: list[str] = []
     monkeypatch.setattr(space, "_WORTH_ESTIMATING_BYTES", 1)
     space.require_space(source, tmp_path / "more", ResourceLimits(threads=4), notes.append)
-    assert len(notes) == 1 and f"about {2 * num_rows:,} rows" in notes[0] and "s with 4 threads" in notes[0]
+    assert len(notes) == 1 and f"about {2 * num_rows:,}," in notes[0] and "s with 4 threads" in notes[0]
 
 
 def test_what_is_written_already_needs_no_room(tmp_path: Path, rows: Path, give_free: Callable[[float], None]) -> None:

@@ -101,10 +101,11 @@ run_in_processes(partial(prepare, Path(sys.argv[1]), "rows", None), 2, int(sys.a
     assert manifest == prepare_in(1, tmp_path / "alone")["manifest"]
 
 
+@pytest.mark.slow  # preparing rows is killed so by default (test_resumed.py)
 def test_killed_at_random_moments_no_task_is_done_twice(tmp_path: Path) -> None:
     prepare_in(1, tmp_path / "undisturbed")
     killed, done = prepare_with_kills(
-        lambda: start(PREPARE, 2, tmp_path / "out"), tmp_path / "out", random.Random(0), 4
+        lambda: start(PREPARE, 2, tmp_path / "out"), tmp_path / "out", random.Random(0), 20
     )
     assert killed and done
     assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "undisturbed")

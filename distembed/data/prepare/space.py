@@ -104,9 +104,9 @@ def require_space(
     if input_bytes >= _WORTH_ESTIMATING_BYTES:
         threads = limits.num_threads * limits.processes * limits.num_nodes
         note(
-            f"about {found.num_rows:,.0f} rows, by the first of them, which take about "
+            f"by the first rows there are about {found.num_rows:,.0f}, which take about "
             f"{format_duration(found.core_seconds / threads)} with {threads} threads, {format_bytes(about)} of disk "
-            f"while preparing and {format_bytes(int(found.dataset_bytes))} for the dataset"
+            f"while preparing, and {format_bytes(int(found.dataset_bytes))} as a dataset"
         )
     there = 0 if begun is None else _bytes_in(begun)
     require_free_space(

@@ -32,6 +32,7 @@ from distembed.data.prepare.processes import Worker
 from distembed.data.prepare.progress import ProgressCallback, ProgressUpdate, ignore
 
 _LOOK_SECONDS = 0.05
+_LONGEST_PAUSE_SECONDS = 0.5
 
 
 @dataclass
@@ -179,10 +180,12 @@ class Work:
     def _await_others(self, missing: Sequence[int]) -> dict[int, Any]:
         """Returns the results of the other processes' tasks, once they are there."""
         results: dict[int, Any] = {}
+        pause = _LOOK_SECONDS
         while missing := [index for index in missing if index not in results]:
             results |= (found := self._finished(missing))
             if not found:
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(pause)
+            pause = _LOOK_SECONDS if found else min(2 * pause, _LONGEST_PAUSE_SECONDS)
             self._say_progress()
         return results
 
