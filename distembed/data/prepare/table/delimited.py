@@ -76,7 +76,7 @@ class DelimitedBlock:
         if b"\r" in text and not self.dialect.newlines_in_values:
             text = text.replace(b"\r\n", b"\n")
             text = text[:-1] + b"\n" if text.endswith(b"\r") else text  # the end of a last line without its newline
-        lines = Lines.of_text(text, self.dialect.record_quote)
+        lines = Lines(text, self.dialect.record_quote)
         bad = _bad_lines(lines, self.dialect)
         good = lines.without(sorted(bad)) if bad else text
         good_lines = np.delete(np.arange(len(lines)), sorted(bad))
@@ -95,12 +95,14 @@ def _bad_lines(lines: Lines, dialect: Dialect) -> dict[int, str]:
     """Returns the lines that Arrow would not read as lines of their own, and why each is no row."""
     text = lines.text
     bad: dict[int, str] = {}
-    if len(dialect.columns) > 1 and (text.startswith(b"\n") or b"\n\n" in text or b"\n\r\n" in text):
+    has_returns = b"\r" in text
+    is_empty = text.startswith(b"\n") or b"\n\n" in text or (has_returns and b"\n\r\n" in text)
+    if len(dialect.columns) > 1 and is_empty:
         lengths = np.diff(lines.ends, prepend=0)
         bad |= {line: "columns" for line in np.flatnonzero(lengths <= 2).tolist() if not lines.line(line)}
     if dialect.quote is not None and dialect.quote.encode() in text:
         bad |= dict.fromkeys(_badly_quoted(lines, dialect), "columns")
-    if b"\r" in text:
+    if has_returns:
         bad |= {line: "text" for line in range(len(lines)) if _stray_return(lines, line, dialect)}
     if not text.isascii():
         bad |= dict.fromkeys(_undecodable(lines), "text")

@@ -33,7 +33,7 @@ class JsonBlock:
 
     def rows(self, columns: Sequence[str], numbers: Collection[str] = ()) -> RawRows:
         """Returns the rows of the block, with these columns, typed or as texts."""
-        lines = Lines.of_text(self.text)
+        lines = Lines(self.text)
         table = _typed(self.text, lines, columns)
         if table is not None:
             return RawRows(table, np.arange(len(lines)), len(lines), line_text=lines.line)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -67,26 +68,28 @@ class Lines:
 
     Attributes:
         text: The text.
-        ends: Place after each line, its newline included, int64.
+        quote: A quotation mark between two of which a newline ends no line; None where each newline does.
     """
 
     text: bytes
-    ends: NDArray[np.int64]
+    quote: bytes | None = None
 
-    @classmethod
-    def of_text(cls, text: bytes, quote: bytes | None = None) -> Lines:
-        """Returns the lines of a text; with a quotation mark, a newline between two of these ends no line."""
-        values = np.frombuffer(text, np.uint8)
+    @cached_property
+    def ends(self) -> NDArray[np.int64]:
+        """Place after each line, its newline included."""
+        values = np.frombuffer(self.text, np.uint8)
         ends = np.flatnonzero(values == ord("\n")) + 1
-        if quote is not None and quote in text:
-            quotes = np.flatnonzero(values == quote[0])
+        if self.quote is not None and self.quote in self.text:
+            quotes = np.flatnonzero(values == self.quote[0])
             ends = ends[np.searchsorted(quotes, ends) % 2 == 0]
-        if len(text) and (not len(ends) or ends[-1] < len(text)):
-            ends = np.append(ends, len(text))
-        return cls(text, ends)
+        if len(values) and (not len(ends) or ends[-1] < len(values)):
+            ends = np.append(ends, len(values))
+        return ends
 
     def __len__(self) -> int:
-        return len(self.ends)
+        if self.quote is not None:
+            return len(self.ends)
+        return self.text.count(b"\n") + (self.text[-1:] not in (b"", b"\n"))
 
     def line(self, number: int) -> bytes:
         """Returns a line without its end."""
