@@ -26,6 +26,7 @@ from distembed.data.prepare.first_line import require_text
 from distembed.data.prepare.input_bytes import GZIP, ZSTD, InputBytes, file_compression
 from distembed.data.prepare.inputs import InputFiles, is_pipe, open_input, require_text_name
 from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ProgressUpdate, ignore
+from distembed.data.table.raw_columns import INTEGER, LIST, TEXT, plain_array, type_kind
 from distembed.errors import UserError
 from distembed.names import nearest
 
@@ -47,8 +48,6 @@ _MOST_JSON_BYTES = 1 << 28
 _BYTES_A_VALUE = 64
 """Memory that a value of a Parquet column takes, with the numbers made of it."""
 
-INTEGER, TEXT, NUMBER, TIME, LIST = "integer", "text", "number", "time", "list"
-"""Kinds of values; a number may have a fraction, and a list is of integers or texts."""
 _RECBOLE_LIST = ":token_seq"
 _RECBOLE_TYPES = ("token", "token_seq", "float", "float_seq")
 
@@ -308,7 +307,7 @@ def _numbered(
     num_rows, num_bad, size = 0, 0, source.content.stat().st_size
     header_lines = int(wanted is not None and wanted.has_header and _suffix(source.content) in _SEPARATORS)
     for batch, share in batches:
-        columns = tuple(_plain(column) for column in batch.columns)
+        columns = tuple(plain_array(column) for column in batch.columns)
         if batch.num_rows and wanted is not None and wanted.sets_aside:
             lines = _line_numbers(source.bad_rows, num_rows + np.arange(1, batch.num_rows + 1), header_lines)
             bad = tuple(row for row in source.bad_rows[num_bad:] if row.line < lines[-1])
@@ -326,14 +325,6 @@ def _line_numbers(bad_rows: Sequence[BadRow], numbers: NDArray[np.int64], header
     """Returns the lines of good rows, given by their numbers among these, counted from 1."""
     good_before = np.array([row.line - header_lines for row in bad_rows], np.int64) - np.arange(1, len(bad_rows) + 1)
     return numbers + header_lines + np.searchsorted(good_before, numbers)
-
-
-def _plain(column: pa.Array) -> pa.Array:
-    """Returns a column without a dictionary, and texts of any kind as Arrow's string, also those in lists."""
-    column = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
-    if _kind(column.type) == LIST and _kind(column.type.value_type) == TEXT:
-        return column.cast(pa.list_(pa.string()))
-    return column.cast(pa.string()) if _kind(column.type) == TEXT else column
 
 
 def _read_parquet(source: _Source, wanted: WantedColumns, memory_bytes: int) -> Iterator[tuple[pa.RecordBatch, float]]:
@@ -452,7 +443,6 @@ def _names_in_file(path: Path, schema: pa.Schema, kinds: Mapping[str, Sequence[s
         if schema.names.count(name) > 1:
             raise UserError(f"{path} has several columns named {name!r}; rename them.")
         kind = schema.field(name).type
-        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
         if _kind(kind) not in (*kinds[column], TEXT):
             allowed = " or ".join(dict.fromkeys((*kinds[column], TEXT)))
             raise UserError(f"{path}, column {column!r}: its type is {kind}; it must be {allowed}.")
@@ -465,14 +455,7 @@ def _name_in_file(column: str, names: Sequence[str]) -> str:
     return typed[0] if column not in names and len(typed) == 1 else column
 
 
-def _kind(kind: pa.DataType) -> str:
-    if pa.types.is_integer(kind):
-        return INTEGER
-    if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
-        return NUMBER
-    if pa.types.is_temporal(kind):
-        return TIME
-    if (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and _kind(kind.value_type) in (INTEGER, TEXT):
-        return LIST
-    is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
-    return TEXT if is_text else "other"
+def _kind(type_: pa.DataType) -> str | None:
+    """Returns the kind of a type; lists are of integers or texts."""
+    kind = type_kind(type_)
+    return kind if kind != LIST or type_kind(type_.value_type) in (INTEGER, TEXT) else "other"

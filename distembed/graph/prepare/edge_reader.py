@@ -10,18 +10,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from distembed.data.prepare.column_batches import (
-    INTEGER,
-    LIST,
-    NUMBER,
-    TEXT,
-    ColumnBatch,
-    WantedColumns,
-    read_columns,
-    reported,
-)
+from distembed.data.prepare.column_batches import ColumnBatch, WantedColumns, read_columns, reported
 from distembed.data.prepare.column_numbers import positive_numbers
 from distembed.data.prepare.progress import ProgressCallback
+from distembed.data.table.raw_columns import INTEGER, LIST, NUMBER, TEXT
 from distembed.errors import UserError
 from distembed.graph.edges import stored_edges
 from distembed.graph.prepare.dropped import DroppedCounts

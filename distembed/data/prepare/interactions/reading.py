@@ -25,23 +25,14 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from distembed.data.dataset.manifest import Rejected, SourceFile
-from distembed.data.prepare.column_batches import (
-    INTEGER,
-    NUMBER,
-    TEXT,
-    TIME,
-    ColumnBatch,
-    WantedColumns,
-    read_columns,
-    read_lines,
-    reported,
-)
+from distembed.data.prepare.column_batches import ColumnBatch, WantedColumns, read_columns, read_lines, reported
 from distembed.data.prepare.column_numbers import finite_numbers
 from distembed.data.prepare.inputs import input_names
 from distembed.data.prepare.interactions.interactions import Interactions, KeyColumn
 from distembed.data.prepare.interactions.options import InteractionColumns
 from distembed.data.prepare.progress import ProgressCallback
 from distembed.data.prepare.rejected_rows import RejectedRows
+from distembed.data.table.raw_columns import INTEGER, NUMBER, TEXT, TIME
 from distembed.errors import UserError
 from distembed.units import format_bytes
 
