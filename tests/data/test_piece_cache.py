@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from distembed.checksums import checksum_of
+from distembed.data.dataset import mirror
 from distembed.data.dataset.piece_cache import PieceCache
 from distembed.errors import RunError
 from tests.processes import run_processes
@@ -18,7 +20,7 @@ def bytes_on_disk(folder: Path) -> int:
     total = 0
     for path in folder.rglob("*"):
         try:
-            total += path.stat().st_size if path.is_file() and path.name != "size" else 0
+            total += path.stat().st_size if path.is_file() and path.name != "size" else 0  # the others are empty
         except FileNotFoundError:
             continue
     return total
@@ -113,3 +115,30 @@ def use_cache(rank: int, folder: Path, most_bytes: int) -> None:
 def test_processes_share_it_within_the_limit(tmp_path: Path) -> None:
     run_processes(3, use_cache, tmp_path, 8000)
     assert (tmp_path / "size").read_text() == str(bytes_on_disk(tmp_path))
+
+
+def fetch_pieces(rank: int, folder: Path, source: Path, log: Path) -> None:
+    read_range = mirror.read_range
+
+    def logged(url: str, start: int, stop: int) -> bytes:
+        with log.open("a") as file:
+            file.write(f"{start}\n")
+        time.sleep(0.02)  # long enough for another process to ask for the same
+        return read_range(url, start, stop)
+
+    mirror.read_range = logged
+    pieces = mirror.RemotePieces(f"file://{source}", PieceCache(folder, 10**6))
+    data = source.read_bytes()
+    for start in range(0, len(data), 100):
+        assert pieces.read(start, start + 100, checksum_of(data[start : start + 100])) == data[start : start + 100]
+    assert pieces.read(0, 100, checksum_of(b"others")) is None
+    os._exit(0)
+
+
+@pytest.mark.distributed
+def test_processes_fetch_each_piece_once(tmp_path: Path) -> None:
+    source, log = tmp_path / "source", tmp_path / "log"
+    source.write_bytes(random.Random(0).randbytes(2000))
+    run_processes(3, fetch_pieces, tmp_path / "cache", source, log)
+    starts = [int(line) for line in log.read_text().splitlines()]
+    assert sorted(starts) == sorted([*range(0, 2000, 100), *[0] * 6])  # what is damaged is asked for twice by each

@@ -75,15 +75,24 @@ class RemotePieces:
             UserError: There is no such file.
             RunError: The server does not answer.
         """
-        data = self.cache.read(checksum)
-        if data is not None and checksum_of(data) == checksum:
+        data = self._cached(checksum)
+        if data is not None:
             return data
-        if data is not None:
-            self.cache.remove(checksum)
-        data = self.read_uncached(start, stop, checksum)
-        if data is not None:
-            self.cache.write(checksum, data)
+        with self.cache.fetching(checksum):
+            data = self._cached(checksum)  # where another process has fetched it meanwhile
+            if data is None:
+                data = self.read_uncached(start, stop, checksum)
+                if data is not None:
+                    self.cache.write(checksum, data)
         return data
+
+    def _cached(self, checksum: str) -> bytes | None:
+        """Returns the bytes from the cache; None where it has not got them, or has them damaged."""
+        data = self.cache.read(checksum)
+        if data is None or checksum_of(data) == checksum:
+            return data
+        self.cache.remove(checksum)
+        return None
 
     def read_uncached(self, start: int, stop: int, checksum: str) -> bytes | None:
         """Returns the same as it is at the URL now."""

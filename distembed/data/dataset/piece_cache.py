@@ -4,6 +4,7 @@
 
     FOLDER/size            what the pieces take, in decimal digits; locked while it is changed
     FOLDER/3f/a1...        a piece, whole: it was written under another name
+    FOLDER/fetch-3f        empty; locked by whoever fetches a piece of that folder
     FOLDER/new-...         a piece that is being written, of its final size, locked by its writer
 
 A piece counts from before it is written, so that the limit holds at every moment. Whoever reads a piece that is removed
@@ -76,6 +77,20 @@ class PieceCache:
                     os.replace(name, path)
         except OSError:  # a full disk, or one that has no locks: the piece is read from where it comes from again
             return
+
+    @contextmanager
+    def fetching(self, key: str) -> Iterator[None]:
+        """Lets one process or thread at a time fetch a piece, so that others find it in the cache afterwards."""
+        path = self._path(key)
+        try:
+            file = (self._folder / f"fetch-{path.parent.name}").open("w")
+        except OSError:  # a disk that is full or read-only: each fetches for itself
+            yield
+            return
+        with file:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     def remove(self, key: str) -> None:
         """Removes a piece, which is damaged."""
