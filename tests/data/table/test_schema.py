@@ -1,0 +1,79 @@
+"""Schemas of tables: every mistake at once, with its place and what is near it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distembed.data.dataset.manifest import Manifest
+from distembed.data.prepare import CriteoOptions, prepare_criteo
+from distembed.data.table.schema import TableSchema
+from distembed.data.table.schema_files import load_schema, read_schema
+from distembed.errors import UserError
+from distembed.yaml_text import format_yaml
+from tests.data import reference
+
+FEATURES: dict[str, Any] = {"categorical": {"site": {}}}
+
+
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        ({}, ["dense, categorical", "at least one"]),
+        ({"categorical": {"site": {"kind": "text"}}}, ["categorical.site.kind", "'string'", "got 'text'"]),
+        ({"categorical": {"site": {"min_counts": 3}}}, ["did you mean categorical.site.min_count?"]),
+        ({"labels": {"column": "click"}, **FEATURES}, ["labels: unknown key", "did you mean label?"]),
+        ({"label": {}, **FEATURES}, ["label.column"]),
+        ({"label": {"column": "site"}, **FEATURES}, ["categorical.site", "is the label"]),
+        ({"label": {"column": "c", "kind": "number", "at_least": 1.0}, **FEATURES}, ["label", "at_least"]),
+        ({"time": {"column": "t", "format": "second"}, **FEATURES}, ["time", "did you mean 'seconds'?"]),
+        ({"split": "time:0.8,0.1,0.1", **FEATURES}, ["split", "add `time:"]),
+        ({"dense": {"site": {}}, **FEATURES}, ["categorical.site", "already, by dense.site"]),
+        ({"label": {"column": "c", "name": "site"}, **FEATURES}, ["categorical.site", "already, by label.name"]),
+        ({"categorical": {"": {}}}, ["at least one character"]),
+        ({"categorical": {"x": {"cross": ["a"]}}}, ["categorical.x.cross", "at least 2 items"]),
+        ({"categorical": {"x": {"cross": ["a", "a"]}}}, ["categorical.x", "twice"]),
+        ({"categorical": {"x": {"cross": ["a", "b"], "column": "a"}}}, ["categorical.x", "no meaning beside cross"]),
+        ({"categorical": {"x": {"cross": ["a", "b"], "kind": "integer"}}}, ["categorical.x", "kind string"]),
+        ({"categorical": {"a": {"separator": "|"}, "x": {"cross": ["a", "b"]}}}, ["categorical.x.cross", "has lists"]),
+        ({"categorical": {"x": {"kind": "log_bins", "hash_size": 10}}}, ["categorical.x", "leave hash_size out"]),
+        ({"categorical": {"x": {"kind": "quantile_bins", "min_count": 2}}}, ["categorical.x", "leave min_count out"]),
+        ({"categorical": {"x": {"kind": "log_bins", "is_list": True}}}, ["categorical.x", "one number a row"]),
+        ({"categorical": {"x": {"max_length": 3}}}, ["categorical.x", "max_length is of lists"]),
+        ({"text": {"columns": ["a", "a"], "header": False}, **FEATURES}, ["text.columns", "more than once"]),
+        ({"text": {"columns": ["a", "b"]}, **FEATURES}, ["text.columns", "add `header: false`"]),
+        ({"text": {"separator": '"'}, **FEATURES}, ["text.quote", "separates fields"]),
+    ],
+)
+def test_what_does_not_go_together_is_said_with_its_place(
+    values: dict[str, Any], words: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "schema.yaml").write_text(format_yaml(values))
+    with pytest.raises(UserError) as error:
+        read_schema(tmp_path / "schema.yaml")
+    assert all(word in str(error.value) for word in ("1 mistake in", "schema.yaml", *words)), error.value
+
+
+def test_all_mistakes_are_listed() -> None:
+    values = {"dense": {"a": {"transform": "logs"}, "b": {"missing": "drop"}}, "categorical": {"c": {"min_count": 0}}}
+    with pytest.raises(UserError, match=r"(?s)3 mistakes in the test.*dense\.a\..*dense\.b\..*categorical\.c\."):
+        TableSchema.from_json(values, "the test")
+    several = {"split": "time:1", "label": {"column": "a"}, "dense": {"a": {}}}
+    with pytest.raises(UserError, match=r"(?s)2 mistakes in the test:\n  dense\.a: .*\n  split: "):
+        TableSchema.from_json(several, "the test")
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "a: b: c", "!!python/object:os.system {}", "categorical: {a: {}, a: {}}"])
+def test_what_is_no_schema_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "schema.yaml").write_text(text)
+    with pytest.raises(UserError, match="schema.yaml"):
+        read_schema(tmp_path / "schema.yaml")
+
+
+def test_a_criteo_datasets_schema_has_its_options(tmp_path: Path) -> None:
+    (tmp_path / "rows.tsv").write_bytes(reference.content(60, seed=0))
+    prepare_criteo([tmp_path / "rows.tsv"], tmp_path / "made", CriteoOptions(hash_size=50, hash_seed=3, missing="keep"))
+    schema = TableSchema.of_manifest(Manifest.load(tmp_path / "made"))
+    assert schema.hash_size == 50 and {each.hash_seed for each in schema.categorical.values()} == {3}
+    assert {each.missing for each in schema.dense.values()} == {"keep"}
+    assert list(schema.categorical) == list(load_schema("criteo").categorical)
