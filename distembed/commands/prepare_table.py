@@ -84,7 +84,7 @@ def prepare_table_command(
     epilog="Example: `distembed prepare schema clicks.csv --output schema.yaml`",
 )
 def prepare_schema_command(
-    source: Annotated[str, typer.Argument(metavar="INPUT", help=_INPUTS)],
+    inputs: InputsArgument,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="File to write; unless given, the schema is printed.")
     ] = None,
@@ -97,7 +97,7 @@ def prepare_schema_command(
 
     if output is not None:
         require_file("--output", output, overwrite)
-    text = guess_schema(find_inputs([source], note)[0], rows)
+    text = guess_schema(find_inputs(inputs, note)[0], rows)
     if output is None:
         print(text, end="")
     else:

@@ -1,6 +1,7 @@
 """Data: raw files to Parquet datasets, and Parquet datasets to batches.
 
 - ``prepare/`` makes a dataset of raw files; :mod:`distembed.graph.prepare` makes a knowledge graph over its ids.
+- ``table/`` says what columns of any table become, for preparing as for scoring.
 - ``dataset/`` says what a dataset is: ``schema.py`` what its columns are, ``manifest.py`` what its folder holds,
   ``creation.py`` makes a manifest for files from elsewhere, ``columns.py`` says whether Parquet files fit,
   ``pieces.py`` and ``row_groups.py`` hold what is read against its checksum, ``verification.py`` all of it, and

@@ -10,6 +10,7 @@
 - ``space.py`` tells whether the disk has room, and ``notes.py`` what a user should know of the result.
 - ``criteo.py`` prepares Criteo rows: ``criteo_rows.py`` is their source, ``source_files.py`` cuts files into blocks of
   whole lines, ``first_line.py`` tells a header from a row, and ``parse_rows.py`` turns blocks into columns.
+- ``table/`` prepares tables of any columns, by a schema.
 - ``interactions/`` prepares ratings and sequences.
 - ``column_batches.py`` reads named columns of Parquet, CSV and TSV files, and ``column_numbers.py`` turns them into
   numbers.
