@@ -14,6 +14,7 @@ from typing import Any
 
 from distembed.checkpoints.places import checkpoint_names, checkpoint_place, chosen_checkpoint
 from distembed.config import Config, load_config
+from distembed.data.dataset.grown_vocabulary import has_same_ids
 from distembed.data.dataset.kept import kept_dataset
 from distembed.data.dataset.manifest import Manifest, id_fingerprint
 from distembed.embedding import assignment_checksums
@@ -98,14 +99,22 @@ def choose_dataset(run: Path, config: Config, data: str | None, needs_rows: bool
     dataset = config.data.require_path() if data is None else config.data.local_folder(data)
     if not Path(dataset).exists():
         raise UserError(f"the dataset {dataset} of {run} is not here; say where it is with --data.")
-    trained_on = read_json_object(run / "run.json").get("id_fingerprint")
-    if trained_on is not None and id_fingerprint(dataset, Manifest.load(dataset)) != trained_on:
+    if not _is_of_same_ids(run, dataset, kept):
         raise UserError(
             f"the ids of {dataset} stand for other values than those of the dataset that {run} was trained on, so its "
             "predictions would mean nothing. Use the dataset it was trained on, or one with the same tables, "
             "vocabularies and hash."
         )
     return dataset
+
+
+def _is_of_same_ids(run: Path, dataset: str, kept: Path | None) -> bool:
+    """Returns whether a dataset's ids stand for the values that a run was trained on."""
+    trained_on, manifest = read_json_object(run / "run.json").get("id_fingerprint"), Manifest.load(dataset)
+    if trained_on is None or id_fingerprint(dataset, manifest) == trained_on:
+        return True
+    # a fingerprint covers the mean lengths of lists too, which are others on other days
+    return kept is not None and has_same_ids(kept, Manifest.load(kept), dataset, manifest)
 
 
 def require_same_config(folder: Path, config: Config) -> None:

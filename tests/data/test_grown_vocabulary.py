@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from distembed.data.dataset.grown_vocabulary import require_grown_from
+from distembed.data.dataset.grown_vocabulary import has_same_ids, require_grown_from
 from distembed.data.dataset.manifest import Manifest, Vocabulary
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.errors import UserError
@@ -59,6 +59,26 @@ def test_other_ids_are_refused_by_name(keys: dict[str, list[Any]], message: str,
     with pytest.raises(UserError, match=message) as refused:
         compare(earlier, now)
     assert "--vocabulary" in str(refused.value)
+
+
+def test_ids_that_mean_the_same(tmp_path: Path) -> None:
+    earlier = write(tmp_path / "earlier")
+
+    def is_same(now: Path, manifest: Manifest) -> bool:
+        return has_same_ids(earlier, Manifest.load(earlier), now, manifest)
+
+    manifest = Manifest.load(earlier)
+    lists = tuple(dataclasses.replace(each, multi_hot=True) for each in manifest.schema.categorical)
+    longer = tuple(dataclasses.replace(each, mean_ids_per_row=2.5) for each in lists)
+    before, now = (
+        dataclasses.replace(manifest, schema=dataclasses.replace(manifest.schema, categorical=features))
+        for features in (lists, longer)
+    )
+    assert is_same(earlier, manifest) and has_same_ids(earlier, before, earlier, now)
+    for name, keys in {"grown": [*KEYS["a"], "new"], "swapped": KEYS["a"][::-1]}.items():
+        other = write(tmp_path / name, {"a": keys, "b": []})
+        assert not is_same(other, Manifest.load(other))
+    assert not is_same(earlier, before)  # lists, where there was one value a row
 
 
 def test_hashes_and_learnt_transforms_have_to_be_the_same(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def test_a_run_stops_when_it_gets_worse_and_is_evaluated_at_its_best(overfitting
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("last", [0, 1, 2])
+@pytest.mark.parametrize("last", [0, *(pytest.param(last, marks=pytest.mark.slow) for last in (1, 2))])
 def test_a_killed_run_ends_as_it_would_have(last: int, overfitting: tuple[Path, Path], tmp_path: Path) -> None:
     """Of the three last checkpoints, those after one are removed, as where the run was killed before them."""
     config, whole = overfitting

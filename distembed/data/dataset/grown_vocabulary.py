@@ -57,6 +57,24 @@ def require_grown_from(
         _require_same_beginning(earlier_dir, earlier, dataset_dir, manifest, name)
 
 
+def has_same_ids(
+    earlier_dir: str | os.PathLike[str], earlier: Manifest, dataset_dir: str | os.PathLike[str], manifest: Manifest
+) -> bool:
+    """Returns whether ids mean the same in two datasets, whose lists may be of other lengths; arguments are as above.
+
+    Raises:
+        UserError: A vocabulary is missing or damaged.
+    """
+    sizes = ([feature.num_embeddings for feature in each.schema.categorical] for each in (earlier, manifest))
+    if next(sizes) != next(sizes):
+        return False
+    try:
+        require_grown_from(earlier_dir, earlier, dataset_dir, manifest)
+    except _OtherIds:
+        return False
+    return True
+
+
 def _require_same_columns(earlier: Manifest, manifest: Manifest, dataset_dir: str | os.PathLike[str]) -> None:
     """Refuses other columns, and features with fewer ids than they had."""
     old, new = earlier.schema, manifest.schema
@@ -131,8 +149,12 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
+class _OtherIds(UserError):
+    """Ids that do not go on from earlier ones."""
+
+
 def _not_grown(dataset_dir: str | os.PathLike[str], difference: str) -> UserError:
-    return UserError(
+    return _OtherIds(
         f"the ids of {dataset_dir} do not go on from those of the earlier dataset: {difference}. Prepare it with "
         "`--vocabulary` and the earlier dataset or run, and with `--grow` if new values are to have ids."
     )
