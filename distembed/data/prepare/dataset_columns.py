@@ -30,7 +30,8 @@ from distembed.data.prepare.spool import SpooledBlock, key_columns
 from distembed.data.prepare.vocabulary import IdMap
 from distembed.data.prepare.work import Work
 
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,100}", re.ASCII)
+# not even one that another column's number makes
+_PLAIN_NAME = re.compile(r"(?!column-[0-9]+$)[A-Za-z0-9_][A-Za-z0-9_.-]{0,100}", re.ASCII | re.IGNORECASE)
 
 ColumnsLearnt = dict[str, dict[str, Any]]
 """By column: ``num_embeddings``, ``mean_ids``, ``vocabulary`` and ``learnt``, each None where it has none."""

@@ -40,18 +40,21 @@ class TableColumns:
 
     def __init__(self, schema: TableSchema) -> None:
         uses: list[tuple[str, Sequence[str]]] = []
+        entries: dict[str, Sequence[str]] = {}  # of lists
         uses += [(each.column, _NUMERIC) for each in (schema.label, schema.weight) if each is not None]
         uses += [(schema.time.column, (TEXT, NUMBER, INTEGER, TIME))] if schema.time is not None else []
         uses += [(column, _NUMERIC) for column in schema.dense_columns.values()]
         for name, columns in schema.categorical_columns.items():
             allowed: Sequence[str] = _ALLOWED[schema.categorical[name].kind]
             if schema.categorical[name].holds_lists:
+                entries[columns[0]] = [kind for kind in entries.get(columns[0], allowed) if kind in allowed]
                 allowed = (LIST, TEXT, INTEGER)
             uses += [(column, allowed) for column in columns]
         uses += [(schema.split_column, _ALLOWED["string"])] if schema.split_column is not None else []
         keyed, others = _uses_as_keys(schema)
         self.numbers = frozenset(schema.dense_columns.values()) - keyed - others
         self._keyed = keyed - others - set(schema.dense_columns.values())
+        self._entries = {column: tuple(kinds) for column, kinds in entries.items()}
         self.kinds: dict[str, tuple[str, ...]] = {}
         for column, allowed in uses:
             known = self.kinds.get(column, tuple(allowed))
@@ -61,6 +64,19 @@ class TableColumns:
     def names(self) -> tuple[str, ...]:
         """Names of the columns in the table."""
         return tuple(self.kinds)
+
+    def takes_lists(self, name: str) -> bool:
+        """Returns whether a column may have lists; one that the schema does not name may."""
+        return LIST in self.kinds.get(name, (LIST,))
+
+    def takes(self, name: str, type_: pa.DataType) -> bool:
+        """Returns whether a column may be of a type; one that the schema does not name may be of any."""
+        if name not in self.kinds:
+            return True
+        kind = type_kind(type_)
+        if kind == LIST and self.takes_lists(name):
+            return type_kind(type_.value_type) in (*self._entries[name], None)
+        return kind in (*self.kinds[name], None)
 
     def require(self, types: pa.Schema, source: str = "the table", wanted: Sequence[str] = ()) -> None:
         """Makes sure that a table has the columns, each once and of a type that has such values.
@@ -86,10 +102,13 @@ class TableColumns:
         for name, allowed in self.kinds.items():
             if types.names.count(name) > 1:
                 raise UserError(f"{source} has several columns named {name!r}; rename them.")
-            if (kind := type_kind(types.field(name).type)) not in (*allowed, None):
+            type_ = types.field(name).type
+            if not self.takes(name, type_):
+                is_of_lists = type_kind(type_) == LIST and self.takes_lists(name)
+                takes = f"lists of {' or '.join(self._entries[name])}" if is_of_lists else " or ".join(allowed)
                 raise UserError(
-                    f"{source}, column {name!r}: its type is {types.field(name).type}; the schema takes "
-                    f"{' or '.join(allowed)} there{_list_hint(kind)}."
+                    f"{source}, column {name!r}: its type is {type_}; the schema takes {takes} there"
+                    f"{'' if is_of_lists else _list_hint(type_kind(type_))}."
                 )
 
     def taken_from(self, table: pa.Table) -> dict[str, pa.Array]:

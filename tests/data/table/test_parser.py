@@ -1,6 +1,8 @@
 """The parser of tables against one that reads value after value, and the laws that it holds."""
 
 import random
+from datetime import date
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -168,3 +170,10 @@ def test_tables_of_other_columns_are_refused(change, words: list[str]) -> None:
     with pytest.raises(UserError) as error:
         TableParser(SCHEMA).parse(change(table(drawn_rows(3, seed=0))))
     assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize("kind, entries", [("hexadecimal", [1.5]), ("integer", [date(2014, 1, 1)])])
+def test_lists_of_entries_of_another_kind_are_refused(kind: str, entries: list[Any]) -> None:
+    schema = TableSchema.from_json({"categorical": {"c": {"kind": kind, "is_list": True}}}, "the test")
+    with pytest.raises(UserError, match="the schema takes lists of text or"):
+        TableParser(schema).parse(pa.table({"c": [entries, []]}))

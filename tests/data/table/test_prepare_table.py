@@ -282,3 +282,26 @@ def test_what_is_no_such_table_is_refused(name: str, content: bytes, words: list
         prepare_table([tmp_path / name], tmp_path / "made", SCHEMA, limits=ONE_THREAD)
     assert all(word in str(error.value) for word in (*words, name)), error.value
     assert not (tmp_path / "made").exists()
+
+
+def test_columns_of_odd_names_have_vocabularies_of_their_own(tmp_path: Path) -> None:
+    names = ["column-1", "x y", "a/b", "..", "Column-0", "z"]
+    (tmp_path / "rows.csv").write_text("y," + ",".join(names) + "\n1," + ",".join(f"of {name}" for name in names))
+    values = {"label": {"column": "y"}, "categorical": {name: {} for name in names}, "split": "none", "min_count": 1}
+    manifest = prepare_table([tmp_path / "rows.csv"], tmp_path / "out", TableSchema.from_json(values, "the test"))
+    for name in names:
+        kept = pq.read_table(tmp_path / "out" / manifest.vocabularies[name].file)
+        assert kept["key"].to_pylist() == [f"of {name}"]
+
+
+@pytest.mark.parametrize("wrong", ['["a"]', "[]", "true", "1.5", "[[1]]", "{}"])
+def test_a_line_of_another_type_is_rejected_whatever_is_beside_it(wrong: str, tmp_path: Path) -> None:
+    values = {"label": {"column": "y"}, "categorical": {"c": {"kind": "hexadecimal"}}, "split": "none", "min_count": 1}
+    schema = TableSchema.from_json(values, "the test")
+    good, bad = '{"y": 1, "c": "a"}\n', f'{{"y": 1, "c": {wrong}}}\n'
+    for name, lines in {"first": bad * 30 + good, "last": good * 30 + bad, "mixed": bad + good + bad}.items():
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+        options = TableOptions(max_rejected=1)
+        manifest = prepare_table([tmp_path / f"{name}.jsonl"], tmp_path / name, schema, options, ONE_THREAD)
+        assert manifest.rejected.num_rows == lines.count(bad)
+        assert manifest.splits["train"].num_rows == lines.count(good)

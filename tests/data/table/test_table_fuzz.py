@@ -116,3 +116,17 @@ def test_values_are_those_of_pythons_own_readers(tmp_path: Path) -> None:
         tables = [raw.rows("abc").table for raw in source.open(source.parts(1 << 20)[0], 1000).raw_blocks()]
         rows = pa.concat_tables(tables).to_pylist()
         assert [[row[name] or "" for name in "abc"] for row in rows] == texts
+
+
+def test_a_damaged_footer_ends_no_process(tmp_path: Path) -> None:
+    content = FORMS["rows.parquet"](drawn_rows(5, seed=0))
+    footer = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    for place in range(footer, len(content) - 8, 11):
+        damaged = bytearray(content)
+        damaged[place] ^= 0x55
+        (tmp_path / "rows.parquet").write_bytes(damaged)
+        try:
+            source = TableSource(find_inputs([tmp_path / "rows.parquet"]), SCHEMA)
+            read(source, 1 << 29, 1 << 20)
+        except UserError as error:
+            assert "rows.parquet" in str(error), error

@@ -1,7 +1,7 @@
 """Rows of JSON lines: an object a line, whose keys are the columns' names.
 
-A line that is no such object is no row, by the reason ``json``; so is one with an object, or a list of lists, where a
-value is wanted. A key that a line lacks is a missing value, as null is.
+A line that is no such object is no row, by the reason ``json``; so is one with an object or a list of lists where a
+value is wanted, or with a list where one value is. A key that a line lacks is a missing value, as null is.
 
 Arrow parses a block whose values are all of the types of its first lines, and Python any other, value by value, 20
 times slower: it gives texts, of which a number's is that of its decimal digits, so that both give the same rows.
@@ -20,6 +20,7 @@ import pyarrow.json as pjson
 
 from distembed.data.prepare.blocks import RejectedRow
 from distembed.data.prepare.table.raw_rows import Lines, RawRows
+from distembed.data.table.raw_columns import TableColumns
 
 _FIRST_LINES = 20
 _TYPES: dict[type, pa.DataType] = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
@@ -27,22 +28,29 @@ _TYPES: dict[type, pa.DataType] = {str: pa.string(), bool: pa.bool_(), int: pa.i
 
 @dataclass(frozen=True)
 class JsonBlock:
-    """Whole lines of a file of JSON lines."""
+    """Whole lines of a file of JSON lines.
+
+    Attributes:
+        text: The lines.
+        wanted: Says of which types columns may be, texts among them; None where they may be of any.
+    """
 
     text: bytes
+    wanted: TableColumns | None = None
 
     def rows(self, columns: Sequence[str], numbers: Collection[str] = ()) -> RawRows:
         """Returns the rows of the block, with these columns, typed or as texts."""
         lines = Lines(self.text)
-        table = _typed(self.text, lines, columns)
+        table = _typed(self.text, lines, columns, self.wanted)
         if table is not None:
             return RawRows(table, np.arange(len(lines)), len(lines), line_text=lines.line)
+        takes_lists = {name: self.wanted is None or self.wanted.takes_lists(name) for name in columns}
         values: list[list[Any]] = []
         kept, bad = [], []
         for number in range(len(lines)):
             try:
                 row = json.loads(lines.line(number), parse_constant=_refuse)
-                values.append([_as_text(row.get(name)) for name in columns])
+                values.append([_as_text(row.get(name), takes_lists[name]) for name in columns])
                 kept.append(number)
             except (ValueError, AttributeError, RecursionError):
                 bad.append(RejectedRow(number, "json", lines.line(number)))
@@ -62,12 +70,18 @@ def keys_of_lines(text: bytes) -> list[str]:
     return list(keys)
 
 
-def _typed(text: bytes, lines: Lines, columns: Sequence[str]) -> pa.Table | None:
-    """Returns the columns as Arrow parses them; None where values are of several types, or a line is no object."""
+def _typed(text: bytes, lines: Lines, columns: Sequence[str], wanted: TableColumns | None) -> pa.Table | None:
+    """Returns the columns as Arrow parses them; None where values are of several types, or a line is no object.
+
+    So it is where a column is of a type that it may not be of: which lines are at fault is found line by line, and does
+    not depend on those beside them.
+    """
     try:
         text.decode()
         first = [json.loads(lines.line(number)) for number in range(min(len(lines), _FIRST_LINES))]
         fields = [(name, _arrow_type([row[name] for row in first if row.get(name) is not None])) for name in columns]
+        if wanted is not None and not all(wanted.takes(name, type_) for name, type_ in fields):
+            return None
         table = pjson.read_json(
             pa.BufferReader(text),
             pjson.ReadOptions(use_threads=False, block_size=len(text) + 1),
@@ -97,18 +111,18 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
 
 
-def _as_text(value: Any) -> str | list[str] | None:
+def _as_text(value: Any, takes_lists: bool) -> str | list[str] | None:
     """Returns a value as text, or the entries of a list.
 
     Raises:
-        ValueError: It is an object or a list of lists, or holds what no text is.
+        ValueError: It is an object or a list of lists, or a list where none is taken, or holds what no text is.
     """
     if value is None:
         return None
     if isinstance(value, list):
-        entries = [_as_text(entry) for entry in value]
-        if any(isinstance(entry, list) for entry in entries):
-            raise ValueError("a list of lists")
+        if not takes_lists:
+            raise ValueError("a list where one value is wanted")
+        entries = [_as_text(entry, takes_lists=False) for entry in value]
         return [entry for entry in entries if isinstance(entry, str)]
     if isinstance(value, dict):
         raise ValueError("an object")

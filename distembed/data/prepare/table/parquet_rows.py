@@ -67,13 +67,21 @@ def parquet_batches(
             yield ParquetBlock(pa.table(batch)), done / num_rows
 
 
-def row_group_bytes(place: str) -> tuple[pa.Schema, list[int]]:
-    """Returns the columns of a file, and the size of each row group as it lies there.
+def row_group_bytes(place: str, num_bytes: int | None) -> tuple[pa.Schema, list[int]]:
+    """Returns the columns of a file, and about how many of its bytes each row group has.
+
+    They are shared out by the sizes before compression: the sizes of columns, of a damaged file, end the process.
+
+    Args:
+        place: Path or URL of the file.
+        num_bytes: Size of the file; None where it is not known.
 
     Raises:
         UserError: The file cannot be read, or is damaged.
     """
     with opened_parquet(place) as file:
-        groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
-        sizes = [sum(group.column(each).total_compressed_size for each in range(group.num_columns)) for group in groups]
+        sizes = [file.metadata.row_group(number).total_byte_size for number in range(file.metadata.num_row_groups)]
+        total = sum(sizes)
+        if num_bytes is not None and total > 0:
+            sizes = [size * num_bytes // total for size in sizes]
         return file.schema_arrow, sizes

@@ -95,7 +95,7 @@ def read_sample(source: TableInput, num_rows: int) -> Sample:
         UserError: It cannot be read, or has no rows.
     """
     if source.format == PARQUET:
-        types, groups = row_group_bytes(source.place)
+        types, groups = row_group_bytes(source.place, source.raw.num_bytes)
         batches = parquet_batches(source.place, range(len(groups)), types.names, _BLOCK_BYTES)
         tables = _first(num_rows, (block.table for block, _ in batches))
         sample = Sample(_joined(source, tables), TextFormat(), None, 0)

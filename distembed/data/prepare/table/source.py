@@ -98,7 +98,7 @@ class TableSource:
         if table.format == PARQUET:
             if table.is_pipe:
                 raise UserError(f"{table.place} is a pipe, from which Parquet cannot be read; name the file itself.")
-            types, self._groups[number] = row_group_bytes(table.place)
+            types, self._groups[number] = row_group_bytes(table.place, table.raw.num_bytes)
             self.parser.columns.require(types, table.place, self.columns)
         elif not table.is_pipe:
             first = first_bytes(table)
@@ -111,7 +111,7 @@ class TableSource:
         Raises:
             UserError: It is another kind of file, or lacks a column.
         """
-        layout = text_layout(table, first, self._text, self._may_lack)
+        layout = text_layout(table, first, self._text, self._may_lack, self.parser.columns)
         self._require_columns(table.place, layout)
         return layout
 

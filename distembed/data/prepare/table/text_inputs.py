@@ -16,6 +16,7 @@ from distembed.data.prepare.table.delimited import DelimitedBlock, Dialect
 from distembed.data.prepare.table.inputs import JSON_LINES, TEXT, TableInput
 from distembed.data.prepare.table.json_lines import JsonBlock, keys_of_lines
 from distembed.data.prepare.table.raw_rows import RawBlock
+from distembed.data.table.raw_columns import TableColumns
 from distembed.data.table.schema import TextFormat
 from distembed.errors import UserError
 
@@ -33,12 +34,14 @@ class TextLayout:
         dialect: How lines become fields; None for JSON lines.
         first_row_byte: Number of bytes before the first row: a mark of the byte order, and a header.
         header_lines: Number of lines before the first row.
+        wanted: Says of which types columns of JSON lines may be; None where they may be of any.
     """
 
     columns: tuple[str, ...]
     dialect: Dialect | None
     first_row_byte: int
     header_lines: int
+    wanted: TableColumns | None = None
 
     @property
     def record_quote(self) -> bytes | None:
@@ -47,10 +50,16 @@ class TextLayout:
 
     def block(self, text: bytes) -> RawBlock:
         """Returns the block of some lines."""
-        return JsonBlock(text) if self.dialect is None else DelimitedBlock(text, self.dialect)
+        return JsonBlock(text, self.wanted) if self.dialect is None else DelimitedBlock(text, self.dialect)
 
 
-def text_layout(source: TableInput, first: bytes, text: TextFormat, may_lack: str | None = None) -> TextLayout:
+def text_layout(
+    source: TableInput,
+    first: bytes,
+    text: TextFormat,
+    may_lack: str | None = None,
+    wanted: TableColumns | None = None,
+) -> TextLayout:
     """Returns how a text input is read.
 
     Args:
@@ -58,16 +67,23 @@ def text_layout(source: TableInput, first: bytes, text: TextFormat, may_lack: st
         first: Its beginning, unpacked.
         text: How text files are read.
         may_lack: The column that a file without a header lacks where its first line has one field too few.
+        wanted: Says of which types columns of JSON lines may be; None where they may be of any.
 
     Raises:
-        UserError: It is another kind of file, or its first line names a column twice.
+        UserError: It is another kind of file, or JSON lines without an object.
     """
     require_text(Path(source.place), first)
     mark = len(codecs.BOM_UTF8) if first.startswith(codecs.BOM_UTF8) else 0
     end = first.find(b"\n", mark) + 1 or len(first)
     line = first[mark:end]
     if (source.format or _format_of(line, text)) == JSON_LINES:
-        return TextLayout(tuple(keys_of_lines(first[mark : first.rfind(b"\n") + 1 or len(first)])), None, mark, 0)
+        keys = keys_of_lines(first[mark : first.rfind(b"\n") + 1 or len(first)])
+        if not keys:
+            raise UserError(
+                f"{source.place} has no JSON object on any of its first lines: JSON lines have one on each; write a "
+                "list of objects so, such as with `jq -c '.[]'`"
+            )
+        return TextLayout(tuple(keys), None, mark, 0, wanted)
     separator = text.separator or source.separator or ("\t" if b"\t" in line else ",")
     fields = _fields(line, separator, text.quote)
     if text.header:
