@@ -9,8 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from distembed.data.dataset.kept import kept_dataset
 from distembed.data.dataset.manifest import MANIFEST_NAME, Manifest, id_fingerprint
 from distembed.data.dataset.schema import CategoricalFeature
@@ -153,10 +151,12 @@ def _dataset_folder(path: Path) -> Path:
             f"{path} (--vocabulary) is neither a dataset (it has no {MANIFEST_NAME}) nor a run (no {_RUN_CONFIG}): "
             "name the folder of one"
         )
+    from distembed.yaml_text import parse_yaml  # takes 20 ms to load, and only runs of early versions need it
+
     try:
-        config = yaml.safe_load((path / _RUN_CONFIG).read_text(encoding="utf-8"))
+        config = parse_yaml((path / _RUN_CONFIG).read_text(encoding="utf-8"), str(path / _RUN_CONFIG))
         return Path(config["data"]["path"])
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:  # a UserError is a ValueError
         raise UserError(
             f"{path / _RUN_CONFIG} does not say which dataset the run is of ({error}): name the dataset (--vocabulary)"
         ) from error
