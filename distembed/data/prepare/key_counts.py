@@ -10,6 +10,7 @@ any of Criteo's features do with a few million rows.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +83,7 @@ class KeyCounter:
         self._waiting: list[Counts] = []
         self._size_waiting = 0
         self._runs: list[Counts] = []
+        self._mapped: list[mmap.mmap] = []
         self.num_dropped = 0
         self.rows_dropped = 0
 
@@ -115,6 +117,9 @@ class KeyCounter:
         files = AppendedCounts(self._folder / "counted", self._empty)
         for low, high in _key_ranges(parts, keys_at_a_time(parts, self._limit)):
             files.append(self._drop_rare(self._merge([_between(part, low, high) for part in parts]), min_count))
+            for mapped in self._mapped:  # what was merged need not stay in memory
+                mapped.madvise(mmap.MADV_DONTNEED)
+        self._runs, self._mapped, self._waiting = [], [], []
         return files.finish()
 
     def _drop_rare(self, counted: Counts, min_count: int) -> Counts:
@@ -151,7 +156,9 @@ class KeyCounter:
     def _write(self, counted: Counts, name: str) -> Counts:
         files = AppendedCounts(self._folder / name, self._empty)
         files.append(counted)
-        return files.finish()
+        written = files.finish()
+        self._mapped += files.mapped
+        return written
 
 
 def _no_texts() -> pa.Array:
@@ -216,11 +223,15 @@ class AppendedCounts:
     Args:
         path: What the files' names begin with.
         empty: Counts without keys, of the types that are appended.
+
+    Attributes:
+        mapped: The files, once they are mapped.
     """
 
     def __init__(self, path: Path, empty: Counts) -> None:
         self._path, self._empty = path, empty
         self._length = self._text_bytes = 0
+        self.mapped: list[mmap.mmap] = []
 
     def append(self, counted: Counts) -> None:
         if not len(counted.keys):
@@ -251,7 +262,11 @@ class AppendedCounts:
 
     def _map(self, suffix: str, dtype: np.dtype[Any]) -> NDArray[Any]:
         path = self._path.with_suffix(f".{suffix}")
-        return np.memmap(path, dtype, "r") if path.stat().st_size else np.zeros(0, dtype)
+        if not path.stat().st_size:  # as of empty texts
+            return np.zeros(0, dtype)
+        with path.open("rb") as file:
+            self.mapped.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        return np.frombuffer(self.mapped[-1], dtype)
 
 
 def text_buffers(texts: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:

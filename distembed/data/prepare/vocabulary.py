@@ -31,6 +31,8 @@ from distembed.errors import UserError
 MISSING_ID, OUT_OF_VOCABULARY_ID, FIRST_ID = 0, 1, 2
 
 VOCABULARY_GROUP_ROWS = 131_072
+_TEXT_GROUP_ROWS = 16_384
+"""Rows of a row group of texts, which may be long."""
 
 KEY_TYPES: dict[KeyKind, pa.DataType] = {"hexadecimal": pa.uint32(), "integer": pa.int64(), "string": pa.string()}
 """Type of the keys in a vocabulary's file, by the kind of the values."""
@@ -120,7 +122,7 @@ def write_vocabulary(path: Path, parts: Iterable[Counts], kind: KeyKind) -> None
     schema = pa.schema([("id", pa.int64()), ("key", KEY_TYPES[kind]), ("count", pa.int64())])
     next_id = FIRST_ID
     with pq.ParquetWriter(path, schema, compression="zstd") as writer:
-        for part in _regrouped(parts):
+        for part in _regrouped(parts, _TEXT_GROUP_ROWS if kind == "string" else VOCABULARY_GROUP_ROWS):
             ids = np.arange(next_id, next_id + len(part.keys))
             writer.write_table(pa.table([pa.array(ids), _key_array(part, kind), pa.array(part.counts)], schema=schema))
             next_id += len(part.keys)
@@ -133,15 +135,15 @@ def _key_array(part: Counts, kind: KeyKind) -> pa.Array:
     return pa.array(from_ordered_bits(part.keys, np.dtype(KEY_TYPES[kind].to_pandas_dtype())))
 
 
-def _regrouped(parts: Iterable[Counts]) -> Iterator[Counts]:
+def _regrouped(parts: Iterable[Counts], group_rows: int) -> Iterator[Counts]:
     """Yields the same keys and counts in parts of a row group's size, and the rest."""
     waiting: Counts | None = None
     for part in parts:
         waiting = part if waiting is None else _joined(waiting, part)
-        whole = len(waiting.keys) // VOCABULARY_GROUP_ROWS * VOCABULARY_GROUP_ROWS
-        for rows in chunks(whole, VOCABULARY_GROUP_ROWS):
+        whole = len(waiting.keys) // group_rows * group_rows
+        for rows in chunks(whole, group_rows):
             yield waiting.rows(rows)
-        waiting = waiting.rows(slice(whole, None))
+        waiting = waiting.rows(np.arange(whole, len(waiting.keys)))  # a copy: the rest need not keep the whole alive
     if waiting is not None:
         yield waiting
 
@@ -170,7 +172,8 @@ def vocabulary_parts(path: Path, kind: KeyKind, max_keys: int = VOCABULARY_GROUP
                     f"the vocabulary {path} has keys of the type {found}, and the column has {kind} values: name a "
                     "dataset whose column is of that kind"
                 )
-            for batch in file.iter_batches(min(max_keys, VOCABULARY_GROUP_ROWS), columns=["key", "count"]):
+            most = _TEXT_GROUP_ROWS if kind == "string" else VOCABULARY_GROUP_ROWS
+            for batch in file.iter_batches(min(max_keys, most), columns=["key", "count"]):
                 yield _counts(batch.column("key"), batch.column("count").to_numpy())
     except (pa.ArrowException, OSError, KeyError) as error:
         raise UserError(f"the vocabulary {path} cannot be read: {error}; {REMEDY}") from error
