@@ -5,7 +5,8 @@
 - The first pass: ``ingest.py`` reads blocks with several threads, and ``spool.py`` stores their columns.
 - The second: ``split.py`` and ``row_splits.py`` say which rows train, ``key_counts.py`` counts their keys in bounded
   memory, ``feature_ids.py`` gives ids by ``frequencies.py``, or those of another dataset (``base.py``), and
-  ``learnt_numbers.py`` learns means and bins; ``vocabulary.py`` says what ids are.
+  ``learnt_numbers.py`` learns means and bins, column by column (``dataset_columns.py``); ``vocabulary.py`` says what
+  ids are.
 - The third: ``write_parquet.py`` writes the files, whose columns ``output_columns.py`` fills.
 - ``space.py`` tells whether the disk has room, and ``notes.py`` what a user should know of the result.
 - ``criteo.py`` prepares Criteo rows: ``criteo_rows.py`` is their source, ``source_files.py`` cuts files into blocks of

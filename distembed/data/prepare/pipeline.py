@@ -52,6 +52,7 @@ from distembed.data.prepare.row_splits import (
     RowSplits,
     SplitColumn,
     count_rows,
+    require_split_columns,
     row_rule,
     split_times,
     time_column,
@@ -117,7 +118,7 @@ def _prepare(
     note: NoteCallback,
 ) -> Manifest:
     """Prepares as one process of several."""
-    SplitColumn.of(source.layout, SplitRule.parse(options.split))
+    require_split_columns(source.layout, SplitRule.parse(options.split))
     base = None if options.vocabulary is None else Base.load(options.vocabulary, options.grow)
     if base is not None:
         base.require_fits(source.layout)

@@ -223,9 +223,8 @@ class SplitColumn:
             f"the split (--split) is by the column {rule.column!r}, which the rows do not have: name another"
         )
 
-    @property
     def keys(self) -> tuple[int, ...]:
-        """The key of each split.
+        """Returns the key of each split.
 
         Raises:
             UserError: A value cannot be one of the column.
@@ -252,7 +251,7 @@ class SplitColumn:
         Raises:
             UserError: A value is missing or is none of them.
         """
-        known = np.isin(ids.keys, np.array(self.keys, ids.keys.dtype))
+        known = np.isin(ids.keys, np.array(self.keys(), ids.keys.dtype))
         known[0] = False
         unknown = np.flatnonzero(~known[ids.codes])
         if not len(unknown):
@@ -272,6 +271,19 @@ class SplitColumn:
         return f"{ids.keys[code]:x}" if self.column.kind == "hexadecimal" else str(ids.keys[code])
 
 
+def require_split_columns(layout: BlockLayout, rule: SplitRule) -> None:
+    """Makes sure, before anything is read, that rows have what their splits depend on.
+
+    Raises:
+        UserError: They have no time or no such column, or its values cannot be those of the rule.
+    """
+    if rule.needs_time:
+        time_column(layout, rule)
+    by_column = SplitColumn.of(layout, rule)
+    if by_column is not None:
+        by_column.keys()
+
+
 def row_rule(rule: SplitRule, layout: BlockLayout, source_rows: Sequence[int], times: Sequence[int]) -> RowRule:
     """Returns which rows are in which split.
 
@@ -285,5 +297,5 @@ def row_rule(rule: SplitRule, layout: BlockLayout, source_rows: Sequence[int], t
         return ByTime(time_column(layout, rule), tuple(times))
     by_column = SplitColumn.of(layout, rule)
     if by_column is not None:
-        return ByColumn(by_column.place, by_column.keys)
+        return ByColumn(by_column.place, by_column.keys())
     return ByPlace(rule.bounds(source_rows))
