@@ -17,6 +17,10 @@ from distembed.data.remote import is_url, open_remote
 from distembed.errors import UserError
 
 
+_BYTES_A_VALUE = 8
+"""Memory that a value takes at least, however often it is repeated in the file."""
+
+
 @dataclass(frozen=True)
 class ParquetBlock:
     """Some rows of a Parquet file."""
@@ -60,8 +64,8 @@ def parquet_batches(
     with opened_parquet(place) as file:
         described = [file.metadata.row_group(group) for group in groups]
         num_rows, done = sum(group.num_rows for group in described), 0
-        row_bytes = sum(group.total_byte_size for group in described) / max(1, num_rows)
-        batch_rows = max(1, int(block_bytes / max(1.0, row_bytes)))
+        encoded = sum(group.total_byte_size for group in described) / max(1, num_rows)
+        batch_rows = max(1, int(block_bytes / max(1.0, encoded, _BYTES_A_VALUE * len(columns))))
         for batch in file.iter_batches(batch_rows, row_groups=list(groups), columns=list(columns), use_threads=False):
             done += batch.num_rows
             yield ParquetBlock(pa.table(batch)), done / num_rows
