@@ -86,13 +86,13 @@ class EdgeOptions:
 @prepare_app.command(
     "criteo",
     epilog="Example: `distembed prepare criteo day_0.gz day_1.gz --output criteo --split days`; "
-    "`zstd -dc rows.zst | distembed prepare criteo - --output criteo`",
+    "`aws s3 cp s3://logs/day_0 - | distembed prepare criteo - --output criteo`",
 )
 @flattened
 def prepare_criteo_command(
     inputs: Annotated[
         list[Path],
-        typer.Argument(metavar="INPUT...", help="TSV files or pipes, plain or gzip, or folders of files; - is stdin."),
+        typer.Argument(metavar="INPUT...", help="TSV files or pipes, plain, gzip or zstd, or folders; - is stdin."),
     ],
     output: OutputOption,
     *,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-_INPUTS = "Parquet, CSV or TSV files or pipes (gzip too), or folders of files; - is stdin."
+_INPUTS = "Parquet, CSV or TSV files or pipes (gzip, zstd too), or folders of files; - is stdin."
 InputsArgument = Annotated[list[Path], typer.Argument(metavar="INPUT...", help=_INPUTS)]
 
 

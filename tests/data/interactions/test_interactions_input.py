@@ -266,6 +266,7 @@ def test_lines_of_lists(tmp_path: Path) -> None:
     for name, content in [
         ("a.txt", "\n".join(lines).encode()),
         ("a.txt.gz", gzip.compress("\r\n".join(lines).encode())),
+        ("a.txt.zst", pa.compress("\n".join(lines).encode(), "zstd", asbytes=True)),
     ]:
         (tmp_path / name).write_bytes(content)
         output = tmp_path / f"out-{name}"

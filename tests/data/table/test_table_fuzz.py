@@ -16,7 +16,7 @@ from distembed.errors import UserError
 from tests.data.table.mutations import mutated
 from tests.data.table.test_prepare_table import FORMS, SCHEMA, delimited, drawn_rows, json_lines
 
-FEW, MANY = 200, 5000
+FEW, MANY = 200, 1000
 TEXT_FORMS = {
     "rows.csv": lambda rows: delimited(rows, ","),
     "rows.tsv": lambda rows: delimited(rows, "\t", "\r\n"),
@@ -82,8 +82,9 @@ def test_mutated_rows_are_kept_or_rejected(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_many_mutated_rows_are_kept_or_rejected(tmp_path: Path) -> None:
-    fuzz(MANY, tmp_path, seed=1)
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_many_mutated_rows_are_kept_or_rejected(seed: int, tmp_path: Path) -> None:
+    fuzz(MANY, tmp_path, seed)
 
 
 @pytest.mark.parametrize("form", ["rows.parquet", "rows.CSV.gz", "rows.tsv.zst"])
