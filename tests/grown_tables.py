@@ -57,7 +57,7 @@ def write_assignments(path: Path, num_ids: int) -> Path:
     return path
 
 
-def config_values(dataset: Path, assignments: Path, sparse: str = "adagrad") -> dict[str, Any]:
+def config_values(dataset: Path, assignments: Path, sparse: str) -> dict[str, Any]:
     given = {"partition": "explicit", "assignments": str(assignments), "columns": ["make", "type"]}
     return {
         "data": {"path": str(dataset)},

@@ -30,6 +30,8 @@ from tests.ranks import run_on_ranks
 from tests.small_runs import distembed
 
 STEPS = 4
+FIRST = "row_wise_adagrad"
+"""Optimizer of the run that most tests go on from."""
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,7 @@ def days(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def write_config(folder: Path, days: Path, day: int, sparse: str = "adagrad", **changes: Any) -> Path:
+def write_config(folder: Path, days: Path, day: int, sparse: str = FIRST, **changes: Any) -> Path:
     values = config_values(days / f"day{day}", days / f"day{day}.parquet", sparse)
     values["train"] |= changes
     path = folder / f"day{day}-{sparse}.yaml"
@@ -50,11 +52,16 @@ def write_config(folder: Path, days: Path, day: int, sparse: str = "adagrad", **
     return path
 
 
-def train_day(folder: Path, days: Path, day: int, *arguments: object, sparse: str = "adagrad", ranks: int = 1) -> Path:
+def train_day(folder: Path, days: Path, day: int, *arguments: object, sparse: str = FIRST, ranks: int = 1) -> Path:
     run = folder / f"run{day}-{sparse}"
     config = write_config(folder, days, day, sparse)
     distembed("train", config, f"train.max_steps={STEPS}", "--run-dir", run, *arguments, ranks=ranks)
     return run
+
+
+@pytest.fixture(scope="module")
+def first_run(days: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_day(tmp_path_factory.mktemp("first"), days, 1)
 
 
 def numbers(state: TrainingState) -> Whole:
@@ -69,7 +76,7 @@ def steps_of_adam(state: TrainingState) -> set[float]:
 def check_taken_over(rank: int, world_size: int, run: Path, config: Path) -> None:
     """Every number of the earlier run is there, and all others are a fresh start's; all ranks call it."""
     ranks = Ranks(rank, world_size, world_size, torch.device("cpu"))
-    start = find_start(load_config(config), RunOptions(run.parent / "next"), Collectives().on_first, print)
+    start = find_start(load_config(config), RunOptions(config.parent / "next"), Collectives().on_first, print)
     assert start.initial is not None
     blueprint = Blueprint.for_ranks(start.config, start.manifest.schema, ranks, {})
     state = build_training_state(blueprint, ranks, num_steps=10)
@@ -123,23 +130,18 @@ def check_vectors(earlier: Blueprint, old: Whole, blueprint: Blueprint, taken: W
 @pytest.mark.parametrize(
     "sparse",
     [
-        pytest.param(name, marks=[] if name == "row_wise_adagrad" else pytest.mark.slow)
+        pytest.param(name, marks=[] if name == FIRST else pytest.mark.slow)
         for name in OPTIMIZER_NAMES
         if name != "sgd"  # which has no states
     ],
 )
 def test_known_ids_keep_vectors_and_optimizer_states_on_one_and_on_two_ranks(
-    sparse: str, days: Path, tmp_path: Path
+    sparse: str, days: Path, first_run: Path, tmp_path: Path
 ) -> None:
-    run = train_day(tmp_path, days, 1, sparse=sparse)
+    run = first_run if sparse == FIRST else train_day(tmp_path, days, 1, sparse=sparse)
     config = write_config(tmp_path, days, 2, sparse, init_from=str(run))
     for world_size in (1, 2):
         run_on_ranks(world_size, check_taken_over, run, config)
-
-
-@pytest.fixture(scope="module")
-def first_run(days: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_day(tmp_path_factory.mktemp("first"), days, 1)
 
 
 def losses(run: Path) -> list[float]:
@@ -162,7 +164,7 @@ def test_the_new_run_stands_alone_resumes_and_is_gone_on_from_in_turn(
     killed = tmp_path / "killed"
     shutil.copytree(second, killed)
     shutil.rmtree(killed / "checkpoints")
-    config = tmp_path / "day2-adagrad.yaml"
+    config = tmp_path / f"day2-{FIRST}.yaml"
     distembed("train", config, f"train.max_steps={STEPS}", "--run-dir", killed, "--resume", "--init-from", first)
     assert np.allclose(losses(killed), losses(second), rtol=1e-4)
     # from then on nothing is needed of the first run
@@ -181,7 +183,7 @@ def test_the_new_run_stands_alone_resumes_and_is_gone_on_from_in_turn(
 
 
 def start_next(tmp_path: Path, days: Path, run: object, changes: dict[str, Any]) -> RunStart:
-    values = config_values(days / "day2", days / "day2.parquet")
+    values = config_values(days / "day2", days / "day2.parquet", FIRST)
     values["embedding"]["tables"] |= changes
     values["train"]["init_from"] = str(run)
     path = tmp_path / "next.yaml"
