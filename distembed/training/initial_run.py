@@ -130,7 +130,7 @@ def grown_config(config: Config, initial: InitialRun, schema: Schema) -> Config:
 
 
 def begun_config(config: Config) -> Config:
-    """Returns a config with the tables that a run begins with which is started with it.
+    """Returns a config with the tables that a run has which is started with it.
 
     Raises:
         UserError: ``train.init_from`` is no run that this one could go on from.
@@ -146,11 +146,9 @@ def resumed_config(config: Config, folder: Path) -> Config:
     """Returns the config of a run that is resumed, whose tables are as they had grown when it began.
 
     Args:
-        config: The config that is given: the one that the run was given, or its own.
+        config: The config that is given: the one that the run was given, or its own. Of another one nothing is
+            changed, so that it is found to differ.
         folder: The run's folder.
-
-    Raises:
-        UserError: The run began with another run's weights, with tables that were set in another way.
     """
     given = _recorded_embedding(folder, _GIVEN)
     if given is None:
