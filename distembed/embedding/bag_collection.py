@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from distembed.embedding.config import CompositionalEmbeddingBagConfig
 from distembed.embedding.pooling import pool
@@ -64,9 +65,11 @@ class CompositionalEmbeddingBagCollection(
             UserError: An id lies outside of its table whose policy is ``error``, a feature is missing, or the batch has
                 no weights although ``is_weighted`` is set.
         """
+        features = maybe_td_to_kjt(features)
         keys: list[str] = []
         dims: list[int] = []
         pooled = []
+        one_each = not self._is_weighted and _has_one_id_a_bag(features)
         for feature in self.embed(features):
             names = feature.table.vector_names(feature.name)
             keys += names
@@ -76,6 +79,9 @@ class CompositionalEmbeddingBagCollection(
                     "The collection has is_weighted=True, but the KeyedJaggedTensor has no weights; make it with "
                     "weights=, or the collection without is_weighted."
                 )
+            if one_each:
+                pooled.append(feature.vectors)
+                continue
             weights = feature.weights if self._is_weighted else None
             pooled.append(pool(feature.vectors, feature.lengths, feature.table.pooling, weights))
         return KeyedTensor(keys, dims, torch.cat(pooled, dim=1))
@@ -87,6 +93,14 @@ class CompositionalEmbeddingBagCollection(
     def is_weighted(self) -> bool:
         """Returns whether per-sample weights are applied."""
         return self._is_weighted
+
+
+def _has_one_id_a_bag(features: KeyedJaggedTensor) -> bool:
+    """Returns whether each bag has one id, whose vector is that of the bag; on a GPU, which would be waited for, no."""
+    lengths, values = features.lengths_or_none(), features.values()
+    if lengths is None or lengths.device.type != "cpu":
+        return False
+    return len(values) == len(lengths) and bool((lengths == 1).all())
 
 
 def _pooling(table: CompositionalEmbeddingBagConfig) -> dict[str, PoolingType]:

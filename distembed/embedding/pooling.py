@@ -39,8 +39,6 @@ def pool(
         if pooling == "max":
             raise UserError("pooling max goes with no per-sample weights; use sum or mean, or give none.")
         vectors = vectors * weights.to(vectors.dtype).unsqueeze(1)
-    if lengths.device.type == "cpu" and len(vectors) == len(lengths) and bool((lengths == 1).all()):
-        return vectors
     if pooling == "max":
         return _max(vectors, lengths)
     # faster forward and backward than an embedding_bag over the vectors, or a segment_reduce of them

@@ -202,7 +202,7 @@ def _distinct_keys(keys: Keys) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     Several values may have one key, such as 0a and A.
     """
     places = np.arange(len(keys.keys) + 1)
-    if keys.texts is not None:  # two texts with one key are told apart where ids are given
+    if keys.texts is not None or len(keys.keys) < 2:  # two texts with one key are told apart where ids are given
         return places[:-1], places
     encoded = pa.array(keys.keys).dictionary_encode()
     if len(encoded.dictionary) == len(keys.keys):
