@@ -1,6 +1,6 @@
 """Prepares tables of any columns, by a schema: CSV, TSV, JSON lines and Parquet, from files, folders, URLs and pipes.
 
-- ``preparation.py`` prepares a dataset of them, and ``guess.py`` guesses a schema.
+- ``preparation.py`` prepares a dataset of them; ``guess.py`` guesses a schema from the columns that ``sample.py`` saw.
 - ``source.py`` is the source of rows: ``inputs.py`` finds the inputs, ``text_inputs.py`` reads what is text and learns
   its columns; ``delimited.py``, ``json_lines.py`` and ``parquet_rows.py`` turn blocks into the rows of ``raw_rows.py``.
 """
