@@ -20,6 +20,8 @@ import distembed.data.prepare.pipeline as pipeline
 from distembed.data import Manifest
 from distembed.data.prepare import CriteoOptions, ResourceLimits, prepare_criteo
 from distembed.data.prepare.table import TableOptions, prepare_table
+from distembed.data.prepare.table.inputs import find_inputs
+from distembed.data.prepare.table.source import TableSource
 from distembed.data.table.schema import TableSchema
 from distembed.data.table.schema_files import load_schema
 from distembed.errors import UserError
@@ -244,6 +246,15 @@ def test_malformed_lines_are_listed_by_their_numbers(tmp_path: Path) -> None:
     ]
     assert [text for *_, text in listed] == [lines[int(line) - 1].rstrip(b"\r\n") for _, line, _, _ in listed]
     assert manifest.sources[0].num_rows == 40 and manifest.rejected.num_rows == 7
+
+
+def test_quotation_marks_of_a_header_are_no_values(tmp_path: Path) -> None:
+    values = {"categorical": {"a": {}}, "text": {"newlines_in_values": True}}
+    (tmp_path / "rows.csv").write_bytes(b'a,5" screen\n' + b'"x\ny",1\nz,2\n' * 50)
+    source = TableSource(find_inputs([tmp_path / "rows.csv"]), TableSchema.from_json(values, "the test"))
+    for block_bytes in (10, 100, 1 << 20):
+        blocks = [source.parse(raw) for raw in source.open(source.parts(1 << 20)[0], block_bytes).raw_blocks()]
+        assert sum(block.num_rows for block in blocks) == sum(block.num_lines for block in blocks) == 100
 
 
 def test_values_of_several_lines_are_read_where_the_schema_says_so(tmp_path: Path) -> None:

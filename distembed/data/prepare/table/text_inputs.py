@@ -136,6 +136,14 @@ def _beginning(pieces: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:
     return b"".join(taken), chain(taken, pieces)
 
 
+def _without_beginning(pieces: Iterator[bytes], num_bytes: int) -> Iterator[bytes]:
+    """Yields what comes after the first bytes."""
+    for piece in pieces:
+        if len(piece) > num_bytes:
+            yield piece[num_bytes:]
+        num_bytes = max(0, num_bytes - len(piece))
+
+
 class TextPart:
     """A range of a text input that is being read.
 
@@ -192,12 +200,11 @@ class TextPart:
                 self._layout = self._learn(self._source, first)
             self.header_lines = self.layout.header_lines
         pieces = lines_between(pieces, self._part.start, self._part.stop)
-        skipped = self.layout.first_row_byte if self._part.start == 0 else 0
-        for block in blocks_of_lines(place, pieces, self._block_bytes, MOST_LINE_BYTES, self.layout.record_quote):
-            rows = block[skipped:]
-            skipped = max(0, skipped - len(block))
-            if rows:
-                yield self.layout.block(rows)
+        if self._part.start == 0:  # before blocks are cut: quotation marks of a header are no value's
+            pieces = _without_beginning(pieces, self.layout.first_row_byte)
+        quote = self.layout.record_quote
+        for text in blocks_of_lines(place, pieces, self._block_bytes, MOST_LINE_BYTES, quote):
+            yield self.layout.block(text)
 
     def notes(self) -> list[str]:
         return []
