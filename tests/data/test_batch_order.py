@@ -19,22 +19,22 @@ def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(epoch_part, "_ROWS_AT_ONCE", 24)
 
 
-@pytest.mark.parametrize("group_rows", [2, 50, 500, 2000])
-@pytest.mark.parametrize("window_rows", [8, 300])
+@pytest.mark.parametrize("group_rows", [2, 50, 500, 1000])
+@pytest.mark.parametrize("window_rows", [8, 200])
 def test_batches_mix_many_small_row_groups_as_well_as_few_large_ones(
     tmp_path: Path, group_rows: int, window_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(order, "WINDOW_ROWS", window_rows)
-    folder = make_dataset(tmp_path / "d", 2000, files=1, group_rows=group_rows)
+    folder = make_dataset(tmp_path / "d", 1000, files=1, group_rows=group_rows)
     batches = [rows_of(batch) for batch in open_reader(folder, 100)]
-    num_groups = 2000 // group_rows
+    num_groups = 1000 // group_rows
     for rows in batches:
         assert len({row // group_rows for row in rows}) >= min(num_groups, order.MAX_LANES)
     steps = np.abs(np.diff(np.array(batches, float), axis=1))
     # rows of a batch that stand beside each other are rarely neighbours in the files
-    assert (steps == 1).mean() < (0.2 if group_rows == 2 and window_rows == 8 else 0.05)
+    assert (steps == 1).mean() < (0.2 if group_rows == 2 and window_rows == 8 else 0.1)
     means = np.array(batches).mean(1)
-    assert means.std() < 300  # batches in file order would have 577
+    assert means.std() < 150  # batches in file order would have 289
 
 
 @pytest.mark.usefixtures("small_windows")

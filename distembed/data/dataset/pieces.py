@@ -20,6 +20,7 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TypeAlias
 
@@ -80,7 +81,7 @@ class PiecewiseFile:
             UserError: The row group is damaged, or the file cannot be read.
             RunError: The server of a remote file does not answer.
         """
-        metadata = self.metadata()
+        metadata = self.metadata() if self.pieces is None else _kept_metadata(self)
         try:
             bounds = self._bounds(metadata, index)
             source = pa.PythonFile(_Part(self._read(*bounds), bounds[1]), "r")
@@ -143,6 +144,12 @@ class PiecewiseFile:
         assert self.pieces is not None
         what = "footer" if index == len(self.pieces) - 1 else f"row group {index}"
         return f"{self}, {what} is damaged: its checksum is not that of what was written; {REMEDY}"
+
+
+@lru_cache(maxsize=32)
+def _kept_metadata(file: PiecewiseFile) -> pq.FileMetaData:
+    """Returns what the footer of a file with checksums says, which takes long to read for a file of many row groups."""
+    return file.metadata()
 
 
 def _checksum(piece: np.void) -> str:
