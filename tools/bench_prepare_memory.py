@@ -1,4 +1,4 @@
-"""Measures the most memory that preparing takes, of all its processes together, under several limits.
+"""Measures the memory and the processor time that preparing takes, of all its processes, beside limit and estimate.
 
 ::
 
@@ -7,13 +7,15 @@
     python tools/bench_prepare_memory.py --input train.txt          # rows of one's own
 
 What Linux counts as resident is summed over the command and its processes every 10 ms, libraries that they share
-counted for each. That is compared with the limit.
+counted for each; that is compared with the limit. The processor time is compared with what is estimated from the first
+block (``distembed/data/prepare/space.py``).
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -24,6 +26,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from distembed.data.prepare import CriteoOptions, ResourceLimits
+from distembed.data.prepare.criteo_rows import CriteoSource
+from distembed.data.prepare.space import estimate
 from distembed.files import write_json
 from distembed.units import parse_bytes
 
@@ -53,7 +58,7 @@ def measure(source: Path, output: Path, limit: str, processes: int) -> dict[str,
     """Prepares in a process of its own, and returns what it took."""
     command = [sys.executable, "-m", "distembed", "prepare", "criteo", str(source), "--output", str(output)]
     command += ["--memory-limit", limit, "--processes", str(processes), "--overwrite"]
-    start, stage = time.perf_counter(), ""
+    start, stage, before = time.perf_counter(), "", _processor_seconds()
     peak: dict[str, int] = {}
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(command, stdout=said)
@@ -69,13 +74,23 @@ def measure(source: Path, output: Path, limit: str, processes: int) -> dict[str,
         "peak_bytes": max(peak.values()),
         "peak_bytes_by_stage": peak,
         "seconds": time.perf_counter() - start,
+        "processor_seconds": _processor_seconds() - before,
     }
+
+
+def _processor_seconds() -> float:
+    """Returns the processor time of the processes that have ended, theirs included."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _stage(output: Path) -> str:
     """Returns the stage that a preparation is in, by its work folder."""
-    stages = output.parent.glob(f".{output.name}.preparing-*/work/results/*")
-    return max(stages, key=lambda stage: stage.stat().st_mtime_ns, default=Path("")).name
+    try:
+        stages = list(output.parent.glob(f".{output.name}.preparing-*/work/results/*"))
+        return max(stages, key=lambda stage: stage.stat().st_mtime_ns, default=Path("")).name
+    except OSError:
+        return ""  # the work is over, and its folder goes
 
 
 def main() -> None:
@@ -87,13 +102,15 @@ def main() -> None:
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2], help="numbers of processes (default 1 2)")
     parser.add_argument("--output", type=Path, help="file for the results as JSON")
     arguments = parser.parse_args()
-    table = Table("limit", "processes", "peak MB", "of the limit", "by stage, MB", "seconds")
+    table = Table("limit", "processes", "peak MB", "of the limit", "by stage, MB", "processor s", "estimated")
     results = []
     with tempfile.TemporaryDirectory() as folder:
         source = arguments.input or Path(folder) / "rows.tsv"
         if arguments.input is None:
             command = [sys.executable, "-m", "distembed", "synthesize", str(source), "--rows", str(arguments.rows)]
             subprocess.run(command, check=True)
+        chosen = ResourceLimits(threads=1)
+        estimated = estimate(CriteoSource([source], CriteoOptions()), chosen).core_seconds
         for limit in arguments.limits:
             for processes in arguments.processes:
                 found = measure(source, Path(folder) / "dataset", limit, processes)
@@ -101,7 +118,8 @@ def main() -> None:
                 stages = ", ".join(f"{name} {peak / 1e6:.0f}" for name, peak in found["peak_bytes_by_stage"].items())
                 share = found["peak_bytes"] / found["limit_bytes"]
                 peak = f"{found['peak_bytes'] / 1e6:,.0f}"
-                table.add_row(limit, str(processes), peak, f"{share:.0%}", stages, f"{found['seconds']:.1f}")
+                used = f"{found['processor_seconds']:.1f}"
+                table.add_row(limit, str(processes), peak, f"{share:.0%}", stages, used, f"{estimated:.1f}")
     Console(width=140).print(table)
     if arguments.output is not None:
         write_json(arguments.output, results)
