@@ -18,7 +18,10 @@ import torch
 
 from distembed.config import Config
 from distembed.data.dataset.schema import Schema
+from distembed.data.prepare.table.inputs import find_inputs
+from distembed.data.prepare.table.source import TableSource
 from distembed.data.reader import Batch, BatchOrder, BatchReader
+from distembed.data.remote import is_url
 from distembed.describe import describe
 from distembed.embedding.composed_vectors import composed_chunks
 from distembed.embedding.modules import embedding_modules, table_configs
@@ -28,8 +31,9 @@ from distembed.names import one_of
 from distembed.ranks import choose_device
 from distembed.serving.given_rows import rows_table
 from distembed.serving.page import described_as_html
+from distembed.serving.raw_inputs import RawInputs
 from distembed.serving.requests import find_run_for_rows, row_decoder, unknown_columns
-from distembed.serving.row_decoder import RowDecoder, batches_of, rejected_text
+from distembed.serving.row_decoder import RowDecoder, TableRowDecoder, batches_of, rejected_text
 from distembed.serving.whole_model import WholeModel, load_whole_model
 from distembed.training.evaluation import EVALUATION_BATCH_SIZE
 from distembed.training.prediction_columns import PredictionColumns, recommended_values
@@ -239,23 +243,49 @@ class LoadedModel:
         assert isinstance(module, CompositionalTables), "all models of distembed have such collections"
         return module, table
 
-    def evaluate(self, split: str = "test") -> dict[str, Any]:
-        """Returns the metrics of a split of the run's dataset, as ``distembed evaluate`` computes them on one rank.
+    def evaluate(self, on: Any = "test", *, max_rejected: float = 0.01) -> dict[str, Any]:
+        """Returns the metrics of a split of the run's dataset, or of raw rows with labels.
 
         Args:
-            split: Name of the split.
+            on: Name of a split, as ``distembed evaluate`` takes it; path or URL of files of raw rows; or raw rows as
+                :meth:`predict` takes them. Raw rows of recommendations have no metrics.
+            max_rejected: Largest share of malformed raw rows, which are left out, that is no error.
 
         Raises:
-            UserError: The dataset is not there, or has no such split.
+            UserError: The dataset is not there, or has no such split; or raw rows cannot be read, lack a column such as
+                the label, or too many are malformed, as those with a label out of its range are.
         """
         self._require_usable()
+        is_place = isinstance(on, str | os.PathLike) and (is_url(on) or Path(on).exists())
+        if isinstance(on, str) and (on in self._run.manifest.splits or not is_place):
+            return {"split": on, **self._evaluate_split(on)}
+        if self._model.task.id_columns:
+            raise UserError("raw rows of a model that recommends items have no metrics; give the name of a split.")
+        decoder = TableRowDecoder(Path(self._run.dataset), self._run.manifest, ("label", "weight"))
+        if is_place:
+            source = TableSource(find_inputs([os.fspath(on)]), decoder.schema)
+            blocks = [piece.block for piece in RawInputs(source, decoder, max_rejected=max_rejected).pieces()]
+        else:
+            decoded = decoder.decode(rows_table(on))
+            if len(decoded.rejected) > max_rejected * len(decoded.is_good):
+                raise UserError(f"{len(decoded.rejected)} rows are malformed: {rejected_text(decoded.rejected)}.")
+            blocks = [decoded.block]
+        task = self._model.task
+        batches = (batch for block in blocks for batch in batches_of(self.schema, block, EVALUATION_BATCH_SIZE))
+        return task.metrics(self._rows_of(self._model, (task.prediction_batch(batch) for batch in batches)))
+
+    def _evaluate_split(self, split: str) -> dict[str, float]:
         dataset = find_trained_run(self._run.folder, self._source.data, split).dataset
         model = self._model.on_dataset(dataset)
         with closing(_split_batches(model, dataset, split)) as batches:
-            outputs = [model.outputs(batch) for batch in batches]
+            return model.task.metrics(self._rows_of(model, batches))
+
+    @staticmethod
+    def _rows_of(model: WholeModel, batches: Iterable[Batch]) -> dict[str, npt.NDArray[Any]]:
+        """Returns the task's outputs of all rows of batches that it has prepared."""
+        outputs = [model.outputs(batch) for batch in batches]
         names = model.task.outputs
-        rows = {name: np.concatenate([each[name] for each in outputs]) if outputs else np.empty(0) for name in names}
-        return {"split": split, **model.task.metrics(rows)}
+        return {name: np.concatenate([each[name] for each in outputs]) if outputs else np.empty(0) for name in names}
 
     def describe(self) -> dict[str, Any]:
         """Returns what the model is, in plain values: where it is from, its task, tables, layers and parameters."""

@@ -129,6 +129,23 @@ def test_rows_that_can_not_be_scored_are_refused_by_name(model: LoadedModel) -> 
     np.testing.assert_allclose(found[:5], model.predict(rows), rtol=1e-6)
 
 
+def test_raw_rows_with_labels_have_the_metrics_of_the_split(folder: Path, model: LoadedModel, tmp_path: Path) -> None:
+    rows = draw_rows(NUM_ROWS)[NUM_ROWS * 8 // 10 :]
+    expected = distembed.load(folder / "run", data=folder / "away").evaluate("test")
+    assert expected.pop("split") == "test" and expected["rows"] == len(rows)
+    assert model.evaluate(rows) == expected
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    assert model.evaluate(tmp_path / "rows.parquet") == model.evaluate(str(tmp_path / "rows.parquet")) == expected
+    cases: list[tuple[Callable[[], Any], str]] = [
+        (lambda: model.evaluate("test"), "say where it is with --data"),
+        (lambda: model.evaluate([{**row, "click": 2} for row in rows]), "100 rows are malformed: row 0 (label)"),
+        (lambda: model.evaluate([{k: v for k, v in r.items() if k != "click"} for r in rows]), "no column 'click'"),
+    ]
+    for ask, said in cases:
+        with pytest.raises(UserError, match=re.escape(said)):
+            ask()
+
+
 def test_criteos_rows_are_scored_as_prepared(tmp_path: Path) -> None:
     run = criteo_run(tmp_path)
     command("predict", run, "--output", tmp_path / "predictions.parquet")
