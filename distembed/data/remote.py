@@ -30,6 +30,7 @@ FIRST_WAIT_SECONDS = 0.5
 _BLOCK_BYTES = 8 << 20
 _COPY_BYTES = 1 << 20
 _PERMANENT = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError, UserError)
+_NOT_FOUND = 404
 _TRANSIENT_STATUS = (408, 425, 429)
 _VERSIONS = ("ETag", "etag", "md5Hash", "content_md5", "LastModified", "last_modified", "mtime", "created")
 """How file systems say, in their details of a file, that it is still the same."""
@@ -230,7 +231,8 @@ def retried(url: str, action: str, do: Callable[[], T]) -> T:
             return do()
         except UserError:
             raise
-        except Exception as error:
+        except Exception as raised:
+            error = _beneath(url, raised)
             if _is_permanent(error):
                 raise UserError(f"{url} cannot {action}: {_reason(error)}.") from error
             if attempt == TRIES:
@@ -378,5 +380,12 @@ def _is_permanent(error: Exception) -> bool:
     return isinstance(error, _PERMANENT) or "Credential" in type(error).__name__
 
 
+def _beneath(url: str, error: Exception) -> Exception:
+    """Returns why a server did not answer, where fsspec says of any failure that there is no such file."""
+    is_any_failure = isinstance(error, FileNotFoundError) and url.startswith(("http://", "https://"))
+    return error.__cause__ if is_any_failure and isinstance(error.__cause__, Exception) else error
+
+
 def _reason(error: Exception) -> str:
-    return "it does not exist" if isinstance(error, FileNotFoundError) else one_line(error)
+    is_missing = isinstance(error, FileNotFoundError) or getattr(error, "status", None) == _NOT_FOUND
+    return "it does not exist" if is_missing else one_line(error)

@@ -14,7 +14,7 @@ from distembed.data import remote
 from distembed.data.prepare.source_files import list_sources
 from distembed.data.prepare.table import TableOptions, prepare_table
 from distembed.data.prepare.table.inputs import find_inputs
-from distembed.errors import UserError
+from distembed.errors import TemporaryFailure, UserError
 from tests.data.flaky_files import flaky_files
 from tests.data.table.test_prepare_table import FORMS, ONE_THREAD, SCHEMA, data_files, drawn_rows
 from tests.robustness.s3_server import BUCKET, failing_s3
@@ -69,6 +69,14 @@ def test_a_web_server_has_rows(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="named twice"):
             prepare_table([f"{url}/rows.csv"] * 2, tmp_path / "none", SCHEMA)
     assert data_files(tmp_path / "web") == data_files(tmp_path / "local")
+
+
+def test_a_web_server_that_does_not_answer_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "FIRST_WAIT_SECONDS", 0.001)
+    with web_server(tmp_path) as url:
+        pass
+    with pytest.raises(TemporaryFailure, match="5 tries failed"):
+        find_inputs([f"{url}/rows.csv"])
 
 
 def test_a_folder_of_an_object_store_is_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
