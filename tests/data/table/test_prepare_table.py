@@ -280,6 +280,7 @@ def test_values_of_several_lines_are_read_where_the_schema_says_so(tmp_path: Pat
         ("rows.csv", b"rating,weight,at\n", ["no column 'age'"]),
         ("rows.csv", b"Rating,weight,at,age,price,title,user,device,genre\n", ["'genres' for", "Did you mean"][1:]),
         ("rows.jsonl", b'{"rating": 1}\n', ["no column 'weight'"]),
+        ("rows.jsonl", b'[{"rating": 1}]\n', ["no JSON object", "jq"]),
         ("rows.parquet", b"no parquet", ["named as a Parquet file"]),
         ("rows.parquet", b"PAR1 cut short", ["cannot be read as Parquet"]),
         ("rows.csv", b"PK\x03\x04", ["zip archive"]),
@@ -316,3 +317,28 @@ def test_a_line_of_another_type_is_rejected_whatever_is_beside_it(wrong: str, tm
         manifest = prepare_table([tmp_path / f"{name}.jsonl"], tmp_path / name, schema, options, ONE_THREAD)
         assert manifest.rejected.num_rows == lines.count(bad)
         assert manifest.splits["train"].num_rows == lines.count(good)
+
+
+@pytest.mark.parametrize(
+    "other, words",
+    [
+        ({"dense": {"n": {}}}, ["dense.n.transform is 'none', and was 'log'"]),
+        ({"dense": {"n": {"transform": "log", "missing": "keep"}}}, ["dense.n.missing is 'keep'"]),
+        ({"categorical": {"c": {}, "i": {"kind": "log_bins"}}}, ["categorical.i.kind is 'log_bins'"]),
+        (
+            {"categorical": {"c": {"cross": ["c", "i"]}, "i": {"kind": "integer"}}},
+            ["categorical.c is a cross of c and i"],
+        ),
+    ],
+)
+def test_ids_are_applied_to_values_of_the_same_meaning(other: dict[str, Any], words: list[str], tmp_path: Path) -> None:
+    values = {"dense": {"n": {"transform": "log"}}, "categorical": {"c": {}, "i": {"kind": "integer"}}, "split": "none"}
+    (tmp_path / "rows.csv").write_text("n,c,i\n1,a,1\n2,b,2\n")
+    prepare_table([tmp_path / "rows.csv"], tmp_path / "base", TableSchema.from_json(values, "the test"))
+    options = TableOptions(vocabulary=tmp_path / "base", min_count=1, grow=True)
+    with pytest.raises(UserError) as error:
+        schema = TableSchema.from_json({**values, **other}, "the test")
+        prepare_table([tmp_path / "rows.csv"], tmp_path / "made", schema, options)
+    assert all(word in str(error.value) for word in (*words, "--vocabulary")), error.value
+    renamed = {**values, "dense": {"n": {"transform": "log", "column": "i"}}}
+    prepare_table([tmp_path / "rows.csv"], tmp_path / "made", TableSchema.from_json(renamed, "the test"), options)
