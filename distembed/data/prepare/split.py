@@ -6,8 +6,8 @@
 ``none``                    all rows train
 ``time:0.8,0.1,0.1``        as shares, in the order of the time column; rows of the time at which a split begins are all
                             in that split
-``time:2014-10-28,2014-10-30``  validation begins at the first time, test at the second; numbers are in the time
-                            column's unit; of a single time, there is no validation
+``time:2014-10-28,2014-10-30``  validation begins at the first time, test at the second; numbers are seconds since
+                            1970, whatever the time column's format; of a single time, there is no validation
 ``column:NAME``             the column says it: ``train``, ``validation`` or ``test``
 ``column:NAME=a,b,c``       so, in other words; of two, there is no validation
 
@@ -147,7 +147,7 @@ def _parse_times(text: str, rest: str) -> SplitRule:
     wanted = (
         f"split (--split) is {text[:100]!r}: after 'time:' there must be three shares that add up to 1, such as "
         "'0.8,0.1,0.1', or the times at which validation and test begin, in rising order, such as "
-        "'2014-10-28,2014-10-30' or numbers of the time column; a single time is that of the test"
+        "'2014-10-28,2014-10-30' or seconds since 1970; a single time is that of the test"
     )
     parts = [part.strip() for part in rest.split(",")]
     if len(parts) == len(SPLIT_NAMES):

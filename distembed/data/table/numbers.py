@@ -130,7 +130,21 @@ def _timestamps(column: pa.Array) -> tuple[NDArray[np.int64], Bools]:
 def _formatted_times(distinct: pa.Array, layout: str) -> tuple[NDArray[np.int64], Bools]:
     """Returns the seconds of texts in a format of strptime."""
     times = pc.strptime(distinct, format=layout, unit="s", error_is_null=True)
-    return _timestamps(times)
+    seconds, wrong = _timestamps(times)
+    # Arrow makes March 2 of February 30
+    may_be_moved = pc.and_(pc.less_equal(pc.day(times), 3), pc.match_substring_regex(distinct, "29|30|31"))
+    for place in np.flatnonzero(pc.fill_null(may_be_moved, False).to_numpy(zero_copy_only=False)).tolist():
+        wrong[place] |= _is_no_day(distinct[place].as_py(), layout)
+    return seconds, wrong
+
+
+def _is_no_day(text: str, layout: str) -> bool:
+    """Returns whether Python says of a text in a format that its month does not have its day."""
+    try:
+        datetime.strptime(text, layout)
+    except ValueError as error:
+        return "range" in str(error) and "month" in str(error)
+    return False
 
 
 def _written_times(distinct: pa.Array) -> tuple[NDArray[np.int64], Bools]:

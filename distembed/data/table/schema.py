@@ -66,6 +66,16 @@ class TextFormat:
     newlines_in_values: bool = False
     missing_values: list[str] = field(default_factory=lambda: [""])
 
+    @model_validator(mode="after")
+    def _require_marks(self) -> TextFormat:
+        """Refuses marks that no line can have, or that are several bytes in a file."""
+        marks = {"separator": self.separator, "quote": self.quote}
+        wrong = {name: mark for name, mark in marks.items() if mark and (mark in "\n\r\0" or not mark.isascii())}
+        if wrong:
+            said = " and ".join(f"{name} is {mark!r}" for name, mark in wrong.items())
+            raise ValueError(f"{said}: give an ASCII character that ends no line, such as ',', '|' or \"\\t\"")
+        return self
+
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class LabelColumn:
@@ -80,7 +90,7 @@ class LabelColumn:
 
     column: str
     kind: Literal["binary", "number"] = "binary"
-    at_least: float | None = None
+    at_least: Annotated[float, Field(allow_inf_nan=False)] | None = None
     name: str = "label"
 
     @model_validator(mode="after")

@@ -134,6 +134,18 @@ def test_times_have_formats(layout: str, texts: list[str], seconds: list[int]) -
     assert [row.reason for row in block.rejected] == ["time", "time"]
 
 
+@pytest.mark.parametrize("layout", ["%Y-%m-%d", "%d.%m.%Y %H"])
+def test_days_that_a_month_does_not_have_are_no_times(layout: str) -> None:
+    days = [date(year, month, day) for year in (2015, 2016) for month in range(1, 13) for day in range(1, 29)]
+    right = [f"{day:{layout}}" for day in days]
+    wrong = [f"{date(2015, 1, day):{layout}}".replace("-01-", "-02-").replace(".01.", ".02.") for day in (29, 30, 31)]
+    values = {"time": {"column": "t", "format": layout}, "categorical": {"c": {"column": "t"}}}
+    parser = TableParser(TableSchema.from_json(values, "the test"))
+    block = parser.parse(pa.table({"t": [*right, *wrong]}))
+    assert [(row.line, row.reason) for row in block.rejected] == [(len(right) + place, "time") for place in range(3)]
+    assert block.numbers[0].tolist() == [(day - date(1970, 1, 1)).days * 86400 for day in days]
+
+
 def test_rows_to_predict_need_no_label() -> None:
     rows = table(drawn_rows(50, seed=3, odd=0.0))
     parser = TableParser(SCHEMA, needs_label=False)

@@ -1,5 +1,6 @@
 """Schemas of tables: every mistake at once, with its place and what is near it."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,9 @@ FEATURES: dict[str, Any] = {"categorical": {"site": {}}}
         ({"text": {"columns": ["a", "a"], "header": False}, **FEATURES}, ["text.columns", "more than once"]),
         ({"text": {"columns": ["a", "b"]}, **FEATURES}, ["text.columns", "add `header: false`"]),
         ({"text": {"separator": '"'}, **FEATURES}, ["text.quote", "separates fields"]),
+        ({"text": {"separator": "é"}, **FEATURES}, ["text", "separator is 'é'", "ASCII"]),
+        ({"text": {"quote": "\n"}, **FEATURES}, ["text", "quote is '\\n'", "ends no line"]),
+        ({"label": {"column": "c", "at_least": math.nan}, **FEATURES}, ["label.at_least", "finite"]),
     ],
 )
 def test_what_does_not_go_together_is_said_with_its_place(

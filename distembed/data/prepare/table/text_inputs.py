@@ -70,7 +70,8 @@ def text_layout(
         wanted: Says of which types columns of JSON lines may be; None where they may be of any.
 
     Raises:
-        UserError: It is another kind of file, or JSON lines without an object.
+        UserError: It is another kind of file, or JSON lines without an object, or its fields are separated by the
+            quotation mark.
     """
     require_text(Path(source.place), first)
     mark = len(codecs.BOM_UTF8) if first.startswith(codecs.BOM_UTF8) else 0
@@ -85,6 +86,11 @@ def text_layout(
             )
         return TextLayout(tuple(keys), None, mark, 0, wanted)
     separator = text.separator or source.separator or ("\t" if b"\t" in line else ",")
+    if separator == text.quote:
+        raise UserError(
+            f"the schema's text.quote is {text.quote!r}, which separates the fields of {source.place}; give another, "
+            "or text.separator too"
+        )
     fields = _fields(line, separator, text.quote)
     if text.header:
         columns, first_row = fields, end
