@@ -22,7 +22,6 @@ from torchx.runner import get_runner
 from torchx.specs import AppState, file_linter, finder
 from torchx.specs.builders import materialize_appdef
 
-from distembed.data.prepare import CriteoOptions, prepare_criteo
 from distembed.errors import UserError
 from distembed.planning.devices import DEVICES
 from launch import components, resources
@@ -33,8 +32,6 @@ from launch.apps.shape import Shape, parse_shape
 from launch.components import bench, evaluate, prepare, train
 from launch.nodes import await_host
 from launch.nodes.await_host import await_host as wait
-from tests.data import reference
-from tests.data.reference import folder_bytes
 from tests.ranks import free_port
 from tests.small_runs import distembed, write_dataset
 
@@ -417,19 +414,3 @@ def test_two_nodes_on_this_machine_train_as_two_ranks_do(tmp_path: Path, config:
     distembed("train", config, "--run-dir", tmp_path / "direct", ranks=2)
     launched, direct = (last_test_metrics(folder) for folder in (run, tmp_path / "direct"))
     assert launched["logloss"] == direct["logloss"]
-
-
-@pytest.mark.distributed
-def test_two_nodes_on_this_machine_prepare_what_one_process_does(tmp_path: Path) -> None:
-    (tmp_path / "days").mkdir()
-    for day in range(4):
-        (tmp_path / "days" / f"day_{day}.tsv").write_bytes(reference.content(200, day))
-    arguments = ["--output", str(tmp_path / "launched"), "-j", "2x2", "--python", sys.executable]
-    arguments += ["--cpu", "1", "--memMB", "2000", "--", str(tmp_path / "days"), "--split", "days"]
-    with get_runner() as runner:
-        handle = runner.run_component(f"{FILE}:prepare", arguments, "local_cwd", {"log_dir": str(tmp_path / "logs")})
-        status = runner.wait(handle, wait_interval=0.2)
-    printed = "".join(path.read_text() for path in (tmp_path / "logs").rglob("std*.log"))
-    assert status.state == AppState.SUCCEEDED, printed
-    prepare_criteo([tmp_path / "days"], tmp_path / "direct", CriteoOptions(split="days"))
-    assert folder_bytes(tmp_path / "launched") == folder_bytes(tmp_path / "direct")
