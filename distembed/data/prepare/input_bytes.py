@@ -221,8 +221,9 @@ def blocks_of_lines(
             waiting, size = [piece[end:]], len(piece) - end
         elif size > block_bytes + most_line_bytes:
             raise UserError(
-                f"{place} has a line of more than {most_line_bytes} bytes: it is no file of rows that is read here; "
-                "name another"
+                f"{place} has a line of more than {most_line_bytes} bytes: "
+                + ("a quotation mark is never closed there" if quote else "it is no file of rows that is read here")
+                + "; name another"
             )
     if size:
         yield b"".join(waiting)

@@ -342,3 +342,13 @@ def test_ids_are_applied_to_values_of_the_same_meaning(other: dict[str, Any], wo
     assert all(word in str(error.value) for word in (*words, "--vocabulary")), error.value
     renamed = {**values, "dense": {"n": {"transform": "log", "column": "i"}}}
     prepare_table([tmp_path / "rows.csv"], tmp_path / "made", TableSchema.from_json(renamed, "the test"), options)
+
+
+def test_lines_after_a_quotation_mark_that_is_never_closed_are_rejected(tmp_path: Path) -> None:
+    values = {"categorical": {"a": {}}, "split": "none", "text": {"newlines_in_values": True}}
+    schema = TableSchema.from_json(values, "the test")
+    (tmp_path / "rows.csv").write_bytes(b'a,b\n"x\ny",1\nz,2\n"never,3\n' + b"w,4\n" * 500 + b"w,5")
+    manifest = prepare_table([tmp_path / "rows.csv"], tmp_path / "made", schema, TableOptions(max_rejected=1))
+    assert (manifest.splits["train"].num_rows, manifest.rejected.num_rows) == (2, 502)
+    with pytest.raises(UserError, match="502 of 504 rows are malformed"):
+        prepare_table([tmp_path / "rows.csv"], tmp_path / "other", schema)

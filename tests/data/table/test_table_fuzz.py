@@ -29,10 +29,13 @@ def num_records(content: bytes, form: str, quoted_newlines: bool) -> int:
     """Returns the number of lines without the header, or of records where quoted values may have newlines."""
     if quoted_newlines:
         num_quotes = records = 0
-        for line in content.split(b"\n")[:-1]:
+        is_closed = content.count(b'"') % 2 == 0
+        lines = content.split(b"\n")
+        for number, line in enumerate(lines[:-1]):
             num_quotes += line.count(b'"')
-            records += num_quotes % 2 == 0
-        return max(0, records + (not content.endswith(b"\n") or num_quotes % 2 > 0) - 1)
+            is_last = not is_closed and b'"' not in b"".join(lines[number + 1 :])
+            records += num_quotes % 2 == 0 or is_last
+        return max(0, records + (lines[-1] != b"") - 1)
     lines = content.split(b"\n")
     return max(0, len(lines) - (lines[-1] == b"") - (form != "rows.jsonl"))
 

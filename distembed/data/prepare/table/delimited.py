@@ -4,7 +4,8 @@ A line is no row, for the first of these reasons that holds:
 
 - ``text``: it is not UTF-8, or has a carriage return that ends no line;
 - ``columns``: it is empty, has another number of fields than the header, or its quotation marks do not go in pairs: a
-  quoted field begins and ends with one, and has two for each that is meant.
+  quoted field begins and ends with one, and has two for each that is meant. Where a value may have several lines, all
+  lines after a mark that is never closed are no rows.
 
 Almost every block has only rows and no quotation mark, which one parse by Arrow finds out. Where anything else turns
 up, the lines at fault are found first, and the others are parsed.
@@ -101,7 +102,7 @@ def _bad_lines(lines: Lines, dialect: Dialect) -> dict[int, str]:
         lengths = np.diff(lines.ends, prepend=0)
         bad |= {line: "columns" for line in np.flatnonzero(lengths <= 2).tolist() if not lines.line(line)}
     if dialect.quote is not None and dialect.quote.encode() in text:
-        bad |= dict.fromkeys(_badly_quoted(lines, dialect), "columns")
+        bad |= dict.fromkeys((*_badly_quoted(lines, dialect), *lines.unclosed), "columns")
     if has_returns:
         bad |= {line: "text" for line in range(len(lines)) if _stray_return(lines, line, dialect)}
     if not text.isascii():

@@ -68,7 +68,8 @@ class Lines:
 
     Attributes:
         text: The text.
-        quote: A quotation mark between two of which a newline ends no line; None where each newline does.
+        quote: A quotation mark between two of which a newline ends no line; None where each newline does. After one
+            that is never closed, each does.
     """
 
     text: bytes
@@ -81,7 +82,10 @@ class Lines:
         ends = np.flatnonzero(values == ord("\n")) + 1
         if self.quote is not None and self.quote in self.text:
             quotes = np.flatnonzero(values == self.quote[0])
-            ends = ends[np.searchsorted(quotes, ends) % 2 == 0]
+            is_enclosed = np.searchsorted(quotes, ends) % 2 == 1
+            if len(quotes) % 2:
+                is_enclosed &= ends <= quotes[-1]
+            ends = ends[~is_enclosed]
         if len(values) and (not len(ends) or ends[-1] < len(values)):
             ends = np.append(ends, len(values))
         return ends
@@ -90,6 +94,13 @@ class Lines:
         if self.quote is not None:
             return len(self.ends)
         return self.text.count(b"\n") + (self.text[-1:] not in (b"", b"\n"))
+
+    @property
+    def unclosed(self) -> range:
+        """The lines from a quotation mark on that is never closed."""
+        if self.quote is None or self.text.count(self.quote) % 2 == 0:
+            return range(0)
+        return range(int(np.searchsorted(self.ends, self.text.rindex(self.quote), "right")), len(self))
 
     def line(self, number: int) -> bytes:
         """Returns a line without its end."""
