@@ -235,6 +235,7 @@ def test_a_file_without_rows_among_others_is_said(tmp_path: Path) -> None:
         ("loop", "symbolic links"),
         ("dangling", "is a link to nowhere, which does not exist"),
         ("missing.tsv", "does not exist"),
+        ("day_*.tsv", "prepare table"),
         ("rows.tsv/x", "Not a directory"),
         ("x" * 300, "File name too long"),
         ("a\0b", "null byte"),
@@ -279,3 +280,8 @@ def test_a_name_of_any_bytes_is_written_down(tmp_path: Path) -> None:
         assert manifest == Manifest.load(tmp_path / "out") and manifest.sources[0].name == name
         lines = (tmp_path / "out" / "rejected.tsv").read_bytes().split(b"\n")
         assert len(lines) == 3 and len(lines[1].split(b"\t")) == 4
+
+
+def test_a_url_says_what_reads_it(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="s3:/days/day_0.gz does not exist.*prepare table.*--schema criteo"):
+        prepare_criteo([Path("s3://days/day_0.gz")], tmp_path / "out")

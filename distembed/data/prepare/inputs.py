@@ -6,7 +6,9 @@ A pipe can be read once only, and says neither how long it is nor where it lies:
 
 from __future__ import annotations
 
+import glob
 import os
+import re
 import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from distembed.errors import UserError
 from distembed.units import enumerate_names
 
 STANDARD_INPUT = Path("/dev/stdin")
+_URL = re.compile(r"[a-z][a-z0-9]+:/", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -79,12 +82,19 @@ class InputFiles:
                 raise UserError("standard input is closed: pipe rows into the command, or name a file.") from None
             if os.path.islink(path):
                 raise UserError(f"{path} is a link to {os.readlink(path)}, which does not exist.") from None
-            raise UserError(f"{path} does not exist; name {self.can_be_named}.") from None
+            raise UserError(f"{path} does not exist; name {self.can_be_named}.{_table_hint(str(path))}") from None
         except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
             raise UserError(f"{str(path)!r} cannot be read: {error}; name {self.can_be_named}.") from error
         if path == STANDARD_INPUT and os.isatty(0):
             raise UserError("standard input is a terminal: pipe rows into the command, or name a file.")
         return mode
+
+
+def _table_hint(name: str) -> str:
+    """Returns what reads what looks like a URL, of which a path has lost a slash, or like a pattern; else nothing."""
+    if not _URL.match(name) and not glob.has_magic(name):
+        return ""
+    return " URLs and patterns are read by `distembed prepare table`, Criteo's rows with `--schema criteo`."
 
 
 def require_distinct(files: list[Path]) -> list[Path]:
