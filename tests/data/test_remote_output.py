@@ -93,6 +93,9 @@ def test_what_is_there_is_replaced_only_when_asked_for(rows: Path, tmp_path: Pat
     before = remote_bytes(URL)
     with pytest.raises(UserError, match=f"{URL} exists already"):
         prepare_criteo([rows], URL, OPTIONS, limits(tmp_path))
+    (tmp_path / "nothing.tsv").write_bytes(b"no row\n")
+    with pytest.raises(UserError, match="malformed"):
+        prepare_criteo([tmp_path / "nothing.tsv"], URL, OPTIONS, limits(tmp_path), overwrite=True)
     assert remote_bytes(URL) == before and not list((tmp_path / "work").iterdir())
     (tmp_path / "more").write_bytes(b"more")
     remote.upload(tmp_path / "more", f"{URL}/train/part-99999.parquet")
@@ -103,6 +106,24 @@ def test_what_is_there_is_replaced_only_when_asked_for(rows: Path, tmp_path: Pat
     remote.remove_remote(f"{URL}/manifest.json")
     with pytest.raises(UserError, match="has files and is no dataset"):
         prepare_criteo([rows], URL, OPTIONS, limits(tmp_path))
+
+
+def test_files_that_are_of_no_dataset_stay(rows: Path, tmp_path: Path, flaky: type[Flaky]) -> None:
+    remote.upload(rows, f"{URL}/days/rows.tsv")
+    for overwrite in (False, True):
+        with pytest.raises(UserError, match="of no dataset, such as days/rows.tsv"):
+            prepare_criteo([rows], URL, OPTIONS, limits(tmp_path), overwrite=overwrite)
+    assert list(remote_bytes(URL)) == ["days/rows.tsv"]
+
+
+def test_a_url_may_be_written_in_other_ways(rows: Path, tmp_path: Path) -> None:
+    prepare_criteo([rows], tmp_path / "local", OPTIONS)
+    for url in (f"local://{tmp_path}/made", f"file://{tmp_path}//twice/"):
+        prepare_criteo([rows], url, OPTIONS, limits(tmp_path))
+        with pytest.raises(UserError, match="exists already"):
+            prepare_criteo([rows], url, OPTIONS, limits(tmp_path))
+        prepare_criteo([rows], url, OPTIONS, limits(tmp_path), overwrite=True)
+    assert folder_bytes(tmp_path / "made") == folder_bytes(tmp_path / "local") == folder_bytes(tmp_path / "twice")
 
 
 def test_the_work_is_done_in_a_local_folder(rows: Path, tmp_path: Path) -> None:

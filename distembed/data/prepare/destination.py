@@ -1,20 +1,29 @@
 """Where a dataset goes: a local folder that appears at once, or a URL to which each file goes once it is written.
 
 At a URL, other readers may see a dataset grow: it is one when its manifest is there, which is uploaded last and, where
-a dataset is replaced, removed first.
+a dataset is replaced, removed before the first file is.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from distembed.checksums import checksum_of
 from distembed.data.dataset.manifest import MANIFEST_NAME
-from distembed.data.remote import is_url, join_url, remove_remote, upload, walk_remote
+from distembed.data.prepare.rejected_rows import REJECTED_NAME
+from distembed.data.prepare.split import SPLIT_NAMES
+from distembed.data.remote import file_system, is_url, join_url, remove_remote, upload, walk_remote
 from distembed.errors import UserError
+
+_DATASET_FILE = re.compile(
+    rf"({'|'.join(SPLIT_NAMES)})/part-[0-9]+\.parquet|vocabulary/[^/]+\.parquet|[^/]+\.bin|"
+    rf"{re.escape(MANIFEST_NAME)}|{re.escape(REJECTED_NAME)}"
+)
+"""What a dataset's files are named."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,7 @@ class Destination:
         return self.url is not None
 
     def begin(self, is_resumed: bool) -> None:
-        """Makes sure that nothing is at the URL but what may be replaced, whose manifest goes first.
+        """Makes sure that nothing is at the URL but what may be replaced.
 
         Args:
             is_resumed: Whether this goes on with an upload of its own.
@@ -79,8 +88,13 @@ class Destination:
         """
         if self.url is None:
             return
-        found = {file.url for file in walk_remote(self.url)}
-        is_dataset = join_url(self.url, MANIFEST_NAME) in found
+        found = self._files_there()
+        is_dataset = MANIFEST_NAME in found
+        if others := sorted(name for name in found if not _DATASET_FILE.fullmatch(name)):
+            raise UserError(
+                f"{self.url} has files that are of no dataset, such as {others[0]}, which stay as they are: name "
+                "another output"
+            )
         if is_dataset and not is_resumed and not self.overwrite:
             raise UserError(f"{self.url} exists already: name another output, or replace it with --overwrite")
         if found and not is_dataset and not is_resumed and not self.overwrite:
@@ -88,8 +102,11 @@ class Destination:
                 f"{self.url} has files and is no dataset (no {MANIFEST_NAME}), perhaps since it was not finished: name "
                 "another output, or replace it with --overwrite"
             )
-        if is_dataset:
-            remove_remote(join_url(self.url, MANIFEST_NAME))
+
+    def remove_manifest(self) -> None:
+        """Removes the manifest at the URL, if one is there: what is there is no dataset any more, or not yet."""
+        if self.url is not None and (url := self._files_there().get(MANIFEST_NAME)):
+            remove_remote(url)
 
     def move(self, folder: Path, file: str) -> None:
         """Uploads a file of the dataset's folder, and removes it there; a local one stays."""
@@ -109,8 +126,14 @@ class Destination:
         files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} - {MANIFEST_NAME}
         for file in sorted(files):
             upload(folder / file, join_url(self.url, file))
-        kept = {join_url(self.url, file) for file in (*files, *moved)}
-        for old in walk_remote(self.url):
-            if old.url not in kept:
-                remove_remote(old.url)
+        for name, url in self._files_there().items():
+            if name not in (*files, *moved) and _DATASET_FILE.fullmatch(name):
+                remove_remote(url)
         upload(folder / MANIFEST_NAME, join_url(self.url, MANIFEST_NAME))
+
+    def _files_there(self) -> dict[str, str]:
+        """Returns the URL of each file at the URL, by its name there; one file may have several URLs."""
+        assert self.url is not None
+        _, path = file_system(self.url)
+        found = {file_system(file.url)[1].removeprefix(f"{path}/"): file.url for file in walk_remote(self.url)}
+        return {name: url for name, url in found.items() if name != path}  # some stores have a file for a folder

@@ -284,6 +284,8 @@ class Preparation:
             work.advance(task, written.file.num_rows * row_bytes, written.file.num_rows)
             return {"file": asdict(written.file), "label_sum": written.label_sum, "weight_sum": written.weight_sum}
 
+        if self.destination.is_remote:
+            work.run_stage("replace", ["manifest"], lambda _: self.destination.remove_manifest())
         largest_first = sorted(plans, key=lambda path: plans[path].start - plans[path].stop)
         results = work.run_stage(
             "write", largest_first, do, threads=self.limits.num_writers, total_bytes=total_rows * row_bytes
