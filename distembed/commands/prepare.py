@@ -32,7 +32,7 @@ class DatasetOptions:
     )
     hash_seed: Annotated[int, typer.Option(help="Seed of the hash.")] = 0
     split: Annotated[
-        str, typer.Option(help="Shares of training, validation and test in time order, `days`, or `none`.")
+        str, typer.Option(help="Shares of training, validation and test in time order, `days`, `none`, or `test`.")
     ] = "0.8,0.1,0.1"
     max_rejected: Annotated[float, typer.Option(help="Share of malformed rows, above which nothing is written.")] = 0.01
     missing: Annotated[

@@ -28,8 +28,8 @@ class TableDatasetOptions:
     split: Annotated[
         str | None,
         typer.Option(
-            help="Shares of training, validation and test, `days`, `none`, `time:0.8,0.1,0.1`, `time:T1,T2` or "
-            "`column:NAME`, in place of the schema's."
+            help="Shares of training, validation and test, `days`, `none`, `time:0.8,0.1,0.1`, `time:T1,T2`, "
+            "`column:NAME` or, with --vocabulary, `validation` or `test`, in place of the schema's."
         ),
     ] = None
     min_count: Annotated[

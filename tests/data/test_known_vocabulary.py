@@ -10,7 +10,9 @@ from distembed.commands.shared import console, errors
 from distembed.data.dataset.manifest import Manifest, id_fingerprint
 from distembed.data.prepare import CriteoOptions, PrepareOptions, ResourceLimits, prepare_criteo, prepare_rows
 from distembed.data.prepare.blocks import BlockLayout, KeyColumn, NumberColumn
+from distembed.data.prepare.notes import describe_dataset
 from distembed.errors import UserError
+from distembed.statistics.dataset import dataset_statistics
 from tests.data import any_rows, reference
 from tests.data.any_rows import FLOAT32, LAYOUT, PythonRows, Row, random_rows, read_split, read_vocabulary
 from tests.data.reference import folder_bytes
@@ -93,6 +95,52 @@ def test_only_training_rows_grow_a_vocabulary(tmp_path: Path) -> None:
     column = KEYS["user"]
     values = any_rows.vocabulary(THIRD[:75], column, any_rows.vocabulary(FIRST, column))
     assert [key for _, key, _ in read_vocabulary(tmp_path / "out", "user")] == values
+
+
+@pytest.mark.parametrize("grow", [False, True])
+def test_values_out_of_vocabulary_are_counted_in_every_split(tmp_path: Path, grow: bool) -> None:
+    prepare(FIRST, tmp_path / "first")
+    manifest = prepare(THIRD, tmp_path / "out", tmp_path / "first", grow, split="1/3,1/3,1/3")
+    splits = {"train": THIRD[:50], "validation": THIRD[50:100], "test": THIRD[100:]}
+    for name, column in KEYS.items():
+        values = any_rows.vocabulary(FIRST, column)
+        values = any_rows.vocabulary(splits["train"], column, values) if grow else values
+        expected = {
+            split: sum(count for value, count in counts(rows, column).items() if value not in values)
+            for split, rows in splits.items()
+        }
+        entry = manifest.vocabularies[name]
+        assert entry.rows_dropped_by_split == expected and entry.rows_dropped == expected["train"], name
+        assert Manifest.load(tmp_path / "out").vocabularies[name] == entry
+        assert Manifest.load(tmp_path / "first").vocabularies[name].rows_dropped_by_split is None
+    totals = [
+        sum((entry.rows_dropped_by_split or {})[split] for entry in manifest.vocabularies.values()) for split in splits
+    ]
+    assert min(totals) > 0
+    said = " ".join(describe_dataset(manifest, "out"))
+    for split, total in zip(splits, totals, strict=True):
+        assert f"{total:,} times in {split}" in said
+
+
+@pytest.mark.parametrize("split", ["validation", "test"])
+def test_rows_may_be_evaluated_only(tmp_path: Path, split: str) -> None:
+    prepare(FIRST, tmp_path / "first")
+    manifest = prepare(SECOND, tmp_path / "out", tmp_path / "first", split=split)
+    assert {name: each.num_rows for name, each in manifest.splits.items()} == {split: len(SECOND)}
+    got = read_split(tmp_path / "out", split)
+    for name, column in KEYS.items():
+        values = any_rows.vocabulary(FIRST, column)
+        assert [row[name] for row in got] == [any_rows.ids(row, column, values) for row in SECOND]
+        unseen = sum(count for value, count in counts(SECOND, column).items() if value not in values)
+        assert manifest.vocabularies[name].rows_dropped_by_split == {split: unseen}
+        assert manifest.vocabularies[name].rows_dropped == 0
+    first = Manifest.load(tmp_path / "first")
+    assert id_fingerprint(tmp_path / "out", manifest) == id_fingerprint(tmp_path / "first", first)
+    assert dataset_statistics(tmp_path / "out").splits[split].num_rows == len(SECOND)
+    for grow, known in ((False, None), (True, tmp_path / "first")):
+        with pytest.raises(UserError, match=f"{split}', so that no row trains, and ids are learnt"):
+            prepare(SECOND, tmp_path / "refused", known, grow, split)
+    assert not (tmp_path / "refused").exists()
 
 
 @pytest.mark.parametrize("kind", ["kept", "config"])

@@ -93,6 +93,8 @@ class Vocabulary:
             fewer than ``min_count`` times, or that the vocabulary of another dataset lacks which was applied.
         rows_dropped: Number of training rows that hold one of these; of lists, how often they occur.
         rows_missing: Number of training rows without a value; of lists, with an empty one.
+        rows_dropped_by_split: Where the vocabulary of another dataset was applied, ``rows_dropped`` of the rows of each
+            split, so of values too that training rows lack; None elsewhere.
     """
 
     file: str
@@ -100,6 +102,14 @@ class Vocabulary:
     num_dropped: int
     rows_dropped: int
     rows_missing: int
+    rows_dropped_by_split: Mapping[str, int] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the vocabulary as plain JSON values."""
+        value = dataclasses.asdict(self)
+        if self.rows_dropped_by_split is None:
+            del value["rows_dropped_by_split"]  # so that datasets with ids of their own have the same bytes as before
+        return value
 
 
 @dataclass(frozen=True)
@@ -272,7 +282,7 @@ class Manifest:
             "schema": self.schema.to_json(),
             "splits": {name: split.to_json() for name, split in self.splits.items()},
             "preparation": dict(self.preparation),
-            "vocabularies": {name: dataclasses.asdict(entry) for name, entry in self.vocabularies.items()},
+            "vocabularies": {name: entry.to_json() for name, entry in self.vocabularies.items()},
             "sources": [dataclasses.asdict(source) for source in self.sources],
             "rejected": {**dataclasses.asdict(self.rejected), "by_reason": dict(self.rejected.by_reason)},
         }

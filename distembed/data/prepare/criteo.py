@@ -37,8 +37,8 @@ class CriteoOptions:
         min_count: Values seen fewer times in the training rows share the out-of-vocabulary id; 1 or more.
         hash_size: Size of the tables that ids are hashed into, 2 to 2^62; None builds a vocabulary instead.
         hash_seed: Seed of the hash, below 2^64.
-        split: How rows are divided (:mod:`~distembed.data.prepare.split`): by shares, ``days`` or ``none``; Criteo's
-            rows have no column that says more.
+        split: How rows are divided (:mod:`~distembed.data.prepare.split`): by shares, ``days``, ``none`` or, with
+            ``vocabulary``, ``validation`` or ``test``; Criteo's rows have no column that says more.
         max_rejected: Largest share of malformed rows that is no error; they are listed in ``rejected.tsv``.
         missing: What becomes of missing integers: ``zero``, so that they are as zeros, or ``keep``: they are null.
         vocabulary: Folder of a dataset, or of a run, whose ids are applied; other values are out of vocabulary.

@@ -6,7 +6,7 @@ import functools
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,10 @@ class DatasetColumns:
             room = VocabularyRoom(self.folder, file, scratch, self.limits.vocabulary_keys)
             applied = None if base is None else base.vocabulary(column.name)
             id_map, vocabulary = build_vocabulary(values, room, applied)
-        self._lookup(column.name, id_map.num_embeddings).write(self.blocks, values.place, id_map)
+        lookup = self._lookup(column.name, id_map.num_embeddings)
+        lookup.write(self.blocks, values.place, id_map)
+        if vocabulary is not None and base is not None:
+            vocabulary = replace(vocabulary, rows_dropped_by_split=values.out_of_vocabulary(lookup))
         mean_ids = None
         if column.is_list:
             keeps_mean = base is not None and not base.grows

@@ -89,6 +89,24 @@ class FeatureValues:
             )
         return rows_missing
 
+    def out_of_vocabulary(self, lookup: LookupTables) -> dict[str, int]:
+        """Returns how often values of each split are out of vocabulary.
+
+        Args:
+            lookup: The ids of all blocks' codes.
+        """
+        found = dict.fromkeys(self.splits.names, 0)
+        for block in self.blocks:
+            is_out = lookup.table(block.index) == OUT_OF_VOCABULARY_ID
+            if not is_out.any():
+                continue
+            for split, name in enumerate(found):
+                rows = self.splits.rule.rows(block, split)
+                is_list = self.column.is_list
+                codes = list_rows(block.lists(self.place), rows).values if is_list else block.codes(self.place)[rows]
+                found[name] += int(np.count_nonzero(is_out[codes]))
+        return found
+
     def mean_values_per_row(self) -> float:
         """Returns the mean number of values of the training rows, of a column of lists."""
         num_values = sum(

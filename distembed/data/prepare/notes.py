@@ -55,13 +55,16 @@ _LEFT_OUT = {
 
 
 def _applied_text(manifest: Manifest) -> str:
-    """Returns what became of the training rows' values that the vocabulary of another dataset lacks."""
+    """Returns what became of the values that the vocabulary of another dataset lacks."""
     base, entries = manifest.preparation["base"], manifest.vocabularies
     new = sum(entry.num_ids - base["num_ids"][name] for name, entry in entries.items())
-    lacking = sum(entry.num_dropped for entry in entries.values())
-    rows = sum(entry.rows_dropped for entry in entries.values())
+    counts = {
+        name: sum((entry.rows_dropped_by_split or {}).get(name, 0) for entry in entries.values())
+        for name in manifest.splits
+    }
     grown = f"{new:,} values have new ids behind the known ones, and " if base["grow"] else ""
-    return f"{grown}{lacking:,} values are out of the vocabulary that was applied, {rows:,} times in training"
+    times = ", ".join(f"{count:,} times in {name}" for name, count in counts.items())
+    return f"{grown}values are out of the vocabulary that was applied {times}"
 
 
 def _label_text(manifest: Manifest, split: Split) -> str:

@@ -39,4 +39,9 @@ class PrepareOptions:
             )
         if self.grow and self.vocabulary is None:
             raise UserError("grow (--grow) is given without vocabulary (--vocabulary), the dataset or run to grow")
-        SplitRule.parse(self.split)
+        if not SplitRule.parse(self.split).trains and (self.vocabulary is None or self.grow):
+            remedy = "leave out --grow" if self.grow else "name a dataset or a run with vocabulary (--vocabulary)"
+            raise UserError(
+                f"split (--split) is {self.split!r}, so that no row trains, and ids are learnt on rows that train: "
+                f"{remedy}, or give a split such as '0.8,0.1,0.1'"
+            )

@@ -243,7 +243,7 @@ class Preparation:
             times = work.run_stage("times", ["times"], do)["times"]
         by_row = row_rule(rule, self.source.layout, ingested.source_rows(), times)
         splits = RowSplits(rule.names, by_row, self._count_rows(work, by_row, len(rule.names), blocks))
-        if not splits.num_rows[0]:
+        if rule.trains and not splits.num_rows[0]:
             total = sum(block.num_rows for block in blocks)
             raise UserError(
                 f"the training part has no rows: the input has only {total}, of which --split {self.options.split} "

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from distembed.data.prepare.blocks import BlockLayout, IdColumn, KeyColumn
 from distembed.data.prepare.key_counts import KeyCounter, chunks, from_ordered_bits, ordered_bits
-from distembed.data.prepare.split import TRAIN, SplitRule
+from distembed.data.prepare.split import SPLIT_NAMES, TRAIN, SplitRule
 from distembed.data.prepare.spool import SpooledBlock
 from distembed.data.table.text_keys import text_keys
 from distembed.errors import UserError
@@ -88,7 +88,7 @@ class RowSplits:
     """The rows of all splits.
 
     Attributes:
-        names: Names of the splits in order; training is the first.
+        names: Names of the splits in order; training is the first, where there is one.
         rule: Says which split a row is in.
         counts: Number of rows of each block in each split, ``[blocks, splits]``.
     """
@@ -104,7 +104,7 @@ class RowSplits:
 
     def train_rows(self, block: SpooledBlock) -> Rows:
         """Returns the rows of a block that train."""
-        return self.rule.rows(block, TRAIN)
+        return self.rule.rows(block, TRAIN) if self.names[TRAIN] == SPLIT_NAMES[TRAIN] else slice(0, 0)
 
     def parts(self, split: int, start: int, stop: int) -> list[tuple[int, int, int]]:
         """Returns where rows ``[start, stop)`` of a split lie: blocks, and which rows of the split in the block."""

@@ -4,6 +4,8 @@
 ``days``                    every input is a day (one input is cut into seven); the last day is halved into validation
                             and test, the others train
 ``none``                    all rows train
+``validation``, ``test``    all rows are in this split and none trains: new files that are only evaluated, by the ids of
+                            another dataset (``--vocabulary``)
 ``time:0.8,0.1,0.1``        as shares, in the order of the time column; rows of the time at which a split begins are all
                             in that split
 ``time:2014-10-28,2014-10-30``  validation begins at the first time, test at the second; numbers are seconds since
@@ -29,6 +31,8 @@ SPLIT_NAMES = ("train", "validation", "test")
 TRAIN = 0
 """Number of the training split among those that a dataset has."""
 BY_DAYS, ALL_TRAIN = "days", "none"
+EVALUATED = SPLIT_NAMES[1:]
+"""Splits that all rows may be in, where another dataset says what ids mean."""
 
 # Exponents would allow numbers that take hours to write out.
 _SHARE = re.compile(r"[0-9]{0,20}\.?[0-9]{1,20}|[0-9]{1,20}/[0-9]{1,20}", re.ASCII)
@@ -68,8 +72,8 @@ class SplitRule:
     """How rows are divided, as the module's docstring lists it.
 
     Attributes:
-        kind: ``shares`` of the rows, ``days``, ``none``, ``time`` or ``column``.
-        names: The splits that there are, in order; training is the first.
+        kind: ``shares`` of the rows, ``days``, ``none``, where all are in one split, ``time`` or ``column``.
+        names: The splits that there are, in order; training is the first, where there is one.
         shares: Shares of the splits, exact numbers that add up to 1, of ``shares`` and ``time``; () without.
         times: Times at which the splits after training begin, of ``time`` without shares.
         column: Column whose values say it, of ``column``.
@@ -95,6 +99,8 @@ class SplitRule:
             return cls("days")
         if text == ALL_TRAIN:
             return cls("none", SPLIT_NAMES[:1])
+        if text in EVALUATED:
+            return cls("none", (text,))
         if kind == _TIME:
             return _parse_times(text, rest)
         if kind == _COLUMN:
@@ -102,12 +108,18 @@ class SplitRule:
         wanted = (
             f"split (--split) is {text[:100]!r}: it must be three shares that add up to 1, such as '0.8,0.1,0.1' or "
             "'1/2,1/4,1/4', of which the second and the third may be 0; 'days'; 'none'; 'time:' with such shares, or "
-            "with the times at which validation and test begin; or 'column:' with the name of a column"
+            "with the times at which validation and test begin; 'column:' with the name of a column; or, with "
+            "--vocabulary, 'validation' or 'test'"
         )
         shares = parse_shares(text, wanted)
         if len(shares) != len(SPLIT_NAMES):
             raise UserError(wanted)
         return cls("shares", *_present(shares))
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is a split that trains."""
+        return self.names[TRAIN] == SPLIT_NAMES[TRAIN]
 
     @property
     def needs_time(self) -> bool:
