@@ -253,3 +253,19 @@ def test_days_of_criteo_one_after_the_other(tmp_path: Path) -> None:
     assert id_fingerprint(tmp_path / "applied", applied) == id_fingerprint(tmp_path / "0", first)
     with pytest.raises(UserError, match="--hash-size"):
         command(tmp_path / "day1.tsv", "-o", tmp_path / "hashed", "--vocabulary", tmp_path / "0", "--hash-size", 50)
+
+
+@pytest.mark.parametrize(("missing", "other"), [("zero", "keep"), ("keep", "zero")])
+def test_criteo_options_that_make_other_values_are_refused(tmp_path: Path, missing: str, other: str) -> None:
+    (tmp_path / "day.tsv").write_bytes(reference.content(50, 1))
+    command(tmp_path / "day.tsv", "-o", tmp_path / "0", "--missing", missing)
+    known = ("--vocabulary", tmp_path / "0")
+    said = f"dense.I1.missing is '{other}' and was '{missing}', .* and 8 more. Give .* --missing"
+    with pytest.raises(UserError, match=said):
+        command(tmp_path / "day.tsv", "-o", tmp_path / "1", *known, "--missing", other)
+    assert not (tmp_path / "1").exists()
+    # how often values are seen, and how rows are divided, may differ
+    command(tmp_path / "day.tsv", "-o", tmp_path / "1", *known, "--missing", missing, "--min-count", 7)
+    command(tmp_path / "day.tsv", "-o", tmp_path / "2", *known, "--missing", missing, "--split", "test")
+    with pytest.raises(UserError, match="so that no row trains"):
+        command(tmp_path / "day.tsv", "-o", tmp_path / "3", "--split", "test")

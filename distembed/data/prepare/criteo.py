@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distembed.data.dataset.manifest import Manifest
+from distembed.data.prepare.base import Base
 from distembed.data.prepare.criteo_rows import CriteoSource
 from distembed.data.prepare.inputs import require_outside
 from distembed.data.prepare.limits import ResourceLimits
@@ -130,7 +131,21 @@ def prepare_criteo(
     options = options or CriteoOptions()
     sources = list_sources(inputs, note)
     require_outside(sources, Path(output))
+    if options.vocabulary is not None:
+        _require_same_values(options, Base.load(options.vocabulary, options.grow))
     source = CriteoSource(sources, options)
     return prepare_rows(
         source, output, options.prepare_options(), limits, overwrite=overwrite, progress=progress, note=note
     )
+
+
+def _require_same_values(options: CriteoOptions, base: Base) -> None:
+    """Makes sure that the options make the same values of rows as the dataset has whose ids are applied.
+
+    Raises:
+        UserError: They make others.
+    """
+    from distembed.data.prepare.same_values import require_same_values  # schemas take 60 ms to load
+    from distembed.data.table.schema_files import schema_of_preparation
+
+    require_same_values(schema_of_preparation(options.prepare_options().recorded), base)

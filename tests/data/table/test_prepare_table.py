@@ -322,7 +322,7 @@ def test_a_line_of_another_type_is_rejected_whatever_is_beside_it(wrong: str, tm
 @pytest.mark.parametrize(
     "other, words",
     [
-        ({"dense": {"n": {}}}, ["dense.n.transform is 'none', and was 'log'"]),
+        ({"dense": {"n": {}}}, ["dense.n.transform is 'none' and was 'log'"]),
         ({"dense": {"n": {"transform": "log", "missing": "keep"}}}, ["dense.n.missing is 'keep'"]),
         ({"categorical": {"c": {}, "i": {"kind": "log_bins"}}}, ["categorical.i.kind is 'log_bins'"]),
         (

@@ -14,12 +14,12 @@ from distembed.data.prepare.limits import ResourceLimits
 from distembed.data.prepare.options import PrepareOptions
 from distembed.data.prepare.pipeline import prepare_rows
 from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ignore
+from distembed.data.prepare.same_values import require_same_values
 from distembed.data.prepare.table.inputs import find_inputs
 from distembed.data.prepare.table.source import TableSource
 from distembed.data.remote import is_url
-from distembed.data.table.schema import CRITEO, TABLE, TableSchema
+from distembed.data.table.schema import TABLE, TableSchema
 from distembed.data.table.schema_files import load_schema
-from distembed.errors import UserError
 from distembed.names import one_of
 
 
@@ -101,7 +101,7 @@ def prepare_table(
     local = [Path(each.place) for each in found if not is_url(each.place) and not is_pipe(Path(each.place))]
     require_outside(local, Path(output))
     if options.vocabulary is not None:
-        _require_same_values(chosen, Base.load(options.vocabulary, options.grow))
+        require_same_values(chosen, Base.load(options.vocabulary, options.grow))
     prepared = PrepareOptions(
         split=chosen.split,
         max_rejected=options.max_rejected,
@@ -112,37 +112,3 @@ def prepare_table(
     return prepare_rows(
         TableSource(found, chosen), output, prepared, limits, overwrite=overwrite, progress=progress, note=note
     )
-
-
-def _require_same_values(schema: TableSchema, base: Base) -> None:
-    """Makes sure that columns become what they became in the dataset whose ids are applied.
-
-    Where they are in the table, and how often values have to be seen, may differ.
-
-    Raises:
-        UserError: A number is transformed otherwise, or a value is of another kind.
-    """
-    if base.manifest.preparation.get("source") not in (TABLE, CRITEO):
-        return
-    known = TableSchema.of_manifest(base.manifest)
-    differing = []
-    for name in schema.dense.keys() & known.dense.keys():
-        for what in ("transform", "missing"):
-            own, its = getattr(schema.dense[name], what), getattr(known.dense[name], what)
-            differing += [f"dense.{name}.{what} is {own!r}, and was {its!r}"] if own != its else []
-    for name in schema.categorical.keys() & known.categorical.keys():
-        value, before = schema.categorical[name], known.categorical[name]
-        differing += [f"categorical.{name}.kind is {value.kind!r}, and was {before.kind!r}"] * (
-            value.kind != before.kind
-        )
-        if (value.cross is None) != (before.cross is None):
-            differing.append(f"categorical.{name} is {_crossed(value.cross)}, and was {_crossed(before.cross)}")
-    if differing:
-        raise UserError(
-            f"the schema makes other values of columns than that of the dataset {base.folder} (--vocabulary), whose "
-            f"ids and means are of its own: {'; '.join(sorted(differing))}. Give the schema with which it was prepared"
-        )
-
-
-def _crossed(cross: list[str] | None) -> str:
-    return "a column" if cross is None else f"a cross of {' and '.join(cross)}"
