@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from distembed.names import one_of
 from distembed.runs.record import RunSummary
 
+_OWN_SETTINGS = ("  seed:", "  checkpoint_dir:")
 _BETWEEN = "-_./=, "
 """What stands in names between what differs and the rest."""
 
@@ -119,12 +120,15 @@ def find_baseline(groups: Sequence[RunGroup], name: str) -> RunGroup:
 
 
 def without_seed(config_yaml: str) -> str:
-    """Returns the text of a run's config without the line ``seed`` of its section ``train``."""
+    """Returns the text of a run's config without what each run of a group has of its own in the section ``train``.
+
+    That is its seed, and the place of its checkpoints, where several runs are given one outside of their folders.
+    """
     section, kept = "", []
     for line in config_yaml.splitlines():
         if not line.startswith((" ", "#")):
             section = line
-        if not (section.startswith("train:") and line.startswith("  seed:")):
+        if not (section.startswith("train:") and line.startswith(_OWN_SETTINGS)):
             kept.append(line)
     return "\n".join(kept)
 

@@ -111,3 +111,10 @@ def test_only_the_seed_of_training_is_left_out_of_a_config() -> None:
     assert configs[0] != configs[1]
     others = "data:\n  seed: 1\ntrain:\n  a:\n    seed: 2"
     assert without_seed(f"{others}\n  seed: 3\n") == others
+
+
+def test_places_of_checkpoints_are_left_out_too() -> None:
+    """Since a sweep gives each of its runs one of its own."""
+    settings = (["data.path=somewhere", f"train.seed={i}", f"train.checkpoint_dir=/shared/{i}"] for i in range(2))
+    first, second = (without_seed(load_config(None, each).to_yaml()) for each in settings)
+    assert first == second and "somewhere" in first
