@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
 from typing import Any
 
 import pyarrow as pa
@@ -32,6 +32,7 @@ def rows_table(rows: Any) -> pa.Table:
     if isinstance(rows, Mapping):
         return _of_columns(rows)
     if type(rows).__module__.partition(".")[0] == "pandas" and hasattr(rows, "columns"):
+        _require_columns(rows, rows.columns)
         return _of_columns({str(name): rows[name] for name in rows.columns})
     if isinstance(rows, Sequence) and not isinstance(rows, str | bytes):
         return _of_dictionaries(rows)
@@ -43,7 +44,14 @@ def _of_dictionaries(rows: Sequence[Any]) -> pa.Table:
         if not isinstance(row, Mapping):
             raise UserError(f"row {number} is {_described(row)}; give {_KINDS}.")
     names = dict.fromkeys(name for row in rows for name in row)
+    _require_columns(rows, names)
     return _of_columns({name: [row.get(name) for row in rows] for name in names})
+
+
+def _require_columns(rows: Sized, names: Collection[Any]) -> None:
+    """Refuses rows without any value: a table without columns would have no rows, and there would be no predictions."""
+    if len(rows) and not len(names):
+        raise UserError(f"rows has {len(rows):,} rows and not one column; give each row's values by their columns.")
 
 
 def _of_columns(columns: Mapping[Any, Any]) -> pa.Table:

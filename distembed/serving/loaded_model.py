@@ -74,7 +74,7 @@ def load(
     *,
     data: str | os.PathLike[str] | None = None,
     device: str = "auto",
-    checkpoint: str | None = None,
+    checkpoint: str | int | None = None,
 ) -> LoadedModel:
     """Loads a trained run: its best or newest checkpoint, on one device, and what its ids mean.
 
@@ -83,8 +83,8 @@ def load(
         import distembed
 
         model = distembed.load("runs/qr")
-        model.predict([{"I1": 3, "C1": "68fd1e64"}])    # click probabilities
-        model.embed("C3", ids=[2, 3])                   # vectors [2, 16]
+        model.predict([{"site": "a.com", "price": 3.5}])  # click probabilities
+        model.embed("site", ids=[2, 3])  # vectors [2, 16]
         model.evaluate("test")["auc"]
 
     Args:
@@ -99,7 +99,8 @@ def load(
         UserError: There is no such run, it has no such checkpoint, or there is no such device.
         DamagedCheckpoint: The checkpoint is damaged.
     """
-    return _Source(Path(run).absolute(), None if data is None else os.fspath(data), device, checkpoint).load()
+    choice = None if checkpoint is None else str(checkpoint)
+    return _Source(Path(run).absolute(), None if data is None else os.fspath(data), device, choice).load()
 
 
 class LoadedModel:
@@ -227,6 +228,8 @@ class LoadedModel:
         module, config = self._table(table)
         if (ids is None) == (values is None):
             raise UserError("give either ids= or values=: the ids of the dataset, or raw values.")
+        if ids is not None and not isinstance(ids, Iterable):
+            raise UserError(f"ids is {ids!r}; give a list of ids, of a single one too.")
         if values is not None:
             ids = self._rows.ids_of(config.feature_names[0], values)
         given = torch.from_numpy(ids) if isinstance(ids, np.ndarray) else ids

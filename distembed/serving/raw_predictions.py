@@ -103,7 +103,7 @@ class RawScoring:
                 gather_outputs(outputs, self.ranks)
             return None
         with ExitStack() as resources:
-            lines = resources.enter_context(_Lines.written_to(output, self.columns))
+            lines = resources.enter_context(_Lines.written_to(output, self.columns, opened[0].keys))
             steps = resources.enter_context(closing(Prefetcher(_Steps(opened[0], self.ranks.world_size), _STEPS_AHEAD)))
             for outputs in score(self.state, self._batches(_Feed(collectives, steps, lines))):
                 rows = gather_outputs(outputs, self.ranks)
@@ -222,13 +222,16 @@ class _Lines:
     Args:
         open_writer: Returns the writer for lines of these columns.
         columns: What predictions become in the file.
+        keys: Names of the key columns, which are texts in a file without lines.
 
     Attributes:
         num_lines: Number of lines so far.
     """
 
-    def __init__(self, open_writer: Callable[[pa.Schema], Any], columns: PredictionColumns) -> None:
-        self._open_writer, self._columns = open_writer, columns
+    def __init__(
+        self, open_writer: Callable[[pa.Schema], Any], columns: PredictionColumns, keys: Sequence[str]
+    ) -> None:
+        self._open_writer, self._columns, self._keys = open_writer, columns, keys
         self._writer: Any = None
         self._pieces: deque[ScoredPiece] = deque()
         self._predicted = columns.schema.empty_table()
@@ -236,16 +239,32 @@ class _Lines:
 
     @classmethod
     @contextmanager
-    def written_to(cls, output: Path, columns: PredictionColumns) -> Iterator[_Lines]:
+    def written_to(cls, output: Path, columns: PredictionColumns, keys: Sequence[str]) -> Iterator[_Lines]:
         """Yields lines that are in a file at the end of the block, or nowhere after an error."""
         with ExitStack() as resources:
             temporary = resources.enter_context(whole_file(output))
-            kind = PREDICTION_FORMATS[output.suffix]
-            yield cls(lambda schema: resources.enter_context(kind(temporary, schema)), columns)
+
+            def open_writer(schema: pa.Schema) -> Any:
+                try:
+                    return resources.enter_context(PREDICTION_FORMATS[output.suffix](temporary, schema))
+                except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+                    types = ", ".join(f"{key} {schema.field(key).type}" for key in keys)
+                    raise UserError(
+                        f"--output {output}: {output.suffix} does not hold key columns of such types ({types}: "
+                        f"{error}); write .parquet, or keep other columns."
+                    ) from error
+
+            yield cls(open_writer, columns, keys)
 
     def add_pieces(self, pieces: Sequence[ScoredPiece]) -> None:
-        """Takes the lines of a step, before its predictions are there."""
+        """Takes the lines of a step, before its predictions are there.
+
+        Raises:
+            UserError: The file cannot have such keys.
+        """
         self._pieces.extend(pieces)
+        if self._writer is None and self._pieces:
+            self._open(self._pieces[0].keys.schema)
 
     def add_predictions(self, tables: Sequence[pa.Table]) -> None:
         """Takes the predictions of the next rows, and writes the lines that are complete."""
@@ -260,7 +279,10 @@ class _Lines:
         self.add_predictions([])
         assert not self._pieces and not len(self._predicted), "each row has a prediction"
         if self._writer is None:
-            self._writer = self._open_writer(self._columns.schema)
+            self._open(pa.schema([(key, pa.string()) for key in self._keys]))
+
+    def _open(self, keys: pa.Schema) -> None:
+        self._writer = self._open_writer(pa.schema([*keys, *self._columns.schema]))
 
     def _write(self, piece: ScoredPiece, predicted: pa.Table) -> None:
         places = np.full(piece.num_lines, -1, np.int64)
@@ -268,7 +290,5 @@ class _Lines:
         predictions = predicted.take(pa.array(places, mask=places < 0))
         names = [*piece.keys.column_names, *predictions.column_names]
         lines = pa.table([*piece.keys.columns, *predictions.columns], names=names)
-        if self._writer is None:
-            self._writer = self._open_writer(lines.schema)
         self._writer.write_table(lines)
         self.num_lines += len(lines)

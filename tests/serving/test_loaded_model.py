@@ -172,6 +172,11 @@ def test_weights_that_two_ranks_saved_are_read(tmp_path: Path) -> None:
     assert distembed.load(run).evaluate() == said
 
 
+def test_a_checkpoint_is_named_by_its_number(run: Path, model: LoadedModel) -> None:
+    for name in (model.step, str(model.step)):
+        assert distembed.load(run, checkpoint=name).checkpoint == model.checkpoint
+
+
 def test_what_is_no_run_is_refused(tmp_path: Path, run: Path) -> None:
     with pytest.raises(UserError, match="is no run"):
         distembed.load(tmp_path)

@@ -145,7 +145,8 @@ def test_no_rows_give_no_predictions(table: Path, tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(draw_rows(3)).slice(0, 0), tmp_path / "none.parquet")
     arguments = ("predict", table / "run", "--input", tmp_path / "none.parquet", "--key", "site")
     done = distembed(*arguments, "--output", tmp_path / "found.parquet")
-    assert "0 predictions" in done.stdout and pq.read_table(tmp_path / "found.parquet").num_rows == 0
+    found = pq.read_table(tmp_path / "found.parquet")
+    assert "0 predictions" in done.stdout and found.num_rows == 0 and found.column_names == ["site", "prediction"]
 
 
 @pytest.mark.distributed
@@ -154,6 +155,8 @@ def test_what_can_not_be_scored_is_refused(table: Path, tmp_path: Path) -> None:
     as_parquet(draw_rows(5), tmp_path / "rows.parquet")
     as_csv(draw_rows(5), tmp_path / "rows.csv")
     as_parquet([{**row, "prediction": 1} for row in draw_rows(5)], tmp_path / "taken.parquet")
+    twice = pa.Table.from_pylist(draw_rows(5))
+    pq.write_table(twice.append_column("unused", twice["unused"]), tmp_path / "twice.parquet")
     output = tmp_path / "found.parquet"
     cases: list[tuple[tuple[object, ...], str]] = [
         (("--input", tmp_path / "lacks.parquet"), "no column 'code'"),
@@ -164,9 +167,14 @@ def test_what_can_not_be_scored_is_refused(table: Path, tmp_path: Path) -> None:
         (("--key", "site"), "--key names columns of --input"),
         (("--input", tmp_path / "rows.parquet", "--max-rejected", "2"), "--max-rejected is 2"),
         (("--input", tmp_path / "taken.parquet", "--key", "prediction"), "--key is 'prediction', which a column of"),
+        (("--input", tmp_path / "twice.parquet", "--key", "unused"), "several columns named 'unused'"),
     ]
     for arguments, said in cases:
         done = distembed("predict", table / "run", *arguments, "--output", output, code=2)
         assert said in done.stderr and "Traceback" not in done.stderr and not output.exists(), arguments
     done = distembed("predict", table / "run", "--input", tmp_path / "lacks.parquet", "-o", output, ranks=2, code=2)
     assert "no column 'code'" in done.stderr and "Traceback" not in done.stderr
+    arguments = ("--input", tmp_path / "rows.parquet", "--key", "places", "-o", tmp_path / "found.csv")
+    done = distembed("predict", table / "run", *arguments, ranks=2, code=2)
+    assert ".csv does not hold key columns" in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "found.csv").exists()

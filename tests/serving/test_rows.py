@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,7 @@ def test_rows_that_can_not_be_scored_are_refused_by_name(model: LoadedModel) -> 
             "the column 'site' of rows has values",
         ),
         (lambda: model.predict([{3: 4}]), "a column is named 3"),
+        (lambda: model.predict([{}, {}]), "2 rows and not one column"),
         (lambda: model.predict([{**row, "site": ["a"]} for row in rows]), "column 'site': its type is list<"),
     ]
     for ask, said in cases:
@@ -173,6 +175,10 @@ def test_vectors_of_raw_values_are_those_of_their_ids(folder: Path, model: Loade
         (lambda: model.embed("code", values=["zz"]), "value 0 ('zz')"),
         (lambda: model.embed("age_bin", values=[3.0]), "'age_bin'"),
         (lambda: model.embed("sight", values=["a"]), "Did you mean 'site'"),
+        (lambda: model.embed("site", values="a"), "the one text 'a'"),
+        (lambda: model.embed("site", values=[["a"]]), "of type list<"),
+        (lambda: model.embed("number", values=[datetime(2026, 1, 1)]), "of type timestamp"),
+        (lambda: model.embed("site", ids=1), "ids is 1; give a list"),  # type: ignore[arg-type]
     ]
     for ask, said in cases:
         with pytest.raises(UserError, match=re.escape(said)):

@@ -26,6 +26,7 @@ from distembed.data.prepare.learnt_numbers import bin_ids, number_change
 from distembed.data.prepare.vocabulary import MISSING_ID
 from distembed.data.reader.decode import Block, RecordLayout
 from distembed.data.table.keys import KEY_KINDS, coded, id_column
+from distembed.data.table.raw_columns import VALUE_TYPES, type_kind
 from distembed.data.table.schema import CategoricalColumn, DenseColumn, LabelColumn, TableSchema
 from distembed.data.table.vocabularies import column_id_map
 from distembed.errors import UserError
@@ -90,10 +91,17 @@ class RowEncoder:
                 f"the raw values of {feature!r} are not known: its ids are bins of numbers, or no feature has that "
                 f"name. Known: {enumerate_names(list(kinds))}; give ids for others."
             )
+        if isinstance(values, str | bytes):
+            raise UserError(f"the values of {feature!r} are the one text {values!r}; give a list with it.")
         try:
             given = pa.array(values)
         except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
             raise UserError(f"the values of {feature!r} are not all of one type ({error}).") from error
+        allowed = VALUE_TYPES[kinds[feature]]
+        if type_kind(given.type) not in (*allowed, None):
+            raise UserError(
+                f"the values of {feature!r} are of type {given.type}; give a list of {' or '.join(allowed)}."
+            )
         found = coded(given, pa.array([], pa.string()))
         keys = KEY_KINDS[kinds[feature]](found.distinct)
         if keys.wrong.any():

@@ -17,7 +17,7 @@ TEXT, NUMBER, INTEGER, BOOLEAN, TIME, LIST = "text", "number", "integer", "boole
 """Kinds of Arrow's types; a number may have a fraction."""
 
 _NUMERIC = (TEXT, NUMBER, INTEGER, BOOLEAN)
-_ALLOWED = {
+VALUE_TYPES = {
     "string": (*_NUMERIC, TIME),
     "integer": _NUMERIC,
     "hexadecimal": (TEXT, INTEGER),
@@ -45,12 +45,12 @@ class TableColumns:
         uses += [(schema.time.column, (TEXT, NUMBER, INTEGER, TIME))] if schema.time is not None else []
         uses += [(column, _NUMERIC) for column in schema.dense_columns.values()]
         for name, columns in schema.categorical_columns.items():
-            allowed: Sequence[str] = _ALLOWED[schema.categorical[name].kind]
+            allowed: Sequence[str] = VALUE_TYPES[schema.categorical[name].kind]
             if schema.categorical[name].holds_lists:
                 entries[columns[0]] = [kind for kind in entries.get(columns[0], allowed) if kind in allowed]
                 allowed = (LIST, TEXT, INTEGER)
             uses += [(column, allowed) for column in columns]
-        uses += [(schema.split_column, _ALLOWED["string"])] if schema.split_column is not None else []
+        uses += [(schema.split_column, VALUE_TYPES["string"])] if schema.split_column is not None else []
         keyed, others = _uses_as_keys(schema)
         self.numbers = frozenset(schema.dense_columns.values()) - keyed - others
         self._keyed = keyed - others - set(schema.dense_columns.values())
@@ -99,9 +99,10 @@ class TableColumns:
                 f"{_who_names(missing, self.kinds)}.{hint} It has "
                 f"{enumerate_names([repr(name) for name in types.names])}."
             )
-        for name, allowed in self.kinds.items():
+        for name in dict.fromkeys((*self.kinds, *wanted)):
             if types.names.count(name) > 1:
                 raise UserError(f"{source} has several columns named {name!r}; rename them.")
+        for name, allowed in self.kinds.items():
             type_ = types.field(name).type
             if not self.takes(name, type_):
                 is_of_lists = type_kind(type_) == LIST and self.takes_lists(name)
