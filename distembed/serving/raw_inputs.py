@@ -21,7 +21,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from distembed.data.prepare.blocks import RejectedRow
-from distembed.data.prepare.rejected_rows import RejectedRows
+from distembed.data.prepare.rejected_rows import rejected_rows
 from distembed.data.prepare.table.raw_rows import RawRows
 from distembed.data.prepare.table.source import TableSource
 from distembed.data.reader.decode import Block
@@ -82,14 +82,8 @@ class RawInputs:
         """
         source = self._source
         with tempfile.TemporaryDirectory() as folder:
-            rejected = RejectedRows(
-                Path(folder),
-                [each.place for each in source.inputs],
-                [each.name for each in source.inputs],
-                source.reasons,
-                max_rejected=self._max_rejected,
-                wanted=source.wanted,
-            )
+            places = [each.place for each in source.inputs]
+            rejected = rejected_rows(source, Path(folder), places, self._max_rejected)
             num_lines = 0
             for part in source.parts(_WHOLE):
                 opened, lines_before = source.open(part, _BLOCK_BYTES), 0

@@ -4,7 +4,7 @@ import hashlib
 import math
 import random
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ class PythonRows:
     inputs: list[RawInput] = field(init=False)
     reasons: tuple[str, ...] = ("odd",)
     wanted: str = "A row is a dictionary."
+    hints: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.inputs = [RawInput(f"in{number}", f"place/in{number}", len(each)) for number, each in enumerate(self.rows)]

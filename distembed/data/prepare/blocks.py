@@ -13,7 +13,7 @@ What a column is for, and how its values become numbers or ids, is said once, by
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -229,12 +229,14 @@ class RowSource(Protocol):
         layout: The columns of every block.
         reasons: Why a row can be malformed, in the order of the manifest.
         wanted: What a well-formed row is, in a sentence, for errors.
+        hints: What may be at fault, in a sentence, where most malformed rows are so by a reason.
     """
 
     inputs: list[RawInput]
     layout: BlockLayout
     reasons: tuple[str, ...]
     wanted: str
+    hints: Mapping[str, str]
 
     def parts(self, part_bytes: int) -> list[Part]:
         """Returns the parts of all inputs, in order; each plain input is cut into parts of about so many bytes.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,7 @@ class CriteoSource:
 
     reasons = REASONS
     wanted = "A row is a label (0 or 1), 13 integers and 26 hexadecimal ids, separated by tabs."
+    hints: Mapping[str, str] = {}
 
     def __init__(self, files: Sequence[Path], options: CriteoOptions) -> None:
         self._files = list(files)

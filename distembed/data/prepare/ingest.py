@@ -15,7 +15,7 @@ from typing import Any
 
 from distembed.data.dataset.manifest import Rejected, SourceFile
 from distembed.data.prepare.blocks import OpenPart, Part, RejectedRow, RowSource
-from distembed.data.prepare.rejected_rows import RejectedRows, read_rejected
+from distembed.data.prepare.rejected_rows import RejectedRows, read_rejected, rejected_rows
 from distembed.data.prepare.row_splits import SplitColumn
 from distembed.data.prepare.spool import BlockShape, SpooledBlock, write_block
 
@@ -139,9 +139,7 @@ class PartReader:
         places = [each.place for each in self.source.inputs]
         if part.start:
             places[part.source] += f", from {part.start:,} on"
-        names = [each.name for each in self.source.inputs]
-        reasons, wanted = self.source.reasons, self.source.wanted
-        return RejectedRows(folder, places, names, reasons, max_rejected=self.max_rejected, wanted=wanted)
+        return rejected_rows(self.source, folder, places, self.max_rejected)
 
     def _parse_in_order(self, folder: Path, part: Part, opened: OpenPart) -> Generator[_Parsed, None, None]:
         waiting: deque[Future[_Parsed]] = deque()
@@ -250,9 +248,7 @@ class Ingested:
             UserError: There is no row, too many are malformed, or all are.
         """
         inputs = self.source.inputs
-        places, names = [each.place for each in inputs], [each.name for each in inputs]
-        reasons, wanted = self.source.reasons, self.source.wanted
-        rows = RejectedRows(folder, places, names, reasons, max_rejected=max_rejected, wanted=wanted)
+        rows = rejected_rows(self.source, folder, [each.place for each in inputs], max_rejected)
         lines = [0] * len(inputs)
         for index, (part, found) in enumerate(zip(self.parts, self.found, strict=True)):
             before = lines[part.source]

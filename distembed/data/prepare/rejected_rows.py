@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from distembed.data.dataset.manifest import Rejected
+from distembed.data.prepare.blocks import RowSource
 from distembed.errors import UserError
 
 REJECTED_NAME = "rejected.tsv"
@@ -33,6 +34,7 @@ class RejectedRows:
         reasons: Why a row can be malformed, in the order of the manifest.
         max_rejected: Largest share of malformed rows that is no error.
         wanted: What a row is, in a sentence, for errors.
+        hints: What may be at fault, in a sentence, where most malformed rows are so by a reason.
 
     Attributes:
         by_source: Number of malformed rows of each file.
@@ -47,13 +49,14 @@ class RejectedRows:
         *,
         max_rejected: float,
         wanted: str,
+        hints: Mapping[str, str] = {},
     ) -> None:
         self.by_source = [0] * len(sources)
         self._path = folder / REJECTED_NAME
         self._file: BinaryIO | None = None
         self._sources, self._names = sources, names
         self._reasons = dict.fromkeys(reasons, 0)
-        self._max_rejected, self._wanted = max_rejected, wanted
+        self._max_rejected, self._wanted, self._hints = max_rejected, wanted, hints
         self._examples: list[tuple[int, int, str, str]] = []
 
     @property
@@ -133,14 +136,36 @@ class RejectedRows:
 
     def _complaint(self, num_rows: int) -> str:
         reasons = ", ".join(f"{reason} {count}" for reason, count in self._reasons.items() if count)
+        commonest = max(self._reasons, key=lambda reason: self._reasons[reason])
+        hint = f"{self._hints[commonest]} " if commonest in self._hints else ""
         return (
             f"{self.num_rows} of {num_rows} rows are malformed ({reasons}), which is more than max_rejected="
-            f"{self._max_rejected:g}; nothing was written. {self._wanted} Mend the rows or allow more "
+            f"{self._max_rejected:g}; nothing was written. {self._wanted} {hint}Mend the rows or allow more "
             "(--max-rejected). The first ones:\n  "
             + "\n  ".join(
                 f"{self._sources[source]}:{line}: {why}: {text!r}" for source, line, why, text in self._examples
             )
         )
+
+
+def rejected_rows(source: RowSource, folder: Path, places: Sequence[str], max_rejected: float) -> RejectedRows:
+    """Returns what takes the malformed rows of inputs.
+
+    Args:
+        source: The inputs.
+        folder: Folder that gets ``rejected.tsv``.
+        places: Where each input is, in words.
+        max_rejected: Largest share of malformed rows that is no error.
+    """
+    return RejectedRows(
+        folder,
+        places,
+        [each.name for each in source.inputs],
+        source.reasons,
+        max_rejected=max_rejected,
+        wanted=source.wanted,
+        hints=source.hints,
+    )
 
 
 def read_rejected(folder: Path) -> Iterator[tuple[int, str, bytes]]:

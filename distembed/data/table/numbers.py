@@ -21,8 +21,8 @@ from distembed.data.table.schema import LabelColumn, TimeColumn
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float32]
 
-_LARGEST_TIME = 2**53
-"""Times beyond are no seconds that a float64 holds, nor any that somebody means."""
+_FIRST_SECOND, _LAST_SECOND = -62_135_596_800, 253_402_300_799
+"""The years 1 to 9999: numbers beyond are of another unit; milliseconds of today would be of the year 46,000."""
 _ZONED = r"(?:[Zz]|[+-][0-9]{2}:?[0-9]{2})$"
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -105,14 +105,14 @@ def _binary_values(distinct: pa.Array) -> tuple[NDArray[np.int8], Bools]:
 
 
 def _seconds(column: pa.Array, units_per_second: int) -> tuple[NDArray[np.int64], Bools]:
-    """Returns numbers of seconds, or of parts of seconds, as whole seconds."""
-    most = _LARGEST_TIME * units_per_second
+    """Returns numbers of seconds, or of parts of seconds, as whole seconds; those of no year to 9999 are malformed."""
+    begin, end = _FIRST_SECOND * units_per_second, (_LAST_SECOND + 1) * units_per_second
     if pa.types.is_integer(column.type):
         whole = column.fill_null(0).to_numpy(zero_copy_only=False)
-        wrong = is_missing(column) | (whole > most) | (whole < -most)
+        wrong = is_missing(column) | (whole < begin) | (whole >= end)
         return np.where(wrong, 0, whole).astype(np.int64) // units_per_second, wrong
     numbers, wrong = number_values(column)
-    wrong |= ~(np.abs(numbers) <= most)
+    wrong |= ~((numbers >= begin) & (numbers < end))
     return np.floor(np.where(wrong, 0, numbers) / units_per_second).astype(np.int64), wrong
 
 
@@ -150,7 +150,8 @@ def _is_no_day(text: str, layout: str) -> bool:
 def _written_times(distinct: pa.Array) -> tuple[NDArray[np.int64], Bools]:
     """Returns the seconds of texts that are numbers of seconds, or days and times as ISO 8601 writes them."""
     seconds, wrong = _seconds(distinct, 1)
-    rest = np.flatnonzero(wrong)
+    # a number of milliseconds may look like a day without hyphens and what follows
+    rest = np.flatnonzero(wrong & number_values(distinct)[1]) if wrong.any() else []
     if len(rest):
         seconds = seconds.copy()
         seconds[rest], wrong[rest] = _iso_times(distinct.take(pa.array(rest)))

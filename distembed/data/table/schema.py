@@ -114,8 +114,8 @@ class TimeColumn:
 
     Attributes:
         column: The table's column.
-        format: ``seconds`` or ``milliseconds`` since 1970; a strptime format such as ``%y%m%d%H``, in UTC; or ``auto``:
-            numbers are seconds, texts ISO 8601, and Parquet's times what they are.
+        format: ``seconds`` or ``milliseconds`` since 1970, to the year 9999; a strptime format such as ``%y%m%d%H``, in
+            UTC; or ``auto``: numbers are seconds, texts ISO 8601, and Parquet's times what they are.
         name: Name of the dataset's column.
     """
 

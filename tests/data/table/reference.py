@@ -17,6 +17,9 @@ _INTEGER = re.compile(r"[+-]?[0-9]+(\.0*)?")
 _HEX = re.compile(r"[0-9a-fA-F]{1,8}")
 
 
+EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
+
+
 class Malformed(Exception):
     """A value that is none of its kind."""
 
@@ -40,7 +43,12 @@ def time(text: str | None, layout: str) -> int:
             raise Malformed from error
         return int(parsed.replace(tzinfo=datetime.UTC).timestamp())
     if _NUMBER.fullmatch(text):
-        return math.floor(float(text) / (1000 if layout == "milliseconds" else 1))
+        seconds = math.floor(float(text) / (1000 if layout == "milliseconds" else 1))
+        try:
+            EPOCH + datetime.timedelta(seconds=seconds)
+        except OverflowError as error:
+            raise Malformed from error
+        return seconds
     try:
         parsed = datetime.datetime.fromisoformat(text)
     except ValueError as error:

@@ -1,7 +1,7 @@
 """The parser of tables against one that reads value after value, and the laws that it holds."""
 
 import random
-from datetime import date
+from datetime import date, timedelta
 from typing import Any
 
 import pyarrow as pa
@@ -132,6 +132,24 @@ def test_times_have_formats(layout: str, texts: list[str], seconds: list[int]) -
     block = parser.parse(pa.table({"t": [*texts, "x", None]}))
     assert block.numbers[0].tolist() == seconds
     assert [row.reason for row in block.rejected] == ["time", "time"]
+
+
+@pytest.mark.parametrize("kind", [pa.int64(), pa.float64(), pa.string()])
+@pytest.mark.parametrize("layout", ["auto", "seconds", "milliseconds"])
+def test_numbers_beyond_the_year_9999_are_no_times(layout: str, kind: pa.DataType) -> None:
+    unit = 1000 if layout == "milliseconds" else 1
+    begin, end = (
+        reference.EPOCH.replace(year=year, month=month, day=day) for year, month, day in ((1, 1, 1), (9999, 12, 31))
+    )
+    first = (begin - reference.EPOCH) // timedelta(seconds=1)
+    last = (end - reference.EPOCH) // timedelta(seconds=1) + 86399
+    # the last one would be the day 1410-10-10 at 01:01, if it were no number
+    wrong = [(last + 1) * unit, first * unit - unit, 1414454400000 * unit, 1410101010101 * unit]
+    numbers = pa.array([first * unit, 0, last * unit, *wrong])
+    values = {"time": {"column": "t", "format": layout}, "categorical": {"c": {"column": "t"}}}
+    block = TableParser(TableSchema.from_json(values, "the test")).parse(pa.table({"t": numbers.cast(kind)}))
+    assert block.numbers[0].tolist() == [first, 0, last]
+    assert [(row.line, row.reason) for row in block.rejected] == [(line, "time") for line in (3, 4, 5, 6)]
 
 
 @pytest.mark.parametrize("layout", ["%Y-%m-%d", "%d.%m.%Y %H"])

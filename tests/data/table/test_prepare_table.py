@@ -352,3 +352,13 @@ def test_lines_after_a_quotation_mark_that_is_never_closed_are_rejected(tmp_path
     assert (manifest.splits["train"].num_rows, manifest.rejected.num_rows) == (2, 502)
     with pytest.raises(UserError, match="502 of 504 rows are malformed"):
         prepare_table([tmp_path / "rows.csv"], tmp_path / "other", schema)
+
+
+def test_milliseconds_for_seconds_are_told(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"t": 1414454400000, "c": "a"}\n' * 3)
+    values: dict[str, Any] = {"time": {"column": "t"}, "categorical": {"c": {}}, "split": "none", "min_count": 1}
+    with pytest.raises(UserError, match="time.format is 'auto', .* since 1970 .* give `format: milliseconds`"):
+        prepare_table([tmp_path / "rows.jsonl"], tmp_path / "out", TableSchema.from_json(values, "the test"))
+    values["time"]["format"] = "milliseconds"
+    prepare_table([tmp_path / "rows.jsonl"], tmp_path / "out", TableSchema.from_json(values, "the test"))
+    assert pq.read_table(tmp_path / "out" / "train")["time"].to_pylist() == [1414454400] * 3

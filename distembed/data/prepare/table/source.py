@@ -60,6 +60,7 @@ class TableSource:
         self.layout = self.parser.layout
         self.columns = tuple(dict.fromkeys((*self.parser.columns.names, *others)))
         self.wanted = f"A row has {_wanted(self.parser.columns)}."
+        self.hints = _hints(schema)
         self._is_criteo = schema.parser == CRITEO and needs_label and not others
         if self._is_criteo:
             _require_criteo(schema)
@@ -182,6 +183,16 @@ def _wanted(columns: TableColumns) -> str:
     """Returns what a row has, in words."""
     kinds = [f"{name} ({'/'.join(kinds)})" for name, kinds in columns.kinds.items()]
     return ", ".join(kinds[:8]) + (" ..." if len(kinds) > 8 else "")
+
+
+def _hints(schema: TableSchema) -> dict[str, str]:
+    """Returns what may be at fault where most rows are malformed by a reason."""
+    if schema.time is None or schema.time.format not in ("auto", "seconds"):
+        return {}
+    return {
+        "time": f"The schema's time.format is {schema.time.format!r}, where numbers are seconds since 1970 until the "
+        "year 9999: of milliseconds, give `format: milliseconds`, of texts one such as %Y%m%d."
+    }
 
 
 def _require_criteo(schema: TableSchema) -> None:
