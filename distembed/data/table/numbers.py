@@ -151,8 +151,9 @@ def _written_times(distinct: pa.Array) -> tuple[NDArray[np.int64], Bools]:
     """Returns the seconds of texts that are numbers of seconds, or days and times as ISO 8601 writes them."""
     seconds, wrong = _seconds(distinct, 1)
     # a number of milliseconds may look like a day without hyphens and what follows
-    rest = np.flatnonzero(wrong & number_values(distinct)[1]) if wrong.any() else []
+    rest = np.flatnonzero(wrong)
     if len(rest):
+        rest = np.flatnonzero(wrong & number_values(distinct)[1])
         seconds = seconds.copy()
         seconds[rest], wrong[rest] = _iso_times(distinct.take(pa.array(rest)))
     return seconds, wrong

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 
 import pyarrow as pa
 
@@ -60,7 +60,7 @@ class TableSource:
         self.layout = self.parser.layout
         self.columns = tuple(dict.fromkeys((*self.parser.columns.names, *others)))
         self.wanted = f"A row has {_wanted(self.parser.columns)}."
-        self.hints = _hints(schema)
+        self.hints: Mapping[str, str] = _hints(schema)
         self._is_criteo = schema.parser == CRITEO and needs_label and not others
         if self._is_criteo:
             _require_criteo(schema)
