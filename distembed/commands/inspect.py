@@ -24,8 +24,9 @@ def describe_command(
     """Show every embedding table and dense layer of a config, with parameters and bytes, without making them."""
     from distembed.config import load_config
     from distembed.describe import describe, print_description
+    from distembed.training.initial_run import begun_config
 
-    description = describe(load_config(config, overrides or []))
+    description = describe(begun_config(load_config(config, overrides or [])))
     if as_json:
         print(json.dumps(description.as_json(), indent=2))
     else:

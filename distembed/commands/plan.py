@@ -169,8 +169,9 @@ def _configured_model(arguments: Sequence[str], own: ModelOptions, to_write: "Pl
             "with --calibrate FILE."
         )
     from distembed.config import load_config
+    from distembed.training.initial_run import begun_config
 
-    config = load_config(Path(arguments[0]), arguments[1:])
+    config = begun_config(load_config(Path(arguments[0]), arguments[1:]))
     config.data.load_schema()
     to_write.require_writable()
     from distembed.capacity.configured_model import ConfiguredModel

@@ -167,6 +167,11 @@ def test_the_new_run_stands_alone_resumes_and_is_gone_on_from_in_turn(
     config = tmp_path / f"day2-{FIRST}.yaml"
     distembed("train", config, f"train.max_steps={STEPS}", "--run-dir", killed, "--resume", "--init-from", first)
     assert np.allclose(losses(killed), losses(second), rtol=1e-4)
+    told = distembed("describe", config, f"train.init_from={first}", "--json").stdout
+    assert (
+        json.loads(told)["tables"]
+        == json.loads(distembed("describe", second / "config.yaml", "--json").stdout)["tables"]
+    )
     # from then on nothing is needed of the first run
     shutil.rmtree(first)
     distembed("train", config, f"train.max_steps={STEPS + 2}", "--run-dir", second, "--resume")
