@@ -58,7 +58,7 @@ def predict_command(
 
     request = RawRequest(input, key or [], max_rejected)
     found = find_run_for_rows(run, data, checkpoint)
-    request.require_usable(found.manifest)
+    request.require_usable(found.manifest, output)
     from distembed.serving.raw_predictions import RawScoring
     from distembed.training.inference import load_run
 

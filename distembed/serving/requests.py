@@ -12,6 +12,7 @@ from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import USER
 from distembed.data.prepare.table.inputs import find_inputs
 from distembed.data.prepare.table.source import TableSource
+from distembed.data.remote import is_url
 from distembed.data.table.encoder import raw_schema
 from distembed.errors import UserError
 from distembed.training.resume import load_run_config
@@ -82,15 +83,21 @@ class RawRequest:
         if not 0 <= self.max_rejected <= 1:
             raise UserError(f"--max-rejected is {self.max_rejected}: it is a share of the rows, between 0 and 1")
 
-    def require_usable(self, manifest: Manifest) -> None:
+    def require_usable(self, manifest: Manifest, output: Path) -> None:
         """Makes sure that the inputs are there and are raw rows of such a dataset; on the first rank.
+
+        Args:
+            manifest: The dataset's manifest.
+            output: The file of predictions, which is none of the inputs.
 
         Raises:
             UserError: They are not.
         """
         if os.environ.get("RANK", "0") == "0":
             raw_schema(manifest)
-            find_inputs(self.inputs)
+            for each in find_inputs(self.inputs):
+                if output.exists() and not is_url(each.place) and output.samefile(each.place):
+                    raise UserError(f"--output {output} is an input, which it would replace; name another file.")
 
     def open(self, run: TrainedRun) -> RawInputs:
         """Opens the inputs.

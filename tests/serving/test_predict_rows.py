@@ -172,6 +172,9 @@ def test_what_can_not_be_scored_is_refused(table: Path, tmp_path: Path) -> None:
     for arguments, said in cases:
         done = distembed("predict", table / "run", *arguments, "--output", output, code=2)
         assert said in done.stderr and "Traceback" not in done.stderr and not output.exists(), arguments
+    rows = tmp_path / "rows.parquet"
+    done = distembed("predict", table / "run", "--input", tmp_path, "-o", rows, "--overwrite", code=2)
+    assert "is an input, which it would replace" in done.stderr and pq.read_table(rows).num_rows == 5
     done = distembed("predict", table / "run", "--input", tmp_path / "lacks.parquet", "-o", output, ranks=2, code=2)
     assert "no column 'code'" in done.stderr and "Traceback" not in done.stderr
     arguments = ("--input", tmp_path / "rows.parquet", "--key", "places", "-o", tmp_path / "found.csv")
