@@ -71,6 +71,18 @@ def test_a_web_server_has_rows(tmp_path: Path) -> None:
     assert data_files(tmp_path / "web") == data_files(tmp_path / "local")
 
 
+@pytest.mark.parametrize("form", ["rows.csv", "rows.ndjson.gz"])
+def test_a_signature_is_in_no_file(form: str, tmp_path: Path) -> None:
+    write_forms(tmp_path / "raw")
+    prepare_table([tmp_path / "raw" / form], tmp_path / "local", SCHEMA, limits=ONE_THREAD)
+    with web_server(tmp_path / "raw") as url:
+        signed = f"{url}/{form}?X-Amz-Signature=5ec2e7&X-Amz-Expires=60"
+        manifest = prepare_table([signed], tmp_path / "web", SCHEMA, limits=ONE_THREAD)
+        assert [source.name for source in manifest.sources] == [f"{url}/{form}"]
+    assert data_files(tmp_path / "web") == data_files(tmp_path / "local")
+    assert not any(b"5ec2e7" in path.read_bytes() for path in (tmp_path / "web").rglob("*") if path.is_file())
+
+
 def test_a_web_server_that_does_not_answer_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "FIRST_WAIT_SECONDS", 0.001)
     with web_server(tmp_path) as url:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit, urlunsplit
 
 from distembed.data.prepare.blocks import RawInput
 from distembed.data.prepare.input_bytes import compression_of
@@ -129,13 +130,24 @@ def _local_input(path: Path, name: str) -> TableInput:
 def _remote_input(found: RemoteFile) -> TableInput:
     with open_remote(found.url) as file:
         first = file.read(_FIRST_BYTES)
-    return _described(found.url, found.url, found.num_bytes, first, found.version)
+    return _described(_public_name(found.url), found.url, found.num_bytes, first, found.version)
+
+
+def _public_name(url: str) -> str:
+    """Returns a URL without what lets its bearer read it: a signature in its query, a password before its server.
+
+    Object stores take a question mark for a letter of a file's name, web servers do not.
+    """
+    if not url.startswith(("http://", "https://")):
+        return url
+    parts = urlsplit(url)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
 def _described(name: str, place: str, num_bytes: int | None, first: bytes, version: str = "") -> TableInput:
     """Returns an input whose first bytes are known."""
     compression = compression_of(first)
-    format, separator = _by_name(place)
+    format, separator = _by_name(name)
     if first.startswith(_PARQUET_MAGIC):
         format = PARQUET
     elif format == PARQUET:
