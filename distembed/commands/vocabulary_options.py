@@ -1,7 +1,6 @@
 """The options by which a preparation applies the ids of another dataset, which the kinds of rows share."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,8 +11,10 @@ class VocabularyOptions:
     """Whose ids are applied."""
 
     vocabulary: Annotated[
-        Path | None,
-        typer.Option(help="Dataset or run whose ids, means and bins are applied; other values are out of vocabulary."),
+        str | None,
+        typer.Option(
+            help="Dataset (or its URL) or run whose ids, means, bins are applied; others are out of vocabulary."
+        ),
     ] = None
     grow: Annotated[
         bool, typer.Option("--grow", help="Values that --vocabulary lacks get ids behind those that are there.")

@@ -15,7 +15,9 @@ from distembed.errors import UserError
 from distembed.statistics.dataset import dataset_statistics
 from tests.data import any_rows, reference
 from tests.data.any_rows import FLOAT32, LAYOUT, PythonRows, Row, random_rows, read_split, read_vocabulary
+from tests.data.flaky_files import flaky_files
 from tests.data.reference import folder_bytes
+from tests.data.test_mirror import upload_dataset
 
 KEYS = {column.name: column for column in LAYOUT.ids if column.role == "feature"}
 FIRST, SECOND, THIRD = (random_rows(count, seed) for count, seed in ((120, 1), (90, 2), (150, 3)))
@@ -269,3 +271,20 @@ def test_criteo_options_that_make_other_values_are_refused(tmp_path: Path, missi
     command(tmp_path / "day.tsv", "-o", tmp_path / "2", *known, "--missing", missing, "--split", "test")
     with pytest.raises(UserError, match="so that no row trains"):
         command(tmp_path / "day.tsv", "-o", tmp_path / "3", "--split", "test")
+
+
+def test_the_vocabulary_of_a_url_is_that_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for day in (0, 1):
+        (tmp_path / f"day{day}.tsv").write_bytes(reference.content(50, day))
+    command(tmp_path / "day0.tsv", "-o", tmp_path / "0", "--split", "none")
+    with flaky_files(0.02):
+        upload_dataset(tmp_path / "0", "flaky://bucket/first")
+        for place, known in {"folder": tmp_path / "0", "url": "flaky://bucket/first"}.items():
+            command(tmp_path / "day1.tsv", "-o", tmp_path / place, "--split", "none", "--vocabulary", known, "--grow")
+        with pytest.raises(UserError, match="flaky://bucket/nothing is no dataset"):
+            command(tmp_path / "day1.tsv", "-o", tmp_path / "out", "--vocabulary", "flaky://bucket/nothing")
+        with pytest.raises(UserError, match="in the dataset flaky://bucket/first "):
+            known = ("--vocabulary", "flaky://bucket/first", "--missing", "keep")
+            command(tmp_path / "day1.tsv", "-o", tmp_path / "out", *known)
+    assert folder_bytes(tmp_path / "url") == folder_bytes(tmp_path / "folder")

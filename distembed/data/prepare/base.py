@@ -11,10 +11,12 @@ from typing import Any
 
 from distembed.data.dataset.kept import kept_dataset
 from distembed.data.dataset.manifest import MANIFEST_NAME, Manifest, id_fingerprint
+from distembed.data.dataset.mirror import dataset_folder
 from distembed.data.dataset.schema import CategoricalFeature
 from distembed.data.prepare.blocks import BlockLayout, KeyColumn
 from distembed.data.prepare.feature_ids import BaseVocabulary
 from distembed.data.prepare.learnt_numbers import num_bins
+from distembed.data.remote import is_url
 from distembed.errors import UserError
 from distembed.units import enumerate_names
 
@@ -26,24 +28,28 @@ class Base:
     """A dataset, of which only what its ids mean is read.
 
     Attributes:
-        folder: Its folder, or the one in which a run keeps its manifest and vocabularies.
+        named: How it was named: its folder or URL, or a run's folder.
+        folder: Its folder, or the one in which a run keeps its manifest and vocabularies; of a URL, the one where these
+            are fetched to.
         manifest: Its manifest.
         grows: Whether values that it lacks get ids.
     """
 
+    named: str
     folder: Path
     manifest: Manifest
     grows: bool
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], grows: bool) -> Base:
-        """Returns the dataset of a folder: a dataset's, or a run's.
+        """Returns the dataset of a folder or URL: a dataset's, or a run's folder.
 
         Raises:
-            UserError: The folder is neither, or its manifest cannot be read.
+            UserError: It is neither, or its manifest cannot be read.
+            RunError: The URL's server does not answer.
         """
-        folder = _dataset_folder(Path(path))
-        return cls(folder, Manifest.load(folder), grows)
+        folder = dataset_folder(path) if is_url(path) else _local_folder(Path(path))
+        return cls(str(path), folder, Manifest.load(folder), grows)
 
     def require_fits(self, layout: BlockLayout) -> None:
         """Makes sure that it has ids of the same kind for the same features.
@@ -54,7 +60,7 @@ class Base:
         names = self.manifest.schema.categorical_names
         if names != layout.features:
             raise UserError(
-                f"the dataset {self.folder} (--vocabulary) has the categorical features {enumerate_names(names)}, and "
+                f"the dataset {self.named} (--vocabulary) has the categorical features {enumerate_names(names)}, and "
                 f"the rows have {enumerate_names(layout.features)}: name a dataset of such rows"
             )
         for column in layout.ids:
@@ -64,13 +70,13 @@ class Base:
             wanted = "edges" if number.transform == "quantile_bins" else "mean"
             if number.transform != "none" and wanted not in self.learnt(number.name):
                 raise UserError(
-                    f"the dataset {self.folder} (--vocabulary) learnt something else of the column {number.name!r} "
+                    f"the dataset {self.named} (--vocabulary) learnt something else of the column {number.name!r} "
                     f"than {number.transform} takes: give the schema with which it was prepared"
                 )
 
     def _require_same_kind(self, column: KeyColumn) -> None:
         feature = self.feature(column.name)
-        described = f"the column {column.name!r} of the dataset {self.folder} (--vocabulary)"
+        described = f"the column {column.name!r} of the dataset {self.named} (--vocabulary)"
         if feature.multi_hot != column.is_list:
             kinds = ("lists", "one value a row") if feature.multi_hot else ("one value a row", "lists")
             raise UserError(f"{described} has {kinds[0]}, and the rows have {kinds[1]}: name a dataset of such rows")
@@ -117,7 +123,7 @@ class Base:
         learnt: dict[str, Any] | None = self.manifest.preparation.get("learnt", {}).get(name)
         if learnt is None:
             raise UserError(
-                f"the dataset {self.folder} (--vocabulary) learnt nothing of the column {name!r}, which is to be "
+                f"the dataset {self.named} (--vocabulary) learnt nothing of the column {name!r}, which is to be "
                 "standardised or cut into bins: give the schema with which it was prepared"
             )
         if "edges" in learnt:
@@ -135,7 +141,7 @@ class Base:
         return id_fingerprint(self.folder, self.manifest)
 
 
-def _dataset_folder(path: Path) -> Path:
+def _local_folder(path: Path) -> Path:
     """Returns the folder of a dataset, or of what a run keeps of its own, or of a run's dataset by its config.
 
     Raises:
@@ -155,7 +161,7 @@ def _dataset_folder(path: Path) -> Path:
 
     try:
         config = parse_yaml((path / _RUN_CONFIG).read_text(encoding="utf-8"), str(path / _RUN_CONFIG))
-        return Path(config["data"]["path"])
+        return dataset_folder(config["data"]["path"])
     except (OSError, ValueError, KeyError, TypeError) as error:  # a UserError is a ValueError
         raise UserError(
             f"{path / _RUN_CONFIG} does not say which dataset the run is of ({error}): name the dataset (--vocabulary)"

@@ -42,7 +42,7 @@ class CriteoOptions:
             ``vocabulary``, ``validation`` or ``test``; Criteo's rows have no column that says more.
         max_rejected: Largest share of malformed rows that is no error; they are listed in ``rejected.tsv``.
         missing: What becomes of missing integers: ``zero``, so that they are as zeros, or ``keep``: they are null.
-        vocabulary: Folder of a dataset, or of a run, whose ids are applied; other values are out of vocabulary.
+        vocabulary: A dataset, by folder or URL, or a run, whose ids are applied; other values are out of vocabulary.
         grow: Whether values that ``vocabulary`` lacks, and that are seen ``min_count`` times, get ids behind its own.
 
     Raises:
@@ -55,7 +55,7 @@ class CriteoOptions:
     split: str = "0.8,0.1,0.1"
     max_rejected: float = 0.01
     missing: str = "zero"
-    vocabulary: Path | None = None
+    vocabulary: str | os.PathLike[str] | None = None
     grow: bool = False
 
     def __post_init__(self) -> None:

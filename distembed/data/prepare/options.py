@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from distembed.data.prepare.split import SplitRule
@@ -18,7 +18,8 @@ class PrepareOptions:
     Attributes:
         split: How rows are divided (:class:`~distembed.data.prepare.split.SplitRule`).
         max_rejected: Largest share of malformed rows that is no error; they are listed in ``rejected.tsv``.
-        vocabulary: Folder of a dataset, or of a run, whose ids and learnt transforms are applied; None learns new ones.
+        vocabulary: A dataset, by folder or URL, or a run, whose ids and learnt transforms are applied; None learns new
+            ones.
         grow: Whether values that ``vocabulary`` lacks get ids behind those that are there.
         recorded: What the manifest's ``preparation`` has of the options, in its order; what was learnt is added to it.
 
@@ -28,7 +29,7 @@ class PrepareOptions:
 
     split: str = "0.8,0.1,0.1"
     max_rejected: float = 0.01
-    vocabulary: Path | None = None
+    vocabulary: str | os.PathLike[str] | None = None
     grow: bool = False
     recorded: Mapping[str, Any] = field(default_factory=dict)
 

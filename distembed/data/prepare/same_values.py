@@ -29,7 +29,7 @@ def require_same_values(schema: TableSchema, base: Base) -> None:
     differing = sorted(_differing(schema, TableSchema.of_manifest(base.manifest)))
     if differing:
         raise UserError(
-            f"columns become other values than in the dataset {base.folder} (--vocabulary), whose ids and means are of "
+            f"columns become other values than in the dataset {base.named} (--vocabulary), whose ids and means are of "
             f"its own: {enumerate_names(differing, _MOST_SAID)}. Give the schema and the options with which it was "
             "prepared, such as --missing"
         )

@@ -34,7 +34,8 @@ class TableOptions:
         hash_size: Size of the tables that values are hashed into, likewise.
         missing: ``zero`` or ``keep`` for all dense columns; None for the schema's.
         max_rejected: Largest share of malformed rows that is no error.
-        vocabulary: Folder of a dataset, or of a run, whose ids and learnt transforms are applied; None learns new ones.
+        vocabulary: A dataset, by folder or URL, or a run, whose ids and learnt transforms are applied; None learns new
+            ones.
         grow: Whether values that ``vocabulary`` lacks get ids behind those that are there.
     """
 
@@ -43,7 +44,7 @@ class TableOptions:
     hash_size: int | None = None
     missing: str | None = None
     max_rejected: float = 0.01
-    vocabulary: Path | None = None
+    vocabulary: str | os.PathLike[str] | None = None
     grow: bool = False
 
     def applied_to(self, schema: TableSchema) -> TableSchema:
