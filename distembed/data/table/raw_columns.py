@@ -78,13 +78,16 @@ class TableColumns:
             return type_kind(type_.value_type) in (*self._entries[name], None)
         return kind in (*self.kinds[name], None)
 
-    def require(self, types: pa.Schema, source: str = "the table", wanted: Sequence[str] = ()) -> None:
+    def require(
+        self, types: pa.Schema, source: str = "the table", wanted: Sequence[str] = (), remedy: str = ""
+    ) -> None:
         """Makes sure that a table has the columns, each once and of a type that has such values.
 
         Args:
             types: The table's columns.
             source: What the table is, for the error.
             wanted: Names of all columns that it has to have, others than the schema's among them.
+            remedy: What the error says last, where a column is missing.
 
         Raises:
             UserError: It has not; the error names every column that is missing, and the nearest of those there.
@@ -97,7 +100,7 @@ class TableColumns:
             raise UserError(
                 f"{source} has no column {enumerate_names([repr(name) for name in missing])}, which "
                 f"{_who_names(missing, self.kinds)}.{hint} It has "
-                f"{enumerate_names([repr(name) for name in types.names])}."
+                f"{enumerate_names([repr(name) for name in types.names])}.{remedy}"
             )
         for name in dict.fromkeys((*self.kinds, *wanted)):
             if types.names.count(name) > 1:

@@ -48,11 +48,12 @@ _Seed = Annotated[int, Field(ge=0, le=2**64 - 1)]
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class TextFormat:
-    """How text files are read; of Parquet and JSON lines, ``missing_values`` alone concerns them.
+    """How text files are read; of Parquet and JSON lines, ``missing_values`` and ``columns`` alone concern them.
 
     Attributes:
         header: Whether the first line has the names of the columns.
-        columns: Names of the columns in order, of files without a header; null names them by their numbers, from 1.
+        columns: Names of the columns in order, of files without a header; null names them by their numbers, from 1. Of
+            JSON lines, keys that are columns though no file has them in its first megabyte.
         separator: What separates fields; null for what the file's name says: a comma for .csv, a tab for .tsv.
         quote: The quotation mark; null where it is a letter like others.
         newlines_in_values: Whether a quoted value may have several lines; such a file is read by one process.

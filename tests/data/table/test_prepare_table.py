@@ -362,3 +362,37 @@ def test_milliseconds_for_seconds_are_told(tmp_path: Path) -> None:
     values["time"]["format"] = "milliseconds"
     prepare_table([tmp_path / "rows.jsonl"], tmp_path / "out", TableSchema.from_json(values, "the test"))
     assert pq.read_table(tmp_path / "out" / "train")["time"].to_pylist() == [1414454400] * 3
+
+
+def test_a_key_that_a_file_lacks_is_missing_there(tmp_path: Path) -> None:
+    values = {"dense": {"x": {}}, "categorical": {"c": {}, "l": {"separator": " "}}, "split": "none", "min_count": 1}
+    schema = TableSchema.from_json(values, "the test")
+    without, late = [{"c": "a"}] * 40, [{"c": "a", "x": 2, "l": "b c"}]
+    files = {"one": without + late, "two": without, "three": late + without}
+    for name, rows in files.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    inputs = [tmp_path / f"{name}.jsonl" for name in ("two", "one", "three")]
+    manifest = prepare_table(inputs, tmp_path / "out", schema, limits=ONE_THREAD)
+    assert manifest.rejected.num_rows == 0
+    rows = pq.read_table(tmp_path / "out" / "train").to_pylist()
+    numbers = [row.get("x", 0) for name in ("two", "one", "three") for row in files[name]]
+    assert [row["x"] for row in rows] == numbers
+    assert [len(row["l"]) for row in rows] == [2 if number else 0 for number in numbers]
+
+
+def test_a_key_that_no_first_megabyte_has_is_listed_or_a_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distembed.data.prepare.table.text_inputs._FIRST_BYTES", 1000)
+    monkeypatch.setattr("distembed.data.prepare.input_bytes._READ_BYTES", 1000)
+    lines = [{"price": 1, "c": "a"}] * 100 + [{"price": 1, "c": "a", "late": 5}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    values: dict[str, Any] = {"dense": {"late": {}}, "categorical": {"c": {}}, "split": "none"}
+    with pytest.raises(UserError, match="no column 'late'.* It has 'price', 'c'.* first megabyte .* columns: "):
+        prepare_table([tmp_path / "rows.jsonl"], tmp_path / "out", TableSchema.from_json(values, "the test"))
+    values["text"] = {"header": False, "columns": ["late"]}
+    prepare_table([tmp_path / "rows.jsonl"], tmp_path / "out", TableSchema.from_json(values, "the test"))
+    assert pq.read_table(tmp_path / "out" / "train")["late"].to_pylist() == [0] * 100 + [5]
+    values["dense"] = {"prise": {}}
+    with pytest.raises(UserError, match="no column 'prise'.* Did you mean 'price'"):
+        prepare_table([tmp_path / "rows.jsonl"], tmp_path / "none", TableSchema.from_json(values, "the test"))

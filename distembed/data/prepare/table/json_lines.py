@@ -1,7 +1,8 @@
 """Rows of JSON lines: an object a line, whose keys are the columns' names.
 
 A line that is no such object is no row, by the reason ``json``; so is one with an object or a list of lists where a
-value is wanted, or with a list where one value is. A key that a line lacks is a missing value, as null is.
+value is wanted, or with a list where one value is. A key that a line lacks is a missing value, as null is, and so
+is one that a whole file lacks; that another has it is made sure of elsewhere (``source.py``).
 
 Arrow parses a block whose values are all of the types of its first lines, and Python any other, value by value, 20
 times slower: it gives texts, of which a number's is that of its decimal digits, so that both give the same rows.
@@ -94,11 +95,13 @@ def _typed(text: bytes, lines: Lines, columns: Sequence[str], wanted: TableColum
 
 
 def _arrow_type(values: Sequence[Any]) -> pa.DataType:
-    """Returns the type of values like these.
+    """Returns the type of values like these; null of none, as of a key that may be in no line.
 
     Raises:
         KeyError: They are of several types, or do not say.
     """
+    if not values:
+        return pa.null()
     entries = [entry for value in values for entry in (value if isinstance(value, list) else [value])]
     kinds = {type(entry) for entry in entries}
     if len(kinds) != 1 or len({isinstance(value, list) for value in values}) != 1:

@@ -22,6 +22,11 @@ from distembed.data.table.schema import CRITEO, TableSchema
 from distembed.data.table.schema_files import load_schema
 from distembed.errors import UserError
 
+_LATER_KEYS = (
+    " Of JSON lines, these are the keys in the first megabyte of each file; list a key that comes later in the "
+    "schema: `text: {header: false, columns: [...]}`."
+)
+
 
 class TableSource:
     """Files, pipes and URLs that have a table's rows.
@@ -71,8 +76,11 @@ class TableSource:
         ]
         self._groups: dict[int, list[int]] = {}
         self._layouts: dict[int, TextLayout] = {}
+        self._known: dict[str, None] = {}
         for number, each in enumerate(inputs):
             self._look_at(number, each)
+        for number, layout in self._layouts.items():  # once all are known: a key of one file is one of all
+            self._require_columns(inputs[number].place, layout)
 
     def parts(self, part_bytes: int) -> list[Part]:
         return [part for number, each in enumerate(self._tables) for part in self._parts(number, each, part_bytes)]
@@ -95,35 +103,48 @@ class TableSource:
         return parsed_block(raw.rows(self.parser.columns.names, self.parser.columns.numbers), self.parser)
 
     def _look_at(self, number: int, table: TableInput) -> None:
-        """Learns the columns of an input, and makes sure that they are those of the schema; a pipe's come later."""
+        """Learns the columns of an input; a pipe's come later."""
         if table.format == PARQUET:
             if table.is_pipe:
                 raise UserError(f"{table.place} is a pipe, from which Parquet cannot be read; name the file itself.")
             types, self._groups[number] = row_group_bytes(table.place, table.raw.num_bytes)
             self.parser.columns.require(types, table.place, self.columns)
+            self._known |= dict.fromkeys(types.names)
         elif not table.is_pipe:
             first = first_bytes(table)
             if first:
-                self._layouts[number] = self._learn(table, first)
+                self._layouts[number] = self._layout(table, first)
+
+    def _layout(self, table: TableInput, first: bytes) -> TextLayout:
+        """Returns how a text input is read, given its first bytes.
+
+        Raises:
+            UserError: It is another kind of file.
+        """
+        layout = text_layout(table, first, self._text, self._may_lack, self.parser.columns)
+        self._known |= dict.fromkeys(layout.columns)
+        return layout
 
     def _learn(self, table: TableInput, first: bytes) -> TextLayout:
-        """Returns how a text input is read, given its first bytes.
+        """Returns how a pipe is read, given its first bytes.
 
         Raises:
             UserError: It is another kind of file, or lacks a column.
         """
-        layout = text_layout(table, first, self._text, self._may_lack, self.parser.columns)
+        layout = self._layout(table, first)
         self._require_columns(table.place, layout)
         return layout
 
     def _require_columns(self, place: str, layout: TextLayout) -> None:
-        """Makes sure that a text input has the columns.
+        """Makes sure that a text input has the columns; of JSON lines, that some input has them.
 
         Raises:
             UserError: It has not, or one of its columns would have to have lists.
         """
-        types = pa.schema([(name, pa.string()) for name in layout.columns])
-        self.parser.columns.require(types, place, self.columns)
+        is_json = layout.dialect is None
+        names = tuple(self._known) if is_json else layout.columns
+        types = pa.schema([(name, pa.string()) for name in names])
+        self.parser.columns.require(types, place, self.columns, _LATER_KEYS if is_json else "")
         if self._lists and layout.dialect is not None:
             raise UserError(
                 f"{place}, column {self._lists[0]!r}: lists in CSV and TSV need a `separator` in the schema, as '|' is"

@@ -30,7 +30,7 @@ class TextLayout:
     """How a text input is read.
 
     Attributes:
-        columns: Names of its columns; of JSON lines, the keys of the first lines.
+        columns: Names of its columns; of JSON lines, the keys of the first lines, and those that the schema lists.
         dialect: How lines become fields; None for JSON lines.
         first_row_byte: Number of bytes before the first row: a mark of the byte order, and a header.
         header_lines: Number of lines before the first row.
@@ -84,7 +84,7 @@ def text_layout(
                 f"{source.place} has no JSON object on any of its first lines: JSON lines have one on each; write a "
                 "list of objects so, such as with `jq -c '.[]'`"
             )
-        return TextLayout(tuple(keys), None, mark, 0, wanted)
+        return TextLayout(tuple(dict.fromkeys((*keys, *(text.columns or ())))), None, mark, 0, wanted)
     separator = text.separator or source.separator or ("\t" if b"\t" in line else ",")
     if separator == text.quote:
         raise UserError(
