@@ -1,7 +1,7 @@
 """An Arrow table as the source of a preparation, and rows of every kind of column in it."""
 
 import random
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,7 @@ class ArrowSource:
 
     reasons = REASONS
     wanted = "A row is one of the schema's."
+    hints: Mapping[str, str] = {}
 
     def __init__(self, table: pa.Table, schema: TableSchema) -> None:
         self._table, self._parser = table, TableParser(schema)
