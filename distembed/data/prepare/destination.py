@@ -16,6 +16,7 @@ from distembed.checksums import checksum_of
 from distembed.data.dataset.manifest import MANIFEST_NAME
 from distembed.data.prepare.rejected_rows import REJECTED_NAME
 from distembed.data.prepare.split import SPLIT_NAMES
+from distembed.data.prepare.staging import OutputExists
 from distembed.data.remote import file_system, is_url, join_url, remove_remote, upload, walk_remote
 from distembed.errors import UserError
 
@@ -96,7 +97,7 @@ class Destination:
                 "another output"
             )
         if is_dataset and not is_resumed and not self.overwrite:
-            raise UserError(f"{self.url} exists already: name another output, or replace it with --overwrite")
+            raise OutputExists(f"{self.url} exists already: name another output, or replace it with --overwrite")
         if found and not is_dataset and not is_resumed and not self.overwrite:
             raise UserError(
                 f"{self.url} has files and is no dataset (no {MANIFEST_NAME}), perhaps since it was not finished: name "

@@ -44,7 +44,7 @@ from distembed.data.prepare.notes import notes_on_rows
 from distembed.data.prepare.options import PrepareOptions
 from distembed.data.prepare.processes import Worker, run_in_processes
 from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ignore
-from distembed.data.prepare.purpose import work_purpose
+from distembed.data.prepare.purpose import explained_output, work_purpose
 from distembed.data.prepare.resumable import resumable_work
 from distembed.data.prepare.row_splits import (
     ByPlace,
@@ -124,6 +124,7 @@ def _prepare(
         base.require_fits(source.layout)
     purpose = work_purpose(source, options, limits, PART_BYTES, base)
     with (
+        explained_output(destination, source, options, base),
         full_disk_explained(
             lambda error: disk_is_full(error, source, destination.path),
             (OSError, pa.ArrowException),

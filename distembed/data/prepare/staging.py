@@ -29,6 +29,10 @@ _BOOT_NAME = "boot"
 _REMOVED = "-removed"
 
 
+class OutputExists(UserError):
+    """There is an output already, which is not to be replaced."""
+
+
 @contextmanager
 def staged_folder(
     output: Path, *, overwrite: bool, kind: str = "dataset", marker: str = MANIFEST_NAME
@@ -247,7 +251,7 @@ def _check_target(output: Path, overwrite: bool, kind: str, marker: str) -> None
     if not os.path.lexists(output):
         return
     if not overwrite:
-        raise UserError(f"{output} exists already: name another output, remove it, or replace it with --overwrite")
+        raise OutputExists(f"{output} exists already: name another output, remove it, or replace it with --overwrite")
     if not (output / marker).is_file():
         raise UserError(f"{output} is no {kind} (no {marker}), so it is not overwritten: name another")
 
