@@ -162,6 +162,7 @@ class _WholeRows:
             features=features,
             columns=numbers,
             equal_rows=self._equal.result(),
+            is_weighted=self._schema.weight is not None,
         )
 
     def _rows(self, sums: NDArray[np.float64]) -> RowsStatistics:

@@ -13,8 +13,17 @@ from matplotlib.ticker import EngFormatter, PercentFormatter
 from distembed.files import write_text
 from distembed.outputs import require_file
 from distembed.runs.pages import PAGE_COLOUR, colour, figure, page, render_svg, section
-from distembed.statistics.texts import cardinality, equal_rows, estimates, number, rate, share
-from distembed.statistics.values import QUANTILES, DatasetStatistics, FeatureStatistics, RowsStatistics
+from distembed.statistics.texts import (
+    cardinality,
+    equal_rows,
+    estimates,
+    number,
+    rate,
+    rate_of_ids,
+    rate_of_rows,
+    share,
+)
+from distembed.statistics.values import QUANTILES, DatasetStatistics, RowsStatistics
 
 _MOST_NAMED = 8
 """Most features that have a colour and a name, those of most ids first."""
@@ -42,13 +51,12 @@ def write_page(statistics: DatasetStatistics, output: Path) -> None:
 def render_page(statistics: DatasetStatistics) -> str:
     """Returns the page's HTML."""
     notes = "".join(f"<p>{escape(text)}</p>\n" for text in (equal_rows(statistics), *estimates(statistics)))
-    content = (
-        section("Rows", _rows_table(statistics.splits) + notes) + f'<div class="figures">{_figures(statistics)}</div>\n'
-    )
+    content = section("Rows", _rows_table(statistics, statistics.splits) + notes)
+    content += f'<div class="figures">{_figures(statistics)}</div>\n'
     content += section("Features", _features_table(statistics)) if statistics.features else ""
     content += section("Numbers", _columns_table(statistics)) if statistics.columns else ""
-    content += section("Commonest ids", "".join(_commonest(*each) for each in statistics.features.items()))
-    content += section("Rows by time", _rows_table(statistics.periods))
+    content += section("Commonest ids", "".join(_commonest(statistics, name) for name in statistics.features))
+    content += section("Rows by time", _rows_table(statistics, statistics.periods))
     return page(f"Statistics of {statistics.dataset}", content)
 
 
@@ -76,7 +84,7 @@ def _draw_rates(axes: Axes, statistics: DatasetStatistics) -> None:
     rates = [math.nan if rows.label_rate is None else rows.label_rate for rows in statistics.periods.values()]
     axes.plot(range(len(rates)), rates, marker="o", markersize=3, color=colour(0))
     _name_periods(axes, statistics)
-    axes.set_ylabel("label rate")
+    axes.set_ylabel(rate_of_rows(statistics))
 
 
 def _draw_rows(axes: Axes, statistics: DatasetStatistics) -> None:
@@ -123,9 +131,9 @@ def _draw_unknown(axes: Axes, statistics: DatasetStatistics) -> None:
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
 
 
-def _rows_table(rows: Mapping[str, RowsStatistics]) -> str:
+def _rows_table(statistics: DatasetStatistics, rows: Mapping[str, RowsStatistics]) -> str:
     lines = ((name, f"{found.num_rows:,}", rate(found.label_rate)) for name, found in rows.items())
-    return _table(("rows", "number", "label rate"), lines)
+    return _table(("rows", "number", rate_of_rows(statistics)), lines)
 
 
 def _features_table(statistics: DatasetStatistics) -> str:
@@ -153,9 +161,10 @@ def _columns_table(statistics: DatasetStatistics) -> str:
     return _table(headings, lines)
 
 
-def _commonest(name: str, feature: FeatureStatistics) -> str:
-    lines = ((str(each.id), each.value or "", f"{each.count:,}", rate(each.label_rate)) for each in feature.commonest)
-    table = _table(("id", "value", "count", "label rate"), lines)
+def _commonest(statistics: DatasetStatistics, name: str) -> str:
+    commonest = statistics.features[name].commonest
+    lines = ((str(each.id), each.value or "", f"{each.count:,}", rate(each.label_rate)) for each in commonest)
+    table = _table(("id", "value", "count", rate_of_ids(statistics)), lines)
     return f"<details><summary>{escape(name)}</summary>{table}</details>\n"
 
 

@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
-from distembed.statistics.texts import cardinality, equal_rows, estimates, number, rate, share
+from distembed.statistics.texts import cardinality, equal_rows, estimates, number, rate, rate_of_rows, share
 from distembed.statistics.values import DatasetStatistics
 
 _SHOWN_QUANTILES = {"least": 0, "5%": 2, "median": 4, "95%": 6, "most": 8}
@@ -22,7 +22,7 @@ def print_statistics(statistics: DatasetStatistics, console: Console) -> None:
 
 
 def _rows_table(statistics: DatasetStatistics) -> Table:
-    table = _table("rows", "number", "label rate")
+    table = _table("rows", "number", rate_of_rows(statistics))
     for name, rows in {**statistics.splits, **statistics.periods}.items():
         if name == next(iter(statistics.periods), None):
             table.add_row()

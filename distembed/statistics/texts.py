@@ -19,6 +19,16 @@ def rate(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
 
 
+def rate_of_rows(statistics: DatasetStatistics) -> str:
+    """Returns what the label rate of rows is called, which is a mean by their weights where they have some."""
+    return "weighted label rate" if statistics.is_weighted else "label rate"
+
+
+def rate_of_ids(statistics: DatasetStatistics) -> str:
+    """Returns what the label rate of an id is called, to which all rows count alike."""
+    return "unweighted label rate" if statistics.is_weighted else "label rate"
+
+
 def number(value: float) -> str:
     """Returns a number with four digits that count; nothing for NaN."""
     return "" if math.isnan(value) else f"{value:.4g}"

@@ -137,6 +137,7 @@ class DatasetStatistics:
         features: Categorical features by name.
         columns: Columns of numbers by name, and by split.
         equal_rows: Rows that are equal.
+        is_weighted: Whether rows have weights, by which label rates of rows are means; those of ids are not.
     """
 
     dataset: str
@@ -146,6 +147,7 @@ class DatasetStatistics:
     features: Mapping[str, FeatureStatistics]
     columns: Mapping[str, Mapping[str, NumbersOfSplit]]
     equal_rows: EqualRows
+    is_weighted: bool
 
     def as_json(self) -> dict[str, Any]:
         """Returns all of it in plain values; numbers that JSON cannot hold are null."""

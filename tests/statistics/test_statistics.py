@@ -1,6 +1,7 @@
 """Statistics of a dataset, held against a plain computation over lists of rows."""
 
 import dataclasses
+import io
 import json
 import math
 import random
@@ -12,15 +13,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 
 from distembed import cli
 from distembed.commands.shared import console
 from distembed.data import CategoricalFeature, Schema, create_manifest
+from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare import CriteoOptions, prepare_criteo, synthesize_criteo
+from distembed.data.prepare.notes import describe_dataset
 from distembed.errors import UserError
 from distembed.statistics import DatasetStatistics, dataset_statistics, equal, numbers
 from distembed.statistics.ids import BYTES_PER_ID
 from distembed.statistics.page import render_page
+from distembed.statistics.terminal import print_statistics
 from distembed.statistics.values import QUANTILES, TOP_SIZES
 
 SCHEMA = Schema(
@@ -268,3 +273,22 @@ def test_json_and_refusals(tmp_path: Path, rows: dict[str, list[dict[str, Any]]]
     create_manifest(tmp_path, SCHEMA, {})
     with pytest.raises(UserError, match="has no splits"):
         dataset_statistics(tmp_path)
+
+
+def test_rates_say_whether_they_are_weighted(tmp_path: Path, rows: dict[str, list[dict[str, Any]]]) -> None:
+    """Those of rows in the terminal and on the page, those of ids, and what is said after preparing."""
+    words = {"weighted": ("weighted label rate", "unweighted label rate"), "plain": ("label rate", "label rate")}
+    for name, (of_rows, of_ids) in words.items():
+        schema = SCHEMA if name == "weighted" else dataclasses.replace(SCHEMA, weight=None)
+        folder = write(tmp_path / name, schema, rows)
+        found = dataset_statistics(folder)
+        assert found.is_weighted == (name == "weighted") == found.as_json()["is_weighted"]
+        said = io.StringIO()
+        print_statistics(found, Console(file=said, width=200))
+        assert any(line.split() == ["rows", "number", *of_rows.split()] for line in said.getvalue().splitlines())
+        page = render_page(found)
+        assert f"<th>{of_rows}</th>" in page and f"<th>{of_ids}</th>" in page
+        plain = sum(row["clicked"] for row in rows["train"]) / len(rows["train"])
+        assert f"train: {len(rows['train'])} rows, {of_ids} {plain:.4f}" in " ".join(
+            describe_dataset(Manifest.load(folder), folder)
+        )

@@ -71,7 +71,8 @@ def _label_text(manifest: Manifest, split: Split) -> str:
     if manifest.schema.label is None:
         return ""
     mean = "none" if split.label_rate is None else f"{split.label_rate:.4f}"
-    return f", {'label rate' if manifest.schema.label_kind == 'binary' else 'mean label'} {mean}"
+    unweighted = "" if manifest.schema.weight is None else "unweighted "
+    return f", {unweighted}{'label rate' if manifest.schema.label_kind == 'binary' else 'mean label'} {mean}"
 
 
 def dataset_warnings(manifest: Manifest) -> Iterator[str]:

@@ -14,7 +14,7 @@ A schema is a YAML file (``distembed prepare schema`` guesses one)::
     split: time:0.8,0.1,0.1
 
 Each name under ``dense`` and ``categorical`` is that of the dataset's column; ``column`` is that of the table, the same
-unless given.
+unless given. A name with nothing behind it, as ``site:``, has the defaults.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic.dataclasses
-from pydantic import Field, TypeAdapter, model_validator
+from pydantic import Field, TypeAdapter, field_validator, model_validator
 
 from distembed.names import STRICT, nearest
 from distembed.validation import validated
@@ -242,6 +242,14 @@ class TableSchema:
     hash_size: _HashSize | None = None
     text: TextFormat = field(default_factory=TextFormat)
     parser: Literal["table", "criteo"] = "table"
+
+    @field_validator("dense", "categorical", mode="before")
+    @classmethod
+    def _take_defaults(cls, columns: Any) -> Any:
+        """Gives a column of which nothing is said, null in YAML, the defaults."""
+        if not isinstance(columns, dict):
+            return columns
+        return {name: {} if each is None else each for name, each in columns.items()}
 
     @property
     def dense_columns(self) -> dict[str, str]:

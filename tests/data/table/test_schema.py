@@ -81,3 +81,9 @@ def test_a_criteo_datasets_schema_has_its_options(tmp_path: Path) -> None:
     assert schema.hash_size == 50 and {each.hash_seed for each in schema.categorical.values()} == {3}
     assert {each.missing for each in schema.dense.values()} == {"keep"}
     assert list(schema.categorical) == list(load_schema("criteo").categorical)
+
+
+def test_a_column_of_which_nothing_is_said_has_the_defaults(tmp_path: Path) -> None:
+    (tmp_path / "short.yaml").write_text("dense:\n  x:\n  y: {transform: log}\ncategorical:\n  c:\n  d: ~\n")
+    long = {"dense": {"x": {}, "y": {"transform": "log"}}, "categorical": {"c": {}, "d": {}}}
+    assert load_schema(str(tmp_path / "short.yaml")) == TableSchema.from_json(long, "the test")
