@@ -75,10 +75,9 @@ def finite_numbers(values: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bo
     except pa.ArrowInvalid:
         values = pc.if_else(_matches(values, _NUMBER), values, pa.scalar(None, values.type))
         numbers = pc.cast(values, pa.float64(), safe=False)
-    found = numbers.to_numpy(zero_copy_only=False).copy()
+    found = numbers.to_numpy(zero_copy_only=False)
     malformed = ~np.isfinite(found)
-    found[malformed] = np.nan
-    return found, malformed
+    return np.where(malformed, np.nan, found) if np.isinf(found).any() else found, malformed
 
 
 def _integers(values: pa.Array) -> NDArray[np.int64]:

@@ -40,6 +40,11 @@ class Keys:
     wrong: Bools
     texts: pa.Array | None = None
 
+    def some(self, places: NDArray[np.int64]) -> Keys:
+        """Returns what became of some of the values."""
+        texts = None if self.texts is None else self.texts.take(pa.array(places))
+        return Keys(self.keys[places], self.wrong[places], texts)
+
 
 @dataclass(frozen=True)
 class CodedColumn:
@@ -185,31 +190,28 @@ def id_column(column: CodedColumn, keys: Keys, good: Bools | None) -> IdColumn:
     if good is not None:
         codes = codes[good if lengths is None else np.repeat(good, lengths)]
         lengths = lengths if lengths is None else lengths[good]
-    first, places = _distinct_keys(keys)
-    codes_of_keys = places[codes]
-    used = np.bincount(codes_of_keys, minlength=len(first) + 1)[1:] > 0
+    codes, keys = _with_distinct_keys(codes, keys)
+    used = np.zeros(len(keys.keys) + 1, bool)
+    used[codes] = True
+    used[0] = True
     if not used.all():
-        codes_of_keys = np.concatenate([[0], np.cumsum(used)])[codes_of_keys]
-        first = first[used]
-    values = np.concatenate([np.zeros(1, keys.keys.dtype), keys.keys[first]])
-    texts = None if keys.texts is None else pa.concat_arrays([pa.array([""]), keys.texts.take(pa.array(first))])
-    return IdColumn(codes_of_keys.astype(code_dtype(len(values))), values, texts, lengths)
+        codes = (np.cumsum(used) - 1)[codes]
+        keys = keys.some(np.flatnonzero(used[1:]))
+    values = np.concatenate([np.zeros(1, keys.keys.dtype), keys.keys])
+    texts = None if keys.texts is None else pa.concat_arrays([pa.array([""]), keys.texts])
+    return IdColumn(codes.astype(code_dtype(len(values))), values, texts, lengths)
 
 
-def _distinct_keys(keys: Keys) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns the first place of each distinct key, and a new code for each code.
-
-    Several values may have one key, such as 0a and A.
-    """
-    places = np.arange(len(keys.keys) + 1)
+def _with_distinct_keys(codes: NDArray[np.int32], keys: Keys) -> tuple[NDArray[np.int32], Keys]:
+    """Returns the keys each once, and the codes into these: several values may have one key, such as 0a and A."""
     if keys.texts is not None or len(keys.keys) < 2:  # two texts with one key are told apart where ids are given
-        return places[:-1], places
+        return codes, keys
     encoded = pa.array(keys.keys).dictionary_encode()
     if len(encoded.dictionary) == len(keys.keys):
-        return places[:-1], places
-    codes = encoded.indices.to_numpy()
-    places[1:] = codes + 1
-    return np.unique(codes, return_index=True)[1], places
+        return codes, keys
+    places = encoded.indices.to_numpy()
+    first = np.unique(places, return_index=True)[1]
+    return np.concatenate([np.zeros(1, np.int32), places + np.int32(1)])[codes], keys.some(first)
 
 
 def _written_integers(texts: pa.Array) -> Keys:

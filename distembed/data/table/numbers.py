@@ -42,11 +42,12 @@ def number_values(column: pa.Array) -> tuple[NDArray[np.float64], Bools]:
 def dense_values(column: pa.Array, transform: str) -> tuple[Floats, Bools]:
     """Returns numbers in float32, NaN where they are missing; with ``log``, log(1 + x), and 0 for negative ones."""
     numbers, wrong = number_values(column)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         values = numbers.astype(np.float32)
-    wrong |= np.isinf(values)
-    if transform == "log":
-        values = np.log1p(np.maximum(values, np.float32(0)))
+        wrong |= np.isinf(values)
+        if transform == "log":
+            # 0 times NaN brings NaN back, of which numpy's logarithm takes ten times as long as of a number
+            values = np.log1p(np.fmax(values, np.float32(0))) + values * np.float32(0)
     return values, wrong
 
 

@@ -257,6 +257,21 @@ def test_quotation_marks_of_a_header_are_no_values(tmp_path: Path) -> None:
         assert sum(block.num_rows for block in blocks) == sum(block.num_lines for block in blocks) == 100
 
 
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+@pytest.mark.parametrize("newlines_in_values", [False, True])
+@pytest.mark.parametrize("lines", [[b"", b"x,1", b","], [b"x,1", b"", b"", b",", b""] * 20])
+def test_empty_lines_are_no_rows_and_lines_of_missing_values_are(
+    tmp_path: Path, lines: list[bytes], end: bytes, newlines_in_values: bool
+) -> None:
+    values = {"categorical": {"a": {}}, "text": {"newlines_in_values": newlines_in_values}}
+    (tmp_path / "rows.csv").write_bytes(end.join([b"a,b", *lines, b""]))
+    source = TableSource(find_inputs([tmp_path / "rows.csv"]), TableSchema.from_json(values, "the test"))
+    (block,) = [source.parse(raw) for raw in source.open(source.parts(1 << 20)[0], 1 << 20).raw_blocks()]
+    wanted = [(number, "columns", b"") for number, line in enumerate(lines) if not line]
+    assert [(row.line, row.reason, row.text) for row in block.rejected] == wanted
+    assert (block.num_lines, block.num_rows) == (len(lines), len(lines) - len(wanted))
+
+
 def test_values_of_several_lines_are_read_where_the_schema_says_so(tmp_path: Path) -> None:
     schema = TableSchema.from_json(
         {

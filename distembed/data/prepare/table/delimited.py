@@ -97,10 +97,9 @@ def _bad_lines(lines: Lines, dialect: Dialect) -> dict[int, str]:
     text = lines.text
     bad: dict[int, str] = {}
     has_returns = b"\r" in text
-    is_empty = text.startswith(b"\n") or b"\n\n" in text or (has_returns and b"\n\r\n" in text)
-    if len(dialect.columns) > 1 and is_empty:
-        lengths = np.diff(lines.ends, prepend=0)
-        bad |= {line: "columns" for line in np.flatnonzero(lengths <= 2).tolist() if not lines.line(line)}
+    if len(dialect.columns) > 1:
+        short = np.flatnonzero(np.diff(lines.ends, prepend=0) <= (2 if has_returns else 1))
+        bad |= {line: "columns" for line in short.tolist() if not lines.line(line)}
     if dialect.quote is not None and dialect.quote.encode() in text:
         bad |= dict.fromkeys((*_badly_quoted(lines, dialect), *lines.unclosed), "columns")
     if has_returns:

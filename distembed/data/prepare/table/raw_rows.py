@@ -91,9 +91,7 @@ class Lines:
         return ends
 
     def __len__(self) -> int:
-        if self.quote is not None:
-            return len(self.ends)
-        return self.text.count(b"\n") + (self.text[-1:] not in (b"", b"\n"))
+        return len(self.ends)
 
     @property
     def unclosed(self) -> range:
