@@ -29,7 +29,10 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 def is_missing(column: pa.Array) -> Bools:
     """Returns which values are missing."""
-    result: Bools = column.is_null(nan_is_null=pa.types.is_floating(column.type)).to_numpy(zero_copy_only=False)
+    is_floating = pa.types.is_floating(column.type)
+    if not is_floating and not column.null_count:
+        return np.zeros(len(column), bool)
+    result: Bools = column.is_null(nan_is_null=is_floating).to_numpy(zero_copy_only=False)
     return result
 
 

@@ -92,18 +92,19 @@ class TableColumns:
         Raises:
             UserError: It has not; the error names every column that is missing, and the nearest of those there.
         """
-        missing = [name for name in dict.fromkeys((*self.kinds, *wanted)) if name not in types.names]
+        names = types.names  # a new list each time that it is asked for
+        missing = [name for name in dict.fromkeys((*self.kinds, *wanted)) if name not in names]
         if missing:
-            guesses = {name: nearest(name, types.names) for name in missing}
+            guesses = {name: nearest(name, names) for name in missing}
             hints = [f"{guess!r} for {name!r}" for name, guess in guesses.items() if guess]
             hint = f" Did you mean {' and '.join(hints)}?" if hints else ""
             raise UserError(
                 f"{source} has no column {enumerate_names([repr(name) for name in missing])}, which "
                 f"{_who_names(missing, self.kinds)}.{hint} It has "
-                f"{enumerate_names([repr(name) for name in types.names])}.{remedy}"
+                f"{enumerate_names([repr(name) for name in names])}.{remedy}"
             )
         for name in dict.fromkeys((*self.kinds, *wanted)):
-            if types.names.count(name) > 1:
+            if names.count(name) > 1:
                 raise UserError(f"{source} has several columns named {name!r}; rename them.")
         for name, allowed in self.kinds.items():
             type_ = types.field(name).type
