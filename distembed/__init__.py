@@ -1,12 +1,19 @@
 """Memory-compressed, regularised embedding tables as first-class citizens of TorchRec."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distembed.lazy import imports_on_demand
+from distembed.quiet import silenced_loggers
 
 if TYPE_CHECKING:
     from distembed.serving.loaded_model import LoadedModel, load
 
 __version__ = "0.1.0"
 __all__ = ["LoadedModel", "load"]
-__getattr__ = imports_on_demand(__name__)
+_import = imports_on_demand(__name__)
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name when it is first asked for, without what TorchRec logs on its import."""
+    with silenced_loggers():
+        return _import(name)

@@ -6,7 +6,6 @@ and ``doctor`` works on a broken install.
 """
 
 import errno
-import logging
 import os
 import sys
 import warnings
@@ -20,6 +19,7 @@ from distembed.commands.error_file import record_error, user_exit_code
 from distembed.commands.shared import errors
 from distembed.errors import InsufficientMemory, Interrupted, RunError, UserError
 from distembed.parent import end_with_parent
+from distembed.quiet import silence_loggers
 from launch import commands as launch
 
 INTERRUPTED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again
@@ -56,16 +56,9 @@ def _silence_libraries(
     ] = False,
 ) -> None:
     """Keeps out of the output what TorchRec and torch warn of and no user can act on; runs before every command."""
-    for name in ("torchrec", "torch.fx._symbolic_trace"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    logging.getLogger().addFilter(_concerns_user)
+    silence_loggers()
     warnings.filterwarnings("ignore", module=r"torchrec\.|torch\.distributed")
     warnings.filterwarnings("ignore", message="Please use DTensor", category=FutureWarning)
-
-
-def _concerns_user(record: logging.LogRecord) -> bool:
-    """Returns False for what TorchRec tells the root logger of each data-parallel table: that it needs no shards."""
-    return not str(record.msg).startswith("Sharding spec not found")
 
 
 def _limit_openmp_spinning() -> None:

@@ -28,6 +28,7 @@ from distembed.embedding.modules import embedding_modules, table_configs
 from distembed.embedding.tables import CompositionalTables
 from distembed.errors import RunError, UserError
 from distembed.names import one_of
+from distembed.quiet import silenced_loggers
 from distembed.ranks import choose_device
 from distembed.serving.given_rows import rows_table
 from distembed.serving.page import described_as_html
@@ -66,7 +67,9 @@ class _Source:
     def load(self) -> LoadedModel:
         """Loads the model."""
         run = find_run_for_rows(self.run, self.data, self.choice)
-        return LoadedModel(self, run, load_whole_model(run, choose_device(self.device, 0), self.checkpoint))
+        with silenced_loggers():
+            model = load_whole_model(run, choose_device(self.device, 0), self.checkpoint)
+        return LoadedModel(self, run, model)
 
 
 def load(
