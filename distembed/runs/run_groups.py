@@ -134,8 +134,11 @@ def without_seed(config_yaml: str) -> str:
 
 
 def _common_name(names: Sequence[str]) -> str:
-    """Returns what names begin with, without a part such as ``-seed`` or ``/`` before what differs."""
+    """Returns what names begin with, without a part such as ``-seed`` or ``/`` before what differs.
+
+    Names that say nothing but the seed, as those of a sweep over it alone, have ``run`` in common.
+    """
     if len(names) == 1:
         return names[0]
-    common = os.path.commonprefix(names).rstrip("0123456789")
-    return common.rstrip(_BETWEEN).removesuffix("seed").rstrip(_BETWEEN) or names[0]
+    common = os.path.commonprefix(names).rstrip("0123456789").rstrip(_BETWEEN)
+    return common.removesuffix("seed").rstrip(_BETWEEN) or ("run" if common else names[0])

@@ -14,7 +14,7 @@ from distembed.config import load_config
 from distembed.errors import UserError
 from distembed.runs.metrics import ReportedMetric
 from distembed.runs.report import print_comparison, write_run_report
-from distembed.runs.run_groups import Sample, without_seed
+from distembed.runs.run_groups import Sample, group_runs, without_seed
 
 METRICS = ReportedMetric("rmse", "RMSE", better="lower"), ReportedMetric("mae", "MAE", in_terminal=False)
 
@@ -118,3 +118,9 @@ def test_places_of_checkpoints_are_left_out_too() -> None:
     settings = (["data.path=somewhere", f"train.seed={i}", f"train.checkpoint_dir=/shared/{i}"] for i in range(2))
     first, second = (without_seed(load_config(None, each).to_yaml()) for each in settings)
     assert first == second and "somewhere" in first
+
+
+def test_runs_that_are_named_by_their_seed_alone_have_a_name_in_common(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / f"seed={seed}", 0.1, seed, 1.0 + seed) for seed in (0, 1, 12)]
+    summaries = write_run_report(runs, tmp_path / "report.html")
+    assert [(group.name, group.num_seeds) for group in group_runs(summaries)] == [("run", 3)]
