@@ -18,6 +18,7 @@ from distembed.data.dataset.mirror import dataset_folder
 from distembed.data.dataset.row_groups import RowGroup, list_row_groups
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.data.prepare.vocabulary import MISSING_ID, OUT_OF_VOCABULARY_ID, reserved_ids
+from distembed.data.table.schema import CRITEO, TABLE, TableSchema
 from distembed.errors import UserError
 from distembed.statistics.equal import EqualRowsCounter, RowHashes
 from distembed.statistics.group_columns import GroupColumns
@@ -93,7 +94,7 @@ class _WholeRows:
     """Counts what takes all columns of a row, or none but its label and time."""
 
     def __init__(self, manifest: Manifest, names: list[str]) -> None:
-        self._schema, self._names = manifest.schema, names
+        self._manifest, self._schema, self._names = manifest, manifest.schema, names
         self._sizes = {name: manifest.splits[name].num_rows for name in names}
         self._done = dict.fromkeys(names, 0)
         # number of rows, of weights and of weighted labels, by what has them
@@ -162,6 +163,7 @@ class _WholeRows:
             features=features,
             columns=numbers,
             equal_rows=self._equal.result(),
+            filled=_filled_columns(self._manifest),
             is_weighted=self._schema.weight is not None,
         )
 
@@ -169,6 +171,14 @@ class _WholeRows:
         num_rows, weights, labels = sums.tolist()
         has_rate = self._schema.label is not None and weights > 0
         return RowsStatistics(int(num_rows), labels / weights if has_rate else None)
+
+
+def _filled_columns(manifest: Manifest) -> tuple[str, ...]:
+    """Returns the columns of numbers whose missing values the preparation replaced; none where that is not known."""
+    if manifest.preparation.get("source") not in (TABLE, CRITEO):
+        return ()
+    dense = TableSchema.of_manifest(manifest).dense
+    return tuple(name for name in manifest.schema.dense if name in dense and dense[name].missing == "zero")
 
 
 def _feature_parts(schema: Schema, memory_bytes: int) -> list[list[CategoricalFeature]]:

@@ -17,6 +17,7 @@ from distembed.statistics.texts import (
     cardinality,
     equal_rows,
     estimates,
+    missing_numbers,
     number,
     rate,
     rate_of_ids,
@@ -154,7 +155,10 @@ def _features_table(statistics: DatasetStatistics) -> str:
 def _columns_table(statistics: DatasetStatistics) -> str:
     headings = ["numbers", "split", "missing", "mean", "deviation", *(f"{quantile:.0%}" for quantile in QUANTILES)]
     lines = [
-        [name, split, share(found.missing), *map(number, (found.mean, found.deviation, *found.quantiles))]
+        [
+            *(name, split, missing_numbers(statistics, name, found)),
+            *map(number, (found.mean, found.deviation, *found.quantiles)),
+        ]
         for name, splits in statistics.columns.items()
         for split, found in splits.items()
     ]

@@ -3,7 +3,16 @@
 from rich.console import Console
 from rich.table import Table
 
-from distembed.statistics.texts import cardinality, equal_rows, estimates, number, rate, rate_of_rows, share
+from distembed.statistics.texts import (
+    cardinality,
+    equal_rows,
+    estimates,
+    missing_numbers,
+    number,
+    rate,
+    rate_of_rows,
+    share,
+)
 from distembed.statistics.values import DatasetStatistics
 
 _SHOWN_QUANTILES = {"least": 0, "5%": 2, "median": 4, "95%": 6, "most": 8}
@@ -51,7 +60,8 @@ def _columns_table(statistics: DatasetStatistics) -> Table:
     for name, splits in statistics.columns.items():
         found = splits[statistics.train]
         quantiles = [number(found.quantiles[place]) for place in _SHOWN_QUANTILES.values()]
-        table.add_row(name, share(found.missing), number(found.mean), number(found.deviation), *quantiles)
+        missing = missing_numbers(statistics, name, found)
+        table.add_row(name, missing, number(found.mean), number(found.deviation), *quantiles)
     return table
 
 

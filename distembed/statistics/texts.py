@@ -2,7 +2,7 @@
 
 import math
 
-from distembed.statistics.values import DatasetStatistics, FeatureStatistics
+from distembed.statistics.values import DatasetStatistics, FeatureStatistics, NumbersOfSplit
 
 
 def share(value: float) -> str:
@@ -32,6 +32,11 @@ def rate_of_ids(statistics: DatasetStatistics) -> str:
 def number(value: float) -> str:
     """Returns a number with four digits that count; nothing for NaN."""
     return "" if math.isnan(value) else f"{value:.4g}"
+
+
+def missing_numbers(statistics: DatasetStatistics, name: str, found: NumbersOfSplit) -> str:
+    """Returns the share of rows without a number in a column, or that missing ones were filled at preparation."""
+    return "filled" if name in statistics.filled else share(found.missing)
 
 
 def cardinality(feature: FeatureStatistics) -> str:

@@ -138,6 +138,8 @@ class DatasetStatistics:
         columns: Columns of numbers by name, and by split.
         equal_rows: Rows that are equal.
         is_weighted: Whether rows have weights, by which label rates of rows are means; those of ids are not.
+        filled: Columns of numbers whose missing values were replaced when the dataset was prepared, so that how many
+            there were is not known.
     """
 
     dataset: str
@@ -148,6 +150,7 @@ class DatasetStatistics:
     columns: Mapping[str, Mapping[str, NumbersOfSplit]]
     equal_rows: EqualRows
     is_weighted: bool
+    filled: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Returns all of it in plain values; numbers that JSON cannot hold are null."""

@@ -263,6 +263,18 @@ def test_vocabularies_say_what_ids_stand_for(tmp_path: Path) -> None:
     assert page.count("<svg") == 4 and max(by_value, key=by_value.__getitem__) in page
 
 
+@pytest.mark.parametrize(("missing", "filled"), [("zero", True), ("keep", False)])
+def test_numbers_that_were_filled_are_not_said_to_be_complete(tmp_path: Path, missing: str, filled: bool) -> None:
+    synthesize_criteo(tmp_path / "rows.tsv", num_rows=300, seed=0)
+    prepare_criteo([tmp_path / "rows.tsv"], tmp_path / "criteo", CriteoOptions(missing=missing))
+    found = dataset_statistics(tmp_path / "criteo")
+    assert list(found.as_json()["filled"]) == [f"I{number}" for number in range(1, 14) if filled]
+    terminal = Console(width=200, file=io.StringIO(), record=True)
+    print_statistics(found, terminal)
+    line = next(line for line in terminal.export_text().splitlines() if line.startswith("I1 "))
+    assert ("filled" in line.split()) == filled and ("<td>filled</td>" in render_page(found)) == filled
+
+
 def test_json_and_refusals(tmp_path: Path, rows: dict[str, list[dict[str, Any]]], capsys: Any) -> None:
     folder = write(tmp_path / "d", SCHEMA, rows)
     cli.app(["data", "stats", str(folder), "--json"], standalone_mode=False)
