@@ -35,7 +35,9 @@ def describe_command(
 
 @app.command("report", epilog="Example: `distembed report runs/full runs/quotient_remainder --output report.html`")
 def report_command(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs to show and compare.")],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Folders of runs to show and compare, or of sweeps.")
+    ],
     output: Annotated[
         Path, typer.Option("--output", "-o", help="HTML file to write; a report that is there is replaced.")
     ] = Path("report.html"),
@@ -49,8 +51,9 @@ def report_command(
 ) -> None:
     """Write one self-contained HTML file with plots and a comparison of runs, and of means over seeds."""
     from distembed.runs.report import print_comparison, write_run_report
+    from distembed.sweeps.given_runs import given_runs
 
-    print_comparison(write_run_report(runs, output, overwrite, baseline), console, baseline)
+    print_comparison(write_run_report(given_runs(runs), output, overwrite, baseline), console, baseline)
     say(f"report {output}")
 
 

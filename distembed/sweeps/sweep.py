@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 SWEEP_FILE = "sweep.json"
 _LOGS, _REPORT = "logs", "report.html"
+SWEEP_OWN = (SWEEP_FILE, _LOGS, _REPORT)
+"""What a sweep keeps in its folder beside its runs."""
 
 
 @dataclass
