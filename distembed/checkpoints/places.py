@@ -64,10 +64,14 @@ def chosen_checkpoint(run_dir: Path, checkpoint_dir: str | None, choice: str | N
     if choice is not None and choice.isdecimal():
         wanted = [each for each in names if each.removesuffix(INTERRUPTED) == checkpoint_name(int(choice))]
         if not wanted:
-            raise UserError(f"--checkpoint is {choice}, and {place} has {', '.join(names)}; give one of their numbers.")
+            raise UserError(
+                f"checkpoint (--checkpoint) is {choice}, and {place} has {', '.join(names)}; give one of their numbers."
+            )
         return store.checkpoint_path(wanted[-1])
     if choice not in ("best", None):
-        raise UserError(f"--checkpoint is {choice!r}; give newest, best, or the number of steps of a checkpoint.")
+        raise UserError(
+            f"checkpoint (--checkpoint) is {choice!r}; give newest, best, or the number of steps of a checkpoint."
+        )
     with storage_errors(place):
         best = store.best(name)
     if best in names:
@@ -75,8 +79,8 @@ def chosen_checkpoint(run_dir: Path, checkpoint_dir: str | None, choice: str | N
     if choice is None:
         return newest
     raise UserError(
-        f"--checkpoint is best, and {run_dir} keeps none; the best is kept where train.keep_best is true, once there "
-        "was an evaluation. Use newest."
+        f"checkpoint (--checkpoint) is best, and {run_dir} keeps none; the best is kept where "
+        "train.keep_best is true, once there was an evaluation. Use newest."
     )
 
 

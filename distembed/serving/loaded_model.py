@@ -263,7 +263,10 @@ class LoadedModel:
         """
         self._require_usable()
         is_place = isinstance(on, str | os.PathLike) and (is_url(on) or Path(on).exists())
-        if isinstance(on, str) and (on in self._run.manifest.splits or not is_place):
+        splits = self._run.manifest.splits
+        if not is_place and (isinstance(on, os.PathLike) or (isinstance(on, str) and _looks_like_file(on, splits))):
+            raise UserError(f"evaluate takes a split, a file or rows, and there is no file {os.fspath(on)!r}.")
+        if isinstance(on, str) and (on in splits or not is_place):
             return {"split": on, **self._evaluate_split(on)}
         if self._model.task.id_columns:
             raise UserError("raw rows of a model that recommends items have no metrics; give the name of a split.")
@@ -337,6 +340,11 @@ class LoadedModel:
             )
         torch.set_num_threads(1)  # the threads of the process that was forked are not here, and would be waited for
         self._process = os.getpid()
+
+
+def _looks_like_file(text: str, splits: Mapping[str, object]) -> bool:
+    """Returns whether a text is the path of a file rather than the name of a split, one that is not known included."""
+    return text not in splits and (os.sep in text or bool(Path(text).suffix))
 
 
 def _split_batches(model: WholeModel, dataset: str, split: str) -> Generator[Batch, None, None]:

@@ -53,6 +53,13 @@ def test_an_evaluation_gives_the_metrics_of_the_command(run: Path, model: Loaded
     assert model.evaluate("validation") == said
     with pytest.raises(UserError, match="'autumn'"):
         model.evaluate("autumn")
+    for missing in ("nope.csv", Path("nope")):
+        with pytest.raises(UserError, match="there is no file 'nope"):
+            model.evaluate(missing)
+    with pytest.raises(UserError, match="It has no columns"):
+        model.evaluate([])
+    with pytest.raises(UserError, match="checkpoint .--checkpoint. is 'worst'"):
+        distembed.load(run, checkpoint="worst")
 
 
 def test_lists_of_ids_are_pooled_as_the_sharded_model_does(dataset: Path, tmp_path: Path) -> None:

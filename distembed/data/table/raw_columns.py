@@ -101,7 +101,7 @@ class TableColumns:
             raise UserError(
                 f"{source} has no column {enumerate_names([repr(name) for name in missing])}, which "
                 f"{_who_names(missing, self.kinds)}.{hint} It has "
-                f"{enumerate_names([repr(name) for name in names])}.{remedy}"
+                f"{enumerate_names([repr(name) for name in names]) or 'no columns'}.{remedy}"
             )
         for name in dict.fromkeys((*self.kinds, *wanted)):
             if names.count(name) > 1:
@@ -181,7 +181,11 @@ _BINARY = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view
 
 
 def _who_names(missing: Sequence[str], kinds: Mapping[str, object]) -> str:
-    return "the schema names" if any(name in kinds for name in missing) else "is to be kept"
+    """Returns what a table has to have the missing columns for, of which some may be others than the schema's."""
+    others = [repr(name) for name in missing if name not in kinds]
+    if len(others) == len(missing):
+        return "is to be kept"
+    return f"the schema names ({enumerate_names(others)} is to be kept)" if others else "the schema names"
 
 
 def _list_hint(kind: str | None) -> str:
