@@ -42,6 +42,7 @@ class RunInfo:
         full_embedding_bytes: Bytes of the weights that the tables would have if none were compressed.
         full_embedding_rows: Rows that they would have then.
         metrics: What reports show of the run's evaluations, the task's headline metric first.
+        id_fingerprint: Checksum of what the ids of the run's dataset stand for.
     """
 
     name: str | None
@@ -60,6 +61,7 @@ class RunInfo:
     full_embedding_bytes: float
     full_embedding_rows: float
     metrics: Sequence[ReportedMetric]
+    id_fingerprint: str | None = None
 
     @classmethod
     def read(cls, path: Path) -> "RunInfo":
@@ -90,6 +92,7 @@ class RunInfo:
             full_embedding_bytes=_number(values, "full_embedding_bytes"),
             full_embedding_rows=_number(values, "full_embedding_rows"),
             metrics=parse_metrics(values.get("metrics")),
+            id_fingerprint=_text(values, "id_fingerprint"),
         )
 
 

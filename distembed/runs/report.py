@@ -76,12 +76,20 @@ def print_comparison(summaries: Sequence[RunSummary], console: "Console", baseli
     columns = [column for column in report_columns(summaries) if column.in_terminal]
     rows = [[run.name, *(column.text(run) for column in columns)] for run in summaries]
     _print_table(["run", *(column.heading for column in columns)], rows, console)
+    if note := _dataset_note(summaries):
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
     metrics = [metric for metric in reported_metrics(summaries) if metric.in_terminal]
     means = GroupTable.of(summaries, metrics, baseline)
     if means is not None:
         console.print()
         _print_table(means.headings, means.rows, console)
         console.print(means.note, markup=False, highlight=False)
+
+
+def _dataset_note(summaries: Sequence[RunSummary]) -> str:
+    """Returns a sentence where the ids of the runs' datasets stand for different values; empty where none is known."""
+    known = {run.info.id_fingerprint for run in summaries} - {None}
+    return f"The ids of the runs' datasets stand for different values ({len(known)} kinds)." if len(known) > 1 else ""
 
 
 def _print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], console: "Console") -> None:
@@ -146,7 +154,9 @@ def _comparison(shown: Sequence[ShownRun], is_numbered: bool) -> str:
         cells = "".join(_cell(column, run.summary, summaries) for column in columns)
         number = f"{run.label} " if is_numbered else ""
         rows.append(f'<tr><th scope="row">{line_swatch(run.number)}{number}{escape(run.summary.name)}</th>{cells}</tr>')
-    return f'<div class="wide"><table><tr><th>run</th>{headings}</tr>{"".join(rows)}</table></div>\n'
+    note = _dataset_note(summaries)
+    table = f'<div class="wide"><table><tr><th>run</th>{headings}</tr>{"".join(rows)}</table></div>\n'
+    return table + (f"<p>{escape(note)}</p>\n" if note else "")
 
 
 def _differences(groups: Sequence[RunGroup], is_numbered: bool) -> str:

@@ -120,6 +120,16 @@ def test_places_of_checkpoints_are_left_out_too() -> None:
     assert first == second and "somewhere" in first
 
 
+@pytest.mark.parametrize(("prints", "said"), [(("a", "b"), True), (("a", "a"), False), (("a", None), False)])
+def test_runs_of_datasets_with_other_ids_are_noted(tmp_path: Path, prints: tuple[str | None, ...], said: bool) -> None:
+    runs = [make_run(tmp_path / f"run{place}", 0.1 + place, 0, 1.0) for place in range(2)]
+    for run, value in zip(runs, prints, strict=True):
+        info = json.loads((run / "run.json").read_text())
+        (run / "run.json").write_text(json.dumps({**info, "id_fingerprint": value}))
+    assert any("stand for different values" in line for line in terminal(tmp_path, runs, None)) == said
+    assert ("stand for different values" in (tmp_path / "report.html").read_text()) == said
+
+
 def test_runs_that_are_named_by_their_seed_alone_have_a_name_in_common(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / f"seed={seed}", 0.1, seed, 1.0 + seed) for seed in (0, 1, 12)]
     summaries = write_run_report(runs, tmp_path / "report.html")
