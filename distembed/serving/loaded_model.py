@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import torch
+from torch.fx._symbolic_trace import is_fx_tracing
 
 from distembed.config import Config
 from distembed.data.dataset.schema import Schema
@@ -68,6 +69,7 @@ class _Source:
         """Loads the model."""
         run = find_run_for_rows(self.run, self.data, self.choice)
         with silenced_loggers():
+            is_fx_tracing()  # which logs a notice once a process, and else would in the first prediction
             model = load_whole_model(run, choose_device(self.device, 0), self.checkpoint)
         return LoadedModel(self, run, model)
 
