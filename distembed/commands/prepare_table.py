@@ -50,9 +50,15 @@ class TableDatasetOptions:
 @flattened
 def prepare_table_command(
     inputs: InputsArgument,
-    schema: Annotated[str, typer.Option("--schema", help="YAML file of the columns, or a shipped name: `criteo` ...")],
     output: OutputOption,
     *,
+    schema: Annotated[
+        str | None,
+        typer.Option(
+            "--schema",
+            help="YAML file of the columns, or a shipped name: `criteo` ...; that of --vocabulary unless given.",
+        ),
+    ] = None,
     dataset: TableDatasetOptions,
     known: VocabularyOptions,
     using: WorkOptions,

@@ -11,9 +11,10 @@ import pytest
 
 from distembed.data import Manifest
 from distembed.data.prepare import ResourceLimits
-from distembed.data.prepare.table import prepare_table
+from distembed.data.prepare.table import TableOptions, prepare_table
 from distembed.data.table.schema import TableSchema
 from distembed.data.table.schema_files import load_schema
+from distembed.errors import UserError
 
 AVAZU_HEXADECIMAL = (
     *("site_id", "site_domain", "site_category", "app_id", "app_domain", "app_category"),
@@ -179,3 +180,16 @@ def test_shipped_schemas_give_what_pandas_gives(
 def with_header(schema: TableSchema) -> TableSchema:
     """Returns Criteo's schema for tables whose files name their columns and separate them by commas."""
     return TableSchema.from_json({**schema.to_json(), "text": {}, "parser": "table"}, "the test")
+
+
+def test_the_schema_is_that_of_the_dataset_whose_ids_are_applied(tmp_path: Path) -> None:
+    for name, seed in (("days.csv", 5), ("next.csv", 6)):
+        write_csv(avazu(random.Random(seed), 301), tmp_path / name)
+    one_thread = ResourceLimits(threads=1)
+    prepare_table([tmp_path / "days.csv"], tmp_path / "days", "avazu", limits=one_thread)
+    known = TableOptions(vocabulary=tmp_path / "days", split="test")
+    told = prepare_table([tmp_path / "next.csv"], tmp_path / "told", "avazu", known, one_thread)
+    taken = prepare_table([tmp_path / "next.csv"], tmp_path / "taken", options=known, limits=one_thread)
+    assert taken == told and taken.splits["test"].num_rows == 301
+    with pytest.raises(UserError, match=r"schema \(--schema\) is missing"):
+        prepare_table([tmp_path / "next.csv"], tmp_path / "other")

@@ -20,6 +20,7 @@ from distembed.data.prepare.table.source import TableSource
 from distembed.data.remote import is_url
 from distembed.data.table.schema import TABLE, TableSchema
 from distembed.data.table.schema_files import load_schema
+from distembed.errors import UserError
 from distembed.names import one_of
 
 
@@ -67,7 +68,7 @@ class TableOptions:
 def prepare_table(
     inputs: Sequence[str | os.PathLike[str]],
     output: str | os.PathLike[str],
-    schema: TableSchema | str | os.PathLike[str],
+    schema: TableSchema | str | os.PathLike[str] | None = None,
     options: TableOptions | None = None,
     limits: ResourceLimits | None = None,
     *,
@@ -81,7 +82,8 @@ def prepare_table(
         inputs: CSV, TSV, JSON lines or Parquet files, plain, gzip or Zstandard, folders of them, patterns, URLs or
             pipes, in time order; ``-`` is standard input.
         output: Dataset folder to make, or the URL of one.
-        schema: What becomes of the columns: a schema, the name of a shipped one, or a YAML file.
+        schema: What becomes of the columns: a schema, the name of a shipped one, or a YAML file; None for that of the
+            dataset whose ids are applied.
         options: What is done otherwise than the schema says.
         limits: Memory, threads and processes to use.
         overwrite: Whether a dataset at ``output`` is replaced.
@@ -96,13 +98,13 @@ def prepare_table(
         RunError: The disk is full, or will not have room. Nothing was left behind.
     """
     options = options or TableOptions()
-    loaded = schema if isinstance(schema, TableSchema) else load_schema(os.fspath(schema))
-    chosen = options.applied_to(loaded)
+    base = None if options.vocabulary is None else Base.load(options.vocabulary, options.grow)
+    chosen = options.applied_to(_schema(schema, base))
     found = find_inputs(inputs, note)
     local = [Path(each.place) for each in found if not is_url(each.place) and not is_pipe(Path(each.place))]
     require_outside(local, Path(output))
-    if options.vocabulary is not None:
-        require_same_values(chosen, Base.load(options.vocabulary, options.grow))
+    if base is not None:
+        require_same_values(chosen, base)
     prepared = PrepareOptions(
         split=chosen.split,
         max_rejected=options.max_rejected,
@@ -113,3 +115,21 @@ def prepare_table(
     return prepare_rows(
         TableSource(found, chosen), output, prepared, limits, overwrite=overwrite, progress=progress, note=note
     )
+
+
+def _schema(given: TableSchema | str | os.PathLike[str] | None, base: Base | None) -> TableSchema:
+    """Returns the schema that is given, or that of the dataset whose ids are applied.
+
+    Raises:
+        UserError: There is neither, or the schema is wrong.
+    """
+    if isinstance(given, TableSchema):
+        return given
+    if given is not None:
+        return load_schema(os.fspath(given))
+    if base is None:
+        raise UserError(
+            "schema (--schema) is missing, which says what becomes of each column: give a YAML file, as `distembed "
+            "prepare schema` writes it, or the name of a shipped one; or with --vocabulary a dataset that has one."
+        )
+    return TableSchema.of_manifest(base.manifest)
