@@ -31,7 +31,7 @@ from rich.table import Table
 from distembed.checksums import checksum_of
 from distembed.data.dataset import pieces
 from distembed.data.prepare import ProgressUpdate, ResourceLimits, prepare_criteo, synthesize_criteo
-from distembed.data.reader import BatchOrder, BatchReader
+from distembed.data.reader import BatchOrder, BatchReader, Decoding
 from distembed.files import write_json
 
 BATCH_SIZES = (128, 2048, 8192)
@@ -70,7 +70,7 @@ def bench_prepare(source: Path, output: Path, num_rows: int, threads: int) -> di
 def bench_reader(dataset: Path, batch_size: int, prefetch_batches: int, decode_threads: int = 0) -> tuple[float, float]:
     """Returns the rows per second, and per second of all processors, over one epoch of the training split."""
     order = BatchOrder(batch_size)
-    reader = BatchReader(dataset, "train", order, prefetch_batches=prefetch_batches, decode_threads=decode_threads)
+    reader = BatchReader(dataset, "train", order, prefetch_batches=prefetch_batches, decoding=Decoding(decode_threads))
     start, processor_start = time.perf_counter(), time.process_time()
     num_rows = sum(len(batch["labels"]) for batch in reader)
     return num_rows / (time.perf_counter() - start), num_rows / (time.process_time() - processor_start)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from distembed.config import Config
-from distembed.data.reader import BatchOrder, BatchReader
+from distembed.data.reader import BatchOrder, BatchReader, Decoding
 from distembed.data.reader.unreadable import too_many_unreadable
 from distembed.errors import UserError
 from distembed.ranks import Collectives, Ranks
@@ -27,8 +27,9 @@ def training_reader(config: Config, ranks: Ranks, prefetch_batches: int = 4) -> 
         rank=ranks.rank,
         world_size=ranks.world_size,
         prefetch_batches=prefetch_batches,
-        decode_threads=config.data.threads_of_rank(ranks.local_world_size) if prefetch_batches else 0,
-        skip_unreadable=config.data.skip_unreadable,
+        decoding=Decoding(
+            config.data.threads_of_rank(ranks.local_world_size) if prefetch_batches else 0, config.data.skip_unreadable
+        ),
     )
 
 

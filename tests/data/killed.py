@@ -25,7 +25,9 @@ def result_files(output: Path) -> ResultFiles:
     """Returns the finished tasks of an interrupted preparation, each with what changes when it is done again."""
     found = {}
     # unlike pathlib's, this glob may be called while folders go
-    for file in map(Path, glob(f"{output.parent}/.{output.name}.preparing-*/work/results/*/[!.]*.json")):
+    for file in map(
+        Path, glob(str(output.with_name(f".{output.name}.preparing-*") / "work" / "results" / "*" / "[!.]*.json"))
+    ):
         with suppress(FileNotFoundError):  # the preparation is done, and clears up
             found[f"{file.parent.name}/{file.name}"] = file.stat().st_ino, file.stat().st_mtime_ns
     return found

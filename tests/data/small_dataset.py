@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import torch
 
 from distembed.data import CategoricalFeature, Schema, create_manifest
-from distembed.data.reader import Batch, BatchOrder, BatchReader
+from distembed.data.reader import Batch, BatchOrder, BatchReader, Decoding
 
 SCHEMA = Schema(
     label="clicked",
@@ -59,9 +59,12 @@ def open_reader(
     shuffle: bool = True,
     seed: int = 0,
     drop_last: bool = False,
+    decode_threads: int = 0,
+    skip_unreadable: int = 0,
     **settings: int,
 ) -> BatchReader:
-    return BatchReader(folder, "all", BatchOrder(batch_size, shuffle, seed, drop_last), **settings)
+    decoding = Decoding(decode_threads, skip_unreadable)
+    return BatchReader(folder, "all", BatchOrder(batch_size, shuffle, seed, drop_last), decoding=decoding, **settings)
 
 
 def rows_of(batch: Batch) -> list[int]:

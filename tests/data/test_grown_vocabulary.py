@@ -41,7 +41,10 @@ def compare(earlier: Path, now: Path) -> None:
     "keys", [KEYS, {"a": [*KEYS["a"], "b", "aa"], "b": []}, {"a": KEYS["a"], "b": ["first"]}], ids=["same", "a", "b"]
 )
 def test_known_values_in_front_go_on(keys: dict[str, list[str]], tmp_path: Path) -> None:
-    compare(write(tmp_path / "earlier"), write(tmp_path / "now", keys))
+    earlier, now = write(tmp_path / "earlier"), write(tmp_path / "now", keys)
+    compare(earlier, now)  # which refuses by an error
+    sizes = [[feature.num_embeddings for feature in Manifest.load(each).schema.categorical] for each in (earlier, now)]
+    assert all(old <= new for old, new in zip(*sizes, strict=True))
 
 
 @pytest.mark.parametrize(

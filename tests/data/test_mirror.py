@@ -11,7 +11,7 @@ from distembed.data.dataset.config import DataConfig
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.mirror import CacheSettings, dataset_folder, is_remote_dataset, mirror_of
 from distembed.data.dataset.verification import verify_dataset
-from distembed.data.reader import BatchOrder, BatchReader, order, read_share
+from distembed.data.reader import BatchOrder, BatchReader, Decoding, order, read_share
 from distembed.data.remote import remove_remote, upload
 from distembed.errors import RunError, UserError
 from tests.data.flaky_files import Flaky, flaky_files
@@ -34,8 +34,8 @@ def upload_dataset(folder: Path, url: str = URL) -> None:
             upload(path, f"{url}/{path.relative_to(folder)}")
 
 
-def read_rows(dataset: Path | str, **settings: int) -> list[list[int]]:
-    reader = BatchReader(dataset, "all", BatchOrder(10, seed=3), **settings)
+def read_rows(dataset: Path | str, decode_threads: int = 0) -> list[list[int]]:
+    reader = BatchReader(dataset, "all", BatchOrder(10, seed=3), decoding=Decoding(decode_threads))
     return [rows_of(batch) for batch in itertools.chain(reader, reader)]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.row_groups import list_row_groups
-from distembed.data.reader import BatchOrder, BatchReader, order, read_share
+from distembed.data.reader import BatchOrder, BatchReader, Decoding, order, read_share
 from distembed.errors import UserError
 from tests.data.small_dataset import make_dataset, open_reader, rows_of
 
@@ -74,4 +74,4 @@ def test_when_no_row_group_can_be_read_it_ends(tmp_path: Path) -> None:
     folder = make_dataset(tmp_path / "d", 10, group_rows=5)
     damage(folder, 0, 1)
     with pytest.raises(UserError, match="no row group can be read: .*part0.parquet.*part1.parquet"):
-        list(BatchReader(folder, "all", BatchOrder(4), skip_unreadable=99))
+        list(BatchReader(folder, "all", BatchOrder(4), decoding=Decoding(skip_unreadable=99)))

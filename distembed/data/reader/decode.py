@@ -22,11 +22,32 @@ from distembed.data.dataset.row_groups import RowGroup
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.data.jagged import Jagged
 from distembed.data.reader.group_rows import GroupRows
+from distembed.data.reader.order import require_at_least
 from distembed.data.reader.unreadable import Unreadable
 from distembed.errors import RunError, UserError
 
 # Columns are copied into the row-major block this many rows at a time, so that the rows being filled stay in cache.
 _TILE_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How a reader decodes row groups.
+
+    Attributes:
+        threads: Number of threads that decode rows ahead; 0 decodes them where batches are made.
+        skip_unreadable: Number of row groups that may be unreadable, whose rows others take the place of.
+
+    Raises:
+        UserError: A number is negative.
+    """
+
+    threads: int = 0
+    skip_unreadable: int = 0
+
+    def __post_init__(self) -> None:
+        require_at_least("decode_threads", self.threads, 0)
+        require_at_least("skip_unreadable", self.skip_unreadable, 0)
 
 
 @dataclass(frozen=True)

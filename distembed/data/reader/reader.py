@@ -22,7 +22,7 @@ from distembed.data.dataset.manifest import MANIFEST_NAME, Manifest
 from distembed.data.dataset.mirror import dataset_folder
 from distembed.data.dataset.row_groups import list_row_groups
 from distembed.data.reader.batch import Batch
-from distembed.data.reader.decode import Decoder
+from distembed.data.reader.decode import Decoder, Decoding
 from distembed.data.reader.epoch_part import EpochPart
 from distembed.data.reader.order import BatchOrder, EpochOrder, require_at_least
 from distembed.data.reader.prefetch import Prefetcher
@@ -45,8 +45,7 @@ class BatchReader:
         rank: Rank whose part is read.
         world_size: Number of ranks that share each batch.
         prefetch_batches: Number of batches that a thread makes ahead; 0 makes them in the caller's thread.
-        decode_threads: Number of threads that decode rows ahead; 0 decodes them where batches are made.
-        skip_unreadable: Number of row groups that may be unreadable, whose rows others take the place of.
+        decoding: How row groups are decoded; where batches are made, and none may be unreadable, unless given.
         rows: The rows of the split that are read, where they are not shuffled; all unless given.
 
     Attributes:
@@ -65,21 +64,20 @@ class BatchReader:
         rank: int = 0,
         world_size: int = 1,
         prefetch_batches: int = 4,
-        decode_threads: int = 0,
-        skip_unreadable: int = 0,
+        decoding: Decoding | None = None,
         rows: range | None = None,
     ) -> None:
         _check_settings(rank, world_size)
         require_at_least("prefetch_batches", prefetch_batches, 0)
-        require_at_least("decode_threads", decode_threads, 0)
+        decoding = decoding or Decoding()
         folder = dataset_folder(dataset_dir)
         manifest = Manifest.load(folder)
         self.schema = manifest.schema
         groups = list_row_groups(folder, manifest, split)
         self._order = EpochOrder(tuple(group.num_rows for group in groups), order, rows)
-        self._decoder = Decoder(manifest.schema, groups, Unreadable(skip_unreadable))
+        self._decoder = Decoder(manifest.schema, groups, Unreadable(decoding.skip_unreadable))
         self._rank, self._world_size = rank, world_size
-        self._prefetch_batches, self._decode_threads = prefetch_batches, decode_threads
+        self._prefetch_batches, self._decode_threads = prefetch_batches, decoding.threads
         self._identity = {
             "dataset": hashlib.sha256((folder / MANIFEST_NAME).read_bytes()).hexdigest()[:16],
             "split": split,

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.reader.assemble import BatchAssembler
 from distembed.data.reader.batch import Batch
+from distembed.data.reader.decode import Decoding
 from distembed.data.reader.order import BatchOrder
 from distembed.data.reader.reader import BatchReader
 
@@ -89,7 +90,7 @@ def read_share(
     shares = BatchShares(manifest.split(split).num_rows, batch_size, world_size)
     order = BatchOrder(batch_size, shuffle=False)
     rows = shares.rows(rank)
-    with closing(BatchReader(dataset_dir, split, order, decode_threads=decode_threads, rows=rows)) as reader:
+    with closing(BatchReader(dataset_dir, split, order, decoding=Decoding(decode_threads), rows=rows)) as reader:
         yield from reader
     num_missing = shares.num_steps - reader.batches_per_epoch
     yield from BatchAssembler(manifest.schema).assemble([], [1] * num_missing)
