@@ -1,0 +1,142 @@
+"""What is in the folder of an exported model: ``manifest.json`` as values with types."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+MANIFEST_NAME = "manifest.json"
+FORMAT = 1
+"""Raised when a reader of the last format would misread a folder."""
+
+Precision = Literal["fp32", "fp16", "int8"]
+"""How the numbers of the tables are stored; networks keep float32."""
+TableForm = Literal["compositional", "materialised"]
+
+
+@dataclass(frozen=True)
+class ExportedFeature:
+    """A categorical feature, in the order of ``lengths``.
+
+    Attributes:
+        name: Name of the feature.
+        table: Name of the table in which it is looked up.
+        num_embeddings: The number of its ids; ids lie in ``[0, num_embeddings)``.
+        is_list: Whether a row may have any number of ids; if not, it has one.
+        vocabulary: File of its raw values; None where its ids are hashed, are bins of numbers, or have no names.
+    """
+
+    name: str
+    table: str
+    num_embeddings: int
+    is_list: bool
+    vocabulary: str | None
+
+
+@dataclass(frozen=True)
+class ExportedNumber:
+    """A column of numbers, in the order of ``dense``.
+
+    Attributes:
+        name: Name of the column.
+        change: What was done to the raw number: ``log``, ``mean`` and ``deviation`` and so on, as the dataset has it.
+    """
+
+    name: str
+    change: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ExportedTable:
+    """A table.
+
+    Attributes:
+        name: Name of the table.
+        form: Whether its partitions are stored, or the composed vector of each id.
+        bytes: Bytes of its weights as they are stored.
+        shard: Number of the shard that has it.
+    """
+
+    name: str
+    form: TableForm
+    bytes: int
+    shard: int
+
+
+@dataclass(frozen=True)
+class ExportedProgram:
+    """A program of ``torch.export``.
+
+    Attributes:
+        file: Its file.
+        inputs: Names of its inputs in order: ``values lengths dense``, or ``vectors dense`` behind shards of tables.
+        outputs: Names of its outputs in order, such as ``prediction``.
+    """
+
+    file: str
+    inputs: Sequence[str]
+    outputs: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Parity:
+    """How the exported model's scores of the sample and of a split compare with the trainer's.
+
+    Attributes:
+        rows: Number of rows of the sample.
+        largest_difference: Largest difference of a score, in the sample.
+        metric: Name of the task's headline metric.
+        exported: Its value for the exported model, on ``split``; None where no rows were there.
+        trained: Its value for the trained model, on the same rows.
+        split: Name of the split.
+    """
+
+    rows: int
+    largest_difference: float
+    metric: str | None = None
+    exported: float | None = None
+    trained: float | None = None
+    split: str | None = None
+
+
+@dataclass(frozen=True)
+class ExportManifest:
+    """All of ``manifest.json``.
+
+    Attributes:
+        task: Name of the task, such as ``click``.
+        model: Name of the model, such as ``dlrm``.
+        step: Number of training steps of the checkpoint.
+        precision: How the tables are stored.
+        network: The program that gives scores.
+        shards: The programs that give vectors, where the tables are not within the network.
+        compiled: The network by AOTInductor, and the processor that it was made for.
+        features: The categorical features.
+        numbers: The columns of numbers.
+        tables: The tables.
+        parity: How its scores compare with the trainer's.
+        versions: Versions of torch and distembed that wrote it.
+        checksums: Checksum of each other file by its name.
+        format: The format of the folder.
+    """
+
+    task: str
+    model: str
+    step: int
+    precision: Precision
+    network: ExportedProgram
+    features: Sequence[ExportedFeature]
+    numbers: Sequence[ExportedNumber]
+    tables: Sequence[ExportedTable]
+    parity: Parity
+    versions: Mapping[str, str]
+    checksums: Mapping[str, str]
+    shards: Sequence[ExportedProgram] = ()
+    compiled: Mapping[str, Any] | None = None
+    format: int = FORMAT
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the manifest in plain values."""
+        return dataclasses.asdict(self)

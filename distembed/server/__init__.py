@@ -1,0 +1,1 @@
+"""Serves an exported model over HTTP: for trying, and for small loads."""
