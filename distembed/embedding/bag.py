@@ -6,10 +6,11 @@ from torch import Tensor, nn
 
 from distembed.composition import Composition
 from distembed.embedding.config import CompositionalEmbeddingBagConfig
-from distembed.embedding.ids import map_ids, require_integers
+from distembed.embedding.ids import map_ids
 from distembed.embedding.pooling import pool
 from distembed.embedding.settings import IdPolicy, Pooling
 from distembed.embedding.tables import empty_weight, initialise
+from distembed.embedding.whole_batches import require_integers
 from distembed.errors import UserError
 from distembed.partitions import KeyedHash, Partition
 

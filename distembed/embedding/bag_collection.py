@@ -16,6 +16,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from distembed.embedding.config import CompositionalEmbeddingBagConfig
 from distembed.embedding.pooling import pool
 from distembed.embedding.tables import CompositionalTables, torchrec_configs
+from distembed.embedding.variable_batches import bags_of_rows, require_bags_for_rows
 from distembed.errors import UserError
 
 
@@ -69,6 +70,7 @@ class CompositionalEmbeddingBagCollection(
         keys: list[str] = []
         dims: list[int] = []
         pooled = []
+        bags = bags_of_rows(features.inverse_indices_or_none())
         one_each = not self._is_weighted and _has_one_id_a_bag(features)
         for feature in self.embed(features):
             names = feature.table.vector_names(feature.name)
@@ -80,10 +82,12 @@ class CompositionalEmbeddingBagCollection(
                     "weights=, or the collection without is_weighted."
                 )
             if one_each:
-                pooled.append(feature.vectors)
-                continue
-            weights = feature.weights if self._is_weighted else None
-            pooled.append(pool(feature.vectors, feature.lengths, feature.table.pooling, weights))
+                own = feature.vectors
+            else:
+                weights = feature.weights if self._is_weighted else None
+                own = pool(feature.vectors, feature.lengths, feature.table.pooling, weights)
+            pooled.append(own if bags is None else own.index_select(0, bags[feature.name]))
+        require_bags_for_rows(features)
         return KeyedTensor(keys, dims, torch.cat(pooled, dim=1))
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:

@@ -7,9 +7,11 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollectionInterface
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.tables import CompositionalTables, torchrec_configs
+from distembed.embedding.variable_batches import bags_of_rows, jagged_vectors
 from distembed.errors import UserError
 
 
@@ -56,12 +58,14 @@ class CompositionalEmbeddingCollection(CompositionalTables[CompositionalEmbeddin
         Raises:
             UserError: An id lies outside of its table whose policy is ``error``, or a feature is missing.
         """
-        outputs = {}
+        features = maybe_td_to_kjt(features)
+        bags = bags_of_rows(features.inverse_indices_or_none())
+        outputs: dict[str, JaggedTensor] = {}
         for feature in self.embed(features):
-            names = feature.table.vector_names(feature.name)
-            weights = feature.ids if self._need_indices else None
-            for name, vectors in zip(names, feature.vectors.split(self.embedding_dim(), dim=1), strict=True):
-                outputs[name] = JaggedTensor(vectors, lengths=feature.lengths, weights=weights)
+            keys, dim = feature.table.vector_names(feature.name), self.embedding_dim()
+            ids = feature.ids if self._need_indices else None
+            own = None if bags is None else bags[feature.name]
+            outputs |= jagged_vectors(keys, dim, feature.vectors, feature.lengths, ids, own)
         return outputs
 
     def embedding_configs(self) -> list[EmbeddingConfig]:

@@ -19,7 +19,8 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.embedding.config import CompositionalEmbeddingConfig, common_id_dtype
-from distembed.embedding.whole_batches import require_whole
+from distembed.embedding.variable_batches import with_ids
+from distembed.embedding.whole_batches import require_integers, require_whole
 from distembed.errors import UserError
 
 _LARGEST_UNSIGNED = 2**64 - 1
@@ -95,16 +96,7 @@ class IdMapper:
         """Returns a batch with other ids, and the batch itself where they are its own."""
         if ids is features.values():
             return features
-        return KeyedJaggedTensor(
-            features.keys(),
-            ids,
-            weights=features.weights_or_none(),
-            lengths=features.lengths_or_none(),
-            offsets=features.offsets_or_none(),
-            stride=features.stride(),
-            length_per_key=features.length_per_key(),
-            offset_per_key=features.offset_per_key_or_none(),
-        )
+        return with_ids(features, ids, features.weights_or_none())
 
 
 def map_ids(
@@ -138,20 +130,6 @@ def map_ids(
     if ids.device.type != "cpu":
         torch._assert_async(~outside.any(), _REFUSED_ON_DEVICE)
     return ids
-
-
-def require_integers(what: str, dtype: torch.dtype) -> None:
-    """Raises an error for a dtype that is none of integers, whose values would be truncated.
-
-    Args:
-        what: What has the dtype, in the plural.
-        dtype: The dtype.
-
-    Raises:
-        UserError: The dtype is none of integers.
-    """
-    if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
-        raise UserError(f"{what} are of {dtype}, but must be integers; give int64 or int32.")
 
 
 def _refusal(table: CompositionalEmbeddingConfig, where: str, position: int, value: int) -> str:
@@ -240,6 +218,10 @@ def _features_outside(features: KeyedJaggedTensor, last_ids: NDArray[np.uint64])
 def _assert_inside(features: KeyedJaggedTensor, device_bounds: Int64[Tensor, " keys"]) -> None:
     """Asserts on the device, without waiting for it, that no id lies beyond its feature's bound."""
     ids, lengths = features.values().long(), features.lengths()
-    bounds = device_bounds.repeat_interleave(lengths.numel() // len(device_bounds))
+    if features.variable_stride_per_key():
+        num_bags = torch.tensor(features.stride_per_key()).to(lengths.device, non_blocking=True)
+        bounds = device_bounds.repeat_interleave(num_bags, output_size=lengths.numel())
+    else:
+        bounds = device_bounds.repeat_interleave(features.stride())
     bounds = bounds.repeat_interleave(lengths, output_size=ids.numel())
     torch._assert_async(~((ids ^ -_SIGN_BIT) > bounds).any(), _REFUSED_ON_DEVICE)

@@ -16,6 +16,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from distembed.embedding.config import CompositionalEmbeddingConfig, PartitionTable, perturbation, vector_names
 from distembed.embedding.ids import IdMapper
 from distembed.embedding.share import ShareColumns, ShareIds, ShareWeight, TableShare
+from distembed.embedding.variable_batches import lengths_by_feature
 from distembed.errors import UserError
 from distembed.names import one_of
 from distembed.sse import require_forward_pass
@@ -129,8 +130,7 @@ class CompositionalTables(nn.Module, Generic[TableT]):
         mapped = self.sse(self._map_ids(features))
         counts = features.length_per_key()
         ids, mapped_ids = features.values().split(counts), mapped.values().split(counts)
-        # not KeyedJaggedTensor.to_dict: it fails on a batch of no rows
-        lengths = features.lengths().view(len(features.keys()), features.stride())
+        lengths = lengths_by_feature(features)
         weights = features.weights_or_none()
         key_weights = [None] * len(counts) if weights is None else weights.split(counts)
         positions = {key: i for i, key in enumerate(features.keys())}

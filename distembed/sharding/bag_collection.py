@@ -1,6 +1,6 @@
 """The sharded module of bags: TorchRec's own, with lookups that compose before anything is communicated."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from distembed.embedding.bag_collection import CompositionalEmbeddingBagCollection
 from distembed.embedding.config import perturbation
+from distembed.embedding.variable_batches import bags_of_rows, require_bags_for_rows, with_equal_numbers_of_bags
 from distembed.errors import UserError
 from distembed.sharding.parameters import ShardedParameters, order_by_group, without_weights
 from distembed.sharding.release import release_promptly
@@ -120,10 +121,12 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
                 "weights=, or the collection without is_weighted."
             )
         mapped = self._map_ids(features)  # which looks whether the batch is whole
-        if not self._is_weighted:
-            mapped = without_weights(mapped)
-        ctx.divisor = self._output.divisor(mapped)
-        return super().input_dist(ctx, self._perturb_ids(ctx, mapped))
+        require_bags_for_rows(mapped)
+        equal = with_equal_numbers_of_bags(mapped if self._is_weighted else without_weights(mapped))
+        ctx.divisor = self._output.divisor(equal)
+        sent = super().input_dist(ctx, self._perturb_ids(ctx, equal))
+        ctx.inverse_indices = features.inverse_indices_or_none()
+        return sent
 
     def output_dist(self, ctx: EmbeddingBagCollectionContext, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
         """Sends composed vectors to the rows' ranks; all ranks call it."""
@@ -144,7 +147,7 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
 
     def _arrange(self, ctx: EmbeddingBagCollectionContext, zero: Tensor | None, embedded: KeyedTensor) -> KeyedTensor:
         self._require_right_mode(ctx)  # a pipeline may look up before a step and wait within it
-        return self._output.arrange(embedded, zero, ctx.divisor)
+        return self._output.arrange(embedded, zero, ctx.divisor, bags_of_rows(ctx.inverse_indices))
 
     @property
     def unsharded_module_type(self) -> type[CompositionalEmbeddingBagCollection]:
@@ -162,9 +165,9 @@ class _Output:
         tables = module.tables()
         table_of = {name: table for table in tables for name in table.feature_names}
         self._splits = [width(table_of[name]) for name in features]
-        in_order = list(table_of)
-        self._order = [list(features).index(name) for name in in_order]
-        self._means = {i: name for i, name in enumerate(in_order) if table_of[name].pooling == "mean"}
+        self._in_order = list(table_of)
+        self._order = [list(features).index(name) for name in self._in_order]
+        self._means = {i: name for i, name in enumerate(self._in_order) if table_of[name].pooling == "mean"}
         self._keys = [key for table in tables for name in table.feature_names for key in table.vector_names(name)]
         self._dims = [
             table.embedding_dim for table in tables for _ in table.feature_names for _ in range(table.num_vectors)
@@ -177,16 +180,25 @@ class _Output:
         lengths = features.lengths().view(len(features.keys()), features.stride())
         return torch.stack([lengths[features.keys().index(name)] for name in self._means.values()]).clamp(min=1)
 
-    def arrange(self, embedded: KeyedTensor, zero: Tensor | None, divisor: Tensor | None) -> KeyedTensor:
-        """Returns the output, ``zero`` added, averaged features divided by ``divisor``."""
+    def arrange(
+        self,
+        embedded: KeyedTensor,
+        zero: Tensor | None,
+        divisor: Tensor | None,
+        bags: Mapping[str, Tensor] | None,
+    ) -> KeyedTensor:
+        """Returns the output, ``zero`` added, averaged features divided by ``divisor``, ``bags`` repeated for rows."""
         values = embedded.values()
         if zero is not None:
             values.add_(zero)
-        if self._order != list(range(len(self._order))) or self._means:
+        if self._order != list(range(len(self._order))) or self._means or bags is not None:
             parts = values.split(self._splits, dim=1)
             ordered = [parts[i] for i in self._order]
             for row, i in enumerate(self._means):
                 assert divisor is not None
                 ordered[i] = ordered[i] / divisor[row].unsqueeze(1)
+            if bags is not None:
+                by_feature = zip(self._in_order, ordered, strict=True)
+                ordered = [own.index_select(0, bags[name]) for name, own in by_feature]
             values = torch.cat(ordered, dim=1)
         return KeyedTensor(self._keys, self._dims, values)

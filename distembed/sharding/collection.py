@@ -21,6 +21,12 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from distembed.embedding.collection import CompositionalEmbeddingCollection
 from distembed.embedding.config import perturbation
+from distembed.embedding.variable_batches import (
+    bags_of_rows,
+    jagged_vectors,
+    lengths_by_feature,
+    with_equal_numbers_of_bags,
+)
 from distembed.errors import UserError
 from distembed.sharding.parameters import ShardedParameters, order_by_group, without_weights
 from distembed.sharding.release import release_promptly
@@ -109,7 +115,8 @@ class ShardedCompositionalEmbeddingCollection(ShardedParameters, ShardedEmbeddin
         features = maybe_td_to_kjt(features)
         self._follow_keys(features.keys(), self._sharding_type_to_sharding.values())
         ctx.raw_features = features
-        perturbed = self._perturb_ids(ctx, without_weights(self._map_ids(features)))
+        mapped = with_equal_numbers_of_bags(without_weights(self._map_ids(features)))
+        perturbed = self._perturb_ids(ctx, mapped)
         # TorchRec's dists of sequences need a row
         return super().input_dist(ctx, perturbed if perturbed.stride() else _empty_row(perturbed))
 
@@ -140,18 +147,20 @@ class ShardedCompositionalEmbeddingCollection(ShardedParameters, ShardedEmbeddin
         """Returns the unsharded module's output, made of what the dists brought; ``zero`` is added."""
         self._require_right_mode(ctx)  # a pipeline may look up before a step and wait within it
         features = ctx.raw_features
-        lengths = features.lengths().view(len(features.keys()), features.stride())
+        bags = bags_of_rows(features.inverse_indices_or_none())
+        lengths = lengths_by_feature(features)
         ids = features.values().split(features.length_per_key())
-        outputs = {}
+        outputs: dict[str, JaggedTensor] = {}
         for table in self._tables:
             for name in table.feature_names:
                 i = features.keys().index(name)
                 vectors = embedded[name].values()
                 if zero is not None:
                     vectors, zero = vectors + zero, None
-                weights = ids[i] if self._need_indices else None
-                for key, own in zip(table.vector_names(name), vectors.split(table.embedding_dim, dim=1), strict=True):
-                    outputs[key] = JaggedTensor(own, lengths=lengths[i], weights=weights)
+                own_ids, own_bags = ids[i] if self._need_indices else None, None if bags is None else bags[name]
+                outputs |= jagged_vectors(
+                    table.vector_names(name), table.embedding_dim, vectors, lengths[i], own_ids, own_bags
+                )
         return outputs
 
     @property

@@ -19,6 +19,7 @@ from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.ids import IdMapper
 from distembed.embedding.share import ShareColumns, ShareIds, ShareWeight, TableShare, require_one_vector
 from distembed.embedding.tables import CompositionalTables, empty_weight, lookup_table_configs
+from distembed.embedding.variable_batches import with_ids
 from distembed.errors import UserError
 from distembed.names import one_of
 from distembed.sharding.column_ranges import column_range, shard_rank
@@ -266,11 +267,4 @@ def without_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """Returns the features without weights, which would be communicated and used by nothing."""
     if features.weights_or_none() is None:
         return features
-    return KeyedJaggedTensor(
-        features.keys(),
-        features.values(),
-        lengths=features.lengths_or_none(),
-        offsets=features.offsets_or_none(),
-        stride=features.stride(),
-        length_per_key=features.length_per_key_or_none(),
-    )
+    return with_ids(features, features.values(), weights=None)

@@ -167,14 +167,6 @@ def test_batches_of_other_keys_and_types_follow_each_other() -> None:
                 assert mapper(batch).values().tolist() == [1]
 
 
-def test_features_of_different_batch_sizes_are_refused() -> None:
-    batch = KeyedJaggedTensor(
-        ["f", "g"], torch.tensor([1, 2, 3]), lengths=torch.tensor([1, 1, 1]), stride_per_key_per_rank=[[1], [2]]
-    )
-    with pytest.raises(UserError, match="stride_per_key_per_rank"):
-        IdMapper([table()])(batch)
-
-
 _VALUES = st.integers(-3, 10) | st.sampled_from([-(2**63), 2**62, 2**63 - 1])
 
 

@@ -84,23 +84,41 @@ BAD_BATCHES: dict[str, tuple[Callable[[], KeyedJaggedTensor], str]] = {
         lambda: KeyedJaggedTensor(F, torch.tensor([[1], [2]]), lengths=ONES),
         r"shape \(2, 1\); give one dimension",
     ),
-    "a size for each feature": (
-        lambda: KeyedJaggedTensor(F, THREE, lengths=torch.ones(3).int(), stride_per_key_per_rank=[[1], [2]]),
-        "number of rows of its own for each feature .stride_per_key_per_rank is set.*not support",
+    "numbers of bags for one feature alone": (
+        lambda: KeyedJaggedTensor(F, THREE, lengths=torch.ones(3).int(), stride_per_key_per_rank=[[3]]),
+        r"stride_per_key_per_rank=\[\[3\]\] for 2 features \(f, g\)",
     ),
-    "a size for each feature, to be filled up": (
+    "numbers of bags of two ranks": (
+        lambda: KeyedJaggedTensor(F, THREE, lengths=torch.ones(3).int(), stride_per_key_per_rank=[[1, 0], [1, 1]]),
+        "give a list with one number, 0 or more, for each feature",
+    ),
+    "lengths of other numbers of bags": (
+        lambda: KeyedJaggedTensor(
+            F,
+            THREE,
+            lengths=torch.ones(3).int(),
+            stride_per_key_per_rank=[[1], [1]],
+            inverse_indices=(F, torch.zeros(2, 3, dtype=torch.long)),
+        ),
+        r"lengths of the shape \(3,\), but 2 features \(f, g\) of 1, 1 bags have 2 bags",
+    ),
+    "a row with a bag that there is not": (
         lambda: KeyedJaggedTensor(
             F,
             THREE,
             lengths=torch.ones(3).int(),
             stride_per_key_per_rank=[[1], [2]],
-            inverse_indices=(F, torch.tensor([[0, 0], [0, 1]])),
+            inverse_indices=(F, torch.tensor([[0, 0], [0, 2]])),
         ),
-        "stride_per_key_per_rank is set.*not support",
+        "feature 'g': inverse_indices say that row 1 has bag 2, but there are 2 bags",
     ),
-    "rows to be filled up": (
-        lambda: KeyedJaggedTensor(F, THREE[:2], lengths=ONES, inverse_indices=(F, torch.zeros(2, 3, dtype=torch.long))),
-        "inverse_indices is set.*not support",
+    "rows of one feature alone": (
+        lambda: KeyedJaggedTensor(F, THREE[:2], lengths=ONES, inverse_indices=(["f"], torch.zeros(1, 3).long())),
+        r"inverse_indices of the shape \(1, 3\) for f, and the features f, g",
+    ),
+    "rows in fractions": (
+        lambda: KeyedJaggedTensor(F, THREE[:2], lengths=ONES, inverse_indices=(F, torch.zeros(2, 3))),
+        "inverse_indices of the batch are of torch.float32",
     ),
 }
 """A batch of two features that is not whole, and what its error says."""
