@@ -65,6 +65,7 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
         release_promptly(self._output_dists)
         self._output = _Output(module, self._embedding_names)
         self.sse = perturbation(self._tables, env.rank)
+        self._order_as(module)
         if module.device.type not in ("meta", "cpu"):
             self.load_state_dict(module.state_dict())
 

@@ -67,6 +67,7 @@ class ShardedCompositionalEmbeddingCollection(ShardedParameters, ShardedEmbeddin
         )
         release_promptly(self._output_dists)
         self.sse = perturbation(self._tables, env.rank)
+        self._order_as(module)
         if module.device.type not in ("meta", "cpu"):
             self.load_state_dict(module.state_dict())
 

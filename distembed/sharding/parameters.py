@@ -5,7 +5,7 @@ they see the partition tables instead, under the names of the unsharded module.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from distembed.names import one_of
 from distembed.sharding.column_ranges import column_range, shard_rank
 from distembed.sharding.groups import lookup_formula
 from distembed.sharding.lookup import CompositionalLookup
-from distembed.sharding.placement import BY_COLUMNS, BY_ROWS, WITHIN_NODES, Placement, place_tables
+from distembed.sharding.placement import BY_COLUMNS, BY_ROWS, WITHIN_NODES, Placement, place_tables, without_memory
 from distembed.sharding.share import ColumnShare, OwnedIds, ids_of_block
 from distembed.sse import FeaturePerturbation
 
@@ -71,6 +71,8 @@ class ShardedParameters:
             if table.name not in plan:
                 raise UserError(f"the plan has no table {table.name!r}, only {sorted(plan)}; plan anew for this model.")
         self._tables = tables
+        if device is not None and device.type == "meta":
+            plan = without_memory(plan)
         placements = place_tables(tables, plan, env.world_size)
         self._placements = {placement.table.name: placement for placement in placements}
         _require_nodes(placements, env.world_size)
@@ -169,6 +171,18 @@ class ShardedParameters:
                     vectors[part.name] = nn.Module()
                     vectors[part.name].register_parameter("weight", self._replicated[part.name])
         self.functions = functions
+
+    def _order_as(self, module: nn.Module) -> None:
+        """Puts the child modules in the unsharded module's order.
+
+        TorchRec's ``shard_modules`` demands that parameters and modules keep their order, and not only their names.
+        """
+        if not hasattr(self, self._lookup_attribute):  # without a process group TorchRec registers nothing
+            return
+        for path in (self._lookup_attribute, ""):
+            own = cast(nn.Module, self).get_submodule(path)
+            for name, _ in module.get_submodule(path).named_children():
+                own.add_module(name, own._modules.pop(name))
 
     def reset_parameters(self) -> None:
         """Draws all weights anew: the same ones as at first, and as in the unsharded module."""

@@ -355,6 +355,20 @@ def _with_shards(unit: ParameterSharding, shards: list[ShardMetadata]) -> Parame
     )
 
 
+def without_memory(plan: Mapping[str, ParameterSharding]) -> dict[str, ParameterSharding]:
+    """Returns a plan with the same shards on the meta device of their ranks, for a module whose weights take none."""
+    units = {}
+    for name, unit in plan.items():
+        units[name] = unit
+        if isinstance(unit.sharding_spec, EnumerableShardingSpec):
+            shards = [
+                ShardMetadata(shard.shard_offsets, shard.shard_sizes, f"rank:{shard_rank(shard)}/meta")
+                for shard in unit.sharding_spec.shards
+            ]
+            units[name] = dataclasses.replace(unit, sharding_spec=EnumerableShardingSpec(shards))
+    return units
+
+
 def _require_multiple_of_four(table: CompositionalEmbeddingConfig, name: str, columns: int) -> None:
     if columns % 4:
         raise UserError(

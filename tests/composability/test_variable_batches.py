@@ -17,8 +17,8 @@ from torchrec.distributed.sharding_plan import (
     table_wise,
 )
 from torchrec.distributed.types import ShardingPlan
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -33,14 +33,14 @@ from distembed.embedding.config import perturbation
 from distembed.errors import UserError
 from distembed.sharding.shardings import SEQUENCE_SHARDING_TYPES
 from distembed.sse import SSE
+from tests.composability.stock import DIM, NUM_IDS, stock_bags, take_weights
 from tests.ranks import run_on_ranks
 from tests.sharding.test_sequences import SIZES as SEQUENCE_SIZES
 from tests.sharding.test_sequences import Head as SequenceHead
 from tests.sharding.test_sequences import shard as shard_sequences
 from tests.sharding.test_sharded_equals_unsharded import SHARDING_TYPES, SIZES, Head, check_weights, shard
 
-DIM, RATE = 8, 0.5
-NUM_IDS = {"user": 50, "item": 400, "tags": 70}
+RATE = 0.5
 
 
 def draw(num_ids: dict[str, int], num_rows: int, generator: torch.Generator, weighted: bool) -> KeyedJaggedTensor:
@@ -99,22 +99,6 @@ def require_equal(actual: Any, expected: Any) -> None:
     assert ours.keys() == wanted.keys()
     for key, tensor in wanted.items():
         torch.testing.assert_close(ours[key], tensor, msg=lambda text, key=key: f"{key}: {text}", check_dtype=False)
-
-
-def stock_configs(make: Any) -> list[Any]:
-    return [
-        make(name=f"t_{name}", num_embeddings=size, embedding_dim=DIM, feature_names=[name])
-        for name, size in NUM_IDS.items()
-    ]
-
-
-def stock_bags(device: str, weighted: bool = False) -> EmbeddingBagCollection:
-    torch.manual_seed(0)
-    tables = [
-        EmbeddingBagConfig(name=f"t_{name}", num_embeddings=size, embedding_dim=DIM, feature_names=[name])
-        for name, size in NUM_IDS.items()
-    ]
-    return EmbeddingBagCollection(tables, is_weighted=weighted, device=torch.device(device))
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -243,11 +227,7 @@ def shard_stock(kind: Any) -> nn.Module:
         plan=ShardingPlan({"embeddings": placed}),
         sharders=[sharder],
     )
-    whole = stock_bags("cpu").state_dict()
-    for key, weight in model.module["embeddings"].state_dict().items():
-        for local in weight.local_shards() if hasattr(weight, "local_shards") else []:
-            (row, column), (rows, columns) = local.metadata.shard_offsets, local.metadata.shard_sizes
-            local.tensor.copy_(whole[key][row : row + rows, column : column + columns])
+    take_weights(model.module["embeddings"], stock_bags("cpu"))
     return model.module["embeddings"]
 
 
