@@ -42,15 +42,15 @@ def pool(
     if pooling == "max":
         return _max(vectors, lengths)
     # faster forward and backward than an embedding_bag over the vectors, or a segment_reduce of them
-    bags = torch.arange(len(lengths), device=lengths.device)
-    bag_per_id = bags.repeat_interleave(lengths, output_size=len(vectors))
-    summed = vectors.new_zeros(len(lengths), vectors.shape[1]).index_add(0, bag_per_id, vectors)
+    bags = torch.arange(lengths.shape[0], device=lengths.device)
+    bag_per_id = bags.repeat_interleave(lengths, output_size=vectors.shape[0])
+    summed = vectors.new_zeros(lengths.shape[0], vectors.shape[1]).index_add(0, bag_per_id, vectors)
     return summed / lengths.clamp(min=1).unsqueeze(1) if pooling == "mean" else summed
 
 
 def _max(vectors: Float[Tensor, "ids width"], lengths: Int[Tensor, " batch"]) -> Float[Tensor, "batch width"]:
     """Returns the elementwise maximum of each bag."""
     offsets = nn.functional.pad(lengths.long().cumsum(0), (1, 0))
-    order = torch.arange(len(vectors), device=vectors.device)
+    order = torch.arange(vectors.shape[0], device=vectors.device)
     pooled: Any = nn.functional.embedding_bag(order, vectors, offsets, mode="max", include_last_offset=True)
     return pooled

@@ -56,7 +56,7 @@ class ExportedTable:
         name: Name of the table.
         form: Whether its partitions are stored, or the composed vector of each id.
         bytes: Bytes of its weights as they are stored.
-        shard: Number of the shard that has it.
+        shard: Number of the shard that has it; 0 where the network has all tables.
     """
 
     name: str
@@ -72,12 +72,16 @@ class ExportedProgram:
     Attributes:
         file: Its file.
         inputs: Names of its inputs in order: ``values lengths dense``, or ``vectors dense`` behind shards of tables.
-        outputs: Names of its outputs in order, such as ``prediction``.
+        outputs: Names of its outputs in order, such as ``prediction``; of a shard, ``vectors``.
+        features: Names of the features whose ids it takes, in the order of ``lengths``.
+        bytes: Bytes of the tables within.
     """
 
     file: str
     inputs: Sequence[str]
     outputs: Sequence[str]
+    features: Sequence[str] = ()
+    bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -111,14 +115,15 @@ class ExportManifest:
         step: Number of training steps of the checkpoint.
         precision: How the tables are stored.
         network: The program that gives scores.
-        shards: The programs that give vectors, where the tables are not within the network.
+        shards: The programs that give vectors, where the tables are not within the network: one for each server. The
+            network takes their outputs side by side, in this order, as ``vectors``.
         compiled: The network by AOTInductor, and the processor that it was made for.
         features: The categorical features.
         numbers: The columns of numbers.
         tables: The tables.
         parity: How its scores compare with the trainer's.
         versions: Versions of torch and distembed that wrote it.
-        checksums: Checksum of each other file by its name.
+        checksums: SHA-256 of each other file by its name.
         format: The format of the folder.
     """
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
+import numpy as np
 import numpy.typing as npt
 from torch import Tensor, nn
 
@@ -153,6 +154,27 @@ class Task(ABC):
             batch: This rank's rows, which may be none.
         """
         return self.step(outputs, batch)[1]
+
+    def score(self, outputs: Any) -> Tensor:
+        """Returns the number that is predicted of each row [batch], where the task predicts one: in float32.
+
+        An exported model ends with it, so that it is made of operations on tensors alone.
+
+        Args:
+            outputs: What the model returned for a batch.
+
+        Raises:
+            UserError: The task has none.
+        """
+        raise UserError(f"{type(self).__name__} does not say which number is predicted of a row; define its score().")
+
+    def rows_of_scores(self, scores: npt.NDArray[np.float32]) -> Rows:
+        """Returns what the metrics of an evaluation need that follows from the scores of rows, of :meth:`score`.
+
+        Raises:
+            UserError: The task has none.
+        """
+        raise UserError(f"{type(self).__name__} does not say what scores mean; define its rows_of_scores().")
 
     @abstractmethod
     def metrics(self, rows: Rows) -> dict[str, float]:

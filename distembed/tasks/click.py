@@ -76,6 +76,13 @@ class ClickTask(Task):
         assert isinstance(features, KeyedJaggedTensor)
         return {**rows, GROUPS: features[self._group].values()}
 
+    def score(self, outputs: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
+        return outputs.float().sigmoid()
+
+    def rows_of_scores(self, scores: npt.NDArray[np.float32]) -> Rows:
+        inside = np.clip(scores.astype(np.float64), 2.0**-100, 1 - 2.0**-25)  # of 0 and 1 logits are infinite
+        return {"logits": np.log(inside) - np.log1p(-inside)}
+
     def metrics(self, rows: Rows) -> dict[str, float]:
         weights = weights_of(rows)
         found = dataclasses.asdict(BinaryMetrics.from_logits(rows["logits"], rows["labels"], weights))

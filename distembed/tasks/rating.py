@@ -72,10 +72,14 @@ class RatingTask(Task):
         return loss, {"predictions": predictions, "labels": labels, **self._weights.of_rows(batch)}
 
     def evaluate(self, outputs: Queries, batch: Batch) -> Outputs:
+        return {"predictions": self.score(outputs), "labels": batch[LABELS], **self._weights.of_rows(batch)}
+
+    def score(self, outputs: Queries) -> Tensor:
         predictions = self._predict(outputs)
-        if self._clip is not None:
-            predictions = predictions.clamp(*self._clip)
-        return {"predictions": predictions, "labels": batch[LABELS], **self._weights.of_rows(batch)}
+        return predictions if self._clip is None else predictions.clamp(*self._clip)
+
+    def rows_of_scores(self, scores: npt.NDArray[np.float32]) -> Rows:
+        return {"predictions": scores}
 
     def _predict(self, queries: Queries) -> Tensor:
         """Returns the rating of each row [batch]."""

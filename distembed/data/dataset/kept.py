@@ -32,13 +32,14 @@ def kept_dataset(run: str | os.PathLike[str]) -> Path | None:
     return folder if (folder / MANIFEST_NAME).is_file() else None
 
 
-def keep_dataset(run: Path, dataset: str, manifest: Manifest) -> None:
+def keep_dataset(run: Path, dataset: str, manifest: Manifest, links: bool = True) -> None:
     """Keeps in a run's folder what the ids of its dataset mean, unless it is there already.
 
     Args:
         run: The run's folder.
         dataset: The folder of the dataset that the run is trained on.
         manifest: The dataset's manifest.
+        links: Whether large vocabularies are links; if not, the folder has all that it needs, wherever it goes.
 
     Raises:
         UserError: A vocabulary of the dataset is missing.
@@ -51,7 +52,7 @@ def keep_dataset(run: Path, dataset: str, manifest: Manifest) -> None:
         folder.mkdir(exist_ok=True)
         files = kept.other_files
         try:
-            links = sum((Path(dataset) / file).stat().st_size for file in files) > MOST_COPIED_BYTES
+            links = links and sum((Path(dataset) / file).stat().st_size for file in files) > MOST_COPIED_BYTES
             for file in files:
                 _place(Path(dataset) / file, folder / file, links)
         except FileNotFoundError as error:

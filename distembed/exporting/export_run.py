@@ -1,0 +1,248 @@
+"""Exports a trained run: makes its programs, writes them with what their inputs mean, and checks that they score alike.
+
+Memory: the trained model, its tables once more as they are stored, and once more while they are checked; time is that
+of writing and reading the tables, and of scoring the rows that are compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distembed import __version__
+from distembed.data.dataset.kept import keep_dataset
+from distembed.data.prepare.staging import disk_is_full_text, staged_folder
+from distembed.data.table.encoder import raw_schema
+from distembed.embedding import CompositionalEmbeddingConfig
+from distembed.errors import UserError
+from distembed.exported.manifest import (
+    MANIFEST_NAME,
+    ExportedFeature,
+    ExportedNumber,
+    ExportedProgram,
+    ExportedTable,
+    ExportManifest,
+    Parity,
+    Precision,
+)
+from distembed.exported.programs import load_programs
+from distembed.exporting.batches import SplitRows, made_up_batch
+from distembed.exporting.exporters import EXPORTERS
+from distembed.exporting.parity import ParityCheck
+from distembed.exporting.programs import BATCH, ProgramInputs, save_program
+from distembed.exporting.sample import write_sample
+from distembed.exporting.score_program import ScoredModel
+from distembed.exporting.shards import divide_tables
+from distembed.exporting.table_groups import Materialise, TableStorage
+from distembed.exporting.vocabularies import write_vocabularies
+from distembed.files import full_disk_explained, require_free_space, write_json
+from distembed.names import one_of
+from distembed.serving.whole_model import WholeModel, load_whole_model
+from distembed.training.trained_run import TrainedRun
+
+NETWORK = "network.pt2"
+SAMPLE_ROWS = 256
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """How a run is exported.
+
+    Attributes:
+        precision: How the numbers of its tables are stored.
+        materialise: Which tables are stored as the vector of each id.
+        server_bytes: Memory for tables of one server, over which they are divided into shards; None for one server.
+        overwrite: Whether an exported model that is there is replaced.
+        metric_rows: So many of the first rows of a split are scored for the metric.
+
+    Raises:
+        UserError: A name is unknown.
+    """
+
+    precision: Precision = "fp32"
+    materialise: Materialise = "auto"
+    server_bytes: int | None = None
+    overwrite: bool = False
+    metric_rows: int = 200_000
+
+    def __post_init__(self) -> None:
+        one_of("--precision", self.precision, ("fp32", "fp16", "int8"))
+        one_of("--materialise", self.materialise, ("auto", "never", "always"))
+
+    @property
+    def storage(self) -> TableStorage:
+        """How the tables are stored."""
+        return TableStorage(self.precision, self.materialise)
+
+
+def export_run(run: TrainedRun, output: Path, options: ExportOptions, data: str | None = None) -> ExportManifest:
+    """Writes the folder of an exported model, which appears whole or not at all.
+
+    Args:
+        run: The run.
+        output: The folder.
+        options: How it is exported.
+        data: The dataset whose rows scores are compared on; the run's own unless given, where it still is.
+
+    Returns:
+        Its manifest.
+
+    Raises:
+        UserError: The run's task or model has no programs, the folder exists, or a table does not fit a server.
+        RunError: It scores otherwise than the trained model, or cannot be written.
+    """
+    make = EXPORTERS[one_of("task of an exported run", run.config.task.name, EXPORTERS)]
+    with (
+        staged_folder(output, overwrite=options.overwrite, kind="exported model", marker=MANIFEST_NAME) as folder,
+        full_disk_explained(lambda error: disk_is_full_text(error, output, folder)),
+    ):
+        whole = load_whole_model(_in_float32(run), torch.device("cpu"))
+        model = make(whole.module.model, whole.task, run.manifest.schema)
+        storage = options.storage
+        require_free_space(output, sum(map(storage.bytes, model.tables)), "its tables take so much")
+        shards = _shards(model.tables, storage, options.server_bytes)
+        programs = _save_programs(folder, model, storage, shards, whole)
+        keep_dataset(folder, run.dataset, run.manifest, links=False)
+        vocabularies = write_vocabularies(
+            folder, Path(run.dataset), run.manifest, [each.name for each in model.features]
+        )
+        manifest = ExportManifest(
+            task=run.config.task.name,
+            model=run.config.model.name,
+            step=whole.step,
+            precision=options.precision,
+            network=programs[0],
+            shards=programs[1:],
+            features=_features(model, vocabularies),
+            numbers=_numbers(run) if model.takes_numbers else (),
+            tables=_tables(model.tables, storage, shards),
+            parity=Parity(0, 0.0),
+            versions={"distembed": __version__, "torch": torch.__version__},
+            checksums={},
+        )
+        parity = _compare(
+            folder, manifest, whole, model, SplitRows.find(data or run.config.data.require_path()), options
+        )
+        manifest = dataclasses.replace(manifest, parity=parity, checksums=_checksums(folder))
+        write_json(folder / MANIFEST_NAME, manifest.to_json())
+    return manifest
+
+
+def _in_float32(run: TrainedRun) -> TrainedRun:
+    """Returns a run whose networks compute in float32, as those of exported models do."""
+    train = dataclasses.replace(run.config.train, precision="fp32")
+    return dataclasses.replace(run, config=dataclasses.replace(run.config, train=train))
+
+
+def _shards(
+    tables: Sequence[CompositionalEmbeddingConfig], storage: TableStorage, server_bytes: int | None
+) -> list[list[str]]:
+    """Returns the tables of each shard; none where one server has them all."""
+    sizes = {table.name: storage.bytes(table) for table in tables}
+    if server_bytes is None or sum(sizes.values()) <= server_bytes:
+        return []
+    return divide_tables(sizes, server_bytes)
+
+
+def _save_programs(
+    folder: Path, model: ScoredModel, storage: TableStorage, shards: Sequence[Sequence[str]], whole: WholeModel
+) -> list[ExportedProgram]:
+    """Writes the programs, and returns the network's and those of the shards."""
+    sizes = {table.name: storage.bytes(table) for table in model.tables}
+    inputs = model.inputs(made_up_batch(whole.blueprint.batch_schema, 5))
+    if not shards:
+        save_program(model.whole_program(storage), inputs, folder / NETWORK)
+        features = [feature.name for feature in model.features]
+        return [ExportedProgram(NETWORK, list(inputs.tensors), model.outputs, features, sum(sizes.values()))]
+    network, programs = model.sharded_programs(shards, storage)
+    saved = []
+    vectors = []
+    for number, (program, names) in enumerate(zip(programs, shards, strict=True)):
+        file = f"tables/shard-{number:05d}.pt2"
+        own = model.shard_inputs(made_up_batch(whole.blueprint.batch_schema, 5), program)
+        save_program(program, own, folder / file)
+        with torch.no_grad():
+            vectors.append(program(*own.tensors.values()))
+        features = [feature.name for feature in program.features]
+        saved.append(
+            ExportedProgram(file, list(own.tensors), ["vectors"], features, sum(sizes[name] for name in names))
+        )
+    tensors = {"vectors": torch.cat(vectors, dim=1)} | {k: v for k, v in inputs.tensors.items() if k == "dense"}
+    save_program(network, ProgramInputs(tensors, {name: {0: BATCH} for name in tensors}), folder / NETWORK)
+    return [ExportedProgram(NETWORK, list(tensors), model.outputs), *saved]
+
+
+def _features(model: ScoredModel, vocabularies: Mapping[str, str]) -> list[ExportedFeature]:
+    tables = {name: table for table in model.tables for name in table.feature_names}
+    return [
+        ExportedFeature(
+            each.name,
+            tables[each.name].name,
+            tables[each.name].num_embeddings,
+            each.is_list,
+            vocabularies.get(each.name),
+        )
+        for each in model.features
+    ]
+
+
+def _numbers(run: TrainedRun) -> list[ExportedNumber]:
+    """Returns what is done to each column of numbers; nothing is known of datasets that were made elsewhere."""
+    try:
+        columns = raw_schema(run.manifest).dense
+    except UserError:
+        columns = {}
+    learnt: Mapping[str, Any] = run.manifest.preparation.get("learnt", {})
+    return [
+        ExportedNumber(name, (dataclasses.asdict(columns[name]) if name in columns else {}) | learnt.get(name, {}))
+        for name in run.manifest.schema.dense
+    ]
+
+
+def _tables(
+    tables: Sequence[CompositionalEmbeddingConfig], storage: TableStorage, shards: Sequence[Sequence[str]]
+) -> list[ExportedTable]:
+    places = {name: number for number, names in enumerate(shards) for name in names}
+    return [
+        ExportedTable(table.name, storage.form(table), storage.bytes(table), places.get(table.name, 0))
+        for table in tables
+    ]
+
+
+def _compare(
+    folder: Path,
+    manifest: ExportManifest,
+    whole: WholeModel,
+    model: ScoredModel,
+    rows: SplitRows | None,
+    options: ExportOptions,
+) -> Parity:
+    """Compares the scores of what was written with the trained model's, and writes the sample."""
+    check = ParityCheck(whole, model, load_programs(folder, manifest), options.precision)
+    if rows is None:
+        batch = made_up_batch(whole.blueprint.batch_schema, SAMPLE_ROWS)
+    else:
+        batch = next(iter(rows.batches(SAMPLE_ROWS, SAMPLE_ROWS)))
+    parity = check.on_sample(batch)
+    vocabularies = {each.name: each.vocabulary for each in manifest.features if each.vocabulary is not None}
+    outputs = {"prediction": check.scores(batch).tolist()}
+    write_sample(folder, model.inputs(batch).tensors, outputs, model.features, vocabularies)
+    if rows is None:
+        return parity
+    metric, exported, trained = check.on_split(rows, options.metric_rows)
+    return dataclasses.replace(parity, metric=metric, exported=exported, trained=trained, split=rows.split)
+
+
+def _checksums(folder: Path) -> dict[str, str]:
+    """Returns the SHA-256 of each file of a folder, by its path there."""
+    found = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")):
+        with path.open("rb") as file:
+            found[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
