@@ -55,6 +55,17 @@ _KNOWN |= {
     if isinstance(value, torch.dtype)
 }
 
+
+def _ignored_path(*_parts: str) -> None:
+    """Takes the place of a class of paths: where a checkpoint was written does not matter where it is read."""
+
+
+_KNOWN |= {
+    (module, name): _ignored_path
+    for module in ("pathlib", "pathlib._local")  # the latter since Python 3.13
+    for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+}
+
 _PLAIN: frozenset[type] = frozenset({type(None), bool, int, str, torch.dtype, torch.layout, _MEM_FORMAT_ENCODING})
 _FLAT = _PLAIN | {torch.Size}
 # class -> the types of what its attributes hold: no two of them can hold each other
@@ -129,6 +140,10 @@ class _MetadataUnpickler(pickle._Unpickler):
 
     def load_reduce(self) -> None:
         arguments, called = self.stack.pop(), self.stack.pop()
+        if called is _ignored_path:
+            _require(type(arguments) is tuple and _are(arguments, _STR), "it has a path that is none")
+            self.append(None)
+            return
         _require(
             type(arguments) is tuple and len(arguments) == 1 and type(arguments[0]) is _CALLED.get(called),
             "it calls what no checkpoint has",
