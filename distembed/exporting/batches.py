@@ -91,7 +91,9 @@ def plain_inputs(batch: Batch, features: Sequence[PlainFeature], takes_numbers: 
     pieces = [ids[feature.name] for feature in features]
     lengths = torch.stack([piece.lengths().long() for piece in pieces])
     tensors: dict[str, Tensor] = {"values": torch.cat([piece.values().long() for piece in pieces]), "lengths": lengths}
-    dynamic = {"values": {0: ANY}, "lengths": {1: BATCH}}
+    has_lists = any(feature.is_list for feature in features)
+    num_ids = ANY if has_lists else BATCH if len(features) == 1 else len(features) * BATCH
+    dynamic = {"values": {0: num_ids}, "lengths": {1: BATCH}}
     if takes_numbers:
         numbers = batch[DENSE_FEATURES]
         assert isinstance(numbers, Tensor)
