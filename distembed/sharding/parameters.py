@@ -172,6 +172,11 @@ class ShardedParameters:
                     vectors[part.name].register_parameter("weight", self._replicated[part.name])
         self.functions = functions
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        """Looks a batch up, uncompiled in a compiled model; all ranks call it."""
+        return super().forward(*inputs, **keywords)  # type: ignore[misc]
+
     def _order_as(self, module: nn.Module) -> None:
         """Puts the child modules in the unsharded module's order.
 
