@@ -222,3 +222,32 @@ def full_vectors(table: CompositionalEmbeddingConfig, weights: Sequence[Tensor])
         ids = torch.arange(start, min(start + IDS_PER_CHUNK, len(full)))
         full[start : start + len(ids)] = table.combine.embed(weights, table.scheme.rows(ids))
     return full
+
+
+@torch.no_grad()
+def carried_sums(
+    table: CompositionalEmbeddingConfig, weights: Sequence[Tensor], sums: Float[Tensor, "ids dim"]
+) -> list[Float[Tensor, "rows_j dim_j"]]:
+    """Returns the sums of squared gradients that Adagrad would have for fitted partitions, from those of a full table.
+
+    A row has had the gradients of all of its ids: as they are where its numbers are added or stand side by side, and
+    times the other factors where they are multiplied. Cross terms of ids in one batch are left out.
+
+    Args:
+        table: The table.
+        weights: The weight of each partition, in their order.
+        sums: The sum of squared gradients of each number of the full table.
+    """
+    parts = [weight.double() for weight in weights]
+    is_product = table.combine.name == "product"
+    columns = table.combine.columns(table.embedding_dim, len(parts))
+    assert columns is not None
+    found = [torch.zeros_like(part) for part in parts]
+    for chunk in WeightedVectors(table.scheme, sums, torch.ones(1).expand(len(sums))).chunks():
+        for j, own in enumerate(columns):
+            squares = chunk.vectors[:, own.start : own.stop]
+            if is_product:
+                for i in range(len(parts)):
+                    squares = squares if i == j else squares * parts[i][chunk.rows[i]].square()
+            found[j].index_add_(0, chunk.rows[j], squares)
+    return [values.float() for values in found]

@@ -70,7 +70,7 @@ def train_run(
     if start.resume:
         bf16 = use_bf16(config.train.precision, ranks.device)
         Collectives().on_first(lambda: require_same_precision(start.folder, bf16))
-    info = _run_info(config, start)
+    info = run_info(config, start)
     if ranks.is_first:
         for line in (*info["kept_full"], *_missing_checksums(config)):
             say(line)
@@ -105,7 +105,7 @@ def _missing_checksums(config: Config) -> list[str]:
     return [f"note: {text}" for text in (missing_checksums_note(config.data.require_path()), *graphs) if text]
 
 
-def _run_info(config: Config, start: RunStart) -> dict[str, Any]:
+def run_info(config: Config, start: RunStart) -> dict[str, Any]:
     """Returns what ``run.json`` records of the config and the dataset."""
     description = describe(config)
     schemes = [table.config.scheme.name for table in description.tables]
