@@ -108,8 +108,8 @@ def _require_shapes(features: KeyedJaggedTensor) -> None:
     if len(set(keys)) < len(keys):
         name, count = Counter(keys).most_common(1)[0]
         raise UserError(
-            f"The batch has the feature {name!r} {count} times ({enumerate_names(keys)}); keys of a KeyedJaggedTensor "
-            "are unique. Put all ids of a feature under one key."
+            f"The batch has the feature {name!r} {count} times ({enumerate_names(keys)}); keys must be unique. Put all "
+            "ids of a feature under one key."
         )
     lengths, offsets = features.lengths_or_none(), features.offsets_or_none()
     if lengths is None and offsets is None:

@@ -1,11 +1,15 @@
-"""TorchRec's own test of sharded modules, with this project's collection and sharder in it.
+"""TorchRec's own test of sharded modules, with this project's collections and sharders in it.
 
 It builds a model with and without sharding, copies the weights over, trains both for one step of SGD, on the same rows
 in one batch or in one part a rank, and compares what they predict afterwards.
+
+It draws no weights for batches with a size for each feature and none for a TensorDict: models have no weighted tables
+then. Tables within nodes and grids it runs on CUDA only; :mod:`tests.sharding.test_within_nodes` has them.
 """
 
 import itertools
 import os
+import random
 import sys
 from types import ModuleType
 from typing import Any
@@ -13,20 +17,29 @@ from typing import Any
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.test_utils import test_model as torchrec_models
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.distributed.test_utils.test_model import ModelInput
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 
 from distembed.composition import COMPOSITIONS
-from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
+from distembed.embedding import (
+    CompositionalEmbeddingBagCollection,
+    CompositionalEmbeddingBagConfig,
+    CompositionalEmbeddingCollection,
+    CompositionalEmbeddingConfig,
+)
 from distembed.partitions import QuotientRemainder
-from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
+from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, CompositionalEmbeddingCollectionSharder
+from distembed.sharding.shardings import SEQUENCE_SHARDING_TYPES
 from tests.processes import run_processes
 from tests.ranks import free_port
 
 WORLD_SIZE = 2
 SHARDING_TYPES = ("table_wise", "column_wise", "table_column_wise", "row_wise", "data_parallel")
+SEQUENCE_DIM = 8
 DIMS = {"product": 16, "sum": 32, "concat": 16, "path_linear": 8, "path_mlp": 16}
 
 
@@ -95,34 +108,112 @@ def constraints(sharding_type: str) -> dict[str, ParameterConstraints]:
     return by_table
 
 
-def check(rank: int, ports: dict[tuple[str, bool], int]) -> None:
+class CompositionalSequenceNN(torchrec_models.TestSparseNNBase):
+    """One linear layer over the sum of each sequence; the model of TorchRec's suite is not in its package."""
+
+    def __init__(
+        self, tables: list[EmbeddingConfig], sparse_device: torch.device | None = None, **settings: Any
+    ) -> None:
+        super().__init__(tables, sparse_device=sparse_device)
+        own = [compositional_sequence(table) for table in tables]
+        self.ec = CompositionalEmbeddingCollection(own, device=sparse_device)
+        self.names = [name for table in own for name in table.feature_names]
+        torch.manual_seed(0)
+        self.over = nn.Linear(SEQUENCE_DIM * len(self.names), 1, device=settings.get("dense_device"))
+
+    def forward(self, input: ModelInput) -> Any:
+        embedded = self.ec(input.idlist_features)
+        sums = []
+        for name in self.names:
+            rows = torch.arange(len(embedded[name].lengths())).repeat_interleave(embedded[name].lengths())
+            sums.append(torch.zeros(len(input.label), SEQUENCE_DIM).index_add(0, rows, embedded[name].values()))
+        predicted = self.over(torch.cat(sums, dim=1)).sigmoid().squeeze(1)
+        loss = nn.functional.binary_cross_entropy(predicted, input.label)
+        return (loss, predicted) if self.training else predicted
+
+
+def sequence_configs() -> list[EmbeddingConfig]:
+    return [
+        EmbeddingConfig(
+            name=f"plain_{composition}", num_embeddings=40 + 11 * i, embedding_dim=SEQUENCE_DIM, feature_names=[f"f{i}"]
+        )
+        for i, composition in enumerate(DIMS)
+    ]
+
+
+def compositional_sequence(table: EmbeddingConfig) -> CompositionalEmbeddingConfig:
+    return CompositionalEmbeddingConfig(
+        table.name,
+        table.num_embeddings,
+        table.embedding_dim,
+        table.feature_names,
+        QuotientRemainder(table.num_embeddings, collisions=5),
+        COMPOSITIONS[table.name.partition("_")[2]](),
+    )
+
+
+SGD = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}
+BAGS = {
+    "model_class": CompositionalSparseNN,
+    "tables": configs("plain"),
+    "sharders": [CompositionalEmbeddingBagCollectionSharder(dict(SGD))],
+}
+SEQUENCES = {
+    "model_class": CompositionalSequenceNN,
+    "tables": sequence_configs(),
+    "sharders": [CompositionalEmbeddingCollectionSharder(dict(SGD))],
+}
+BATCHES: dict[str, dict[str, Any]] = {
+    "equal": {},
+    "unequal": {"variable_batch_size": True},
+    "perhaps without rows": {"variable_batch_size": True, "allow_zero_batch_size": True},
+    "with offsets": {"use_offsets": True, "offsets_dtype": torch.int32},
+    "of int32": {"indices_dtype": torch.int32, "lengths_dtype": torch.int32, "offsets_dtype": torch.int32},
+    "a size for each feature": {"variable_batch_per_feature": True},
+    "a size for each feature, one of rows": {"variable_batch_per_feature": True, "global_constant_batch": True},
+    "a TensorDict": {"input_type": "td"},
+}
+UNWEIGHTED = ("a size for each feature", "a size for each feature, one of rows", "a TensorDict")
+MOST = ("equal", "unequal", "a size for each feature")
+"""Batches of every sharding type; the others, which are prepared before any dist, go with one."""
+Case = tuple[str, str, str]
+
+
+def check(rank: int, ports: dict[Case, int]) -> None:
     add_the_missing_module()
     from torchrec.distributed.test_utils.test_sharding import sharding_single_rank_test
 
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
-    for (sharding_type, has_unequal_batches), port in ports.items():
+    for number, ((kind, sharding_type, batches), port) in enumerate(ports.items()):
         os.environ["MASTER_PORT"] = str(port)
-        tables = configs("plain")
-        sharder = CompositionalEmbeddingBagCollectionSharder(
-            fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}
-        )
-        sharding_single_rank_test(
-            rank,
-            WORLD_SIZE,
-            model_class=CompositionalSparseNN,
-            embedding_groups={"all": [name for table in tables for name in table.feature_names]},
-            tables=tables,
-            weighted_tables=configs("weighted"),
-            sharders=[sharder],
-            backend="gloo",
-            optim=EmbOptimType.EXACT_SGD,
-            constraints=constraints(sharding_type),
-            variable_batch_size=has_unequal_batches,
-        )
+        random.seed(number)  # the same on all ranks: of this the harness draws the number of rows
+        model = BAGS if kind == "bags" else SEQUENCES
+        names = [name for table in model["tables"] for name in table.feature_names]
+        try:
+            sharding_single_rank_test(
+                rank,
+                WORLD_SIZE,
+                embedding_groups={"all": names},
+                weighted_tables=configs("weighted") if kind == "bags" and batches not in UNWEIGHTED else None,
+                backend="gloo",
+                optim=EmbOptimType.EXACT_SGD,
+                constraints=constraints(sharding_type),
+                **model,
+                **BATCHES[batches],
+            )
+        except Exception as error:
+            raise AssertionError(f"{kind}, {sharding_type}, batches {batches}: {error}") from error
 
 
 @pytest.mark.distributed
 def test_the_sharded_model_predicts_what_the_unsharded_one_does() -> None:
-    cases = list(itertools.product(SHARDING_TYPES, [False, True]))
-    run_processes(WORLD_SIZE, check, {case: free_port() for case in cases})
+    cases = [*itertools.product(["bags"], SHARDING_TYPES, MOST), *itertools.product(["bags"], ["row_wise"], BATCHES)]
+    run_processes(WORLD_SIZE, check, {case: free_port() for case in dict.fromkeys(cases)})
+
+
+@pytest.mark.distributed
+def test_sharded_sequences_predict_what_unsharded_ones_do() -> None:
+    types = itertools.product(["sequences"], SEQUENCE_SHARDING_TYPES, MOST)
+    cases = [*types, *itertools.product(["sequences"], ["row_wise"], BATCHES)]
+    run_processes(WORLD_SIZE, check, {case: free_port() for case in dict.fromkeys(cases)})
