@@ -10,8 +10,8 @@ closed form for each row, until a sweep over all partitions gains nothing: for s
 products at a minimum that depends on where it began, which is at the weights that are given.
 
 Ids are taken in chunks. Beside the full vectors, memory holds the factors in float64, and a numerator and a denominator
-for each number of one partition: about three times the full table at two partitions and 4 collisions. Time goes with
-``ids x columns x partitions x sweeps``.
+for each number of one partition: about three times the full table at two partitions and 4 collisions (measured). Time
+goes with ``ids x columns x partitions x sweeps``.
 """
 
 from collections.abc import Iterator, Sequence
