@@ -14,7 +14,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from distembed import __version__
-from distembed.commands import convert, data, export, inspect, plan, predict, prepare, sweep, train
+from distembed.commands import convert, data, export, inspect, plan, predict, prepare, serve, sweep, train
 from distembed.commands.error_file import record_error, user_exit_code
 from distembed.commands.shared import errors
 from distembed.errors import InsufficientMemory, Interrupted, RunError, UserError
@@ -35,9 +35,20 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-_GROUPS = (prepare, data, plan, train, predict, export, convert, sweep, inspect, launch)
-for group in _GROUPS:
-    app.add_typer(group.app)  # without a name: its commands become the app's own
+for group in (
+    prepare.app,
+    data.app,
+    plan.app,
+    train.app,
+    convert.app,
+    predict.app,
+    export.app,
+    serve.app,
+    sweep.app,
+    inspect.app,
+    launch.app,
+):
+    app.add_typer(group)  # without a name: its commands become the app's own
 
 
 def _print_versions(wanted: bool) -> None:

@@ -5,7 +5,8 @@
 #   tools/setup.sh kubernetes   and what starts them on Kubernetes
 #   tools/setup.sh aws_batch    and what starts them on AWS Batch
 #   tools/setup.sh launch       both of these
-#   tools/setup.sh test         and what the tests need, `launch` included
+#   tools/setup.sh serve        and what `distembed serve` needs
+#   tools/setup.sh test         and what the tests need, `launch` and `serve` included
 #
 # DISTEMBED_PYTHON=/path/to/python3   the interpreter to build on (default: the first suitable one on PATH)
 # DISTEMBED_DEVICE=cpu|cuda           which members of the trio to take (default: cuda where nvidia-smi works)
@@ -143,8 +144,8 @@ install() {
 
 extras=("$@")
 for extra in "${extras[@]}"; do
-    [[ " kubernetes aws_batch launch test " == *" $extra "* ]] ||
-        fail "unknown extra '$extra'; allowed are: kubernetes, aws_batch, launch, test"
+    [[ " kubernetes aws_batch launch serve test " == *" $extra "* ]] ||
+        fail "unknown extra '$extra'; allowed are: kubernetes, aws_batch, launch, serve, test"
     [[ $extra != launch && $extra != test ]] || extras+=(kubernetes aws_batch)
 done
 device=$(choose_device)

@@ -88,9 +88,14 @@ def plain_inputs(batch: Batch, features: Sequence[PlainFeature], takes_numbers: 
     """
     ids = batch[SPARSE_FEATURES]
     assert isinstance(ids, KeyedJaggedTensor)
-    pieces = [ids[feature.name] for feature in features]
-    lengths = torch.stack([piece.lengths().long() for piece in pieces])
-    tensors: dict[str, Tensor] = {"values": torch.cat([piece.values().long() for piece in pieces]), "lengths": lengths}
+    names = [feature.name for feature in features]
+    if ids.keys() == names:
+        values, lengths = ids.values(), ids.lengths().view(len(names), -1)
+    else:
+        pieces = [ids[name] for name in names]
+        values = torch.cat([piece.values() for piece in pieces])
+        lengths = torch.stack([piece.lengths() for piece in pieces])
+    tensors: dict[str, Tensor] = {"values": values.long(), "lengths": lengths.long()}
     has_lists = any(feature.is_list for feature in features)
     num_ids = ANY if has_lists else BATCH if len(features) == 1 else len(features) * BATCH
     dynamic = {"values": {0: num_ids}, "lengths": {1: BATCH}}

@@ -38,6 +38,7 @@ class _NamedRows:
         kept = {name: each for name, each in whole.categorical.items() if name in features}
         self.schema: TableSchema = dataclasses.replace(whole, label=None, dense={}, categorical=kept)
         self._parser = TableParser(self.schema)
+        self.columns = self._parser.columns
         self._encoder = RowEncoder(folder, manifest, self._parser.layout)
         self._records = RecordLayout.from_schema(manifest.schema)
 
@@ -54,7 +55,7 @@ class _NamedRows:
         """Returns the rows that are good, and the others as rejected ones."""
         names = self._parser.columns.names
         rejected = [
-            RejectedRow(row, "id", " ".join(str(table[name][row].as_py()) for name in names).encode())
+            RejectedRow(row, "id", " ".join(str(table[name][row].as_py()) for name in names).encode(), " ".join(names))
             for row in np.flatnonzero(~is_good).tolist()
         ]
         return DecodedRows(is_good, block.gather(np.flatnonzero(is_good)), tuple(rejected))

@@ -20,6 +20,7 @@ from distembed.data.reader.assemble import BatchAssembler
 from distembed.data.reader.decode import Block
 from distembed.data.table.encoder import RowEncoder, raw_schema
 from distembed.data.table.parser import TableParser
+from distembed.data.table.raw_columns import TableColumns
 from distembed.data.table.schema import TableSchema
 
 Extra = Literal["label", "weight"]
@@ -46,9 +47,11 @@ class RowDecoder(Protocol):
 
     Attributes:
         schema: The columns of the tables.
+        columns: The same, and of which types each may be.
     """
 
     schema: TableSchema
+    columns: TableColumns
 
     def decode(self, table: pa.Table) -> DecodedRows:
         """Returns the rows of a table.
@@ -80,6 +83,7 @@ class TableRowDecoder:
     def __init__(self, folder: Path, manifest: Manifest, extras: Collection[Extra] = ()) -> None:
         self.schema = _with_extras(raw_schema(manifest), extras)
         self._parser = TableParser(self.schema)
+        self.columns = self._parser.columns
         self._encoder = RowEncoder(folder, manifest, self._parser.layout)
 
     def decode(self, table: pa.Table) -> DecodedRows:
@@ -124,7 +128,7 @@ def batches_of(schema: Schema, block: Block, batch_size: int) -> Iterator[Batch]
 
 def rejected_text(rejected: Sequence[RejectedRow], most: int = 5) -> str:
     """Returns the numbers of malformed rows with their reasons, and the values of the first of them."""
-    shown = ", ".join(f"{row.line} ({row.reason})" for row in rejected[:most])
+    shown = ", ".join(f"{row.line} ({' of '.join(filter(None, (row.reason, row.column)))})" for row in rejected[:most])
     more = f" and {len(rejected) - most} more" if len(rejected) > most else ""
     first: Any = rejected[0].text.decode(errors="backslashreplace")
     return f"row {shown}{more}; row {rejected[0].line} is {first[:200]!r}"

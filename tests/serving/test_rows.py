@@ -109,7 +109,10 @@ def test_rows_that_can_not_be_scored_are_refused_by_name(model: LoadedModel) -> 
     cases: list[tuple[Callable[[], Any], str]] = [
         (lambda: model.predict([{k: v for k, v in row.items() if k != "site"} for row in rows]), "no column 'site'"),
         (lambda: model.predict([{"sites": "a", **row} for row in [{}]]), "Did you mean 'sites' for 'site'"),
-        (lambda: model.predict(broken), r"2 of 7 rows are malformed: row 5 (dense), 6 (id); row 5 is 'much"),
+        (
+            lambda: model.predict(broken),
+            r"2 of 7 rows are malformed: row 5 (dense of price), 6 (id of number); row 5 is 'much",
+        ),
         (lambda: model.predict(broken, malformed="drop"), "malformed is 'drop'"),
         (lambda: model.predict("rows.csv"), "rows is of type str ('rows.csv')"),
         (lambda: model.predict([1, 2]), "row 0 is of type int (1)"),
@@ -140,7 +143,10 @@ def test_raw_rows_with_labels_have_the_metrics_of_the_split(folder: Path, model:
     assert model.evaluate(tmp_path / "rows.parquet") == model.evaluate(str(tmp_path / "rows.parquet")) == expected
     cases: list[tuple[Callable[[], Any], str]] = [
         (lambda: model.evaluate("test"), "say where it is with --data"),
-        (lambda: model.evaluate([{**row, "click": 2} for row in rows]), "100 rows are malformed: row 0 (label)"),
+        (
+            lambda: model.evaluate([{**row, "click": 2} for row in rows]),
+            "100 rows are malformed: row 0 (label of click)",
+        ),
         (lambda: model.evaluate([{k: v for k, v in r.items() if k != "click"} for r in rows]), "no column 'click'"),
     ]
     for ask, said in cases:

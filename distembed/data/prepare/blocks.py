@@ -104,11 +104,13 @@ class RejectedRow:
         line: Number of its line in the block, from 0; of rows that are not lines, of its row.
         reason: One of the reasons of the source.
         text: Bytes of the line.
+        column: Name of the column whose value is malformed; empty where that is not known.
     """
 
     line: int
     reason: str
     text: bytes
+    column: str = ""
 
 
 @dataclass(frozen=True)

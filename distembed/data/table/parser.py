@@ -68,11 +68,16 @@ _ESCAPED = {ord("\t"): "\\t", ord("\n"): "\\n", ord("\r"): "\\r"}
 
 @dataclass(frozen=True)
 class _Judged:
-    """The columns of all rows, and which rows are malformed by which reason."""
+    """The columns of all rows, and which rows are malformed by which reason and column."""
 
     numbers: list[NDArray[Any]]
     ids: list[tuple[CodedColumn, Keys]]
-    wrong: dict[str, Bools]
+    wrong: dict[tuple[str, str], Bools]
+
+    def mark(self, reason: str, column: str, rows: Bools) -> None:
+        """Adds the rows that are malformed by a column, if there are any."""
+        if rows.any():
+            self.wrong[reason, column] = rows
 
 
 class TableParser:
@@ -109,31 +114,32 @@ class TableParser:
             num_rows=raw.num_rows if good is None else int(good.sum()),
             numbers=tuple(column if good is None else column[good] for column in judged.numbers),
             ids=tuple(id_column(column, keys, good) for column, keys in judged.ids),
-            rejected=() if good is None else tuple(_rejected(columns, reasons)),
+            rejected=() if good is None else tuple(_rejected(columns, reasons, judged.wrong)),
         )
 
     def _judge(self, columns: dict[str, pa.Array], num_rows: int) -> _Judged:
         """Returns the values of all rows, in the layout's order, and what is wrong with them."""
         schema, judged = self._schema, _Judged([], [], {})
 
-        def take(reason: str, found: tuple[NDArray[Any], Bools]) -> None:
+        def take(reason: str, column: str, found: tuple[NDArray[Any], Bools]) -> None:
             judged.numbers.append(found[0])
-            _mark(judged.wrong, reason, found[1])
+            judged.mark(reason, column, found[1])
 
         if schema.label is not None:
-            take("label", label_values(columns[schema.label.column], schema.label))
+            take("label", schema.label.column, label_values(columns[schema.label.column], schema.label))
         if schema.weight is not None:
-            take("weight", weight_values(columns[schema.weight.column]))
+            take("weight", schema.weight.column, weight_values(columns[schema.weight.column]))
         if schema.time is not None:
-            take("time", time_values(columns[schema.time.column], schema.time))
+            take("time", schema.time.column, time_values(columns[schema.time.column], schema.time))
         for name, column in schema.dense_columns.items():
-            take("dense", dense_values(self._present(columns[column]), schema.dense[name].transform))
+            take("dense", column, dense_values(self._present(columns[column]), schema.dense[name].transform))
         for name in _quantile_bins(schema):
-            take("id", dense_values(self._present(columns[schema.categorical_columns[name][0]]), "none"))
-        for coded_column, keys in self._keys(columns):
+            column = schema.categorical_columns[name][0]
+            take("id", column, dense_values(self._present(columns[column]), "none"))
+        for name, coded_column, keys in self._keys(columns):
             judged.ids.append((coded_column, keys))
             if keys.wrong.any():
-                _mark(judged.wrong, "id", wrong_rows(coded_column, keys.wrong, num_rows))
+                judged.mark("id", name, wrong_rows(coded_column, keys.wrong, num_rows))
         return judged
 
     def _present(self, column: pa.Array) -> pa.Array:
@@ -143,8 +149,8 @@ class TableParser:
         missing = pc.is_in(column, value_set=self._missing)
         return pc.if_else(missing, pa.scalar(None, column.type), column) if pc.any(missing).as_py() else column
 
-    def _keys(self, columns: Mapping[str, pa.Array]) -> Iterator[tuple[CodedColumn, Keys]]:
-        """Yields the columns of values that get ids, in the layout's order."""
+    def _keys(self, columns: Mapping[str, pa.Array]) -> Iterator[tuple[str, CodedColumn, Keys]]:
+        """Yields the columns of values that get ids with what they are of in the table, in the layout's order."""
         for name, table_columns in self._schema.categorical_columns.items():
             categorical = self._schema.categorical[name]
             if categorical.kind == "quantile_bins":
@@ -156,10 +162,10 @@ class TableParser:
                 column = coded_lists(lists, self._missing, categorical.max_length)
             else:
                 column = coded(columns[table_columns[0]], self._missing)
-            yield column, KEY_KINDS[categorical.kind](column.distinct)
+            yield " x ".join(table_columns), column, KEY_KINDS[categorical.kind](column.distinct)
         if self._schema.split_column is not None:
             column = coded(columns[self._schema.split_column], self._missing)
-            yield column, KEY_KINDS["string"](column.distinct)
+            yield self._schema.split_column, column, KEY_KINDS["string"](column.distinct)
 
     def _texts(self, column: pa.Array) -> CodedColumn:
         """Returns a column's values as texts."""
@@ -217,23 +223,21 @@ def _without_label(schema: TableSchema) -> TableSchema:
     return dataclasses.replace(schema, label=None, weight=None, time=None, split=TableSchema.split)
 
 
-def _mark(wrong: dict[str, Bools], reason: str, rows: Bools) -> None:
-    """Adds rows that are malformed by a reason."""
-    wrong[reason] = wrong[reason] | rows if reason in wrong else rows
-
-
-def _first_reasons(wrong: Mapping[str, Bools], num_rows: int) -> NDArray[np.int8]:
+def _first_reasons(wrong: Mapping[tuple[str, str], Bools], num_rows: int) -> NDArray[np.int8]:
     """Returns the place in ``REASONS`` of what is wrong first with each row; -1 for a well-formed one."""
     reasons = np.full(num_rows, -1, np.int8)
-    for place in range(len(REASONS) - 1, -1, -1):
-        if REASONS[place] in wrong:
-            reasons[wrong[REASONS[place]]] = place
+    for (reason, _), rows in sorted(wrong.items(), key=lambda each: -REASONS.index(each[0][0])):
+        reasons[rows] = REASONS.index(reason)
     return reasons
 
 
-def _rejected(columns: Mapping[str, pa.Array], reasons: NDArray[np.int8]) -> Iterator[RejectedRow]:
+def _rejected(
+    columns: Mapping[str, pa.Array], reasons: NDArray[np.int8], wrong: Mapping[tuple[str, str], Bools]
+) -> Iterator[RejectedRow]:
     """Yields the malformed rows, with their values as texts separated by tabs."""
     for row in np.flatnonzero(reasons >= 0).tolist():
+        reason = REASONS[reasons[row]]
         values = (column[row].as_py() for column in columns.values())
         text = "\t".join("" if value is None else str(value).translate(_ESCAPED) for value in values)
-        yield RejectedRow(row, REASONS[reasons[row]], text.encode(errors="backslashreplace"))
+        first = next(column for (of_reason, column), rows in wrong.items() if of_reason == reason and rows[row])
+        yield RejectedRow(row, reason, text.encode(errors="backslashreplace"), first)
