@@ -15,6 +15,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from distembed.embedding.config import CompositionalEmbeddingConfig, PartitionTable, perturbation, vector_names
 from distembed.embedding.ids import IdMapper
+from distembed.embedding.quantizing import QuantizedByName
 from distembed.embedding.share import ShareColumns, ShareIds, ShareWeight, TableShare
 from distembed.embedding.variable_batches import lengths_by_feature
 from distembed.errors import UserError
@@ -45,7 +46,7 @@ class EmbeddedFeature(Generic[TableT]):
     weights: Float[Tensor, " ids"] | None
 
 
-class CompositionalTables(nn.Module, Generic[TableT]):
+class CompositionalTables(QuantizedByName, nn.Module, Generic[TableT]):
     """Base of the collections.
 
     Attributes:
