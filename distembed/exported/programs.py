@@ -10,19 +10,40 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
+from torch.export.pt2_archive._package import load_pt2
 
 from distembed.exported.manifest import ExportManifest
+from distembed.exported.program_check import require_plain_program
 
 Program = Callable[..., Any]
 """A loaded program: tensors -> a tensor, or several."""
+_BATCH_DIMS = {"lengths": 1, "dense": 0, "vectors": 0}
 
 
 def load_program(file: Path) -> Program:
-    """Returns the program of a file of ``torch.export.save``, whose maker is trusted."""
+    """Returns the program of a file, which brings no code with it.
+
+    It raises ValueError for inputs of different numbers of rows.
+
+    Raises:
+        UserError: It is damaged, or holds more than plain tensors and operators of PyTorch.
+    """
+    require_plain_program(file)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        module: Program = torch.export.load(file).module()
-    return module
+        # not torch.export.load: where this fails, that goes on with formats of earlier versions, which are pickled
+        module = load_pt2(str(file)).exported_programs["model"].module(check_guards=False)
+    module.validate_inputs = False  # solves equations of sizes at every call: half a millisecond
+    names = [str(node.target) for node in module.graph.find_nodes(op="placeholder")]
+    module.register_forward_pre_hook(lambda _, inputs: _require_same_rows(names, inputs))
+    program: Program = module
+    return program
+
+
+def _require_same_rows(names: Sequence[str], inputs: Sequence[Tensor]) -> None:
+    rows = {name: own.shape[_BATCH_DIMS[name]] for name, own in zip(names, inputs, strict=True) if name in _BATCH_DIMS}
+    if len(set(rows.values())) > 1:
+        raise ValueError(f"the inputs have different numbers of rows: {rows}")
 
 
 def load_programs(folder: Path, manifest: ExportManifest) -> Program:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.fx._symbolic_trace import is_fx_tracing
 
 from distembed.errors import RunError
+from distembed.exported.program_check import require_plain_program
 from distembed.quiet import silenced_loggers
 
 
@@ -54,7 +55,8 @@ def save_program(module: nn.Module, inputs: ProgramInputs, file: Path) -> None:
             arguments = tuple(inputs.tensors.values())
             exported = torch.export.export(module.eval(), arguments, dynamic_shapes=shapes, strict=False)
             file.parent.mkdir(exist_ok=True)
-            torch.export.save(exported, file)
+            torch.export.save(_plain(exported), file)
+            require_plain_program(file)
     except (OSError, MemoryError):
         raise
     except Exception as error:  # torch.export has many of its own
@@ -62,3 +64,13 @@ def save_program(module: nn.Module, inputs: ProgramInputs, file: Path) -> None:
             f"{type(module).__name__} cannot be made a program of torch.export: {type(error).__name__}: {error}. A "
             "model, task, composition or partition of one's own has to be of operations on tensors alone."
         ) from error
+
+
+def _plain(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """Returns a program without what loading would unpickle or evaluate, and without the places of its source code."""
+    for node in program.graph.nodes:
+        node.meta = {name: value for name, value in node.meta.items() if name == "val"}
+    program.graph_module.meta.clear()
+    program.example_inputs = None
+    program._guards_code = []  # sizes are compared all the same: of inputs with the same symbol
+    return program

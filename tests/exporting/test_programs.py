@@ -190,6 +190,8 @@ def test_lengths_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         program(values, longer, dense)
     with pytest.raises(RuntimeError, match="lengths say another number of ids than values has"):
         program(torch.cat([values, values[:1]]), lengths, dense)
+    with pytest.raises(ValueError, match=r"different numbers of rows: \{'lengths': 4, 'dense': 1\}"):
+        program(values, lengths, dense[:1])
 
 
 @pytest.mark.parametrize("name", ["dlrm", "dcn"])

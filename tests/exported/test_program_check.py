@@ -1,0 +1,269 @@
+"""Crafted programs, of which many run code of their maker where torch.export.load loads them: distembed loads none."""
+
+import io
+import json
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from distembed.errors import RunError, UserError
+from distembed.exported.program_check import require_plain_program
+from distembed.exported.programs import load_program
+from distembed.exporting.programs import BATCH, ProgramInputs, save_program
+
+MODEL = "models/model.json"
+WEIGHTS = "data/weights/model_weights_config.json"
+CONSTANTS = "data/constants/model_constants_config.json"
+SAMPLE_INPUTS = "data/sample_inputs/model.pt"
+Records = dict[str, bytes]
+
+
+class Touch:
+    """Makes a file where it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self._file,)
+
+
+class Doubled(nn.Module):
+    """A program of one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, dense: torch.Tensor) -> torch.Tensor:
+        return (dense * self.weight).sum(1).view(dense.shape[0], 1).squeeze(1)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("program") / "network.pt2"
+    save_program(Doubled(), ProgramInputs({"dense": torch.ones(3, 2)}, {"dense": {0: BATCH}}), file)
+    return file
+
+
+def torch_pickle(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def edited(records: Records, name: str, edit: Callable[[Any], None]) -> None:
+    """Edits a JSON record."""
+    value = json.loads(records[name])
+    edit(value)
+    records[name] = json.dumps(value).encode()
+
+
+def last_node(model: Any) -> Any:
+    return model["graph_module"]["graph"]["nodes"][-1]
+
+
+def expression(canary: Path) -> str:
+    return f"Integer.__add__.__globals__['__builtins__']['open']({str(canary)!r}, 'w').fileno()"
+
+
+def sample_inputs(records: Records, canary: Path) -> None:
+    records[SAMPLE_INPUTS] = torch_pickle(((Touch(canary),), {}))
+
+
+def weight(records: Records, canary: Path) -> None:
+    edited(records, WEIGHTS, lambda config: config["config"]["weight"].update(use_pickle=True))
+    records["data/weights/weight_0"] = torch_pickle(Touch(canary))
+
+
+def weights_as_before(records: Records, canary: Path) -> None:
+    records["data/weights/model.pt"] = torch_pickle({"weight": Touch(canary)})
+
+
+def opaque_constant(records: Records, canary: Path) -> None:
+    payload = {"path_name": "opaque_obj_0", "is_param": False, "use_pickle": True, "tensor_meta": None}
+    edited(records, CONSTANTS, lambda config: config["config"].update(it=payload))
+    records["data/constants/opaque_obj_0"] = pickle.dumps(Touch(canary))
+
+
+def evaluated_size(records: Records, canary: Path) -> None:
+    def edit(model: Any) -> None:
+        sizes = model["graph_module"]["graph"]["tensor_values"]["dense"]["sizes"]
+        sizes[0]["as_expr"]["expr_str"] = expression(canary)
+
+    edited(records, MODEL, edit)
+
+
+def operator_of_the_system(records: Records, canary: Path) -> None:
+    def edit(model: Any) -> None:
+        argument = {"name": "", "arg": {"as_string": f"touch '{canary}'"}, "kind": 1}
+        last_node(model).update(target="torch.os.system", inputs=[argument])
+
+    edited(records, MODEL, edit)
+
+
+def guard(records: Records, canary: Path) -> None:
+    edited(records, MODEL, lambda model: model["guards_code"].append(f"open({str(canary)!r}, 'w')"))
+    records[SAMPLE_INPUTS] = torch_pickle(((torch.ones(3, 2),), {}))  # without which guards are not made
+
+
+def earlier_format(records: Records, canary: Path) -> None:
+    model = records[MODEL]
+    records.clear()
+    records["version"] = b"8.0"
+    records["serialized_exported_program.json"] = model
+    for name in ("state_dict", "constants", "example_inputs"):
+        records[f"serialized_{name}.pt"] = torch_pickle({"": Touch(canary)})
+
+
+RUN_CODE = [
+    sample_inputs,
+    weight,
+    weights_as_before,
+    opaque_constant,
+    evaluated_size,
+    guard,
+    earlier_format,
+]
+
+
+def library(records: Records, canary: Path) -> None:
+    records["data/aotinductor/model/library.so"] = b"\x7fELF"
+
+
+def name_of_a_variable(records: Records, canary: Path) -> None:
+    def edit(model: Any) -> None:
+        graph = model["graph_module"]["graph"]
+        last_node(model)["outputs"][0]["as_tensor"]["name"] = "it = open('x'); it"
+        graph["tensor_values"]["it"] = dict(graph["tensor_values"]["dense"])
+
+    edited(records, MODEL, edit)
+
+
+def name_of_a_weight(records: Records, canary: Path) -> None:
+    def edit(model: Any) -> None:
+        model["graph_module"]["signature"]["input_specs"][0]["parameter"]["parameter_name"] = 'a", print("b'
+
+    edited(records, MODEL, edit)
+
+
+def file_as_a_tensor(records: Records, canary: Path) -> None:
+    edited(records, MODEL, lambda model: last_node(model).update(target="torch.ops.aten.from_file.default"))
+
+
+def operator_without_kernels(records: Records, canary: Path) -> None:
+    edited(records, MODEL, lambda model: last_node(model).update(target="torch.ops.aten.save.default"))
+
+
+def operator_of_a_library(records: Records, canary: Path) -> None:
+    edited(records, MODEL, lambda model: last_node(model).update(target="torch.ops.fbgemm.pack_segments.default"))
+
+
+def inner_graph(records: Records, canary: Path) -> None:
+    argument = {"name": "", "arg": {"as_graph": {"name": "it", "graph": {}}}, "kind": 1}
+    edited(records, MODEL, lambda model: last_node(model)["inputs"].append(argument))
+
+
+def class_of_inputs(records: Records, canary: Path) -> None:
+    def edit(model: Any) -> None:
+        tree = '[1, {"type": "collections.defaultdict", "context": "null", "children_spec": []}]'
+        model["graph_module"]["module_call_graph"][0]["signature"]["in_spec"] = tree
+
+    edited(records, MODEL, edit)
+
+
+def notes(records: Records, canary: Path) -> None:
+    edited(records, MODEL, lambda model: last_node(model)["metadata"].update(stack_trace="\nopen('x')"))
+
+
+OTHERS = [
+    library,
+    operator_of_the_system,
+    name_of_a_variable,
+    name_of_a_weight,
+    file_as_a_tensor,
+    operator_without_kernels,
+    operator_of_a_library,
+    inner_graph,
+    class_of_inputs,
+    notes,
+]
+
+
+def crafted(program: Path, file: Path, craft: Callable[[Records, Path], None], canary: Path) -> Path:
+    """Writes a program with other records."""
+    with zipfile.ZipFile(program) as archive:
+        folder = archive.namelist()[0].split("/")[0]
+        records = {name.removeprefix(f"{folder}/"): archive.read(name) for name in archive.namelist()}
+    craft(records, canary)
+    prefix = "" if "version" in records else f"{folder}/"
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, value in records.items():
+            archive.writestr(f"{prefix}{name}", value)
+    return file
+
+
+@pytest.mark.parametrize("craft", RUN_CODE)
+def test_code_that_torch_runs_is_not_run(craft: Callable[..., None], program: Path, tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    file = crafted(program, tmp_path / "network.pt2", craft, canary)
+    with pytest.raises(UserError, match=r"network.pt2 is (not loaded: it has|no program)"):
+        load_program(file)
+    assert not canary.exists()
+    try:
+        torch.export.load(file).module()(torch.ones(3, 2))
+    except Exception:  # what became of the program does not matter
+        pass
+    assert canary.exists(), "the guard is no longer needed, or this test no longer shows that it is"
+
+
+@pytest.mark.parametrize("craft", OTHERS)
+def test_what_is_not_written_is_not_loaded(craft: Callable[..., None], program: Path, tmp_path: Path) -> None:
+    file = crafted(program, tmp_path / "network.pt2", craft, tmp_path)
+    with pytest.raises(UserError, match="network.pt2 is not loaded: it has .* may run code"):
+        require_plain_program(file)
+
+
+def test_a_program_that_was_packed_again_is_the_same(program: Path, tmp_path: Path) -> None:
+    again = load_program(crafted(program, tmp_path / "network.pt2", lambda *_: None, tmp_path))
+    assert again(torch.ones(3, 2)).tolist() == [2, 2, 2]
+
+
+def test_a_damaged_program_is_named(program: Path, tmp_path: Path) -> None:
+    file = tmp_path / "network.pt2"
+    for content in (b"", b"not a zip", program.read_bytes()[:-300]):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match="network.pt2 is no program of torch.export, or it is damaged"):
+            load_program(file)
+    with pytest.raises(UserError, match="missing.pt2 is no program"):
+        load_program(tmp_path / "missing.pt2")
+
+
+def test_programs_hold_no_places_of_the_machine_that_wrote_them(program: Path) -> None:
+    with zipfile.ZipFile(program) as archive:
+        texts = b"".join(archive.read(name) for name in archive.namelist())
+    assert b".py" not in texts and b"/" not in texts.replace(b"models/", b"")
+
+
+class Unknown(nn.Module):
+    """A model with an operator that torch alone has not."""
+
+    def forward(self, dense: torch.Tensor) -> torch.Tensor:
+        return torch.ops.distembed_test.twice(dense)
+
+
+def test_a_model_with_operators_of_its_own_is_not_exported(tmp_path: Path) -> None:
+    @torch.library.custom_op("distembed_test::twice", mutates_args=())
+    def twice(dense: torch.Tensor) -> torch.Tensor:
+        return dense * 2
+
+    twice.register_fake(torch.empty_like)
+    inputs = ProgramInputs({"dense": torch.ones(3, 2)}, {"dense": {0: BATCH}})
+    with pytest.raises(RunError, match="Unknown cannot be made a program.*distembed_test.twice"):
+        save_program(Unknown(), inputs, tmp_path / "network.pt2")
