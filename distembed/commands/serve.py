@@ -13,7 +13,7 @@ app = typer.Typer()
 
 
 @app.command(
-    "serve", epilog="Example: `distembed serve model`, then `curl -d '{\"rows\": [...]}' localhost:8000/predict`"
+    "serve", epilog="Example: `distembed serve model`, then `curl --json '{\"rows\": [...]}' localhost:8000/predict`"
 )
 def serve_command(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder that `distembed export` made.")],
@@ -29,6 +29,7 @@ def serve_command(
     queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are answered with 429.")] = 256,
     timeout: Annotated[float, typer.Option(min=0.01, help="Seconds that a request may take, or it gets 503.")] = 30,
     max_body: Annotated[str, typer.Option(metavar="SIZE", help="Largest body of a request; 413 above.")] = "16MiB",
+    max_rows: Annotated[int, typer.Option(min=1, help="Most rows of a request; 413 above.")] = 65536,
 ) -> None:
     """Serve an exported model over HTTP, for trying and for small loads: JSON or Arrow in, scores out."""
     try:
@@ -44,7 +45,7 @@ def serve_command(
     from distembed.server.app import ServerSettings
     from distembed.server.serve import serve
 
-    settings = ServerSettings(threads, max_batch, queue, max_wait_ms / 1000, timeout, body_bytes)
+    settings = ServerSettings(threads, max_batch, queue, max_wait_ms / 1000, timeout, body_bytes, max_rows)
     serve(model, host, port, settings, _say_at_once)
 
 

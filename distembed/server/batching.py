@@ -116,14 +116,18 @@ class Batcher:
         return batch
 
     async def _score_batch(self, batch: Sequence[_Waiting]) -> None:
+        """Scores requests together; where that fails, each alone, so that one of them does not fail the others."""
         requests = [waiting.request for waiting in batch]
         self._on_batch(sum(request.num_rows for request in requests))
         try:
             answers = await asyncio.get_running_loop().run_in_executor(self._pool, self._score, requests)
-        except Exception as error:  # a fault of ours: each of these requests says so, and the server goes on
-            for waiting in batch:
-                if not waiting.answer.done():
-                    waiting.answer.set_exception(error)
+        except Exception as error:
+            if len(batch) > 1:
+                for waiting in batch:
+                    if not waiting.answer.done():
+                        await self._score_batch([waiting])
+            elif not batch[0].answer.done():
+                batch[0].answer.set_exception(error)
             return
         for waiting, answer in zip(batch, answers, strict=True):
             if not waiting.answer.done():

@@ -7,39 +7,62 @@ from typing import Any
 
 import orjson
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from distembed.server.arrow_messages import is_compressed
+from distembed.server.outputs import Outputs
+from distembed.server.rows import shown
 from distembed.server.scoring import Request
 
 JSON_TYPE, ARROW_TYPE = "application/json", "application/vnd.apache.arrow.stream"
+_MOST_EXPANDED_BYTES = 256 << 20
+"""Bytes of a column once each row has its value of the dictionary."""
 
 
 class BadBody(ValueError):
     """A body that has no rows."""
 
 
-def read_rows(body: bytes, content_type: str) -> Request:
+class TooManyRows(ValueError):
+    """A body with more rows than a request may have, or with rows that take more memory."""
+
+
+def read_rows(body: bytes, content_type: str, most_rows: int) -> Request:
     """Returns the rows of a body.
 
     Raises:
         BadBody: It is not of its type, or has no rows.
+        TooManyRows: It has more rows than that.
     """
-    return _arrow_rows(body) if content_type == ARROW_TYPE else _json_rows(body)
+    request = _arrow_rows(body, most_rows) if content_type == ARROW_TYPE else _json_rows(body)
+    _require_rows(request.num_rows, most_rows)
+    return request
 
 
-def write_json(outputs: Mapping[str, NDArray[Any]]) -> bytes:
-    """Returns outputs as JSON; numbers that are none are null."""
-    return orjson.dumps(dict(outputs), option=orjson.OPT_SERIALIZE_NUMPY)
+def write_json(outputs: Outputs) -> bytes:
+    """Returns outputs as JSON; what is missing is null."""
+    plain = {name: values.to_pylist() if isinstance(values, pa.Array) else values for name, values in outputs.items()}
+    return orjson.dumps(plain, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def write_arrow(outputs: Mapping[str, NDArray[Any]]) -> bytes:
-    """Returns outputs as a stream of Arrow with a column for each."""
-    table = pa.table({name: pa.array(values, from_pandas=True) for name, values in outputs.items()})
+def write_arrow(outputs: Outputs) -> bytes:
+    """Returns outputs as a stream of Arrow with a column for each; what is missing is null."""
+    table = pa.table({name: _arrow(values) for name, values in outputs.items()})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
     written: bytes = sink.getvalue().to_pybytes()
     return written
+
+
+def _arrow(values: NDArray[Any] | pa.Array) -> pa.Array:
+    return values if isinstance(values, pa.Array) else pa.array(values, from_pandas=True)
+
+
+def _require_rows(num_rows: int, most_rows: int) -> None:
+    if num_rows > most_rows:
+        raise TooManyRows(f"the body has {num_rows:,} rows, and a request may have {most_rows:,}; send several")
 
 
 def _json_rows(body: bytes) -> Request:
@@ -54,23 +77,57 @@ def _json_rows(body: bytes) -> Request:
         raise BadBody('give {"rows": [{"COLUMN": VALUE, ...}, ...]}, or {"columns": {"COLUMN": [VALUE, ...], ...}}')
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
-            raise BadBody(f"row {number} is {str(row)[:60]!r} and no object of values by their columns")
+            raise BadBody(f"row {number} is {shown(row)} and no object of values by their columns")
     return Request(rows)
 
 
 def _rows_of_columns(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
-    lengths = {name: len(values) if isinstance(values, list) else None for name, values in columns.items()}
-    for name, length in lengths.items():
-        if length is None or length != next(iter(lengths.values())):
-            raise BadBody(f"column {name!r} is no list of as many values as the others: {lengths}"[:300])
+    num_rows: int | None = None
+    for name, values in columns.items():
+        if not isinstance(values, list):
+            raise BadBody(f"column {name!r} is {shown(values)} and no list of values")
+        if num_rows is not None and len(values) != num_rows:
+            raise BadBody(f"column {name!r} has {len(values):,} values, and those before it {num_rows:,}")
+        num_rows = len(values)
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
-def _arrow_rows(body: bytes) -> Request:
+def _arrow_rows(body: bytes, most_rows: int) -> Request:
+    """Returns the rows of a stream of Arrow.
+
+    What a few bytes say may take any memory: a compressed stream, a dictionary's long text for many rows, or columns
+    without a value, which take none for any number of rows.
+    """
     try:
+        if is_compressed(body):
+            raise BadBody("the stream of Arrow is compressed; send it as it is")
+        batches, num_rows = [], 0
         with pa.ipc.open_stream(body) as reader:
-            table = reader.read_all()
-            table.validate(full=True)
-    except (pa.ArrowException, OSError) as error:
+            for batch in reader:
+                num_rows += batch.num_rows
+                _require_rows(num_rows, most_rows)
+                batches.append(batch)
+            table = pa.Table.from_batches(batches, reader.schema)
+        table.validate(full=True)
+    except (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError) as error:
         raise BadBody(f"the body is no stream of Arrow: {error}") from error
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        if sum(map(_expanded_bytes, column.chunks)) > _MOST_EXPANDED_BYTES:
+            raise TooManyRows(f"the values of column {name!r} take too much memory one by one; send fewer rows")
     return Request(table=table)
+
+
+def _expanded_bytes(array: pa.Array) -> int:
+    """Returns the bytes of a column, at most, where each row has its value of the dictionary and each list its own."""
+    if pa.types.is_dictionary(array.type):
+        longest = pc.max(pc.binary_length(array.dictionary)).as_py() if _has_length(array.dictionary.type) else 16
+        return len(array) * (longest or 0)
+    if pa.types.is_list(array.type) or pa.types.is_large_list(array.type) or pa.types.is_fixed_size_list(array.type):
+        entries = array.flatten()
+        return 16 * len(entries) + _expanded_bytes(entries)
+    return 0
+
+
+def _has_length(type_: pa.DataType) -> bool:
+    tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+    return any(test(type_) for test in tests)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,27 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distembed.data.dataset.manifest import Manifest
+from distembed.data.prepare.blocks import RejectedRow
 from distembed.data.reader import Batch
 from distembed.errors import UserError
 from distembed.exported.manifest import ExportedFeature, ExportManifest
 from distembed.exported.programs import Program
 from distembed.exporting.batches import plain_inputs
 from distembed.exporting.feature_vectors import PlainFeature
-from distembed.server.rows import BadRow, JoinedRows, join_rows, missing_columns
+from distembed.server.outputs import Outputs, ProgramOutputs
+from distembed.server.rows import BadRow, RowJoiner, missing_columns, shown
+from distembed.serving.recommender_rows import SequenceRowDecoder, UserRowDecoder
 from distembed.serving.row_decoder import RowDecoder, TableRowDecoder, batches_of
 
 DATASET_FOLDER = "dataset"
+_DECODERS: Mapping[str, Callable[[Path, Manifest], RowDecoder]] = {
+    "ranking": UserRowDecoder,
+    "next_item": SequenceRowDecoder,
+}
+"""What decodes the rows of tasks whose rows are not those of a table."""
 _REASONS = {"dense": "is no finite number", "id": "is no value of this column's kind"}
+_MOST_NAMES = 1000
+"""Columns of a request that are looked at for what a missing one may have been named."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +61,29 @@ class Answer:
     """What is said to a request.
 
     Attributes:
-        outputs: Values of each row by the names of outputs; NaN for bad rows.
+        outputs: A column for each output of the model, with a value for each row; missing ones for bad rows.
         bad: The rows that cannot be scored.
         problem: What is wrong with the request as a whole, such as a missing column; None for nothing.
     """
 
-    outputs: dict[str, NDArray[Any]] = field(default_factory=dict)
+    outputs: Outputs = field(default_factory=dict)
     bad: Sequence[BadRow] = ()
     problem: str | None = None
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """The outputs of rows of a table.
+
+    Attributes:
+        outputs: Outputs of the rows that are good.
+        is_good: Which rows are.
+        rejected: The others.
+    """
+
+    outputs: dict[str, NDArray[Any]]
+    is_good: NDArray[np.bool_]
+    rejected: Sequence[RejectedRow]
 
 
 class Scorer:
@@ -78,10 +104,12 @@ class Scorer:
         self._program, self._most_rows = program, most_rows
         dataset = Manifest.load(folder / DATASET_FOLDER)
         self._schema = dataset.schema
-        self._decoder: RowDecoder = TableRowDecoder(folder / DATASET_FOLDER, dataset)
+        self._decoder = _DECODERS.get(manifest.task, TableRowDecoder)(folder / DATASET_FOLDER, dataset)
         self._columns = self._decoder.columns
+        self._joiner = RowJoiner(self._decoder.schema, self._columns)
         self._features = [_plain(feature) for feature in manifest.features]
         self._takes_numbers = "dense" in manifest.network.inputs
+        self._outputs = ProgramOutputs(folder, manifest)
 
     def score(self, requests: Sequence[Request]) -> list[Answer]:
         """Returns an answer for each request; what is wrong with one changes nothing for the others."""
@@ -92,8 +120,7 @@ class Scorer:
             if request.table is None and answers[place] is None and request.num_rows
         ]
         if joined:
-            rows = [row for _, request in joined for row in request.rows]
-            found = self._score_table(join_rows(rows, self._columns))
+            found = self._score_rows([row for _, request in joined for row in request.rows])
             start = 0
             for place, request in joined:
                 answers[place] = _part(found, start, request.num_rows)
@@ -110,45 +137,82 @@ class Scorer:
         missing = missing_columns(request.rows, self._columns.kinds) if request.rows else []
         if not missing:
             return None
+        names = dict.fromkeys(islice((name for row in request.rows for name in row), _MOST_NAMES))
+        present = [name for name in self._columns.kinds if name not in missing]
         try:
-            self._columns.require(pa.schema([(name, pa.null()) for name in _names(request.rows)]), "the request")
+            self._columns.require(
+                pa.schema([(name, pa.null()) for name in dict.fromkeys((*names, *present))]), "the request"
+            )
         except UserError as error:
             return Answer(problem=str(error))
-        return Answer(problem=f"the request has no column {missing[0]!r}")
+        raise AssertionError(f"{missing} are missing")
 
     def _score_alone(self, request: Request) -> Answer:
+        """Returns the answer to a request of Arrow, or without rows."""
         if not request.num_rows:
-            return Answer({name: np.empty(0, np.float32) for name in self.manifest.network.outputs})
+            return Answer(self._outputs.columns({}, np.empty(0, bool)))
         try:
-            return self._score_table(JoinedRows(request.table))
+            scored = self._score_table(request.table)
         except UserError as error:
             return Answer(problem=str(error))
+        bad = [_bad_row(each, each.line, _value(request.table, each)) for each in scored.rejected]
+        return self._answer(scored.outputs, scored.is_good, bad)
 
-    def _score_table(self, joined: JoinedRows) -> Answer:
-        decoded = self._decoder.decode(joined.table)
-        bad = {each.row: each for each in joined.bad}
-        for row in decoded.rejected:
-            value = joined.table[row.column][row.line].as_py() if row.column in joined.table.column_names else "it"
-            bad.setdefault(row.line, BadRow(row.line, row.column, f"{value!r} {_REASONS.get(row.reason, row.reason)}"))
-        outputs = self._outputs(list(batches_of(self._schema, decoded.block, self._most_rows)))
-        is_good = decoded.is_good
-        if not is_good.all():
-            outputs = {name: _spread(values, is_good) for name, values in outputs.items()}
-        for values in outputs.values():
-            values[[each.row for each in joined.bad]] = np.nan
-        return Answer(outputs, sorted(bad.values(), key=lambda each: each.row))
+    def _score_rows(self, rows: Sequence[Mapping[str, Any]]) -> Answer:
+        """Returns the answer to rows of JSON."""
+        groups, bad = self._joiner.join(rows)
+        parts = [self._score_table(group.table) for group in groups]
+        if len(parts) == 1 and not bad and not parts[0].rejected:
+            return self._answer(parts[0].outputs, parts[0].is_good, ())
+        places = [np.arange(len(rows)) if group.rows is None else np.array(group.rows, np.int64) for group in groups]
+        for part, own in zip(parts, places, strict=True):
+            for each in part.rejected:
+                row = int(own[each.line])
+                bad.append(_bad_row(each, row, rows[row].get(each.column)))
+        is_good = np.zeros(len(rows), bool)
+        for part, own in zip(parts, places, strict=True):
+            is_good[own] = part.is_good
+        outputs = self._in_order(parts, places, is_good)
+        is_bad = np.zeros(len(rows), bool)
+        is_bad[[each.row for each in bad]] = True  # a value that no table has was null in it
+        outputs = {name: values[~is_bad[is_good]] for name, values in outputs.items()}
+        return self._answer(outputs, is_good & ~is_bad, bad)
 
-    def _outputs(self, batches: Sequence[Batch]) -> dict[str, NDArray[Any]]:
-        """Returns the outputs of the program for all rows of batches."""
+    def _in_order(
+        self, parts: Sequence[_Scored], places: Sequence[NDArray[np.int64]], is_good: NDArray[np.bool_]
+    ) -> dict[str, NDArray[Any]]:
+        """Returns the outputs of all good rows, in the order of the rows."""
+        order = np.argsort(np.concatenate([own[part.is_good] for part, own in zip(parts, places, strict=True)]))
+        return {
+            name: np.concatenate([part.outputs[name] for part in parts if part.outputs])[order]
+            for name in (self.manifest.network.outputs if is_good.any() else ())
+        }
+
+    def _answer(self, outputs: dict[str, NDArray[Any]], is_good: NDArray[np.bool_], bad: Sequence[BadRow]) -> Answer:
+        first = {each.row: each for each in reversed(bad)}
+        listed = sorted(first.values(), key=lambda each: each.row)
+        return Answer(self._outputs.columns(outputs, is_good), listed)
+
+    def _score_table(self, table: pa.Table) -> _Scored:
+        """Decodes and scores the rows of a table.
+
+        Raises:
+            UserError: It lacks a column, or one is of a type that has no such values.
+        """
+        decoded = self._decoder.decode(table)
+        outputs = self._run(list(batches_of(self._schema, decoded.block, self._most_rows)))
+        return _Scored(outputs, decoded.is_good, decoded.rejected)
+
+    def _run(self, batches: Sequence[Batch]) -> dict[str, NDArray[Any]]:
+        """Returns the outputs of the program for all rows of batches; nothing where there is none."""
         found: list[tuple[Tensor, ...]] = []
         with torch.inference_mode():
             for batch in batches:
                 outputs = self._program(*plain_inputs(batch, self._features, self._takes_numbers).tensors.values())
                 found.append((outputs,) if isinstance(outputs, Tensor) else tuple(outputs))
-        names = self.manifest.network.outputs
         return {
-            name: torch.cat([outputs[place] for outputs in found]).numpy() if found else np.empty(0, np.float32)
-            for place, name in enumerate(names)
+            name: torch.cat([outputs[place] for outputs in found]).numpy()
+            for place, name in enumerate(self.manifest.network.outputs if found else ())
         }
 
 
@@ -156,8 +220,13 @@ def _plain(feature: ExportedFeature) -> PlainFeature:
     return PlainFeature(feature.name, feature.is_list)
 
 
-def _names(rows: Sequence[dict[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(name for row in rows for name in row))
+def _value(table: pa.Table, rejected: RejectedRow) -> Any:
+    """Returns the value for which a row of a table was rejected; None where it is of several columns."""
+    return table[rejected.column][rejected.line].as_py() if rejected.column in table.column_names else None
+
+
+def _bad_row(rejected: RejectedRow, row: int, value: Any) -> BadRow:
+    return BadRow(row, rejected.column, f"{shown(value)} {_REASONS.get(rejected.reason, rejected.reason)}")
 
 
 def _part(answer: Answer, start: int, num_rows: int) -> Answer:
@@ -165,10 +234,3 @@ def _part(answer: Answer, start: int, num_rows: int) -> Answer:
     rows = range(start, start + num_rows)
     bad = [BadRow(each.row - start, each.field, each.reason) for each in answer.bad if each.row in rows]
     return Answer({name: values[start : rows.stop] for name, values in answer.outputs.items()}, bad)
-
-
-def _spread(values: NDArray[Any], is_good: NDArray[np.bool_]) -> NDArray[Any]:
-    """Returns the values of all rows: those of good ones, and NaN."""
-    spread = np.full((len(is_good), *values.shape[1:]), np.nan, np.float32)
-    spread[is_good] = values
-    return spread

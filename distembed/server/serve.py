@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -16,15 +17,18 @@ from distembed.errors import UserError
 from distembed.exported.programs import load_programs
 from distembed.exported.reading import read_manifest, require_sample, require_unchanged
 from distembed.server.app import ServerSettings, make_app
+from distembed.server.connections import BoundedConnection
 from distembed.server.scoring import Scorer
 
-_LOOPBACK = ("127.", "localhost", "::1")
+_SHUTDOWN_SECONDS = 30
+_MOST_PENDING = 1024
+"""Connections that may wait to be accepted."""
 
 
 def serve(folder: Path, host: str, port: int, settings: ServerSettings, say: Callable[[str], None]) -> None:
     """Loads a model, makes sure that it scores as where it was exported, and serves it.
 
-    SIGTERM and Ctrl-C end it, once what is being scored is answered.
+    SIGTERM and Ctrl-C end it, once what is being scored is answered; the same again ends it at once.
 
     Args:
         folder: Folder of the exported model.
@@ -36,46 +40,65 @@ def serve(folder: Path, host: str, port: int, settings: ServerSettings, say: Cal
     Raises:
         UserError: The model is damaged, scores otherwise, or its raw rows are not known; or the port is in use.
     """
-    listening = _listen(host, port)
-    manifest = read_manifest(folder)
-    require_unchanged(folder, manifest)
-    program = load_programs(folder, manifest)
-    difference = require_sample(folder, manifest, program)
-    scorer = Scorer(folder, manifest, program, settings.most_batch_rows)
-    torch.set_num_threads(max(1, torch.get_num_threads() // settings.threads))
-    address = f"http://{host}:{listening.getsockname()[1]}"
-    say(f"{folder}: {manifest.model} for {manifest.task}; its sample scores as exported (within {difference:.2g})")
-    if not host.startswith(_LOOPBACK):
-        say(f"note: {host} can be reached by others, and there is neither encryption nor a password.")
-    say(f"serving on {address} (POST /predict; GET /healthz /readyz /metrics /model); Ctrl-C ends it")
-    app = make_app(scorer, settings)
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=30)
-    asyncio.run(_run(_Server(config), listening))
+    with _bind(host, port) as listening:
+        manifest = read_manifest(folder)
+        require_unchanged(folder, manifest)
+        program = load_programs(folder, manifest)
+        difference = require_sample(folder, manifest, program)
+        scorer = Scorer(folder, manifest, program, settings.most_batch_rows)
+        torch.set_num_threads(max(1, torch.get_num_threads() // settings.threads))
+        _listen(listening, host, port)
+        say(f"{folder}: {manifest.model} for {manifest.task}; its sample scores as exported (within {difference:.2g})")
+        address, port = listening.getsockname()[:2]
+        if not ipaddress.ip_address(address).is_loopback:
+            say(f"note: {host} can be reached by others, and there is neither encryption nor a password.")
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        say(f"serving on {url} (POST /predict; GET /healthz /readyz /metrics /model); Ctrl-C ends it")
+        config = uvicorn.Config(
+            make_app(scorer, settings),
+            http=BoundedConnection,
+            log_level="error",
+            access_log=False,
+            timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+        )
+        asyncio.run(_run(_Server(config), listening))
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """Returns a socket that listens.
+def _bind(host: str, port: int) -> socket.socket:
+    """Returns a socket with an address; it does not listen yet, so that nobody waits for what may not be served.
 
     Raises:
         UserError: The port is in use, or there is no such address.
     """
+    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listening = socket.socket(family, socket.SOCK_STREAM)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((host, port))
-        listening.listen(1024)
-    except (OSError, OverflowError) as error:
-        raise UserError(
-            f"--host {host} --port {port} cannot be listened on: {error}; choose another --port."
-        ) from error
+    except (OSError, OverflowError, UnicodeError) as error:
+        listening.close()
+        raise _not_listened_on(host, port, error) from error
     return listening
 
 
+def _listen(listening: socket.socket, host: str, port: int) -> None:
+    try:
+        listening.listen(_MOST_PENDING)
+    except OSError as error:
+        raise _not_listened_on(host, port, error) from error
+
+
+def _not_listened_on(host: str, port: int, error: Exception) -> UserError:
+    return UserError(f"--host {host} --port {port} cannot be listened on: {error}; choose another one.")
+
+
 async def _run(server: uvicorn.Server, listening: socket.socket) -> None:
+    def end() -> None:
+        server.force_exit = server.should_exit
+        server.should_exit = True
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, lambda: setattr(server, "should_exit", True))
+        loop.add_signal_handler(number, end)
     await server.serve(sockets=[listening])
 
 

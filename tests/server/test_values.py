@@ -1,0 +1,174 @@
+"""What a value means does not depend on the rows beside it, and is what ``predict`` makes of it."""
+
+import itertools
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from distembed import LoadedModel
+from distembed.errors import UserError
+from distembed.exported.reading import read_manifest
+from distembed.server.scoring import Answer, Request, Scorer
+from tests.server.exported_models import exported, json_rows, trained_run
+
+VALUES: list[Any] = [
+    None,
+    *("", "a", "10", "1f", "-3", "1.0", "1e3", "site é 1", "g1|g2", "true", "nan", "Infinity", "\ud7ff\0"),
+    *(0, 1, 10, -3, 12345678, 2**31, 2**53 + 1, 2**63 - 1, 2**63, 2**70, -(2**63)),
+    *(0.0, -0.0, 1.0, 2.5, 10.0, 1e-7, 1e15, 1e16, 1e22, 1e300, 5e-324),
+    *(True, False),
+    *([], ["g1"], ["g1", "g2"], ["1", None], [1, 2], [1.0, 2.5], [1, "a"], [True], [[1]], [{}], [None]),
+    *({}, {"a": 1}),
+]
+
+
+def probe(values: Tensor, lengths: Tensor, dense: Tensor | None = None) -> Tensor:
+    """Gives each row a number that another row has by chance alone: a sum over its ids and numbers."""
+    found = torch.zeros(lengths.shape[1], dtype=torch.float64)
+    pieces = iter(values.split(lengths.flatten().tolist()))
+    for feature, row in itertools.product(range(lengths.shape[0]), range(lengths.shape[1])):
+        found[row] += sum((id_ + 1) ** 0.5 * (feature + 1.618) for id_ in next(pieces).tolist())
+    if dense is not None:
+        for row, numbers in enumerate(dense.tolist()):
+            found[row] += sum(number * (place + 0.577) for place, number in enumerate(numbers))
+    return found
+
+
+@pytest.fixture(scope="module")
+def scorer(model: Path) -> Scorer:
+    return Scorer(model, read_manifest(model), probe, 64)
+
+
+def said(answer: Answer) -> list[Any]:
+    """Returns each row's score, or the column and reason where it has none."""
+    assert answer.problem is None
+    bad = {each.row: (each.field, each.reason) for each in answer.bad}
+    scores = answer.outputs["prediction"].tolist()
+    assert [row for row, score in enumerate(scores) if np.isnan(score)] == sorted(bad)
+    return [bad.get(row, score) for row, score in enumerate(scores)]
+
+
+def alone(scorer: Scorer, rows: Sequence[dict[str, Any]]) -> list[Any]:
+    return [said(scorer.score([Request([row])])[0])[0] for row in rows]
+
+
+@pytest.fixture(scope="module")
+def odd_rows(scorer: Scorer) -> list[tuple[dict[str, Any], Any]]:
+    """Rows of which one column has a value of any kind, and what is said to each alone."""
+    base = json_rows(1)[0]
+    rows = [{**base, name: value} for name in base for value in VALUES]
+    return list(zip(rows, alone(scorer, rows), strict=True))
+
+
+def test_rows_mean_the_same_together_and_alone(scorer: Scorer, odd_rows: list[tuple[dict[str, Any], Any]]) -> None:
+    assert sum(isinstance(found, tuple) for _, found in odd_rows) > 50
+    assert len({found for _, found in odd_rows}) > 100
+    rng = random.Random(0)
+    for _ in range(40):
+        some = rng.choices(odd_rows, k=rng.choice([2, 3, 30]))
+        requests, left = [], [row for row, _ in some]
+        while left:
+            size = rng.randint(1, len(left))
+            requests.append(Request(left[:size]))
+            left = left[size:]
+        found = [each for answer in scorer.score(requests) for each in said(answer)]
+        assert found == [expected for _, expected in some]
+
+
+def test_one_column_at_a_time_too(scorer: Scorer) -> None:
+    base = json_rows(1)[0]
+    for name in base:
+        rows = [{**base, name: value} for value in VALUES]
+        (answer,) = scorer.score([Request(rows)])
+        assert said(answer) == alone(scorer, rows)
+        assert {each.field for each in answer.bad} <= {name, "site x code", "price", "age"}
+
+
+def test_values_are_those_that_predict_takes(model: Path, trained: LoadedModel) -> None:
+    """Where it takes a column of that one value; of others the row is bad."""
+    from distembed.exported.programs import load_programs
+
+    manifest = read_manifest(model)
+    scorer = Scorer(model, manifest, load_programs(model, manifest), 64)
+    base = json_rows(1)[0]
+    scored = 0
+    for name in base:
+        rows = [{**base, name: value} for value in VALUES]
+        for row, found in zip(rows, said(scorer.score([Request(rows)])[0]), strict=True):
+            try:
+                (expected,) = trained.predict([row], malformed="null")
+            except UserError:  # a column of such a type, or of a number that Arrow has not
+                assert isinstance(found, tuple) or 2**63 in row.values() or 2**70 in row.values(), row
+                continue
+            assert isinstance(found, tuple) == np.isnan(expected), (row, found, expected)
+            if not isinstance(found, tuple):
+                scored += 1
+                assert found == pytest.approx(expected, abs=1e-6)
+    assert scored > 100
+
+
+def test_texts_that_are_missing_values_are_no_numbers(tmp_path: Path) -> None:
+    """Where a schema says that -1 is missing in files, the number -1 of JSON is still a number."""
+    schema = {
+        "label": {"column": "click"},
+        "dense": {"rate": {}},
+        "categorical": {"number": {"kind": "integer", "min_count": 1}},
+        "text": {"missing_values": ["-1", "", "true"]},
+    }
+    run = trained_run(tmp_path, schema)
+    folder = exported(run, tmp_path / "model")
+    scorer = Scorer(folder, read_manifest(folder), probe, 64)
+    rows = [{"rate": rate, "number": number} for rate in (-1, "-1", 0.5, None, True) for number in (1, "-1", -1)]
+    assert said(scorer.score([Request(rows)])[0]) == alone(scorer, rows)
+
+
+def test_missing_columns_are_named_with_what_they_may_be(scorer: Scorer) -> None:
+    (row,) = json_rows(1)
+    lacking = {name: value for name, value in row.items() if name != "site"}
+    cases: list[tuple[list[dict[str, Any]], str]] = [
+        ([lacking], "has no column 'site'"),
+        ([{**lacking, "sites": 1}], "Did you mean 'sites' for 'site'?"),
+        ([{}], "has no column"),
+        ([{str(number): 1 for number in range(5000)}], "has no column"),
+    ]
+    for rows, text in cases:
+        refused, fine = scorer.score([Request(rows), Request([row])])
+        assert text in (refused.problem or "") and len(refused.problem or "") < 2000
+        assert said(fine) == alone(scorer, [row])
+    # of several rows, one that has a column is enough: it is missing in the others
+    (answer,) = scorer.score([Request([lacking, row])])
+    assert said(answer) == alone(scorer, [{**row, "site": None}, row])
+
+
+def test_columns_that_nobody_asks_for_are_not_looked_at(scorer: Scorer) -> None:
+    (row,) = json_rows(1)
+    others: list[Any] = [{"x": 1}, [[["a"]]], "\0", 2**100]
+    for other in others:
+        assert said(scorer.score([Request([{**row, "unknown": other}])])[0]) == alone(scorer, [row])
+
+
+@pytest.mark.parametrize("requests", [[], [[]], [[], []], [[], json_rows(2)]])
+def test_there_may_be_no_rows(scorer: Scorer, requests: list[list[dict[str, Any]]]) -> None:
+    answers = scorer.score([Request(rows) for rows in requests])
+    assert [len(answer.outputs["prediction"]) for answer in answers] == [len(rows) for rows in requests]
+
+
+@pytest.mark.parametrize("depth", [1, 500, 1000])
+def test_values_of_any_depth_are_named_in_short(scorer: Scorer, depth: int) -> None:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    (row,) = json_rows(1)
+    for name in ("site", "price", "places"):
+        (answer,) = scorer.score([Request([{**row, name: value}, row])])
+        if (name, depth) == ("places", 1):
+            assert not answer.bad
+            continue
+        (bad,) = answer.bad
+        assert (bad.row, bad.field) == (0, name) and len(bad.reason) < 300
