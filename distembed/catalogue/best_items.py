@@ -43,9 +43,9 @@ class BestItems:
         # which of several with the last score are among them is left open
         last = values[:, -1:]
         is_tied = (torch.ge(rows, last, out=rows).sum(1) > num_best) & (last > -torch.inf).squeeze(1)
-        self._keep_best(queries[~is_tied], _keys(values, ids[columns])[~is_tied])
+        self._keep_best(queries[~is_tied], keys_of(values, ids[columns])[~is_tied])
         tied = queries[is_tied]
-        self._keep_best(tied, _keys(scores[tied], ids))
+        self._keep_best(tied, keys_of(scores[tied], ids))
 
     def _keep_best(self, queries: Int64[Tensor, " some"], keys: Int64[Tensor, "some new"]) -> None:
         self.keys[queries] = best_keys(torch.cat([self.keys[queries], keys], 1), self.keys.shape[1])
@@ -67,7 +67,8 @@ def scores_of(keys: Int64[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     return torch.where(keys == _LOWEST, -torch.inf, scores)
 
 
-def _keys(scores: Float[Tensor, "queries ids"], ids: Int64[Tensor, " ids"]) -> Int64[Tensor, "queries ids"]:
+def keys_of(scores: Float[Tensor, "queries ids"], ids: Int64[Tensor, "*ids"]) -> Int64[Tensor, "queries ids"]:
+    """Returns the keys of items: the same ones for all queries, or of each its own."""
     # a score that is no number is the worst there is
     high = _ordered(scores.contiguous().view(torch.int32).long())
     keys = (high << 32) | (_LOW - ids)

@@ -36,6 +36,9 @@ def export_command(
             help="Memory that one server has for tables, such as 16GB: larger models have a file of tables for each.",
         ),
     ] = None,
+    num_best: Annotated[
+        int, typer.Option(metavar="K", min=1, help="Items that a model of recommendations returns for a row.")
+    ] = 10,
     data: DataOption = None,
     checkpoint: CheckpointOption = None,
     overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT if it is an exported model.")] = False,
@@ -48,7 +51,7 @@ def export_command(
     found = find_trained_run(run, data, checkpoint=checkpoint)
     from distembed.exporting.export_run import ExportOptions, export_run
 
-    options = ExportOptions(precision, materialise, server_bytes, overwrite)  # type: ignore[arg-type]
+    options = ExportOptions(precision, materialise, server_bytes, overwrite, num_best=num_best)  # type: ignore[arg-type]
     manifest = export_run(found, output, options, data)
     size = sum(file.stat().st_size for file in output.rglob("*") if file.is_file())
     tables = sum(table.bytes for table in manifest.tables)

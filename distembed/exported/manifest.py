@@ -85,6 +85,20 @@ class ExportedProgram:
 
 
 @dataclass(frozen=True)
+class RecommendedItems:
+    """What the outputs ``items`` and ``scores`` of a model that recommends items are.
+
+    Attributes:
+        feature: The feature whose ids ``items`` are, and whose vocabulary has their raw values. The model takes it too,
+            as a list: a row's own items are left out of those that are recommended.
+        num_best: Number of items of each row, the best first. Where there are fewer, ids are -1 and scores -inf.
+    """
+
+    feature: str
+    num_best: int
+
+
+@dataclass(frozen=True)
 class Parity:
     """How the exported model's scores of the sample and of a split compare with the trainer's.
 
@@ -117,6 +131,7 @@ class ExportManifest:
         network: The program that gives scores.
         shards: The programs that give vectors, where the tables are not within the network: one for each server. The
             network takes their outputs side by side, in this order, as ``vectors``.
+        recommends: What its outputs are, where it recommends items; None where it gives a number for each row.
         compiled: The network by AOTInductor, and the processor that it was made for.
         features: The categorical features.
         numbers: The columns of numbers.
@@ -139,6 +154,7 @@ class ExportManifest:
     versions: Mapping[str, str]
     checksums: Mapping[str, str]
     shards: Sequence[ExportedProgram] = ()
+    recommends: RecommendedItems | None = None
     compiled: Mapping[str, Any] | None = None
     format: int = FORMAT
 

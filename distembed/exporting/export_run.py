@@ -33,8 +33,8 @@ from distembed.exported.manifest import (
 )
 from distembed.exported.programs import load_programs
 from distembed.exporting.batches import SplitRows, made_up_batch
+from distembed.exporting.exportable import Check, Exportable
 from distembed.exporting.exporters import EXPORTERS
-from distembed.exporting.parity import ParityCheck
 from distembed.exporting.programs import BATCH, ProgramInputs, save_program
 from distembed.exporting.sample import write_sample
 from distembed.exporting.score_program import ScoredModel
@@ -45,6 +45,7 @@ from distembed.files import full_disk_explained, require_free_space, write_json
 from distembed.names import one_of
 from distembed.serving.whole_model import WholeModel, load_whole_model
 from distembed.training.trained_run import TrainedRun
+from distembed.units import format_bytes
 
 NETWORK = "network.pt2"
 SAMPLE_ROWS = 256
@@ -60,6 +61,7 @@ class ExportOptions:
         server_bytes: Memory for tables of one server, over which they are divided into shards; None for one server.
         overwrite: Whether an exported model that is there is replaced.
         metric_rows: So many of the first rows of a split are scored for the metric.
+        num_best: Number of items that are recommended for a row, by models that do.
 
     Raises:
         UserError: A name is unknown.
@@ -70,6 +72,7 @@ class ExportOptions:
     server_bytes: int | None = None
     overwrite: bool = False
     metric_rows: int = 200_000
+    num_best: int = 10
 
     def __post_init__(self) -> None:
         one_of("--precision", self.precision, ("fp32", "fp16", "int8"))
@@ -97,16 +100,16 @@ def export_run(run: TrainedRun, output: Path, options: ExportOptions, data: str 
         UserError: The run's task or model has no programs, the folder exists, or a table does not fit a server.
         RunError: It scores otherwise than the trained model, or cannot be written.
     """
-    make = EXPORTERS[one_of("task of an exported run", run.config.task.name, EXPORTERS)]
+    exporter = EXPORTERS[one_of("task of an exported run", run.config.task.name, EXPORTERS)]
     with (
         staged_folder(output, overwrite=options.overwrite, kind="exported model", marker=MANIFEST_NAME) as folder,
         full_disk_explained(lambda error: disk_is_full_text(error, output, folder)),
     ):
         whole = load_whole_model(_in_float32(run), torch.device("cpu"))
-        model = make(whole.module.model, whole.task, run.manifest.schema)
+        model = exporter.make(whole, run.manifest, options.num_best)
         storage = options.storage
         require_free_space(output, sum(map(storage.bytes, model.tables)), "its tables take so much")
-        shards = _shards(model.tables, storage, options.server_bytes)
+        shards = _shards(model, storage, options.server_bytes)
         programs = _save_programs(folder, model, storage, shards, whole)
         keep_dataset(folder, run.dataset, run.manifest, links=False)
         vocabularies = write_vocabularies(
@@ -125,10 +128,11 @@ def export_run(run: TrainedRun, output: Path, options: ExportOptions, data: str 
             parity=Parity(0, 0.0),
             versions={"distembed": __version__, "torch": torch.__version__},
             checksums={},
+            recommends=model.recommends,
         )
-        parity = _compare(
-            folder, manifest, whole, model, SplitRows.find(data or run.config.data.require_path()), options
-        )
+        check = exporter.check(whole, model, load_programs(folder, manifest), options.precision)
+        rows = SplitRows.find(data or run.config.data.require_path())
+        parity = _compare(folder, manifest, model, check, rows, options.metric_rows)
         manifest = dataclasses.replace(manifest, parity=parity, checksums=_checksums(folder))
         write_json(folder / MANIFEST_NAME, manifest.to_json())
     return manifest
@@ -140,18 +144,25 @@ def _in_float32(run: TrainedRun) -> TrainedRun:
     return dataclasses.replace(run, config=dataclasses.replace(run.config, train=train))
 
 
-def _shards(
-    tables: Sequence[CompositionalEmbeddingConfig], storage: TableStorage, server_bytes: int | None
-) -> list[list[str]]:
-    """Returns the tables of each shard; none where one server has them all."""
-    sizes = {table.name: storage.bytes(table) for table in tables}
+def _shards(model: Exportable, storage: TableStorage, server_bytes: int | None) -> list[list[str]]:
+    """Returns the tables of each shard; none where one server has them all.
+
+    Raises:
+        UserError: A table does not fit a server, or they cannot be divided.
+    """
+    sizes = {table.name: storage.bytes(table) for table in model.tables}
     if server_bytes is None or sum(sizes.values()) <= server_bytes:
         return []
+    if model.recommends is not None:
+        raise UserError(
+            f"the tables take {format_bytes(sum(sizes.values()))}, more than --server-memory, and those of a model "
+            "that recommends items are not divided. Give more memory, or store them with --precision int8."
+        )
     return divide_tables(sizes, server_bytes)
 
 
 def _save_programs(
-    folder: Path, model: ScoredModel, storage: TableStorage, shards: Sequence[Sequence[str]], whole: WholeModel
+    folder: Path, model: Exportable, storage: TableStorage, shards: Sequence[Sequence[str]], whole: WholeModel
 ) -> list[ExportedProgram]:
     """Writes the programs, and returns the network's and those of the shards."""
     sizes = {table.name: storage.bytes(table) for table in model.tables}
@@ -160,6 +171,7 @@ def _save_programs(
         save_program(model.whole_program(storage), inputs, folder / NETWORK)
         features = [feature.name for feature in model.features]
         return [ExportedProgram(NETWORK, list(inputs.tensors), model.outputs, features, sum(sizes.values()))]
+    assert isinstance(model, ScoredModel), "only such tables are divided"
     network, programs = model.sharded_programs(shards, storage)
     saved = []
     vectors = []
@@ -178,7 +190,7 @@ def _save_programs(
     return [ExportedProgram(NETWORK, list(tensors), model.outputs), *saved]
 
 
-def _features(model: ScoredModel, vocabularies: Mapping[str, str]) -> list[ExportedFeature]:
+def _features(model: Exportable, vocabularies: Mapping[str, str]) -> list[ExportedFeature]:
     tables = {name: table for table in model.tables for name in table.feature_names}
     return [
         ExportedFeature(
@@ -216,26 +228,16 @@ def _tables(
 
 
 def _compare(
-    folder: Path,
-    manifest: ExportManifest,
-    whole: WholeModel,
-    model: ScoredModel,
-    rows: SplitRows | None,
-    options: ExportOptions,
+    folder: Path, manifest: ExportManifest, model: Exportable, check: Check, rows: SplitRows | None, metric_rows: int
 ) -> Parity:
-    """Compares the scores of what was written with the trained model's, and writes the sample."""
-    check = ParityCheck(whole, model, load_programs(folder, manifest), options.precision)
-    if rows is None:
-        batch = made_up_batch(whole.blueprint.batch_schema, SAMPLE_ROWS)
-    else:
-        batch = next(iter(rows.batches(SAMPLE_ROWS, SAMPLE_ROWS)))
+    """Compares the outputs of what was written with the trained model's, and writes the sample."""
+    batch = check.sample(rows, SAMPLE_ROWS)
     parity = check.on_sample(batch)
     vocabularies = {each.name: each.vocabulary for each in manifest.features if each.vocabulary is not None}
-    outputs = {"prediction": check.scores(batch).tolist()}
-    write_sample(folder, model.inputs(batch).tensors, outputs, model.features, vocabularies)
+    write_sample(folder, model.inputs(batch).tensors, check.outputs(batch), model.features, vocabularies)
     if rows is None:
         return parity
-    metric, exported, trained = check.on_split(rows, options.metric_rows)
+    metric, exported, trained = check.on_split(rows, metric_rows)
     return dataclasses.replace(parity, metric=metric, exported=exported, trained=trained, split=rows.split)
 
 

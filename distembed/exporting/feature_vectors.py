@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
@@ -59,6 +59,10 @@ class PlainFeatures:
     A feature with one id a row is taken by its places, which follow from where it begins, so that no shape depends on
     the numbers in ``lengths``; a list has as many ids as these say.
 
+    Attributes:
+        values: The ids of all features.
+        lengths: How many ids each row has of each feature.
+
     Args:
         features: The features, in the order of ``lengths``.
         values: The ids of all features.
@@ -72,7 +76,7 @@ class PlainFeatures:
         lengths: Int64[Tensor, "features batch"],
     ) -> None:
         self._places = {feature.name: place for place, feature in enumerate(features)}
-        self._features, self._values, self.lengths = features, values, lengths
+        self._features, self.values, self.lengths = features, values, lengths
         self._has_lists = any(feature.is_list for feature in features)
         single = [place for place, feature in enumerate(features) if not feature.is_list]
         torch._assert_async((lengths[single] == 1).all(), "a feature with one id a row has rows with another number")
@@ -85,10 +89,10 @@ class PlainFeatures:
         """Returns the ids of features that have one a row."""
         places = [self._places[name] for name in names]
         if not self._has_lists:
-            ids = self._values.view(len(self._features), self.lengths.shape[1])
+            ids = self.values.view(len(self._features), self.lengths.shape[1])
             return ids if places == list(range(len(self._features))) else ids[places]
         rows = torch.arange(self.lengths.shape[1])
-        return self._values[self._starts[places].unsqueeze(1) + rows]
+        return self.values[self._starts[places].unsqueeze(1) + rows]
 
     def of_list(self, name: str) -> FeatureIds:
         """Returns the ids of a feature that is a list."""
@@ -96,7 +100,34 @@ class PlainFeatures:
         lengths = self.lengths[place]
         num_ids: Any = lengths.sum().item()
         torch._check(num_ids >= 0)
-        return FeatureIds(self._values[self._starts[place] + torch.arange(num_ids)], lengths)
+        return FeatureIds(self.values[self._starts[place] + torch.arange(num_ids)], lengths)
+
+    def recent(self, name: str, most: int) -> Int64[Tensor, "batch most"]:
+        """Returns the last ids of each row of a feature, in their order, and its last one again for each that it lacks.
+
+        ::
+
+            a b c d e     ->  c d e
+            a b           ->  a b b          of a row without ids it is any id at all        most 3
+
+        Args:
+            name: The feature.
+            most: So many ids of a row.
+        """
+        place = self._places[name]
+        lengths = self.lengths[place]
+        left = lengths.clamp(max=most)
+        firsts = self._starts[place] + lengths.cumsum(0) - left
+        numbers = torch.minimum(torch.arange(most), (left - 1).clamp(min=0).unsqueeze(1))
+        padded = torch.cat([self.values, torch.zeros(1, dtype=torch.int64)])
+        return padded[firsts.unsqueeze(1) + numbers]
+
+    def rows_of(self, name: str) -> tuple[Int64[Tensor, " ids"], Bool[Tensor, " ids"]]:
+        """Returns the row of every id of all features, and whether it is an id of this one."""
+        num_rows = self.lengths.shape[1]
+        lines = torch.arange(self.lengths.numel())
+        owners = lines.repeat_interleave(self.lengths.flatten(), output_size=self.values.shape[0])
+        return owners % num_rows, owners // num_rows == self._places[name]
 
     def __getitem__(self, name: str) -> FeatureIds:
         """Returns the ids of a feature."""

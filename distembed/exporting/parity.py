@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from distembed.data.reader import Batch
 from distembed.errors import RunError
 from distembed.exported.manifest import Parity, Precision
 from distembed.exported.programs import Program
-from distembed.exporting.batches import SplitRows
+from distembed.exporting.batches import SplitRows, made_up_batch
 from distembed.exporting.score_program import ScoredModel
 from distembed.serving.whole_model import WholeModel
 
@@ -42,6 +42,16 @@ class ParityCheck:
     model: ScoredModel
     program: Program
     precision: Precision
+
+    def sample(self, rows: SplitRows | None, num_rows: int) -> Batch:
+        """Returns a batch of the first rows, or of made-up ones where there are none."""
+        if rows is None:
+            return made_up_batch(self.whole.blueprint.batch_schema, num_rows)
+        return next(iter(rows.batches(num_rows, num_rows)))
+
+    def outputs(self, batch: Batch) -> Mapping[str, Sequence[Any]]:
+        """Returns the exported model's scores of a batch in plain values, by the name of the output."""
+        return {"prediction": self.scores(batch).tolist()}
 
     def scores(self, batch: Batch) -> NDArray[np.float32]:
         """Returns the exported model's scores of a batch."""
@@ -95,13 +105,22 @@ class ParityCheck:
             exported.add({**outputs, **whole.task.rows_of_scores(self.scores(batch))})
         headline = whole.task.headline.name
         found, wanted = (float(whole.task.metrics(rows.joined())[headline]) for rows in (exported, trained))
-        if abs(found - wanted) > MOST_METRIC_DIFFERENCE:
-            raise RunError(
-                f"the exported model's {whole.task.headline.heading} on {rows.split} is {found:.6f}, and the trained "
-                f"one's {wanted:.6f}: more than {MOST_METRIC_DIFFERENCE} apart, so that nothing was written. Choose "
-                f"another --precision than {self.precision}."
-            )
+        require_close_metric(whole.task.headline.heading, rows.split, (found, wanted), self.precision)
         return headline, found, wanted
+
+
+def require_close_metric(heading: str, split: str, values: tuple[float, float], precision: Precision) -> None:
+    """Makes sure that a metric of the exported and of the trained model is about the same.
+
+    Raises:
+        RunError: The values differ by more than :data:`MOST_METRIC_DIFFERENCE`.
+    """
+    found, wanted = values
+    if abs(found - wanted) > MOST_METRIC_DIFFERENCE:
+        raise RunError(
+            f"the exported model's {heading} on {split} is {found:.6f}, and the trained one's {wanted:.6f}: more than "
+            f"{MOST_METRIC_DIFFERENCE} apart, so that nothing was written. Choose another --precision than {precision}."
+        )
 
 
 @dataclass

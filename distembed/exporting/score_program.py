@@ -133,6 +133,7 @@ class ScoredModel:
     """
 
     outputs: ClassVar[tuple[str, ...]] = ("prediction",)
+    recommends: ClassVar[None] = None
 
     model: Model
     task: Task

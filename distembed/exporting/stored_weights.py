@@ -22,6 +22,10 @@ class StoredWeight(nn.Module, ABC):
     def take(self, rows: Int64[Tensor, "*shape"]) -> Float[Tensor, "*shape columns"]:
         """Returns rows of the weight, in float32."""
 
+    @abstractmethod
+    def between(self, first: int, stop: int) -> Float[Tensor, "rows columns"]:
+        """Returns rows that follow each other, in float32; of a weight in float32 no copy is made."""
+
 
 class FloatWeight(StoredWeight):
     """A weight in float32 or float16.
@@ -37,6 +41,9 @@ class FloatWeight(StoredWeight):
 
     def take(self, rows: Int64[Tensor, "*shape"]) -> Float[Tensor, "*shape columns"]:
         return nn.functional.embedding(rows, cast(Tensor, self.weight)).float()
+
+    def between(self, first: int, stop: int) -> Float[Tensor, "rows columns"]:
+        return cast(Tensor, self.weight)[first:stop].float()
 
 
 class QuantizedWeight(StoredWeight):
@@ -58,6 +65,10 @@ class QuantizedWeight(StoredWeight):
         codes, scale, offset = (cast(Tensor, each) for each in (self.codes, self.scale, self.offset))
         taken = QuantizedRows(codes, scale, offset, self._num_columns, 8).take(rows.flatten())
         return taken.view(*rows.shape, self._num_columns)
+
+    def between(self, first: int, stop: int) -> Float[Tensor, "rows columns"]:
+        codes, scale, offset = (cast(Tensor, each)[first:stop] for each in (self.codes, self.scale, self.offset))
+        return torch.addcmul(offset.unsqueeze(1), codes.float(), scale.unsqueeze(1))
 
 
 def store_weight(weight: Float[Tensor, "rows columns"], precision: Precision) -> StoredWeight:

@@ -133,12 +133,21 @@ class TableGroup(nn.Module):
 
     def forward(self, ids: Int64[Tensor, "lines ids"], tables: Sequence[int]) -> Float[Tensor, "lines ids width"]:
         """Returns the composed vectors of ids, of which each line is looked up in the table of this number."""
-        configs = [self._configs[table] for table in tables]
-        schemes = [config.scheme for config in configs]
-        rows = type(schemes[0]).rows_of_tables(schemes, self._map(configs, ids))
+        return self.vectors(self._map([self._configs[table] for table in tables], ids), tables)
+
+    def vectors(self, ids: Int64[Tensor, "lines ids"], tables: Sequence[int]) -> Float[Tensor, "lines ids width"]:
+        """Returns the composed vectors of ids that lie within their tables, as they are: not hashed, for one."""
+        schemes = [self._configs[table].scheme for table in tables]
+        rows = type(schemes[0]).rows_of_tables(schemes, ids)
         rows = rows + self._first_rows[:, list(tables)].unsqueeze(2)
         taken = [cast(StoredWeight, weight).take(own) for weight, own in zip(self.weights, rows.unbind(0), strict=True)]
         return self._combine.compose(taken)
+
+    def vectors_between(self, first: int, stop: int) -> Float[Tensor, "ids width"]:
+        """Returns the vectors of ids of the first table that follow each other, as :meth:`vectors` does."""
+        if isinstance(self._configs[0].scheme, Naive):  # they lie so
+            return self._combine.compose([cast(StoredWeight, self.weights[0]).between(first, stop)])
+        return self.vectors(torch.arange(first, stop).unsqueeze(0), [0])[0]
 
 
 _IdMap = Callable[[Sequence[CompositionalEmbeddingConfig], Int64[Tensor, "lines ids"]], Int64[Tensor, "lines ids"]]

@@ -49,6 +49,7 @@ class MF(Model):
     ) -> None:
         super().__init__()
         self.embeddings = embeddings
+        self.biases = biases
         catalogue = Catalogue(self, "embeddings", item_table, bias=False, is_tied=False)
         self.network = (_BagQueries if is_pooled else _IdQueries)(catalogue, biases, dropout)
 
@@ -81,11 +82,12 @@ class _IdQueries(nn.Module):
     def forward(self, embedded: Mapping[str, JaggedTensor], ids: KeyedJaggedTensor) -> Queries:
         looked_up = {name: embedded[name].values() for name in self._features}
         users, *items = (self._drop(vectors) for vectors in looked_up.values())
+        queries, offsets = queries_of_users(users, self._biases)
         return Queries(
-            vectors=_with_ones(users) if self._biases else users,
+            vectors=queries,
             catalogue=self.catalogue,
             items=self._items(items, ids),
-            offsets=users[:, -1] if self._biases else None,
+            offsets=offsets,
             looked_up=tuple(looked_up.values()),
         )
 
@@ -117,11 +119,12 @@ class _BagQueries(_IdQueries):
         vectors = self._drop(looked_up)
         scores: Tensor = _PairScores.apply(vectors, self._biases)  # type: ignore[no-untyped-call]
         users, *items = vectors.unbind(1)
+        queries, offsets = queries_of_users(users, self._biases)
         return Queries(
-            vectors=_with_ones(users) if self._biases else users,
+            vectors=queries,
             catalogue=self.catalogue,
             items=self._items(items, ids),
-            offsets=users[:, -1] if self._biases else None,
+            offsets=offsets,
             looked_up=(looked_up,),
             known_scores=dict(zip(self._features[1:], scores.split(1, dim=1), strict=True)),
         )
@@ -156,6 +159,18 @@ class _PairScores(torch.autograd.Function):
         return to_write, None
 
 
+def queries_of_users(
+    users: Float[Tensor, "rows dim"], biases: bool
+) -> tuple[Float[Tensor, "rows dim"], Float[Tensor, " rows"] | None]:
+    """Returns the queries of users, and what is added to all scores of each; None where there are no biases.
+
+    Args:
+        users: The vectors of users.
+        biases: Whether their last numbers are biases.
+    """
+    return (_with_ones(users), users[:, -1]) if biases else (users, None)
+
+
 def _with_ones(users: Float[Tensor, "rows dim"]) -> Float[Tensor, "rows dim"]:
     """Returns the queries of users whose vectors end with a bias: it counts in the offset."""
-    return torch.cat([users[:, :-1], users.new_ones(len(users), 1)], dim=1)
+    return torch.cat([users[:, :-1], torch.ones_like(users[:, -1:])], dim=1)

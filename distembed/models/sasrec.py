@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from distembed.models.dropout import Dropout, drop
-from distembed.models.sequences import Asked, lay_out, take_queries, take_tokens
+from distembed.models.sequences import Asked, SequenceLayout, lay_out, take_queries, take_tokens
 
 Groups = Sequence[tuple[int, int]]
 """Number of rows and of slots a row of each group."""
@@ -119,8 +119,11 @@ class CausalTransformer(nn.Module):
     def forward(self, tokens: Float[Tensor, "tokens dim"], asked: Asked) -> Float[Tensor, "queries dim"]:
         """Returns the state at each query, zeros where its row has no token."""
         layout = lay_out(asked, self.max_length)
-        positions = functional.embedding(layout.ages, self.positions)
-        slots = self.drop(positions + take_tokens(tokens, layout.tokens))
+        return self.on_slots(take_tokens(tokens, layout.tokens), layout)
+
+    def on_slots(self, vectors: Float[Tensor, "slots dim"], layout: SequenceLayout) -> Float[Tensor, "queries dim"]:
+        """Returns the state at each query, of the vectors of slots; of operations on tensors alone."""
+        slots = self.drop(functional.embedding(layout.ages, self.positions) + vectors)
         for block in self.blocks:
             slots = block(slots, layout.groups)
         return take_queries(self.norm(slots), layout.queries)

@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from distembed.models.dropout import Dropout
 from distembed.models.mlp import make_linear
-from distembed.models.sequences import Asked, lay_out, pack, take_queries, take_tokens
+from distembed.models.sequences import Asked, SequenceLayout, lay_out, pack, take_queries, take_tokens
 
 
 class RecurrentStates(nn.Module):
@@ -38,6 +38,10 @@ class RecurrentStates(nn.Module):
             sequence = PackedSequence(take_tokens(vectors, packed.tokens), packed.batch_sizes)
             return take_queries(self.output(self.gru(sequence)[0].data), packed.queries)
         layout = lay_out(asked, self.max_length)
+        return self.on_slots(take_tokens(vectors, layout.tokens), layout)
+
+    def on_slots(self, vectors: Float[Tensor, "slots dim"], layout: SequenceLayout) -> Float[Tensor, "queries dim"]:
+        """Returns the state at each query, of the vectors of slots that form one group."""
         ((num_rows, length),) = layout.groups
-        padded = take_tokens(vectors, layout.tokens).view(num_rows, length, -1)
+        padded = vectors.view(num_rows, length, vectors.shape[1])
         return take_queries(self.output(self.gru(padded)[0]).flatten(0, 1), layout.queries)
