@@ -34,6 +34,7 @@ from distembed.embedding import (
 from distembed.embedding.tables import CompositionalTables
 from distembed.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
 from distembed.optim.optimizers import Optimizers, fuse_sparse_optimizer, needs_dense_kernel
+from distembed.optim.replicated import ReplicatedOptimizer
 from distembed.optim.tables import table_parameters
 from distembed.partitions import ChineseRemainder, QuotientRemainder
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, CompositionalEmbeddingCollectionSharder
@@ -219,6 +220,14 @@ def shard(model: nn.Module, layout: str, optimizer: str, dense: str = "adam") ->
     config = DenseOptimizerConfig(name=dense, learning_rate=RATE)
     optimizers = Optimizers(sharded, config, sparse, num_steps=10)
     return Trained(sharded, optimizers.combined, True, optimizers.set_learning_rates)
+
+
+def replicated_leaves(optimizer: KeyedOptimizer) -> Iterator[ReplicatedOptimizer]:
+    """The optimizers of what every rank has, which update it within the backward pass."""
+    for _, inner in optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else ():
+        yield from replicated_leaves(inner)
+    if isinstance(optimizer, ReplicatedOptimizer):
+        yield optimizer
 
 
 Arrays = dict[str, npt.NDArray[np.float32]]

@@ -118,17 +118,18 @@ class OptimizerKind:
     def _num_states(self, per: NumberPer) -> int:
         return list(self.states.values()).count(per)
 
-    def make(self, parameters: "Iterable[nn.Parameter]", **settings: float) -> "torch.optim.Optimizer":
-        """Makes torch's optimizer of this kind, in torch's fused form where it has one.
+    def make(self, parameters: "Iterable[nn.Parameter]", **settings: Any) -> "torch.optim.Optimizer":
+        """Makes torch's optimizer of this kind, in torch's fused form where it has one and weights have memory.
 
         Args:
             parameters: What it trains.
-            settings: ``lr`` and, where the kind has them, ``weight_decay`` or ``eps``.
+            settings: ``lr`` and, where the kind has them, ``weight_decay``, ``eps`` or ``betas``.
         """
         make: Any = imported(self.torch_class)
         assert make is not None
-        fused = {"fused": True} if "fused" in inspect.signature(make).parameters else {}
-        return make(parameters, **self.settings, **fused, **settings)
+        parameters = list(parameters)
+        has_fused = "fused" in inspect.signature(make).parameters and not any(own.is_meta for own in parameters)
+        return make(parameters, **self.settings, **({"fused": True} if has_fused else {}), **settings)
 
 
 _ADAM = {"exp_avg": NumberPer.WEIGHT, "exp_avg_sq": NumberPer.WEIGHT}

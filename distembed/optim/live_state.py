@@ -8,16 +8,16 @@ has one.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any
 
-import torch
 from torch import Tensor
 from torchrec.distributed.batched_embedding_kernel import EmbeddingFusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 
 from distembed.errors import UserError
-from distembed.optim.kinds import OPTIMIZERS, NumberPer, OptimizerKind, fused_optimizer_name, torch_optimizer_name
+from distembed.optim.first_state import first_state
+from distembed.optim.kinds import OPTIMIZERS, NumberPer, fused_optimizer_name, torch_optimizer_name
 from distembed.optim.local_shards import LocalShard, local_shards
+from distembed.optim.replicated import ReplicatedOptimizer
 
 Shards = Mapping[str, Sequence[LocalShard]]
 
@@ -122,7 +122,7 @@ class _TorchLeaf:
         for name, parameter in zip(self.parameter_names(), self.optimizer.params.values(), strict=True):
             live = self.optimizer.state[parameter]
             if not live:
-                live.update(_first_state(kind, parameter, groups[parameter]))
+                live.update(first_state(kind, parameter, groups[parameter]))
             shards = weights[name]
             values = {
                 state: [_view_of_shard(live[state], per, shard.tensor, parameter) for shard in shards]
@@ -136,7 +136,33 @@ class _TorchLeaf:
                 state["step"].fill_(step)
 
 
-def _leaves(optimizer: KeyedOptimizer, prefix: str = "") -> Iterator[_FusedLeaf | _TorchLeaf]:
+@dataclass(frozen=True)
+class _ReplicatedLeaf:
+    """Torch's form of a fused optimizer, of weights that every rank has."""
+
+    prefix: str
+    optimizer: ReplicatedOptimizer
+
+    @property
+    def name(self) -> str:
+        return self.optimizer.name
+
+    def parameter_names(self) -> Iterator[str]:
+        for key in self.optimizer.params:
+            yield CombinedOptimizer.prepend_opt_key(key, self.prefix)
+
+    def states(self, weights: Shards) -> Iterator[ParameterState]:
+        for name, parameter in zip(self.parameter_names(), self.optimizer.params.values(), strict=True):
+            live, values = self.optimizer.live[parameter], {}
+            for state, per in OPTIMIZERS[self.name].states.items():
+                values[state] = [live[state].detach().view(-1) if per is NumberPer.ROW else live[state].detach()]
+            yield ParameterState(name, self.name, weights[name], values)
+
+    def set_step_count(self, step: int) -> None:
+        self.optimizer.set_optimizer_step(step)
+
+
+def _leaves(optimizer: KeyedOptimizer, prefix: str = "") -> Iterator[_FusedLeaf | _ReplicatedLeaf | _TorchLeaf]:
     if isinstance(optimizer, CombinedOptimizer):
         for name, inner in optimizer.optimizers:
             yield from _leaves(inner, CombinedOptimizer.prepend_opt_key(name, prefix))
@@ -144,6 +170,8 @@ def _leaves(optimizer: KeyedOptimizer, prefix: str = "") -> Iterator[_FusedLeaf 
         yield from _leaves(optimizer._optimizer, prefix)
     elif isinstance(optimizer, EmbeddingFusedOptimizer):
         yield _FusedLeaf(prefix, optimizer)
+    elif isinstance(optimizer, ReplicatedOptimizer):
+        yield _ReplicatedLeaf(prefix, optimizer)
     elif isinstance(optimizer, KeyedOptimizerWrapper):
         yield _TorchLeaf(prefix, optimizer)
     else:
@@ -157,21 +185,6 @@ def _known(name: str | None, described: str) -> str:
             "fused by FBGEMM or in a KeyedOptimizerWrapper. Others can be added to distembed.optim.OPTIMIZERS."
         )
     return name
-
-
-def _first_state(kind: OptimizerKind, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns what torch makes at the first step; a step with gradients of zero would change weights too."""
-    device = parameter.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
-    live = {"step": torch.zeros((), dtype=torch.float32, device=device)} if kind.counts_steps else {}
-    for state, per in kind.states.items():
-        value = kind.initial_values.get(state, 0.0)
-        if per is NumberPer.PARAMETER:
-            live[state] = torch.full((), value, dtype=torch.float32, device=device)
-        elif per is NumberPer.ROW:
-            live[state] = parameter.detach().new_full((len(parameter), 1), value)
-        else:
-            live[state] = torch.full_like(parameter, value, memory_format=torch.preserve_format)
-    return live
 
 
 def _view_of_shard(live: Tensor, per: NumberPer, shard: Tensor, parameter: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """The optimizers of a model that is sharded: who trains what, and the learning rate over the steps.
 
-Vectors of tables are trained by the *sparse* optimizer: within the backward pass where FBGEMM has it fused, else by
-torch's of the same name. Torch trains what every rank has, and all tables under an optimizer that FBGEMM does not have.
+Vectors of tables are trained by the *sparse* optimizer: within the backward pass where FBGEMM has it fused, what every
+rank has by torch's of the same name (:mod:`distembed.optim.replicated`). Torch's trains all tables, after the backward
+pass, under an optimizer that FBGEMM does not have.
 All other parameters are trained by the *dense* one, path functions among them, and tables whose ``dense_gradient`` says
 that all of their rows have gradients.
 """

@@ -62,6 +62,7 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
             qcomm_codecs_registry=qcomm_codecs_registry,
             module_fqn=module_fqn,
         )
+        self._train_replicated()
         release_promptly(self._output_dists)
         self._output = _Output(module, self._embedding_names)
         self.sse = perturbation(self._tables, env.rank)
@@ -79,6 +80,7 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
     ) -> EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]:
         """Makes the sharding of all tables placed in one way."""
+        self._note_settings(sharding_infos)
         keywords: dict[str, Any] = {"qcomm_codecs_registry": qcomm_codecs_registry}
         if sharding_infos[0].param_sharding.sharding_type in (
             ShardingType.COLUMN_WISE.value,

@@ -65,6 +65,7 @@ class ShardedCompositionalEmbeddingCollection(ShardedParameters, ShardedEmbeddin
             qcomm_codecs_registry=qcomm_codecs_registry,
             module_fqn=module_fqn,
         )
+        self._train_replicated()
         release_promptly(self._output_dists)
         self.sse = perturbation(self._tables, env.rank)
         self._order_as(module)
@@ -96,6 +97,7 @@ class ShardedCompositionalEmbeddingCollection(ShardedParameters, ShardedEmbeddin
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
     ) -> EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]:
         """Makes the sharding of all tables placed in one way."""
+        self._note_settings(sharding_infos)
         return make_sharding(
             self._placements,
             self._replicated,

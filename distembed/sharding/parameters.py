@@ -11,8 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.comm import get_topology_group_world_size
-from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingEnv2D
+from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingEnv2D, ShardingType
 from torchrec.distributed.utils import append_prefix
+from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.embedding.config import CompositionalEmbeddingConfig
@@ -22,6 +25,7 @@ from distembed.embedding.tables import CompositionalTables, empty_weight, lookup
 from distembed.embedding.variable_batches import with_ids
 from distembed.errors import UserError
 from distembed.names import one_of
+from distembed.optim.replicated import BackwardUpdates, ReplicatedOptimizer, fused_optimizer
 from distembed.sharding.column_ranges import column_range, shard_rank
 from distembed.sharding.groups import lookup_formula
 from distembed.sharding.lookup import CompositionalLookup
@@ -51,6 +55,7 @@ class ShardedParameters:
     _table_names: list[str]
     _table_name_to_config: dict[str, Any]
     _has_uninitialized_input_dist: bool
+    _optim: CombinedOptimizer
     training: bool
 
     def _place_tables(
@@ -89,6 +94,8 @@ class ShardedParameters:
             for placement in self._placements.values()
             for part in placement.replicated
         }
+        self._fused_params: dict[str, Mapping[str, Any]] = {}
+        self._updated_in_backward: dict[str, nn.Parameter] = {}
         self._map_ids = IdMapper(tables)
         self._owned_ids: dict[str, OwnedIds] = {}
         self._input_keys: list[str] | None = None
@@ -172,6 +179,32 @@ class ShardedParameters:
                     vectors[part.name].register_parameter("weight", self._replicated[part.name])
         self.functions = functions
 
+    def _note_settings(self, infos: Iterable[EmbeddingShardingInfo]) -> None:
+        """Notes FBGEMM's settings of tables, among which is their optimizer."""
+        for info in infos:
+            self._fused_params[info.embedding_config.name] = info.fused_params or {}
+
+    def _train_replicated(self) -> None:
+        """Has replicated vectors updated by their tables' fused optimizers, within the backward pass.
+
+        Data-parallel tables that declare none are left to the network's optimizer, as TorchRec's are; so are those that
+        are planned with the dense kernel.
+        """
+        optimizers: dict[str, tuple[str, dict[str, Any], dict[str, nn.Parameter]]] = {}
+        for placement in self._placements.values():
+            fused_params = self._fused_params[placement.table.name]
+            for part in placement.replicated if _is_fused(placement, fused_params) else ():
+                if part.is_function:
+                    continue
+                key = f"{self._lookup_attribute}.{part.name}.weight"
+                name, settings = fused_optimizer(fused_params, part.name)
+                _, _, weights = optimizers.setdefault(f"{name} {settings}", (name, settings, {}))
+                weights[key] = self._updated_in_backward[part.name] = self._replicated[part.name]
+        made = [ReplicatedOptimizer(name, weights, settings) for name, settings, weights in optimizers.values()]
+        if made:
+            BackwardUpdates(made, self._env.process_group)
+            self._optim = CombinedOptimizer([*self._optim.optimizers, *made])
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Looks a batch up, uncompiled in a compiled model; all ranks call it."""
@@ -246,10 +279,20 @@ class ShardedParameters:
         return torch.stack(unused).sum() if unused else None
 
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
-        """Yields names of the sharded parameters; gradients of all others are averaged over the ranks."""
+        """Yields names of parameters that are sharded or updated in the backward pass; others are left to the model."""
         for placement in self._placements.values():
-            for name in placement.sharded:
-                yield append_prefix(prefix, f"{self._lookup_attribute}.{name}.weight")
+            for name in (*placement.sharded, *(part.name for part in placement.replicated)):
+                if name in placement.sharded or name in self._updated_in_backward:
+                    yield append_prefix(prefix, f"{self._lookup_attribute}.{name}.weight")
+
+
+def _is_fused(placement: Placement, fused_params: Mapping[str, Any]) -> bool:
+    """Returns whether the vectors of a table are updated within the backward pass."""
+    if placement.table.dense_gradient:
+        return False
+    if placement.unit.sharding_type == ShardingType.DATA_PARALLEL.value:
+        return fused_params.get("optimizer") is not None
+    return placement.unit.compute_kernel != EmbeddingComputeKernel.DENSE.value
 
 
 def _require_nodes(placements: Iterable[Placement], world_size: int) -> None:

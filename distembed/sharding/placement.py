@@ -19,8 +19,8 @@ Over two levels, the rows are divided between the ranks of one node. A grid has 
     largest partition        -             rows, all        rows, [0, 8)       rows, [8, 16)
     other partitions         replicated    replicated       replicated         replicated
 
-The replicated partitions are on every rank, those of other nodes too: they are plain parameters of the sharded module,
-whose gradients are averaged over all ranks.
+The replicated partitions are on every rank, those of other nodes too: they are parameters of the sharded module, whose
+gradients are averaged over all ranks.
 
 Of a table in host memory only what is large lies there (:func:`partition_kernels`): a small partition, which is read as
 often, stays in device memory.

@@ -22,8 +22,9 @@ from distembed.optim.kinds import OPTIMIZERS, dense_names, row_wise_name, sparse
 from distembed.optim.live_state import optimizer_names, parameter_states, set_step_count
 from distembed.optim.local_shards import local_shards
 from distembed.optim.optimizers import Optimizers, fuse_sparse_optimizer, learning_rate_factor, needs_dense_kernel
+from distembed.optim.replicated import ReplicatedOptimizer
 from distembed.optim.tables import table_parameters
-from tests.layouts import Head, build
+from tests.layouts import Head, build, replicated_leaves
 from tests.ranks import run_on_ranks
 
 
@@ -133,9 +134,15 @@ def check_who_trains_what(rank: int, world_size: int) -> None:
             assert set(networks.params) == {"linear.weight", "linear.bias", "embeddings.functions.c__p1"}
             tables = [found for found in by_torch if found is not networks]
             vectors = {name for name in trained.model.state_dict() if ".embedding_bags." in name}
-            assert bool(tables) == (layout != "table_wise" or name == "amsgrad")
-            for found in tables:
-                assert type(found._optimizer) is kind and found.params.keys() <= vectors
+            assert bool(tables) == (name == "amsgrad")
+            # what every rank has: by the same optimizer, within the backward pass
+            on_all = list(replicated_leaves(trained.optimizer))
+            assert bool(on_all) == (layout != "table_wise" and name != "amsgrad")
+            for found in (*tables, *on_all):
+                inner = found._inner if isinstance(found, ReplicatedOptimizer) else found._optimizer
+                assert type(inner) is kind
+                keys = {key if key in vectors else f"embeddings.{key}" for key in found.params}
+                assert keys <= vectors
                 assert all(parameter.numel() for parameter in found.params.values())
             kinds = optimizer_names(trained.optimizer)
             assert {kind for parameter, kind in kinds.items() if parameter in vectors} <= {name}
@@ -145,7 +152,7 @@ def check_who_trains_what(rank: int, world_size: int) -> None:
             assert everything == trained.model.state_dict().keys()
     lamb = SparseOptimizerConfig(name="lamb")
     with pytest.raises(UserError, match="'lamb', which only FBGEMM has, but torch trains what every rank has.*__p0"):
-        Optimizers(build("data_parallel", "sgd").model, DenseOptimizerConfig(), lamb, num_steps=1)
+        Optimizers(build("data_parallel", "amsgrad").model, DenseOptimizerConfig(), lamb, num_steps=1)
 
 
 @pytest.mark.distributed

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -24,7 +25,6 @@ from torchrec.distributed.sharding_plan import (
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
@@ -202,10 +202,11 @@ def dists_by_hand(
 
 
 def replicated_bytes(model: nn.Module) -> dict[str, int]:
-    """Gradients that DistributedDataParallel averages, by the names of their parameters."""
+    """Gradients that are averaged over the ranks, by the names of their parameters: of what no rank has a shard of."""
     return {
         name.removeprefix("embeddings.embedding_bags.").removesuffix(".weight"): FLOAT * weight.numel()
-        for name, weight in in_backward_optimizer_filter(model.named_parameters())
+        for name, weight in model.state_dict().items()
+        if not isinstance(weight, ShardedTensor)
     }
 
 

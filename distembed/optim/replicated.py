@@ -1,0 +1,210 @@
+"""Optimizers of weights that every rank has, which update them within the backward pass as FBGEMM does those of one.
+
+Where a table is placed must not decide who trains it. FBGEMM updates what one rank has; the same optimizer in torch's
+form updates what all ranks have: data-parallel tables, and the small partitions of tables that are divided by rows.
+Their states go by the names and shapes that FBGEMM's have, so that the keys of a state dict do not depend on the plan::
+
+    state.<path>.<collection>.<partition>.weight.<partition>.momentum1    [rows] or [rows, columns], on any plan
+
+At the end of a backward pass the gradients are averaged over the ranks, in one piece for each dtype, and the weights
+updated. Collections do so in the order in which they were made, which all ranks share, and behind all that
+``DistributedDataParallel`` averages, so that collectives meet their own.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizer
+
+from distembed.errors import UserError
+from distembed.optim.first_state import first_state
+from distembed.optim.kinds import OPTIMIZERS, NumberPer, fused_optimizer_name, stateless_name
+
+_FUSED_LEARNING_RATE, _FUSED_EPS = 0.01, 1e-8
+"""What FBGEMM takes where nothing is said."""
+_UNKNOWN_TO_TORCH = ("weight_decay", "momentum", "eta", "max_gradient", "gradient_clipping", "max_norm")
+"""Settings that change FBGEMM's updates, and that torch's form has not or takes otherwise."""
+
+
+def fused_optimizer(fused_params: Mapping[str, Any], weight_name: str) -> tuple[str, dict[str, Any]]:
+    """Returns the name, a key of ``OPTIMIZERS``, and torch's settings of the optimizer that FBGEMM's settings name.
+
+    Args:
+        fused_params: FBGEMM's settings of a table.
+        weight_name: A weight of the table that every rank has, for errors.
+
+    Raises:
+        UserError: Torch has not that optimizer, or not these settings.
+    """
+    declared = fused_params.get("optimizer")
+    name = stateless_name() if declared is None else fused_optimizer_name(declared)
+    kind = None if name is None else OPTIMIZERS[name]
+    if name is None or kind is None or kind.torch_class is None:
+        raise UserError(
+            f"{name or declared} is an optimizer that only FBGEMM has, but torch trains what every rank has, such as "
+            f"{weight_name}; place its table table_wise or column_wise, or train it by another optimizer."
+        )
+    for setting in _UNKNOWN_TO_TORCH:
+        if fused_params.get(setting):
+            raise UserError(
+                f"the optimizer of {weight_name} has {setting}={fused_params[setting]}, which only FBGEMM applies, but "
+                "torch trains what every rank has; place its table table_wise or column_wise, or leave the setting out."
+            )
+    settings: dict[str, Any] = {"lr": fused_params.get("learning_rate", _FUSED_LEARNING_RATE)}
+    if kind.has_eps:
+        settings["eps"] = fused_params.get("eps", _FUSED_EPS)
+    if kind.corrects_bias:
+        settings["betas"] = (fused_params.get("beta1", 0.9), fused_params.get("beta2", 0.999))
+    return name, settings
+
+
+class ReplicatedOptimizer(FusedOptimizer):
+    """Torch's form of a fused optimizer, which :class:`BackwardUpdates` steps; its own ``step`` sets the learning rate.
+
+    Weights of half precision are trained in float32 and rounded, and their states are float32, as FBGEMM's are.
+
+    Attributes:
+        name: Name of the optimizer, a key of ``OPTIMIZERS``.
+        live: Torch's states of each weight.
+
+    Args:
+        name: Name of the optimizer.
+        weights: The weights, by their names in the sharded module, which end in ``<partition>.weight``.
+        settings: Torch's settings.
+    """
+
+    def __init__(self, name: str, weights: Mapping[str, nn.Parameter], settings: Mapping[str, Any]) -> None:
+        self.name, kind = name, OPTIMIZERS[name]
+        # the weights themselves where they are float32
+        trained = [
+            nn.Parameter(weight.detach().float()) if weight.dtype.itemsize < 4 else weight
+            for weight in weights.values()
+        ]
+        self._inner = kind.make(trained, **settings)
+        self._trained = dict(zip(weights.values(), trained, strict=True))
+        self.live: dict[Tensor, dict[str, Tensor]] = {}
+        state: dict[Tensor, dict[str, Tensor]] = {}
+        for key, weight in weights.items():
+            own = self._inner.state[self._trained[weight]]
+            if not own:
+                own.update(first_state(kind, self._trained[weight], self._inner.param_groups[0]))
+            self.live[weight], prefix = own, key.split(".")[-2]
+            by_row = [(state_name, per is NumberPer.ROW) for state_name, per in kind.states.items()]
+            # FBGEMM's first state is called so whatever it is
+            state[weight] = {
+                f"{prefix}.{state_name if i else 'momentum1'}": own[state_name].view(-1) if is_row else own[state_name]
+                for i, (state_name, is_row) in enumerate(by_row)
+            }
+        super().__init__(weights, state, [{"params": list(weights.values()), "lr": settings["lr"]}])
+
+    def update(self) -> None:
+        """Updates the weights by their gradients."""
+        for weight, trained in self._trained.items():
+            if trained is not weight:
+                trained.data.copy_(weight.data)
+                trained.grad = None if weight.grad is None else weight.grad.float()
+        self._inner.step()
+        for weight, trained in self._trained.items():
+            if trained is not weight:
+                weight.data.copy_(trained.data)
+                trained.grad = None
+
+    def step(self, closure: Any = None) -> None:
+        self.zero_grad()
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        (own,) = self.param_groups
+        for group in self._inner.param_groups:
+            group["lr"] = own["lr"]
+
+    def set_optimizer_step(self, step: int) -> None:
+        """Sets the number of steps done, on which the bias correction of Adam and its kin depends."""
+        for live in self.live.values():
+            if "step" in live:
+                live["step"].fill_(step)
+
+    def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
+        """Sets the learning rate (``lr``) or ``eps``, as FBGEMM's optimizers do.
+
+        Raises:
+            NotImplementedError: Another setting is given.
+        """
+        for setting, value in params_dict.items():
+            if setting not in ("lr", "eps"):
+                raise NotImplementedError(f"Setting hyper-parameter {setting} is not supported")
+            for group in (*self.param_groups, *self._inner.param_groups):
+                if setting in group:
+                    group[setting] = value
+
+
+class BackwardUpdates:
+    """Averages gradients of replicated weights at the end of each backward pass, and has the weights updated.
+
+    Gradients lie side by side in one buffer for each dtype, so that they are averaged where they are. All ranks make it
+    with the same weights, and run the same backward passes.
+
+    Args:
+        optimizers: The optimizers, with the weights that they train.
+        group: The ranks; None for one alone.
+    """
+
+    _numbers = itertools.count()
+    # of the backward pass that is under way, by its number: whose gradients have come
+    _waiting: dict[int, dict[int, "BackwardUpdates"]] = {}
+
+    def __init__(self, optimizers: Sequence[ReplicatedOptimizer], group: dist.ProcessGroup | None) -> None:
+        self._number = next(self._numbers)
+        self._optimizers, self._group = optimizers, group
+        self._weights: list[nn.Parameter] = [weight for own in optimizers for weight in own.params.values()]
+        self._buffers: list[Tensor] = []
+        self._gradients: dict[Tensor, Tensor] = {}
+        for weight in self._weights:
+            # by this TorchRec's own tables say that no other optimizer is to train them
+            weight._in_backward_optimizers = [EmptyFusedOptimizer()]  # type: ignore[attr-defined]
+            weight.register_post_accumulate_grad_hook(self._note)
+
+    def _note(self, _weight: Tensor) -> None:
+        """Notes that a gradient has come; at the first of a backward pass, what is to be done at its end."""
+        task = torch._C._current_graph_task_id()
+        if task not in self._waiting:
+            self._waiting.clear()  # of passes that failed
+            self._waiting[task] = {}
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._update_all, task))
+        self._waiting[task][self._number] = self
+
+    @classmethod
+    def _update_all(cls, task: int) -> None:
+        for _, waiting in sorted(cls._waiting.pop(task).items()):
+            waiting._update()
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        self._gather_gradients()
+        if self._group is not None and self._group.size() > 1:
+            for buffer in self._buffers:
+                dist.all_reduce(buffer, group=self._group)
+                buffer.div_(self._group.size())
+        for optimizer in self._optimizers:
+            optimizer.update()
+        for buffer in self._buffers:
+            buffer.zero_()
+
+    def _gather_gradients(self) -> None:
+        """Brings all gradients into the buffers, where the weights' gradients are views of these from then on."""
+        if not self._buffers:
+            for dtype in dict.fromkeys(weight.dtype for weight in self._weights):
+                own = [weight for weight in self._weights if weight.dtype == dtype]
+                sizes = [weight.numel() for weight in own]
+                buffer = torch.zeros(sum(sizes), dtype=dtype, device=own[0].device)
+                self._buffers.append(buffer)
+                parts = zip(own, buffer.split(sizes), strict=True)
+                self._gradients |= {weight: part.view_as(weight) for weight, part in parts}
+        for weight, view in self._gradients.items():
+            if weight.grad is not None and weight.grad.data_ptr() != view.data_ptr():
+                view.copy_(weight.grad)
+            weight.grad = view

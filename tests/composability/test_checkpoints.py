@@ -1,0 +1,222 @@
+"""Checkpoints by torch and TorchRec alone, without a function of ours: written on one layout, read on another."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torchrec.distributed.comm import get_local_size
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from distembed.embedding.tables import CompositionalTables
+from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
+from tests.composability.test_sharding import our_head, stock_head
+from tests.layouts import EPS, PLAIN_OPTIMIZERS, RATE, Head, Trained, Whole, build, gather_numbers
+from tests.ranks import run_on_ranks
+
+STEPS = 2
+WORLDS = (1, 2, 4, 2, 1)
+LAYOUTS = {
+    "adagrad": ("table_wise", "row_wise", "column_wise", "data_parallel", "table_row_wise"),
+    # a row has a number for each range of columns, of which TorchRec makes a longer state
+    "row_wise_adagrad": ("table_wise", "row_wise", "data_parallel", "table_row_wise"),
+}
+Chain = tuple[str, int, int]
+"""An optimizer, and the layouts of one stage after the other: the first one, and how many further each next one is."""
+CHAINS: list[Chain] = [
+    (optimizer, first, further)
+    for optimizer, layouts in LAYOUTS.items()
+    for first in range(len(layouts))
+    for further in range(len(layouts))
+]
+SOME_CHAINS: list[Chain] = [
+    ("adagrad", 0, 1),
+    ("adagrad", 3, 4),
+    ("row_wise_adagrad", 0, 1),
+    ("row_wise_adagrad", 2, 3),
+]
+
+
+class AnyTypeSharder(EmbeddingBagCollectionSharder):
+    """TorchRec's, which offers row-wise tables on CUDA only, though gloo has what they need."""
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return ["table_wise", "row_wise", "column_wise", "data_parallel"]
+
+
+def shard_by_torchrec(model: nn.Module, layout: str, optimizer: str) -> tuple[nn.Module, CombinedOptimizer]:
+    """As TorchRec's users do: a fused optimizer of the vectors, and Adam of all that it leaves over."""
+    collection: Any = model.get_submodule("embeddings")
+    is_ours = isinstance(collection, CompositionalTables)
+    sharders: list[Any] = [CompositionalEmbeddingBagCollectionSharder() if is_ours else AnyTypeSharder()]
+    apply_optimizer_in_backward(
+        PLAIN_OPTIMIZERS[optimizer], collection.embedding_bags.parameters(), {"lr": RATE, "eps": EPS}
+    )
+    constraints = {
+        config.name: ParameterConstraints(sharding_types=[layout], min_partition=4)
+        for config in collection.embedding_bag_configs()
+    }
+    for table in collection.tables() if is_ours else ():
+        if table.function_tables() and layout == "column_wise":  # a function needs whole vectors
+            constraints[table.name] = ParameterConstraints(sharding_types=["table_wise"])
+    world = dist.get_world_size()
+    topology = Topology(world_size=world, local_world_size=get_local_size(world), compute_device="cpu")
+    planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
+    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+    sharded = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
+    others = dict(in_backward_optimizer_filter(sharded.named_parameters()))
+    dense = KeyedOptimizerWrapper(others, lambda own: torch.optim.Adam(own, lr=RATE))
+    return sharded, CombinedOptimizer([sharded.fused_optimizer, dense])
+
+
+def save(path: Path, model: nn.Module, optimizer: CombinedOptimizer) -> None:
+    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=str(path))
+
+
+def load(path: Path, model: nn.Module, optimizer: CombinedOptimizer) -> None:
+    optimizer.optimizers[-1][1].init_state()  # else it has no states that could be read into
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.load(state, checkpoint_id=str(path))
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+
+
+def layout_of(chain: Chain, stage: int) -> str:
+    optimizer, first, further = chain
+    return LAYOUTS[optimizer][(first + stage * further) % len(LAYOUTS[optimizer])]
+
+
+def check_stage(rank: int, world_size: int, folder: Path, stage: int, chains: list[Chain]) -> None:
+    """Reads what the stage before has written, takes steps, and writes."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(min(2, world_size))
+    keys: dict[str, set[str]] = {}
+    references = {optimizer: unsharded_numbers(optimizer, stage) for optimizer in {chain[0] for chain in chains}}
+    for chain in chains:
+        case = f"{chain}, stage {stage}, {layout_of(chain, stage)}"
+        trained = Trained(*shard_by_torchrec(Head("meta"), layout_of(chain, stage), chain[0]), True, lambda step: None)
+        path = folder / "-".join(map(str, chain))
+        if stage:
+            load(path / f"{stage - 1}", trained.model, trained.optimizer)
+            loaded, before = gather_numbers(trained), torch.load(path / f"{stage - 1}.pt", weights_only=False)
+            for found, expected in ((loaded.weights, before.weights), (loaded.states, before.states)):
+                assert found.keys() == expected.keys(), case
+                assert all(np.array_equal(found[name], expected[name]) for name in expected), case
+        for step in range(stage * STEPS, (stage + 1) * STEPS):
+            trained.step(step)
+        numbers = gather_numbers(trained)
+        require_close(numbers, references[chain[0]], case)
+        keys.setdefault(chain[0], set()).add(str(sorted(all_state_keys(trained.optimizer))))
+        save(path / f"{stage}", trained.model, trained.optimizer)
+        if rank == 0:
+            torch.save(numbers, path / f"{stage}.pt")
+    # of one optimizer, on all layouts
+    assert all(len(own) == 1 for own in keys.values()), keys
+
+
+def unsharded_numbers(optimizer: str, stage: int) -> Whole:
+    """Weights and states of one module that has taken all steps up to the end of a stage."""
+    reference = build("plain", optimizer, "adam")
+    for step in range((stage + 1) * STEPS):
+        reference.step(step)
+    return gather_numbers(reference)
+
+
+def require_close(found: Whole, expected: Whole, case: str) -> None:
+    assert found.weights.keys() == expected.weights.keys() and found.states.keys() == expected.states.keys(), case
+    for name, values in {**expected.weights, **expected.states}.items():
+        own = found.weights.get(name, found.states.get(name))
+        np.testing.assert_allclose(own, values, rtol=2e-4, atol=2e-5, err_msg=f"{case}: {name}")
+
+
+def all_state_keys(optimizer: CombinedOptimizer) -> set[str]:
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    states = optimizer.state_dict()["state"]
+    dist.all_gather_object(by_rank, [f"{name}: {key}" for name, own in states.items() for key in own])
+    return {key for keys in by_rank for key in keys}
+
+
+def run_chains(chains: list[Chain], folder: Path) -> None:
+    for stage, world_size in enumerate(WORLDS):
+        run_on_ranks(world_size, check_stage, folder, stage, chains)
+
+
+@pytest.mark.distributed
+def test_what_one_layout_has_written_others_go_on_with_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    run_chains(SOME_CHAINS, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(1200)
+def test_all_layouts_go_on_with_what_all_others_have_written(tmp_path: Path) -> None:
+    run_chains(CHAINS, tmp_path)
+
+
+Pair = tuple[str, str, str]
+"""An optimizer, the layout that writes, and the one that reads."""
+PAIRS: list[Pair] = [
+    (optimizer, before, now)
+    for optimizer in LAYOUTS
+    for before in LAYOUTS["adagrad"][:4]
+    for now in LAYOUTS["adagrad"][:4]
+]
+SOME_PAIRS: list[Pair] = [
+    ("row_wise_adagrad", "table_wise", "row_wise"),
+    ("row_wise_adagrad", "table_wise", "data_parallel"),
+    ("row_wise_adagrad", "column_wise", "table_wise"),
+    ("adagrad", "table_wise", "column_wise"),
+    ("adagrad", "data_parallel", "table_wise"),
+]
+
+
+def expected_error(is_ours: bool, optimizer: str, before: str, now: str) -> str | None:
+    if not is_ours and (before == "data_parallel") != (now == "data_parallel"):
+        # the network's optimizer trains data-parallel tables, whose states have other names
+        return "Missing key"
+    if optimizer == "row_wise_adagrad" and (before == "column_wise") != (now == "column_wise"):
+        return "Size mismatch"
+    return None
+
+
+def check_pairs(rank: int, world_size: int, folder: Path, pairs: list[Pair]) -> None:
+    for make in (stock_head, our_head):
+        for optimizer, before in dict.fromkeys(pair[:2] for pair in pairs):
+            written = shard_by_torchrec(make("meta"), before, optimizer)
+            written[1].optimizers[-1][1].init_state()
+            save(folder / f"{make.__name__}-{optimizer}-{before}", *written)
+        for optimizer, before, now in pairs:
+            loaded = shard_by_torchrec(make("meta"), now, optimizer)
+            path = folder / f"{make.__name__}-{optimizer}-{before}"
+            error = expected_error(make is our_head, optimizer, before, now)
+            if error is None:
+                load(path, *loaded)
+            else:
+                with pytest.raises(dcp.api.CheckpointException, match=error):
+                    load(path, *loaded)
+        # torch's functions of state dicts do not see through DistributedModelParallel
+        with pytest.raises(AttributeError, match="'DistributedModelParallel' object has no attribute"):
+            get_model_state_dict(loaded[0])
+        with pytest.raises(AttributeError, match="'DistributedModelParallel' object has no attribute"):
+            get_optimizer_state_dict(*loaded)
+
+
+@pytest.mark.distributed
+def test_what_stock_reads_ours_reads_and_data_parallel_tables_too(tmp_path: Path) -> None:
+    run_on_ranks(2, check_pairs, tmp_path, SOME_PAIRS)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_all_pairs_of_layouts_read_as_stock_does(tmp_path: Path) -> None:
+    run_on_ranks(2, check_pairs, tmp_path, PAIRS)
