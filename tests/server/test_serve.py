@@ -1,0 +1,228 @@
+"""``distembed serve`` as a process: what is said over HTTP, by careless and by slow clients, and how it ends."""
+
+import hashlib
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from distembed import LoadedModel
+from distembed.server.bodies import ARROW_TYPE
+from tests.server.exported_models import exported, json_rows
+from tests.server.processes import Server, serving
+from tests.small_runs import distembed as command
+
+pytestmark = pytest.mark.distributed
+
+HEAD = b"POST /predict HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(model, tmp_path_factory.mktemp("server") / "own", "--max-body", "1MiB", "--timeout", 2) as started:
+        yield started
+        assert "Traceback" not in started.output
+
+
+def status_of(reply: bytes) -> int:
+    return int(reply.split(b" ", 2)[1]) if reply else 0
+
+
+def test_a_served_model_scores_as_predict_does(server: Server, trained: LoadedModel) -> None:
+    rows = json_rows(30, seed=3)
+    expected = pytest.approx(trained.predict(rows).tolist(), abs=1e-6)
+    status, found = server.ask({"rows": rows})
+    assert (status, found) == (200, {"prediction": expected})
+    sink = pa.BufferOutputStream()
+    table = pa.Table.from_pylist(rows)
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    status, stream = server.ask(sink.getvalue().to_pybytes(), content_type=ARROW_TYPE)
+    assert status == 200 and pa.ipc.open_stream(stream).read_all()["prediction"].to_pylist() == expected
+    assert server.ask([{**rows[0], "price": "much"}])[1]["rows"][0]["field"] == "price"
+    for path in ("/healthz", "/readyz"):
+        assert server.ask(path=path) == (200, {"status": "ok"})
+    assert b"distembed_rows_total" in server.ask(path="/metrics")[1]
+    assert server.ask(path="/model")[1]["task"] == "click"
+    assert f"{server.port}" in server.output and "sample scores as exported" in server.output
+
+
+def test_clients_at_once_have_the_scores_that_each_has_alone(server: Server) -> None:
+    parts = [json_rows(size, seed=size) for size in range(1, 13)]
+    alone = [server.ask(rows)[1]["prediction"] for rows in parts]
+    found: dict[tuple[int, int], list[float]] = {}
+
+    def work(number: int) -> None:
+        for turn in range(4):
+            status, answer = server.ask(parts[number])
+            assert status == 200
+            found[number, turn] = answer["prediction"]
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(parts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4 * len(parts)
+    for (number, _), scores in found.items():
+        assert scores == pytest.approx(alone[number], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("sent", "statuses"),
+    [
+        (HEAD + b"content-length: 2\r\n\r\n[]", {200}),
+        (HEAD + b"\r\n", {400}),  # no body
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\n[\r\n1\r\n]\r\n0\r\n\r\n", {200}),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n[]\r\n0\r\n\r\n", {400}),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n-1\r\n[]\r\n", {400}),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\nfffffffffffffffff\r\n[]", {400}),
+        (HEAD + b"transfer-encoding: gzip\r\n\r\n", {400}),
+        (HEAD + b"transfer-encoding: chunked\r\ncontent-length: 2\r\n\r\n1\r\n[\r\n", {400}),
+        (HEAD + b"content-length: -1\r\n\r\n[]", {400}),
+        (HEAD + b"content-length: two\r\n\r\n[]", {400}),
+        (HEAD + b"content-length: 2\r\ncontent-length: 3\r\n\r\n[]", {400}),
+        (HEAD + b"content-length: 9999999999999999999999\r\n\r\n[]", {400}),
+        (HEAD + b"content-length: 999999999\r\n\r\n[]", {413}),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n200000\r\n" + b" " * 0x200000 + b"\r\n0\r\n\r\n", {413, 0}),
+        (b"GET /healthz HTTP/1.0\r\n\r\n", {200}),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", {400}),  # TLS
+        (b"\r\n\r\nnonsense\r\n\r\n", {400}),
+        (b"POST /predict HTTP/1.1\r\nbad header\r\n\r\n", {400}),
+    ],
+)
+def test_bytes_of_any_kind_are_answered(server: Server, sent: bytes, statuses: set[int]) -> None:
+    try:
+        reply = server.send(sent)
+    except ConnectionError:  # closed while more is sent than is read
+        reply = b""
+    assert status_of(reply) in (statuses | ({0} if len(sent) > 1 << 20 else set())), reply[:300]
+    assert server.ask(path="/healthz")[0] == 200
+
+
+def test_a_truncated_body_is_left_out_and_a_slow_one_given_up(server: Server) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(HEAD + b"content-length: 100\r\n\r\n[{")
+    slow = server.send(HEAD + b"content-length: 100\r\n\r\n[{")
+    assert status_of(slow) == 408
+    late = server.send(HEAD + b"content-length: 2\r\n\r\n[", 0.3, b"]")
+    assert status_of(late) == 200
+
+
+def test_sigterm_ends_it_once_what_is_scored_is_answered(model: Path, trained: LoadedModel, tmp_path: Path) -> None:
+    rows = json_rows(20, seed=5)
+    with serving(model, tmp_path / "server", "--max-wait-ms", 1500) as server:
+        found: list[tuple[int, dict[str, list[float]]]] = []
+        thread = threading.Thread(target=lambda: found.append(server.ask(rows)))
+        thread.start()
+        time.sleep(0.5)  # it waits for more requests
+        assert server.end(signal.SIGTERM) == 0
+        thread.join()
+        assert found == [(200, {"prediction": pytest.approx(trained.predict(rows).tolist(), abs=1e-6)})]
+        with pytest.raises(ConnectionRefusedError):
+            server.ask(path="/healthz")
+        assert "Traceback" not in server.output
+
+
+def test_ctrl_c_ends_it_and_kill_leaves_nothing(model: Path, tmp_path: Path) -> None:
+    with serving(model, tmp_path / "first", "--threads", 2) as server:
+        assert server.ask(json_rows(1))[0] == 200
+        idle = http.client.HTTPConnection("127.0.0.1", server.port)
+        idle.request("GET", "/healthz")
+        assert idle.getresponse().read()
+        assert server.end(signal.SIGINT) == 0  # a connection without a request is not waited for
+        assert "Traceback" not in server.output
+    files = sorted(path for path in model.rglob("*"))
+    with serving(model, tmp_path / "second") as server:
+        pid, port = server.pid, server.port
+        assert server.end(signal.SIGKILL) == -signal.SIGKILL
+        assert not any(f"\nPPid:\t{pid}\n" in status for status in statuses())
+    assert sorted(path for path in model.rglob("*")) == files
+    with serving(model, tmp_path / "third", "--port", port) as server:  # which is free again
+        assert server.port == port and server.ask(path="/readyz")[0] == 200
+
+
+def statuses() -> Iterator[str]:
+    for path in Path("/proc").glob("[0-9]*/status"):
+        try:
+            yield path.read_text()
+        except OSError:  # it has ended
+            continue
+
+
+def test_what_cannot_be_served_is_refused_in_a_sentence(model: Path, tmp_path: Path) -> None:
+    def refused(*arguments: object) -> str:
+        said = command("serve", *arguments, code=2).stderr
+        assert said.startswith("error:") and "Traceback" not in said
+        return re.sub(r"\s+", " ", said)
+
+    def copy(name: str) -> Path:
+        return Path(shutil.copytree(model, tmp_path / name))
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert f"--port {port} cannot be listened on" in refused(model, "--port", port)
+    assert "no exported model" in refused(tmp_path)
+    damaged = copy("damaged")
+    with (damaged / "network.pt2").open("r+b") as file:
+        file.seek(1000)
+        byte = file.read(1)
+        file.seek(1000)
+        file.write(bytes([byte[0] ^ 1]))
+    assert "network.pt2 is damaged" in refused(damaged)
+    lacking = copy("lacking")
+    os.remove(next((lacking / "dataset").rglob("*.parquet")))
+    assert "cannot be read" in refused(lacking)
+    other = copy("other")
+    sample = json.loads((other / "sample.json").read_text())
+    sample["outputs"]["prediction"][0] += 0.01
+    (other / "sample.json").write_text(json.dumps(sample))
+    assert "sample.json is damaged" in refused(other)
+    manifest = json.loads((other / "manifest.json").read_text())
+    manifest["checksums"]["sample.json"] = hashlib.sha256((other / "sample.json").read_bytes()).hexdigest()
+    (other / "manifest.json").write_text(json.dumps(manifest))
+    assert "scores otherwise here" in refused(other)
+    (other / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
+    assert "format 99" in refused(other)
+    (other / "manifest.json").write_text("{}")
+    assert "no manifest of an exported model" in refused(other)
+
+
+def test_addresses_that_are_none_are_refused(model: Path) -> None:
+    for host in ("256.1.1.1", "203.0.113.1", "::g", "x" * 300):
+        said = command("serve", model, "--host", host, "--port", 0, code=2).stderr
+        assert "cannot be listened on" in re.sub(r"\s+", " ", said) and "Traceback" not in said
+    for arguments in (("--port", 70000), ("--max-body", "much")):
+        said = command("serve", model, *arguments, code=2).stderr
+        assert str(arguments[0]) in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize("options", [{"precision": "int8", "server_bytes": 4_000}, {"precision": "fp16"}])
+def test_other_precisions_and_shards_are_served(
+    run: Path, trained: LoadedModel, tmp_path: Path, options: dict[str, object]
+) -> None:
+    dataset = run.parent / "dataset"
+    dataset.rename(run.parent / "away")  # few rows, of which the metric would be compared
+    try:
+        folder = exported(run, tmp_path / "model", **options)
+    finally:
+        (run.parent / "away").rename(dataset)
+    shards = json.loads((folder / "manifest.json").read_text())["shards"]
+    assert (len(shards) > 1) == ("server_bytes" in options)
+    rows = json_rows(40, seed=6)
+    with serving(folder, tmp_path / "server") as server:
+        status, found = server.ask(rows)
+        assert status == 200
+        assert found["prediction"] == pytest.approx(trained.predict(rows).tolist(), abs=2e-3)
