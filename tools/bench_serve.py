@@ -1,0 +1,196 @@
+"""Measures ``distembed serve`` beside a plain server of the same run, and asks it 10,000 things at once.
+
+A DLRM in the size of the paper is trained on Criteo rows, shortly: 26 tables, quotient and remainder at 4 collisions.
+It is exported and served by ``distembed serve``; its peer (:mod:`tools.peers.plain_fastapi`) serves the run as it was
+trained, a request at a time. Both run in the same minute and take turns; the clients are a process of their own
+(``tools/serve_load.py``), which compares every score::
+
+    python tools/bench_serve.py criteo_kaggle_110k.tsv.gz --output bench_serve.json
+    python tools/bench_serve.py criteo_kaggle_110k.tsv.gz --soak 10000    # and 50 clients, of whose requests 1% are bad
+"""
+
+import argparse
+import gzip
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+TOOLS = Path(__file__).parent
+CONFIG = """
+model: {name: dlrm, bottom: [512, 256, 64], top: [512, 256]}
+embedding:
+  default: {partition: quotient_remainder, collisions: 4, composition: product, embedding_dim: 16, threshold: 200}
+train: {batch_size: 512, max_steps: 100, dense_optimizer: {name: adam}, sparse_optimizer: {name: adagrad}}
+"""
+NAMES = ["label", *(f"I{number}" for number in range(1, 14)), *(f"C{number}" for number in range(1, 27))]
+MEASURES = {
+    "1 client, 1 row": ["--clients", "1", "--rows", "1"],
+    "1 client, 64 rows": ["--clients", "1", "--rows", "64"],
+    "8 clients, 64 rows": ["--clients", "8", "--rows", "64"],
+    "50 clients, 1 row": ["--clients", "50", "--rows", "1"],
+}
+
+
+def command(*arguments: object) -> None:
+    """Runs a command of distembed's to its end."""
+    subprocess.run([sys.executable, "-m", "distembed", *map(str, arguments)], check=True, stdout=subprocess.DEVNULL)
+
+
+def make_model(folder: Path, criteo: Path) -> None:
+    """Makes ``run`` and ``model`` of a file of Criteo's rows."""
+    (folder / "config.yaml").write_text(CONFIG)
+    command("prepare", "criteo", criteo, "--output", folder / "dataset")
+    command("train", folder / "config.yaml", f"data.path={folder / 'dataset'}", "--run-dir", folder / "run")
+    command("export", folder / "run", "--output", folder / "model")
+
+
+def write_rows(folder: Path, criteo: Path, num_rows: int) -> Path:
+    """Writes rows with the scores that the trained run has for them."""
+    import distembed
+
+    with gzip.open(criteo, "rt") if criteo.suffix == ".gz" else criteo.open() as lines:
+        fields = [line.rstrip("\n").split("\t") for line, _ in zip(lines, range(num_rows), strict=False)]
+    rows = [
+        {
+            name: (int(text) if name[0] == "I" else text) if text else None
+            for name, text in zip(NAMES, each, strict=True)
+        }
+        for each in fields
+    ]
+    rows = [{name: value for name, value in row.items() if name != "label"} for row in rows]
+    scores = distembed.load(folder / "run").predict(rows).tolist()
+    written = (json.dumps({"row": row, "score": score}) for row, score in zip(rows, scores, strict=True))
+    (folder / "rows.jsonl").write_text("\n".join(written) + "\n")
+    return folder / "rows.jsonl"
+
+
+@contextmanager
+def started(port: int, *arguments: object) -> Iterator[int]:
+    """Starts a server, waits until it listens, yields its process id, and ends it."""
+    process = subprocess.Popen([sys.executable, *map(str, arguments), "--port", str(port)], stdout=subprocess.DEVNULL)
+    try:
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            except ConnectionRefusedError:
+                if process.poll() is not None:
+                    raise SystemExit(f"{arguments} has ended") from None
+                time.sleep(0.1)
+        yield process.pid
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def free_port() -> int:
+    """Returns a port that nobody listens on."""
+    with socket.socket() as own:
+        own.bind(("127.0.0.1", 0))
+        return int(own.getsockname()[1])
+
+
+def load(port: int, rows: Path, *arguments: str) -> dict[str, Any]:
+    """Returns what the clients found."""
+    asked = [sys.executable, str(TOOLS / "serve_load.py"), str(port), str(rows), *arguments]
+    found: dict[str, Any] = json.loads(subprocess.run(asked, check=True, capture_output=True, text=True).stdout)
+    return found
+
+
+def memory_bytes(pid: int) -> int:
+    """Returns the resident memory of a process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def soak(port: int, pid: int, rows: Path, requests: int, clients: int) -> dict[str, Any]:
+    """Asks many things at once, 1% of them malformed, and returns what was found and the server's memory meanwhile."""
+    options = ["--clients", str(clients), "--malformed", "0.01"]
+    load(port, rows, *options, "--requests", str(requests // 10), "--seed", "1")  # until all is in memory that is kept
+    samples: list[int] = []
+    done = threading.Event()
+
+    def sample() -> None:
+        while not done.wait(0.2):
+            samples.append(memory_bytes(pid))
+
+    thread = threading.Thread(target=sample)
+    before = memory_bytes(pid)
+    thread.start()
+    found = load(port, rows, *options, "--requests", str(requests))
+    done.set()
+    thread.join()
+    after = memory_bytes(pid)
+    mib = 1 << 20
+    memory = {"before_mib": before / mib, "after_mib": after / mib, "most_mib": max([*samples, before, after]) / mib}
+    return {**found, **memory, "growth_mib": (after - before) / mib}
+
+
+def compare(ports: dict[str, int], rows: Path, rounds: int, seconds: float) -> dict[str, Any]:
+    """Returns the medians of each measure of each server, which take turns."""
+    found: dict[str, Any] = {}
+    for measure, options in MEASURES.items():
+        taken: dict[str, list[dict[str, Any]]] = {name: [] for name in ports}
+        for port in ports.values():
+            load(port, rows, *options, "--seconds", "0.5")
+        for _ in range(rounds):
+            for name, port in ports.items():
+                taken[name].append(load(port, rows, *options, "--seconds", str(seconds)))
+        found[measure] = {
+            name: {
+                key: statistics.median(each[key] for each in all_rounds)
+                for key in ("rows_per_second", "p50_ms", "p99_ms", "wrong")
+            }
+            for name, all_rounds in taken.items()
+        }
+        first, second = (found[measure][name]["rows_per_second"] for name in ports)
+        found[measure]["rows_per_second_ratio"] = first / second
+    return found
+
+
+def main() -> None:
+    """Prints the measures, and writes them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("criteo", type=Path, help="File of Criteo's rows.")
+    parser.add_argument("--work", type=Path, help="Folder for the run and the model, which are kept and used again.")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=3.0, help="Seconds of one server's turn.")
+    parser.add_argument("--soak", type=int, default=0, help="Requests of the soak; 0 for none.")
+    parser.add_argument("--clients", type=int, default=50, help="Clients of the soak.")
+    parser.add_argument("--rows", type=int, default=4096, help="Rows that requests are drawn from.")
+    parser.add_argument("--serve", default="", help="Options of distembed serve, such as '--threads 2'.")
+    parser.add_argument("--output", type=Path, help="File to write the figures to.")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (arguments.work or Path(temporary)).absolute()
+        folder.mkdir(exist_ok=True)
+        if not (folder / "model").exists():
+            make_model(folder, arguments.criteo)
+        rows = write_rows(folder, arguments.criteo, arguments.rows)
+        ports = {"distembed serve": free_port(), "plain FastAPI": free_port()}
+        own, peer = ports.values()
+        options = arguments.serve.split()
+        with started(own, "-m", "distembed", "serve", folder / "model", *options) as pid:
+            found: dict[str, Any] = {}
+            if arguments.rounds:
+                with started(peer, TOOLS / "peers" / "plain_fastapi.py", folder / "run"):
+                    found["compared"] = compare(ports, rows, arguments.rounds, arguments.seconds)
+            if arguments.soak:
+                found["soak"] = soak(own, pid, rows, arguments.soak, arguments.clients)
+    text = json.dumps(found, indent=2)
+    print(text)
+    if arguments.output:
+        arguments.output.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
