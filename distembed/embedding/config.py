@@ -23,9 +23,9 @@ from distembed.sse import SSE, IdStream
 if TYPE_CHECKING:
     from distembed.sse import FeaturePerturbation
 
-DataType = Literal["FP32", "FP16"]
+DataType = Literal["FP32", "FP16", "BF16"]
 IdDtype = Literal["int64", "int32"]
-_BYTES_PER_PARAMETER: dict[DataType, int] = {"FP32": 4, "FP16": 2}
+_BYTES_PER_PARAMETER: dict[DataType, int] = {"FP32": 4, "FP16": 2, "BF16": 2}
 _BITS_OF_ID: dict[IdDtype, int] = {"int64": 63, "int32": 31}
 _BYTES_PER_FUNCTION_PARAMETER = 4
 
@@ -66,7 +66,9 @@ class CompositionalEmbeddingConfig:
         partition: An instance for the same ``num_embeddings``, or a name of ``distembed.partitions.PARTITIONS`` that is
             built with its default settings.
         composition: An instance, or a name of ``distembed.composition.COMPOSITIONS``.
-        data_type: The type of the vectors, ``FP32`` or ``FP16``, or TorchRec's ``DataType``; functions are FP32.
+        data_type: The type of the vectors, ``FP32``, ``FP16`` or ``BF16``, or TorchRec's ``DataType``; functions are
+            FP32, and vectors are composed in float32. FBGEMM has no BF16 on the CPU: sharded tables of it are
+            data-parallel there.
         seed: The seed of ``sse`` and, with the table's name and the partition's number, of the initial values.
         id_policy: How to treat an id outside of ``[0, num_embeddings)``: ``error`` raises an error, ``clip_to_oov``
             replaces it by ``oov_id``, ``modulo`` by its remainder modulo ``num_embeddings``, which is not negative.
@@ -194,7 +196,7 @@ class CompositionalEmbeddingConfig:
     @property
     def dtype(self) -> "torch.dtype":
         """The dtype of the vectors in the weights."""
-        return {"FP32": torch.float32, "FP16": torch.float16}[self.data_type]
+        return {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}[self.data_type]
 
     @property
     def bytes_per_number(self) -> int:

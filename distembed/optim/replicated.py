@@ -145,8 +145,8 @@ class ReplicatedOptimizer(FusedOptimizer):
 class BackwardUpdates:
     """Averages gradients of replicated weights at the end of each backward pass, and has the weights updated.
 
-    Gradients lie side by side in one buffer for each dtype, so that they are averaged where they are. All ranks make it
-    with the same weights, and run the same backward passes.
+    With several ranks, gradients lie side by side in one buffer for each dtype, where they are averaged, all the time;
+    on one rank they are given back. All ranks make it with the same weights, and run the same backward passes.
 
     Args:
         optimizers: The optimizers, with the weights that they train.
@@ -184,15 +184,18 @@ class BackwardUpdates:
 
     @torch.no_grad()
     def _update(self) -> None:
-        self._gather_gradients()
-        if self._group is not None and self._group.size() > 1:
-            for buffer in self._buffers:
-                dist.all_reduce(buffer, group=self._group)
-                buffer.div_(self._group.size())
+        num_ranks = 1 if self._group is None else self._group.size()
+        if num_ranks > 1:
+            self._gather_gradients()
+        for buffer in self._buffers:
+            dist.all_reduce(buffer, group=self._group)
+            buffer.div_(num_ranks)
         for optimizer in self._optimizers:
             optimizer.update()
         for buffer in self._buffers:
             buffer.zero_()
+        for weight in self._weights if num_ranks == 1 else ():
+            weight.grad = None
 
     def _gather_gradients(self) -> None:
         """Brings all gradients into the buffers, where the weights' gradients are views of these from then on."""

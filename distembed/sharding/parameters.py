@@ -81,6 +81,7 @@ class ShardedParameters:
         placements = place_tables(tables, plan, env.world_size)
         self._placements = {placement.table.name: placement for placement in placements}
         _require_nodes(placements, env.world_size)
+        _require_kernels(placements, device)
         self._unit_plan = {name: placement.unit for name, placement in self._placements.items()}
         # not yet registered, which TorchRec's constructor would not let them be
         self._replicated = {
@@ -314,6 +315,18 @@ def _require_nodes(placements: Iterable[Placement], world_size: int) -> None:
             raise UserError(
                 f"{where} is planned {placement.unit.sharding_type} over {world_size} of {dist.get_world_size()} "
                 "ranks; TorchRec makes nodes of all ranks together only. Place it otherwise."
+            )
+
+
+def _require_kernels(placements: Iterable[Placement], device: torch.device | None) -> None:
+    """Raises where a table is divided that FBGEMM has no kernel for on this device."""
+    if device is not None and device.type != "cpu":
+        return
+    for placement in placements:
+        if placement.table.data_type == "BF16" and placement.sharded:
+            raise UserError(
+                f"table {placement.table.name!r} has data_type BF16 and is planned {placement.unit.sharding_type}, but "
+                "FBGEMM has no kernel for bfloat16 on the CPU; use FP16 or FP32, or place it data_parallel."
             )
 
 
