@@ -208,6 +208,6 @@ class BackwardUpdates:
                 parts = zip(own, buffer.split(sizes), strict=True)
                 self._gradients |= {weight: part.view_as(weight) for weight, part in parts}
         for weight, view in self._gradients.items():
-            if weight.grad is not None and weight.grad.data_ptr() != view.data_ptr():
+            if weight.grad is not None and weight.grad is not view:
                 view.copy_(weight.grad)
             weight.grad = view
