@@ -20,7 +20,7 @@ from distembed.data.reader import Batch
 from distembed.errors import UserError
 from distembed.exported.manifest import ExportedFeature, ExportManifest
 from distembed.exported.programs import Program
-from distembed.exporting.batches import plain_inputs
+from distembed.exporting.batches import plain_tensors
 from distembed.exporting.feature_vectors import PlainFeature
 from distembed.server.outputs import Outputs, ProgramOutputs
 from distembed.server.rows import BadRow, RowJoiner, missing_columns, shown
@@ -208,7 +208,7 @@ class Scorer:
         found: list[tuple[Tensor, ...]] = []
         with torch.inference_mode():
             for batch in batches:
-                outputs = self._program(*plain_inputs(batch, self._features, self._takes_numbers).tensors.values())
+                outputs = self._program(*plain_tensors(batch, self._features, self._takes_numbers).values())
                 found.append((outputs,) if isinstance(outputs, Tensor) else tuple(outputs))
         return {
             name: torch.cat([outputs[place] for outputs in found]).numpy()

@@ -6,6 +6,7 @@ keys. What a value of a kind is, and which key it has, is a function of its own,
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,16 +35,18 @@ class Keys:
         keys: Key of each value.
         wrong: Which values are malformed.
         texts: Text of each value, for keys that are hashes.
+        are_distinct: Whether the keys are known to be there once each.
     """
 
     keys: NDArray[Any]
     wrong: Bools
     texts: pa.Array | None = None
+    are_distinct: bool = False
 
     def some(self, places: NDArray[np.int64]) -> Keys:
         """Returns what became of some of the values."""
         texts = None if self.texts is None else self.texts.take(pa.array(places))
-        return Keys(self.keys[places], self.wrong[places], texts)
+        return Keys(self.keys[places], self.wrong[places], texts, self.are_distinct)
 
 
 @dataclass(frozen=True)
@@ -202,9 +205,17 @@ def id_column(column: CodedColumn, keys: Keys, good: Bools | None) -> IdColumn:
     return IdColumn(codes.astype(code_dtype(len(values))), values, texts, lengths)
 
 
+def with_distinct_keys(column: CodedColumn, keys: Keys) -> tuple[CodedColumn, Keys]:
+    """Returns a column whose keys are there once each, so that its parts need not be searched for equal ones."""
+    codes, keys = _with_distinct_keys(column.codes, keys)
+    return dataclasses.replace(column, codes=codes), dataclasses.replace(keys, are_distinct=True)
+
+
 def _with_distinct_keys(codes: NDArray[np.int32], keys: Keys) -> tuple[NDArray[np.int32], Keys]:
     """Returns the keys each once, and the codes into these: several values may have one key, such as 0a and A."""
-    if keys.texts is not None or len(keys.keys) < 2:  # two texts with one key are told apart where ids are given
+    if (
+        keys.are_distinct or keys.texts is not None or len(keys.keys) < 2
+    ):  # two texts with one key are told apart where ids are given
         return codes, keys
     encoded = pa.array(keys.keys).dictionary_encode()
     if len(encoded.dictionary) == len(keys.keys):

@@ -33,6 +33,7 @@ from distembed.data.prepare.blocks import (
     ParsedBlock,
     RejectedRow,
 )
+from distembed.data.table.few_rows import grouped, parts
 from distembed.data.table.keys import (
     KEY_KINDS,
     CodedColumn,
@@ -41,6 +42,7 @@ from distembed.data.table.keys import (
     coded_lists,
     crossed,
     id_column,
+    with_distinct_keys,
     wrong_rows,
 )
 from distembed.data.table.numbers import (
@@ -98,6 +100,7 @@ class TableParser:
         self._missing = pa.array(schema.text.missing_values, pa.string())
         self.columns = TableColumns(self._schema)
         self.layout = table_layout(self._schema)
+        self._single = _single_columns(self._schema)
 
     def parse(self, raw: pa.Table) -> ParsedBlock:
         """Returns the block of the table's rows; a malformed row is a rejected one, whose line is its row's number.
@@ -131,16 +134,31 @@ class TableParser:
             take("weight", schema.weight.column, weight_values(columns[schema.weight.column]))
         if schema.time is not None:
             take("time", schema.time.column, time_values(columns[schema.time.column], schema.time))
-        for name, column in schema.dense_columns.items():
-            take("dense", column, dense_values(self._present(columns[column]), schema.dense[name].transform))
-        for name in _quantile_bins(schema):
-            column = schema.categorical_columns[name][0]
-            take("id", column, dense_values(self._present(columns[column]), "none"))
-        for name, coded_column, keys in self._keys(columns):
+        for reason, column, found in self._dense(columns, num_rows):
+            take(reason, column, found)
+        for name, coded_column, keys in self._keys(columns, num_rows):
             judged.ids.append((coded_column, keys))
             if keys.wrong.any():
                 judged.mark("id", name, wrong_rows(coded_column, keys.wrong, num_rows))
         return judged
+
+    def _dense(
+        self, columns: Mapping[str, pa.Array], num_rows: int
+    ) -> Iterator[tuple[str, str, tuple[NDArray[Any], Bools]]]:
+        """Yields the columns of numbers with the reason for which their rows are malformed, in the layout's order."""
+        schema = self._schema
+        uses: list[tuple[str, str, str]] = [
+            ("dense", column, schema.dense[name].transform) for name, column in schema.dense_columns.items()
+        ]
+        uses += [("id", schema.categorical_columns[name][0], "none") for name in _quantile_bins(schema)]
+        groups = grouped([(transform, columns[column]) for _, column, transform in uses], num_rows)
+        found: dict[int, tuple[NDArray[Any], Bools]] = {}
+        for transform, places, array in groups:
+            values, wrong = dense_values(self._present(array), transform)
+            for rows, place in zip(parts(len(places), num_rows), places, strict=True):
+                found[place] = values[rows], wrong[rows]
+        for place, (reason, column, _) in enumerate(uses):
+            yield reason, column, found[place]
 
     def _present(self, column: pa.Array) -> pa.Array:
         """Returns a column in which texts that stand for a missing value are null."""
@@ -149,23 +167,39 @@ class TableParser:
         missing = pc.is_in(column, value_set=self._missing)
         return pc.if_else(missing, pa.scalar(None, column.type), column) if pc.any(missing).as_py() else column
 
-    def _keys(self, columns: Mapping[str, pa.Array]) -> Iterator[tuple[str, CodedColumn, Keys]]:
+    def _keys(self, columns: Mapping[str, pa.Array], num_rows: int) -> Iterator[tuple[str, CodedColumn, Keys]]:
         """Yields the columns of values that get ids with what they are of in the table, in the layout's order."""
+        single = self._single_keys(columns, num_rows)
         for name, table_columns in self._schema.categorical_columns.items():
             categorical = self._schema.categorical[name]
             if categorical.kind == "quantile_bins":
                 continue
-            if categorical.cross is not None:
+            if name in single:
+                column, keys = single[name]
+            elif categorical.cross is not None:
                 column = crossed([self._texts(columns[each]) for each in table_columns])
-            elif categorical.holds_lists:
+                keys = KEY_KINDS[categorical.kind](column.distinct)
+            else:
                 lists = as_lists(columns[table_columns[0]], categorical.separator)
                 column = coded_lists(lists, self._missing, categorical.max_length)
-            else:
-                column = coded(columns[table_columns[0]], self._missing)
-            yield " x ".join(table_columns), column, KEY_KINDS[categorical.kind](column.distinct)
+                keys = KEY_KINDS[categorical.kind](column.distinct)
+            yield " x ".join(table_columns), column, keys
         if self._schema.split_column is not None:
             column = coded(columns[self._schema.split_column], self._missing)
             yield self._schema.split_column, column, KEY_KINDS["string"](column.distinct)
+
+    def _single_keys(self, columns: Mapping[str, pa.Array], num_rows: int) -> dict[str, tuple[CodedColumn, Keys]]:
+        """Returns the columns with one value a row that is its own, by their names in the dataset."""
+        found: dict[str, tuple[CodedColumn, Keys]] = {}
+        uses = [(self._schema.categorical[name].kind, columns[column]) for name, column in self._single]
+        for kind, places, array in grouped(uses, num_rows):
+            column = coded(array, self._missing)
+            keys = KEY_KINDS[kind](column.distinct)
+            if len(places) > 1:
+                column, keys = with_distinct_keys(column, keys)
+            for rows, place in zip(parts(len(places), num_rows), places, strict=True):
+                found[self._single[place][0]] = dataclasses.replace(column, codes=column.codes[rows]), keys
+        return found
 
     def _texts(self, column: pa.Array) -> CodedColumn:
         """Returns a column's values as texts."""
@@ -211,6 +245,15 @@ def _key_column(name: str, schema: TableSchema) -> KeyColumn:
         hash_seed=column.hash_seed,
         max_length=column.max_length,
     )
+
+
+def _single_columns(schema: TableSchema) -> list[tuple[str, str]]:
+    """Returns the names of the features that are the one value of a column, which gets a key, and those columns."""
+    return [
+        (name, schema.categorical_columns[name][0])
+        for name, column in schema.categorical.items()
+        if column.kind != "quantile_bins" and column.cross is None and not column.holds_lists
+    ]
 
 
 def _quantile_bins(schema: TableSchema) -> list[str]:

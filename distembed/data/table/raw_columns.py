@@ -8,6 +8,7 @@ from functools import lru_cache
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from distembed.data.table.few_rows import FEW_ROWS
 from distembed.data.table.schema import BINS, TableSchema
 from distembed.errors import UserError
 from distembed.names import nearest
@@ -129,7 +130,7 @@ class TableColumns:
 
     def _array(self, name: str, column: pa.ChunkedArray) -> pa.Array:
         """Returns a column as a plain array, or as a dictionary's where the distinct values alone are looked at."""
-        if name in self._keyed and pa.types.is_string(column.type):
+        if name in self._keyed and len(column) > FEW_ROWS and pa.types.is_string(column.type):
             return one_array(column.dictionary_encode())  # chunk by chunk, which are in cache
         return plain_array(one_array(column))
 
@@ -200,6 +201,8 @@ def one_array(column: pa.ChunkedArray) -> pa.Array:
 
 def plain_array(column: pa.Array) -> pa.Array:
     """Returns a column without a dictionary, texts as Arrow's string, in which bytes that are no UTF-8 are escapes."""
+    if pa.types.is_string(column.type):
+        return column
     column = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
     if type_kind(column.type) == LIST:
         lists = column.cast(pa.list_(column.type.value_type))
