@@ -32,6 +32,7 @@ class CompositionalLookup(GroupedPooledEmbeddingsLookup):
         env: The process group that the tables are sharded over.
         device: Device of the weights.
         pools: Whether ids are pooled over bags; else each gets its vector.
+        output_dtype: What composed vectors are rounded to before they are communicated; None for what they are.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class CompositionalLookup(GroupedPooledEmbeddingsLookup):
         env: ShardingEnv,
         device: torch.device | None,
         pools: bool = True,
+        output_dtype: torch.dtype | None = None,
     ) -> None:
         groups = [list(group) for _, group in groupby(tables, _local_key)]
         configs = [config for group in groups for config in _tbe_configs(group)]
@@ -50,7 +52,7 @@ class CompositionalLookup(GroupedPooledEmbeddingsLookup):
         self._groups = [make_group(group, replicated, scale, pools) for group in groups]
         self._feature_splits = [group.num_features for group in self._groups]
         self._shards = [shard for group in groups for tbe_shards in _shards_by_tbe(group) for shard in tbe_shards]
-        self._pools = pools
+        self._pools, self._output_dtype = pools, output_dtype
         self.replicated_names = {
             part.name
             for local in tables
@@ -62,6 +64,10 @@ class CompositionalLookup(GroupedPooledEmbeddingsLookup):
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> Tensor:
         """Looks up, composes and pools a batch's ids, as they came from all ranks."""
+        # of one dtype on all ranks, those too that have nothing to look up
+        return self._look_up(sparse_features).to(self._output_dtype or torch.float32)
+
+    def _look_up(self, sparse_features: KeyedJaggedTensor) -> Tensor:
         if not self._groups:
             return self._dummy_embs_tensor.view(sparse_features.stride() if self._pools else 0, 0)
         if self._prefetched and self._prefetched[0][0] is sparse_features:

@@ -1,6 +1,7 @@
 """TorchRec's shardings, of the units, with lookups of the partition tables between their dists."""
 
 import copy
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -58,6 +59,7 @@ class _Compositional:
 
     _pools = True
     _averages_ranks = True
+    _rounds_output = True
     # TorchRec's
     _env: ShardingEnv
     _rank: int
@@ -73,6 +75,7 @@ class _Compositional:
     ) -> None:
         self._placements = placements
         self._replicated = replicated
+        self._output_dtype = _output_dtype(arguments[0]) if self._rounds_output else None
         super().__init__(*arguments, **keywords)
 
     def create_lookup(
@@ -88,6 +91,7 @@ class _Compositional:
             self._env,
             device if device is not None else self._device,
             self._pools,
+            self._output_dtype,
         )
 
     def _units_of_rank(self) -> list[ShardedEmbeddingTable]:
@@ -118,6 +122,8 @@ class _Compositional:
         places = [(shard.placement.rank(), shard.shard_offsets[1]) for shard in metadata if shard.placement is not None]
         number = places.index((self._rank, own.start))
         shard = copy.copy(unit)
+        # what is looked up is composed first, and rounded then
+        shard.fused_params = {key: own for key, own in (unit.fused_params or {}).items() if key != "output_dtype"}
         shard.name = part.name
         shard.compute_kernel = EmbeddingComputeKernel(placement.sharded[part.name].compute_kernel)
         shard.pooling = PoolingType.SUM  # of sequences too, one id a bag
@@ -126,6 +132,13 @@ class _Compositional:
         shard.local_rows, shard.local_cols = metadata[number].shard_sizes
         shard.global_metadata = ShardedTensorMetadata(metadata, torch.Size([part.num_rows, part.dim]))
         return shard
+
+
+def _output_dtype(infos: Sequence[EmbeddingShardingInfo]) -> torch.dtype | None:
+    """Returns the widest of the dtypes that FBGEMM's settings of tables have for outputs; None where they have none."""
+    named = [info.fused_params["output_dtype"] for info in infos if "output_dtype" in (info.fused_params or {})]
+    dtypes: list[torch.dtype] = [own.as_dtype() for own in named]
+    return functools.reduce(torch.promote_types, dtypes) if len(dtypes) == len(infos) else None
 
 
 def _shards(placement: Placement, own: PartitionSlice) -> list[ShardMetadata]:
@@ -199,6 +212,7 @@ class _Replicated(_Compositional, BaseDpEmbeddingSharding[Any, KeyedJaggedTensor
     """
 
     _averages_ranks = False
+    _rounds_output = False
 
     def create_input_dist(self, device: torch.device | None = None) -> BaseSparseFeaturesDist[KeyedJaggedTensor]:
         return DpSparseFeaturesDist()

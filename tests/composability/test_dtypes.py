@@ -5,6 +5,7 @@ update is that of float32, rounded to the weights' dtype; where a weight is repl
 """
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.planner import Topology
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -32,7 +34,7 @@ from distembed.embedding import (
 from distembed.errors import UserError
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from tests.composability.stock import DIM, NUM_IDS, stock_bags, take_weights
-from tests.composability.test_checkpoints import shard_by_torchrec
+from tests.composability.test_checkpoints import AnyTypeSharder, shard_by_torchrec
 from tests.composability.test_sharding import Head as OverBags
 from tests.composability.test_sharding import summed_tables
 from tests.ranks import run_on_ranks
@@ -174,7 +176,7 @@ def data_type_to_torch(data_type: DataType) -> torch.dtype:
 
 @pytest.mark.distributed
 def test_sharded_tables_take_the_steps_of_float32_and_round_them() -> None:
-    run_on_ranks(2, check_sharded, CASES[::2])
+    run_on_ranks(2, check_sharded, CASES[::3])
 
 
 @pytest.mark.slow
@@ -347,3 +349,39 @@ def test_planners_count_half_of_the_bytes() -> None:
     whole = storages(DataType.FP32)
     for data_type in HALVES:
         assert [2 * own for own in storages(data_type)] == whole
+
+
+def shard_one(collection: nn.Module, sharder: Any, kind: str) -> nn.Module:
+    topology = Topology(world_size=2, local_world_size=2, compute_device="cpu")
+    constraints = {"t": ParameterConstraints(sharding_types=[kind])}
+    planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
+    plan = planner.collective_plan(collection, [sharder], dist.group.WORLD)
+    return DistributedModelParallel(collection, device=torch.device("cpu"), plan=plan, sharders=[sharder])
+
+
+def check_outputs(rank: int, world_size: int) -> None:
+    """One table a collection, so that one of two ranks has nothing to look up where the table is not divided."""
+    features = KeyedJaggedTensor(["item"], torch.arange(7) * 5, lengths=torch.tensor([4, 0, 3]))
+    config = EmbeddingBagConfig(name="t", num_embeddings=400, embedding_dim=DIM, feature_names=["item"])
+    for kind in ("row_wise", "data_parallel"):
+        stock = EmbeddingBagCollection([config], device=torch.device("meta"))
+        vectors = shard_one(stock, AnyTypeSharder({"output_dtype": DataType.FP16}), kind)(features).values()
+        assert vectors.dtype == (torch.float16 if kind == "row_wise" else torch.float32)
+    for kind, data_type in itertools.product(("table_wise", "row_wise", "data_parallel"), HALVES):
+        dtype = torch.float32 if kind == "data_parallel" else data_type_to_torch(data_type)
+        for composition in ("product", "feature", "path_mlp"):
+            table = CompositionalEmbeddingBagConfig("t", 400, DIM, ["item"], "quotient_remainder", composition)
+            sharder = CompositionalEmbeddingBagCollectionSharder({"output_dtype": data_type})
+            model = shard_one(CompositionalEmbeddingBagCollection([table], device="meta"), sharder, kind)
+            vectors = model(features).values()
+            expected = CompositionalEmbeddingBagCollection([table])(features).values()
+            assert vectors.dtype == dtype, (kind, composition)
+            # partial sums of row-wise tables are rounded, and their sums once more
+            most = 4 * STEP_OF.get(dtype, 0.0) * float(expected.abs().max()) + 1e-7
+            assert ((vectors.float() - expected).abs() <= most).all(), (kind, composition, data_type)
+            vectors.float().sum().backward()
+
+
+@pytest.mark.distributed
+def test_outputs_are_rounded_to_the_dtype_that_is_asked_for() -> None:
+    run_on_ranks(2, check_outputs)
