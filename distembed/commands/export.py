@@ -39,6 +39,10 @@ def export_command(
     num_best: Annotated[
         int, typer.Option(metavar="K", min=1, help="Items that a model of recommendations returns for a row.")
     ] = 10,
+    compile: Annotated[
+        bool,
+        typer.Option("--compile", help="Also compile the program for this machine's processor, which needs g++."),
+    ] = False,
     data: DataOption = None,
     checkpoint: CheckpointOption = None,
     overwrite: Annotated[bool, typer.Option(help="Replace OUTPUT if it is an exported model.")] = False,
@@ -51,13 +55,15 @@ def export_command(
     found = find_trained_run(run, data, checkpoint=checkpoint)
     from distembed.exporting.export_run import ExportOptions, export_run
 
-    options = ExportOptions(precision, materialise, server_bytes, overwrite, num_best=num_best)  # type: ignore[arg-type]
+    options = ExportOptions(precision, materialise, server_bytes, overwrite, num_best=num_best, compile=compile)  # type: ignore[arg-type]
     manifest = export_run(found, output, options, data)
     size = sum(file.stat().st_size for file in output.rglob("*") if file.is_file())
     tables = sum(table.bytes for table in manifest.tables)
     say(f"{output}: {manifest.model} of step {manifest.step:,}, {format_bytes(size)}, tables {format_bytes(tables)}")
     for number, shard in enumerate(manifest.shards):
         say(f"server {number}: {shard.file}, {format_bytes(shard.bytes)} of tables for {len(shard.features)} features")
+    if manifest.compiled is not None:
+        say(f"compiled: {manifest.compiled.file}, for {manifest.compiled.processor} ({manifest.compiled.instructions})")
     parity = manifest.parity
     say(f"sample: {parity.rows} rows, largest difference to the trained model {parity.largest_difference:.2g}")
     if parity.metric is None:

@@ -120,6 +120,23 @@ class Parity:
 
 
 @dataclass(frozen=True)
+class CompiledProgram:
+    """The network compiled by AOTInductor: machine code with the tables within, which runs where it was made.
+
+    Attributes:
+        file: Its file. Its inputs and outputs are those of the network.
+        processor: Name of the processor that it was made for and on.
+        instructions: The vector instructions that torch uses there, such as ``AVX2``.
+        largest_difference: Largest difference of a score from the trainer's, in the sample.
+    """
+
+    file: str
+    processor: str
+    instructions: str
+    largest_difference: float
+
+
+@dataclass(frozen=True)
 class ExportManifest:
     """All of ``manifest.json``.
 
@@ -132,7 +149,7 @@ class ExportManifest:
         shards: The programs that give vectors, where the tables are not within the network: one for each server. The
             network takes their outputs side by side, in this order, as ``vectors``.
         recommends: What its outputs are, where it recommends items; None where it gives a number for each row.
-        compiled: The network by AOTInductor, and the processor that it was made for.
+        compiled: The network by AOTInductor, where it was asked for.
         features: The categorical features.
         numbers: The columns of numbers.
         tables: The tables.
@@ -155,7 +172,7 @@ class ExportManifest:
     checksums: Mapping[str, str]
     shards: Sequence[ExportedProgram] = ()
     recommends: RecommendedItems | None = None
-    compiled: Mapping[str, Any] | None = None
+    compiled: CompiledProgram | None = None
     format: int = FORMAT
 
     def to_json(self) -> dict[str, Any]:

@@ -12,12 +12,13 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.export.pt2_archive._package import load_pt2
 
+from distembed.exported.compiled import load_compiled
+from distembed.exported.inputs import require_same_rows
 from distembed.exported.manifest import ExportManifest
 from distembed.exported.program_check import require_plain_program
 
 Program = Callable[..., Any]
 """A loaded program: tensors -> a tensor, or several."""
-_BATCH_DIMS = {"lengths": 1, "dense": 0, "vectors": 0}
 
 
 def load_program(file: Path) -> Program:
@@ -28,26 +29,39 @@ def load_program(file: Path) -> Program:
     Raises:
         UserError: It is damaged, or holds more than plain tensors and operators of PyTorch.
     """
+    program = read_program(file)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module: Any = program.module(check_guards=False)
+    module.validate_inputs = False  # solves equations of sizes at every call: half a millisecond
+    names = [str(node.target) for node in module.graph.find_nodes(op="placeholder")]
+    module.register_forward_pre_hook(lambda _, inputs: require_same_rows(names, inputs))
+    loaded: Program = module
+    return loaded
+
+
+def read_program(file: Path) -> torch.export.ExportedProgram:
+    """Returns the operations of a program, which brings no code with it; errors as of :func:`load_program`."""
     require_plain_program(file)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # not torch.export.load: where this fails, that goes on with formats of earlier versions, which are pickled
-        module = load_pt2(str(file)).exported_programs["model"].module(check_guards=False)
-    module.validate_inputs = False  # solves equations of sizes at every call: half a millisecond
-    names = [str(node.target) for node in module.graph.find_nodes(op="placeholder")]
-    module.register_forward_pre_hook(lambda _, inputs: _require_same_rows(names, inputs))
-    program: Program = module
-    return program
+        return load_pt2(str(file)).exported_programs["model"]
 
 
-def _require_same_rows(names: Sequence[str], inputs: Sequence[Tensor]) -> None:
-    rows = {name: own.shape[_BATCH_DIMS[name]] for name, own in zip(names, inputs, strict=True) if name in _BATCH_DIMS}
-    if len(set(rows.values())) > 1:
-        raise ValueError(f"the inputs have different numbers of rows: {rows}")
+def load_programs(folder: Path, manifest: ExportManifest, compiled: bool = False) -> Program:
+    """Returns the whole model of a folder: ids, lengths and numbers -> its outputs, with all shards in this process.
 
+    Args:
+        folder: The folder.
+        manifest: Its manifest.
+        compiled: Whether to take the compiled program, which is code of whoever made it.
 
-def load_programs(folder: Path, manifest: ExportManifest) -> Program:
-    """Returns the whole model of a folder: ids, lengths and numbers -> its outputs, with all shards in this process."""
+    Raises:
+        UserError: A program is damaged, holds more than it may, or is not there.
+    """
+    if compiled:
+        return load_compiled(folder, manifest)
     network = load_program(folder / manifest.network.file)
     if not manifest.shards:
         return network

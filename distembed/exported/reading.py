@@ -42,7 +42,8 @@ def read_manifest(folder: Path) -> ExportManifest:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
         raise UserError(f"{file} is no manifest of an exported model: {where}: {first['msg']}; {_DAMAGED}.") from error
-    for program in (manifest.network, *manifest.shards):
+    compiled = () if manifest.compiled is None else (manifest.compiled,)
+    for program in (manifest.network, *manifest.shards, *compiled):
         if require_inside(program.file, "a program", file) not in manifest.checksums:
             raise UserError(f"{file} has no checksum of {program.file}; {_DAMAGED}.")
     return manifest

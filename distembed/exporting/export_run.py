@@ -23,6 +23,7 @@ from distembed.embedding import CompositionalEmbeddingConfig
 from distembed.errors import UserError
 from distembed.exported.manifest import (
     MANIFEST_NAME,
+    CompiledProgram,
     ExportedFeature,
     ExportedNumber,
     ExportedProgram,
@@ -33,6 +34,7 @@ from distembed.exported.manifest import (
 )
 from distembed.exported.programs import load_programs
 from distembed.exporting.batches import SplitRows, made_up_batch
+from distembed.exporting.compiling import compile_network, require_compiler
 from distembed.exporting.exportable import Check, Exportable
 from distembed.exporting.exporters import EXPORTERS
 from distembed.exporting.programs import BATCH, ProgramInputs, save_program
@@ -62,9 +64,10 @@ class ExportOptions:
         overwrite: Whether an exported model that is there is replaced.
         metric_rows: So many of the first rows of a split are scored for the metric.
         num_best: Number of items that are recommended for a row, by models that do.
+        compile: Whether the program is compiled too, for the processor of this machine.
 
     Raises:
-        UserError: A name is unknown.
+        UserError: A name is unknown, or there is no compiler.
     """
 
     precision: Precision = "fp32"
@@ -73,10 +76,13 @@ class ExportOptions:
     overwrite: bool = False
     metric_rows: int = 200_000
     num_best: int = 10
+    compile: bool = False
 
     def __post_init__(self) -> None:
         one_of("--precision", self.precision, ("fp32", "fp16", "int8"))
         one_of("--materialise", self.materialise, ("auto", "never", "always"))
+        if self.compile:
+            require_compiler()
 
     @property
     def storage(self) -> TableStorage:
@@ -110,6 +116,8 @@ def export_run(run: TrainedRun, output: Path, options: ExportOptions, data: str 
         storage = options.storage
         require_free_space(output, sum(map(storage.bytes, model.tables)), "its tables take so much")
         shards = _shards(model, storage, options.server_bytes)
+        if shards and options.compile:
+            raise UserError("--compile makes one program with all tables, and --server-memory divides them; give one.")
         programs = _save_programs(folder, model, storage, shards, whole)
         keep_dataset(folder, run.dataset, run.manifest, links=False)
         vocabularies = write_vocabularies(
@@ -133,7 +141,14 @@ def export_run(run: TrainedRun, output: Path, options: ExportOptions, data: str 
         check = exporter.check(whole, model, load_programs(folder, manifest), options.precision)
         rows = SplitRows.find(data or run.config.data.require_path())
         parity = _compare(folder, manifest, model, check, rows, options.metric_rows)
-        manifest = dataclasses.replace(manifest, parity=parity, checksums=_checksums(folder))
+        manifest = dataclasses.replace(manifest, parity=parity)
+        if options.compile:
+            inputs = model.inputs(made_up_batch(whole.blueprint.batch_schema, 5))
+            compiled = compile_network(folder, manifest.network, inputs)
+            manifest = dataclasses.replace(manifest, compiled=compiled)
+            check = exporter.check(whole, model, load_programs(folder, manifest, compiled=True), options.precision)
+            manifest = _compare_compiled(manifest, compiled, check, rows, options.metric_rows)
+        manifest = dataclasses.replace(manifest, checksums=_checksums(folder))
         write_json(folder / MANIFEST_NAME, manifest.to_json())
     return manifest
 
@@ -239,6 +254,17 @@ def _compare(
         return parity
     metric, exported, trained = check.on_split(rows, metric_rows)
     return dataclasses.replace(parity, metric=metric, exported=exported, trained=trained, split=rows.split)
+
+
+def _compare_compiled(
+    manifest: ExportManifest, compiled: CompiledProgram, check: Check, rows: SplitRows | None, metric_rows: int
+) -> ExportManifest:
+    """Compares the outputs of the compiled program with the trained model's; returns the manifest that says how."""
+    parity = check.on_sample(check.sample(rows, SAMPLE_ROWS))
+    if rows is not None:
+        check.on_split(rows, metric_rows)
+    compared = dataclasses.replace(compiled, largest_difference=parity.largest_difference)
+    return dataclasses.replace(manifest, compiled=compared)
 
 
 def _checksums(folder: Path) -> dict[str, str]:

@@ -52,6 +52,7 @@ class ItemChoice(nn.Module):
         own = torch.zeros(num_items) if bias is None else bias.detach().clone().float()
         own[list(reserved)] = -torch.inf
         self.register_buffer("bias", own)
+        self.register_buffer("zero", torch.zeros(1, 1, dtype=torch.int64))
         self._num_items, self._num_best = num_items, num_best
         self._chunk = max(_LEAST_CHUNK, -(-num_items // _MOST_CHUNKS))
 
@@ -82,7 +83,7 @@ class ItemChoice(nn.Module):
     ) -> Int64[Tensor, "batch most"]:
         """Returns the keys of the best items of a chunk."""
         bias = cast(Tensor, self.bias)[first:stop]
-        vectors = self.items.vectors_between(first, stop)
+        vectors = self._vectors(first, stop)
         scores = torch.addmm(bias, queries, vectors.T)
         owners, ids, is_item = left_out
         places = ids - first
@@ -92,3 +93,11 @@ class ItemChoice(nn.Module):
         rounded, columns = scores.topk(min(self._num_best, stop - first))
         exact = (queries.double().unsqueeze(1) * vectors[columns].double()).sum(2) + bias[columns].double()
         return keys_of(torch.where(rounded > -torch.inf, exact.float(), -torch.inf), columns + first)
+
+    def _vectors(self, first: int, stop: int) -> Float[Tensor, "ids dim"]:
+        """Returns the vectors of a chunk."""
+        if self.items.is_full:
+            return self.items.vectors_between(first, stop)
+        # rows that depend on no tensor at all are left unwritten by the compiler of torch 2.13 where they are stacked
+        ids = torch.arange(first, stop) + cast(Tensor, self.zero)
+        return self.items.vectors(ids, [0])[0]

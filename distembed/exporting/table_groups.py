@@ -143,11 +143,14 @@ class TableGroup(nn.Module):
         taken = [cast(StoredWeight, weight).take(own) for weight, own in zip(self.weights, rows.unbind(0), strict=True)]
         return self._combine.compose(taken)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the vectors lie in the weight as they are, in the order of ids."""
+        return isinstance(self._configs[0].scheme, Naive)
+
     def vectors_between(self, first: int, stop: int) -> Float[Tensor, "ids width"]:
-        """Returns the vectors of ids of the first table that follow each other, as :meth:`vectors` does."""
-        if isinstance(self._configs[0].scheme, Naive):  # they lie so
-            return self._combine.compose([cast(StoredWeight, self.weights[0]).between(first, stop)])
-        return self.vectors(torch.arange(first, stop).unsqueeze(0), [0])[0]
+        """Returns the vectors of ids that follow each other, of a group of one table that is full."""
+        return self._combine.compose([cast(StoredWeight, self.weights[0]).between(first, stop)])
 
 
 _IdMap = Callable[[Sequence[CompositionalEmbeddingConfig], Int64[Tensor, "lines ids"]], Int64[Tensor, "lines ids"]]
