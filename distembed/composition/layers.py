@@ -11,7 +11,7 @@ Many functions are evaluated at once, each on inputs of its own, by batched prod
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, zip_longest
+from itertools import accumulate, pairwise, zip_longest
 
 import torch
 from jaxtyping import Float
@@ -99,7 +99,9 @@ class PackedLayers:
 
     def _unpack(self, packed: Tensor, dim: int) -> list[tuple[Tensor, Tensor]]:
         """Returns the weight [functions, in, out] and the bias [functions, 1, out] of each layer, as views."""
-        pieces = packed.split(self._widths(dim), dim=1)
+        ends = list(accumulate(self._widths(dim)))
+        # torch.fx traces it, for which a split has no known number of pieces
+        pieces = [packed.narrow(1, start, end - start) for start, end in pairwise([0, *ends])]
         return [
             (weight.view(-1, n_in, n_out), bias.unsqueeze(1))
             for (n_in, n_out), weight, bias in zip(self.layers(dim), pieces[::2], pieces[1::2], strict=True)

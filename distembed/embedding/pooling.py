@@ -7,30 +7,27 @@
     vectors   a  b  c     d   ->   sum [a + b, 0, c, d]
 """
 
-from typing import Any
-
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from distembed.embedding.settings import Pooling
 from distembed.errors import UserError
 
 
-def pool(
-    vectors: Float[Tensor, "ids width"],
-    lengths: Int[Tensor, " batch"],
-    pooling: Pooling,
-    weights: Float[Tensor, " ids"] | None = None,
-) -> Float[Tensor, "batch width"]:
+@torch.fx.wrap  # type: ignore[untyped-decorator]
+def pool(vectors: Tensor, lengths: Tensor, pooling: str, weights: Tensor | None = None) -> Tensor:
     """Pools vectors that lie bag after bag; an empty bag gives zeros.
 
+    A trace of torch.fx holds it as one step, and TorchScript compiles it, so that its annotations say no shapes.
+
     Args:
-        vectors: The composed vector of each id.
-        lengths: The number of ids of each bag; their sum is the number of ids.
+        vectors: The composed vector of each id, float [ids, width].
+        lengths: The number of ids of each bag, integers [batch]; their sum is the number of ids.
         pooling: ``sum``; ``mean``, the sum divided by the number of ids, also where it is weighted, as in FBGEMM; or
             ``max``, elementwise and without weights.
-        weights: Factors, each of its id's vector.
+        weights: Factors, each of its id's vector, float [ids].
+
+    Returns:
+        The vector of each bag, float [batch, width].
 
     Raises:
         UserError: The pooling is ``max`` and weights are given.
@@ -48,9 +45,9 @@ def pool(
     return summed / lengths.clamp(min=1).unsqueeze(1) if pooling == "mean" else summed
 
 
-def _max(vectors: Float[Tensor, "ids width"], lengths: Int[Tensor, " batch"]) -> Float[Tensor, "batch width"]:
+def _max(vectors: Tensor, lengths: Tensor) -> Tensor:
     """Returns the elementwise maximum of each bag."""
-    offsets = nn.functional.pad(lengths.long().cumsum(0), (1, 0))
+    offsets = nn.functional.pad(lengths.long().cumsum(0), [1, 0])
     order = torch.arange(vectors.shape[0], device=vectors.device)
-    pooled: Any = nn.functional.embedding_bag(order, vectors, offsets, mode="max", include_last_offset=True)
+    pooled: Tensor = nn.functional.embedding_bag(order, vectors, offsets, mode="max", include_last_offset=True)
     return pooled

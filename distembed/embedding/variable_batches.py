@@ -110,8 +110,9 @@ def jagged_vectors(
     if bags is not None:
         lengths, places = _places_for_rows(lengths, bags)
         vectors, ids = vectors.index_select(0, places), None if ids is None else ids.index_select(0, places)
-    parts = zip(keys, vectors.split(dim, dim=1), strict=True)
-    return {key: JaggedTensor(own, lengths=lengths, weights=ids) for key, own in parts}
+    # torch.fx traces it, for which a split has no known number of parts
+    parts = [vectors.narrow(1, i * dim, dim) for i in range(len(keys))]
+    return {key: JaggedTensor(own, lengths=lengths, weights=ids) for key, own in zip(keys, parts, strict=True)}
 
 
 def _places_for_rows(

@@ -118,6 +118,8 @@ class Explicit(Partition):
         return int(changed.byte().argmax()) if changed.any() else None
 
     def rows(self, ids: Int64[Tensor, "*shape"]) -> Int64[Tensor, "k *shape"]:
+        if not isinstance(ids, torch.Tensor):  # torch.fx traces it: no device is known yet
+            return torch.stack([torch.take(rows.to(ids), ids) for rows in self.assignments])
         if ids.device not in self._copies:
             self._copies[ids.device] = tuple(rows.to(ids.device) for rows in self.assignments)
         return torch.stack([rows[ids].long() for rows in self._copies[ids.device]])

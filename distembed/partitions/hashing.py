@@ -64,6 +64,11 @@ class KeyedHash:
         n = require_positive("num_embeddings", num_embeddings, "Give the number of distinct ids.")
         if values.dtype != torch.int64:
             raise UserError(f"values are of type {values.dtype}; a keyed hash takes torch.int64. Convert them first.")
+        return self.ids_of_int64(values, n)
+
+    def ids_of_int64(self, values: Int64[Tensor, "*shape"], num_embeddings: int) -> Int64[Tensor, "*shape"]:
+        """Returns what :meth:`ids` does without looking at its arguments, so that torch.fx can trace it."""
+        n = num_embeddings
         before, after = self._keys()
         state = mix64(mix64(values ^ before) + after)
         number = _shift_right(state, 1)

@@ -7,8 +7,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.embedding.pooling import pool
-from distembed.errors import UserError
 from distembed.quantization.tables import QuantizedTables
+
+torch.fx.wrap("pool")
 
 
 class QuantizedCompositionalEmbeddingBagCollection(
@@ -39,17 +40,11 @@ class QuantizedCompositionalEmbeddingBagCollection(
         keys: list[str] = []
         dims: list[int] = []
         pooled = []
-        for feature in self.embed(features):
-            if self._is_weighted and feature.weights is None:
-                raise UserError(
-                    "The collection has is_weighted=True, but the KeyedJaggedTensor has no weights; make it with "
-                    "weights=, or the collection without is_weighted."
-                )
+        for feature in self.embed(features, self._is_weighted):
             names = feature.table.vector_names(feature.name)
             keys += names
             dims += [feature.table.embedding_dim] * len(names)
-            weights = feature.weights if self._is_weighted else None
-            pooled.append(pool(feature.vectors, feature.lengths, feature.table.pooling, weights))
+            pooled.append(pool(feature.vectors, feature.lengths, feature.table.pooling, feature.weights))
         return KeyedTensor(keys, dims, torch.cat(pooled, dim=1).to(self._output_dtype))
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:

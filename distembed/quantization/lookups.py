@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.ao.quantization import PlaceholderObserver
+from torchrec.distributed.quant_embedding import ShardedQuantEmbeddingCollection
 from torchrec.modules.embedding_configs import DataType, EmbeddingConfig, QuantConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.quant.embedding_modules import (
+    MODULE_ATTR_EMB_CONFIG_NAME_TO_NUM_ROWS_POST_PRUNING_DICT,
     MODULE_ATTR_QUANT_STATE_DICT_SPLIT_SCALE_BIAS,
     MODULE_ATTR_REGISTER_TBES_BOOL,
     MODULE_ATTR_ROW_ALIGNMENT_INT,
@@ -52,8 +54,10 @@ def quantized_lookups(module: CompositionalTables[Any]) -> nn.ModuleDict:
     """Returns the partitions of a collection that hold vectors, quantised as its ``qconfig`` says, by dimension.
 
     Raises:
-        UserError: ``qconfig`` gives a dtype to a table that does not exist, or one that does not divide its columns.
+        UserError: ``qconfig`` gives a dtype that does not divide a table's columns, or TorchRec's ``set_pruning_data``
+            asked for fewer rows of a table.
     """
+    _require_unpruned(module)
     weights = {
         part.name: weight
         for table in module.tables()
@@ -78,14 +82,19 @@ def quantized_lookups(module: CompositionalTables[Any]) -> nn.ModuleDict:
 
 
 def quantized_bytes(lookups: nn.Module) -> int:
-    """Returns the bytes of the rows in a quantised collection, with their scales, offsets and padding."""
-    assert isinstance(lookups, QuantEmbeddingCollection)
-    weights = [
-        weight
-        for module in lookups._emb_modules
-        for weight, _ in module.split_embedding_weights(split_scale_shifts=False)
-    ]
-    return sum(weight.nbytes for weight in weights)
+    """Returns the bytes of the rows in a quantised collection, with their scales, offsets and padding.
+
+    Args:
+        lookups: A collection of TorchRec's, or what its sharder made of one.
+    """
+    if isinstance(lookups, ShardedQuantEmbeddingCollection):
+        tables = list(lookups.tbes_configs())
+    else:
+        assert isinstance(lookups, QuantEmbeddingCollection)
+        tables = lookups._emb_modules
+    return sum(
+        weight.nbytes for table in tables for weight, _ in table.split_embedding_weights(split_scale_shifts=False)
+    )
 
 
 def _config(table: CompositionalEmbeddingConfig, part: PartitionTable) -> EmbeddingConfig:
@@ -118,6 +127,21 @@ def _qconfig_by_partition(module: CompositionalTables[Any]) -> QuantConfig:
         for part in table.lookup_tables()
     }
     return QuantConfig(PlaceholderObserver.with_args(dtype=torch.float32), qconfig.weight, by_partition)
+
+
+def _require_unpruned(module: CompositionalTables[Any]) -> None:
+    """Raises an error where a table is to be cut to its first rows.
+
+    Raises:
+        UserError: One is.
+    """
+    asked = getattr(module, MODULE_ATTR_EMB_CONFIG_NAME_TO_NUM_ROWS_POST_PRUNING_DICT, {})
+    for table in module.tables():
+        if table.name in asked:
+            raise UserError(
+                f"set_pruning_data asks for {asked[table.name]} rows of table {table.name!r}, but ids share the rows of "
+                "a compositional table, so that none of them can go; leave the table out."
+            )
 
 
 def _require_whole_bytes(qconfig: QuantConfig, parts: Sequence[PartitionTable]) -> None:

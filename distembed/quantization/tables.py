@@ -1,20 +1,23 @@
 """The base of the quantised collections: raw ids to rows, rows to composed vectors in float32."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar, cast
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.ids import IdMapper
 from distembed.embedding.tables import CompositionalTables, EmbeddedFeature
 from distembed.errors import UserError
+from distembed.quantization.features import FeatureIds, as_batch, read_features, trace_features
 from distembed.quantization.lookups import dim_name, lookup_key, quantized_bytes, quantized_lookups
+
+torch.fx.wrap("as_batch")
 
 TableT = TypeVar("TableT", bound=CompositionalEmbeddingConfig)
 
@@ -48,52 +51,69 @@ class QuantizedTables(nn.Module, Generic[TableT]):
     def from_float(cls, module: Any) -> "QuantizedTables[TableT]":
         """Returns a float collection quantised as its ``qconfig`` says; ``torch.ao.quantization`` calls it."""
 
-    def embed(self, features: KeyedJaggedTensor) -> Iterator[EmbeddedFeature[TableT]]:
+    def embed(self, features: KeyedJaggedTensor, is_weighted: bool = False) -> Iterator[EmbeddedFeature[TableT]]:
         """Yields every feature that a table reads, looked up and composed in float32, in the tables' order.
 
+        Args:
+            features: The batch, or what torch.fx traces in its place.
+            is_weighted: Whether the weights of ids are asked for.
+
         Raises:
-            UserError: The batch lacks a feature, an id lies outside of its table, or features have batch sizes of their
-                own.
+            UserError: The batch lacks a feature, an id lies outside of its table, features have batch sizes of their
+                own, or the batch has no weights where they are asked for.
         """
         features = maybe_td_to_kjt(features)
-        raw = _by_feature(features)
-        mapped = _by_feature(self._map_ids(features))
+        is_traced = isinstance(features, torch.fx.Proxy)
+        if is_traced:
+            found = trace_features(features, self._tables, is_weighted)
+        else:
+            found = read_features(features, self._map_ids, is_weighted)
         rows = {
-            name: table.scheme.rows(mapped[_require_feature(name, table, mapped)].values().long())
+            name: table.scheme.rows(found[_require_feature(name, table, found)].mapped)
             for table in self._tables
             for name in table.feature_names
         }
-        vectors = self._look_up(rows, {name: raw[name].lengths() for name in rows})
+        vectors = self._look_up(rows, {name: found[name].lengths for name in rows})
         for table in self._tables:
             for name in table.feature_names:
-                own = [vectors[lookup_key(part, name)] for part in table.lookup_tables()]
-                composed = self._compose(table, own, rows[name])
-                jagged = raw[name]
-                weights = jagged.weights_or_none()
-                yield EmbeddedFeature(table, name, composed, jagged.values(), jagged.lengths(), weights)
+                looked_up = [vectors[lookup_key(part, name)] for part in table.lookup_tables()]
+                composed = self._compose(table, looked_up, rows[name], is_traced)
+                own = found[name]
+                yield EmbeddedFeature(table, name, composed, own.ids, own.lengths, own.weights)
 
     def _look_up(
         self, rows: dict[str, Int64[Tensor, "k ids"]], lengths: dict[str, Tensor]
     ) -> dict[str, Float[Tensor, "ids dim"]]:
         """Returns the vectors of every feature's rows in each partition that holds vectors, by the lookup's key."""
-        batches: dict[str, dict[str, JaggedTensor]] = {name: {} for name in self.lookups}
+        batches: dict[str, list[tuple[str, Tensor, Tensor]]] = {name: [] for name in self.lookups}
         for table in self._tables:
             for name in table.feature_names:
-                for part, own in zip(table.lookup_tables(), rows[name], strict=False):
-                    batches[dim_name(part.dim)][lookup_key(part, name)] = JaggedTensor(own, lengths=lengths[name])
+                for j, part in enumerate(table.lookup_tables()):
+                    batches[dim_name(part.dim)].append((lookup_key(part, name), rows[name][j], lengths[name]))
         found: dict[str, Tensor] = {}
         for name, batch in batches.items():
-            outputs = self.lookups[name](KeyedJaggedTensor.from_jt_dict(batch))
-            found |= {key: output.values() for key, output in outputs.items()}
+            keys, own_rows, own_lengths = map(list, zip(*batch, strict=True))
+            outputs = self.lookups[name](as_batch(keys, own_rows, own_lengths))
+            found |= {key: outputs[key].values() for key in keys}
         return found
 
     def _compose(
-        self, table: TableT, vectors: Sequence[Float[Tensor, "ids dim"]], rows: Int64[Tensor, "k ids"]
+        self, table: TableT, vectors: Sequence[Float[Tensor, "ids dim"]], rows: Int64[Tensor, "k ids"], is_traced: bool
     ) -> Float[Tensor, "ids width"]:
-        """Returns the composed vectors of ids: those of their rows become tables, row i that of id i."""
-        order = torch.arange(rows.shape[1], device=rows.device).expand(len(vectors), -1)
+        """Returns the composed vectors of ids.
+
+        Ids are grouped by function, which depends on them; a trace takes the function of each id instead.
+        """
         functions = [self.functions[part.name] for part in table.function_tables()]
-        return table.combine.embed([*vectors, *functions], torch.cat([order, rows[len(vectors) :]]))
+        function_rows = [rows[len(vectors) + j] for j in range(len(functions))]
+        if not functions or is_traced:
+            own = [
+                function.index_select(0, row).float() for function, row in zip(functions, function_rows, strict=True)
+            ]
+            return table.combine.compose([*vectors, *own])
+        # the vectors of ids become tables, row i that of id i
+        order = torch.arange(rows.shape[1], device=rows.device).expand(len(vectors), -1)
+        return table.combine.embed([*vectors, *functions], torch.cat([order, torch.stack(function_rows)]))
 
     def tables(self) -> list[TableT]:
         """Returns the compositional tables, in order."""
@@ -114,29 +134,7 @@ class QuantizedTables(nn.Module, Generic[TableT]):
         return next(iter(self.buffers())).device
 
 
-def _by_feature(features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-    """Returns the ids, lengths and weights of every feature.
-
-    Raises:
-        UserError: The features have batch sizes of their own.
-    """
-    if features.variable_stride_per_key():
-        raise UserError(
-            "the batch has a size for each feature, which TorchRec's quantised lookups do not take; give every feature "
-            "a bag for each row."
-        )
-    counts = features.length_per_key()
-    ids = features.values().split(counts)
-    lengths = features.lengths().view(len(counts), features.stride()).unbind()
-    weights = features.weights_or_none()
-    split = [None] * len(counts) if weights is None else weights.split(counts)
-    return {
-        key: JaggedTensor(own, weights=weight, lengths=length)
-        for key, own, length, weight in zip(features.keys(), ids, lengths, split, strict=True)
-    }
-
-
-def _require_feature(name: str, table: CompositionalEmbeddingConfig, features: dict[str, JaggedTensor]) -> str:
+def _require_feature(name: str, table: CompositionalEmbeddingConfig, features: Mapping[str, FeatureIds]) -> str:
     """Returns the name of a feature.
 
     Raises:
