@@ -83,7 +83,7 @@ def require_sample(folder: Path, manifest: ExportManifest, program: Program) -> 
         wanted = np.array(sample["outputs"][name], np.float64)
         difference = np.abs(output.numpy() - wanted) / np.maximum(1, np.abs(wanted))
         difference = difference[np.isfinite(wanted)]
-        worst = max(worst, float(difference.max())) if difference.size else worst
+        worst = float(np.max(difference, initial=worst))  # NaN is the largest of all
     if not worst <= _MOST_DIFFERENCE:
         raise UserError(
             f"{folder} scores otherwise here than where it was exported: by up to {worst:.3g} in {SAMPLE_NAME}, and "

@@ -31,8 +31,9 @@ class ProgramOutputs:
 
     def __init__(self, folder: Path, manifest: ExportManifest) -> None:
         self._names = manifest.network.outputs
+        self._recommends = ITEMS in self._names
         vocabularies = {feature.name: feature.vocabulary for feature in manifest.features}
-        file = vocabularies.get(ITEM) if ITEMS in self._names else None
+        file = vocabularies.get(ITEM) if self._recommends else None
         self._items = None if file is None else _raw_values(folder / file)
 
     def columns(self, outputs: Mapping[str, NDArray[Any]], is_good: NDArray[np.bool_]) -> Outputs:
@@ -45,6 +46,9 @@ class ProgramOutputs:
         return {name: self._column(name, outputs.get(name), is_good) for name in self._names}
 
     def _column(self, name: str, values: NDArray[Any] | None, is_good: NDArray[np.bool_]) -> NDArray[Any] | pa.Array:
+        if values is None and self._recommends:
+            ids = pa.int64() if self._items is None else pa.string()
+            return pa.nulls(len(is_good), pa.list_(ids if name == ITEMS else pa.float32()))
         if values is None:
             return np.full(len(is_good), np.nan, np.float32)
         if values.ndim == 1:
@@ -53,7 +57,9 @@ class ProgramOutputs:
             spread = np.full(len(is_good), np.nan, values.dtype)
             spread[is_good] = values
             return spread
-        flat = pa.array(values.reshape(-1), from_pandas=True)
+        # where there are fewer items than are recommended, ids are -1 and scores -inf
+        is_none = values < 0 if name == ITEMS else ~np.isfinite(values)
+        flat = pa.array(values.reshape(-1), mask=is_none.reshape(-1))
         if name == ITEMS and self._items is not None:
             flat = self._items.take(flat)
         offsets = np.concatenate([[0], np.cumsum(is_good)]).astype(np.int32) * np.int32(values.shape[1])

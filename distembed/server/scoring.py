@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -16,24 +16,19 @@ from torch import Tensor
 
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare.blocks import RejectedRow
-from distembed.data.reader import Batch
 from distembed.errors import UserError
-from distembed.exported.manifest import ExportedFeature, ExportManifest
+from distembed.exported.manifest import ExportManifest
 from distembed.exported.programs import Program
-from distembed.exporting.batches import plain_tensors
-from distembed.exporting.feature_vectors import PlainFeature
 from distembed.server.outputs import Outputs, ProgramOutputs
+from distembed.server.raw_rows import raw_rows
 from distembed.server.rows import BadRow, RowJoiner, missing_columns, shown
-from distembed.serving.recommender_rows import SequenceRowDecoder, UserRowDecoder
-from distembed.serving.row_decoder import RowDecoder, TableRowDecoder, batches_of
 
 DATASET_FOLDER = "dataset"
-_DECODERS: Mapping[str, Callable[[Path, Manifest], RowDecoder]] = {
-    "ranking": UserRowDecoder,
-    "next_item": SequenceRowDecoder,
+_REASONS = {
+    "dense": "is no finite number",
+    "id": "is no value of this column's kind",
+    "user": "is no user of the dataset",
 }
-"""What decodes the rows of tasks whose rows are not those of a table."""
-_REASONS = {"dense": "is no finite number", "id": "is no value of this column's kind"}
 _MOST_NAMES = 1000
 """Columns of a request that are looked at for what a missing one may have been named."""
 
@@ -102,13 +97,10 @@ class Scorer:
     def __init__(self, folder: Path, manifest: ExportManifest, program: Program, most_rows: int) -> None:
         self.manifest = manifest
         self._program, self._most_rows = program, most_rows
-        dataset = Manifest.load(folder / DATASET_FOLDER)
-        self._schema = dataset.schema
-        self._decoder = _DECODERS.get(manifest.task, TableRowDecoder)(folder / DATASET_FOLDER, dataset)
-        self._columns = self._decoder.columns
-        self._joiner = RowJoiner(self._decoder.schema, self._columns)
-        self._features = [_plain(feature) for feature in manifest.features]
-        self._takes_numbers = "dense" in manifest.network.inputs
+        self._rows = raw_rows(folder / DATASET_FOLDER, Manifest.load(folder / DATASET_FOLDER), manifest)
+        self._columns = self._rows.columns
+        self._needed = [name for name in self._columns.kinds if name not in self._rows.optional]
+        self._joiner = RowJoiner(self._rows.schema, self._columns)
         self._outputs = ProgramOutputs(folder, manifest)
 
     def score(self, requests: Sequence[Request]) -> list[Answer]:
@@ -134,11 +126,11 @@ class Scorer:
         """Returns what is wrong with the columns of a request of JSON."""
         if request.table is not None:
             return None
-        missing = missing_columns(request.rows, self._columns.kinds) if request.rows else []
+        missing = missing_columns(request.rows, self._needed) if request.rows else []
         if not missing:
             return None
         names = dict.fromkeys(islice((name for row in request.rows for name in row), _MOST_NAMES))
-        present = [name for name in self._columns.kinds if name not in missing]
+        present = [name for name in self._columns.kinds if name not in missing]  # or not needed
         try:
             self._columns.require(
                 pa.schema([(name, pa.null()) for name in dict.fromkeys((*names, *present))]), "the request"
@@ -199,25 +191,23 @@ class Scorer:
         Raises:
             UserError: It lacks a column, or one is of a type that has no such values.
         """
-        decoded = self._decoder.decode(table)
-        outputs = self._run(list(batches_of(self._schema, decoded.block, self._most_rows)))
+        for name in self._rows.optional - set(table.column_names):
+            table = table.append_column(name, pa.nulls(table.num_rows))
+        decoded = self._rows.decode(table)
+        outputs = self._run(self._rows.inputs(decoded.block, self._most_rows))
         return _Scored(outputs, decoded.is_good, decoded.rejected)
 
-    def _run(self, batches: Sequence[Batch]) -> dict[str, NDArray[Any]]:
+    def _run(self, batches: Iterable[Sequence[Tensor]]) -> dict[str, NDArray[Any]]:
         """Returns the outputs of the program for all rows of batches; nothing where there is none."""
         found: list[tuple[Tensor, ...]] = []
         with torch.inference_mode():
-            for batch in batches:
-                outputs = self._program(*plain_tensors(batch, self._features, self._takes_numbers).values())
+            for inputs in batches:
+                outputs = self._program(*inputs)
                 found.append((outputs,) if isinstance(outputs, Tensor) else tuple(outputs))
         return {
             name: torch.cat([outputs[place] for outputs in found]).numpy()
             for place, name in enumerate(self.manifest.network.outputs if found else ())
         }
-
-
-def _plain(feature: ExportedFeature) -> PlainFeature:
-    return PlainFeature(feature.name, feature.is_list)
 
 
 def _value(table: pa.Table, rejected: RejectedRow) -> Any:

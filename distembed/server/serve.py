@@ -25,7 +25,9 @@ _MOST_PENDING = 1024
 """Connections that may wait to be accepted."""
 
 
-def serve(folder: Path, host: str, port: int, settings: ServerSettings, say: Callable[[str], None]) -> None:
+def serve(
+    folder: Path, host: str, port: int, settings: ServerSettings, say: Callable[[str], None], compiled: bool = False
+) -> None:
     """Loads a model, makes sure that it scores as where it was exported, and serves it.
 
     SIGTERM and Ctrl-C end it, once what is being scored is answered; the same again ends it at once.
@@ -36,6 +38,7 @@ def serve(folder: Path, host: str, port: int, settings: ServerSettings, say: Cal
         port: The port; 0 for any that is free.
         settings: How it is served.
         say: Takes a line for the user.
+        compiled: Whether to run the compiled program, which is code of whoever exported the model.
 
     Raises:
         UserError: The model is damaged, scores otherwise, or its raw rows are not known; or the port is in use.
@@ -43,7 +46,7 @@ def serve(folder: Path, host: str, port: int, settings: ServerSettings, say: Cal
     with _bind(host, port) as listening:
         manifest = read_manifest(folder)
         require_unchanged(folder, manifest)
-        program = load_programs(folder, manifest)
+        program = load_programs(folder, manifest, compiled)
         difference = require_sample(folder, manifest, program)
         scorer = Scorer(folder, manifest, program, settings.most_batch_rows)
         torch.set_num_threads(max(1, torch.get_num_threads() // settings.threads))

@@ -209,7 +209,9 @@ def test_addresses_that_are_none_are_refused(model: Path) -> None:
         assert str(arguments[0]) in said and "Traceback" not in said
 
 
-@pytest.mark.parametrize("options", [{"precision": "int8", "server_bytes": 500}, {"precision": "fp16"}])
+@pytest.mark.parametrize(
+    "options", [{"precision": "int8", "server_bytes": 500}, pytest.param({"precision": "fp16"}, marks=pytest.mark.slow)]
+)
 def test_other_precisions_and_shards_are_served(
     run: Path, trained: LoadedModel, tmp_path: Path, options: dict[str, object]
 ) -> None:

@@ -48,7 +48,7 @@ def metric(server: Server, name: str) -> float:
     return float(next(line for line in lines if line.startswith(f"{name} ")).rpartition(" ")[2])
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_many_clients_at_once_have_right_scores(model: Path, rows: Path, tmp_path: Path, threads: int) -> None:
     with serving(model, tmp_path / "server", "--threads", threads) as server:
         found = load(server, rows, requests=500, clients=20, malformed=0.05)

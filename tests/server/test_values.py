@@ -12,10 +12,14 @@ import torch
 from torch import Tensor
 
 from distembed import LoadedModel
+from distembed.data.table.raw_columns import TableColumns
+from distembed.data.table.schema import TableSchema
 from distembed.errors import UserError
+from distembed.exported.programs import load_programs
 from distembed.exported.reading import read_manifest
+from distembed.server.rows import RowJoiner
 from distembed.server.scoring import Answer, Request, Scorer
-from tests.server.exported_models import exported, json_rows, trained_run
+from tests.server.exported_models import json_rows
 
 VALUES: list[Any] = [
     None,
@@ -92,8 +96,6 @@ def test_one_column_at_a_time_too(scorer: Scorer) -> None:
 
 def test_values_are_those_that_predict_takes(model: Path, trained: LoadedModel) -> None:
     """Where it takes a column of that one value; of others the row is bad."""
-    from distembed.exported.programs import load_programs
-
     manifest = read_manifest(model)
     scorer = Scorer(model, manifest, load_programs(model, manifest), 64)
     base = json_rows(1)[0]
@@ -113,19 +115,18 @@ def test_values_are_those_that_predict_takes(model: Path, trained: LoadedModel) 
     assert scored > 100
 
 
-def test_texts_that_are_missing_values_are_no_numbers(tmp_path: Path) -> None:
-    """Where a schema says that -1 is missing in files, the number -1 of JSON is still a number."""
-    schema = {
-        "label": {"column": "click"},
-        "dense": {"rate": {}},
-        "categorical": {"number": {"kind": "integer", "min_count": 1}},
-        "text": {"missing_values": ["-1", "", "true"]},
-    }
-    run = trained_run(tmp_path, schema)
-    folder = exported(run, tmp_path / "model")
-    scorer = Scorer(folder, read_manifest(folder), probe, 64)
-    rows = [{"rate": rate, "number": number} for rate in (-1, "-1", 0.5, None, True) for number in (1, "-1", -1)]
-    assert said(scorer.score([Request(rows)])[0]) == alone(scorer, rows)
+def test_texts_that_are_missing_values_are_no_numbers() -> None:
+    """Where a schema says that -1 is missing in files, the number -1 of JSON is still a number, and no such text."""
+    values = {"dense": {"rate": {}}, "categorical": {"number": {"kind": "integer"}}}
+    rows = [{"rate": rate, "number": number} for rate in (-1, "-1", 0.5, True) for number in (1, "-1", -1)]
+    for missing, num_groups in ((["", "NA", "-"], 1), (["-1", ""], 8), (["true"], 8)):
+        schema = TableSchema.from_json(values | {"text": {"missing_values": missing}}, "the test")
+        groups, bad = RowJoiner(schema, TableColumns(schema)).join(rows)
+        assert not bad and len(groups) == num_groups
+        if num_groups > 1:
+            given = [row for group in groups for row in group.table.to_pylist()]
+            order = [row for group in groups for row in group.rows or ()]
+            assert [repr(given[order.index(row)]) for row in range(len(rows))] == [repr(row) for row in rows]
 
 
 def test_missing_columns_are_named_with_what_they_may_be(scorer: Scorer) -> None:

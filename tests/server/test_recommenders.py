@@ -1,0 +1,107 @@
+"""Models that recommend items, served: users and histories as raw values in, items as raw values out."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from fastapi import FastAPI
+
+import distembed
+from distembed.exported.programs import load_programs
+from distembed.exported.reading import read_manifest
+from distembed.server.app import ServerSettings, make_app
+from distembed.server.bodies import ARROW_TYPE
+from distembed.server.scoring import Scorer
+from tests.interactions import NUM_ITEMS, prepare
+from tests.server.asgi import post
+from tests.server.exported_models import exported
+from tests.serving.test_recommender_rows import rows_of
+from tests.small_runs import distembed as command
+from tests.training.test_recommenders import write_config
+
+BEST = 6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recommenders")
+    datasets = {"ratings": prepare("ratings", folder, "--split", "random:0.7,0.1,0.2")}
+    datasets |= {"sequences": prepare("sequences", folder)}
+    for kind in ("ranking", "softmax"):
+        command("train", write_config(folder / f"{kind}.yaml", kind, datasets), "--run-dir", folder / kind)
+        exported(folder / kind, folder / f"{kind}_model", num_best=BEST)
+    return folder
+
+
+def app_of(model: Path) -> FastAPI:
+    manifest = read_manifest(model)
+    return make_app(Scorer(model, manifest, load_programs(model, manifest), 4), ServerSettings())
+
+
+def recommended(predicted: pa.Table, most: int = BEST) -> dict[str, Any]:
+    """Returns what ``predict`` recommends, as the server says it."""
+    return {
+        output: [
+            list(row.values()) for row in predicted.select([f"{name}_{i}" for i in range(1, most + 1)]).to_pylist()
+        ]
+        for output, name in (("items", "item"), ("scores", "score"))
+    }
+
+
+def require_like(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["items"] == expected["items"]
+    for own, others in zip(found["scores"], expected["scores"], strict=True):
+        assert own == pytest.approx(others, rel=1e-5, abs=1e-5)
+
+
+def test_histories_are_answered_with_the_items_that_predict_names(folder: Path) -> None:
+    model, app = distembed.load(folder / "softmax"), app_of(folder / "softmax_model")
+    rows: list[dict[str, Any]] = [{"item": [f"i{n % NUM_ITEMS}" for n in range(size)]} for size in (1, 2, 9, 3, 12, 5)]
+    reply = post(app, rows)
+    require_like(reply.json(), recommended(model.predict(rows)))
+    # a list as a text, an item that nobody knows, and one row that is nothing else
+    texts = [{"item": " ".join(row["item"])} for row in rows]
+    require_like(post(app, texts).json(), reply.json())
+    odd = [{"item": [*rows[0]["item"], "?"]}, {"item": ["?"]}, {"item": []}, rows[1], {"item": None}]
+    assert [each["row"] for each in post(app, odd).json()["rows"]] == [1, 2, 4]
+    found = post(app, odd, "?malformed=null").json()
+    assert [items is None for items in found["items"]] == [False, True, True, False, True]
+    require_like({name: [found[name][0], found[name][3]] for name in found}, recommended(model.predict(rows[:2])))
+    assert post(app, [{"items": ["i1"]}]).status == 422
+    assert post(app, [{"item": "?"}], "?malformed=null").json() == {"items": [None], "scores": [None]}
+
+
+def test_users_are_answered_without_the_items_that_they_have(folder: Path) -> None:
+    model, app = distembed.load(folder / "ranking"), app_of(folder / "ranking_model")
+    has: dict[str, set[str]] = {}
+    names = {name: raw_values(folder / "ranking_model", name) for name in ("user", "item")}
+    for split in ("train", "validation", "test"):
+        for row in rows_of(folder / "ratings", split):
+            has.setdefault(names["user"][row["user"]], set()).add(names["item"][row["item"]])
+    users = sorted(has)[:7]
+    rows: list[dict[str, Any]] = [{"user": user, "item": sorted(has[user])} for user in users]
+    expected = recommended(model.predict([{"user": user} for user in users]))
+    require_like(post(app, rows).json(), expected)
+    sink = pa.BufferOutputStream()
+    table = pa.Table.from_pylist(rows)
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    reply = post(app, sink.getvalue().to_pybytes(), content_type=ARROW_TYPE)
+    require_like(pa.ipc.open_stream(reply.body).read_all().to_pydict(), expected)
+    # without a list nothing is left out; a user that nobody knows is a bad row
+    alone = post(app, [{"user": user} for user in users])
+    assert any(set(own) & has[user] for own, user in zip(alone.json()["items"], users, strict=True))
+    mixed = post(app, [{"user": users[0]}, {"user": "nobody", "item": []}]).json()["rows"]
+    assert [(each["row"], each["field"]) for each in mixed] == [(1, "user")] and "nobody" in mixed[0]["reason"]
+    everything = post(app, [{"user": users[0], "item": names["item"][2:-2]}]).json()
+    assert set(everything["items"][0]) == {*names["item"][-2:], None} and everything["items"][0][2:] == [None] * 4
+    assert everything["scores"][0][2:] == [None] * 4
+
+
+def raw_values(model: Path, feature: str) -> list[str]:
+    """Returns raw values by their ids."""
+    file = next(each.vocabulary for each in read_manifest(model).features if each.name == feature)
+    assert file is not None
+    return ["", "", *map(json.loads, (model / file).read_text().splitlines())]
