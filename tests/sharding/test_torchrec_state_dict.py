@@ -128,7 +128,7 @@ def run_suite(rank: int, composition: str, cases: list[Case], failed: Path) -> N
 
 @pytest.mark.distributed
 def test_what_fails_is_explained(tmp_path: Path) -> None:
-    run_and_check("product", [*CASES[::3], *PLAIN_CASES, *MULTIPLE_SHARDS], tmp_path / "failed")
+    run_and_check("product", [*CASES[::4], *PLAIN_CASES, *MULTIPLE_SHARDS], tmp_path / "failed")
 
 
 @pytest.mark.slow
