@@ -30,6 +30,10 @@ def serve_command(
     timeout: Annotated[float, typer.Option(min=0.01, help="Seconds that a request may take, or it gets 503.")] = 30,
     max_body: Annotated[str, typer.Option(metavar="SIZE", help="Largest body of a request; 413 above.")] = "16MiB",
     max_rows: Annotated[int, typer.Option(min=1, help="Most rows of a request; 413 above.")] = 65536,
+    compiled: Annotated[
+        bool,
+        typer.Option("--compiled", help="Run the compiled program of MODEL: code, of whoever exported it."),
+    ] = False,
 ) -> None:
     """Serve an exported model over HTTP, for trying and for small loads: JSON or Arrow in, scores out."""
     try:
@@ -46,7 +50,7 @@ def serve_command(
     from distembed.server.serve import serve
 
     settings = ServerSettings(threads, max_batch, queue, max_wait_ms / 1000, timeout, body_bytes, max_rows)
-    serve(model, host, port, settings, _say_at_once)
+    serve(model, host, port, settings, _say_at_once, compiled)
 
 
 def _say_at_once(text: str) -> None:

@@ -28,7 +28,7 @@ from distembed.exporting.programs import ProgramInputs, save_program
 from distembed.exporting.recommenders import RecommendingModel
 from distembed.exporting.table_groups import Materialise, TableStorage
 from distembed.models import MF, Model
-from distembed.models.next_items import ItemCollections, NextItems, TokenVectors
+from distembed.models.next_items import ItemCollections, NextItems, NextItemsWithNumbers, TokenVectors
 from distembed.models.sasrec import CausalTransformer
 from distembed.models.session import RecurrentStates
 from distembed.partitions import PARTITIONS, KeyedHash
@@ -296,3 +296,28 @@ def test_lengths_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         program(values, two_users)
     with pytest.raises(RuntimeError, match="lengths say another number of ids than values has"):
         program(values[:-1], lengths)
+
+
+def test_what_stands_beside_items_may_be_cut_to_what_the_network_sees() -> None:
+    """The trainer's batches have it so, and all items of a row, which are not recommended."""
+    whole = exported(recommender("gru_beside"))
+    program, items = whole.whole_program(TableStorage()), rows((3, 12, 0))
+    kinds = [own[-MOST:] % 9 for own in items]
+    values = torch.from_numpy(np.concatenate([*items, *kinds]))
+    lengths = torch.tensor([[len(own) for own in each] for each in (items, kinds)])
+    with torch.no_grad():
+        found, full = program(values, lengths), recommended(program, whole, items)
+    assert torch.equal(found[0], full[0]) and torch.equal(found[1], full[1])
+
+
+def test_models_that_programs_do_not_know_are_refused() -> None:
+    sasrec = recommender("sasrec")
+    tokens = TokenVectors(DIM, [], ["price"], nn.Identity())
+    collections = ItemCollections(sasrec.embeddings, None, sasrec.network.catalogue.table, MOST)
+    with_numbers = NextItemsWithNumbers(collections, sasrec.network.states, tokens, bias=True)
+    with pytest.raises(UserError, match=r"numbers beside the items \(price\), and exported models take ids alone"):
+        exported(with_numbers)
+    with pytest.raises(UserError, match=r"NextItems cannot be exported: programs that recommend .* made of mf alone"):
+        RecommendingModel.of_rankings(sasrec, RESERVED, BEST)
+    with pytest.raises(UserError, match=r"MF cannot be exported: programs that recommend .* sasrec and gru alone"):
+        RecommendingModel.of_next_items(recommender("mf"), RESERVED, BEST)
