@@ -96,7 +96,9 @@ def check_stage(rank: int, world_size: int, folder: Path, stage: int, chains: li
     """Reads what the stage before has written, takes steps, and writes."""
     os.environ["LOCAL_WORLD_SIZE"] = str(min(2, world_size))
     keys: dict[str, set[str]] = {}
-    references = {optimizer: unsharded_numbers(optimizer, stage) for optimizer in {chain[0] for chain in chains}}
+    references = {
+        optimizer: unsharded_numbers(optimizer, stage) for optimizer in dict.fromkeys(chain[0] for chain in chains)
+    }
     for chain in chains:
         case = f"{chain}, stage {stage}, {layout_of(chain, stage)}"
         trained = Trained(*shard_by_torchrec(Head("meta"), layout_of(chain, stage), chain[0]), True, lambda step: None)

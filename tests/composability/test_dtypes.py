@@ -50,10 +50,7 @@ HALVES = (DataType.FP16, DataType.BF16)
 
 
 def require_rounded(found: Tensor, exact: Tensor, before: Tensor, slack: float, case: str) -> None:
-    """An updated weight is the exact one, rounded; FBGEMM rounds the update as well.
-
-    Where its gradient was rounded too, it may be farther off by ``slack``.
-    """
+    """An updated weight is the exact one, rounded, as FBGEMM's update is; or off by ``slack`` by rounded gradients."""
     most = STEP_OF[found.dtype] * (2 * exact.abs() + before.abs()) + slack + SMALLEST[found.dtype] + 1e-7
     assert ((found.float() - exact).abs() <= most).all(), case
 
