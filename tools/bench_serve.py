@@ -112,6 +112,12 @@ def memory_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def cpu_seconds(pid: int) -> float:
+    """Returns the processor time that a process has taken."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def soak(port: int, pid: int, rows: Path, requests: int, clients: int) -> dict[str, Any]:
     """Asks many things at once, 1% of them malformed, and returns what was found and the server's memory meanwhile."""
     options = ["--clients", str(clients), "--malformed", "0.01"]
@@ -135,25 +141,29 @@ def soak(port: int, pid: int, rows: Path, requests: int, clients: int) -> dict[s
     return {**found, **memory, "growth_mib": (after - before) / mib}
 
 
-def compare(ports: dict[str, int], rows: Path, rounds: int, seconds: float) -> dict[str, Any]:
-    """Returns the medians of each measure of each server, which take turns."""
+def compare(servers: dict[str, tuple[int, int]], rows: Path, rounds: int, seconds: float) -> dict[str, Any]:
+    """Returns the medians of each measure of each server, given their ports and processes; they take turns."""
     found: dict[str, Any] = {}
     for measure, options in MEASURES.items():
-        taken: dict[str, list[dict[str, Any]]] = {name: [] for name in ports}
-        for port in ports.values():
+        taken: dict[str, list[dict[str, Any]]] = {name: [] for name in servers}
+        for port, _ in servers.values():
             load(port, rows, *options, "--seconds", "0.5")
         for _ in range(rounds):
-            for name, port in ports.items():
-                taken[name].append(load(port, rows, *options, "--seconds", str(seconds)))
+            for name, (port, pid) in servers.items():
+                before = cpu_seconds(pid)
+                own = load(port, rows, *options, "--seconds", str(seconds))
+                own["cpu_ms_per_row"] = 1e3 * (cpu_seconds(pid) - before) / (own["rows_per_second"] * own["seconds"])
+                taken[name].append(own)
         found[measure] = {
             name: {
                 key: statistics.median(each[key] for each in all_rounds)
-                for key in ("rows_per_second", "p50_ms", "p99_ms", "wrong")
+                for key in ("rows_per_second", "cpu_ms_per_row", "p50_ms", "p99_ms", "wrong")
             }
             for name, all_rounds in taken.items()
         }
-        first, second = (found[measure][name]["rows_per_second"] for name in ports)
-        found[measure]["rows_per_second_ratio"] = first / second
+        first, second = (found[measure][name] for name in servers)
+        found[measure]["rows_per_second_ratio"] = first["rows_per_second"] / second["rows_per_second"]
+        found[measure]["cpu_ratio"] = second["cpu_ms_per_row"] / first["cpu_ms_per_row"]
     return found
 
 
@@ -176,14 +186,14 @@ def main() -> None:
         if not (folder / "model").exists():
             make_model(folder, arguments.criteo)
         rows = write_rows(folder, arguments.criteo, arguments.rows)
-        ports = {"distembed serve": free_port(), "plain FastAPI": free_port()}
-        own, peer = ports.values()
+        own, peer = free_port(), free_port()
         options = arguments.serve.split()
         with started(own, "-m", "distembed", "serve", folder / "model", *options) as pid:
             found: dict[str, Any] = {}
             if arguments.rounds:
-                with started(peer, TOOLS / "peers" / "plain_fastapi.py", folder / "run"):
-                    found["compared"] = compare(ports, rows, arguments.rounds, arguments.seconds)
+                with started(peer, TOOLS / "peers" / "plain_fastapi.py", folder / "run") as peer_pid:
+                    servers = {"distembed serve": (own, pid), "plain FastAPI": (peer, peer_pid)}
+                    found["compared"] = compare(servers, rows, arguments.rounds, arguments.seconds)
             if arguments.soak:
                 found["soak"] = soak(own, pid, rows, arguments.soak, arguments.clients)
     text = json.dumps(found, indent=2)
