@@ -18,12 +18,14 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterCons
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from distembed.embedding.tables import CompositionalTables
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from tests.composability.test_sharding import our_head, stock_head
 from tests.layouts import EPS, PLAIN_OPTIMIZERS, RATE, Head, Trained, Whole, build, gather_numbers
 from tests.ranks import run_on_ranks
+from tests.sharding import test_sequences as sequences
 
 STEPS = 2
 WORLDS = (1, 2, 4, 2, 1)
@@ -158,6 +160,35 @@ def test_what_one_layout_has_written_others_go_on_with_on_other_numbers_of_ranks
 @pytest.mark.timeout(1200)
 def test_all_layouts_go_on_with_what_all_others_have_written(tmp_path: Path) -> None:
     run_chains(CHAINS, tmp_path)
+
+
+def check_sequences(rank: int, world_size: int, folder: Path) -> None:
+    """Sequences: on each layout what the one before has written, and its next step."""
+    before: Trained | None = None
+    for number, layout in enumerate(("table_wise", "row_wise", "data_parallel", "table_wise")):
+        model = sequences.shard(sequences.Head("meta"), RowWiseAdagrad, {"lr": RATE, "eps": EPS}, layout)
+        dense = dict(in_backward_optimizer_filter(model.named_parameters()))
+        optimizer = CombinedOptimizer(
+            [model.fused_optimizer, KeyedOptimizerWrapper(dense, lambda own: torch.optim.Adam(own, lr=RATE))]
+        )
+        trained = Trained(model, optimizer, True, lambda step: None)
+        if before is not None:
+            load(folder / f"{number - 1}", model, optimizer)
+            require_close(gather_numbers(trained), gather_numbers(before), f"{layout}, loaded")
+        for own in (trained, before) if before is not None else (trained,):
+            generator = torch.Generator().manual_seed(2 * number + rank)
+            own.optimizer.zero_grad()
+            own.model(sequences.draw([1, 3, 0], generator))[0].square().sum().backward()
+            own.optimizer.step()
+        if before is not None:
+            require_close(gather_numbers(trained), gather_numbers(before), f"{layout}, a step later")
+        save(folder / f"{number}", model, optimizer)
+        before = trained
+
+
+@pytest.mark.distributed
+def test_sequences_go_on_on_other_layouts(tmp_path: Path) -> None:
+    run_on_ranks(2, check_sequences, tmp_path)
 
 
 Pair = tuple[str, str, str]
