@@ -2,7 +2,7 @@
 
 A partition is a plain table to TorchRec, looked up without pooling. Its quantised collection of sequences takes tables
 of one dimension only, so that there is one for each dimension among the partitions. TorchRec's sharders find these
-collections as children, and divide them by table, row and column as they do those of stock models.
+collections as children, and divide them by table and row, and on CUDA by column, as they do stock sequences.
 
 Trade-off: where they are divided, the vectors of every partition are sent, and composed where they arrive; composing
 them first would send one vector for an id or, for bags, one for a bag.
@@ -139,8 +139,8 @@ def _require_unpruned(module: CompositionalTables[Any]) -> None:
     for table in module.tables():
         if table.name in asked:
             raise UserError(
-                f"set_pruning_data asks for {asked[table.name]} rows of table {table.name!r}, but ids share the rows of "
-                "a compositional table, so that none of them can go; leave the table out."
+                f"set_pruning_data asks for {asked[table.name]} rows of table {table.name!r}, but ids share the rows "
+                "of a compositional table, so that none of them can go; leave the table out."
             )
 
 

@@ -1,0 +1,198 @@
+"""``shard_quant_model`` divides quantised compositional collections as it does stock ones, on the CPU."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec.distributed.quant_embedding import ShardedQuantEmbeddingCollection
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from distembed.composition import COMPOSITIONS
+from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
+from distembed.partitions import PARTITIONS, KeyedHash, QuotientRemainder
+from tests.quantization.inference import quantize, script, shard, tables_on_the_cpu, take_weights
+from tests.quantization.test_collections import DIM, SIZE, Both, batch
+
+POLICIES: list[dict[str, Any]] = [
+    {"id_policy": "modulo"},
+    {"id_policy": "clip_to_oov", "oov_id": 3},
+    {"pre_hash": KeyedHash(7)},
+]
+KINDS = ["table_wise", "row_wise"]
+ALL = [(partition, composition, {}) for partition in PARTITIONS for composition in COMPOSITIONS]
+ALL += [("quotient_remainder", "product", fields) for fields in POLICIES]
+"""Every partition scheme with every composition, and every way to map ids."""
+SAMPLE = [
+    (KINDS[i % 2], partition, list(COMPOSITIONS)[i % len(COMPOSITIONS)], {}) for i, partition in enumerate(PARTITIONS)
+] + [(KINDS[i % 2], "quotient_remainder", "product", fields) for i, fields in enumerate(POLICIES)]
+"""Every partition scheme and every composition once, and every way to map ids."""
+
+
+class StockBoth(nn.Module):
+    """The stock collections of bags and of sequences, with equal full tables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = {"name": "t", "num_embeddings": SIZE, "embedding_dim": DIM, "feature_names": ["x", "y"]}
+        self.bags = EmbeddingBagCollection(tables=[EmbeddingBagConfig(**table)])
+        self.sequences = EmbeddingCollection(tables=[EmbeddingConfig(**table)])
+
+    def forward(self, features: KeyedJaggedTensor) -> tuple[Any, Any]:
+        return self.bags(features), self.sequences(features)
+
+
+class Plain(nn.Module):
+    """A model of ids and lengths in place of a batch, which can be compiled."""
+
+    def __init__(self, model: Any, sequence_keys: list[str]) -> None:
+        super().__init__()
+        self.model, self._keys = model, sequence_keys
+
+    def forward(self, values: Tensor, lengths: Tensor) -> list[Tensor]:
+        bags, sequences = self.model(KeyedJaggedTensor(keys=["x", "y"], values=values, lengths=lengths))
+        return [bags.values(), *[sequences[key].values() for key in self._keys]]
+
+
+def plain(model: Both | StockBoth) -> Plain:
+    if isinstance(model, StockBoth):
+        return Plain(quantize(model), ["x", "y"])
+    (table,) = model.sequences.tables()
+    return Plain(quantize(model), [key for name in ("x", "y") for key in table.vector_names(name)])
+
+
+def require_equal(found: list[Tensor], expected: list[Tensor], tolerance: float = 0.0) -> None:
+    for own, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, other, rtol=tolerance, atol=tolerance)
+
+
+def require_sharded_as_unsharded(partition: str, composition: str, fields: dict[str, Any], kind: str) -> None:
+    quantized = plain(Both(partition, composition, **fields))
+    features = batch()
+    arguments = (features.values(), features.lengths())
+    expected = quantized(*arguments)
+    with tables_on_the_cpu():
+        sharded, plan = shard(quantized, 2, kind)
+        take_weights(sharded, quantized)
+        require_equal(sharded(*arguments), expected)
+        require_equal(script(sharded)(*arguments), expected, 1e-6)
+    assert {own.sharding_type for module in plan.plan.values() for own in module.values()} == {kind}
+    for collection in (sharded.model.bags, sharded.model.sequences):
+        assert all(isinstance(own, ShardedQuantEmbeddingCollection) for own in collection.lookups.values())
+        assert 0 < collection.memory_bytes() <= quantized.model.bags.memory_bytes()
+        assert collection.device == torch.device("cpu")
+
+
+@pytest.mark.parametrize(("kind", "partition", "composition", "fields"), SAMPLE)
+def test_shards_and_their_compiled_traces_give_what_the_unsharded_collections_do(
+    kind: str, partition: str, composition: str, fields: dict[str, Any]
+) -> None:
+    require_sharded_as_unsharded(partition, composition, fields, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("partition", "composition", "fields"), ALL)
+def test_every_scheme_and_composition_is_sharded_and_compiled(
+    partition: str, composition: str, fields: dict[str, Any], kind: str
+) -> None:
+    require_sharded_as_unsharded(partition, composition, fields, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_full_tables_give_what_stock_ones_do(kind: str) -> None:
+    ours, stock, features = Both("naive"), StockBoth(), batch()
+    (full,) = ours.bags.weights("t")
+    with torch.no_grad():
+        stock.bags.embedding_bags["t"].weight.copy_(full)
+        stock.sequences.embeddings["t"].weight.copy_(full)
+    outputs = []
+    for model in (ours, stock):
+        quantized = plain(model)
+        with tables_on_the_cpu():
+            sharded, _ = shard(quantized, 2, kind)
+            take_weights(sharded, quantized)
+            sharded(features.values(), features.lengths())  # TorchRec makes what a trace holds in the first batch
+            outputs.append(script(sharded)(features.values(), features.lengths()))
+    require_equal(*outputs, tolerance=1e-6)
+
+
+def test_int4_is_sharded_as_int8_is() -> None:
+    quantized, features = quantize(Both(), torch.quint4x2), batch()
+    with tables_on_the_cpu():
+        sharded, _ = shard(quantized, 3, "row_wise")
+        take_weights(sharded, quantized)
+        require_equal([sharded(features)[0].values()], [quantized(features)[0].values()])
+
+
+def test_stock_sequences_and_all_compositional_tables_cannot_be_divided_by_columns_on_the_cpu() -> None:
+    with tables_on_the_cpu():
+        shard(quantize(nn.Sequential(StockBoth().bags)), 2, "column_wise")
+        for model in (StockBoth().sequences, Both().bags, Both().sequences):
+            with pytest.raises(ValueError, match="not supported column_wise for cpu"):
+                shard(quantize(nn.Sequential(model)), 2, "column_wise")
+
+
+def test_half_precision_fails_to_shard_for_either() -> None:
+    """TorchRec's default sharders keep scales apart from rows, and rows of half precision have none."""
+    with tables_on_the_cpu():
+        for model in (StockBoth(), Both()):
+            with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'shape'"):
+                shard(quantize(model, torch.float16), 2, "table_wise")
+
+
+def test_without_loading_them_a_sharded_model_has_no_weights_for_either() -> None:
+    """``shard_quant_model`` makes tables anew; nothing of the quantised model's goes over."""
+    features = batch()
+    with tables_on_the_cpu():
+        for model in (StockBoth(), Both()):
+            quantized = quantize(model)
+            sharded, _ = shard(quantized, 2, "table_wise")
+            assert not torch.equal(sharded(features)[0].values(), quantized(features)[0].values())
+
+
+@pytest.mark.parametrize(("pooling", "is_weighted"), [("sum", True), ("mean", True), ("mean", False), ("max", False)])
+def test_compiled_traces_pool_weighted_and_empty_bags(pooling: str, is_weighted: bool) -> None:
+    class Bags(nn.Module):
+        def __init__(self, tables: nn.Module) -> None:
+            super().__init__()
+            self.tables = tables
+
+        def forward(self, values: Tensor, lengths: Tensor, weights: Tensor) -> Tensor:
+            chosen = {"weights": weights} if is_weighted else {}
+            return self.tables(KeyedJaggedTensor(keys=["x", "y"], values=values, lengths=lengths, **chosen)).values()
+
+    table = CompositionalEmbeddingBagConfig("t", SIZE, DIM, ["x", "y"], "quotient_remainder", pooling=pooling)
+    model = Bags(CompositionalEmbeddingBagCollection([table], is_weighted=is_weighted))
+    quantized = quantize(model)
+    compiled = script(quantized)
+    for num_rows in (0, 1, 7):
+        features = batch(num_rows, weighted=True)
+        arguments = (features.values(), features.lengths(), features.weights())
+        assert compiled(*arguments).shape == (num_rows, 2 * DIM)
+        require_equal([compiled(*arguments)], [quantized(*arguments)], 1e-6)
+
+
+def test_a_compiled_trace_refuses_ids_outside_of_the_table() -> None:
+    compiled = script(plain(Both()))
+    for dtype in (torch.int64, torch.int32):
+        for wrong in (SIZE, -1):
+            with pytest.raises(torch.jit.Error, match="table 't', feature 'x': ids lie between 0 and 59"):
+                compiled(torch.tensor([wrong, 2], dtype=dtype), torch.ones(2, dtype=torch.int32))
+        compiled(torch.tensor([SIZE - 1, 0], dtype=dtype), torch.ones(2, dtype=torch.int32))
+    with pytest.raises(torch.jit.Error, match="are no integers"):
+        compiled(torch.rand(2), torch.ones(2, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("num_ids", [1, 2, 5])
+def test_partitions_of_fewer_rows_than_devices_are_divided(num_ids: int) -> None:
+    partition = QuotientRemainder(num_ids, num_buckets=num_ids)
+    table = CompositionalEmbeddingBagConfig("t", num_ids, DIM, ["x"], partition)
+    quantized = quantize(nn.Sequential(CompositionalEmbeddingBagCollection([table])))
+    features = KeyedJaggedTensor(["x"], torch.arange(num_ids), lengths=torch.ones(num_ids, dtype=torch.long))
+    with tables_on_the_cpu():
+        sharded, _ = shard(quantized, 4, "row_wise")
+        take_weights(sharded, quantized)
+        require_equal([sharded(features).values()], [quantized(features).values()])
