@@ -71,7 +71,8 @@ def recommender(name: str, scheme: str = "quotient_remainder", composition: str 
         else:
             model = MF(collection(users, items), False, items, biases=False)
     else:
-        beside = [table("kind", 9, "quotient_remainder", "sum", ["kind"])] if name == "gru_beside" else []
+        kinds = table("kind", 9, "naive" if scheme == "naive" else "quotient_remainder", "sum", ["kind"])
+        beside = [kinds] if name == "gru_beside" else []
         outputs = table("item_output", NUM_ITEMS, scheme, composition, [ITEM_TARGET], **more)
         if name == "sasrec_untied":
             alone = table(ITEM, NUM_ITEMS, scheme, composition, [ITEM], **more)
