@@ -147,7 +147,7 @@ def test_any_arrow_type_in_any_column_is_scored_or_refused(app: FastAPI) -> None
         pa.UnionArray.from_sparse(pa.array([0, 0, 0], pa.int8()), [pa.array([1, 2, 3])]),
     ]
     statuses = set()
-    for name in table.column_names:
+    for name in ("price", "site", "number", "code", "places"):
         for column in columns:
             own = table.set_column(table.column_names.index(name), name, column)
             for query in ("", "?malformed=null"):

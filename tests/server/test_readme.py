@@ -11,7 +11,7 @@ from typer.main import get_command
 
 import distembed.server
 from distembed.commands.serve import app
-from tests.server.processes import serving
+from tests.server.processes import Server
 
 README = Path(distembed.server.__file__).with_name("README.md")
 EXAMPLE = re.compile(r"```bash\n(curl .*)\n```\n```json\n(.*)\n```\n")
@@ -23,15 +23,14 @@ def without_scores(values: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.distributed
-def test_examples_are_answered_so(model: Path, tmp_path: Path) -> None:
+def test_examples_are_answered_so(server: Server) -> None:
     examples = EXAMPLE.findall(README.read_text())
     assert len(examples) == 5
-    with serving(model, tmp_path / "server") as server:
-        for asked, answer in examples:
-            line = asked.replace("localhost:8000", f"127.0.0.1:{server.port}")
-            done = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr
-            assert without_scores(json.loads(done.stdout)) == without_scores(json.loads(answer)), asked
+    for asked, answer in examples:
+        line = asked.replace("localhost:8000", f"127.0.0.1:{server.port}")
+        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert without_scores(json.loads(done.stdout)) == without_scores(json.loads(answer)), asked
 
 
 def test_every_option_is_there_with_its_default() -> None:

@@ -9,6 +9,7 @@ import pytest
 from fastapi import FastAPI
 
 import distembed
+from distembed import LoadedModel
 from distembed.exported.programs import load_programs
 from distembed.exported.reading import read_manifest
 from distembed.server.app import ServerSettings, make_app
@@ -24,20 +25,13 @@ from tests.training.test_recommenders import write_config
 BEST = 6
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("recommenders")
-    datasets = {"ratings": prepare("ratings", folder, "--split", "random:0.7,0.1,0.2")}
-    datasets |= {"sequences": prepare("sequences", folder)}
-    for kind in ("ranking", "softmax"):
-        command("train", write_config(folder / f"{kind}.yaml", kind, datasets), "--run-dir", folder / kind)
-        exported(folder / kind, folder / f"{kind}_model", num_best=BEST)
-    return folder
-
-
-def app_of(model: Path) -> FastAPI:
+def served(folder: Path, kind: str, dataset: Path) -> tuple[LoadedModel, FastAPI]:
+    """Trains a run shortly, and returns it, and the application that serves its export."""
+    command("train", write_config(folder / "config.yaml", kind, {dataset.name: dataset}), "--run-dir", folder / "run")
+    model = exported(folder / "run", folder / "model", num_best=BEST)
     manifest = read_manifest(model)
-    return make_app(Scorer(model, manifest, load_programs(model, manifest), 4), ServerSettings())
+    scorer = Scorer(model, manifest, load_programs(model, manifest), 4)
+    return distembed.load(folder / "run"), make_app(scorer, ServerSettings())
 
 
 def recommended(predicted: pa.Table, most: int = BEST) -> dict[str, Any]:
@@ -56,8 +50,9 @@ def require_like(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert own == pytest.approx(others, rel=1e-5, abs=1e-5)
 
 
-def test_histories_are_answered_with_the_items_that_predict_names(folder: Path) -> None:
-    model, app = distembed.load(folder / "softmax"), app_of(folder / "softmax_model")
+@pytest.mark.slow
+def test_histories_are_answered_with_the_items_that_predict_names(tmp_path: Path) -> None:
+    model, app = served(tmp_path, "softmax", prepare("sequences", tmp_path))
     rows: list[dict[str, Any]] = [{"item": [f"i{n % NUM_ITEMS}" for n in range(size)]} for size in (1, 2, 9, 3, 12, 5)]
     reply = post(app, rows)
     require_like(reply.json(), recommended(model.predict(rows)))
@@ -73,12 +68,12 @@ def test_histories_are_answered_with_the_items_that_predict_names(folder: Path) 
     assert post(app, [{"item": "?"}], "?malformed=null").json() == {"items": [None], "scores": [None]}
 
 
-def test_users_are_answered_without_the_items_that_they_have(folder: Path) -> None:
-    model, app = distembed.load(folder / "ranking"), app_of(folder / "ranking_model")
+def test_users_are_answered_without_the_items_that_they_have(tmp_path: Path) -> None:
+    model, app = served(tmp_path, "ranking", prepare("ratings", tmp_path, "--split", "random:0.7,0.1,0.2"))
     has: dict[str, set[str]] = {}
-    names = {name: raw_values(folder / "ranking_model", name) for name in ("user", "item")}
+    names = {name: raw_values(tmp_path / "model", name) for name in ("user", "item")}
     for split in ("train", "validation", "test"):
-        for row in rows_of(folder / "ratings", split):
+        for row in rows_of(tmp_path / "ratings", split):
             has.setdefault(names["user"][row["user"]], set()).add(names["item"][row["item"]])
     users = sorted(has)[:7]
     rows: list[dict[str, Any]] = [{"user": user, "item": sorted(has[user])} for user in users]
