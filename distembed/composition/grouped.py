@@ -25,7 +25,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from distembed.composition.layers import PackedLayers
+from distembed.tracing import is_traced, is_transformed
 
+_SIZE_IN_PROGRAM = 32
 _CHUNK_SIZES = (8, 16, 32, 64, 128, 256)
 
 _CHUNK_COST = 16
@@ -117,11 +119,43 @@ def evaluate_grouped(
 
     Under autocast they are computed in its dtype and returned in that of the inputs. The inputs and the functions get
     gradients, the functions dense ones; there are no second derivatives.
+
+    In a program that is compiled, exported or traced it is :func:`evaluate_in_program`.
     """
+    if is_traced() or is_transformed():
+        return evaluate_in_program(inputs, functions, rows, layers)
     device_type = inputs.device.type
     compute_dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else inputs.dtype
     values = _Grouped.apply(inputs, functions, rows, layers, compute_dtype)  # type: ignore[no-untyped-call]
     return cast(Tensor, values)
+
+
+def evaluate_in_program(
+    inputs: Float[Tensor, "ids dim"],
+    functions: Float[Tensor, "buckets F"],
+    rows: Int64[Tensor, " ids"],
+    layers: PackedLayers,
+) -> Float[Tensor, "ids dim"]:
+    """Does the same by operations whose shapes follow from those of the arguments, so that no number has to be known.
+
+    There are as many chunks as there could be, a size that is given, and slots without an id hold zeros. That takes
+    more memory, for all hidden values at once, and there are second derivatives.
+    """
+    num_ids, num_buckets, size = rows.shape[0], functions.shape[0], _SIZE_IN_PROGRAM
+    num_chunks = num_ids // size + num_buckets
+    order = torch.argsort(rows, stable=True)
+    counts = torch.zeros_like(functions[:, 0], dtype=torch.int64).index_add(0, rows, torch.ones_like(rows))
+    ends, chunk_ends = counts.cumsum(0), ((counts + (size - 1)) // size).cumsum(0)
+    shift = size * chunk_ends.roll(1).index_fill(0, chunk_ends.new_zeros(1), 0) - (ends - counts)
+    by_run = torch.arange(num_ids, device=rows.device) + shift.index_select(0, rows.index_select(0, order))
+    slots = torch.zeros_like(by_run).scatter(0, order, by_run)
+
+    places = torch.arange(num_chunks, device=rows.device)
+    buckets = torch.searchsorted(chunk_ends, places, right=True).clamp(max=num_buckets - 1)
+    in_slots = inputs.new_zeros(num_chunks * size, inputs.shape[1]).index_copy(0, slots, inputs)
+    packed = functions.index_select(0, buckets).to(inputs.dtype)
+    outputs = layers.forward(in_slots.view(num_chunks, size, -1), packed)
+    return outputs.flatten(0, 1).index_select(0, slots).to(inputs.dtype)
 
 
 class _Grouped(torch.autograd.Function):

@@ -16,6 +16,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from distembed.embedding.config import CompositionalEmbeddingBagConfig
 from distembed.embedding.pooling import pool
 from distembed.embedding.tables import CompositionalTables, torchrec_configs
+from distembed.tracing import is_traced
 from distembed.embedding.variable_batches import bags_of_rows, require_bags_for_rows
 from distembed.errors import UserError
 
@@ -67,12 +68,13 @@ class CompositionalEmbeddingBagCollection(
                 no weights although ``is_weighted`` is set.
         """
         features = maybe_td_to_kjt(features)
+        mapped = self.map_ids(features)
         keys: list[str] = []
         dims: list[int] = []
         pooled = []
         bags = bags_of_rows(features.inverse_indices_or_none())
         one_each = not self._is_weighted and _has_one_id_a_bag(features)
-        for feature in self.embed(features):
+        for feature in self.embed(features, mapped):
             names = feature.table.vector_names(feature.name)
             keys += names
             dims += [feature.table.embedding_dim] * len(names)
@@ -102,7 +104,7 @@ class CompositionalEmbeddingBagCollection(
 def _has_one_id_a_bag(features: KeyedJaggedTensor) -> bool:
     """Returns whether each bag has one id, whose vector is that of the bag; on a GPU, which would be waited for, no."""
     lengths, values = features.lengths_or_none(), features.values()
-    if lengths is None or lengths.device.type != "cpu":
+    if lengths is None or is_traced() or lengths.device.type != "cpu":
         return False
     return len(values) == len(lengths) and bool((lengths == 1).all())
 

@@ -59,9 +59,10 @@ class CompositionalEmbeddingCollection(CompositionalTables[CompositionalEmbeddin
             UserError: An id lies outside of its table whose policy is ``error``, or a feature is missing.
         """
         features = maybe_td_to_kjt(features)
+        mapped = self.map_ids(features)
         bags = bags_of_rows(features.inverse_indices_or_none())
         outputs: dict[str, JaggedTensor] = {}
-        for feature in self.embed(features):
+        for feature in self.embed(features, mapped):
             keys, dim = feature.table.vector_names(feature.name), self.embedding_dim()
             ids = feature.ids if self._need_indices else None
             own = None if bags is None else bags[feature.name]

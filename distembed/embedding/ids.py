@@ -19,6 +19,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.embedding.config import CompositionalEmbeddingConfig, common_id_dtype
+from distembed.tracing import is_traced, require_in_program
 from distembed.embedding.variable_batches import with_ids
 from distembed.embedding.whole_batches import require_integers, require_whole
 from distembed.errors import UserError
@@ -57,6 +58,8 @@ class IdMapper:
         values = features.values()
         if values.is_meta:
             return features
+        if is_traced():
+            return self._with_ids(features, self._map_traced(features))
         if values.numel() == 0:  # of any dtype: torch.tensor([]) is of float32
             return self._with_ids(features, values.to(self.dtype))
         layout = self._find_layout(features)
@@ -91,6 +94,16 @@ class IdMapper:
             pieces[i] = map_ids(self._table_by_feature[keys[i]], raw[i], f"feature {keys[i]!r}").to(self.dtype)
         return torch.cat(pieces)
 
+    def _map_traced(self, features: KeyedJaggedTensor) -> Int[Tensor, " ids"]:
+        """Returns a batch's ids, those of every feature of a table mapped, as operations of a program."""
+        keys = features.keys()
+        pieces = list(features.values().split(features.length_per_key()))
+        for i, key in enumerate(keys):
+            table = self._table_by_feature.get(key)
+            if table is not None:
+                pieces[i] = map_ids(table, pieces[i], f"feature {key!r}")
+        return torch.cat([piece.to(self.dtype) for piece in pieces])
+
     @staticmethod
     def _with_ids(features: KeyedJaggedTensor, ids: Int[Tensor, " ids"]) -> KeyedJaggedTensor:
         """Returns a batch with other ids, and the batch itself where they are its own."""
@@ -124,11 +137,17 @@ def map_ids(
     if table.id_policy == "clip_to_oov":
         assert table.oov_id is not None
         return ids.masked_fill(outside, table.oov_id)
-    if ids.device.type == "cpu" and outside.any():
+    if is_traced():
+        require_in_program(
+            ~outside.any(),
+            f"table {table.name!r}, {where}: an id lies outside of 0 to {table.num_embeddings - 1} "
+            f"(num_embeddings={table.num_embeddings}); run the batch uncompiled to see which.",
+        )
+    elif ids.device.type != "cpu":
+        torch._assert_async(~outside.any(), _REFUSED_ON_DEVICE)
+    elif outside.any():
         position = int(outside.nonzero()[0])
         raise UserError(_refusal(table, where, first_position + position, int(ids[position])))
-    if ids.device.type != "cpu":
-        torch._assert_async(~outside.any(), _REFUSED_ON_DEVICE)
     return ids
 
 

@@ -11,7 +11,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import DataType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from distembed.embedding.config import CompositionalEmbeddingConfig, PartitionTable, perturbation, vector_names
 from distembed.embedding.ids import IdMapper
@@ -21,6 +20,7 @@ from distembed.embedding.variable_batches import lengths_by_feature
 from distembed.errors import UserError
 from distembed.names import one_of
 from distembed.sse import require_forward_pass
+from distembed.tracing import is_traced
 
 TableT = TypeVar("TableT", bound=CompositionalEmbeddingConfig)
 
@@ -117,18 +117,29 @@ class CompositionalTables(QuantizedByName, nn.Module, Generic[TableT]):
         ids = ShareIds(0, table.num_embeddings)
         return TableShare(table, ids, len(ids), [ShareColumns(0, table.embedding_dim, weights)], self.device)
 
-    def embed(self, features: KeyedJaggedTensor) -> Iterator[EmbeddedFeature[TableT]]:
-        """Yields every feature that a table reads, looked up and composed, in the tables' order.
-
-        In training, ids are replaced first where a table has a rule for it.
+    def map_ids(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Returns a batch whose ids lie in their tables; in training, ids are replaced where a table has a rule for it.
 
         Raises:
-            UserError: The batch lacks a feature, or an id lies outside of its table.
+            UserError: An id lies outside of its table, or the batch is not whole.
         """
-        features = maybe_td_to_kjt(features)
+        if is_traced():
+            # unless a program may depend on a batch's numbers (fullgraph=True), it ends here: once, and in no loop
+            features.length_per_key()
         if self.training and self.sse.replaces_ids:
             require_forward_pass()
-        mapped = self.sse(self._map_ids(features))
+        return self.sse(self._map_ids(features))
+
+    def embed(self, features: KeyedJaggedTensor, mapped: KeyedJaggedTensor) -> Iterator[EmbeddedFeature[TableT]]:
+        """Yields every feature that a table reads, looked up and composed, in the tables' order.
+
+        Args:
+            features: The batch.
+            mapped: The same with the ids that are looked up, as :meth:`map_ids` returns it.
+
+        Raises:
+            UserError: The batch lacks a feature.
+        """
         counts = features.length_per_key()
         ids, mapped_ids = features.values().split(counts), mapped.values().split(counts)
         lengths = lengths_by_feature(features)

@@ -11,12 +11,15 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.tracing import is_traced
 from distembed.embedding.variable_batches import lengths_by_feature
 from distembed.errors import UserError
 from distembed.units import enumerate_names
 
 _LARGEST = torch.iinfo(torch.int64).max
-_REFUSED_ON_DEVICE = "lengths and offsets do not divide the ids into bags; run the batch on the CPU to see why"
+_REFUSED = "lengths, offsets and inverse indices do not divide the ids into bags; "
+_REFUSED_ON_DEVICE = _REFUSED + "run the batch on the CPU to see why"
+_REFUSED_IN_PROGRAM = _REFUSED + "run the batch uncompiled to see why"
 
 
 def require_whole(features: KeyedJaggedTensor) -> None:
@@ -35,14 +38,14 @@ def require_whole(features: KeyedJaggedTensor) -> None:
     lengths, offsets, num_ids = features.lengths(), features.offsets_or_none(), features.values().numel()
     if lengths.is_meta:
         return
-    if lengths.device.type == "cpu":
+    if lengths.device.type == "cpu" and not is_traced():
         _require_bags(features)
     else:
         whole = (lengths >= 0).all() & (lengths.sum() == num_ids)
         if offsets is not None:
             whole = whole & (offsets.narrow(0, 0, 1) == 0).all() & (offsets.diff() == lengths).all()
-        torch._assert_async(whole, _REFUSED_ON_DEVICE)
-    if sum(features.length_per_key()) != num_ids:
+        torch._assert_async(whole, _REFUSED_IN_PROGRAM if is_traced() else _REFUSED_ON_DEVICE)
+    if not is_traced() and sum(features.length_per_key()) != num_ids:
         raise UserError(_other_number_of_ids(features))
 
 
@@ -91,8 +94,8 @@ def _require_rows(features: KeyedJaggedTensor) -> None:
     num_bags = dict(zip(features.keys(), features.stride_per_key(), strict=True))
     most = torch.tensor([num_bags.get(name, _LARGEST) for name in names]).to(bags.device, non_blocking=True)
     outside = (bags < 0) | (bags >= most.unsqueeze(1))
-    if bags.device.type != "cpu":
-        torch._assert_async(~outside.any(), _REFUSED_ON_DEVICE)
+    if is_traced() or bags.device.type != "cpu":
+        torch._assert_async(~outside.any(), _REFUSED_IN_PROGRAM if is_traced() else _REFUSED_ON_DEVICE)
     elif outside.any():
         feature, row = outside.nonzero()[0].tolist()
         name = names[feature]

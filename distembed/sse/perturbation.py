@@ -24,6 +24,7 @@ from distembed.sse.replacement import Replacer
 from distembed.sse.rule import SSE
 from distembed.sse.stream import IdStream
 
+_NOT_COMPILED = "ids are replaced in training (SSE) by random numbers that no compiled program draws"
 _MOST_AHEAD = 64
 """Number of batches, more than any pipeline prepares ahead of the step, whose counts are kept apart."""
 
@@ -138,16 +139,20 @@ class FeaturePerturbation(Perturbation):
         self._keys: list[str] = []
         self._places: list[int | None] = []
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Returns the same object where nothing is replaced, else one with other ids and all else the same.
 
         Args:
             features: Batch whose ids lie in their tables.
         """
-        ids = features.values()
-        if not self.training or not self._streams or ids.is_meta:
+        if not self.training or not self._streams or features.values().is_meta:
             return features
+        return self._replace_in_batch(features)  # type: ignore[no-any-return]
+
+    @torch.compiler.disable(reason=_NOT_COMPILED)  # type: ignore[untyped-decorator]
+    def _replace_in_batch(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Does the same in training, where there are streams."""
+        ids = features.values()
         self._follow_keys(features.keys())
         lengths, offsets = features.length_per_key(), features.offset_per_key()
         counts = tuple([0 if place is None else lengths[place] for place in self._places])
@@ -194,7 +199,7 @@ class IdPerturbation(Perturbation):
     def __init__(self, num_embeddings: int, sse: SSE, name: str, *, seed: int = 0, rank: int | None = None) -> None:
         super().__init__([IdStream(name, name, num_embeddings, sse, seed)], rank)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable(reason=_NOT_COMPILED)  # type: ignore[untyped-decorator]
     def forward(self, ids: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
         """Returns the same object where nothing is replaced, else a copy with other ids."""
         if not self.training or ids.is_meta:
