@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from distembed.errors import UserError
 
 
-@torch.fx.wrap  # type: ignore[untyped-decorator]
+@torch.fx.wrap
 def pool(vectors: Tensor, lengths: Tensor, pooling: str, weights: Tensor | None = None) -> Tensor:
     """Pools vectors that lie bag after bag; an empty bag gives zeros.
 

@@ -147,7 +147,7 @@ class FeaturePerturbation(Perturbation):
         """
         if not self.training or not self._streams or features.values().is_meta:
             return features
-        return self._replace_in_batch(features)  # type: ignore[no-any-return]
+        return self._replace_in_batch(features)
 
     @torch.compiler.disable(reason=_NOT_COMPILED)  # type: ignore[untyped-decorator]
     def _replace_in_batch(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
