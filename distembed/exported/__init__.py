@@ -9,6 +9,7 @@
       compiled/network.pt2       the same as machine code for the processor that exported it, where it was asked for
       vocabularies/C1.jsonl      raw values in the order of their ids, a JSON text a line, the first one has id 2
       dataset/                   what says how raw rows become ids and numbers, as a run keeps it (for distembed)
+      serving_example.py         scores raw rows with torch alone, and checks itself by sample.json
       sample.json                rows with their ids, numbers and scores, to check an installation by
 
 A program takes plain tensors, of a batch of B rows::

@@ -26,6 +26,7 @@ class ExportedFeature:
         num_embeddings: The number of its ids; ids lie in ``[0, num_embeddings)``.
         is_list: Whether a row may have any number of ids; if not, it has one.
         vocabulary: File of its raw values; None where its ids are hashed, are bins of numbers, or have no names.
+        change: How raw values become ids: ``kind``, ``edges`` of bins, ``hash_size`` and so on, as the dataset has it.
     """
 
     name: str
@@ -33,6 +34,7 @@ class ExportedFeature:
     num_embeddings: int
     is_list: bool
     vocabulary: str | None
+    change: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from distembed import __version__
 from distembed.data.dataset.kept import keep_dataset
+from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare.staging import disk_is_full_text, staged_folder
-from distembed.data.table.encoder import raw_schema
 from distembed.embedding import CompositionalEmbeddingConfig
 from distembed.errors import UserError
 from distembed.exported.manifest import (
@@ -38,6 +38,7 @@ from distembed.exporting.compiling import compile_network, require_compiler
 from distembed.exporting.exportable import Check, Exportable
 from distembed.exporting.exporters import EXPORTERS
 from distembed.exporting.programs import BATCH, ProgramInputs, save_program
+from distembed.exporting.raw_values import Change, feature_changes, number_changes
 from distembed.exporting.sample import write_sample
 from distembed.exporting.score_program import ScoredModel
 from distembed.exporting.shards import divide_tables
@@ -50,6 +51,8 @@ from distembed.training.trained_run import TrainedRun
 from distembed.units import format_bytes
 
 NETWORK = "network.pt2"
+EXAMPLE_NAME = "serving_example.py"
+"""A program that scores raw rows with torch alone, which lies beside this file and in every exported folder."""
 SAMPLE_ROWS = 256
 
 
@@ -130,8 +133,8 @@ def export_run(run: TrainedRun, output: Path, options: ExportOptions, data: str 
             precision=options.precision,
             network=programs[0],
             shards=programs[1:],
-            features=_features(model, vocabularies),
-            numbers=_numbers(run) if model.takes_numbers else (),
+            features=_features(model, vocabularies, feature_changes(run.manifest)),
+            numbers=_numbers(run.manifest) if model.takes_numbers else (),
             tables=_tables(model.tables, storage, shards),
             parity=Parity(0, 0.0),
             versions={"distembed": __version__, "torch": torch.__version__},
@@ -205,7 +208,9 @@ def _save_programs(
     return [ExportedProgram(NETWORK, list(tensors), model.outputs), *saved]
 
 
-def _features(model: Exportable, vocabularies: Mapping[str, str]) -> list[ExportedFeature]:
+def _features(
+    model: Exportable, vocabularies: Mapping[str, str], changes: Mapping[str, Change]
+) -> list[ExportedFeature]:
     tables = {name: table for table in model.tables for name in table.feature_names}
     return [
         ExportedFeature(
@@ -214,22 +219,14 @@ def _features(model: Exportable, vocabularies: Mapping[str, str]) -> list[Export
             tables[each.name].num_embeddings,
             each.is_list,
             vocabularies.get(each.name),
+            changes.get(each.name, {}),
         )
         for each in model.features
     ]
 
 
-def _numbers(run: TrainedRun) -> list[ExportedNumber]:
-    """Returns what is done to each column of numbers; nothing is known of datasets that were made elsewhere."""
-    try:
-        columns = raw_schema(run.manifest).dense
-    except UserError:
-        columns = {}
-    learnt: Mapping[str, Any] = run.manifest.preparation.get("learnt", {})
-    return [
-        ExportedNumber(name, (dataclasses.asdict(columns[name]) if name in columns else {}) | learnt.get(name, {}))
-        for name in run.manifest.schema.dense
-    ]
+def _numbers(manifest: Manifest) -> list[ExportedNumber]:
+    return [ExportedNumber(name, change) for name, change in number_changes(manifest).items()]
 
 
 def _tables(
@@ -248,8 +245,8 @@ def _compare(
     """Compares the outputs of what was written with the trained model's, and writes the sample."""
     batch = check.sample(rows, SAMPLE_ROWS)
     parity = check.on_sample(batch)
-    vocabularies = {each.name: each.vocabulary for each in manifest.features if each.vocabulary is not None}
-    write_sample(folder, model.inputs(batch).tensors, check.outputs(batch), model.features, vocabularies)
+    write_sample(folder, model.inputs(batch).tensors, check.outputs(batch), manifest.features, manifest.numbers)
+    shutil.copyfile(Path(__file__).with_name(EXAMPLE_NAME), folder / EXAMPLE_NAME)
     if rows is None:
         return parity
     metric, exported, trained = check.on_split(rows, metric_rows)

@@ -1,0 +1,105 @@
+"""``serving_example.py`` of an exported folder, run where there is torch and neither distembed nor what it needs."""
+
+import importlib.util
+import json
+import subprocess
+import venv
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from distembed.data.reader import BatchOrder, BatchReader
+from distembed.exported.reading import read_manifest
+from distembed.exporting.export_run import EXAMPLE_NAME
+from tests.server.exported_models import NUM_ROWS
+from tests.serving.arrow_rows import draw_rows
+
+NEEDED_BY_TORCH = (
+    "torch torchgen functorch typing_extensions sympy mpmath networkx jinja2 markupsafe fsspec filelock".split()
+)
+NOT_THERE = "distembed torchrec fbgemm_gpu numpy pyarrow pydantic".split()
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment of its own, in which torch and what it needs are the only packages."""
+    folder = tmp_path_factory.mktemp("fresh") / "venv"
+    venv.create(folder, with_pip=False)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    for name in NEEDED_BY_TORCH:
+        found = importlib.util.find_spec(name)
+        assert found is not None and found.origin is not None
+        path = Path(found.origin)
+        path = path.parent if path.name == "__init__.py" else path
+        (packages / path.name).symlink_to(path)
+    return folder / "bin" / "python"
+
+
+def in_fresh_environment(python: Path, *arguments: object) -> str:
+    """Runs Python without what the test's environment says of paths, and returns what it prints."""
+    done = subprocess.run(
+        [python, "-I", *map(str, arguments)], capture_output=True, text=True, env={"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_environment_has_torch_alone(python: Path) -> None:
+    tried = "import importlib.util as u, torch; print([n for n in %r if u.find_spec(n)], torch.__version__)"
+    assert in_fresh_environment(python, "-c", tried % NOT_THERE).startswith("[] 2.")
+    for name in ("torchrec", "distembed", "numpy", "fbgemm_gpu"):
+        done = subprocess.run([python, "-I", "-c", f"import {name}"], capture_output=True, text=True)
+        assert done.returncode == 1 and f"No module named '{name}'" in done.stderr
+
+
+def test_the_example_has_at_most_forty_lines_and_imports_torch_and_the_standard_library(model: Path) -> None:
+    text = (model / EXAMPLE_NAME).read_text()
+    assert len(text.splitlines()) <= 40
+    imported = [line.split()[1] for line in text.splitlines() if line.startswith(("import ", "from "))]
+    assert imported == ["json", "math", "pathlib", "torch"]
+
+
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["one program", "shards"])
+def test_the_example_scores_the_sample_and_raw_rows_as_the_trainer(
+    is_sharded: bool, model: Path, shards: Path, python: Path, tmp_path: Path
+) -> None:
+    folder = shards if is_sharded else model
+    assert bool(read_manifest(folder).shards) == is_sharded
+    sample = json.loads((folder / "sample.json").read_text())
+    rows = [raw(row, own) for row, own in zip(sample["rows"], draw_rows(NUM_ROWS)[-len(sample["rows"]) :], strict=True)]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    script = (  # as a program, which checks itself, and the function that it defines
+        f"import json, runpy; names = runpy.run_path({str(folder / EXAMPLE_NAME)!r}, run_name='__main__'); "
+        f"print(json.dumps(names['score'](json.load(open({str(tmp_path / 'rows.json')!r}))).tolist()))"
+    )
+    found = json.loads(in_fresh_environment(python, "-c", script))
+    np.testing.assert_allclose(found, sample["outputs"]["prediction"], atol=2e-6)
+
+
+def raw(row: dict[str, Any], drawn: dict[str, Any]) -> dict[str, Any]:
+    """Returns a row as it was drawn, but for what is computed of several columns, hashed or a bin."""
+    computed = {name: row[name] for name in ("hashed", "price_bin", "age_bin", "site_x_code")}
+    code, genres = drawn["code"], drawn["genres"]
+    return {
+        **{name: drawn[name] for name in ("price", "age", "rate", "site", "number")},
+        "code": None if code is None else f"{int(code, 16):08x}",
+        "genres": None if genres is None else [each for each in genres.split("|") if each][-3:],
+        "places": drawn["places"],
+        **computed,
+    }
+
+
+def test_numbers_of_the_sample_become_those_that_the_trainer_reads(run: Path, model: Path) -> None:
+    """What is in ``change`` suffices: raw numbers, changed by it in double precision, are the dataset's."""
+    wanted = next(iter(BatchReader(run.parent / "dataset", "test", BatchOrder(8192, shuffle=False))))["dense_features"]
+    for place, number in enumerate(read_manifest(model).numbers):
+        given = [row[number.name] for row in draw_rows(NUM_ROWS)[-len(wanted) :]]
+        assert None in given
+        found = np.array([np.nan if each is None else each for each in given], np.float32).astype(np.float64)
+        if number.change["transform"] == "log":
+            found = np.log1p(np.maximum(found, 0))
+        elif "mean" in number.change:
+            found = (found - number.change["mean"]) / number.change["std"]
+        np.testing.assert_allclose(np.nan_to_num(found, nan=0.0), wanted[:, place].numpy(), rtol=1e-6, atol=1e-6)
