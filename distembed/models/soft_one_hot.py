@@ -18,6 +18,7 @@ outputs; and beyond the outermost centres all numbers have the same vector.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ class SoftOneHot(nn.Module):
 
     def forward(self, numbers: Float[Tensor, "*rows features"]) -> Float[Tensor, "*rows features dim"]:
         """Returns the vector of each number, in the dtype of the weights."""
-        with torch.autocast(numbers.device.type, enabled=False):
+        with _without_autocast(numbers.device.type):
             shares, missing = self._shares(numbers)
             own = missing.unsqueeze(2) * self.missing.unsqueeze(1)
             vectors = torch.baddbmm(own, shares.transpose(1, 2), self.vectors).transpose(0, 1)
@@ -105,10 +106,16 @@ class SoftOneHotSum(SoftOneHot):
         """Returns the sum of the vectors of each row, in the dtype of the weights."""
         if self.norm is not None:
             return super().forward(numbers).sum(-2)
-        with torch.autocast(numbers.device.type, enabled=False):
+        with _without_autocast(numbers.device.type):
             shares, missing = self._shares(numbers)
             sums = self.vectors.flatten(0, 1).t() @ shares.flatten(0, 1) + self.missing.t() @ missing
         return sums.t().reshape(*numbers.shape[:-1], sums.shape[0])
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Returns what switches autocast off where it is on; an exported program would be left with the switch."""
+    on = torch.is_autocast_enabled(device_type)
+    return torch.autocast(device_type, enabled=False) if on else nullcontext()
 
 
 def grid_bins(num_bins: int, low: float, high: float) -> tuple[Float[Tensor, " bins"], Float[Tensor, " bins"]]:
