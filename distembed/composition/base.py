@@ -31,6 +31,15 @@ class Composition(ABC):
     settings: ClassVar[tuple[str, ...]] = ()
     commutes_with_sum: ClassVar[bool]
 
+    def __eq__(self, other: object) -> bool:
+        """Returns whether another one is of the same class and has the same settings."""
+        if type(self) is not type(other):
+            return NotImplemented
+        return all(getattr(self, name) == getattr(other, name) for name in self.settings)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
     @abstractmethod
     def partition_dims(self, embedding_dim: int, num_partitions: int) -> tuple[int, ...]:
         """Returns the number of columns of each partition's weight, for composed vectors of ``embedding_dim``."""

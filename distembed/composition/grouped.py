@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from distembed.composition.layers import PackedLayers
-from distembed.tracing import is_traced, is_transformed
+from distembed.tracing import is_traced
 
 _SIZE_IN_PROGRAM = 32
 _CHUNK_SIZES = (8, 16, 32, 64, 128, 256)
@@ -120,9 +120,9 @@ def evaluate_grouped(
     Under autocast they are computed in its dtype and returned in that of the inputs. The inputs and the functions get
     gradients, the functions dense ones; there are no second derivatives.
 
-    In a program that is compiled, exported or traced it is :func:`evaluate_in_program`.
+    In a program that is compiled or exported, and on the meta device, it is :func:`evaluate_in_program`.
     """
-    if is_traced() or is_transformed():
+    if is_traced() or inputs.is_meta:
         return evaluate_in_program(inputs, functions, rows, layers)
     device_type = inputs.device.type
     compute_dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else inputs.dtype

@@ -13,9 +13,10 @@ from distembed.embedding.tables import empty_weight, initialise
 from distembed.embedding.whole_batches import require_integers
 from distembed.errors import UserError
 from distembed.partitions import KeyedHash, Partition
+from distembed.tracing import Unscripted, is_proxy, is_traced, one_node, refuse_jit_trace, require_in_program
 
 
-class CompositionalEmbeddingBag(nn.Module):
+class CompositionalEmbeddingBag(Unscripted, nn.Module):
     """Takes the place of ``nn.EmbeddingBag``, and is made and called like it.
 
     It has no max_norm, norm_type, scale_grad_by_freq, padding_idx and from_pretrained. ``weights.<j>`` holds the
@@ -115,6 +116,9 @@ class CompositionalEmbeddingBag(nn.Module):
             UserError: An id lies outside of the table and the policy is ``error``, ids or offsets are no integers, or
                 shapes do not match.
         """
+        if is_proxy(input, offsets, per_sample_weights):
+            return one_node(self, input, offsets, per_sample_weights)
+        refuse_jit_trace(self)
         if per_sample_weights is not None and per_sample_weights.shape != input.shape:
             raise UserError(
                 f"per_sample_weights has the shape {tuple(per_sample_weights.shape)} and input {tuple(input.shape)}; "
@@ -179,7 +183,9 @@ def _require_bags(bounds: Tensor, lengths: Tensor, num_ids: int) -> None:
     if len(bounds) == 0 or (len(lengths) == 0 and num_ids > 0):
         raise UserError(f"offsets has the shape {tuple(bounds.shape)} and there are {num_ids} ids; give each a bag.")
     whole = (bounds[0] == 0) & (bounds[-1] == num_ids) & (lengths >= 0).all()
-    if bounds.device.type != "cpu":
+    if is_traced():
+        require_in_program(whole, "offsets do not divide the ids into bags; run the batch uncompiled to see why")
+    elif bounds.device.type != "cpu":
         torch._assert_async(whole, "offsets do not divide the ids into bags; run the batch on the CPU to see why")
     elif not whole:
         raise UserError(

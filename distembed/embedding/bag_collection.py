@@ -16,9 +16,9 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from distembed.embedding.config import CompositionalEmbeddingBagConfig
 from distembed.embedding.pooling import pool
 from distembed.embedding.tables import CompositionalTables, torchrec_configs
-from distembed.tracing import is_traced
 from distembed.embedding.variable_batches import bags_of_rows, require_bags_for_rows
 from distembed.errors import UserError
+from distembed.tracing import is_proxy, is_traced, one_node
 
 
 class CompositionalEmbeddingBagCollection(
@@ -67,6 +67,8 @@ class CompositionalEmbeddingBagCollection(
             UserError: An id lies outside of its table whose policy is ``error``, a feature is missing, or the batch has
                 no weights although ``is_weighted`` is set.
         """
+        if is_proxy(features):
+            return one_node(self, features)
         features = maybe_td_to_kjt(features)
         mapped = self.map_ids(features)
         keys: list[str] = []

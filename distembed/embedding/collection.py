@@ -9,10 +9,11 @@ from torchrec.modules.embedding_modules import EmbeddingCollectionInterface
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.embedding.config import CompositionalEmbeddingConfig, vector_names
 from distembed.embedding.tables import CompositionalTables, torchrec_configs
 from distembed.embedding.variable_batches import bags_of_rows, jagged_vectors
 from distembed.errors import UserError
+from distembed.tracing import is_proxy, one_node
 
 
 class CompositionalEmbeddingCollection(CompositionalTables[CompositionalEmbeddingConfig], EmbeddingCollectionInterface):
@@ -58,6 +59,9 @@ class CompositionalEmbeddingCollection(CompositionalTables[CompositionalEmbeddin
         Raises:
             UserError: An id lies outside of its table whose policy is ``error``, or a feature is missing.
         """
+        if is_proxy(features):
+            node = one_node(self, features)
+            return {key: node[key] for key in vector_names(self._tables)}
         features = maybe_td_to_kjt(features)
         mapped = self.map_ids(features)
         bags = bags_of_rows(features.inverse_indices_or_none())

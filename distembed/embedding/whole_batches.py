@@ -11,14 +11,15 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.tracing import is_traced
 from distembed.embedding.variable_batches import lengths_by_feature
 from distembed.errors import UserError
+from distembed.tracing import is_traced
 from distembed.units import enumerate_names
 
 _LARGEST = torch.iinfo(torch.int64).max
 _REFUSED = "lengths, offsets and inverse indices do not divide the ids into bags; "
 _REFUSED_ON_DEVICE = _REFUSED + "run the batch on the CPU to see why"
+_OTHER_WEIGHTS = "The batch has another number of weights than ids; give one weight an id."
 _REFUSED_IN_PROGRAM = _REFUSED + "run the batch uncompiled to see why"
 
 
@@ -122,7 +123,9 @@ def _require_shapes(features: KeyedJaggedTensor) -> None:
             f"The ids of the batch have the shape {tuple(values.shape)}; give one dimension, bag after bag, and the "
             "number of ids of each bag as lengths."
         )
-    if weights is not None and weights.shape != values.shape:
+    if weights is not None and is_traced():
+        torch._check(weights.dim() == 1 and weights.shape[0] == values.shape[0], lambda: _OTHER_WEIGHTS)
+    elif weights is not None and weights.shape != values.shape:
         raise UserError(
             f"The batch has {values.numel()} ids, and weights of the shape {tuple(weights.shape)}; give one weight an "
             "id."

@@ -58,6 +58,19 @@ class Graph:
     folder: Path | None = None
     description: GraphDescription | None = None
 
+    def __eq__(self, other: object) -> bool:
+        """Returns whether another graph has the same ids, neighbours and weights, wherever it is kept."""
+        if not isinstance(other, Graph):
+            return NotImplemented
+        if self is other:
+            return True
+        same = (self.num_nodes, self.directed) == (other.num_nodes, other.directed)
+        arrays = ("starts", "neighbors", "keep", "alias")
+        return same and all(_same_array(getattr(self, name), getattr(other, name)) for name in arrays)
+
+    def __hash__(self) -> int:
+        return hash((self.num_nodes, len(self.neighbors)))
+
     @classmethod
     def from_edges(
         cls, num_nodes: int, sources: Any, targets: Any, weights: Any | None = None, directed: bool = False
@@ -286,3 +299,10 @@ def _require_same_length(arrays: Mapping[str, NDArray[Any] | None]) -> None:
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{length} {name}" for name, length in lengths.items())
         raise UserError(f"there are {listed}; give one of each an edge.")
+
+
+def _same_array(first: NDArray[Any] | None, second: NDArray[Any] | None) -> bool:
+    """Returns whether two arrays are equal, or both missing."""
+    if first is None or second is None:
+        return first is second
+    return np.array_equal(first, second)

@@ -55,6 +55,20 @@ class Partition(ABC):
     def __init__(self, num_embeddings: int) -> None:
         self.num_embeddings = require_positive("num_embeddings", num_embeddings, "Give the number of distinct ids.")
 
+    def __eq__(self, other: object) -> bool:
+        """Returns whether another scheme is of the same class and was made with the same numbers."""
+        if type(self) is not type(other):
+            return NotImplemented
+        own, others = self._identity(), other._identity()
+        return own.keys() == others.keys() and all(_equal(own[key], others[key]) for key in own)
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.num_embeddings, self.num_rows))
+
+    def _identity(self) -> dict[str, Any]:
+        """Returns what makes two instances equal: all attributes; a scheme that keeps others overrides it."""
+        return vars(self)
+
     @property
     @abstractmethod
     def description(self) -> str:
@@ -143,3 +157,12 @@ class Partition(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(num_embeddings={self.num_embeddings}, num_rows={self.num_rows})"
+
+
+def _equal(first: Any, second: Any) -> bool:
+    """Returns whether two attributes are equal; tensors, arrays and sequences of them are so element by element."""
+    if isinstance(first, (torch.Tensor, np.ndarray)) or isinstance(second, (torch.Tensor, np.ndarray)):
+        return type(first) is type(second) and first.shape == second.shape and bool((first == second).all())
+    if isinstance(first, (tuple, list)) and type(first) is type(second):
+        return len(first) == len(second) and all(_equal(*pair) for pair in zip(first, second, strict=True))
+    return bool(first == second)

@@ -70,6 +70,10 @@ class Explicit(Partition):
         if not allow_collisions:
             self._require_complementary()
 
+    def _identity(self) -> dict[str, Any]:
+        """Returns the assignments; copies on other devices and what is known of collisions follow from them."""
+        return {"assignments": self.assignments, "num_rows": self.num_rows}
+
     @classmethod
     def from_parquet(
         cls, num_embeddings: int, path: str | Path, columns: Sequence[str], allow_collisions: bool = False

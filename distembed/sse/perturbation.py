@@ -209,6 +209,7 @@ class IdPerturbation(Perturbation):
         return self._replace(ids, (ids.numel(),), (0,))
 
 
+@torch.compiler.disable(reason=_NOT_COMPILED)  # type: ignore[untyped-decorator]
 def require_forward_pass() -> None:
     """Makes sure that activation checkpointing does not run a forward pass again, for which other ids would be drawn.
 
