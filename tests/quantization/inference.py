@@ -41,7 +41,9 @@ def quantize(model: nn.Module, dtype: torch.dtype = torch.qint8, **chosen: Any) 
     )
 
 
-def shard(quantized: Any, world_size: int, sharding_type: str, tables: Sequence[str] = ("t",)) -> tuple[Any, Any]:
+def shard(
+    quantized: Any, world_size: int, sharding_type: str, tables: Sequence[str] = ("t",), sharders: Any = None
+) -> tuple[Any, Any]:
     """Returns a sharded copy without its weights, and the plan; to be called within :func:`tables_on_the_cpu`."""
     names = [*tables, *(f"{table}__p{j}" for table in tables for j in range(MOST_PARTITIONS))]
     constraints = {
@@ -53,6 +55,7 @@ def shard(quantized: Any, world_size: int, sharding_type: str, tables: Sequence[
         world_size=world_size,
         compute_device="cpu",
         sharding_device="cpu",
+        sharders=sharders,
         constraints=constraints,
     )
 

@@ -5,7 +5,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torchrec.distributed.quant_embedding import ShardedQuantEmbeddingCollection
+from torchrec.distributed.fused_params import FUSED_PARAM_QUANT_STATE_DICT_SPLIT_SCALE_BIAS
+from torchrec.distributed.quant_embedding import QuantEmbeddingCollectionSharder, ShardedQuantEmbeddingCollection
+from torchrec.distributed.quant_embeddingbag import QuantEmbeddingBagCollectionSharder
+from torchrec.inference.modules import DEFAULT_FUSED_PARAMS, quantize_inference_model
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -13,6 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from distembed.composition import COMPOSITIONS
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.partitions import PARTITIONS, KeyedHash, QuotientRemainder
+from distembed.quantization import QUANTIZATION_MAPPING
 from tests.quantization.inference import quantize, script, shard, tables_on_the_cpu, take_weights
 from tests.quantization.test_collections import DIM, SIZE, Both, batch
 
@@ -135,12 +139,29 @@ def test_stock_sequences_and_all_compositional_tables_cannot_be_divided_by_colum
                 shard(quantize(nn.Sequential(model)), 2, "column_wise")
 
 
-def test_half_precision_fails_to_shard_for_either() -> None:
-    """TorchRec's default sharders keep scales apart from rows, and rows of half precision have none."""
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_rows_without_scales_are_sharded_by_table_where_sharders_do_not_ask_for_them(dtype: torch.dtype) -> None:
+    """TorchRec's default sharders keep scales apart from rows, and rows of these dtypes have none."""
+    fused_params = {**DEFAULT_FUSED_PARAMS, FUSED_PARAM_QUANT_STATE_DICT_SPLIT_SCALE_BIAS: False}
+    sharders = [
+        QuantEmbeddingBagCollectionSharder(fused_params=fused_params),
+        QuantEmbeddingCollectionSharder(fused_params=fused_params),
+    ]
+    features = batch()
     with tables_on_the_cpu():
         for model in (StockBoth(), Both()):
             with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'shape'"):
-                shard(quantize(model, torch.float16), 2, "table_wise")
+                shard(quantize(model, dtype), 2, "table_wise")
+            quantized = quantize_inference_model(
+                model, quantization_mapping=QUANTIZATION_MAPPING, quantization_dtype=dtype
+            )
+            with pytest.raises(AssertionError, match="can be used only in 'quant_state_dict_split_scale_bias' mode"):
+                shard(quantized, 2, "row_wise", sharders=sharders)
+            sharded, _ = shard(quantized, 2, "table_wise", sharders=sharders)
+            take_weights(sharded, quantized)
+            expected = quantized(features)[0].values()
+            assert expected.abs().max() > 0
+            require_equal([sharded(features)[0].values()], [expected])
 
 
 def test_without_loading_them_a_sharded_model_has_no_weights_for_either() -> None:
