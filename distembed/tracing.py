@@ -43,7 +43,7 @@ def is_proxy(*inputs: object) -> bool:
 
 def one_node(module: nn.Module, *inputs: Any) -> Any:
     """Returns what stands for a module's output where torch.fx traces: a call of the module, as of a leaf."""
-    tracer = next(value.tracer for value in inputs if isinstance(value, Proxy))
+    tracer: Any = next(value.tracer for value in inputs if isinstance(value, Proxy))
     return tracer.create_proxy("call_module", tracer.path_of_module(module), inputs, {})
 
 

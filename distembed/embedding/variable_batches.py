@@ -42,7 +42,7 @@ def with_ids(
         offsets=features.offsets_or_none(),
         stride=None if is_variable else features.stride(),
         # the tensor, for which the method gives lists: torch.compile takes no lists here
-        stride_per_key_per_rank=features._stride_per_key_per_rank if is_variable else None,  # type: ignore[arg-type]
+        stride_per_key_per_rank=features._stride_per_key_per_rank if is_variable else None,
         length_per_key=features.length_per_key(),
         offset_per_key=features.offset_per_key_or_none(),
         inverse_indices=features.inverse_indices_or_none(),

@@ -102,25 +102,25 @@ def _trace_map(
     return ids_inside(ids, table.num_embeddings, f"{where}: ids lie between 0 and {table.num_embeddings - 1}")
 
 
-@torch.fx.wrap  # type: ignore[untyped-decorator]
+@torch.fx.wrap
 def feature_ids(features: KeyedJaggedTensor, name: str) -> Tensor:
     """Returns the raw ids of a feature."""
     return features[name].values()
 
 
-@torch.fx.wrap  # type: ignore[untyped-decorator]
+@torch.fx.wrap
 def feature_lengths(features: KeyedJaggedTensor, name: str) -> Tensor:
     """Returns the number of ids of each of a feature's bags."""
     return features[name].lengths()
 
 
-@torch.fx.wrap  # type: ignore[untyped-decorator]
+@torch.fx.wrap
 def feature_weights(features: KeyedJaggedTensor, name: str) -> Tensor:
     """Returns the weight of each id of a feature; a batch without weights is an error of TorchRec's."""
     return features[name].weights()
 
 
-@torch.fx.wrap  # type: ignore[untyped-decorator]
+@torch.fx.wrap
 def whole_ids(ids: Tensor, refusal: str) -> Tensor:
     """Returns ids as int64, or raises an error with this text where they are no integers."""
     if ids.is_floating_point():
@@ -128,7 +128,7 @@ def whole_ids(ids: Tensor, refusal: str) -> Tensor:
     return ids.long()
 
 
-@torch.fx.wrap  # type: ignore[untyped-decorator]
+@torch.fx.wrap
 def ids_inside(ids: Tensor, num_embeddings: int, refusal: str) -> Tensor:
     """Returns the ids, or raises an error with this text where one lies outside of its table.
 
@@ -143,7 +143,7 @@ def ids_inside(ids: Tensor, num_embeddings: int, refusal: str) -> Tensor:
     return ids
 
 
-@torch.fx.wrap  # type: ignore[untyped-decorator]
+@torch.fx.wrap
 def as_batch(keys: list[str], rows: list[Tensor], lengths: list[Tensor]) -> KeyedJaggedTensor:
     """Returns rows and lengths of several keys as a batch."""
     return KeyedJaggedTensor(keys, torch.cat(rows), lengths=torch.cat(lengths))
