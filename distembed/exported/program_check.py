@@ -46,7 +46,7 @@ _FUNCTIONS = (
 )
 _SYMBOL = r"Symbol\('[su]\d+'(?:, (?:positive|nonnegative|integer)=True)*\)"
 _EXPRESSION = re.compile(
-    rf"(?: |\d+|[su]\d+|{_SYMBOL}|(?:{'|'.join(_FUNCTIONS.split())})\(|[-+/()<>=,&|~]|\*(?!\*)|true|false)*", re.ASCII
+    rf"(?: |\d++|[su]\d++|{_SYMBOL}|(?:{'|'.join(_FUNCTIONS.split())})\(|[-+/()<>=,&|~]|\*(?!\*)|true|false)*", re.ASCII
 )
 _ATEN = re.compile(r"torch\.ops\.aten\.(\w+)\.(\w+)", re.ASCII)
 _READS_FILES = {"from_file"}

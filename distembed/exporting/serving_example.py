@@ -9,7 +9,7 @@ import torch
 FOLDER = Path(__file__).parent
 ABOUT, SAMPLE = (json.loads((FOLDER / f"{name}.json").read_text("utf-8")) for name in ("manifest", "sample"))
 FILES = {each["vocabulary"] for each in ABOUT["features"]} - {None}
-KNOWN = {file: {json.loads(line): id_ for id_, line in enumerate((FOLDER / file).open(), 2)} for file in FILES}
+KNOWN = {file: {json.loads(line): id_ for id_, line in enumerate((FOLDER / file).open("rb"), 2)} for file in FILES}
 NETWORK, *SHARDS = [torch.export.load(FOLDER / p["file"]).module() for p in (ABOUT["network"], *ABOUT["shards"])]
 
 
