@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -125,6 +126,10 @@ def _expanded_bytes(array: pa.Array) -> int:
     if pa.types.is_list(array.type) or pa.types.is_large_list(array.type) or pa.types.is_fixed_size_list(array.type):
         entries = array.flatten()
         return 16 * len(entries) + _expanded_bytes(entries)
+    if (pa.types.is_string_view(array.type) or pa.types.is_binary_view(array.type)) and len(array):
+        # many views may be of the same bytes; each begins with its length
+        views = np.frombuffer(array.buffers()[1], np.int32, 4 * (array.offset + len(array)))
+        return int(views[4 * array.offset :: 4].clip(min=0).sum(dtype=np.int64))
     return 0
 
 
