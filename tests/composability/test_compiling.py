@@ -69,7 +69,7 @@ def require_same(model: SmallModel, fullgraph: bool, backend: str = EAGER, batch
         pytest.param("weighted bags", False, marks=pytest.mark.slow),
         ("weighted bags", True),
         pytest.param("sequences", False, marks=pytest.mark.slow),
-        ("sequences", True),
+        pytest.param("sequences", True, marks=pytest.mark.slow),
     ],
 )
 def test_a_compiled_model_takes_the_steps_of_an_uncompiled_one(kind: str, fullgraph: bool) -> None:
@@ -122,6 +122,7 @@ def test_a_compiled_model_takes_keyed_jagged_tensors(make: Callable[[str], Small
             torch.testing.assert_close(function(dense, features), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", BOTH)
 def test_batch_sizes_for_each_feature_compile(make: Callable[[str], SmallModel]) -> None:
     model = make("bags")
@@ -187,6 +188,7 @@ def test_a_compiled_model_maps_ids_as_an_uncompiled_one(settings: dict[str, Any]
     torch.testing.assert_close(function(dense, values, lengths), model(dense, values, lengths))
 
 
+@pytest.mark.slow
 def test_replaced_ids_are_those_of_an_uncompiled_model() -> None:
     """Random ids (SSE) are drawn between programs; a single program, which cannot, says so."""
     model, reference = (our_model("bags", ONE, sse=SSE(p0=0.5)) for _ in range(2))

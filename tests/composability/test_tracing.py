@@ -1,0 +1,170 @@
+"""``torch.export``, ``torch.fx`` and TorchScript: with TorchRec's collections, and with ours."""
+
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torchrec.fx
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from distembed.embedding import CompositionalEmbeddingBag
+from distembed.errors import UserError
+from tests.composability.small_models import (
+    ALL_PAIRS,
+    BATCHES,
+    EACH_ONCE,
+    KINDS,
+    NUM_IDS,
+    ONE,
+    SmallModel,
+    TakesFeatures,
+    draw,
+    our_model,
+    stock_model,
+)
+
+OTHER_BATCHES = (*BATCHES, (2, 5, 3), (9, 6, 1))
+
+
+def exported(model: nn.Module, inputs: tuple[Tensor, ...], strict: bool) -> Callable[..., Tensor]:
+    """What is left of a model after ``torch.export``, saved and loaded again; first dims of inputs may differ."""
+    torch._dynamo.reset()
+    sizes = {0: torch.export.Dim.AUTO}
+    shapes: Any = tuple(dict(sizes) for _ in inputs)
+    weights = (shapes[3],) if len(inputs) > 3 else ()
+    program = torch.export.export(model, inputs, dynamic_shapes=(*shapes[:3], *weights), strict=strict)
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    return torch.export.load(file).module()
+
+
+def require_same_scores(found: Callable[..., Tensor], model: SmallModel) -> None:
+    for num_rows, seed, most_ids in OTHER_BATCHES:
+        inputs = draw(model, num_rows, seed, most_ids)
+        torch.testing.assert_close(found(*inputs), model(*inputs))
+
+
+@pytest.mark.parametrize(
+    ("kind", "strict"),
+    [
+        *[(kind, False) for kind in KINDS],
+        ("bags", True),
+        pytest.param("weighted bags", True, marks=pytest.mark.slow),
+        pytest.param("sequences", True, marks=pytest.mark.slow),
+    ],
+)
+def test_an_exported_model_gives_the_same(kind: str, strict: bool) -> None:
+    for model in (stock_model(kind), our_model(kind, ONE)):
+        require_same_scores(exported(model, draw(model, 5, 0), strict), model)
+
+
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "strict"])
+def test_each_scheme_and_each_composition_is_exported(strict: bool) -> None:
+    model = our_model("bags", EACH_ONCE)
+    require_same_scores(exported(model, draw(model, 5, 0), strict), model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_scheme_with_every_composition_is_exported(kind: str, strict: bool) -> None:
+    model = our_model(kind, ALL_PAIRS)
+    require_same_scores(exported(model, draw(model, 5, 0), strict), model)
+
+
+def test_an_exported_model_refuses_ids_outside_of_tables() -> None:
+    model = our_model("bags", ONE)
+    dense, values, lengths = draw(model, 5, 0)
+    program = exported(model, (dense, values, lengths), strict=False)
+    for wrong in (NUM_IDS, -1):
+        with pytest.raises(RuntimeError, match=r"table 't0', feature 'f0': an id lies outside of 0 to 59"):
+            program(dense, values.index_fill(0, torch.tensor([0]), wrong), lengths)
+
+
+def test_an_export_that_takes_a_keyed_jagged_tensor_has_its_sizes() -> None:
+    """As stock's has: dims of what is within are not given, and are those of the example."""
+    for model in (stock_model("bags"), our_model("bags", ONE)):
+
+        def features(dense: Tensor, values: Tensor, lengths: Tensor, model: SmallModel = model) -> Any:
+            return dense, KeyedJaggedTensor(model.features, values, lengths=lengths)
+
+        inputs = draw(model, 5, 0, most_ids=1)
+        program = torch.export.export(TakesFeatures(model), features(*inputs), strict=False).module()
+        torch.testing.assert_close(program(*features(*inputs)), model(*inputs))
+        with pytest.raises(AssertionError, match="Guard failed"):
+            program(*features(*draw(model, 6, 1, most_ids=1)))
+
+
+TRACERS: dict[str, Callable[[nn.Module], torch.fx.GraphModule]] = {
+    "torch.fx": torch.fx.symbolic_trace,
+    "torchrec.fx": torchrec.fx.symbolic_trace,
+    "torchrec.fx, collections as leaves": lambda model: torchrec.fx.symbolic_trace(
+        model, leaf_modules=[type(model.get_submodule("model.embeddings")).__name__]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tracer", TRACERS)
+def test_a_traced_model_gives_the_same(tracer: str, kind: str) -> None:
+    """Names in the state dict stay, copies and pickles work; ours is one node of the graph, and checks ids there."""
+    for model in (stock_model(kind), our_model(kind)):
+        module = TakesFeatures(model)
+        traced = TRACERS[tracer](module)
+        assert traced.state_dict().keys() == module.state_dict().keys()
+        assert [node.target for node in traced.graph.nodes if node.op == "call_module"][-2:] == [
+            "model.bottom",
+            "model.top",
+        ]
+        for copied in (traced, pickle.loads(pickle.dumps(traced))):
+            for num_rows, seed, most_ids in OTHER_BATCHES:
+                dense, values, lengths, *weights = draw(model, num_rows, seed, most_ids)
+                features = KeyedJaggedTensor(model.features, values, lengths=lengths, weights=(*weights, None)[0])
+                torch.testing.assert_close(copied(dense, features), model(dense, values, lengths, *weights))
+    assert "model.embeddings" in [node.target for node in traced.graph.nodes]
+    with pytest.raises(UserError, match="id at position 0 is 60"):
+        copied(
+            dense, KeyedJaggedTensor(model.features, values.fill_(NUM_IDS), lengths=lengths, weights=features._weights)
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_that_makes_its_batch_is_traced(kind: str) -> None:
+    """From plain tensors, as where a server's inputs are such."""
+    for model in (stock_model(kind), our_model(kind, ONE)):
+        inputs = draw(model, 5, 0)
+        given = {} if len(inputs) > 3 else {"weights": None}
+        require_same_scores(torch.fx.symbolic_trace(model, concrete_args=given), model)
+
+
+def test_the_bag_for_any_model_is_traced_as_a_leaf() -> None:
+    module = nn.Sequential(CompositionalEmbeddingBag(NUM_IDS, 8, seed=0), nn.Linear(8, 1))
+    traced = torch.fx.symbolic_trace(module)
+    for size in ((2, 3), (4, 5)):
+        ids = torch.randint(NUM_IDS, size)
+        torch.testing.assert_close(traced(ids), module(ids))
+
+
+def test_torchscript_refuses_by_name() -> None:
+    """Stock's collections are scripted; their traces have the numbers of ids that the example had."""
+    for kind in KINDS:
+        torch.jit.script(stock_model(kind).embeddings)
+    stock, ours = stock_model("bags"), our_model("bags", ONE)
+    traced = torch.jit.trace(stock, draw(stock, 5, 0))
+    with pytest.raises(RuntimeError, match="split_sizes"):
+        traced(*draw(stock, 7, 1))
+    bag = CompositionalEmbeddingBag(NUM_IDS, 8)
+    for function, name in (
+        (lambda: torch.jit.script(ours), "torch.jit.script"),
+        (lambda: torch.jit.script(our_model("sequences", ONE)), "torch.jit.script"),
+        (lambda: torch.jit.script(bag), "torch.jit.script"),
+        (lambda: torch.jit.trace(ours, draw(ours, 5, 0)), "torch.jit.trace"),
+        (lambda: torch.jit.trace(bag, (torch.ones(2, 3).long(),)), "torch.jit.trace"),
+    ):
+        with pytest.raises(UserError, match=f"{name} does not take Compositional.* Use torch.export or torch.compile"):
+            function()
