@@ -12,6 +12,7 @@ updated. Collections do so in the order in which they were made, which all ranks
 """
 
 import itertools
+import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -71,6 +72,8 @@ class ReplicatedOptimizer(FusedOptimizer):
     Attributes:
         name: Name of the optimizer, a key of ``OPTIMIZERS``.
         live: Torch's states of each weight.
+        has_gradients: Whether gradients have come since the last update: of a backward pass that is under way, or of
+            one that failed.
 
     Args:
         name: Name of the optimizer.
@@ -80,6 +83,7 @@ class ReplicatedOptimizer(FusedOptimizer):
 
     def __init__(self, name: str, weights: Mapping[str, nn.Parameter], settings: Mapping[str, Any]) -> None:
         self.name, kind = name, OPTIMIZERS[name]
+        self.has_gradients = False
         # the weights themselves where they are float32
         trained = [
             nn.Parameter(weight.detach().float()) if weight.dtype.itemsize < 4 else weight
@@ -121,6 +125,11 @@ class ReplicatedOptimizer(FusedOptimizer):
         (own,) = self.param_groups
         for group in self._inner.param_groups:
             group["lr"] = own["lr"]
+        if self.has_gradients:  # which a backward pass that failed has left, and the next one would add to
+            for weight in self._trained:
+                if weight.grad is not None:
+                    weight.grad.zero_()
+            self.has_gradients = False
 
     def set_optimizer_step(self, step: int) -> None:
         """Sets the number of steps done, on which the bias correction of Adam and its kin depends."""
@@ -142,6 +151,10 @@ class ReplicatedOptimizer(FusedOptimizer):
                     group[setting] = value
 
 
+class _Waiting(dict[int, "BackwardUpdates"]):
+    """Whose gradients have come in a backward pass, by their numbers; only the pass holds it, until it ends or fails."""
+
+
 class BackwardUpdates:
     """Averages gradients of replicated weights at the end of each backward pass, and has the weights updated.
 
@@ -154,8 +167,8 @@ class BackwardUpdates:
     """
 
     _numbers = itertools.count()
-    # of the backward pass that is under way, by its number: whose gradients have come
-    _waiting: dict[int, dict[int, "BackwardUpdates"]] = {}
+    # of the backward passes that are under way, by their numbers; one may run within another
+    _waiting: "weakref.WeakValueDictionary[int, _Waiting]" = weakref.WeakValueDictionary()
 
     def __init__(self, optimizers: Sequence[ReplicatedOptimizer], group: dist.ProcessGroup | None) -> None:
         self._number = next(self._numbers)
@@ -171,16 +184,18 @@ class BackwardUpdates:
     def _note(self, _weight: Tensor) -> None:
         """Notes that a gradient has come; at the first of a backward pass, what is to be done at its end."""
         task = torch._C._current_graph_task_id()
-        if task not in self._waiting:
-            self._waiting.clear()  # of passes that failed
-            self._waiting[task] = {}
-            torch.autograd.Variable._execution_engine.queue_callback(partial(self._update_all, task))
-        self._waiting[task][self._number] = self
+        waiting = self._waiting.get(task)
+        if waiting is None:
+            self._waiting[task] = waiting = _Waiting()
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._update_all, waiting))
+        waiting[self._number] = self
+        for optimizer in self._optimizers:
+            optimizer.has_gradients = True
 
-    @classmethod
-    def _update_all(cls, task: int) -> None:
-        for _, waiting in sorted(cls._waiting.pop(task).items()):
-            waiting._update()
+    @staticmethod
+    def _update_all(waiting: _Waiting) -> None:
+        for _, updates in sorted(waiting.items()):
+            updates._update()
 
     @torch.no_grad()
     def _update(self) -> None:
@@ -188,10 +203,11 @@ class BackwardUpdates:
         if num_ranks > 1:
             self._gather_gradients()
         for buffer in self._buffers:
+            buffer.div_(num_ranks)  # first: a sum may be beyond half precision where the mean is not
             dist.all_reduce(buffer, group=self._group)
-            buffer.div_(num_ranks)
         for optimizer in self._optimizers:
             optimizer.update()
+            optimizer.has_gradients = False
         for buffer in self._buffers:
             buffer.zero_()
         for weight in self._weights if num_ranks == 1 else ():
@@ -208,6 +224,8 @@ class BackwardUpdates:
                 parts = zip(own, buffer.split(sizes), strict=True)
                 self._gradients |= {weight: part.view_as(weight) for weight, part in parts}
         for weight, view in self._gradients.items():
-            if weight.grad is not None and weight.grad is not view:
+            if weight.grad is None:  # of a pass that failed there may be something
+                view.zero_()
+            elif weight.grad is not view:
                 view.copy_(weight.grad)
             weight.grad = view

@@ -6,6 +6,7 @@ import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from distembed.errors import UserError
@@ -82,6 +83,34 @@ def test_a_backward_pass_that_fails_does_not_keep_the_next_one_from_updating() -
     weights["b"].grad = None
     weights["a"].sum().backward()
     torch.testing.assert_close(weights["a"].detach(), first - 0.5)
+
+
+def test_gradients_of_a_pass_that_failed_are_dropped_by_zero_grad() -> None:
+    weights, optimizer = make()
+    first = weights["a"].detach().clone()
+
+    def fail(_gradient: torch.Tensor) -> None:
+        raise RuntimeError("on purpose")
+
+    late = weights["b"] * 1.0
+    late.register_hook(fail)
+    loss = late.sum() + weights["a"].sum()  # whose backward comes to a first
+    with pytest.raises(RuntimeError, match="on purpose"):
+        loss.backward()
+    assert weights["a"].grad is not None, "the pass failed before it came to a"
+    optimizer.zero_grad()
+    weights["a"].sum().backward()
+    torch.testing.assert_close(weights["a"].detach(), first - 0.5)
+
+
+def test_a_backward_pass_within_another_updates_what_it_reaches() -> None:
+    weights, _ = make()
+    expected = {name: weight.detach().clone() - 0.5 for name, weight in weights.items()}
+    start = torch.zeros(1, requires_grad=True)
+    inner = checkpoint(lambda value: value.sum() + weights["b"].sum(), start, use_reentrant=True)
+    (weights["a"].sum() + inner).backward()
+    for name in expected:
+        torch.testing.assert_close(weights[name].detach(), expected[name])
 
 
 @pytest.mark.parametrize("name", ["sgd", "adagrad", "row_wise_adagrad", "adam"])
