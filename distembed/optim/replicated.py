@@ -152,7 +152,7 @@ class ReplicatedOptimizer(FusedOptimizer):
 
 
 class _Waiting(dict[int, "BackwardUpdates"]):
-    """Whose gradients have come in a backward pass, by their numbers; only the pass holds it, until it ends or fails."""
+    """Whose gradients have come in a backward pass, by their numbers; only that pass holds it."""
 
 
 class BackwardUpdates:
