@@ -18,7 +18,7 @@ from distembed.server.scoring import Request
 
 JSON_TYPE, ARROW_TYPE = "application/json", "application/vnd.apache.arrow.stream"
 _MOST_EXPANDED_BYTES = 256 << 20
-"""Bytes of a column once each row has its value of the dictionary."""
+"""Bytes of all columns once each row has a value of its own."""
 
 
 class BadBody(ValueError):
@@ -112,25 +112,48 @@ def _arrow_rows(body: bytes, most_rows: int) -> Request:
         table.validate(full=True)
     except (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError) as error:
         raise BadBody(f"the body is no stream of Arrow: {error}") from error
+    expanded = 0
     for name, column in zip(table.column_names, table.columns, strict=True):
-        if sum(map(_expanded_bytes, column.chunks)) > _MOST_EXPANDED_BYTES:
-            raise TooManyRows(f"the values of column {name!r} take too much memory one by one; send fewer rows")
+        expanded += sum(map(_expanded_bytes, column.chunks))
+        if expanded > _MOST_EXPANDED_BYTES:
+            raise TooManyRows(
+                f"the values up to column {name!r} take too much memory where rows do not share them; send fewer rows"
+            )
     return Request(table=table)
 
 
 def _expanded_bytes(array: pa.Array) -> int:
-    """Returns the bytes of a column, at most, where each row has its value of the dictionary and each list its own."""
+    """Returns the bytes of a column, at most, where each row has its own copy of what it may share with others."""
     if pa.types.is_dictionary(array.type):
-        longest = pc.max(pc.binary_length(array.dictionary)).as_py() if _has_length(array.dictionary.type) else 16
-        return len(array) * (longest or 0)
+        return len(array) * _longest(array.dictionary)
+    if pa.types.is_run_end_encoded(array.type):
+        return len(array) * _longest(array.values)
+    if pa.types.is_list_view(array.type) or pa.types.is_large_list_view(array.type):
+        num_entries = pc.sum(pc.list_value_length(array)).as_py() or 0
+        return int(num_entries) * (16 + _longest(array.values))
     if pa.types.is_list(array.type) or pa.types.is_large_list(array.type) or pa.types.is_fixed_size_list(array.type):
         entries = array.flatten()
         return 16 * len(entries) + _expanded_bytes(entries)
-    if (pa.types.is_string_view(array.type) or pa.types.is_binary_view(array.type)) and len(array):
-        # many views may be of the same bytes; each begins with its length
-        views = np.frombuffer(array.buffers()[1], np.int32, 4 * (array.offset + len(array)))
-        return int(views[4 * array.offset :: 4].clip(min=0).sum(dtype=np.int64))
-    return 0
+    return int(_view_lengths(array).sum(dtype=np.int64)) if _is_view(array.type) else 0
+
+
+def _longest(array: pa.Array) -> int:
+    """Returns the bytes of the longest of an array's values, at most."""
+    if _is_view(array.type):
+        return int(_view_lengths(array).max(initial=0))
+    return pc.max(pc.binary_length(array)).as_py() or 0 if _has_length(array.type) else 16
+
+
+def _view_lengths(array: pa.Array) -> NDArray[np.int32]:
+    """Returns the length with which each view begins; many views may be of the same bytes."""
+    if not len(array):
+        return np.empty(0, np.int32)
+    views = np.frombuffer(array.buffers()[1], np.int32, 4 * (array.offset + len(array)))
+    return views[4 * array.offset :: 4].clip(min=0)
+
+
+def _is_view(type_: pa.DataType) -> bool:
+    return bool(pa.types.is_string_view(type_) or pa.types.is_binary_view(type_))
 
 
 def _has_length(type_: pa.DataType) -> bool:

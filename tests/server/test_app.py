@@ -185,7 +185,17 @@ def test_arrow_that_would_take_much_memory_is_refused_before_it_does(app: FastAP
     long = pa.table({"site": pa.DictionaryArray.from_arrays(np.zeros(60_000, np.int32), ["x" * 100_000])})
     lists = pa.table({"places": pa.FixedSizeListArray.from_arrays(pa.nulls(30_000 * 2000), 30_000)})
     nested = pa.table({"places": pa.ListArray.from_arrays(np.arange(60_001), long["site"].chunk(0))})
-    for much in (nothing, long, lists, nested):
+    text = b"x" * 100_000
+    one_view = np.array([len(text), int.from_bytes(b"xxxx", "little"), 0, 0], np.int32)
+    buffers = [None, pa.py_buffer(np.tile(one_view, 3000).tobytes()), pa.py_buffer(text)]
+    views = pa.table({"site": pa.Array.from_buffers(pa.string_view(), 3000, buffers)})
+    runs = pa.table({"site": pa.RunEndEncodedArray.from_arrays([60_000], [text.decode()])})
+    shared = pa.ListViewArray.from_arrays(
+        np.zeros(6000, np.int32), np.full(6000, 5000, np.int32), pa.array(range(5000))
+    )
+    half = pa.DictionaryArray.from_arrays(np.zeros(1500, np.int32), [text.decode()])
+    columns = pa.table({"site": half, "code": half})  # either alone would pass
+    for much in (nothing, long, lists, nested, views, runs, pa.table({"places": shared}), columns):
         body = stream(much)
         assert len(body) < 1 << 20
         reply = post_table(app, body)
