@@ -1,5 +1,7 @@
 """A compositional table as a plain ``torch.nn.Module``, for models that do not use TorchRec."""
 
+from typing import NoReturn
+
 import torch
 from jaxtyping import Float, Int, Int64
 from torch import Tensor, nn
@@ -13,10 +15,10 @@ from distembed.embedding.tables import empty_weight, initialise
 from distembed.embedding.whole_batches import require_integers
 from distembed.errors import UserError
 from distembed.partitions import KeyedHash, Partition
-from distembed.tracing import Unscripted, is_proxy, is_traced, one_node, refuse_jit_trace, require_in_program
+from distembed.tracing import is_proxy, is_traced, one_node, require_in_program
 
 
-class CompositionalEmbeddingBag(Unscripted, nn.Module):
+class CompositionalEmbeddingBag(nn.Module):
     """Takes the place of ``nn.EmbeddingBag``, and is made and called like it.
 
     It has no max_norm, norm_type, scale_grad_by_freq, padding_idx and from_pretrained. ``weights.<j>`` holds the
@@ -118,7 +120,6 @@ class CompositionalEmbeddingBag(Unscripted, nn.Module):
         """
         if is_proxy(input, offsets, per_sample_weights):
             return one_node(self, input, offsets, per_sample_weights)
-        refuse_jit_trace(self)
         if per_sample_weights is not None and per_sample_weights.shape != input.shape:
             raise UserError(
                 f"per_sample_weights has the shape {tuple(per_sample_weights.shape)} and input {tuple(input.shape)}; "
@@ -139,6 +140,17 @@ class CompositionalEmbeddingBag(Unscripted, nn.Module):
             order = torch.arange(len(ids), device=ids.device).expand(n, -1)
             rows, weights = torch.cat([order, rows[n:]]), vectors + weights[n:]
         return self.table.combine.embed(weights, rows).to(self.weights[0].dtype)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Refuses ``torch.jit.script``, which calls this first.
+
+        Raises:
+            UserError: Always.
+        """
+        raise UserError(
+            "torch.jit.script does not take CompositionalEmbeddingBag; use torch.export or torch.compile, or "
+            "CompositionalEmbeddingBagCollection, which TorchScript takes."
+        )
 
     def extra_repr(self) -> str:
         """Returns the module's settings, for its ``repr``."""

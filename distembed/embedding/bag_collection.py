@@ -94,6 +94,12 @@ class CompositionalEmbeddingBagCollection(
         require_bags_for_rows(features)
         return KeyedTensor(keys, dims, torch.cat(pooled, dim=1))
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Returns what ``torch.jit.script`` compiles in the collection's place."""
+        from distembed.embedding.scripting import scripted_bags
+
+        return scripted_bags(self)
+
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Returns TorchRec's config of every table, in which its models find features and dimensions."""
         return torchrec_configs(EmbeddingBagConfig, self._tables, _pooling)

@@ -73,6 +73,12 @@ class CompositionalEmbeddingCollection(CompositionalTables[CompositionalEmbeddin
             outputs |= jagged_vectors(keys, dim, feature.vectors, feature.lengths, ids, own)
         return outputs
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Returns what ``torch.jit.script`` compiles in the collection's place."""
+        from distembed.embedding.scripting import scripted_sequences
+
+        return scripted_sequences(self)
+
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """Returns TorchRec's config of every table, in which its models find features and dimensions."""
         return torchrec_configs(EmbeddingConfig, self._tables)

@@ -20,7 +20,7 @@ from distembed.embedding.variable_batches import lengths_by_feature
 from distembed.errors import UserError
 from distembed.names import one_of
 from distembed.sse import require_forward_pass
-from distembed.tracing import Unscripted, is_traced, refuse_jit_trace
+from distembed.tracing import is_traced
 
 TableT = TypeVar("TableT", bound=CompositionalEmbeddingConfig)
 
@@ -46,7 +46,7 @@ class EmbeddedFeature(Generic[TableT]):
     weights: Float[Tensor, " ids"] | None
 
 
-class CompositionalTables(QuantizedByName, Unscripted, nn.Module, Generic[TableT]):
+class CompositionalTables(QuantizedByName, nn.Module, Generic[TableT]):
     """Base of the collections.
 
     Attributes:
@@ -123,7 +123,6 @@ class CompositionalTables(QuantizedByName, Unscripted, nn.Module, Generic[TableT
         Raises:
             UserError: An id lies outside of its table, or the batch is not whole.
         """
-        refuse_jit_trace(self)
         if is_traced():
             # unless a program may depend on a batch's numbers (fullgraph=True), it ends here: once, and in no loop
             features.length_per_key()

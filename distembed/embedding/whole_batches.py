@@ -9,11 +9,13 @@ from collections import Counter
 
 import numpy as np
 import torch
+from jaxtyping import Bool
+from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.embedding.variable_batches import lengths_by_feature
 from distembed.errors import UserError
-from distembed.tracing import is_traced
+from distembed.tracing import is_traced, require_in_program
 from distembed.units import enumerate_names
 
 _LARGEST = torch.iinfo(torch.int64).max
@@ -45,7 +47,7 @@ def require_whole(features: KeyedJaggedTensor) -> None:
         whole = (lengths >= 0).all() & (lengths.sum() == num_ids)
         if offsets is not None:
             whole = whole & (offsets.narrow(0, 0, 1) == 0).all() & (offsets.diff() == lengths).all()
-        torch._assert_async(whole, _REFUSED_IN_PROGRAM if is_traced() else _REFUSED_ON_DEVICE)
+        _require_on_device(whole)
     if not is_traced() and sum(features.length_per_key()) != num_ids:
         raise UserError(_other_number_of_ids(features))
 
@@ -62,6 +64,14 @@ def require_integers(what: str, dtype: torch.dtype) -> None:
     """
     if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
         raise UserError(f"{what} are of {dtype}, but must be integers; give int64 or int32.")
+
+
+def _require_on_device(condition: Bool[Tensor, ""]) -> None:
+    """Makes a program, or a device, fail where a condition is not met."""
+    if is_traced():
+        require_in_program(condition, _REFUSED_IN_PROGRAM)
+    else:
+        torch._assert_async(condition, _REFUSED_ON_DEVICE)
 
 
 def _require_numbers_of_bags(features: KeyedJaggedTensor) -> None:
@@ -96,7 +106,7 @@ def _require_rows(features: KeyedJaggedTensor) -> None:
     most = torch.tensor([num_bags.get(name, _LARGEST) for name in names]).to(bags.device, non_blocking=True)
     outside = (bags < 0) | (bags >= most.unsqueeze(1))
     if is_traced() or bags.device.type != "cpu":
-        torch._assert_async(~outside.any(), _REFUSED_IN_PROGRAM if is_traced() else _REFUSED_ON_DEVICE)
+        _require_on_device(~outside.any())
     elif outside.any():
         feature, row = outside.nonzero()[0].tolist()
         name = names[feature]
@@ -123,7 +133,7 @@ def _require_shapes(features: KeyedJaggedTensor) -> None:
             f"The ids of the batch have the shape {tuple(values.shape)}; give one dimension, bag after bag, and the "
             "number of ids of each bag as lengths."
         )
-    if weights is not None and is_traced():
+    if weights is not None and torch.compiler.is_compiling():
         torch._check(weights.dim() == 1 and weights.shape[0] == values.shape[0], lambda: _OTHER_WEIGHTS)
     elif weights is not None and weights.shape != values.shape:
         raise UserError(

@@ -13,8 +13,9 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.ids import IdMapper
 from distembed.embedding.tables import CompositionalTables, EmbeddedFeature
+from distembed.embedding.traced_features import FeatureIds, trace_features
 from distembed.errors import UserError
-from distembed.quantization.features import FeatureIds, as_batch, read_features, trace_features
+from distembed.quantization.features import as_batch, read_features
 from distembed.quantization.lookups import dim_name, lookup_key, quantized_bytes, quantized_lookups
 
 torch.fx.wrap("as_batch")

@@ -13,6 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.embedding import CompositionalEmbeddingBag
 from distembed.errors import UserError
+from distembed.sse import SSE
 from tests.composability.small_models import (
     ALL_PAIRS,
     BATCHES,
@@ -20,6 +21,7 @@ from tests.composability.small_models import (
     KINDS,
     NUM_IDS,
     ONE,
+    Pairs,
     SmallModel,
     TakesFeatures,
     draw,
@@ -150,21 +152,80 @@ def test_the_bag_for_any_model_is_traced_as_a_leaf() -> None:
         torch.testing.assert_close(traced(ids), module(ids))
 
 
-def test_torchscript_refuses_by_name() -> None:
-    """Stock's collections are scripted; their traces have the numbers of ids that the example had."""
-    for kind in KINDS:
-        torch.jit.script(stock_model(kind).embeddings)
-    stock, ours = stock_model("bags"), our_model("bags", ONE)
-    traced = torch.jit.trace(stock, draw(stock, 5, 0))
-    with pytest.raises(RuntimeError, match="split_sizes"):
-        traced(*draw(stock, 7, 1))
-    bag = CompositionalEmbeddingBag(NUM_IDS, 8)
-    for function, name in (
-        (lambda: torch.jit.script(ours), "torch.jit.script"),
-        (lambda: torch.jit.script(our_model("sequences", ONE)), "torch.jit.script"),
-        (lambda: torch.jit.script(bag), "torch.jit.script"),
-        (lambda: torch.jit.trace(ours, draw(ours, 5, 0)), "torch.jit.trace"),
-        (lambda: torch.jit.trace(bag, (torch.ones(2, 3).long(),)), "torch.jit.trace"),
-    ):
-        with pytest.raises(UserError, match=f"{name} does not take Compositional.* Use torch.export or torch.compile"):
-            function()
+def scored(module: nn.Module, kind: str, keys: list[str], features: KeyedJaggedTensor) -> list[Tensor]:
+    """The vectors of each key."""
+    output = module(features)
+    return [output[key].values() if kind == "sequences" else output[key] for key in keys]
+
+
+@pytest.mark.parametrize("pairs", [EACH_ONCE, pytest.param(ALL_PAIRS, marks=pytest.mark.slow)], ids=["", "all"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_collection_is_scripted(kind: str, pairs: Pairs) -> None:
+    """Alone and in a model, saved and loaded; ids are checked, and from Python the collection goes on as before."""
+    for model in (stock_model(kind), our_model(kind, pairs)):
+        embeddings, parent = model.embeddings, nn.ModuleDict({"embeddings": model.embeddings})
+        names = list(embeddings.state_dict())
+        file = io.BytesIO()
+        torch.jit.save(torch.jit.script(embeddings), file)
+        file.seek(0)
+        for script in (torch.jit.load(file), torch.jit.script(parent).embeddings):
+            for num_rows, seed, most_ids in OTHER_BATCHES:
+                _, values, lengths, *weights = draw(model, num_rows, seed, most_ids)
+                features = [
+                    KeyedJaggedTensor(model.features, values, lengths=lengths, weights=(*weights, None)[0])
+                    for _ in range(3)
+                ]
+                expected = scored(embeddings, kind, model.keys, features[0])
+                torch.testing.assert_close(scored(script, kind, model.keys, features[1]), expected)
+                torch.testing.assert_close(scored(parent["embeddings"], kind, model.keys, features[2]), expected)
+        assert set(parent["embeddings"].state_dict()) == set(names)
+        gradient = torch.autograd.grad(sum(part.sum() for part in expected), embeddings.parameters())
+        again = scored(script, kind, model.keys, features[0])
+        for own, name in zip(gradient, names, strict=True):
+            found = torch.autograd.grad(
+                sum(part.sum() for part in again), script.state_dict(keep_vars=True)[name], retain_graph=True
+            )
+            torch.testing.assert_close(found[0], own)
+    broken = KeyedJaggedTensor(model.features, values.fill_(NUM_IDS), lengths=lengths, weights=features[0]._weights)
+    with pytest.raises(torch.jit.Error, match="table 't0', feature 'f0': ids lie between 0 and 59"):
+        script(broken)
+    with pytest.raises(UserError, match="id at position 0 is 60"):
+        parent["embeddings"](broken)
+
+
+def test_what_a_script_does_not_do_is_refused() -> None:
+    """Rows that share bags (stock's scripts repeat these), and random ids in training."""
+    model = our_model("bags", ONE)
+    features = KeyedJaggedTensor(
+        model.features,
+        torch.arange(3),
+        lengths=torch.ones(3).long(),
+        stride_per_key_per_rank=[[1], [2]],
+        inverse_indices=(model.features, torch.tensor([[0, 0], [1, 0]])),
+    )
+    with pytest.raises(torch.jit.Error, match="inverse indices"):
+        torch.jit.script(model.embeddings)(features)
+    replacing = our_model("bags", ONE, sse=SSE(p0=0.1)).embeddings
+    with pytest.raises(UserError, match=r"replaced in training .* call eval"):
+        torch.jit.script(replacing)
+    torch.jit.script(replacing.eval())
+    with pytest.raises(UserError, match="does not take CompositionalEmbeddingBag; use torch.export"):
+        torch.jit.script(nn.Sequential(CompositionalEmbeddingBag(NUM_IDS, 8)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_jit_trace_takes_the_sizes_of_its_example(kind: str) -> None:
+    """Stock's and ours; other ids are looked up, those outside of tables refused."""
+    for model in (stock_model(kind), our_model(kind)):
+        dense, values, lengths, *weights = draw(model, 5, 0)
+        traced = torch.jit.trace(model, (dense, values, lengths, *weights))
+        others = (7 * values + 3) % NUM_IDS
+        torch.testing.assert_close(traced(dense, others, lengths, *weights), model(dense, others, lengths, *weights))
+        for wrong in (NUM_IDS, -1):
+            with pytest.raises(
+                (RuntimeError, torch.jit.Error),
+                match="valid range|out of range|feature 'f0': an id lies outside of 0 to 59",
+            ):
+                traced(dense, values.index_fill(0, torch.tensor([0]), wrong), lengths, *weights)
+        with pytest.raises(RuntimeError, match="split_sizes"):
+            traced(*draw(model, 7, 1))
