@@ -22,7 +22,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._wait()
 
     def on_headers_complete(self) -> None:
-        """Ends to wait."""
+        """Stops waiting for the head of a request."""
         self._end_waiting()
         super().on_headers_complete()
 
@@ -32,7 +32,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Ends to wait."""
+        """Stops waiting for the head of a request."""
         self._end_waiting()
         super().connection_lost(exc)
 
