@@ -70,8 +70,9 @@ class PathComposition(Composition):
 
         Ids are grouped by function. The functions of several tables may be stacked; then rows count through the stack.
         """
-        for packed, row in zip(functions, rows, strict=True):
-            inputs = evaluate_grouped(inputs, packed, row, self._layers)
+        # by number: a program that divides rows into none of them cannot be saved (torch.export)
+        for j, packed in enumerate(functions):
+            inputs = evaluate_grouped(inputs, packed, rows[j], self._layers)
         return inputs
 
     def initial_weights(self, variance: float, num_partitions: int, embedding_dim: int) -> tuple[Distribution, ...]:

@@ -5,7 +5,6 @@ looks for the kernels whose weights and optimizer state it averages over the gro
 """
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
