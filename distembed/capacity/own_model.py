@@ -32,6 +32,7 @@ from distembed.planning.example_step import ExampleBatch, OnDevice, estimate_own
 from distembed.planning.plan_inputs import PlanInputs, table_plan_inputs
 from distembed.planning.storage import TableStorage, whole_table_storage
 from distembed.sharding import default_sharders
+from distembed.sharding.exchange import common_exchange
 from distembed.units import enumerate_names
 
 _WITH_TABLES = (
@@ -173,6 +174,7 @@ class OwnModel(Plannable):
             sparse_optimizer=optimizers.sparse,
             dense_optimizer=optimizers.dense,
             tables=table_plan_inputs(self.model.tables),
+            exchange=common_exchange(sharders).as_json(),
         )
         return ModelOnCluster(request, plan_inputs, notes)
 

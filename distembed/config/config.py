@@ -71,6 +71,16 @@ class Config:
         return self
 
     @model_validator(mode="after")
+    def _vectors_are_rounded_once(self) -> "Config":
+        """Refuses codecs of vectors that are of half precision already, which they read as float32."""
+        if self.embedding.output_dtype != "fp32" and self.train.quantized_comms.is_used:
+            raise ValueError(
+                f"embedding.output_dtype is {self.embedding.output_dtype!r}, in which vectors and gradients are sent, "
+                "and train.quantized_comms rounds what is sent once more, from fp32 only; leave one of the two out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _evaluations_to_compare(self) -> "Config":
         """Refuses a comparison of evaluations where there are none."""
         if self.train.compares_evaluations and self.data.validation is None:

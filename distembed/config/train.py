@@ -7,6 +7,7 @@ import pydantic.dataclasses
 from pydantic import Field
 
 from distembed.bounds import Count, Interval
+from distembed.embedding.exchange import QuantizedCommsConfig
 from distembed.names import STRICT
 from distembed.optim.config import DenseOptimizerConfig, NonNegativeNumber, SparseOptimizerConfig
 
@@ -25,6 +26,7 @@ class TrainConfig:
         precision: What the networks compute in: ``bf16`` for autocast, ``fp32``, or ``auto`` for bf16 where the
             processor computes in it natively.
         device: Type of the ranks' devices: ``cpu``, ``cuda``, or ``auto`` for CUDA where there is a device.
+        quantized_comms: What composed vectors and their gradients are rounded to while they are sent.
         log_every: Steps between two lines of metrics.
         evaluate_every: Steps between two evaluations on the validation split; 0 for the end of each epoch only.
         stop_after_evaluations: Number of evaluations in a row without a better value of the task's headline metric
@@ -48,6 +50,7 @@ class TrainConfig:
     sparse_optimizer: SparseOptimizerConfig = field(default_factory=SparseOptimizerConfig)
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    quantized_comms: QuantizedCommsConfig = field(default_factory=QuantizedCommsConfig)
     log_every: Count = 100
     evaluate_every: Interval = 0
     stop_after_evaluations: Count | None = None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from distembed.composition import COMPOSITIONS
 from distembed.data.dataset.schema import CategoricalFeature
-from distembed.embedding.config import CompositionalEmbeddingBagConfig
+from distembed.embedding.config import CompositionalEmbeddingBagConfig, DataType
 from distembed.embedding.settings import EmbeddingConfig, TableConfig
 from distembed.errors import UserError
 from distembed.names import one_of
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from distembed.partitions import Explicit
 
 _DEFAULT_COLLISIONS = 4
+_DATA_TYPES: dict[str, DataType] = {"fp32": "FP32", "fp16": "FP16", "bf16": "BF16"}
 
 
 def build_tables(
@@ -87,6 +88,7 @@ def _table(
         seed=seed,
         id_policy=settings.id_policy,
         pre_hash=None if settings.hash_seed is None else KeyedHash(settings.hash_seed),
+        data_type=_DATA_TYPES[settings.data_type],
     )
 
 

@@ -10,6 +10,7 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from distembed.bounds import Width, Widths
 from distembed.composition import ACTIVATIONS, COMPOSITIONS
+from distembed.embedding.exchange import OutputDtype
 from distembed.errors import UserError
 from distembed.names import STRICT, complete_tables, one_of, over_default
 from distembed.partitions import PARTITIONS
@@ -49,6 +50,8 @@ class TableConfig:
         force: Whether the scheme is applied even below the threshold and even where it saves no parameters.
         id_policy: How to treat ids outside of the table: ``error``, ``clip_to_oov`` or ``modulo``.
         hash_seed: The seed of a hash that is applied to every id first; without it ids are not hashed.
+        data_type: What the numbers of the vectors are: ``fp32``, ``fp16`` or ``bf16``. Vectors are composed, and
+            optimizers have their states, in float32.
     """
 
     partition: str = "naive"
@@ -69,6 +72,7 @@ class TableConfig:
     force: bool = False
     id_policy: IdPolicy = "error"
     hash_seed: int | None = Field(default=None, ge=0, le=2**63 - 1)
+    data_type: Literal["fp32", "fp16", "bf16"] = "fp32"
 
     @field_validator("partition")
     @classmethod
@@ -88,13 +92,19 @@ class TableConfig:
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class EmbeddingConfig:
-    """The ``embedding`` section: ``default`` for every table, ``tables`` for exceptions by the feature's name.
+    """The ``embedding`` section.
 
-    In a file an exception has only the settings that differ from ``default``.
+    Attributes:
+        default: The settings of every table.
+        tables: Exceptions by the feature's name; in a file an exception has only what differs from ``default``.
+        output_dtype: What the ranks that look composed vectors up round them to, before they are sent, and in which
+            their gradients are sent: ``fp32``, ``fp16`` or ``bf16``. Networks get float32; vectors of data-parallel
+            tables are not rounded.
     """
 
     default: TableConfig = field(default_factory=TableConfig)
     tables: dict[str, TableConfig] = field(default_factory=dict)
+    output_dtype: OutputDtype = "fp32"
 
     @model_validator(mode="before")
     @classmethod

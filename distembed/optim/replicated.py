@@ -67,7 +67,8 @@ def fused_optimizer(fused_params: Mapping[str, Any], weight_name: str) -> tuple[
 class ReplicatedOptimizer(FusedOptimizer):
     """Torch's form of a fused optimizer, which :class:`BackwardUpdates` steps; its own ``step`` sets the learning rate.
 
-    Weights of half precision are trained in float32 and rounded, and their states are float32, as FBGEMM's are.
+    Weights of half precision are trained in float32 and rounded to the nearest, and their states are float32, as
+    FBGEMM's are; only during an update are there copies in float32.
 
     Attributes:
         name: Name of the optimizer, a key of ``OPTIMIZERS``.
@@ -104,19 +105,27 @@ class ReplicatedOptimizer(FusedOptimizer):
                 f"{prefix}.{state_name if i else 'momentum1'}": own[state_name].view(-1) if is_row else own[state_name]
                 for i, (state_name, is_row) in enumerate(by_row)
             }
+        self._free_copies()
         super().__init__(weights, state, [{"params": list(weights.values()), "lr": settings["lr"]}])
 
     def update(self) -> None:
         """Updates the weights by their gradients."""
         for weight, trained in self._trained.items():
             if trained is not weight:
-                trained.data.copy_(weight.data)
+                trained.data = weight.data.float()
                 trained.grad = None if weight.grad is None else weight.grad.float()
         self._inner.step()
         for weight, trained in self._trained.items():
             if trained is not weight:
                 weight.data.copy_(trained.data)
                 trained.grad = None
+        self._free_copies()
+
+    def _free_copies(self) -> None:
+        """Gives the memory of float32 copies of the weights back."""
+        for weight, trained in self._trained.items():
+            if trained is not weight:
+                trained.data = torch.empty(0, device=weight.device)
 
     def step(self, closure: Any = None) -> None:
         self.zero_grad()

@@ -33,6 +33,7 @@ from distembed.optim.kinds import OPTIMIZERS
 from distembed.planning.plan_inputs import PlanInputs, table_plan_inputs
 from distembed.planning.saved_plan import SavedPlan, SavedShard, SavedTable, read_saved_plan
 from distembed.ranks import Ranks
+from distembed.sharding.exchange import common_exchange
 from distembed.sharding.placement import BY_ROWS, COMPUTE_KERNELS, SHARDING_TYPES, WITHIN_NODES, place_table
 from distembed.sharding.shardings import SEQUENCE_SHARDING_TYPES
 from distembed.sharding.table_slice import unit_size
@@ -80,6 +81,7 @@ def load_plan(
         sparse_optimizer=optimizer,
         dense_optimizer=saved.plan_inputs.dense_optimizer,
         tables=table_plan_inputs([table for own in tables.values() for table in own]),
+        exchange=common_exchange(sharders).as_json(),
     )
     return apply_saved_plan(saved, tables, now, fused=OPTIMIZERS[optimizer].fused_class is not None)
 

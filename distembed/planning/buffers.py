@@ -25,10 +25,12 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ShardingType
 
 from distembed.embedding.config import common_id_dtype
+from distembed.embedding.exchange import VectorExchange
+from distembed.planning.exchange_memory import Exchange, fullest_lookup
 from distembed.planning.lookups import ExchangeKey, RankLookups, column_shards, exchange_key, is_on_every_rank
 from distembed.planning.networks import NetworkEstimate
 from distembed.planning.workload import Workload, pipeline_depth
-from distembed.sharding.groups import GroupLoad, LookupMemory, group_type
+from distembed.sharding.groups import GroupLoad, group_type
 from distembed.sharding.placement import BY_ROWS, WITHIN_NODES, Placement
 from distembed.sharding.table_slice import is_pooled, width
 
@@ -97,10 +99,18 @@ class Step:
         world_size: Number of ranks.
         workload: Rows, ids and networks of the step.
         device_kind: ``cuda`` or ``cpu``.
+        exchanges: How vectors are sent, by collection's path; in float32 those of collections that are not named.
     """
 
-    def __init__(self, placements: Sequence[Placement], world_size: int, workload: Workload, device_kind: str) -> None:
-        self._world_size, self._device_kind = world_size, device_kind
+    def __init__(
+        self,
+        placements: Sequence[Placement],
+        world_size: int,
+        workload: Workload,
+        device_kind: str,
+        exchanges: Mapping[str, VectorExchange] | None = None,
+    ) -> None:
+        self._world_size, self._device_kind, self._exchanges_of = world_size, device_kind, exchanges or {}
         self._workload, self._network = workload, workload.network or NetworkEstimate()
         self._num_rows = workload.rows_of_rank(world_size)
         self._lookups = RankLookups(placements, world_size, workload)
@@ -206,16 +216,22 @@ class Step:
         bags, ids = self._num_bags(placement), round(self._num_ids(placement) * share)
         # each rank gets the ids of its rows, and has a partial sum of every bag, or the vectors of these ids
         vectors = bags * others if is_pooled(placement.table) else ids
-        vector_bytes = vectors * width(placement.table) * _FLOAT
+        numbers, exchange = vectors * width(placement.table), self._exchange_of(placement.collection)
         id_bytes = ids * self._id_bytes[placement.collection]
-        return SentBytes(id_bytes + bags * _INT * others, vector_bytes, vector_bytes)
+        return SentBytes(
+            id_bytes + bags * _INT * others,
+            math.ceil(exchange.vector_bytes(numbers)),
+            math.ceil(exchange.gradient_bytes(numbers)),
+        )
 
     def _sent_to_shard(self, placement: Placement, columns: int) -> SentBytes:
         """Returns what a rank sends to the owner of some columns: ids of its rows, and gradients of their vectors."""
         return SentBytes(
             ids=math.ceil(self._num_ids(placement) / placement.num_row_blocks) * self._id_bytes[placement.collection]
             + self._num_bags(placement) * _INT,
-            gradients=self._num_vectors(placement) * columns * _FLOAT,
+            gradients=math.ceil(
+                self._exchange_of(placement.collection).gradient_bytes(self._num_vectors(placement) * columns)
+            ),
         )
 
     def _sent_by_owner(self, placement: Placement, columns: int) -> SentBytes:
@@ -225,11 +241,12 @@ class Step:
         and send these to the other nodes; gradients take the same way back.
         """
         own, ranks_per_node = self._sent_to_shard(placement, columns), placement.num_row_blocks
-        nodes = self._world_size // ranks_per_node
-        summed = (ranks_per_node - 1) * nodes * own.gradients
-        return SentBytes(-own.ids, summed + (nodes - 1) * own.gradients, summed - own.gradients)
+        exchange, numbers = self._exchange_of(placement.collection), self._num_vectors(placement) * columns
+        nodes, vectors = self._world_size // ranks_per_node, math.ceil(exchange.vector_bytes(numbers))
+        summed = (ranks_per_node - 1) * nodes
+        return SentBytes(-own.ids, (summed + nodes - 1) * vectors, (summed - 1) * own.gradients)
 
-    def _exchange(self, key: ExchangeKey, received: int, loads: Sequence[GroupLoad]) -> "_Exchange":
+    def _exchange(self, key: ExchangeKey, received: int, loads: Sequence[GroupLoad]) -> Exchange:
         output, (_, sharding_type) = sum(load.output_bytes for load in loads), key
         is_sent = _is_sent(sharding_type, self._world_size)
         # a reduce-scatter sends the output itself, but for gloo's, and an all-to-all a copy
@@ -237,16 +254,20 @@ class Step:
         if self._device_kind == "cuda" and sharding_type in BY_ROWS and all(is_pooled(load.table) for load in loads):
             # within a node; what is summed there is sent to others
             sent = sent // self._sum().ranks_per_node if sharding_type in WITHIN_NODES else 0
-        return _Exchange(
+        return Exchange(
             output=output,
             sent=sent,
             received=received,
             arriving_ids=sum(load.num_ids * _LONG + load.num_bags * _INT for load in loads) if is_sent else 0,
             lookups=[group_type(load.table, is_pooled(load.table)).memory(load, self._device_kind) for load in loads],
             is_sent=is_sent,
+            numbers=self._exchange_of(key[0]) if is_sent else VectorExchange(),
         )
 
-    def _exchanges(self, rank: int) -> list["_Exchange"]:
+    def _exchange_of(self, collection: str) -> VectorExchange:
+        return self._exchanges_of.get(collection, VectorExchange())
+
+    def _exchanges(self, rank: int) -> list[Exchange]:
         """Returns a rank's exchanges, those of tables that it has no part of as well: it receives their vectors."""
         totals, loads = self._sum(), self._lookups.rank_loads(rank)
         return [
@@ -259,7 +280,7 @@ class Step:
         exchanges, totals = self._exchanges(rank), self._sum()
         lookups = [lookup for exchange in exchanges for lookup in exchange.lookups]
         arriving = sum(exchange.arriving_ids for exchange in exchanges)
-        received = sum(exchange.received for exchange in exchanges)
+        received, is_any_sent = sum(exchange.received for exchange in exchanges), any(own.is_sent for own in exchanges)
         saved = sum(lookup.saved_bytes for lookup in lookups)
         # gradients of what is on all ranks lie in buckets all the time, where there are other ranks
         unfused = totals.unfused.get(rank, 0)
@@ -271,16 +292,18 @@ class Step:
         output_bytes = math.ceil(self._network.output_bytes_per_row * self._num_rows)
         inputs += output_bytes * (1 + self._workload.logged_steps)
         # ids as received and sorted by feature; those that were sent, of this batch and of the next
-        fullest = _fullest_lookup(exchanges)
+        fullest = fullest_lookup(exchanges)
         yield StepBuffers("lookup", inputs + arriving + totals.sent_ids, 0, fullest, 0, buckets)
-        yield StepBuffers("output", inputs, 2 * received + received * (len(exchanges) > 1), saved, 0, buckets)
+        outputs = sum(
+            exchange.output_bytes + exchange.rounded_received * (len(exchanges) > 1) for exchange in exchanges
+        )
+        yield StepBuffers("output", inputs, outputs, saved, 0, buckets)
         yield StepBuffers("networks", inputs, 0, saved, self._network.peak, buckets + early)
         back = sum(exchange.output for exchange in exchanges)
-        copies = 1 + any(exchange.is_sent for exchange in exchanges)
         own = sum(lookup.gradient_bytes for lookup in lookups)
-        yield StepBuffers(
-            "output gradients", inputs, copies * received + back, saved, 0, gradients - own - unfused + early
-        )
+        returned = received + back + sum(exchange.gradient_bytes for exchange in exchanges)
+        returned += sum(exchange.received for exchange in exchanges if not exchange.is_sent) * is_any_sent
+        yield StepBuffers("output gradients", inputs, returned, saved, 0, gradients - own - unfused + early)
         # lookups have their gradients one by one, the last first; tables after all that their vectors go through
         left, done, to_come = saved, gradients - own + early, unfused // max(1, len(lookups))
         for lookup in reversed(lookups):
@@ -376,7 +399,7 @@ class _Totals:
     """
 
     received: Mapping[ExchangeKey, int]
-    common: Mapping[ExchangeKey, "_Exchange"]
+    common: Mapping[ExchangeKey, Exchange]
     ranks_per_node: int
     sent_ids: int
     replicated: int
@@ -385,44 +408,6 @@ class _Totals:
     scanned: Mapping[int, int]
     sent_by_all: SentBytes
     sent_to_shards: SentBytes
-
-
-@dataclass(frozen=True)
-class _Exchange:
-    """Tables of one collection and one sharding type on a rank.
-
-    Attributes:
-        output: Bytes of all vectors that the lookups compose.
-        sent: Bytes of a copy of these that is sent.
-        received: Bytes of the vectors of this rank's rows.
-        arriving_ids: Bytes of the ids that arrive, with their lengths.
-        lookups: Memory of each lookup.
-        is_sent: Whether the vectors are for other ranks too.
-    """
-
-    output: int
-    sent: int
-    received: int
-    arriving_ids: int
-    lookups: list[LookupMemory]
-    is_sent: bool
-
-
-def _fullest_lookup(exchanges: Sequence[_Exchange]) -> int:
-    """Returns the most bytes that lookups, one exchange's after the other's, have in memory with their outputs."""
-    waiting, fullest, saved = 0, 0, 0
-    for exchange in exchanges:
-        saved += sum(lookup.saved_bytes for lookup in exchange.lookups)
-        forward = max((lookup.forward_bytes for lookup in exchange.lookups), default=0)
-        # outputs of several lookups are put into one tensor
-        copies = 2 if len(exchange.lookups) > 1 else 1
-        fullest = max(
-            fullest,
-            waiting + saved + forward + copies * exchange.output,
-            waiting + saved + exchange.output + exchange.sent + (exchange.received if exchange.is_sent else 0),
-        )
-        waiting += exchange.sent + exchange.received if exchange.is_sent else exchange.output
-    return fullest
 
 
 def _unfused_gradients(placement: Placement) -> dict[int, int]:

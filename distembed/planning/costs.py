@@ -20,6 +20,7 @@ from typing import Any
 from torchrec.distributed.types import ParameterSharding, ShardingType
 
 from distembed.embedding.config import CompositionalEmbeddingConfig, PartitionTable, common_id_dtype
+from distembed.embedding.exchange import VectorExchange
 from distembed.planning.lookup_time import LookupTimes, feature_launches, group_launches
 from distembed.planning.lookups import ExchangeKey, is_on_every_rank
 from distembed.planning.request import PlanRequest
@@ -34,6 +35,8 @@ _ID_COLLECTIVES = 3
 """TorchRec exchanges how many ids go where, how many each row has, and the ids."""
 _EXCHANGE_LAUNCHES = 40
 """Operations that TorchRec starts around the collectives of an exchange: sorting ids by feature and by rank, copies."""
+_CODEC_LAUNCHES = 12
+"""Operations of TorchRec's codecs in an exchange: clamping, rounding and widening vectors, and their gradients."""
 _UPDATE_LAUNCHES = 40
 """Operations of a replicated weight's own: its gradient's way into a bucket, and torch's update, weight by weight."""
 _ROUTING_LAUNCHES = 40
@@ -105,6 +108,7 @@ class PlacementCosts:
         self._cluster, self._workload = cluster, workload
         self._traffic = Traffic(cluster)
         self._lookups = LookupTimes(cluster.device, request.table_optimizers, workload.bf16, request.cache_ratio)
+        self._exchanges = request.exchanges
         self._id_bytes = {
             path: common_id_dtype(collection.tables()).itemsize for path, collection in request.collections.items()
         }
@@ -151,7 +155,8 @@ class PlacementCosts:
         device = self._cluster.device
         levels = 2 if is_divided_within_nodes(exchange[1]) else 1
         collectives = _ID_COLLECTIVES + 2 * levels
-        return _MS * (collectives * device.collective_seconds + _EXCHANGE_LAUNCHES * device.launch_seconds)
+        launches = _EXCHANGE_LAUNCHES + _CODEC_LAUNCHES * levels * self._exchange_of(exchange[0]).comms.is_used
+        return _MS * (collectives * device.collective_seconds + launches * device.launch_seconds)
 
     def table_class(self, table: CompositionalEmbeddingConfig, collection: str) -> Hashable:
         """Returns what tables have in common that cost the same in every layout."""
@@ -186,7 +191,9 @@ class PlacementCosts:
         exchange = collection, layout.sharding_type
         slices, replicated = divided_table(table, layout)
         traffic = self._table_traffic(table, collection)
-        replicated_bytes = FLOAT_BYTES * sum(part.num_parameters for part in replicated)
+        replicated_bytes = sum(
+            part.num_parameters * (FLOAT_BYTES if part.is_function else table.bytes_per_number) for part in replicated
+        )
         sent_bytes = self._traffic.all_reduce_bytes(replicated_bytes)
         shards: list[ShardCost] = []
         by_shape: dict[Hashable, ShardCost] = {}
@@ -196,17 +203,30 @@ class PlacementCosts:
             shards += [by_shape[own.shape]] * self.num_row_shards(layout.sharding_type)
             sent_bytes += self._traffic.sent_bytes(traffic, layout.sharding_type, own.num_columns)
         common_ms = self._common_ms(table, replicated, layout.sharding_type)
+        if self._is_exchanged(layout.sharding_type):
+            # of the vectors of a rank's own rows, whoever has looked them up
+            common_ms += self._rounding_ms(traffic, sum(own.num_columns for own in slices))
         everywhere = ShardCost(common_ms, None) if common_ms else None
         if is_on_every_rank(layout.sharding_type):
             everywhere, shards = replace(shards[0], lookup_ms=shards[0].lookup_ms + common_ms), []
-        is_exchanged = self._cluster.world_size > 1 and layout.sharding_type != ShardingType.DATA_PARALLEL.value
         return PlacementCost(
             shards,
             everywhere,
             self._traffic.all_reduce_ms(replicated_bytes),
-            exchange if is_exchanged else None,
+            exchange if self._is_exchanged(layout.sharding_type) else None,
             sent_bytes,
         )
+
+    def _is_exchanged(self, sharding_type: str) -> bool:
+        """Returns whether vectors of tables that are divided so are sent to other ranks."""
+        return self._cluster.world_size > 1 and sharding_type != ShardingType.DATA_PARALLEL.value
+
+    def _exchange_of(self, collection: str) -> VectorExchange:
+        return self._exchanges.get(collection, VectorExchange())
+
+    def _rounding_ms(self, traffic: TableTraffic, num_columns: float) -> float:
+        """Returns the milliseconds in which codecs round and widen the vectors and gradients of a rank's batch."""
+        return _MS * traffic.rounding_bytes(round(num_columns)) / self._cluster.device.memory_bandwidth
 
     def _common_ms(
         self, table: CompositionalEmbeddingConfig, replicated: Sequence[PartitionTable], sharding_type: str
@@ -234,6 +254,9 @@ class PlacementCosts:
         self._group_starts[group] = _MS * group_launches(load) * device.launch_seconds
         lookup_ms = self._lookups.milliseconds(load, num_shards)
         lookup_ms += _MS * feature_launches(load) * device.launch_seconds
+        if self._is_exchanged(layout.sharding_type):
+            shares = num_shards if not traffic.is_pooled else 1  # each shard has a sum of every bag
+            lookup_ms += self._cluster.world_size / shares * self._rounding_ms(traffic, own.num_columns)
         return ShardCost(lookup_ms, group, self._traffic.transfers(traffic, exchange, own.num_columns))
 
     def _load(self, own: TableSlice, sharding_type: str, traffic: TableTraffic) -> TableLoad:
@@ -254,7 +277,8 @@ class PlacementCosts:
         num_rows = self._workload.rows_of_rank(self._cluster.world_size)
         num_ids = num_rows * sum(self._workload.ids_per_row.get(name, 1.0) for name in table.feature_names)
         num_bags = num_rows * len(table.feature_names)
-        return TableTraffic(num_ids, num_bags, self._id_bytes.get(collection, LONG_BYTES), is_pooled(table))
+        itemsize, exchange = self._id_bytes.get(collection, LONG_BYTES), self._exchange_of(collection)
+        return TableTraffic(num_ids, num_bags, itemsize, is_pooled(table), exchange)
 
     def num_row_shards(self, sharding_type: str) -> int:
         """Returns over how many ranks the rows of a table's largest partition are divided."""

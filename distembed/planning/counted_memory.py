@@ -67,6 +67,7 @@ class CountedMemory:
                 request.table_optimizers,
                 request.cluster.device.kind,
                 request.cache_ratio,
+                request.exchanges,
             )
         else:
             for table in range(len(self._tables.tables)):

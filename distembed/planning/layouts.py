@@ -23,12 +23,13 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ShardingType
 
 from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.embedding.exchange import INT8_NUMBERS, VectorExchange
 from distembed.errors import UserError
 from distembed.names import one_of
 from distembed.planning.config import TablePlanConfig
 from distembed.planning.costs import Layout
 from distembed.planning.request import PlanRequest
-from distembed.sharding.placement import IN_HOST_MEMORY, SHARDING_TYPES, WITHIN_NODES, can_be_placed
+from distembed.sharding.placement import BY_ROWS, IN_HOST_MEMORY, SHARDING_TYPES, WITHIN_NODES, can_be_placed
 from distembed.sharding.table_slice import TableSlice, is_pooled, slice_table, width
 
 _VECTOR = 4
@@ -55,7 +56,7 @@ class Layouts:
         for name in self._config.tables:
             one_of("plan.tables", name, [table.name for tables in by_collection.values() for table in tables])
         self._sequence_width = {
-            path: self._common_width([table for table in tables if not is_pooled(table)])
+            path: self._common_width([table for table in tables if not is_pooled(table)], path)
             for path, tables in by_collection.items()
         }
 
@@ -69,7 +70,7 @@ class Layouts:
         Raises:
             UserError: The config allows none.
         """
-        types = self._allowed_types(table)
+        types = self._allowed_types(table, collection)
         layouts = [layout for name in types for layout in self._layouts(table, name, collection)]
         if not layouts:
             raise UserError(self._no_layout(table, types))
@@ -86,13 +87,41 @@ class Layouts:
     def _own(self, table: CompositionalEmbeddingConfig) -> TablePlanConfig:
         return self._config.tables.get(table.name, TablePlanConfig())
 
-    def _allowed_types(self, table: CompositionalEmbeddingConfig) -> list[str]:
-        allowed = self._own(table).sharding_types or self._config.sharding_types or self._default_types(table)
+    def _allowed_types(self, table: CompositionalEmbeddingConfig, collection: str) -> list[str]:
+        chosen = self._own(table).sharding_types or self._config.sharding_types
+        allowed = chosen or self._default_types(table)
         possible = [name for name in allowed if can_be_placed(table, name)]
         if not possible:
             raise UserError(
                 f"plan: table {table.name!r} may only be placed {', '.join(allowed)}, but it cannot be: "
                 f"{_hindrance(table, allowed)}. Allow {_remedy(table)} in plan.tables.{table.name}.sharding_types."
+            )
+        self._require_kernel(table, [*possible] if chosen else [])
+        return self._sent_in_int8(table, possible, collection)
+
+    def _require_kernel(self, table: CompositionalEmbeddingConfig, chosen: Sequence[str]) -> None:
+        """Refuses tables that FBGEMM cannot look up on CPUs, unless they are to be data-parallel alone."""
+        if table.data_type != "BF16" or self._cluster.device.kind != "cpu" or chosen == [_DATA_PARALLEL]:
+            return
+        raise UserError(
+            f"table {table.name!r} has data_type bf16, and FBGEMM has no kernel for bfloat16 on the CPU: set "
+            f"embedding.default.data_type, or embedding.tables.{table.name}.data_type, to fp16 or fp32; or have torch "
+            "look it up, with a copy on every rank, by plan.sharding_types=[data_parallel]."
+        )
+
+    def _sent_in_int8(self, table: CompositionalEmbeddingConfig, types: list[str], collection: str) -> list[str]:
+        """Returns those types whose vectors can be sent as they are set to be; all of them where that is no int8."""
+        exchange = self._request.exchanges.get(collection, VectorExchange())
+        if not exchange.has_int8 or self._cluster.world_size == 1:
+            return types
+        # int8 is not added up, and sums are what tables whose rows are divided send
+        possible = [name for name in types if name not in BY_ROWS or not is_pooled(table)]
+        if not possible or (width(table) % INT8_NUMBERS and possible != [_DATA_PARALLEL]):
+            lacking = "sums of several ranks are no int8" if not possible else f"it has {width(table)} columns"
+            raise UserError(
+                f"train.quantized_comms sends vectors in int8, {INT8_NUMBERS} numbers at a time, which table "
+                f"{table.name!r} does not allow: {lacking}. Take fp16 or bf16; or an embedding_dim that is a multiple "
+                f"of {INT8_NUMBERS}, and table_wise or column_wise among plan.sharding_types."
             )
         return possible
 
@@ -133,7 +162,10 @@ class Layouts:
         numbers = [
             number
             for number in range(2, most + 1)
-            if columns % number == 0 and columns // number >= narrowest and _are_vectors(table, columns // number)
+            if columns % number == 0
+            and columns // number >= narrowest
+            and columns // number % self._sent_together(collection) == 0
+            and _are_vectors(table, columns // number)
         ]
         if sharding_type == ShardingType.TABLE_COLUMN_WISE.value and self._cluster.nodes > 1:
             # the ranks of a node have a range each, alike
@@ -141,6 +173,10 @@ class Layouts:
         # one range is table-wise by another name, for those that may have no other
         is_forced = sharding_type in (self._own(table).sharding_types or self._config.sharding_types or ())
         return numbers or ([1] if is_forced else [])
+
+    def _sent_together(self, collection: str) -> int:
+        """Returns of how many columns a range has to be a multiple, so that each rank's can be sent."""
+        return INT8_NUMBERS if self._request.exchanges.get(collection, VectorExchange()).has_int8 else 1
 
     def _most_ranges(self, sharding_type: str) -> int:
         if sharding_type == _GRID:
@@ -152,14 +188,15 @@ class Layouts:
     def _min_partition(self, table: CompositionalEmbeddingConfig) -> int:
         return self._own(table).min_partition or self._config.min_partition or _VECTOR
 
-    def _common_width(self, tables: Sequence[CompositionalEmbeddingConfig]) -> int:
+    def _common_width(self, tables: Sequence[CompositionalEmbeddingConfig], collection: str) -> int:
         """Returns the width of the ranges of all sequences of a collection that may be divided by columns."""
-        allowed = [table for table in tables if "column_wise" in self._allowed_types(table)]
+        allowed = [table for table in tables if "column_wise" in self._allowed_types(table, collection)]
         if not allowed:
             return 1
         common = gcd(*(width(table) for table in allowed))
-        narrowest = max(_VECTOR, *(self._min_partition(table) for table in allowed))
+        narrowest = max(_VECTOR, self._sent_together(collection), *(self._min_partition(table) for table in allowed))
         widths = [wide for wide in range(common, narrowest - 1, -_VECTOR) if common % wide == 0]
+        widths = [wide for wide in widths if wide % self._sent_together(collection) == 0]
         widths = [wide for wide in widths if all(_are_vectors(table, wide) for table in allowed)]
         # divided if it can be, in as few ranges as all of them may have
         divided = [wide for wide in widths if any(wide < width(table) for table in allowed)]

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from distembed.embedding.exchange import VectorExchange
 from distembed.optim.declared import TableOptimizers
 from distembed.planning.buffers import SentBytes, Step, StepBuffers
 from distembed.planning.networks import NetworkEstimate
@@ -68,6 +69,7 @@ def rank_memories(
     device_kind: str,
     plain_tables: Sequence[int] | None = None,
     cache_ratio: float = DEFAULT_CACHE_RATIO,
+    exchanges: Mapping[str, VectorExchange] | None = None,
 ) -> list[RankMemory]:
     """Returns the memory of every rank.
 
@@ -79,8 +81,9 @@ def rank_memories(
         device_kind: ``cuda`` or ``cpu``.
         plain_tables: Bytes of each rank's tables that are not compositional; None where there are none.
         cache_ratio: Slots of a cache to rows of a table that lies in host memory.
+        exchanges: How vectors are sent, by collection's path; in float32 those of collections that are not named.
     """
-    memory = PlanMemory(placements, world_size, workload, optimizers, device_kind, cache_ratio)
+    memory = PlanMemory(placements, world_size, workload, optimizers, device_kind, cache_ratio, exchanges)
     plain = plain_tables if plain_tables is not None else [0] * world_size
     return [memory.rank(rank, plain[rank]) for rank in range(world_size)]
 
@@ -97,6 +100,7 @@ class PlanMemory:
         optimizers: Optimizers of the tables.
         device_kind: ``cuda`` or ``cpu``.
         cache_ratio: Slots of a cache to rows of a table that lies in host memory.
+        exchanges: How vectors are sent, by collection's path; in float32 those of collections that are not named.
     """
 
     def __init__(
@@ -107,10 +111,11 @@ class PlanMemory:
         optimizers: TableOptimizers,
         device_kind: str,
         cache_ratio: float = DEFAULT_CACHE_RATIO,
+        exchanges: Mapping[str, VectorExchange] | None = None,
     ) -> None:
         self._world_size, self._optimizers, self._cache_ratio = world_size, optimizers, cache_ratio
         self._network, self._graph_bytes = workload.network or NetworkEstimate(), sum(workload.graph_bytes.values())
-        self._step = Step(placements, world_size, workload, device_kind)
+        self._step = Step(placements, world_size, workload, device_kind, exchanges)
         self._storage = {placement.table.name: self._storage_by_rank(placement) for placement in placements}
 
     def place(self, placement: Placement) -> None:

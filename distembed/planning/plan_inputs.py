@@ -6,10 +6,13 @@ would not be those of the run. So it is applied only where its inputs are the sa
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any
 
 import pydantic.dataclasses
 from pydantic import Field
+
+from distembed.embedding.exchange import VectorExchange
 
 if TYPE_CHECKING:
     from distembed.embedding.config import CompositionalEmbeddingConfig
@@ -71,6 +74,8 @@ class PlanInputs:
         sparse_optimizer: Name of the optimizer of the tables.
         dense_optimizer: Name of the optimizer of the networks.
         tables: The inputs of every table, by its name.
+        exchange: The precisions in which vectors and gradients are sent, as
+            :meth:`distembed.embedding.exchange.VectorExchange.as_json` has them.
     """
 
     world_size: _AtLeastOne
@@ -81,6 +86,7 @@ class PlanInputs:
     sparse_optimizer: str
     dense_optimizer: str
     tables: dict[str, TablePlanInputs]
+    exchange: dict[str, str] = field(default_factory=lambda: VectorExchange().as_json())
 
     @property
     def command(self) -> str:

@@ -10,6 +10,7 @@ from torchrec.distributed.types import ModuleSharder
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.embedding.exchange import VectorExchange
 from distembed.embedding.modules import table_configs
 from distembed.embedding.tables import CompositionalTables
 from distembed.errors import UserError
@@ -18,6 +19,7 @@ from distembed.planning.cluster import Cluster
 from distembed.planning.config import PlanConfig
 from distembed.planning.storage import DEFAULT_CACHE_RATIO
 from distembed.planning.workload import Workload
+from distembed.sharding.exchange import exchange_of
 
 _UNKNOWN_NETWORKS = 0.1
 """Share of a device's memory left to networks and activations of which nothing is known."""
@@ -93,6 +95,11 @@ class PlanRequest:
             for path, module, _ in _sharded_modules(self.model, self.sharders)
             if isinstance(module, CompositionalTables | EmbeddingBagCollection | EmbeddingCollection)
         }
+
+    @cached_property
+    def exchanges(self) -> dict[str, VectorExchange]:
+        """How the vectors of each collection are sent, as its sharder says, by collection's path."""
+        return {path: exchange_of(sharder) for path, _, sharder in _sharded_modules(self.model, self.sharders)}
 
     @cached_property
     def table_optimizers(self) -> TableOptimizers:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from torchrec.distributed.types import ShardingType
 
+from distembed.embedding.exchange import VectorExchange
 from distembed.planning.cluster import Cluster
 from distembed.planning.lookups import ExchangeKey
 from distembed.sharding.placement import WITHIN_NODES
@@ -55,20 +56,37 @@ class TableTraffic:
         num_bags: Number of bags.
         itemsize: Bytes of an id.
         is_pooled: Whether ids of a bag have one vector together; else, in sequences, each has its own.
+        exchange: In which numbers vectors and gradients are sent.
     """
 
     num_ids: float
     num_bags: int
     itemsize: int
     is_pooled: bool
+    exchange: VectorExchange = VectorExchange()
 
     def id_bytes(self, num_ranks: int) -> float:
         """Returns the bytes that go to one of several ranks which share the ids, each told how many a bag has."""
         return self.num_ids * self.itemsize / num_ranks + self.num_bags * _LENGTH_BYTES
 
     def vector_bytes(self, num_columns: int) -> float:
-        """Returns the bytes of the batch's composed vectors and of their gradients."""
-        return 2 * (self.num_bags if self.is_pooled else self.num_ids) * num_columns * _FLOAT_BYTES
+        """Returns the bytes in which the batch's composed vectors and their gradients are sent."""
+        numbers = self.num_vectors * num_columns
+        return self.exchange.vector_bytes(numbers) + self.exchange.gradient_bytes(numbers)
+
+    @property
+    def num_vectors(self) -> float:
+        """Number of composed vectors of the batch."""
+        return self.num_bags if self.is_pooled else self.num_ids
+
+    def rounding_bytes(self, num_columns: int) -> float:
+        """Returns the bytes that codecs read and write for the batch's vectors and gradients, on one side of the way.
+
+        What lookups round is not sent through codecs.
+        """
+        if not self.exchange.comms.is_used:
+            return 0.0
+        return 2 * self.num_vectors * num_columns * _FLOAT_BYTES + self.vector_bytes(num_columns)
 
 
 class Traffic:

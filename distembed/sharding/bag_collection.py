@@ -150,7 +150,8 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
 
     def _arrange(self, ctx: EmbeddingBagCollectionContext, zero: Tensor | None, embedded: KeyedTensor) -> KeyedTensor:
         self._require_right_mode(ctx)  # a pipeline may look up before a step and wait within it
-        return self._output.arrange(embedded, zero, ctx.divisor, bags_of_rows(ctx.inverse_indices))
+        values = self._widened(embedded.values())
+        return self._output.arrange(values, zero, ctx.divisor, bags_of_rows(ctx.inverse_indices))
 
     @property
     def unsharded_module_type(self) -> type[CompositionalEmbeddingBagCollection]:
@@ -185,13 +186,15 @@ class _Output:
 
     def arrange(
         self,
-        embedded: KeyedTensor,
+        values: Tensor,
         zero: Tensor | None,
         divisor: Tensor | None,
         bags: Mapping[str, Tensor] | None,
     ) -> KeyedTensor:
-        """Returns the output, ``zero`` added, averaged features divided by ``divisor``, ``bags`` repeated for rows."""
-        values = embedded.values()
+        """Returns the output made of the sums ``values``.
+
+        ``zero`` is added, averaged features are divided by ``divisor``, and ``bags`` are repeated for rows.
+        """
         if zero is not None:
             values.add_(zero)
         if self._order != list(range(len(self._order))) or self._means or bags is not None:

@@ -157,7 +157,7 @@ class ShardedCompositionalEmbeddingCollection(ShardedParameters, ShardedEmbeddin
         for table in self._tables:
             for name in table.feature_names:
                 i = features.keys().index(name)
-                vectors = embedded[name].values()
+                vectors = self._widened(embedded[name].values())
                 if zero is not None:
                     vectors, zero = vectors + zero, None
                 own_ids, own_bags = ids[i] if self._need_indices else None, None if bags is None else bags[name]

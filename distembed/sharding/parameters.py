@@ -40,9 +40,11 @@ class ShardedParameters:
     Attributes:
         functions: Weights of the functions of path-based tables, the same on every rank.
         sse: Replacement of ids in training, for the tables that ask for it, by random numbers of this rank.
+        widens_outputs: Whether vectors come out in float32 where ``output_dtype`` has rounded them.
     """
 
     sse: FeaturePerturbation
+    widens_outputs: bool = False
     _lookup_attribute: str
     """Where the partition tables' weights are, as in the unsharded module."""
     # TorchRec's
@@ -257,6 +259,10 @@ class ShardedParameters:
         """Replaces ids in training, where tables ask for it, before they go to the owners of rows and columns."""
         ctx.is_perturbed = self.training and self.sse.replaces_ids
         return self.sse(features)
+
+    def _widened(self, vectors: Tensor) -> Tensor:
+        """Returns vectors that the dists have brought, in float32 where the module gives these."""
+        return vectors.float() if self.widens_outputs else vectors
 
     def _require_right_mode(self, ctx: Any) -> None:
         """Raises where a pipeline still holds batches from training when the model is evaluated."""

@@ -14,9 +14,11 @@ from torchrec.distributed.utils import emb_opt_type_to_optimizer_class
 
 from distembed.embedding.bag_collection import CompositionalEmbeddingBagCollection
 from distembed.embedding.collection import CompositionalEmbeddingCollection
+from distembed.embedding.exchange import VectorExchange
 from distembed.embedding.tables import CompositionalTables
 from distembed.sharding.bag_collection import ShardedCompositionalEmbeddingBagCollection
 from distembed.sharding.collection import ShardedCompositionalEmbeddingCollection
+from distembed.sharding.exchange import codecs_registry, output_settings
 from distembed.sharding.placement import SHARDING_TYPES
 from distembed.sharding.shardings import SEQUENCE_SHARDING_TYPES
 from distembed.sharding.units import unit_parameters
@@ -32,6 +34,8 @@ class _CompositionalSharder(BaseEmbeddingSharder[Module]):
         qcomm_codecs_registry: Codecs that quantise what is communicated.
         host_memory: Whether the planner may put tables into host memory, read through a cache on the device or
             directly (kernels ``fused_uvm_caching`` and ``fused_uvm``, CUDA only). Never unasked.
+        widens_outputs: Whether vectors that ``fused_params`` has rounded by ``output_dtype`` are float32 again when
+            they come out, for networks that take nothing else.
     """
 
     _sharding_types: Sequence[str] = SHARDING_TYPES
@@ -41,10 +45,11 @@ class _CompositionalSharder(BaseEmbeddingSharder[Module]):
         fused_params: dict[str, Any] | None = None,
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
         host_memory: bool = False,
+        widens_outputs: bool = False,
     ) -> None:
         # ids are checked before they are mapped, and rows lie in their tables by construction
         super().__init__({"bounds_check_mode": BoundsCheckMode.NONE, **(fused_params or {})}, qcomm_codecs_registry)
-        self._host_memory = host_memory
+        self._host_memory, self._widens_outputs = host_memory, widens_outputs
 
     def shardable_parameters(self, module: Module) -> dict[str, nn.Parameter]:
         """Returns one meta parameter a table, of as many numbers as are looked up and as wide as the output.
@@ -87,9 +92,11 @@ class CompositionalEmbeddingBagCollectionSharder(_CompositionalSharder[Compositi
         module_fqn: str | None = None,
     ) -> ShardedCompositionalEmbeddingBagCollection:
         """Makes the sharded module; all ranks call it together."""
-        return ShardedCompositionalEmbeddingBagCollection(
+        sharded = ShardedCompositionalEmbeddingBagCollection(
             module, params, env, self.fused_params, device, self.qcomm_codecs_registry, module_fqn
         )
+        sharded.widens_outputs = self._widens_outputs
+        return sharded
 
     @property
     def module_type(self) -> type[CompositionalEmbeddingBagCollection]:
@@ -116,9 +123,11 @@ class CompositionalEmbeddingCollectionSharder(_CompositionalSharder[Compositiona
         module_fqn: str | None = None,
     ) -> ShardedCompositionalEmbeddingCollection:
         """Makes the sharded module; all ranks call it together."""
-        return ShardedCompositionalEmbeddingCollection(
+        sharded = ShardedCompositionalEmbeddingCollection(
             module, params, env, self.fused_params, device, self.qcomm_codecs_registry, module_fqn
         )
+        sharded.widens_outputs = self._widens_outputs
+        return sharded
 
     @property
     def module_type(self) -> type[CompositionalEmbeddingCollection]:
@@ -131,15 +140,25 @@ class CompositionalEmbeddingCollectionSharder(_CompositionalSharder[Compositiona
         return ShardedCompositionalEmbeddingCollection
 
 
-def default_sharders(host_memory: bool = False) -> list[ModuleSharder[Any]]:
+def default_sharders(host_memory: bool = False, exchange: VectorExchange | None = None) -> list[ModuleSharder[Any]]:
     """Returns the sharders of every collection that a model may have, ours and TorchRec's.
 
     Args:
         host_memory: Whether compositional tables may be put into host memory.
+        exchange: How composed vectors are sent; as float32 unless given. Those of TorchRec's own collections are not
+            rounded by its ``output_dtype``, since they would not be float32 when they come out.
     """
+    exchange = exchange or VectorExchange()
+    own: dict[str, Any] = {
+        "fused_params": output_settings(exchange),
+        "qcomm_codecs_registry": codecs_registry(exchange.comms),
+        "host_memory": host_memory,
+        "widens_outputs": True,
+    }
+    stock = {"qcomm_codecs_registry": codecs_registry(exchange.comms)}
     return [
-        CompositionalEmbeddingBagCollectionSharder(host_memory=host_memory),
-        CompositionalEmbeddingCollectionSharder(host_memory=host_memory),
-        EmbeddingBagCollectionSharder(),
-        EmbeddingCollectionSharder(),
+        CompositionalEmbeddingBagCollectionSharder(**own),
+        CompositionalEmbeddingCollectionSharder(**own),
+        EmbeddingBagCollectionSharder(**stock),
+        EmbeddingCollectionSharder(**stock),
     ]

@@ -13,6 +13,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 
 from distembed.config import Config, TrainConfig
 from distembed.data.dataset.schema import Schema
+from distembed.embedding.exchange import VectorExchange
 from distembed.embedding.modules import embedding_modules, table_configs
 from distembed.models import Model, ModelInputs
 from distembed.models.config import plan_values
@@ -100,7 +101,12 @@ class Blueprint:
     @property
     def sharders(self) -> list[ModuleSharder[Any]]:
         """The sharders of every collection that a model may have, ours and TorchRec's."""
-        return default_sharders(self.config.plan.host_memory)
+        return default_sharders(self.config.plan.host_memory, self.exchange)
+
+    @property
+    def exchange(self) -> VectorExchange:
+        """How composed vectors are sent between ranks."""
+        return VectorExchange(self.config.embedding.output_dtype, self.config.train.quantized_comms)
 
     def build_unsharded(self) -> Model:
         """Builds the model with its tables on the meta device, where they take no memory.
@@ -161,6 +167,7 @@ class Blueprint:
             sparse_optimizer=self.config.train.sparse_optimizer.name,
             dense_optimizer=self.config.train.dense_optimizer.name,
             tables=table_plan_inputs(tables),
+            exchange=self.exchange.as_json(),
         )
 
 
