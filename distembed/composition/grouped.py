@@ -71,19 +71,38 @@ class ChunkSize(NamedTuple):
 
 
 def group(rows: Int64[Tensor, " ids"], num_buckets: int) -> Groups:
-    """Groups ids by their ``rows``, each in ``[0, num_buckets)``; on a GPU it waits once, for the number of chunks."""
-    device, num_ids = rows.device, len(rows)
+    """Groups ids by their ``rows``, each in ``[0, num_buckets)``.
+
+    On a GPU, which is not waited for, there are as many chunks as there could be; those beyond the filled ones repeat
+    an id.
+    """
+    if rows.device.type == "cpu":
+        counts = torch.bincount(rows, minlength=num_buckets)
+        return group_in_chunks(rows, counts, chunk_sizes(counts)[0])
+    counts = torch.zeros(num_buckets, dtype=torch.int64, device=rows.device).index_add_(0, rows, torch.ones_like(rows))
+    return group_in_chunks(rows, counts, most_chunks(len(rows), num_buckets))
+
+
+def group_in_chunks(rows: Int64[Tensor, " ids"], counts: Int64[Tensor, " buckets"], chunk_size: "ChunkSize") -> Groups:
+    """Groups ids in chunks of a size that is given.
+
+    Args:
+        rows: The bucket of each id.
+        counts: How many ids each bucket has.
+        chunk_size: The size, and the number of chunks, which may be more than are filled.
+    """
+    device, num_ids, num_buckets = rows.device, len(rows), len(counts)
+    _, size, num_chunks = chunk_size
     order = _sort(rows, num_buckets)
-    counts = torch.bincount(rows, minlength=num_buckets)
-    _, size, num_chunks = chunk_sizes(counts)[0]
     chunks = (counts + (size - 1)) // size
-    ends = counts.cumsum(0)
+    ends, chunk_ends = counts.cumsum(0), chunks.cumsum(0)
     # how much further an id stands among the slots than among the sorted ids
-    shift = size * (chunks.cumsum(0) - chunks) - (ends - counts)
+    shift = size * (chunk_ends - chunks) - (ends - counts)
     by_run = torch.arange(num_ids, device=device) + shift.repeat_interleave(counts, output_size=num_ids)
     slots = torch.empty_like(by_run).scatter_(0, order, by_run)
 
-    buckets = torch.arange(num_buckets, device=device).repeat_interleave(chunks, output_size=num_chunks)
+    numbers = torch.arange(num_chunks, device=device)
+    buckets = torch.searchsorted(chunk_ends, numbers, right=True).clamp_(max=num_buckets - 1)
     position = torch.arange(num_chunks * size, device=device).view(num_chunks, size) - shift[buckets].unsqueeze(1)
     last = (ends[buckets] - 1).unsqueeze(1)
     ids = order.index_select(0, torch.minimum(position, last).flatten()).view(num_chunks, size)
@@ -106,6 +125,18 @@ def chunk_sizes(counts: Int64[Tensor, " buckets"]) -> list[ChunkSize]:
     return sorted(
         ChunkSize(number * (size + _CHUNK_COST), size, number)
         for number, size in zip(num_chunks, _CHUNK_SIZES, strict=True)
+    )
+
+
+def most_chunks(num_ids: int, num_buckets: int) -> ChunkSize:
+    """Returns a size of chunks and the most chunks of it that ids can take, however they lie in the buckets.
+
+    It is the size that costs least if every bucket's last chunk is half full.
+    """
+    return min(
+        ChunkSize((num_ids // size + num_buckets // 2) * (size + _CHUNK_COST), size, most)
+        for size in _CHUNK_SIZES
+        for most in [num_ids // size + min(num_ids, num_buckets)]
     )
 
 

@@ -120,11 +120,35 @@ class Partition(ABC):
     def rows_of_tables(
         cls, partitions: Sequence["Partition"], ids: Int64[Tensor, "tables batch"]
     ) -> Int64[Tensor, "k tables batch"]:
-        """Returns the rows of many tables' ids at once; ``partitions[t]`` maps row t of ``ids``.
-
-        Schemes override it where one vectorised operation can serve all tables.
-        """
+        """Returns the rows of many tables' ids at once; ``partitions[t]`` maps row t of ``ids``."""
+        constants = cls.constants(partitions)
+        if constants is not None:
+            return cls.rows_by_constants(ids, constants.to(ids.device).unsqueeze(2))
         return torch.stack([partition.rows(row) for partition, row in zip(partitions, ids, strict=True)], dim=1)
+
+    @classmethod
+    def constants(cls, partitions: Sequence["Partition"]) -> Int64[Tensor, "constants tables"] | None:
+        """Returns the numbers in which the maps of many tables differ, such as their moduli, on the CPU.
+
+        Schemes override it, and :meth:`rows_by_constants`, where one vectorised operation can serve all tables. Whoever
+        maps ids on a GPU keeps a copy there, so that no step waits for one.
+
+        Returns:
+            A column for each table; None where the scheme has no such numbers.
+        """
+        return None
+
+    @classmethod
+    def rows_by_constants(
+        cls, ids: Int64[Tensor, "*shape"], constants: Int64[Tensor, "constants *shape"]
+    ) -> Int64[Tensor, "k *shape"]:
+        """Returns the rows of ids of many tables at once; the other half of :meth:`constants`.
+
+        Args:
+            ids: Ids of any of the tables.
+            constants: The constants of each id's table, which broadcast against the ids.
+        """
+        raise NotImplementedError(f"{cls.__name__} has constants, but no rows_by_constants; define both or neither.")
 
     def grown_settings(self, num_embeddings: int) -> dict[str, Any]:
         """Returns the settings with which the scheme, made for more ids, leaves the rows of these ids as they are.

@@ -98,11 +98,15 @@ class ChineseRemainder(Partition):
         return from_digits(torch.stack(digits), self.num_rows[:-1])
 
     @classmethod
-    def rows_of_tables(
-        cls, partitions: Sequence[Partition], ids: Int64[Tensor, "tables batch"]
-    ) -> Int64[Tensor, "k tables batch"]:
-        moduli = torch.tensor([p.num_rows for p in partitions], device=ids.device)
-        return ids % moduli.t().unsqueeze(2)
+    def constants(cls, partitions: Sequence[Partition]) -> Int64[Tensor, "constants tables"]:
+        """Returns the moduli of each table."""
+        return torch.tensor([p.num_rows for p in partitions]).t()
+
+    @classmethod
+    def rows_by_constants(
+        cls, ids: Int64[Tensor, "*shape"], constants: Int64[Tensor, "constants *shape"]
+    ) -> Int64[Tensor, "k *shape"]:
+        return ids % constants
 
     def _require_coprime_and_complementary(self) -> None:
         shared, pair = first_shared_factor(self.num_rows), self.colliding_ids()

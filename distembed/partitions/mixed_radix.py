@@ -87,11 +87,15 @@ class MixedRadix(Partition):
         return from_digits(rows, self.num_rows[:-1])
 
     @classmethod
-    def rows_of_tables(
-        cls, partitions: Sequence[Partition], ids: Int64[Tensor, "tables batch"]
-    ) -> Int64[Tensor, "k tables batch"]:
-        moduli = torch.tensor([p.num_rows[:-1] for p in partitions], device=ids.device)
-        return to_digits(ids, moduli.t().unsqueeze(2))
+    def constants(cls, partitions: Sequence[Partition]) -> Int64[Tensor, "constants tables"]:
+        """Returns all moduli of each table but the last."""
+        return torch.tensor([p.num_rows[:-1] for p in partitions], dtype=torch.int64).t()
+
+    @classmethod
+    def rows_by_constants(
+        cls, ids: Int64[Tensor, "*shape"], constants: Int64[Tensor, "constants *shape"]
+    ) -> Int64[Tensor, "k *shape"]:
+        return to_digits(ids, constants)
 
 
 def _require_complementary(num_embeddings: int, moduli: tuple[int, ...]) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxtyping import Int64
 
+from distembed.lazy import torch
 from distembed.partitions.base import Partition
 
 if TYPE_CHECKING:
@@ -43,7 +44,12 @@ class Naive(Partition):
         return rows[0]
 
     @classmethod
-    def rows_of_tables(
-        cls, partitions: Sequence[Partition], ids: Int64[Tensor, "tables batch"]
-    ) -> Int64[Tensor, "k tables batch"]:
+    def constants(cls, partitions: Sequence[Partition]) -> Int64[Tensor, "constants tables"]:
+        """Returns none: an id is its own row."""
+        return torch.empty(0, len(partitions), dtype=torch.int64)
+
+    @classmethod
+    def rows_by_constants(
+        cls, ids: Int64[Tensor, "*shape"], constants: Int64[Tensor, "constants *shape"]
+    ) -> Int64[Tensor, "k *shape"]:
         return ids.unsqueeze(0)

@@ -76,8 +76,12 @@ class Remainder(Partition):
         return rows[0]
 
     @classmethod
-    def rows_of_tables(
-        cls, partitions: Sequence[Partition], ids: Int64[Tensor, "tables batch"]
-    ) -> Int64[Tensor, "k tables batch"]:
-        moduli = torch.tensor([p.num_rows[0] for p in partitions], device=ids.device)
-        return (ids % moduli.unsqueeze(1)).unsqueeze(0)
+    def constants(cls, partitions: Sequence[Partition]) -> Int64[Tensor, "constants tables"]:
+        """Returns the modulus of each table."""
+        return torch.tensor([[p.num_rows[0] for p in partitions]])
+
+    @classmethod
+    def rows_by_constants(
+        cls, ids: Int64[Tensor, "*shape"], constants: Int64[Tensor, "constants *shape"]
+    ) -> Int64[Tensor, "k *shape"]:
+        return ids % constants

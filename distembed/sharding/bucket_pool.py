@@ -72,6 +72,11 @@ class Buckets:
     largest: int
     buckets_per_bag: int
 
+    def record_stream(self, stream: Any) -> None:
+        """Keeps all tensors alive until a stream of the device has used them."""
+        for tensor in (*self.rows, *self.offsets, self.order):
+            tensor.record_stream(stream)
+
     def pool(self, vectors: Sequence[Float[Tensor, "bags_j features dim"]]) -> Float[Tensor, "batch features dim"]:
         """Returns the sums of products over the batch's bags, zeros for an empty bag.
 

@@ -5,6 +5,9 @@ each, so that the gradient of its vector is a sum over a run of them::
 
     occurrences, sorted by id   | 3 3 3 | 7 | 9 9 |
     distinct ids                | 3     | 7 | 9   |
+
+On a GPU their number would have to be waited for, and computing an id's vector again takes less than sorting: every
+occurrence is taken to be an id of its own (:func:`every_id`).
 """
 
 from collections.abc import Sequence
@@ -14,6 +17,8 @@ from typing import Any, Literal, cast
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
+
+from distembed.sharding.feature_rows import IdCounts
 
 _MAX, _MAX_INT32 = 2**63 - 1, 2**31 - 1
 
@@ -26,23 +31,28 @@ class DistinctIds:
         ids: The distinct ids.
         counts: Number of distinct ids of each feature.
         inverse: Index in ``ids`` of each given id.
-        order: Indices of the given ids, sorted by ``inverse``.
-        starts: Index in ``order`` of the first occurrence of each distinct id.
+        order: Indices of the given ids, sorted by ``inverse``; None where every given id is one of ``ids``, in order.
+        starts: Index in ``order`` of the first occurrence of each distinct id; None where there is no ``order``.
     """
 
     ids: Int64[Tensor, " distinct"]
-    counts: list[int]
+    counts: IdCounts
     inverse: Int64[Tensor, " ids"]
-    order: Int64[Tensor, " ids"]
-    starts: Int64[Tensor, " distinct"]
+    order: Int64[Tensor, " ids"] | None
+    starts: Int64[Tensor, " distinct"] | None
+
+    def record_stream(self, stream: Any) -> None:
+        """Keeps all tensors alive until a stream of the device has used them."""
+        for tensor in (self.ids, self.counts.on_device, self.inverse, self.order, self.starts):
+            if tensor is not None:
+                tensor.record_stream(stream)
 
     def slots(self) -> Int64[Tensor, " distinct"]:
         """Returns each id's place when features, padded to one length, lie side by side, ``[positions, features]``."""
-        counts = torch.tensor(self.counts, device=self.ids.device)
-        total = len(self.ids)
-        starts = torch.repeat_interleave(counts.cumsum(0) - counts, counts, output_size=total)
-        feature = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts, output_size=total)
-        return (torch.arange(total, device=counts.device) - starts) * len(counts) + feature
+        counts, device = self.counts.on_device, self.ids.device
+        # of the first id of each feature, less the slots that the ids of features before it would take
+        firsts = torch.arange(len(counts), device=device) - (counts.cumsum(0) - counts) * len(counts)
+        return torch.arange(len(self.ids), device=device) * len(counts) + self.counts.of_each_id(firsts)
 
     def pool(
         self,
@@ -64,8 +74,18 @@ class DistinctIds:
         return cast(Tensor, summed)
 
 
+def every_id(ids: Int64[Tensor, " ids"], counts: IdCounts) -> DistinctIds:
+    """Returns all ids as they are, also where they are the same.
+
+    Args:
+        ids: Ids, feature after feature.
+        counts: How many there are of each feature.
+    """
+    return DistinctIds(ids, counts, torch.arange(len(ids), device=ids.device), None, None)
+
+
 def distinct_ids(ids: Int64[Tensor, " ids"], counts: Sequence[int], num_embeddings: int) -> DistinctIds:
-    """Finds the distinct ids of every feature.
+    """Finds the distinct ids of every feature; on a GPU it would wait for their numbers.
 
     Args:
         ids: Ids in ``[0, num_embeddings)``, feature after feature.
@@ -92,7 +112,7 @@ def distinct_ids(ids: Int64[Tensor, " ids"], counts: Sequence[int], num_embeddin
     distinct = distinct - torch.repeat_interleave(shifts, distinct_counts, output_size=len(distinct))
     return DistinctIds(
         ids=distinct if values is None else values[distinct],
-        counts=distinct_counts.tolist(),
+        counts=IdCounts(distinct_counts.tolist(), distinct_counts),
         inverse=inverse,
         order=order,
         starts=starts,
@@ -129,10 +149,11 @@ class _SumBags(torch.autograd.Function):
         vectors: Tensor,
         inverse: Tensor,
         offsets: Tensor,
-        order: Tensor,
-        starts: Tensor,
+        order: Tensor | None,
+        starts: Tensor | None,
         weights: Tensor | None,
     ) -> Tensor:
+        ctx.num_ids = len(inverse)
         ctx.save_for_backward(offsets, order, starts, weights)
         return _sum_bags(inverse, vectors, offsets, weights)
 
@@ -140,7 +161,12 @@ class _SumBags(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None, None, None]:
         offsets, order, starts, weights = ctx.saved_tensors
         bags = torch.arange(len(offsets) - 1, device=offsets.device)
-        bag_of_id = torch.repeat_interleave(bags, offsets.diff(), output_size=len(order))
+        bag_of_id = torch.repeat_interleave(bags, offsets.diff(), output_size=ctx.num_ids)
+        if order is None:
+            vector_gradients = gradients[0].index_select(0, bag_of_id)
+            if weights is not None:
+                vector_gradients = vector_gradients * weights.to(vector_gradients.dtype).unsqueeze(1)
+            return vector_gradients, None, None, None, None, None
         ends = nn.functional.pad(starts, (0, 1), value=len(order))
         ordered_weights = None if weights is None else weights[order]
         vector_gradients = _sum_bags(bag_of_id[order], gradients[0].contiguous(), ends, ordered_weights)

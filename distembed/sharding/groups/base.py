@@ -16,6 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.sharding.bucket_pool import Buckets
 from distembed.sharding.distinct import DistinctIds
+from distembed.sharding.feature_rows import FeatureRows, IdCounts
 from distembed.sharding.groups.load import (
     FLOAT_BYTES,
     LONG_BYTES,
@@ -99,14 +100,24 @@ class LookupRequest:
     buckets: Buckets | None = None
 
     def record_stream(self, stream: Any) -> None:
-        """Keeps what will be looked up alive until a stream of the device has used it."""
+        """Keeps all that the request holds alive until a stream of the device, which now uses it, has done so.
+
+        Args:
+            stream: A stream other than the one on which the request was made.
+        """
         for tensor in (*self.rows, *self.offsets, *self.weights):
             if tensor is not None:
                 tensor.record_stream(stream)
+        for held in (self.features, self.distinct, self.buckets):
+            if held is not None:
+                held.record_stream(stream)
 
 
 class Group(ABC):
     """Tables of one scheme and composition, held in the same way.
+
+    Attributes:
+        has_single_ids: Whether no bag of any rank has more than one id, as far as is known before a batch is looked at.
 
     Args:
         tables: What the rank holds of each table; all share one key of a group.
@@ -117,10 +128,11 @@ class Group(ABC):
     def __init__(
         self, tables: Sequence[LocalTable], replicated: Mapping[str, nn.Parameter], gradient_scale: int
     ) -> None:
+        self.has_single_ids = False
         first = tables[0]
         per_feature = [local for local in tables for _ in local.table.feature_names]
         self.partitions = [local.table.scheme for local in per_feature]
-        self.scheme = type(first.table.scheme)
+        self._map = FeatureRows(self.partitions)
         self.combine = first.table.combine
         self.takes_max = getattr(first.table, "pooling", None) == "max"
         self.num_embeddings = max(local.table.num_embeddings for local in tables)
@@ -149,9 +161,19 @@ class Group(ABC):
     def request(self, features: KeyedJaggedTensor) -> LookupRequest:
         """Returns what to look up for a batch."""
 
+    def has_at_most_one_id_each(self, features: KeyedJaggedTensor) -> bool:
+        """Returns whether no bag has more than one id, so that there is nothing to pool.
+
+        On a CPU the batch is looked at, on a GPU it would have to be waited for: there it is what is known.
+        """
+        lengths = features.lengths()
+        if features.values().numel() > lengths.numel():
+            return False
+        return bool((lengths <= 1).all()) if lengths.device.type == "cpu" else self.has_single_ids
+
     def request_each_bag(self, features: KeyedJaggedTensor, weights: Sequence[Tensor | None]) -> LookupRequest:
         """Asks for the sum over each of the batch's bags, with these weights of each slice's rows."""
-        rows = self.rows(features.values().long(), features.length_per_key())
+        rows = self.rows(features.values().long(), IdCounts.of_batch(features))
         return LookupRequest(rows, [features.offsets().long()] * self.num_slices, weights, features)
 
     @abstractmethod
@@ -201,28 +223,23 @@ class Group(ABC):
         )
         return vectors.unflatten(0, (self.num_features, -1)).transpose(0, 1)
 
-    def rows(self, ids: Int64[Tensor, " ids"], counts: Sequence[int]) -> Int64[Tensor, "used ids"]:
+    def rows(self, ids: Int64[Tensor, " ids"], counts: IdCounts) -> Int64[Tensor, "used ids"]:
         """Returns rows of every id in each partition that is used, counted within this rank's TBEs and stacks.
 
         Args:
             ids: Ids, feature after feature.
-            counts: Number of ids of each feature.
+            counts: How many ids there are of each feature.
         """
-        if len(set(counts)) == 1:
-            rows = self.scheme.rows_of_tables(self.partitions, ids.view(self.num_features, -1))
-        else:
-            by_feature = zip(self.partitions, ids.split(list(counts)), strict=True)
-            rows = torch.cat([partition.rows(own) for partition, own in by_feature], dim=1)
+        rows = self._map(ids, counts)
         if self._used is not None:
             self._used = self._used.to(ids.device)  # copied once
             rows = rows.index_select(0, self._used)
         if self._shifts is None:
-            return rows.flatten(1)
+            return rows
         self._shifts = self._shifts.to(ids.device)
-        if rows.dim() == 3:
-            return (rows + self._shifts.unsqueeze(2)).flatten(1)
-        lengths = torch.tensor(counts, device=ids.device)
-        return rows + self._shifts.repeat_interleave(lengths, dim=1, output_size=rows.shape[1])
+        if counts.is_uniform:
+            return (rows.view(len(rows), self.num_features, -1) + self._shifts.unsqueeze(2)).flatten(1)
+        return rows + counts.of_each_id(self._shifts)
 
     @classmethod
     def memory(cls, load: GroupLoad, device_kind: str) -> LookupMemory:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.sharding.groups.base import LookupRequest
-from distembed.sharding.groups.per_id import DistinctGroup, has_at_most_one_id_each
+from distembed.sharding.groups.per_id import DistinctGroup
 
 
 class PathGroup(DistinctGroup):
@@ -20,12 +20,11 @@ class PathGroup(DistinctGroup):
         """Composes the distinct ids' vectors; where each bag has one id, takes them in the place of pooling."""
         features, distinct = request.features, request.distinct
         assert distinct is not None
-        if features.weights_or_none() is not None or not _has_one_id_each(features):
+        if features.weights_or_none() is not None or not self._has_one_id_each(features):
             return super().finish(request, vectors)
         by_row = distinct.inverse.view(self.num_features, -1).t().flatten()
         composed = self.compose_distinct(request, distinct, vectors)
         return composed.index_select(0, by_row).unflatten(0, (-1, self.num_features)).flatten(1)
 
-
-def _has_one_id_each(features: KeyedJaggedTensor) -> bool:
-    return features.values().numel() == features.lengths().numel() and has_at_most_one_id_each(features)
+    def _has_one_id_each(self, features: KeyedJaggedTensor) -> bool:
+        return features.values().numel() == features.lengths().numel() and self.has_at_most_one_id_each(features)

@@ -1,8 +1,8 @@
 """Looks each id up by itself, composes, then pools.
 
-Ids repeat within a batch, as those of clicks do: each distinct id is looked up and composed once
-(:mod:`distembed.sharding.distinct`). Where no bag has more than one id there is nothing to pool, and finding the
-distinct ids would take longer than composing repeated ones.
+Ids repeat within a batch, as those of clicks do: on a CPU each distinct id is looked up and composed once, on a GPU
+each occurrence (:mod:`distembed.sharding.distinct`). Where no bag has more than one id there is nothing to pool, and
+finding the distinct ids would take longer than composing repeated ones.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,8 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.composition import Composition, PathComposition, Product
-from distembed.sharding.distinct import DistinctIds, distinct_ids, take_once
+from distembed.sharding.distinct import DistinctIds, distinct_ids, every_id, take_once
+from distembed.sharding.feature_rows import IdCounts
 from distembed.sharding.groups.base import Group, LookupRequest, composing_bytes
 from distembed.sharding.groups.functions import functions_memory
 from distembed.sharding.groups.load import (
@@ -44,10 +45,14 @@ class DistinctGroup(Group):
 
         The i-th ids of all features lie side by side; features with fewer are padded with empty bags.
         """
-        distinct = distinct_ids(features.values().long(), features.length_per_key(), self.num_embeddings)
+        ids, given = features.values().long(), IdCounts.of_batch(features)
+        if ids.device.type == "cpu":
+            distinct = distinct_ids(ids, given.on_host, self.num_embeddings)
+        else:
+            distinct = every_id(ids, given)
         rows, counts = self.rows(distinct.ids, distinct.counts), distinct.counts
-        longest = torch.arange(max(1, *counts), device=rows.device)
-        filled = longest < torch.tensor(counts, device=rows.device).unsqueeze(1)
+        longest = torch.arange(max(1, *counts.on_host), device=rows.device)
+        filled = longest < counts.on_device.unsqueeze(1)
         offsets = rows.new_zeros(filled.numel() + 1)
         torch.cumsum(filled.flatten(), dim=0, out=offsets[1:])
         # weights are for when these are pooled
@@ -149,7 +154,7 @@ class PerIdGroup(DistinctGroup):
 
     def request(self, features: KeyedJaggedTensor) -> LookupRequest:
         """Asks for each bag where no bag has more than one id, else for each distinct id."""
-        if has_at_most_one_id_each(features):
+        if self.has_at_most_one_id_each(features):
             # a product is weighted by weighting one of its factors
             return self.request_each_bag(features, [features.weights_or_none(), *[None] * (self.num_slices - 1)])
         return self.request_distinct(features)
@@ -177,9 +182,3 @@ class PerIdGroup(DistinctGroup):
 def zeros_stay_zero(combine: Composition) -> bool:
     """Returns whether a composition makes zeros of zeros, whatever its parameters."""
     return combine.commutes_with_sum or isinstance(combine, Product)
-
-
-def has_at_most_one_id_each(features: KeyedJaggedTensor) -> bool:
-    """Returns whether no bag has more than one id, so that there is nothing to pool."""
-    lengths = features.lengths()
-    return features.values().numel() <= lengths.numel() and bool((lengths <= 1).all())

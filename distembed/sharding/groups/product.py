@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.sharding.bucket_pool import buckets_are_faster, count_buckets_per_bag, split_bags
+from distembed.sharding.feature_rows import IdCounts
 from distembed.sharding.groups.base import LocalTable, LookupRequest
 from distembed.sharding.groups.load import FLOAT_BYTES, LONG_BYTES, GroupLoad, LookupMemory, LookupWork, TableLoad
 from distembed.sharding.groups.per_id import PerIdGroup
@@ -22,7 +23,7 @@ _SPLITTING_BYTES = 300
 
 
 class ProductGroup(PerIdGroup):
-    """Splits bags by the rows of the small partitions where these are few for the ids that there are."""
+    """Splits bags by the rows of the small partitions, on a CPU, where these are few for the ids that there are."""
 
     def __init__(
         self, tables: Sequence[LocalTable], replicated: Mapping[str, nn.Parameter], gradient_scale: int
@@ -34,9 +35,10 @@ class ProductGroup(PerIdGroup):
     def request_distinct(self, features: KeyedJaggedTensor) -> LookupRequest:
         """Asks for the sums over buckets where these are faster, else for each distinct id."""
         ids, lengths = features.values().long(), features.lengths()
-        if not buckets_are_faster(len(ids), len(lengths), self._num_codes):
+        # a GPU would be waited for, to know which buckets are filled
+        if ids.device.type != "cpu" or not buckets_are_faster(len(ids), len(lengths), self._num_codes):
             return super().request_distinct(features)
-        rows = self.rows(ids, features.length_per_key())
+        rows = self.rows(ids, IdCounts.of_batch(features))
         buckets = split_bags(rows, lengths.view(self.num_features, -1), self._num_rows, self._shifts)
         weights: list[Tensor | None] = [None] * self.num_slices
         if (id_weights := features.weights_or_none()) is not None:

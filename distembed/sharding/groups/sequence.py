@@ -14,5 +14,7 @@ class SequenceGroup(DistinctGroup):
 
     def finish(self, request: LookupRequest, vectors: Sequence[Tensor]) -> Float[Tensor, "ids width"]:
         """Composes the distinct ids' vectors and copies them to the ids."""
-        assert request.distinct is not None
-        return self.compose_distinct(request, request.distinct, vectors).index_select(0, request.distinct.inverse)
+        distinct = request.distinct
+        assert distinct is not None
+        composed = self.compose_distinct(request, distinct, vectors)
+        return composed if distinct.order is None else composed.index_select(0, distinct.inverse)
