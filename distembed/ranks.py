@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distembed.cuda_driver import driver_shortage, driver_version, has_nvidia_device, hides_devices
 from distembed.errors import UserError
 from distembed.host_memory import keep_freed_memory
 
@@ -102,16 +103,44 @@ def choose_device(name: str, local_rank: int) -> torch.device:
         local_rank: Number of the rank among those on this machine.
 
     Raises:
-        UserError: There is no CUDA device for this rank.
+        UserError: There is no CUDA device for this rank, or there is one that torch's build for CUDA cannot use.
     """
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+    if name == "cpu":
         return torch.device("cpu")
+    if not torch.cuda.is_available():
+        _require_usable_driver(name)
+        if name == "auto":
+            return torch.device("cpu")
     if not torch.cuda.is_available() or local_rank >= torch.cuda.device_count():
         raise UserError(
             f"train.device is {name!r}, but local rank {local_rank} finds {torch.cuda.device_count()} CUDA devices; "
             "start fewer processes, or set train.device=cpu."
         )
     return torch.device("cuda", local_rank)
+
+
+def _require_usable_driver(name: str) -> None:
+    """Refuses an NVIDIA device that torch's build for CUDA does not find: a run for GPUs would crawl.
+
+    Whoever has installed the members for processors, or hides the devices from this process, wants no GPU.
+
+    Raises:
+        UserError: It is so; the error names the driver, where it is that which is too old.
+    """
+    cuda = torch.version.cuda
+    if cuda is None or hides_devices() or not has_nvidia_device():
+        return
+    import fbgemm_gpu  # here alone: what needs no table needs no FBGEMM
+
+    if fbgemm_gpu.__variant__ == "cpu" and name == "auto":
+        return
+    reason = driver_shortage(cuda, driver_version())
+    because = f": {reason}" if reason else " and does not say why; `nvidia-smi` and `torch.cuda.init()` may"
+    raise UserError(
+        f"train.device is {name!r}, this machine has an NVIDIA device, and torch {torch.__version__}, built for CUDA "
+        f"{cuda}, cannot use it{because}. Install a newer driver, or a torch built for an older CUDA; or run on the "
+        "processor by train.device=cpu or, where nothing is trained, with CUDA_VISIBLE_DEVICES= in the environment."
+    )
 
 
 @contextmanager

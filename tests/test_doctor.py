@@ -10,15 +10,18 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.version import Version
 from rich.console import Console
 
 from distembed.doctor import facts, findings, report, trio
 from distembed.doctor.facts import LoadResult
 from distembed.doctor.findings import Finding, Status
+from distembed.doctor.trio import Trio
 from distembed.host_memory import available_memory_bytes
 
 ROOT = Path(__file__).parents[1]
 WELL = LoadResult({"cuda_build": None, "gloo": True, "nccl": False, "devices": []})
+EACH_TRIO = pytest.mark.parametrize("tested", trio.TRIOS.values(), ids=list(trio.TRIOS))
 GPU = {"name": "A100", "memory_bytes": 80 * 2**30, "capability": [8, 0]}
 
 
@@ -41,23 +44,96 @@ def test_importing_it_does_not_import_torch() -> None:
     assert done.stdout == "False\n", done.stderr
 
 
+def about_trio(*arguments: str) -> str:
+    command = [sys.executable, "-I", "distembed/doctor/trio.py", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip()
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_pins_are_what_setup_installs_and_pyproject_asks_for(device: str) -> None:
-    printed = subprocess.run(
-        [sys.executable, "distembed/doctor/trio.py", device], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    pins = trio.pins(device)
-    assert [Requirement(each).name for each in printed.stdout.split()] == list(pins)
+@EACH_TRIO
+def test_pins_are_what_setup_installs(tested: Trio, device: str) -> None:
+    pins = tested.pins(device)
+    assert about_trio(tested.name, device) == " ".join(f"{name}=={version}" for name, version in pins.items())
+    assert about_trio(tested.name, "needs") == " ".join(tested.needs)
     assert list(pins)[0] == "torch", "torch comes first: what follows would take the newest one"
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = {Requirement(line).name: str(Requirement(line).specifier) for line in project["dependencies"]}
-    assert asked["torch"] == f"=={pins['torch']}"
-    assert not {"torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu"} & asked.keys()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_pinned_versions_are_well(device: str) -> None:
-    installed = trio.pins(device) | {"torch": f"{trio.TORCH}+local"}
+@EACH_TRIO
+def test_an_environment_stands_on_a_trio_if_it_has_its_members(
+    tested: Trio, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stands(name: str) -> bool:
+        command = [sys.executable, "distembed/doctor/trio.py", name, "stands", device]
+        return subprocess.run(command, cwd=ROOT).returncode == 0
+
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # before what is installed here
+    for member, version in tested.pins(device).items():
+        folder = tmp_path / f"{member.replace('-', '_')}-{version}.dist-info"
+        folder.mkdir()
+        local = "+cpu" if member == "torch" else ""
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {member}\nVersion: {version}{local}\n")
+    assert {name for name in trio.TRIOS if stands(name)} == {tested.name}
+    (tmp_path / f"torchrec-{tested.torchrec}.dist-info" / "METADATA").write_text("Name: torchrec\nVersion: 1.7.0\n")
+    assert not stands(tested.name)
+
+
+def test_the_set_up_takes_the_newest_trio_where_none_is_named() -> None:
+    assert about_trio("default", "name") == max(trio.TRIOS, key=Version)
+
+
+def test_pyproject_asks_for_the_torch_of_a_tested_trio_and_for_no_other() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = {Requirement(line).name: Requirement(line).specifier for line in project["dependencies"]}
+    tested = [each.torch for each in trio.TRIOS.values()]
+    others = [f"2.{minor}.{patch}" for minor in range(9, 17) for patch in range(2)]
+    admitted = {version for version in others if asked["torch"].contains(version)}
+    assert all(asked["torch"].contains(f"{version}{local}") for version in tested for local in ("", "+cpu"))
+    # a release of the older trio's torch with its mistakes mended is not kept out
+    assert {version.rpartition(".")[0] for version in admitted} == set(trio.TRIOS)
+    assert max(admitted, key=Version) == trio.DEFAULT.torch
+    assert not {"torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu"} & asked.keys()
+    oldest = Requirement(f"python{project['requires-python']}").specifier
+    pythons = {f"3.{minor}" for each in trio.TRIOS.values() for minor in each.pythons}
+    assert all(oldest.contains(python) for python in pythons) and not oldest.contains("3.10")
+
+
+@pytest.mark.parametrize(
+    ("torch", "name"), [("2.11.0", "2.11"), ("2.11.0+cu130", "2.11"), ("2.11.1", "2.11"), ("2.13.0", "2.13")]
+)
+def test_what_is_installed_is_judged_by_the_trio_of_its_torch(torch: str, name: str) -> None:
+    assert trio.trio_of({"torch": torch}).name == name
+    found = findings.name_trio({"torch": torch})
+    assert found.status == "ok" and found.detail.startswith(f"{name}: torch {trio.TRIOS[name].torch}")
+
+
+@pytest.mark.parametrize("torch", ["2.12.0", "2.1.1", "2.110.0", "3.0"])
+def test_a_torch_of_no_trio_is_judged_by_the_newest_and_said_to_be_of_none(torch: str) -> None:
+    found = findings.name_trio({"torch": torch})
+    assert found.status == "note" and torch in found.detail and f"judged by {trio.DEFAULT.name}" in found.detail
+    assert "torch" in wrong(findings.check_trio_versions({"torch": torch}, "cpu"))
+
+
+@EACH_TRIO
+def test_a_member_of_another_trio_is_wrong(tested: Trio) -> None:
+    (other,) = (each for each in trio.TRIOS.values() if each != tested)
+    installed = other.pins("cpu") | {"torch": tested.torch}
+    blamed = wrong(findings.check_trio_versions(installed, "cpu"))
+    assert blamed.keys() == {"torchrec", "fbgemm-gpu-cpu"}
+    assert f"torchrec=={tested.torchrec}" in blamed["torchrec"].remedy
+
+
+def test_a_python_that_the_trio_is_not_tested_on_is_worth_a_note_and_one_too_old_for_all_is_wrong() -> None:
+    second = trio.TRIOS["2.11"]
+    statuses = {minor: findings.check_python((3, minor, 1), second).status for minor in (10, 11, 12, 13)}
+    assert statuses == {10: "wrong", 11: "note", 12: "ok", 13: "note"}
+    assert findings.check_python((3, 11, 0)).status == "ok"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@EACH_TRIO
+def test_the_pinned_versions_are_well(tested: Trio, device: str) -> None:
+    installed = tested.pins(device) | {"torch": f"{tested.torch}+local"}
     assert findings.chosen_device(installed, has_gpu=device == "cpu") == device
     assert {finding.status for finding in findings.check_trio_versions(installed, device)} == {"ok"}
 
@@ -69,7 +145,7 @@ def test_the_pinned_versions_are_well(device: str) -> None:
 def test_a_missing_or_other_version_is_blamed_by_name_with_the_command_that_installs_the_pinned_one(
     device: str, member: int, found: str | None
 ) -> None:
-    pins = trio.pins(device)
+    pins = trio.DEFAULT.pins(device)
     name = list(pins)[member]
     installed = {other: version for other, version in pins.items() if other != name} | ({name: found} if found else {})
     blamed = wrong(findings.check_trio_versions(installed, device))
@@ -80,14 +156,15 @@ def test_a_missing_or_other_version_is_blamed_by_name_with_the_command_that_inst
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])
-def test_both_builds_of_fbgemm_are_wrong_and_the_machines_own_is_kept(has_gpu: bool) -> None:
-    installed = trio.pins("cpu") | trio.pins("cuda")
+@EACH_TRIO
+def test_both_builds_of_fbgemm_are_wrong_and_the_machines_own_is_kept(tested: Trio, has_gpu: bool) -> None:
+    installed = tested.pins("cpu") | tested.pins("cuda")
     device = findings.chosen_device(installed, has_gpu)
     assert device == ("cuda" if has_gpu else "cpu")
     (blamed,) = wrong(findings.check_trio_versions(installed, device)).values()
     removed, reinstalled = blamed.remedy.split(" && ")
     assert "uninstall" in removed and removed.endswith("fbgemm-gpu-cpu fbgemm-gpu")
-    assert reinstalled.endswith(f" {trio.FBGEMM_DISTRIBUTIONS[device]}=={trio.FBGEMM}")
+    assert reinstalled.endswith(f" {trio.FBGEMM_DISTRIBUTIONS[device]}=={tested.fbgemm}")
 
 
 @pytest.mark.parametrize("broken", ["torch", "fbgemm", "torchrec"])
@@ -95,14 +172,14 @@ def test_only_the_lowest_member_that_does_not_load_is_blamed(broken: str) -> Non
     order = ["torch", "fbgemm", "torchrec"]
     failing = order[order.index(broken) :]
     loads = {member: LoadResult({}, "undefined symbol") if member in failing else WELL for member in order}
-    judged = findings.check_loads(loads, "cpu")
+    judged = findings.check_loads(loads, trio.DEFAULT.pins("cpu"))
     assert list(wrong(judged)) == [f"{broken} loads"]
     assert [finding.status for finding in judged].count("ok") == order.index(broken)
 
 
 def test_a_member_whose_version_has_a_remedy_gets_no_second_one() -> None:
     loads = {"torch": WELL, "fbgemm": LoadResult({}, "undefined symbol"), "torchrec": WELL}
-    assert not wrong(findings.check_loads(loads, "cpu", already_wrong={"fbgemm-gpu-cpu"}))
+    assert not wrong(findings.check_loads(loads, trio.DEFAULT.pins("cpu"), already_wrong={"fbgemm-gpu-cpu"}))
 
 
 @pytest.mark.parametrize(
@@ -125,10 +202,13 @@ def test_dependencies_are_checked_against_the_metadata() -> None:
     required = ["numpy>=2", "Torchmetrics==1.0.3", "typing_extensions", "torch==0.1", "absent>=1; python_version < '3'"]
     well = findings.check_dependencies({"numpy": "2.1", "torchmetrics": "1.0.3", "typing-extensions": "4"}, required)
     assert not wrong(well)
-    blamed = wrong(findings.check_dependencies({"numpy": "1.26", "typing-extensions": "4"}, required))
-    assert blamed.keys() == {"numpy", "Torchmetrics"}
-    for finding in blamed.values():
-        assert f" torch=={trio.TORCH}" in finding.remedy, "a dependency must not bring another torch"
+    for tested in trio.TRIOS.values():
+        installed = {"numpy": "1.26", "typing-extensions": "4", "torch": f"{tested.torch}+cpu"}
+        blamed = wrong(findings.check_dependencies(installed, required, tested))
+        needed = {Requirement(each).name for each in tested.needs}
+        assert blamed.keys() == {"numpy", "Torchmetrics"} | needed
+        for finding in blamed.values():
+            assert f" torch=={tested.torch}" in finding.remedy, "a dependency must not bring another torch"
 
 
 def test_without_its_own_metadata_nothing_is_known_about_dependencies() -> None:

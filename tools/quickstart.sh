@@ -7,6 +7,7 @@
 #
 # DISTEMBED_QUICKSTART_DIR=FOLDER   where everything is written (default: quickstart/ in this project)
 # DISTEMBED_QUICKSTART_ROWS=N       how many rows to make up (default: 500000)
+# DISTEMBED_TRIO=2.11               on another tested trio of torch, TorchRec and FBGEMM; see tools/setup.sh
 #
 # Every command is shown before it runs. Running this again replaces what it made.
 set -euo pipefail

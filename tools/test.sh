@@ -4,6 +4,7 @@
 #   tools/test.sh                            everything but the tests marked slow or slurm
 #   tools/test.sh tests/data -k reader -x    only pytest, with these arguments
 #   tools/test.sh -m slow                    the slow ones
+#   DISTEMBED_TRIO=2.11 tools/test.sh        on the other tested trio of torch, TorchRec and FBGEMM; see tools/setup.sh
 #
 # DISTEMBED_CRITEO_SAMPLE=FILE   real Criteo rows (TSV, plain or .gz); tests that need them are skipped without it.
 # DISTEMBED_MOVIELENS_MF=FOLDER  the MovieLens-1M files of SSE's authors; and so for DISTEMBED_BEAUTY, Amazon Beauty.
@@ -35,7 +36,8 @@ check() {
 if (($# == 0)); then
     check ruff format --check .
     check ruff check .
-    check mypy
+    # By the grammar of this Python, which the stubs of packages installed for it may be written in.
+    check mypy --python-version "$(.venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
     check lint-imports
 fi
 # A worker without work takes over what waits for the other: tests take from milliseconds to a minute.

@@ -6,8 +6,9 @@ printed at the end (:mod:`~distembed.doctor.report`). The package needs nothing 
 imported, so that ``python -m distembed.doctor`` works where the rest of distembed does not.
 """
 
-from distembed.doctor.facts import Facts, LoadResult, gather_facts, installed_versions, nvidia_smi_works
-from distembed.doctor.findings import Finding, check_trio_versions, chosen_device, judge
+from distembed.cuda_driver import nvidia_smi_works
+from distembed.doctor.facts import Facts, LoadResult, gather_facts, installed_versions
+from distembed.doctor.findings import Finding, check_trio_versions, chosen_device, judge, name_trio
 from distembed.doctor.report import print_doctor_report, run_doctor
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "gather_facts",
     "installed_versions",
     "judge",
+    "name_trio",
     "nvidia_smi_works",
     "print_doctor_report",
     "run_doctor",

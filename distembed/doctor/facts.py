@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from distembed.cores import usable_cores
+from distembed.cuda_driver import driver_version, nvidia_smi_works
 from distembed.host_memory import available_memory_bytes
 
 LOAD_TIMEOUT_SECONDS = 180
@@ -94,6 +95,7 @@ class Facts:
         installed: Normalised name -> version of every installed distribution.
         requirements: What distembed's metadata asks for; None where distembed is not installed.
         has_gpu: Whether there is an NVIDIA driver with at least one device.
+        driver: Version of the NVIDIA driver, such as ``570.86.15``; None where there is none, or it is not known.
         loads: Name of a member of the trio -> how its import ended, in the order in which they build on each other.
         machine: The machine that this process runs on.
     """
@@ -102,6 +104,7 @@ class Facts:
     installed: Mapping[str, str]
     requirements: Sequence[str] | None
     has_gpu: bool
+    driver: str | None
     loads: Mapping[str, LoadResult]
     machine: MachineFacts
 
@@ -113,6 +116,7 @@ def gather_facts() -> Facts:
         installed=installed_versions(),
         requirements=distembed_requirements(),
         has_gpu=nvidia_smi_works(),
+        driver=driver_version(),
         loads=load_trio(),
         machine=MachineFacts(
             platform=platform.platform(),
@@ -146,14 +150,6 @@ def distembed_requirements() -> list[str] | None:
     except importlib.metadata.PackageNotFoundError:
         return None
     return [line for line in found if "extra ==" not in line]
-
-
-def nvidia_smi_works() -> bool:
-    """Returns whether there is an NVIDIA driver with at least one device."""
-    try:
-        return subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=60).returncode == 0
-    except (OSError, subprocess.TimeoutExpired):
-        return False
 
 
 def load_trio() -> dict[str, LoadResult]:

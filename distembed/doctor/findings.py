@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from distembed import __version__
+from distembed.cuda_driver import driver_shortage
 from distembed.doctor import trio
 from distembed.doctor.facts import Facts, LoadResult, MachineFacts, normalised_name
+from distembed.doctor.trio import Trio, trio_of
 from distembed.units import format_bytes
 
 Status = Literal["ok", "note", "wrong"]
 
-OLDEST_PYTHON = (3, 11)
+OLDEST_PYTHON = min(trio.DEFAULT.pythons)
+"""Minor version of the oldest Python 3 that distembed runs on."""
 LOW_DISK_BYTES = 10 * 2**30
 
 
@@ -38,28 +41,30 @@ class Finding:
 def judge(facts: Facts) -> list[Finding]:
     """Returns a finding for everything that was looked at, in the order in which to read them."""
     device = chosen_device(facts.installed, facts.has_gpu)
+    tested = trio_of(facts.installed)
     versions = check_trio_versions(facts.installed, device)
     wrong_versions = {found.subject for found in versions if found.status == "wrong"}
     return [
-        check_python(facts.python_version),
+        check_python(facts.python_version, tested),
         Finding("distembed", "ok", f"{__version__} in {Path(__file__).parents[1]}"),
+        name_trio(facts.installed),
         *versions,
-        *check_loads(facts.loads, device, already_wrong=wrong_versions),
-        *check_dependencies(facts.installed, facts.requirements),
-        *check_accelerators(facts.loads["torch"].facts, device, facts.has_gpu),
+        *check_loads(facts.loads, tested.pins(device), already_wrong=wrong_versions),
+        *check_dependencies(facts.installed, facts.requirements, tested),
+        *check_accelerators(facts.loads["torch"].facts, device, facts.has_gpu, facts.driver, tested),
         *check_machine(facts.machine),
     ]
 
 
-def check_python(version: tuple[int, ...]) -> Finding:
-    """Judges whether this Python is as new as distembed needs."""
+def check_python(version: tuple[int, ...], tested: Trio = trio.DEFAULT) -> Finding:
+    """Judges whether this Python is one that the trio is tested on; an older one than the product's oldest is wrong."""
     detail = f"{'.'.join(map(str, version))} at {sys.executable}"
-    if version >= OLDEST_PYTHON:
+    if version[0] == 3 and version[1] in tested.pythons:
         return Finding("python", "ok", detail)
-    oldest = ".".join(map(str, OLDEST_PYTHON))
-    return Finding(
-        "python", "wrong", f"{detail}; {oldest} or later is needed", "DISTEMBED_PYTHON=python3.11 tools/setup.sh"
-    )
+    if version >= (3, OLDEST_PYTHON):
+        return Finding("python", "note", f"{detail}; the trio {tested.name} is tested on {tested.python_names}")
+    remedy = f"DISTEMBED_PYTHON=python3.{OLDEST_PYTHON} tools/setup.sh"
+    return Finding("python", "wrong", f"{detail}; 3.{OLDEST_PYTHON} or later is needed", remedy)
 
 
 def chosen_device(installed: Mapping[str, str], has_gpu: bool) -> str:
@@ -68,14 +73,27 @@ def chosen_device(installed: Mapping[str, str], has_gpu: bool) -> str:
     return there[0] if len(there) == 1 else "cuda" if has_gpu else "cpu"
 
 
+def name_trio(installed: Mapping[str, str]) -> Finding:
+    """Names the tested trio by which what is installed is judged: that of the installed torch."""
+    tested = trio_of(installed)
+    others = " or ".join(name for name in trio.TRIOS if name != tested.name)
+    members = f"torch {tested.torch}, torchrec {tested.torchrec}, FBGEMM {tested.fbgemm}"
+    found = installed.get("torch")
+    if found is not None and not tested.is_named_by(found):
+        detail = f"torch {found} is of no tested trio; judged by {tested.name}: {members}"
+        return Finding("trio", "note", detail)
+    return Finding("trio", "ok", f"{tested.name}: {members} (tested too: tools/setup.sh --trio {others})")
+
+
 def check_trio_versions(installed: Mapping[str, str], device: str) -> list[Finding]:
-    """Judges the versions of torch, torchrec and FBGEMM by the tested ones."""
-    findings = [_check_version(name, pinned, installed.get(name)) for name, pinned in trio.pins(device).items()]
+    """Judges the versions of torch, torchrec and FBGEMM by those of the tested trio that the installed torch is of."""
+    tested = trio_of(installed)
+    findings = [_check_version(name, pinned, installed.get(name)) for name, pinned in tested.pins(device).items()]
     builds = list(trio.FBGEMM_DISTRIBUTIONS.values())
     if not all(name in installed for name in builds):
         return findings
     wanted = trio.FBGEMM_DISTRIBUTIONS[device]
-    remedy = f"{_pip('uninstall', '-y', *builds)} && {_pip('install', '--no-deps', f'{wanted}=={trio.FBGEMM}')}"
+    remedy = f"{_pip('uninstall', '-y', *builds)} && {_pip('install', '--no-deps', f'{wanted}=={tested.fbgemm}')}"
     detail = f"{' and '.join(builds)} are both installed; the later one has overwritten the other's files"
     return [*findings[:-1], Finding(wanted, "wrong", detail, remedy)]
 
@@ -94,15 +112,17 @@ def _install_member(name: str, pinned: str, *options: str) -> str:
     return _pip("install", *options, *(() if name == "torch" else ("--no-deps",)), f"{name}=={pinned}")
 
 
-def check_loads(loads: Mapping[str, LoadResult], device: str, already_wrong: Collection[str] = ()) -> list[Finding]:
-    """Judges whether each member can be imported and used.
+def check_loads(
+    loads: Mapping[str, LoadResult], pins: Mapping[str, str], already_wrong: Collection[str] = ()
+) -> list[Finding]:
+    """Judges whether each member can be imported and used; ``pins`` are those of the trio that it is judged by.
 
     A member is not blamed where one that it builds on fails to load, nor where ``already_wrong`` names its
     distribution, for which another finding has a remedy.
     """
     findings = []
     below: list[str] = []
-    for (member, result), (name, pinned) in zip(loads.items(), _in_load_order(trio.pins(device)), strict=True):
+    for (member, result), (name, pinned) in zip(loads.items(), _in_load_order(pins), strict=True):
         subject = f"{member} loads"
         failed = [other for other in below if loads[other].error]
         if not result.error:
@@ -122,8 +142,11 @@ def _in_load_order(pins: Mapping[str, str]) -> list[tuple[str, str]]:
     return sorted(pins.items(), key=lambda pin: ("torch", "fbgemm-gpu", "fbgemm-gpu-cpu", "torchrec").index(pin[0]))
 
 
-def check_dependencies(installed: Mapping[str, str], required: Sequence[str] | None) -> list[Finding]:
-    """Judges what is installed by what distembed's metadata asks for; all that are well share one finding."""
+def check_dependencies(
+    installed: Mapping[str, str], required: Sequence[str] | None, tested: Trio = trio.DEFAULT
+) -> list[Finding]:
+    """Judges what is installed by what distembed's metadata and the trio ask for; all that are well share a finding."""
+    torch_pin = f"torch=={tested.torch}"
     if required is None:
         return [Finding("dependencies", "wrong", "distembed itself is not installed here", "tools/setup.sh")]
     try:
@@ -131,33 +154,47 @@ def check_dependencies(installed: Mapping[str, str], required: Sequence[str] | N
     except ImportError:
         return [Finding("dependencies", "wrong", "packaging is not installed", _pip("install", "packaging"))]
     findings, met = [], []
-    for requirement in map(Requirement, required):
+    for requirement in map(Requirement, [*required, *tested.needs]):
         found = installed.get(normalised_name(requirement.name))
-        if requirement.name in trio.pins("cpu") or (requirement.marker and not requirement.marker.evaluate()):
+        if requirement.name == "torch" or (requirement.marker and not requirement.marker.evaluate()):
             continue
         if found is None or not requirement.specifier.contains(found, prereleases=True):
             detail = f"{found or 'nothing'} is installed, {requirement.specifier or 'any version'} is needed"
             # torch is named again so that pip cannot answer with another torch.
-            remedy = _pip("install", f"{requirement.name}{requirement.specifier}", f"torch=={trio.TORCH}")
+            remedy = _pip("install", f"{requirement.name}{requirement.specifier}", torch_pin)
             findings.append(Finding(requirement.name, "wrong", detail, remedy))
         else:
             met.append(f"{requirement.name} {found}")
     return [*findings, Finding("dependencies", "ok", ", ".join(met))] if met else findings
 
 
-def check_accelerators(torch_facts: Mapping[str, Any], device: str, has_gpu: bool) -> list[Finding]:
-    """Judges CUDA devices and the transports between ranks by what torch's program printed."""
+def check_accelerators(
+    torch_facts: Mapping[str, Any],
+    device: str,
+    has_gpu: bool,
+    driver: str | None = None,
+    tested: Trio = trio.DEFAULT,
+) -> list[Finding]:
+    """Judges CUDA devices and the transports between ranks by what torch's program printed.
+
+    Args:
+        torch_facts: What it printed; nothing where torch does not load.
+        device: Device of the installed members, ``cpu`` or ``cuda``.
+        has_gpu: Whether there is an NVIDIA driver with at least one device.
+        driver: Version of that driver, None where it is not known.
+        tested: The trio by which what is installed is judged.
+    """
     if not torch_facts:
         return []
     findings = [
         Finding(f"cuda:{index}", "ok", _describe_gpu(gpu)) for index, gpu in enumerate(torch_facts["devices"])
-    ] or [_no_cuda(torch_facts["cuda_build"], device, has_gpu)]
+    ] or [_no_cuda(torch_facts["cuda_build"], device, has_gpu, driver)]
     if torch_facts["devices"] and device == "cpu":
         detail = "FBGEMM is the CPU build: train with train.device=cpu, or take the CUDA members"
         findings.append(Finding("cuda", "note", f"{detail} (DISTEMBED_DEVICE=cuda tools/setup.sh)"))
     usable = torch_facts["nccl" if torch_facts["devices"] else "gloo"]
     listed = ", ".join(f"{name} {'yes' if torch_facts[name] else 'no'}" for name in ("gloo", "nccl"))
-    remedy = "" if usable else _install_member("torch", trio.TORCH, "--force-reinstall")
+    remedy = "" if usable else _install_member("torch", tested.torch, "--force-reinstall")
     return [*findings, Finding("several ranks", "ok" if usable else "wrong", listed, remedy)]
 
 
@@ -167,8 +204,8 @@ def _describe_gpu(gpu: Mapping[str, Any]) -> str:
     return f"{gpu['name']}, {format_bytes(gpu['memory_bytes'])}, bf16 {bf16}"
 
 
-def _no_cuda(cuda_build: str | None, device: str, has_gpu: bool) -> Finding:
-    """Judges that torch finds no CUDA device, by whether there is one and what torch was built for."""
+def _no_cuda(cuda_build: str | None, device: str, has_gpu: bool, driver: str | None) -> Finding:
+    """Judges that torch finds no CUDA device, by whether there is one, its driver, and what torch was built for."""
     if not has_gpu:
         return Finding("cuda", "note", "no device; training runs on the processor")
     cuda_members = "DISTEMBED_DEVICE=cuda tools/setup.sh"
@@ -177,8 +214,15 @@ def _no_cuda(cuda_build: str | None, device: str, has_gpu: bool) -> Finding:
     if cuda_build is None:
         detail = "there is a device, and the installed torch is built for processors only"
         return Finding("cuda", "wrong", detail, cuda_members)
-    detail = f"there is a device, and torch (built for CUDA {cuda_build}) cannot use it; the driver may be too old"
-    return Finding("cuda", "wrong", detail, "nvidia-smi  # compare its 'CUDA Version' with the one named here")
+    shortage = driver_shortage(cuda_build, driver)
+    if device == "cpu":
+        why = shortage or "and the members of the trio are those for processors"
+        return Finding("cuda", "note", f"there is a device, unused by torch, built for CUDA {cuda_build}: {why}")
+    detail = f"there is a device, and torch, built for CUDA {cuda_build}, cannot use it"
+    if shortage:
+        remedy = "DISTEMBED_DEVICE=cpu tools/setup.sh  # or install a newer driver, and keep the CUDA members"
+        return Finding("cuda", "wrong", f"{detail}: {shortage}", remedy)
+    return Finding("cuda", "wrong", detail, "nvidia-smi  # and `torch.cuda.init()` say more")
 
 
 def check_machine(machine: MachineFacts) -> list[Finding]:

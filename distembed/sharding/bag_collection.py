@@ -89,9 +89,9 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
             keywords["permute_embeddings"] = permute_embeddings
         return make_sharding(self._placements, self._replicated, sharding_infos, env, device, pools=True, **keywords)
 
-    def _initialize_torch_state(self, skip_registering: bool = False) -> None:
+    def _initialize_torch_state(self, *arguments: Any, **keywords: Any) -> None:
         self._embedding_bag_configs = self._show_partition_tables(EmbeddingBagConfig)
-        super()._initialize_torch_state(skip_registering)
+        super()._initialize_torch_state(*arguments, **keywords)
         self._register_replicated()
 
     @staticmethod

@@ -108,9 +108,9 @@ class ShardedCompositionalEmbeddingCollection(ShardedParameters, ShardedEmbeddin
             qcomm_codecs_registry=qcomm_codecs_registry,
         )
 
-    def _initialize_torch_state(self, skip_registering: bool = False) -> None:
+    def _initialize_torch_state(self, *arguments: Any, **keywords: Any) -> None:
         self._embedding_configs = self._show_partition_tables(EmbeddingConfig)
-        super()._initialize_torch_state(skip_registering)
+        super()._initialize_torch_state(*arguments, **keywords)
         self._register_replicated()
 
     def input_dist(self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:

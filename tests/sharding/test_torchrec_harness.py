@@ -36,6 +36,7 @@ from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, Compo
 from distembed.sharding.shardings import SEQUENCE_SHARDING_TYPES
 from tests.processes import run_processes
 from tests.ranks import free_port
+from tests.versions import HARNESS_MAKES_OFFSETS
 
 WORLD_SIZE = 2
 SHARDING_TYPES = ("table_wise", "column_wise", "table_column_wise", "row_wise", "data_parallel")
@@ -173,6 +174,8 @@ BATCHES: dict[str, dict[str, Any]] = {
     "a size for each feature, one of rows": {"variable_batch_per_feature": True, "global_constant_batch": True},
     "a TensorDict": {"input_type": "td"},
 }
+if not HARNESS_MAKES_OFFSETS:
+    del BATCHES["with offsets"]
 UNWEIGHTED = ("a size for each feature", "a size for each feature, one of rows", "a TensorDict")
 MOST = ("equal", "unequal", "a size for each feature")
 """Batches of every sharding type; the others, which are prepared before any dist, go with one."""
