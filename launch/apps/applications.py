@@ -14,6 +14,7 @@ from launch.apps.roles import (
     NodeRole,
     find_resource,
     job_name,
+    on_gpus,
     parse_mounts,
     require_gpus,
     threads_per_process,
@@ -35,7 +36,7 @@ def training_app(
 
     Args:
         config: YAML file, as the nodes see it.
-        overrides: Settings that replace the config's.
+        overrides: Settings that replace the config's; on nodes with GPUs the ranks train on these or fail.
         run_dir: Run folder, which every node must see.
         j: Nodes and processes, ``[MIN:]NODESxPROCESSES``.
         plan: File of the saved plan that places the tables; None for a plan of the run's own.
@@ -47,7 +48,8 @@ def training_app(
     """
     shape = parse_shape(j)
     _require_elastic(request, shape, j)
-    module = ["distembed", "train", config, *overrides, "--run-dir", run_dir, "--resume-or-start"]
+    settings = on_gpus(overrides) if find_resource(request).gpu > 0 else overrides
+    module = ["distembed", "train", config, *settings, "--run-dir", run_dir, "--resume-or-start"]
     script = elastic_script(shape, [*module, "--plan", plan] if plan else module, run_dir, request)
     role = _role("train", script, shape, request)
     if shape.max_nodes > 1:

@@ -58,12 +58,11 @@ def elastic_script(shape: Shape, module: Sequence[str], run_dir: str, request: E
         lines += [f'if test "{macros.replica_id}" = 0; then is_host=1; else is_host=0; fi']
         conf += ',is_host="$$is_host"'
     launcher = [
-        f'--node "{macros.replica_id}" --starts "$$logs/../starts"{awaited} --',
+        f'--node "{macros.replica_id}" --starts "$$logs/../starts" --grace {request.grace_seconds}{awaited} --',
         f"--nnodes {shape.nodes} --nproc-per-node {shape.processes}",
         f'--rdzv-backend c10d --rdzv-endpoint {endpoint} --rdzv-id "{macros.app_id}"',
         f"--rdzv-conf {conf}",
         f"--max-restarts {request.max_restarts} --signals-to-handle {SIGNALS}",
-        f"--shutdown-timeout {request.grace_seconds}",
         '--tee 3 --log-dir "$$logs"',
         f"-m {' '.join(map(quoted, module))}",
     ]

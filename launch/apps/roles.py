@@ -1,6 +1,7 @@
 """The role of an application: what its nodes have, and what some schedulers cannot do for it."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,6 +118,22 @@ def require_gpus(shape: Shape, resource: specs.Resource) -> None:
             f"j is '{shape}', {shape.processes} processes on a node of {resource.gpu} GPUs; "
             f"each process takes one: give {shape.nodes}x{resource.gpu}, or nodes of more GPUs"
         )
+
+
+def on_gpus(overrides: Sequence[str]) -> list[str]:
+    """Returns a training's settings with which it trains on the GPUs of its nodes, or fails where it cannot use them.
+
+    A node whose driver has failed would otherwise train on its processor: slowly, with every other rank waiting for it.
+
+    Raises:
+        UserError: A setting says that it trains on processors.
+    """
+    if "train.device=cpu" in overrides:
+        raise UserError(
+            "train.device is cpu, and the job asks for nodes with GPUs, which would stand idle; ask for none, or leave "
+            "train.device out"
+        )
+    return [*(setting for setting in overrides if not setting.startswith("train.device=")), "train.device=cuda"]
 
 
 def threads_per_process(resource: specs.Resource, processes: int) -> str:

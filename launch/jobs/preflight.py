@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from torchx import specs
 
-from distembed.doctor import Finding, check_trio_versions, chosen_device, installed_versions, nvidia_smi_works
+from distembed.doctor import (
+    Finding,
+    check_trio_versions,
+    chosen_device,
+    installed_versions,
+    name_trio,
+    nvidia_smi_works,
+)
 from distembed.errors import RunError, UserError
 from launch.apps.shape import Shape
 from launch.schedulers.slurm.queries import NodeRecord, list_nodes
@@ -21,9 +28,22 @@ if TYPE_CHECKING:
 
 
 def check_trio() -> list[Finding]:
-    """Checks that the versions which distembed is tested with are installed here."""
+    """Names the tested trio of the torch that is installed here, and checks the other members by it."""
     installed = installed_versions()
-    return check_trio_versions(installed, chosen_device(installed, nvidia_smi_works()))
+    return [name_trio(installed), *check_trio_versions(installed, chosen_device(installed, nvidia_smi_works()))]
+
+
+def check_device(config: "Config", device_kind: str) -> Finding:
+    """Checks that a job for nodes with GPUs trains on these; ``device_kind`` is that of the nodes."""
+    if device_kind != "cuda":
+        return Finding("device", "ok", config.train.device)
+    if config.train.device == "cpu":
+        return _wrong(
+            "device",
+            "train.device is cpu, and the job asks for nodes with GPUs, which would stand idle",
+            "leave train.device out; or ask for nodes without GPUs",
+        )
+    return Finding("device", "ok", "cuda: a rank that cannot use its GPU fails")
 
 
 def check_build(device_kind: str) -> Finding:

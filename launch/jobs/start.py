@@ -137,6 +137,8 @@ def _cluster(job: Job) -> Cluster:
     device = find_device(name) if name else next(device for device in DEVICES.values() if device.kind == "cpu")
     memory_bytes = resource.memMB * 2**20
     if device.kind == "cpu":
+        if resource.gpu > 0:
+            raise UserError(f"--gpu is {job.gpu}, and the nodes have {resource.gpu} GPUs: ask for none, or name them.")
         if "mem" in job.options:
             raise UserError(f"-o mem is {job.options['mem']}, of which the plan would not know: give --memory-mb.")
         device = dataclasses.replace(device, name="cpu", memory_bytes=memory_bytes)
@@ -157,6 +159,7 @@ def _checks(job: Job, request: Any, config: Config, assessment: "Assessment") ->
     )
     findings = [
         *preflight.check_trio(),
+        preflight.check_device(config, assessment.cluster.device.kind),
         preflight.check_capacity(fewest, shape),
         preflight.check_dataset(config),
         preflight.check_writable("run folder", folder),

@@ -39,16 +39,19 @@ LEAVE_SECONDS = 15.0
 """How long agents wait for one another when the job ends on all nodes."""
 
 _LOOK_SECONDS = 1.0
+_RESTART_SECONDS = 30
+"""How long ranks have to end that start again: what they would save belongs to a step that has failed."""
 _KEY = "distembed/verdict"
 
 Say = Callable[[str], None]
 
 
-def run_ranks(arguments: Sequence[str], say: Say) -> int:
+def run_ranks(arguments: Sequence[str], grace_seconds: int, say: Say) -> int:
     """Runs the ranks of this node under the arguments of ``torch.distributed.run``.
 
     Args:
         arguments: Arguments of ``torch.distributed.run``, with the ranks' own program.
+        grace_seconds: How many seconds the ranks have to save their state when they are told to end.
         say: Prints a line for the user.
 
     Returns:
@@ -60,7 +63,7 @@ def run_ranks(arguments: Sequence[str], say: Say) -> int:
     config, entrypoint, program = config_from_args(parse_args(list(arguments)))
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
     os.environ[TOLD_VARIABLE] = "1"
-    agent = NodeAgent(config, entrypoint, tuple(program), say)
+    agent = NodeAgent(config, entrypoint, tuple(program), grace_seconds, say)
     try:
         code = _end_of(agent, say)
         raise_when_told()  # torch's handlers stay, and raise an error of its own
@@ -99,11 +102,14 @@ class NodeAgent(LocalElasticAgent):
         config: What ``torch.distributed.run`` was told.
         entrypoint: The program of each rank.
         program: Its arguments.
+        grace_seconds: How many seconds the ranks have to save their state when they are told to end.
         say: Prints a line for the user.
     """
 
-    def __init__(self, config: LaunchConfig, entrypoint: Any, program: tuple[str, ...], say: Say) -> None:
-        assert config.logs_specs is not None and config.shutdown_timeout is not None
+    def __init__(
+        self, config: LaunchConfig, entrypoint: Any, program: tuple[str, ...], grace_seconds: int, say: Say
+    ) -> None:
+        assert config.logs_specs is not None
         meeting = RendezvousParameters(
             config.rdzv_backend,
             config.rdzv_endpoint,
@@ -130,8 +136,8 @@ class NodeAgent(LocalElasticAgent):
             logs_specs=config.logs_specs,
             start_method=config.start_method,
             log_line_prefix_template=config.log_line_prefix_template,
-            shutdown_timeout=config.shutdown_timeout,
         )
+        self._grace_seconds = grace_seconds
         self._name = next((word for word in program if not word.startswith("-")), str(entrypoint))
         self.is_elastic = config.min_nodes < config.max_nodes
         self._say = say
@@ -187,6 +193,20 @@ class NodeAgent(LocalElasticAgent):
             ignore_signals()
             raise
 
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float | None = None) -> None:
+        # torch 2.11's agent waits for 30 s whatever it is told, and 2.13's as long as its own option says.
+        self._end_ranks(death_sig, self._grace_seconds)
+        super()._shutdown(death_sig)
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._end_ranks(signal.SIGTERM, _RESTART_SECONDS)
+        super()._stop_workers(worker_group)
+
+    def _end_ranks(self, death_sig: signal.Signals, seconds: int) -> None:
+        """Sends a signal to the ranks that run, waits for them, and kills those that have not ended by then."""
+        if self._pcontext is not None:
+            self._pcontext.close(death_sig, seconds)
+
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         self._failed_at = None
         super()._restart_workers(worker_group)
@@ -235,7 +255,7 @@ class NodeAgent(LocalElasticAgent):
         """Returns whether the ends of other ranks have to be awaited before a failure is judged."""
         assert self._failed_at is not None
         is_saving = all(code in (None, 0, INTERRUPTED) for code in codes)
-        patience = float(self._shutdown_timeout) if is_saving else JUDGE_SECONDS
+        patience = float(self._grace_seconds) if is_saving else JUDGE_SECONDS
         has_others = None in codes or ((self._worker_group.group_world_size or 1) > 1 and not is_saving)
         return has_others and time.monotonic() - self._failed_at < patience
 

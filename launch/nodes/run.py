@@ -44,7 +44,7 @@ def main() -> int:
         end_with_parent()
         code = _await_turn(given, starts)
         if code is None:
-            code = _run(launcher_arguments)
+            code = _run(launcher_arguments, given.grace)
             can_go_on = AGAIN_VARIABLE in os.environ and starts is not None
     except ToldToEnd as told:
         code = INTERRUPTED if told.has_saved else FAILED
@@ -78,12 +78,12 @@ def _await_turn(given: argparse.Namespace, starts: Starts | None) -> int | None:
     return None
 
 
-def _run(launcher_arguments: list[str]) -> int:
+def _run(launcher_arguments: list[str], grace_seconds: int) -> int:
     """Runs the ranks, which end with this process, and returns the exit code of this node."""
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     from launch.nodes.agent import run_ranks  # torch takes seconds to load
 
-    return run_ranks(launcher_arguments, _say)
+    return run_ranks(launcher_arguments, grace_seconds, _say)
 
 
 def _start_again(given: argparse.Namespace) -> NoReturn:
@@ -105,6 +105,9 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--host", default="localhost", help="the first node, as the others reach it")
     parser.add_argument("--port", type=int, default=0, help="port of the first node at which nodes meet")
     parser.add_argument("--seconds", type=float, default=600, help="how long the first node is waited for")
+    parser.add_argument(
+        "--grace", type=int, default=30, help="how many seconds ranks have to save and end when told to"
+    )
     parser.add_argument("--elastic", action="store_true", help="the others can go on without this node")
     parser.add_argument("--starts", type=Path, required=True, help="folder in which starts are counted")
     return parser.parse_args(arguments[:at]), arguments[at + 1 :]

@@ -93,14 +93,13 @@ export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='"'"'[rank ${rank}]:'"'"'
 host="${TORCHX_RANK0_HOST:-localhost}"
 if test "'"$SLURM_PROCID"'" = 0; then is_host=1; else is_host=0; fi
 exec python -m launch.nodes.run \
-    --node "'"$SLURM_PROCID"'" --starts "$logs/../starts" --host "$host" --port 29500 --seconds 600 -- \
+    --node "'"$SLURM_PROCID"'" --starts "$logs/../starts" --grace 120 --host "$host" --port 29500 --seconds 600 -- \
     --nnodes 2 --nproc-per-node 8 \
     --rdzv-backend c10d --rdzv-endpoint "$host":29500 --rdzv-id "'"$SLURM_JOB_ID"'" \
     --rdzv-conf join_timeout=600,last_call_timeout=30,is_host="$is_host" \
     --max-restarts 3 --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
-    --shutdown-timeout 120 \
     --tee 3 --log-dir "$logs" \
-    -m distembed train /shared/config.yaml train.epochs=2 '"'"'data.path=/data/a b$c'"'"' --run-dir /shared/runs/first --resume-or-start --plan /shared/plan.json
+    -m distembed train /shared/config.yaml train.epochs=2 '"'"'data.path=/data/a b$c'"'"' train.device=cuda --run-dir /shared/runs/first --resume-or-start --plan /shared/plan.json
 '
 END_OF_TASK
 

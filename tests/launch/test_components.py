@@ -211,6 +211,21 @@ def test_the_command_line_of_torchx_reaches_the_component() -> None:
     assert "train c.yaml train.epochs=2 data.path=x --run-dir runs/a --resume-or-start" in role.args[-1]
 
 
+@pytest.mark.parametrize("overrides", [[], ["train.device=auto", "train.epochs=2"], ["train.device=cuda"]])
+@pytest.mark.parametrize("j", ["1x1", "2x8", "1:2x8"])
+def test_nodes_with_gpus_train_on_them(j: str, overrides: list[str], tmp_path: Path) -> None:
+    python = str(program(tmp_path))
+    application = train(*overrides, config="c.yaml", run_dir=str(tmp_path), h="gpu_8_h100", j=j, python=python)
+    script = application.roles[0].args[-1]
+    assert script.count("train.device=") == script.count("train.device=cuda") == 1
+    assert ("train.epochs=2" in script) == ("train.epochs=2" in overrides)
+    on_processors = train(*overrides, config="c.yaml", run_dir=str(tmp_path), h="cpu_64", j=j, python=python)
+    assert all(setting in on_processors.roles[0].args[-1] for setting in overrides)
+    assert on_processors.roles[0].args[-1].count("train.device=") == sum("device" in each for each in overrides)
+    with pytest.raises(UserError, match="train.device is cpu, and the job asks for nodes with GPUs"):
+        train("train.device=cpu", config="c.yaml", run_dir=str(tmp_path), h="gpu_8_h100", j=j, python=python)
+
+
 def program(folder: Path) -> Path:
     """An interpreter that notes each call's arguments and what it would write a failure to."""
     path = folder / "python"
@@ -272,7 +287,8 @@ def test_nodes_meet_at_the_first_and_write_to_folders_of_their_own(tmp_path: Pat
     ):
         assert option in options
     ((other, _),) = run_node(application, tmp_path, 1, "first.host")
-    own = "launch.nodes.run --node 1 --starts {}/../starts --host first.host --port 4321 --seconds 7 --elastic -- "
+    own = "launch.nodes.run --node 1 --starts {}/../starts --grace 120"
+    own += " --host first.host --port 4321 --seconds 7 --elastic -- "
     assert own.format(logs[1]) in " ".join(other)
     of_this_node = {str(logs[0]): str(logs[1]), f"{logs[0]}/../starts": f"{logs[1]}/../starts"}
     number = launcher.index("--node") + 1

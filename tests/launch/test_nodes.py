@@ -89,6 +89,7 @@ class Node:
         (folder / "rank.py").write_text(RANK)
         host = host or ("127.0.0.2" if port else "localhost")  # which is waited for
         own = ["--node", str(number), "--starts", "starts", "--host", host, "--port", str(port)]
+        own += ["--grace", str(grace)]
         is_host = f",is_host={int(number == 0)}" if port and not meet else ""
         self.process = subprocess.Popen(
             [sys.executable, "-m", "launch.nodes.run", *own, "--"]
@@ -99,7 +100,7 @@ class Node:
                 "--rdzv-conf",
                 f"join_timeout=60,last_call_timeout=1{is_host}",
             ]
-            + ["--max-restarts", str(max_restarts), "--shutdown-timeout", str(grace)]
+            + ["--max-restarts", str(max_restarts)]
             + ["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1", "--log-dir", f"logs-{number}", "rank.py"],
             cwd=folder,
             env={

@@ -193,7 +193,7 @@ def test_what_volcano_does_about_a_lost_pod() -> None:
 def test_pods_outlive_the_time_that_ranks_have_to_save_their_state() -> None:
     job = volcano_job(j="2x1", grace_seconds=300)
     assert {task["template"]["spec"]["terminationGracePeriodSeconds"] for task in job["spec"]["tasks"]} == {330}
-    assert "--shutdown-timeout 300" in str(job)
+    assert "--grace 300" in str(job)
 
 
 def test_nodes_meet_at_the_name_that_volcano_gives_to_the_first() -> None:

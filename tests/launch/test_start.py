@@ -1,5 +1,6 @@
 """What a launch finds out before it submits anything: for which devices it plans, and what containers would not see."""
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -61,6 +62,28 @@ def test_nodes_with_gpus_need_the_builds_for_them(dry: Dry, monkeypatch: pytest.
         assert "build:" not in dry("local_cwd", component={"h": "gpu_8_h100", "python": "/opt/python"})
 
 
+@pytest.mark.parametrize("fbgemm", ["1.8.0", "1.6.0"])
+def test_the_tested_trio_that_is_installed_is_named_and_judged_by(
+    fbgemm: str, dry: Dry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = {"torch": "2.11.0+cu130", "torchrec": "1.6.1", "fbgemm-gpu-cpu": fbgemm}
+    monkeypatch.setattr("launch.jobs.preflight.installed_versions", installed.copy)
+    output = dry("local_cwd", 0 if fbgemm == "1.6.0" else 3)
+    assert "ok     trio: 2.11: torch 2.11.0, torchrec 1.6.1, FBGEMM 1.6.0" in output
+    assert ("wrong  fbgemm-gpu-cpu: 1.8.0 is installed, 1.6.0 is tested" in output) == (fbgemm == "1.8.0")
+
+
+def test_a_job_that_asks_for_gpus_trains_on_them_or_fails(dry: Dry, config: Config, tmp_path: Path) -> None:
+    output = dry("local_cwd", component={"h": "gpu_8_h100"})
+    assert "ok     device: cuda" in output and output.count("train.device=cuda") == 1
+    assert "train.device=" not in dry("local_cwd", component={"cpu": 4, "memMB": 8000})
+    on_processors = dataclasses.replace(config, train=dataclasses.replace(config.train, device="cpu"))
+    job, said = Job(str(tmp_path / "run"), "local_cwd", "1x4", component=ElasticRequest(h="gpu_8_h100")), []
+    with pytest.raises(typer.Exit):
+        start(job, on_processors, dry_run=True, detach=False, say=said.append)
+    assert any(line.startswith("wrong  device: train.device is cpu, and the job asks for nodes with") for line in said)
+
+
 def test_nodes_without_gpus_are_planned_with_their_memory(dry: Dry) -> None:
     # four ranks share a node of 8,000 MB
     assert "of 1.95 GiB a rank" in dry("local_cwd", component={"cpu": 4, "memMB": 8000})
@@ -79,6 +102,8 @@ def test_gpus_of_which_nothing_is_known_are_refused(dry: Dry) -> None:
         dry("local_cwd", component={"cpu": 4, "memMB": 4000, "gpu": 4})
     with pytest.raises(UserError, match="gpu is 4 without cpu and memMB"):
         dry("local_cwd", gpu="h100-80gb")
+    with pytest.raises(UserError, match="cpu-256gb, and the nodes have 4 GPUs"):
+        dry("local_cwd", gpu="cpu-256gb", component={"cpu": 4, "memMB": 4000, "gpu": 4})
     with pytest.raises(UserError, match="the nodes have no GPUs"):
         dry("local_cwd", gpu="h100-80gb", component={"h": "cpu_16"})
 
