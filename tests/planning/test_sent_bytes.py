@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distembed.embedding.exchange import QuantizedCommsConfig, VectorExchange
 from distembed.planning.buffers import SentBytes, Step
 from distembed.planning.networks import NetworkEstimate
 from distembed.ranks import Ranks
@@ -29,7 +30,7 @@ class Sent:
         self.ids = self.floats = 0
 
     def count(self, tensor: Tensor, numbers: float) -> None:
-        if tensor.is_floating_point():
+        if tensor.is_floating_point() or tensor.dtype == torch.uint8:  # of codecs to int8
             self.floats += round(numbers * tensor.itemsize)
         else:
             self.ids += round(numbers * tensor.itemsize)
@@ -90,7 +91,8 @@ def check(rank: int, world_size: int, cases: list[Case]) -> None:
             assert len(list(pipeline.outputs(batches(case, rank, num_rows, NUM_STEPS)))) == NUM_STEPS
         (module,) = [m for m in model.modules() if isinstance(m, ShardedCompositionalEmbeddingBagCollection)]
         workload = workload_of(case, NetworkEstimate())
-        expected = Step(list(module._placements.values()), world_size, workload, "cpu").sent_bytes(rank)
+        placements, exchanges = list(module._placements.values()), {"": case.exchange}
+        expected = Step(placements, world_size, workload, "cpu", exchanges).sent_bytes(rank)
         assert sent.floats == NUM_STEPS * (expected.vectors + expected.gradients), (case, expected)
         # how many ids go where depends on their rows, and so does what is told of it beforehand
         slack = 0.02 if case.layouts == ("table_wise",) and not case.is_multi_hot else 0.12
@@ -101,6 +103,33 @@ CASES = [
     Case((layout,), "product", is_multi_hot, dim=dim)
     for layout, is_multi_hot, dim in itertools.product(("table_wise", "column_wise", "row_wise"), (False, True), (32,))
 ]
+
+
+EXCHANGES = [
+    VectorExchange("fp16"),
+    VectorExchange("bf16"),
+    VectorExchange(comms=QuantizedCommsConfig("fp16", "bf16")),
+    VectorExchange(comms=QuantizedCommsConfig(backward_precision="fp16")),
+    VectorExchange(comms=QuantizedCommsConfig("int8", "int8")),
+    VectorExchange(comms=QuantizedCommsConfig("int8", "bf16")),
+]
+HALF_CASES = [
+    Case((layout,), dim=64, exchange=exchange)
+    for layout, exchange in itertools.product(("table_wise", "column_wise", "row_wise"), EXCHANGES)
+    if layout != "row_wise" or not exchange.has_int8
+]
+
+
+@pytest.mark.distributed
+def test_ranks_send_rounded_vectors_in_as_many_bytes_as_are_estimated() -> None:
+    run_on_ranks(2, check, [HALF_CASES[0], HALF_CASES[-2], *HALF_CASES[2:5]])
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_all_rounded_vectors_take_as_many_bytes_as_are_estimated(world_size: int) -> None:
+    run_on_ranks(world_size, check, [*HALF_CASES, Case(("table_wise", "row_wise"), data_type="fp16")])
 
 
 @pytest.mark.distributed
@@ -119,6 +148,7 @@ def check_on_two_nodes(rank: int, world_size: int, cases: list[Case]) -> None:
 def test_ranks_of_two_nodes_send_what_is_estimated() -> None:
     kinds = [("table_row_wise",), ("grid_shard",), ("grid_shard", "table_row_wise", "column_wise", "row_wise")]
     cases = [Case(kind, "product", is_multi_hot) for kind in kinds for is_multi_hot in (False, True)]
+    cases += [Case(kind, exchange=exchange) for kind, exchange in itertools.product(kinds[:2], EXCHANGES[:4])]
     run_on_ranks(
         4, check_on_two_nodes, [*cases, Case(("grid_shard",), "concat"), Case(("table_row_wise",), "path_mlp")]
     )
