@@ -118,6 +118,7 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
         """Brings ids inside their tables, replaces some in training, sends each to its owner; all ranks call it."""
         features = maybe_td_to_kjt(features)
         self._follow_keys(features.keys(), self._embedding_shardings)
+        self._follow_single_ids(features)
         if self._is_weighted and features.weights_or_none() is None:
             raise UserError(
                 "The collection has is_weighted=True, but the KeyedJaggedTensor has no weights; make it with "

@@ -117,6 +117,7 @@ class ShardedCompositionalEmbeddingCollection(ShardedParameters, ShardedEmbeddin
         """Brings ids inside their tables, replaces some in training, sends each to its owner; all ranks call it."""
         features = maybe_td_to_kjt(features)
         self._follow_keys(features.keys(), self._sharding_type_to_sharding.values())
+        self._follow_single_ids(features)
         ctx.raw_features = features
         mapped = with_equal_numbers_of_bags(without_weights(self._map_ids(features)))
         perturbed = self._perturb_ids(ctx, mapped)

@@ -83,6 +83,11 @@ class CompositionalLookup(GroupedPooledEmbeddingsLookup):
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1 if self._pools else 0)
 
+    def set_single_ids(self, has_single_ids: bool) -> None:
+        """Says whether no bag of any rank has more than one id, from the next batch that is looked up on."""
+        for group in self._groups:
+            group.has_single_ids = has_single_ids
+
     @property
     def module(self) -> "CompositionalLookup":
         """This lookup: TorchRec takes data-parallel lookups of sequences to be wrapped."""

@@ -18,6 +18,7 @@ from torchrec.distributed.utils import append_prefix
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.data.single_ids import has_single_ids as has_marked_ids
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.ids import IdMapper
 from distembed.embedding.share import ShareColumns, ShareIds, ShareWeight, TableShare, require_one_vector
@@ -102,6 +103,7 @@ class ShardedParameters:
         self._map_ids = IdMapper(tables)
         self._owned_ids: dict[str, OwnedIds] = {}
         self._input_keys: list[str] | None = None
+        self._has_single_ids: bool | None = None
 
     def tables(self) -> list[Any]:
         """Returns the compositional tables, in order."""
@@ -254,6 +256,18 @@ class ShardedParameters:
         self._has_features_permute = names != keys
         self._features_order_tensor = torch.tensor(self._features_order, device=self._device, dtype=torch.int32)
         self._input_keys = keys
+
+    def _follow_single_ids(self, features: KeyedJaggedTensor) -> None:
+        """Tells the lookups whether bags have at most one id each: as the first batch says, until one does not say so.
+
+        A pipeline may have batches before this one still to be looked up: those are then pooled without need.
+        """
+        has_single_ids = has_marked_ids(features) and self._has_single_ids is not False
+        if has_single_ids != self._has_single_ids:
+            self._has_single_ids = has_single_ids
+            for lookup in self._lookups:
+                assert isinstance(lookup, CompositionalLookup)
+                lookup.set_single_ids(has_single_ids)
 
     def _perturb_ids(self, ctx: Any, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Replaces ids in training, where tables ask for it, before they go to the owners of rows and columns."""

@@ -5,10 +5,11 @@ travels, so that its owner can compute its rows in the other partitions.
 """
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Int64
 from torch import Tensor, nn
 from torchrec.distributed.embedding_sharding import EmbeddingShardingContext, bucketize_kjt_before_all2all
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist, RwSparseFeaturesDist
@@ -16,6 +17,33 @@ from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.partitions import Partition
+from distembed.sharding.feature_rows import FeatureRows, IdCounts
+
+
+class DividedRows:
+    """Maps the ids of features to their rows in the partition of their table that is divided by rows.
+
+    Args:
+        divided: Scheme of each feature's table, and the number of the partition that is divided.
+    """
+
+    def __init__(self, divided: Sequence[tuple[Partition, int]]) -> None:
+        runs = groupby(divided, lambda own: (type(own[0]), len(own[0].num_rows), own[1]))
+        self._runs: list[tuple[int, int, FeatureRows]] = []
+        for (_, _, partition), run in runs:
+            schemes = [scheme for scheme, _ in run]
+            self._runs.append((len(schemes), partition, FeatureRows(schemes)))
+
+    def __call__(self, features: KeyedJaggedTensor) -> Int64[Tensor, " ids"]:
+        """Returns the row of every id of a batch, whose features are those of the tables, in order."""
+        ids, counts, lengths = features.values().long(), features.length_per_key(), features.lengths()
+        rows, first, start = [], 0, 0
+        for num_features, partition, to_rows in self._runs:
+            last = first + num_features
+            own = IdCounts(counts[first:last], lengths[first * features.stride() : last * features.stride()])
+            rows.append(to_rows(ids[start : start + own.total], own)[partition])
+            first, start = last, start + own.total
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 class RowWiseInputDist(RwSparseFeaturesDist):
@@ -31,12 +59,12 @@ class RowWiseInputDist(RwSparseFeaturesDist):
         self, pg: dist.ProcessGroup, divided: Sequence[tuple[Partition, int]], device: torch.device | None
     ) -> None:
         super().__init__(pg, len(divided), [scheme.num_rows[partition] for scheme, partition in divided], device=device)
-        self._divided = divided
+        self._rows = DividedRows(divided)
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
         """Sends ids, lengths and, where there are some, weights."""
         in_blocks, places = sort_by_row_block(
-            sparse_features, self._divided, self._world_size, self._feature_block_sizes_tensor
+            sparse_features, self._rows(sparse_features), self._world_size, self._feature_block_sizes_tensor
         )
         self.unbucketize_permute_tensor = places  # for the way back of sequences
         return self._dist(in_blocks)
@@ -44,7 +72,7 @@ class RowWiseInputDist(RwSparseFeaturesDist):
 
 def sort_by_row_block(
     features: KeyedJaggedTensor,
-    divided: Sequence[tuple[Partition, int]],
+    rows: Int64[Tensor, " ids"],
     num_blocks: int,
     rows_per_block: Int[Tensor, " features"],
 ) -> tuple[KeyedJaggedTensor, Int[Tensor, " ids"]]:
@@ -52,7 +80,7 @@ def sort_by_row_block(
 
     Args:
         features: The batch.
-        divided: Scheme of each feature's table, and the number of the partition that is divided by rows.
+        rows: Row of each id in the divided partition of its table.
         num_blocks: In how many blocks the rows are.
         rows_per_block: Number of rows in a block, for each feature.
 
@@ -61,10 +89,9 @@ def sort_by_row_block(
         where each id of the batch went.
     """
     ids = features.values()
-    by_feature = zip(divided, ids.long().split(features.length_per_key()), strict=True)
     by_row = KeyedJaggedTensor(
         features.keys(),
-        torch.cat([scheme.rows(own)[partition] for (scheme, partition), own in by_feature]),
+        rows,
         weights=features.weights_or_none(),
         lengths=features.lengths(),
         stride=features.stride(),

@@ -21,7 +21,7 @@ from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.partitions import Partition
-from distembed.sharding.row_wise import sort_by_row_block
+from distembed.sharding.row_wise import DividedRows, sort_by_row_block
 
 
 class NodeInputDist(TwRwSparseFeaturesDist):
@@ -47,12 +47,12 @@ class NodeInputDist(TwRwSparseFeaturesDist):
         device: torch.device | None,
     ) -> None:
         super().__init__(pg, ranks_per_node, num_features, [ranks_per_node * n for n in rows_per_block], device=device)
-        self._divided = divided
+        self._rows = DividedRows(divided)
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
         """Sends ids, lengths and, where there are some, weights."""
         in_blocks, _ = sort_by_row_block(
-            sparse_features, self._divided, self._local_size, self._feature_block_sizes_tensor
+            sparse_features, self._rows(sparse_features), self._local_size, self._feature_block_sizes_tensor
         )
         return self._dist(in_blocks.permute(self._sf_staggered_shuffle, self._sf_staggered_shuffle_tensor))
 

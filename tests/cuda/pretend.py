@@ -92,6 +92,11 @@ class Watch(TorchDispatchMode):
         self.moved_bytes = 0
         self._may_copy = may_copy
 
+    def reset(self) -> None:
+        """Forgets what was counted."""
+        self.launches.clear()
+        self.moved_bytes = 0
+
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

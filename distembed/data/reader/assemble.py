@@ -20,6 +20,7 @@ from distembed.data.dataset.schema import DENSE_SEQUENCES, SPARSE_FEATURES, Sche
 from distembed.data.jagged import Jagged
 from distembed.data.reader.batch import Batch
 from distembed.data.reader.decode import Block, RecordLayout
+from distembed.data.single_ids import mark_single_ids
 
 
 class BatchAssembler:
@@ -87,7 +88,7 @@ def _single_valued(schema: Schema, ids: NDArray[np.int64]) -> dict[str, KeyedJag
         length_per_key=[num_rows] * num_keys,
         offset_per_key=[num_rows * key for key in range(num_keys + 1)],
     )
-    return {SPARSE_FEATURES: features}
+    return {SPARSE_FEATURES: mark_single_ids(features)}
 
 
 @lru_cache(maxsize=8)

@@ -23,6 +23,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from distembed.data.dataset.schema import SPARSE_FEATURES
+from distembed.data.single_ids import carry_single_ids
 
 Field: TypeAlias = Tensor | KeyedJaggedTensor
 """The values of a field: a float32 tensor with one row a sample, or int64 ids or float32 numbers in lists."""
@@ -85,4 +86,12 @@ class Batch(Pipelineable):
 
     def _each(self, change: Callable[[Field], Field]) -> Batch:
         """Returns a batch of the changed fields."""
-        return Batch({name: change(field) for name, field in self.fields.items()}, self.global_batch_size)
+        return Batch(
+            {name: _keep_mark(field, change(field)) for name, field in self.fields.items()}, self.global_batch_size
+        )
+
+
+def _keep_mark(before: Field, after: Field) -> Field:
+    if isinstance(before, KeyedJaggedTensor) and isinstance(after, KeyedJaggedTensor):
+        return carry_single_ids(before, after)
+    return after
