@@ -173,6 +173,7 @@ class Step:
             sent_ids=sum(share.sent_ids for share in shares),
             replicated=self._network.gradients + sum(share.replicated for share in shares),
             largest_replicated=max((share.largest_replicated for share in shares), default=0),
+            widened=sum(share.widened for share in shares),
             unfused=unfused,
             scanned=scanned,
             sent_by_all=sum((share.sent_by_all for share in shares), SentBytes()),
@@ -195,6 +196,11 @@ class Step:
                 part.num_parameters * (_FLOAT if part.is_function else _itemsize(placement)) for part in replicated
             ),
             largest_replicated=max((part.num_parameters for part in replicated if not part.is_function), default=0),
+            widened=sum(
+                2 * _FLOAT * part.num_parameters
+                for part in replicated
+                if not part.is_function and _itemsize(placement) < _FLOAT
+            ),
             unfused=_unfused_gradients(placement),
             scanned=self._scanned_gradients(placement) if placement.table.dense_gradient else {},
             sent_by_all=self._sent_by_every_rank(placement),
@@ -313,7 +319,8 @@ class Step:
             # gradients of pooled vectors, in one tensor, are needed until the last lookup's turn
             waiting = back if len(lookups) > 1 else 0
             yield StepBuffers("table gradients", inputs, waiting, left + lookup.update_bytes, 0, done)
-        yield StepBuffers("optimizer", inputs, 0, totals.largest_replicated * _FLOAT, 0, gradients)
+        updating = totals.largest_replicated * _FLOAT + totals.widened
+        yield StepBuffers("optimizer", inputs, 0, updating, 0, gradients)
 
     def _num_ids(self, placement: Placement) -> float:
         """Returns the number of ids of a table's features in a rank's batch."""
@@ -365,6 +372,7 @@ class _TableShare:
         sent_ids: Bytes of its ids in a rank's batch, in the order of the ranks that they go to.
         replicated: Bytes of the weights, and of their gradients, that every rank has.
         largest_replicated: Numbers of the largest of these, but for functions.
+        widened: Bytes of float32 copies of weights of half precision, and of their gradients, in their update.
         unfused: Bytes of gradients that are not updated within the backward pass, by rank.
         scanned: Bytes of the gradients of tables that networks go over as a whole, by rank.
         sent_by_all: What each rank sends for it, where it is looked up on all of them.
@@ -375,6 +383,7 @@ class _TableShare:
     sent_ids: int
     replicated: int
     largest_replicated: int
+    widened: int
     unfused: Mapping[int, int]
     scanned: Mapping[int, int]
     sent_by_all: SentBytes
@@ -392,6 +401,7 @@ class _Totals:
         sent_ids: Bytes of ids in a rank's batch, in the order of the ranks that they go to.
         replicated: Bytes of all weights, and of their gradients, that every rank has, those of networks too.
         largest_replicated: Numbers of the largest replicated weight of a table.
+        widened: Bytes of float32 copies of weights of half precision, and of their gradients, in their update.
         unfused: Bytes of gradients of shards that are not updated within the backward pass, by rank.
         scanned: Bytes of the gradients of tables that networks go over as a whole, by rank.
         sent_by_all: What each rank sends for tables that are looked up on all of them.
@@ -404,6 +414,7 @@ class _Totals:
     sent_ids: int
     replicated: int
     largest_replicated: int
+    widened: int
     unfused: Mapping[int, int]
     scanned: Mapping[int, int]
     sent_by_all: SentBytes

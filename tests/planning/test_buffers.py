@@ -28,6 +28,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.data.reader.batch import Batch
 from distembed.embedding import EmbeddingConfig, TableConfig
+from distembed.embedding.exchange import QuantizedCommsConfig, VectorExchange
 from distembed.models import DCNConfig, DLRMConfig, ModelInputs, SoftOneHotConfig
 from distembed.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
 from distembed.optim.kinds import OPTIMIZERS
@@ -36,7 +37,7 @@ from distembed.planning.buffers import Step, StepBuffers
 from distembed.planning.networks import NetworkEstimate, estimate_network
 from distembed.planning.workload import Workload
 from distembed.ranks import Ranks
-from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
+from distembed.sharding import default_sharders
 from distembed.sharding.bag_collection import ShardedCompositionalEmbeddingBagCollection
 from distembed.tasks import ClickTask
 from distembed.training.pipeline import StepPipeline
@@ -99,6 +100,8 @@ class Case:
     """Which features have bags, where there are any."""
     mean: float = 5.0
     """Ids of a bag: from 1, or from 0 where they are 1 on average."""
+    data_type: str = "fp32"
+    exchange: VectorExchange = VectorExchange()
 
     def has_bags(self, feature: int) -> bool:
         return self.is_multi_hot and feature in self.multi_hot
@@ -112,6 +115,7 @@ class Case:
     @property
     def embedding(self) -> EmbeddingConfig:
         settings = {"partition": self.partition, "composition": self.composition, "pooling": self.pooling}
+        settings |= {"data_type": self.data_type}
         return EmbeddingConfig(default=TableConfig(**settings, embedding_dim=self.dim, threshold=0, force=True))  # type: ignore[arg-type]
 
 
@@ -142,7 +146,7 @@ def sharded(case: Case, world_size: int) -> tuple[DistributedModelParallel, Opti
     fuse_sparse_optimizer(model.get_submodule("embeddings.embedding_bags").parameters(), sparse, cpu)
     task, sharders = (
         TaskModel(model, ClickTask(), world_size, cpu, case.bf16),
-        [CompositionalEmbeddingBagCollectionSharder()],
+        default_sharders(exchange=case.exchange),
     )
     constraints = {
         name: ParameterConstraints(sharding_types=[layout], min_partition=8)
@@ -193,7 +197,8 @@ def measured(case: Case, rank: int, world_size: int) -> tuple[int, DistributedMo
 def estimated(case: Case, rank: int, world_size: int, model: nn.Module) -> StepBuffers:
     (module,) = [m for m in model.modules() if isinstance(m, ShardedCompositionalEmbeddingBagCollection)]
     network = network_of(case, case.batch_size // world_size, world_size > 1)
-    return Step(list(module._placements.values()), world_size, workload_of(case, network), "cpu").buffers(rank)
+    placements, workload = list(module._placements.values()), workload_of(case, network)
+    return Step(placements, world_size, workload, "cpu", {"": case.exchange}).buffers(rank)
 
 
 def workload_of(case: Case, network: NetworkEstimate) -> Workload:
@@ -255,6 +260,26 @@ OTHER_CASES = [
     Case(("data_parallel",), sparse="amsgrad", dense="sgd"),
     Case(("table_wise",), model="dlrm, soft one-hot"),
 ]
+HALF_CASES = [
+    Case((layout,), dim=64, data_type=data_type, exchange=exchange, sparse=sparse)
+    for layout, sparse in (
+        ("table_wise", "adagrad"),
+        ("column_wise", "adagrad"),
+        ("row_wise", "row_wise_adagrad"),
+        ("data_parallel", "row_wise_adagrad"),
+    )
+    for data_type, exchange in (
+        ("fp16", VectorExchange()),
+        ("fp16", VectorExchange("fp16")),
+        ("fp16", VectorExchange("bf16")),
+        ("fp16", VectorExchange(comms=QuantizedCommsConfig("fp16", "bf16"))),
+        ("fp16", VectorExchange(comms=QuantizedCommsConfig(forward_precision="fp16"))),
+    )
+    if layout != "data_parallel" or exchange == VectorExchange()
+]
+HALF_CASES += [Case(("table_wise",), dim=64, exchange=VectorExchange(comms=QuantizedCommsConfig("int8", "int8")))]
+HALF_CASES += [Case(("data_parallel",), "path_mlp", dim=64, data_type="bf16", sparse="adagrad")]
+HALF_CASES += [Case(("table_wise", "row_wise", "data_parallel"), is_multi_hot=True, data_type="fp16")]
 
 
 @pytest.mark.distributed
@@ -262,6 +287,13 @@ OTHER_CASES = [
 def test_steps_are_estimated_closely(world_size: int) -> None:
     # without other ranks layouts differ little
     run_on_ranks(world_size, check, MIXED_CASES + (CASES if world_size > 1 else CASES[::3]))
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_steps_in_half_precision_are_estimated_closely(world_size: int) -> None:
+    run_on_ranks(world_size, check, [*HALF_CASES, *(replace(case, batch_size=2048) for case in HALF_CASES)])
 
 
 @pytest.mark.slow
