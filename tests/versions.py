@@ -6,7 +6,9 @@ Each difference stands here with its reason.
 
 from importlib.metadata import version
 
-_TORCHREC = tuple(int(number) for number in version("torchrec").split("+")[0].split(".")[:2])
+_TORCH, _TORCHREC = (
+    tuple(int(number) for number in version(name).split("+")[0].split(".")[:2]) for name in ("torch", "torchrec")
+)
 
 HARNESS_MAKES_OFFSETS = _TORCHREC >= (1, 8)
 """Whether TorchRec's own test harness makes sound batches with offsets.
@@ -19,4 +21,16 @@ SPARSE_ONLY_LACKS = set() if _TORCHREC >= (1, 8) else {"test_initialize_torch_st
 """Which tests TorchRec's suite of a model that is one collection of bags does not have yet.
 
 torchrec 1.6.1 lacks this one, with the error that it is about.
+"""
+
+PROGRAMS_HOLD_OPAQUE_CONSTANTS = _TORCH >= (2, 13)
+"""Whether torch's loader of exported programs knows constants of a type of their own, which it unpickles.
+
+That of torch 2.11 does not, and leaves such a record alone: a test that shows that torch runs it would show nothing.
+"""
+
+PREFETCH_ON_THE_CPU = "PrefetchPipelinedForward" if _TORCHREC >= (1, 8) else "unknown parameter type"
+"""What TorchRec's prefetch pipeline says on the CPU, of stock modules as of others.
+
+That of torchrec 1.6.1 gets no further than to a stream, which there is none of.
 """

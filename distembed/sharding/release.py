@@ -42,16 +42,19 @@ def _take_over(module: nn.Module, arguments: Any, awaitable: Any) -> None:
 
 
 class _PromptRequest(Request[Any]):
-    """TorchRec's request, whose work is not done until its tensors are the request's alone."""
+    """TorchRec's request, whose work is not done until its tensors are the request's alone.
+
+    The work has a name of its own: torch 2.11 does not compile a property that reads its own name in ``__dict__``.
+    """
 
     @property
     def req(self) -> Any:
         """The work under way, or None."""
-        return self.__dict__["req"]
+        return self._prompt_work
 
     @req.setter
     def req(self, work: Any) -> None:
-        self.__dict__["req"] = None if work is None else _PromptWork(work, self)
+        self._prompt_work = None if work is None else _PromptWork(work, self)
 
 
 class _PromptWork:

@@ -16,6 +16,7 @@ from distembed.errors import RunError, UserError
 from distembed.exported.program_check import require_plain_program
 from distembed.exported.programs import load_program
 from distembed.exporting.programs import BATCH, ProgramInputs, save_program
+from tests.versions import PROGRAMS_HOLD_OPAQUE_CONSTANTS
 
 MODEL = "models/model.json"
 WEIGHTS = "data/weights/model_weights_config.json"
@@ -131,6 +132,10 @@ RUN_CODE = [
     guard,
     earlier_format,
 ]
+
+
+if not PROGRAMS_HOLD_OPAQUE_CONSTANTS:
+    RUN_CODE.remove(opaque_constant)
 
 
 def library(records: Records, canary: Path) -> None:
