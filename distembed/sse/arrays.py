@@ -15,8 +15,11 @@ Array = Any
 
 
 def on_device(values: NDArray[Any], device: torch.device) -> Array:
-    """Returns the array itself on the CPU, a copy of it on a GPU."""
-    return values if device.type == "cpu" else torch.from_numpy(values).to(device, non_blocking=True)
+    """Returns the array itself on the CPU, a copy of it on a GPU, which the host does not wait for."""
+    if device.type == "cpu":
+        return values
+    # from memory that is not pinned the copy would wait
+    return torch.from_numpy(values).pin_memory().to(device, non_blocking=True)
 
 
 def as_array(tensor: Tensor) -> Array:

@@ -1,7 +1,7 @@
 """Replaces ids of a batch, as a pure function of the ids, the step and the rank.
 
-Which ids are replaced, and all random integers, come from the CPU (:mod:`distembed.sse.draws`); what depends on the ids
-themselves is computed on their device, without a copy back.
+Which ids are replaced, and all random integers, come from the CPU (:mod:`distembed.sse.draws`), for a GPU a step ahead
+(:mod:`distembed.sse.ahead`); what depends on the ids themselves is computed on their device, without a copy back.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distembed.errors import UserError
+from distembed.sse.ahead import DrawAhead
 from distembed.sse.arrays import Array, as_array, as_int64, assign, count_each, on_device, where
 from distembed.sse.draws import FIRST_NEIGHBOR_WORD, Drawer, StepDraws
 from distembed.sse.neighbors import NeighborDraw
@@ -58,7 +59,8 @@ class Replacer:
         _require_room(streams, dtype)
         self.device, self.dtype = device, dtype
         self._num_streams = len(streams)
-        self._draw = Drawer(streams)
+        drawer = Drawer(streams)
+        self._draw = drawer if device.type == "cpu" else DrawAhead(drawer)
         self._has_reserved = any(s.sse.reserved for s in streams)
         self._num_first = self._per_stream([s.num_first_reserved for s in streams])
         self._other_reserved = [self._per_stream(row) for row in _other_reserved(streams)]

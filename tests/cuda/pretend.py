@@ -9,7 +9,7 @@ Refused are, where they come from distembed, with the operation and the line:
 
 - waits of the host for the device: ``.item()``, ``bool(tensor)``, ``.tolist()``, ``.cpu()``, ``nonzero``, masks,
   ``unique``, ``bincount``, ``repeat_interleave`` without ``output_size``;
-- copies to the device within a step, of a list or of a tensor: a batch is copied before the step, constants once;
+- copies to the device within a step, of a list or of a tensor that is not pinned: constants are copied once;
 - tensors of both devices in one operation.
 
 What TorchRec has to wait for is in :mod:`tests.cuda.must_wait`.
@@ -61,8 +61,11 @@ class PretendCuda(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         if function is torch.device or "autocast" in name:
             return function(*args, **kwargs)
-        if name in ("record_stream", "pin_memory"):
-            return None if name == "record_stream" else args[0]
+        if name == "record_stream":
+            return None
+        if name == "pin_memory":
+            args[0].is_pinned_here = True
+            return args[0]
         if function is torch.tensor or function is torch.as_tensor:
             _require_no_list(args, kwargs, self._may_copy)
         if function is Tensor.new_tensor and args[0].is_meta:
@@ -124,7 +127,8 @@ class Watch(TorchDispatchMode):
             raise
         results = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
         written = [tensor for tensor in results if _is_on_device(tensor)]
-        if written and on_host and not on_device and not self._may_copy(origin_module()):
+        is_pinned = all(getattr(tensor, "is_pinned_here", False) for tensor in on_host)
+        if written and on_host and not on_device and not (is_pinned or self._may_copy(origin_module())):
             raise Refused(f"{name} copies to the device; {_origin()}")
         if written and not _only_describes(function, name):
             self.launches[name] += 1

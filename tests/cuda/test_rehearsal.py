@@ -10,7 +10,8 @@ import itertools
 import pytest
 
 from distembed.composition import COMPOSITIONS
-from distembed.partitions import PARTITIONS
+from distembed.partitions import PARTITIONS, KeyedHash
+from distembed.sse import SSE
 from tests.cuda.must_wait import WAITS
 from tests.cuda.rehearsal import BAG_SHARDINGS, BAGS, SEQUENCE_SHARDINGS, Cell, rehearsed
 
@@ -49,6 +50,24 @@ def test_a_step_of_bags_waits_for_nothing(cell: Cell) -> None:
 @pytest.mark.parametrize("cell", cells(None, SEQUENCE_SHARDINGS), ids=str)
 def test_a_step_of_sequences_waits_for_nothing(cell: Cell) -> None:
     check(cell, ("single", "ragged"))
+
+
+OF_IDS: dict[str, dict[str, object]] = {
+    "sse": {"sse": SSE(p0=0.5)},
+    "sse_reserved": {"sse": SSE(p0=0.5, reserved=(0, 7))},
+    "sse_rarely": {"sse": SSE(p0=0.01)},
+    "clip_to_oov": {"id_policy": "clip_to_oov", "oov_id": 1},
+    "modulo": {"id_policy": "modulo"},
+    "pre_hash": {"pre_hash": KeyedHash(3)},
+    "int32": {"id_dtype": "int32"},
+}
+"""What is done with ids before they are sent."""
+
+
+@pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
+@pytest.mark.parametrize("of_ids", OF_IDS)
+def test_ids_are_checked_mapped_and_replaced_without_a_wait(of_ids: str, sharding: str) -> None:
+    check(Cell("quotient_remainder", "product", sharding, settings=tuple(OF_IDS[of_ids].items())), BAGS)
 
 
 @pytest.mark.parametrize("pooling", ["mean", "max"])
