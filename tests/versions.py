@@ -6,9 +6,8 @@ Each difference stands here with its reason.
 
 from importlib.metadata import version
 
-_TORCH, _TORCHREC = (
-    tuple(int(number) for number in version(name).split("+")[0].split(".")[:2]) for name in ("torch", "torchrec")
-)
+_TORCH = tuple(map(int, version("torch").split("+")[0].split(".")[:2]))
+_TORCHREC = tuple(map(int, version("torchrec").split("+")[0].split(".")[:2]))
 
 HARNESS_MAKES_OFFSETS = _TORCHREC >= (1, 8)
 """Whether TorchRec's own test harness makes sound batches with offsets.
