@@ -35,7 +35,7 @@ def _take_over(module: nn.Module, arguments: Any, awaitable: Any) -> None:
     if isinstance(awaitable, PooledEmbeddingsAwaitable | SequenceEmbeddingsAwaitable):
         request = awaitable._tensor_awaitable
         if type(request) is Request and request.dummy_tensor.device.type == "cpu":
-            work = request.req
+            work = request.__dict__.pop("req")  # else it would be held twice
             # autograd knows the request already, and sets the work of the way back in it
             request.__class__ = _PromptRequest
             request.req = work
