@@ -270,6 +270,7 @@ class PlacementCosts:
             num_bags=num_batches * traffic.num_bags,
             possible_ids=-(-own.table.num_embeddings // num_shards),
             is_multi_hot=any(self._workload.has_bags(name) for name in features),
+            finds_distinct=self._cluster.device.kind == "cpu",
         )
 
     def _table_traffic(self, table: CompositionalEmbeddingConfig, collection: str) -> TableTraffic:

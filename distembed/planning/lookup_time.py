@@ -150,7 +150,7 @@ class _Rows:
 def group_launches(load: TableLoad) -> int:
     """Returns how many operations a rank starts for a group that has a table, whatever number of tables it has."""
     table = load.slice.table
-    launches = group_type(table, is_pooled(table)).launches(load.is_multi_hot)
+    launches = group_type(table, is_pooled(table)).launches(load)
     replicated = sum(part.partition not in load.slice.sharded for part in load.slice.partitions)
     functions = len(table.function_tables())
     return (
@@ -164,4 +164,4 @@ def group_launches(load: TableLoad) -> int:
 def feature_launches(load: TableLoad) -> int:
     """Returns how many operations a rank starts for the features of a table, beside those of its group."""
     table = load.slice.table
-    return group_type(table, is_pooled(table)).launches(load.is_multi_hot).feature * load.num_features
+    return group_type(table, is_pooled(table)).launches(load).feature * load.num_features

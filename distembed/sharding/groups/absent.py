@@ -48,6 +48,6 @@ class AbsentGroup(Group):
         return LookupWork([], 0.0)
 
     @classmethod
-    def launches(cls, is_multi_hot: bool) -> Launches:
+    def launches(cls, load: TableLoad) -> Launches:
         """Returns the zeros and their sum."""
         return Launches(4, 0)

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -249,6 +249,7 @@ class Group(ABC):
             load: What is looked up in a step.
             device_kind: ``cuda`` or ``cpu``.
         """
+        load = replace(load, finds_distinct=device_kind == "cpu")
         own, stacked = cls.lookup_memory(load, device_kind), load.replicated_vector_bytes
         # weights are stacked while they are looked up: of what is saved only rows are there, and nothing is pooled yet
         indices = len(load.dims) * load.num_ids * LONG_BYTES
@@ -271,12 +272,8 @@ class Group(ABC):
 
     @classmethod
     @abstractmethod
-    def launches(cls, is_multi_hot: bool) -> Launches:
-        """Returns how many operations the group starts in a step.
-
-        Args:
-            is_multi_hot: Whether a row may have more than one id of a feature.
-        """
+    def launches(cls, load: TableLoad) -> Launches:
+        """Returns how many operations the group starts in a step that has this load of one of its tables."""
 
 
 def composing_bytes(table_slice: TableSlice, num_composed: float) -> float:

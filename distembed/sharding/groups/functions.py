@@ -7,7 +7,7 @@ from statistics import NormalDist
 
 import torch
 
-from distembed.composition.grouped import BLOCK_BYTES, chunk_sizes
+from distembed.composition.grouped import BLOCK_BYTES, chunk_sizes, most_chunks
 from distembed.sharding.groups.load import FLOAT_BYTES, LONG_BYTES, GroupLoad, LookupMemory
 
 _TIE = 0.06
@@ -20,12 +20,15 @@ _DEVIATIONS = [NormalDist().inv_cdf((i + 0.5) / 16) for i in (0, 15, 7, 8, 3, 12
 
 def functions_memory(load: GroupLoad, device_kind: str) -> LookupMemory:
     """Returns the bytes that a path's functions take, beside the vectors that they are applied to."""
-    table, counts = load.table, load.num_distinct
+    table, counts = load.table, load.num_composed
     saved = forward = backward = 0
     for function in table.function_tables():
         partition = [part.name for part in table.partition_tables()].index(function.name)
         buckets = [t.scheme.num_rows[partition] for t in load.tables]
-        choices = chunk_sizes(torch.tensor(_spread(counts, buckets)))
+        if load.finds_distinct:
+            choices = chunk_sizes(torch.tensor(_spread(counts, buckets)))
+        else:
+            choices = [most_chunks(sum(counts), sum(buckets))]
         # where sizes cost about the same, the ids that are drawn decide
         likely = [it for it in choices if it[0] <= (1 + _TIE) * choices[0][0]]
         memories = [_chunks_memory(load, function.dim, *it[1:], device_kind) for it in likely]
@@ -43,7 +46,7 @@ def _chunks_memory(
     load: GroupLoad, function_numbers: int, size: int, num_chunks: int, device_kind: str
 ) -> LookupMemory:
     """Returns the bytes of one function of a path, if its ids are in ``num_chunks`` chunks of ``size``."""
-    total, dim, hidden_sizes = sum(load.num_distinct), load.dims[0], getattr(load.table.combine, "hidden", ())
+    total, dim, hidden_sizes = sum(load.num_composed), load.dims[0], getattr(load.table.combine, "hidden", ())
     places, widest, hidden = size * num_chunks, max(dim, *hidden_sizes, 1), sum(hidden_sizes)
     step = max(1, BLOCK_BYTES.get(device_kind, BLOCK_BYTES["cpu"]) // (size * widest * FLOAT_BYTES))
     chunks_in_block, is_one_block = min(step, num_chunks), step >= num_chunks

@@ -44,6 +44,7 @@ class TableLoad:
         num_bags: How many bags come to the rank.
         possible_ids: How many different ids of a feature can come to the rank.
         is_multi_hot: Whether a row may have more than one id of a feature.
+        finds_distinct: Whether each distinct id is composed once, as on a CPU; else each occurrence is, as on a GPU.
     """
 
     slice: TableSlice
@@ -52,11 +53,14 @@ class TableLoad:
     num_bags: float
     possible_ids: int
     is_multi_hot: bool
+    finds_distinct: bool = True
 
     @property
-    def num_distinct(self) -> float:
-        """How many different ids of all features there are, were they uniform."""
+    def num_composed(self) -> float:
+        """How many ids of all features are composed: the different ones, were they uniform, or all."""
         features = self.num_features
+        if not self.finds_distinct:
+            return self.num_ids
         return features * expected_distinct(self.possible_ids, self.num_ids / features)
 
     @property
@@ -107,6 +111,7 @@ class GroupLoad:
         num_rows: Number of rows whose ids come to this rank.
         averages_gradients: Whether gradients of replicated weights go into buckets that are averaged over the ranks;
             else they become the weights' own.
+        finds_distinct: Whether each distinct id is composed once, as on a CPU; else each occurrence is, as on a GPU.
     """
 
     slices: Sequence[TableSlice]
@@ -115,6 +120,7 @@ class GroupLoad:
     multi_hot: Sequence[bool]
     num_rows: int
     averages_gradients: bool
+    finds_distinct: bool = True
 
     @property
     def table(self) -> CompositionalEmbeddingConfig:
@@ -157,8 +163,10 @@ class GroupLoad:
         return (self.num_bags if is_pooled(self.table) else self.num_ids) * self.columns * FLOAT_BYTES
 
     @property
-    def num_distinct(self) -> list[int]:
-        """How many different ids each feature has in a step, were they uniform."""
+    def num_composed(self) -> list[int]:
+        """How many ids of each feature are composed in a step: the different ones, were they uniform, or all."""
+        if not self.finds_distinct:
+            return list(map(math.ceil, self.num_ids_per_feature))
         return [
             math.ceil(expected_distinct(n, ids))
             for n, ids in zip(self.possible_ids, self.num_ids_per_feature, strict=True)

@@ -30,7 +30,10 @@ from distembed.sharding.groups.pooled import BAG_SUMS_LAUNCHES, bag_sums_memory,
 
 _FINDING_BYTES = 400
 """Bytes that are read and written for each id to find the distinct ones: sorting, and twenty passes over numbers."""
+_TAKING_BYTES = 100
+"""The same where every id is taken as it is: its place among those that are padded."""
 DISTINCT_LAUNCHES = Launches(group=60, partition=30, feature=3)
+EVERY_ID_LAUNCHES = Launches(group=34, partition=26)
 
 
 class DistinctGroup(Group):
@@ -91,7 +94,7 @@ class DistinctGroup(Group):
     @classmethod
     def distinct_memory(cls, load: GroupLoad, device_kind: str) -> LookupMemory:
         """Returns the bytes of looking each distinct id up, composing it, then pooling."""
-        table, counts, num_ids = load.table, load.num_distinct, load.num_ids
+        table, counts, num_ids = load.table, load.num_composed, load.num_ids
         total, padded = sum(counts), max(counts) * len(counts)
         stack_dims = sum(dim for dim, is_replicated in zip(load.dims, load.is_replicated, strict=True) if is_replicated)
         tbe_dims = sum(load.dims) - stack_dims
@@ -127,11 +130,11 @@ class DistinctGroup(Group):
     @classmethod
     def distinct_work(cls, load: TableLoad) -> LookupWork:
         """Returns the work of finding distinct ids, looking each up, composing it, then pooling."""
-        own, distinct = load.slice, load.num_distinct
+        own, distinct = load.slice, load.num_composed
         # vectors are copied out of the padding, and their gradients into it
         unpadding = 4 * distinct * sum(part.num_columns for part in own.partitions) * FLOAT_BYTES
         pooling = 2 * (load.num_ids + load.num_vectors) * own.num_columns * FLOAT_BYTES
-        finding = load.num_ids * _FINDING_BYTES
+        finding = load.num_ids * (_FINDING_BYTES if load.finds_distinct else _TAKING_BYTES)
         functions = sum(part.dim for part in own.table.function_tables())
         return LookupWork(
             [(distinct, distinct)] * len(own.partitions),
@@ -141,9 +144,9 @@ class DistinctGroup(Group):
         )
 
     @classmethod
-    def launches(cls, is_multi_hot: bool) -> Launches:
+    def launches(cls, load: TableLoad) -> Launches:
         """Returns the operations of finding distinct ids, of their lookup in each partition, and of pooling."""
-        return DISTINCT_LAUNCHES
+        return DISTINCT_LAUNCHES if load.finds_distinct else EVERY_ID_LAUNCHES
 
 
 class PerIdGroup(DistinctGroup):
@@ -174,9 +177,9 @@ class PerIdGroup(DistinctGroup):
         return cls.distinct_work(load) if load.is_multi_hot else bag_sums_work(load)
 
     @classmethod
-    def launches(cls, is_multi_hot: bool) -> Launches:
+    def launches(cls, load: TableLoad) -> Launches:
         """Returns the operations of whichever the batches ask for."""
-        return DISTINCT_LAUNCHES if is_multi_hot else BAG_SUMS_LAUNCHES
+        return super().launches(load) if load.is_multi_hot else BAG_SUMS_LAUNCHES
 
 
 def zeros_stay_zero(combine: Composition) -> bool:

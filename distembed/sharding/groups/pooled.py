@@ -44,7 +44,7 @@ class PooledGroup(Group):
         return bag_sums_work(load)
 
     @classmethod
-    def launches(cls, is_multi_hot: bool) -> Launches:
+    def launches(cls, load: TableLoad) -> Launches:
         """Returns the operations of mapping ids to rows, of a sum over bags a partition, and of composing."""
         return BAG_SUMS_LAUNCHES
 

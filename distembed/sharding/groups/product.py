@@ -53,7 +53,7 @@ class ProductGroup(PerIdGroup):
     def distinct_memory(cls, load: GroupLoad, device_kind: str) -> LookupMemory:
         """Returns the bytes of buckets where these are faster, else of looking distinct ids up."""
         buckets_per_bag = count_buckets_per_bag(load.max_num_rows)
-        if not buckets_are_faster(load.num_ids, load.num_bags, buckets_per_bag):
+        if not load.finds_distinct or not buckets_are_faster(load.num_ids, load.num_bags, buckets_per_bag):
             return super().distinct_memory(load, device_kind)
         return _buckets_memory(load, buckets_per_bag)
 
@@ -62,7 +62,8 @@ class ProductGroup(PerIdGroup):
         """Returns the work of buckets where these are faster, else of looking distinct ids up."""
         num_rows = load.slice.table.scheme.num_rows
         buckets_per_bag = count_buckets_per_bag(num_rows)
-        if not buckets_are_faster(math.ceil(load.num_ids), math.ceil(load.num_bags), buckets_per_bag):
+        few = not buckets_are_faster(math.ceil(load.num_ids), math.ceil(load.num_bags), buckets_per_bag)
+        if few or not load.finds_distinct:
             return super().distinct_work(load)
         num_buckets, codes = load.num_bags * buckets_per_bag, float(load.num_features * buckets_per_bag)
         largest = num_rows.index(max(num_rows))
