@@ -59,9 +59,10 @@ class DescribedTable:
     def as_json(self) -> dict[str, Any]:
         """Returns the table in plain values: ``dims`` are the numbers in a row of each partition, ``bytes`` of weights.
 
-        ``vectors`` is the number of vectors that an id gives.
+        ``vectors`` is the number of vectors that an id gives. There is a ``data_type`` where it is not fp32.
         """
         table = self.config
+        half = {} if table.data_type == "FP32" else {"data_type": table.data_type.lower()}
         return {
             "name": table.name,
             "scheme": table.scheme.name,
@@ -81,6 +82,7 @@ class DescribedTable:
             "complementary": table.scheme.is_complementary(),
             "ids_per_row": table.scheme.ids_per_row,
             "full_because": self.reason_full,
+            **half,
         }
 
 

@@ -40,7 +40,7 @@ def grown_embedding(
     Args:
         before: The settings of the tables as they are.
         features_before: The features whose tables they are.
-        now: The settings that are asked for, whose ``id_policy`` and files of assignments are taken.
+        now: The settings that are asked for, whose ``id_policy``, files of assignments and ``output_dtype`` are taken.
         features: The same features, with as many ids or more.
 
     Raises:
@@ -59,7 +59,8 @@ def grown_embedding(
         )
         tables[name] = _grown_table(own_before[name], before.for_table(name), feature, settings)
     default = dataclasses.replace(before.default, id_policy=now.default.id_policy, assignments=now.default.assignments)
-    return EmbeddingConfig(default, {name: table for name, table in tables.items() if table != default})
+    own_tables = {name: table for name, table in tables.items() if table != default}
+    return EmbeddingConfig(default, own_tables, now.output_dtype)
 
 
 def require_same_settings(

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distembed.optim.float_copies import state_dtype
 from distembed.optim.kinds import NumberPer, OptimizerKind
 
 
@@ -24,7 +25,9 @@ def first_state(kind: OptimizerKind, parameter: Tensor, group: Mapping[str, Any]
         if per is NumberPer.PARAMETER:
             live[state] = torch.full((), value, dtype=torch.float32, device=device)
         elif per is NumberPer.ROW:
-            live[state] = parameter.detach().new_full((len(parameter), 1), value)
+            live[state] = parameter.detach().new_full((len(parameter), 1), value, dtype=state_dtype(parameter))
         else:
-            live[state] = torch.full_like(parameter, value, memory_format=torch.preserve_format)
+            live[state] = torch.full_like(
+                parameter, value, dtype=state_dtype(parameter), memory_format=torch.preserve_format
+            )
     return live

@@ -121,15 +121,24 @@ class OptimizerKind:
     def make(self, parameters: "Iterable[nn.Parameter]", **settings: Any) -> "torch.optim.Optimizer":
         """Makes torch's optimizer of this kind, in torch's fused form where it has one and weights have memory.
 
+        Weights of half precision are trained in float32 and rounded, and their states are float32.
+
         Args:
             parameters: What it trains.
             settings: ``lr`` and, where the kind has them, ``weight_decay``, ``eps`` or ``betas``.
         """
+        from distembed.optim.float_copies import is_half, train_in_float32
+
         make: Any = imported(self.torch_class)
         assert make is not None
         parameters = list(parameters)
         has_fused = "fused" in inspect.signature(make).parameters and not any(own.is_meta for own in parameters)
-        return make(parameters, **self.settings, **({"fused": True} if has_fused else {}), **settings)
+        made: torch.optim.Optimizer = make(
+            parameters, **self.settings, **({"fused": True} if has_fused else {}), **settings
+        )
+        if any(map(is_half, parameters)):
+            train_in_float32(made)
+        return made
 
 
 _ADAM = {"exp_avg": NumberPer.WEIGHT, "exp_avg_sq": NumberPer.WEIGHT}

@@ -67,8 +67,8 @@ def fused_optimizer(fused_params: Mapping[str, Any], weight_name: str) -> tuple[
 class ReplicatedOptimizer(FusedOptimizer):
     """Torch's form of a fused optimizer, which :class:`BackwardUpdates` steps; its own ``step`` sets the learning rate.
 
-    Weights of half precision are trained in float32 and rounded to the nearest, and their states are float32, as
-    FBGEMM's are; only during an update are there copies in float32.
+    Weights of half precision are trained in float32 and rounded to the nearest, as FBGEMM's are
+    (:mod:`distembed.optim.float_copies`).
 
     Attributes:
         name: Name of the optimizer, a key of ``OPTIMIZERS``.
@@ -85,19 +85,13 @@ class ReplicatedOptimizer(FusedOptimizer):
     def __init__(self, name: str, weights: Mapping[str, nn.Parameter], settings: Mapping[str, Any]) -> None:
         self.name, kind = name, OPTIMIZERS[name]
         self.has_gradients = False
-        # the weights themselves where they are float32
-        trained = [
-            nn.Parameter(weight.detach().float()) if weight.dtype.itemsize < 4 else weight
-            for weight in weights.values()
-        ]
-        self._inner = kind.make(trained, **settings)
-        self._trained = dict(zip(weights.values(), trained, strict=True))
+        self._inner = kind.make(weights.values(), **settings)
         self.live: dict[Tensor, dict[str, Tensor]] = {}
         state: dict[Tensor, dict[str, Tensor]] = {}
         for key, weight in weights.items():
-            own = self._inner.state[self._trained[weight]]
+            own = self._inner.state[weight]
             if not own:
-                own.update(first_state(kind, self._trained[weight], self._inner.param_groups[0]))
+                own.update(first_state(kind, weight, self._inner.param_groups[0]))
             self.live[weight], prefix = own, key.split(".")[-2]
             by_row = [(state_name, per is NumberPer.ROW) for state_name, per in kind.states.items()]
             # FBGEMM's first state is called so whatever it is
@@ -105,27 +99,11 @@ class ReplicatedOptimizer(FusedOptimizer):
                 f"{prefix}.{state_name if i else 'momentum1'}": own[state_name].view(-1) if is_row else own[state_name]
                 for i, (state_name, is_row) in enumerate(by_row)
             }
-        self._free_copies()
         super().__init__(weights, state, [{"params": list(weights.values()), "lr": settings["lr"]}])
 
     def update(self) -> None:
         """Updates the weights by their gradients."""
-        for weight, trained in self._trained.items():
-            if trained is not weight:
-                trained.data = weight.data.float()
-                trained.grad = None if weight.grad is None else weight.grad.float()
         self._inner.step()
-        for weight, trained in self._trained.items():
-            if trained is not weight:
-                weight.data.copy_(trained.data)
-                trained.grad = None
-        self._free_copies()
-
-    def _free_copies(self) -> None:
-        """Gives the memory of float32 copies of the weights back."""
-        for weight, trained in self._trained.items():
-            if trained is not weight:
-                trained.data = torch.empty(0, device=weight.device)
 
     def step(self, closure: Any = None) -> None:
         self.zero_grad()
@@ -135,7 +113,7 @@ class ReplicatedOptimizer(FusedOptimizer):
         for group in self._inner.param_groups:
             group["lr"] = own["lr"]
         if self.has_gradients:  # which a backward pass that failed has left, and the next one would add to
-            for weight in self._trained:
+            for weight in self.live:
                 if weight.grad is not None:
                     weight.grad.zero_()
             self.has_gradients = False

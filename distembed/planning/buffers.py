@@ -154,6 +154,7 @@ class Step:
         received: dict[ExchangeKey, int] = {}
         unfused: dict[int, int] = {}
         scanned: dict[int, int] = {}
+        widened: dict[int, int] = {}
         ranks_per_node = 1
         for placement, share in zip(self._placements.values(), shares, strict=True):
             key = exchange_key(placement)
@@ -164,6 +165,8 @@ class Step:
                 unfused[rank] = unfused.get(rank, 0) + num_bytes
             for rank, num_bytes in share.scanned.items():
                 scanned[rank] = scanned.get(rank, 0) + num_bytes
+            for rank, num_bytes in share.widened_shards.items():
+                widened[rank] = widened.get(rank, 0) + num_bytes
         return _Totals(
             received=received,
             common={
@@ -174,6 +177,7 @@ class Step:
             replicated=self._network.gradients + sum(share.replicated for share in shares),
             largest_replicated=max((share.largest_replicated for share in shares), default=0),
             widened=sum(share.widened for share in shares),
+            widened_shards=widened,
             unfused=unfused,
             scanned=scanned,
             sent_by_all=sum((share.sent_by_all for share in shares), SentBytes()),
@@ -188,20 +192,17 @@ class Step:
                 # where rows are divided within a node, gradients go to one of its ranks
                 is_first = rank % placement.num_row_blocks == 0
                 to_shards += self._sent_to_shard(placement, stop - start if is_first else 0)
-        replicated = placement.replicated
+        replicated, unfused, itemsize = placement.replicated, _unfused_gradients(placement), _itemsize(placement)
         return _TableShare(
             received=self._num_vectors(placement) * width(placement.table) * _FLOAT,
             sent_ids=self._sent_id_bytes(placement),
-            replicated=sum(
-                part.num_parameters * (_FLOAT if part.is_function else _itemsize(placement)) for part in replicated
-            ),
+            replicated=sum(part.num_parameters * (_FLOAT if part.is_function else itemsize) for part in replicated),
             largest_replicated=max((part.num_parameters for part in replicated if not part.is_function), default=0),
             widened=sum(
-                2 * _FLOAT * part.num_parameters
-                for part in replicated
-                if not part.is_function and _itemsize(placement) < _FLOAT
+                2 * _FLOAT * part.num_parameters for part in replicated if not part.is_function and itemsize < _FLOAT
             ),
-            unfused=_unfused_gradients(placement),
+            widened_shards={rank: own // itemsize * 2 * _FLOAT for rank, own in unfused.items() if itemsize < _FLOAT},
+            unfused=unfused,
             scanned=self._scanned_gradients(placement) if placement.table.dense_gradient else {},
             sent_by_all=self._sent_by_every_rank(placement),
             sent_to_shards=to_shards,
@@ -319,7 +320,7 @@ class Step:
             # gradients of pooled vectors, in one tensor, are needed until the last lookup's turn
             waiting = back if len(lookups) > 1 else 0
             yield StepBuffers("table gradients", inputs, waiting, left + lookup.update_bytes, 0, done)
-        updating = totals.largest_replicated * _FLOAT + totals.widened
+        updating = totals.largest_replicated * _FLOAT + totals.widened + totals.widened_shards.get(rank, 0)
         yield StepBuffers("optimizer", inputs, 0, updating, 0, gradients)
 
     def _num_ids(self, placement: Placement) -> float:
@@ -372,7 +373,8 @@ class _TableShare:
         sent_ids: Bytes of its ids in a rank's batch, in the order of the ranks that they go to.
         replicated: Bytes of the weights, and of their gradients, that every rank has.
         largest_replicated: Numbers of the largest of these, but for functions.
-        widened: Bytes of float32 copies of weights of half precision, and of their gradients, in their update.
+        widened: Bytes of float32 copies of replicated weights of half precision, with gradients, in their update.
+        widened_shards: Those of shards that are not updated within the backward pass, by rank.
         unfused: Bytes of gradients that are not updated within the backward pass, by rank.
         scanned: Bytes of the gradients of tables that networks go over as a whole, by rank.
         sent_by_all: What each rank sends for it, where it is looked up on all of them.
@@ -384,6 +386,7 @@ class _TableShare:
     replicated: int
     largest_replicated: int
     widened: int
+    widened_shards: Mapping[int, int]
     unfused: Mapping[int, int]
     scanned: Mapping[int, int]
     sent_by_all: SentBytes
@@ -401,7 +404,8 @@ class _Totals:
         sent_ids: Bytes of ids in a rank's batch, in the order of the ranks that they go to.
         replicated: Bytes of all weights, and of their gradients, that every rank has, those of networks too.
         largest_replicated: Numbers of the largest replicated weight of a table.
-        widened: Bytes of float32 copies of weights of half precision, and of their gradients, in their update.
+        widened: Bytes of float32 copies of replicated weights of half precision, with gradients, in their update.
+        widened_shards: Those of shards that are not updated within the backward pass, by rank.
         unfused: Bytes of gradients of shards that are not updated within the backward pass, by rank.
         scanned: Bytes of the gradients of tables that networks go over as a whole, by rank.
         sent_by_all: What each rank sends for tables that are looked up on all of them.
@@ -415,6 +419,7 @@ class _Totals:
     replicated: int
     largest_replicated: int
     widened: int
+    widened_shards: Mapping[int, int]
     unfused: Mapping[int, int]
     scanned: Mapping[int, int]
     sent_by_all: SentBytes
