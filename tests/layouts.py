@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -31,6 +32,7 @@ from distembed.embedding import (
     CompositionalEmbeddingCollection,
     CompositionalEmbeddingConfig,
 )
+from distembed.embedding.config import DataType
 from distembed.embedding.tables import CompositionalTables
 from distembed.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
 from distembed.optim.optimizers import Optimizers, fuse_sparse_optimizer, needs_dense_kernel
@@ -57,8 +59,8 @@ PLAIN_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 WITHOUT_EPS = {"sgd"}
 
 
-def tables(dim: int = DIM) -> list[CompositionalEmbeddingBagConfig]:
-    make = CompositionalEmbeddingBagConfig
+def tables(dim: int = DIM, data_type: DataType = "FP32") -> list[CompositionalEmbeddingBagConfig]:
+    make = partial(CompositionalEmbeddingBagConfig, data_type=data_type)
     return [
         make("a", 101, dim, ["a"], QuotientRemainder(101, collisions=4)),
         make("b", 60, dim, ["b"], QuotientRemainder(60, collisions=5), "concat"),
@@ -71,9 +73,9 @@ def tables(dim: int = DIM) -> list[CompositionalEmbeddingBagConfig]:
 class Head(nn.Module):
     """A collection and one linear layer."""
 
-    def __init__(self, device: str, dim: int = DIM) -> None:
+    def __init__(self, device: str, dim: int = DIM, data_type: DataType = "FP32") -> None:
         super().__init__()
-        self.embeddings = CompositionalEmbeddingBagCollection(tables(dim), device=device)
+        self.embeddings = CompositionalEmbeddingBagCollection(tables(dim, data_type), device=device)
         torch.manual_seed(0)
         self.linear = nn.Linear(len(SIZES) * dim, 1)
 
@@ -142,11 +144,11 @@ def batch(number: int, start: int, stop: int) -> KeyedJaggedTensor:
     )
 
 
-def build(layout: str, optimizer: str, dense: str = "adam", dim: int = DIM) -> Trained:
+def build(layout: str, optimizer: str, dense: str = "adam", dim: int = DIM, data_type: DataType = "FP32") -> Trained:
     """The model of one collection with its first weights; all ranks call it."""
     if layout == "plain":
         return _build_plain(optimizer, dense, dim)
-    return shard(Head("meta", dim), layout, optimizer, dense)
+    return shard(Head("meta", dim, data_type), layout, optimizer, dense)
 
 
 def _build_plain(optimizer: str, dense: str, dim: int) -> Trained:

@@ -1,6 +1,7 @@
 """Estimated bytes of tables against those of the live tensors, on every rank, to the byte."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ParameterSharding, ShardMetadata
 
 from distembed.embedding import CompositionalEmbeddingBagConfig
+from distembed.embedding.config import DataType
 from distembed.optim.declared import TableOptimizers
 from distembed.partitions import QuotientRemainder
 from distembed.planning.cluster import Cluster
@@ -51,8 +53,8 @@ def live_bytes(trained: Trained) -> tuple[int, int]:
     return sum(map(local_bytes, weights.values())), sum(map(local_bytes, [*kept, *steps]))
 
 
-def check(rank: int, layout: str, sparse: str, dense: str) -> None:
-    trained = build(layout, sparse, dense)
+def check(rank: int, layout: str, sparse: str, dense: str, data_type: DataType = "FP32") -> None:
+    trained = build(layout, sparse, dense, data_type=data_type)
     assert isinstance(trained.model, DistributedModelParallel)
     (module,) = [m for m in trained.model.modules() if isinstance(m, ShardedCompositionalEmbeddingBagCollection)]
     optimizers = TableOptimizers(sparse, dense)
@@ -69,13 +71,45 @@ def check(rank: int, layout: str, sparse: str, dense: str) -> None:
 
 
 def check_all(rank: int, world_size: int) -> None:
-    torch.manual_seed(0)
     cases = [*itertools.product(LAYOUTS[1:], OPTIMIZER_NAMES, ["adam"]), ("row_wise", "adagrad", "sgd")]
-    for layout, sparse, dense in cases:
+    check_cases(rank, world_size, cases)
+
+
+def check_cases(rank: int, world_size: int, cases: list[Any]) -> None:
+    torch.manual_seed(0)
+    for case in cases:
         try:
-            check(rank, layout, sparse, dense)
+            check(rank, *case)
         except AssertionError as error:
-            raise AssertionError(f"{layout}, {sparse}, {dense} on rank {rank} of {world_size}: {error}") from error
+            raise AssertionError(f"{case} on rank {rank} of {world_size}: {error}") from error
+
+
+# FBGEMM has no bf16 on CPUs, but where torch looks tables up, which every rank has
+HALF_CASES = [
+    (*case, "adagrad", data_type)
+    for data_type in ("FP16", "BF16")
+    for case in itertools.product(LAYOUTS[1:], OPTIMIZER_NAMES)
+    if data_type == "FP16" or case[0] == "data_parallel"
+]
+SOME_HALF_CASES = [
+    ("table_wise", "adagrad", "adagrad", "FP16"),
+    ("row_wise", "row_wise_adagrad", "adagrad", "FP16"),
+    ("column_wise", "amsgrad", "adagrad", "FP16"),
+    ("row_wise", "amsgrad", "adagrad", "FP16"),
+    ("data_parallel", "adagrad", "adagrad", "BF16"),
+]
+
+
+@pytest.mark.distributed
+def test_weights_and_states_of_half_precision_are_estimated_to_the_byte() -> None:
+    run_on_ranks(2, check_cases, SOME_HALF_CASES)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_all_weights_and_states_of_half_precision_are_estimated_to_the_byte(world_size: int) -> None:
+    run_on_ranks(world_size, check_cases, HALF_CASES)
 
 
 def test_of_a_table_in_host_memory_the_small_partition_and_the_cache_are_on_the_device() -> None:
