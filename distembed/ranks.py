@@ -23,6 +23,9 @@ from distembed.errors import UserError
 from distembed.host_memory import keep_freed_memory
 
 T = TypeVar("T")
+_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+GATHERED_BYTES = 2**25
+"""Most bytes of each rank's rows that are gathered at once."""
 _OWN_GROUP_TIMEOUT = timedelta(hours=2)
 
 
@@ -80,19 +83,42 @@ class Ranks:
     def gather_parts(self, rows: Tensor) -> list[npt.NDArray[Any]]:
         """Gathers rows [n, ...] of all ranks, which may be unequally many; all ranks call it.
 
+        They go over the devices in pieces, so that rank 0 never has all of them in the memory of its GPU.
+
         Returns:
             The rows of each rank on rank 0, in the tensor's type, and nothing on other ranks.
         """
         if self.world_size == 1:
             return [rows.cpu().numpy()]
-        rows = rows.to(self.device)
-        counts = [torch.zeros(1, dtype=torch.long, device=self.device) for _ in range(self.world_size)]
-        dist.all_gather(counts, torch.tensor([len(rows)], device=self.device))
-        longest = int(max(count.item() for count in counts))
-        padded = torch.cat([rows, rows.new_zeros(longest - len(rows), *rows.shape[1:])])
+        own = torch.tensor([len(rows)], device=self.device)
+        sizes = [torch.zeros_like(own) for _ in range(self.world_size)]
+        dist.all_gather(sizes, own)
+        counts: list[int] = torch.cat(sizes).tolist()
+        row_bytes = max(1, rows[:0].new_empty(1, *rows.shape[1:]).nbytes)
+        pieces = [self._gather_piece(rows, counts, piece) for piece in _pieces(max(counts), row_bytes)]
+        if not self.is_first:
+            return []
+        return [np.concatenate(of_rank) if of_rank else rows[:0].cpu().numpy() for of_rank in _by_rank(pieces, counts)]
+
+    def _gather_piece(self, rows: Tensor, counts: Sequence[int], piece: slice) -> list[npt.NDArray[Any]]:
+        """Gathers the same range of every rank's rows; returns those of each rank on rank 0, and nothing elsewhere."""
+        own = rows[piece].to(self.device)
+        padded = torch.cat([own, own.new_zeros(piece.stop - piece.start - len(own), *own.shape[1:])])
         gathered = [torch.empty_like(padded) for _ in counts] if self.is_first else None
         dist.gather(padded, gathered, dst=0)
-        return [part[: int(n)].cpu().numpy() for part, n in zip(gathered, counts, strict=True)] if gathered else []
+        there = [max(0, min(count, piece.stop) - piece.start) for count in counts]
+        return [part[:n].cpu().numpy() for part, n in zip(gathered or [], there, strict=False)]
+
+
+def _pieces(num_rows: int, row_bytes: int) -> list[slice]:
+    """Returns ranges of rows of at most :data:`GATHERED_BYTES` each."""
+    step = max(1, GATHERED_BYTES // row_bytes)
+    return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
+
+
+def _by_rank(pieces: Sequence[Sequence[T]], counts: Sequence[int]) -> list[list[T]]:
+    """Returns the pieces of each rank, in order."""
+    return [[piece[rank] for piece in pieces] for rank in range(len(counts))]
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
@@ -143,6 +169,15 @@ def _require_usable_driver(name: str) -> None:
     )
 
 
+def _let_segments_grow() -> None:
+    """Has torch's CUDA allocator grow its segments, unless the user has set it otherwise.
+
+    Lists make batches of unequal sizes, for which segments of fixed sizes are left with gaps that nothing fits into.
+    """
+    if not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
+        os.environ[_ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+
+
 @contextmanager
 def process_group(device_name: str, device_index: int = 0) -> Iterator[Ranks]:
     """Joins, or makes for one process alone, the process group of the block; all ranks call it.
@@ -160,12 +195,15 @@ def process_group(device_name: str, device_index: int = 0) -> Iterator[Ranks]:
     local_rank = int(os.environ.get("LOCAL_RANK", 0)) if launched else device_index % max(1, torch.cuda.device_count())
     device = choose_device(device_name, local_rank)
     if device.type == "cuda":
+        _let_segments_grow()
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
+    # nccl is told the device: else it guesses it from the rank, and makes its communicator in the first step
+    device_id = device if device.type == "cuda" else None
     if launched:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, device_id=device_id)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device_id)
     world_size = dist.get_world_size()
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) if launched else 1
     try:

@@ -1,9 +1,16 @@
 """The TorchRec pipeline around a task's model, which overlaps the ids' all-to-all with the step before."""
 
 from collections.abc import Iterator
+from typing import Any
 
-from torch import nn
-from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.train_pipeline import (
+    PrefetchTrainPipelineSparseDist,
+    TrainPipelineBase,
+    TrainPipelineSparseDist,
+)
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 from torchrec.optim.keyed import KeyedOptimizer
 
 from distembed.data.reader.batch import Batch
@@ -15,16 +22,17 @@ from distembed.training.task_model import StepOutput
 class StepPipeline:
     """Steps a model through batches; works ahead of the step where there is a transfer or an exchange to overlap.
 
+    Where tables lie in host memory, their rows are brought into the device's cache a step ahead too.
+
     Args:
-        model: A :class:`distembed.training.task_model.TaskModel` under ``DistributedModelParallel``.
+        model: A :class:`distembed.training.task_model.TaskModel`, sharded.
         optimizer: The optimizer of all parameters of the model.
         ranks: This rank among all.
     """
 
-    def __init__(self, model: nn.Module, optimizer: KeyedOptimizer, ranks: Ranks) -> None:
+    def __init__(self, model: DistributedModelParallel, optimizer: KeyedOptimizer, ranks: Ranks) -> None:
         works_ahead = overlaps(ranks.device.type, ranks.world_size)
-        pipeline = TrainPipelineSparseDist if works_ahead else TrainPipelineBase
-        self._pipeline = pipeline(model, optimizer, ranks.device)
+        self._pipeline = _pipeline_type(works_ahead, _caches_rows(model.plan))(model, optimizer, ranks.device)
         self._restarts = not works_ahead
 
     def outputs(self, batches: Iterator[Batch]) -> Iterator[StepOutput]:
@@ -40,3 +48,20 @@ class StepPipeline:
             yield output
         if self._restarts:
             self._pipeline.reset()
+
+
+def _pipeline_type(works_ahead: bool, caches_rows: bool) -> type[TrainPipelineBase[Any, Any]]:
+    if not works_ahead:
+        return TrainPipelineBase
+    return PrefetchTrainPipelineSparseDist if caches_rows else TrainPipelineSparseDist
+
+
+def _caches_rows(plan: ShardingPlan) -> bool:
+    """Returns whether a table lies in host memory and is read through a cache on the device."""
+    kernels = {
+        table.compute_kernel
+        for module in plan.plan.values()
+        if isinstance(module, EmbeddingModuleShardingPlan)
+        for table in module.values()
+    }
+    return EmbeddingComputeKernel.FUSED_UVM_CACHING.value in kernels

@@ -30,6 +30,7 @@ def training_reader(config: Config, ranks: Ranks, prefetch_batches: int = 4) -> 
         decoding=Decoding(
             config.data.threads_of_rank(ranks.local_world_size) if prefetch_batches else 0, config.data.skip_unreadable
         ),
+        pins=ranks.device.type == "cuda",
     )
 
 

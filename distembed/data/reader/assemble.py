@@ -7,20 +7,21 @@ which halves what gathering random rows has to fetch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.data.dataset.schema import DENSE_SEQUENCES, SPARSE_FEATURES, Schema
 from distembed.data.jagged import Jagged
-from distembed.data.reader.batch import Batch
+from distembed.data.reader.batch import Batch, unit_bags
 from distembed.data.reader.decode import Block, RecordLayout
 from distembed.data.single_ids import mark_single_ids
+
+_CPU = torch.device("cpu")
 
 
 class BatchAssembler:
@@ -78,7 +79,7 @@ def _single_valued(schema: Schema, ids: NDArray[np.int64]) -> dict[str, KeyedJag
     """Returns the jagged field of features with one id a row, ``[num_keys, num_rows]``."""
     # what depends on the shape alone is made once, so that no batch pays for sums of ones
     num_keys, num_rows = ids.shape
-    lengths, offsets = _unit_bags(num_keys, num_rows)
+    lengths, offsets = unit_bags(num_keys * num_rows, _CPU)
     features = KeyedJaggedTensor(
         list(schema.categorical_names),
         torch.from_numpy(ids.reshape(-1)),
@@ -89,13 +90,6 @@ def _single_valued(schema: Schema, ids: NDArray[np.int64]) -> dict[str, KeyedJag
         offset_per_key=[num_rows * key for key in range(num_keys + 1)],
     )
     return {SPARSE_FEATURES: mark_single_ids(features)}
-
-
-@lru_cache(maxsize=8)
-def _unit_bags(num_keys: int, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Returns lengths and offsets of bags of one id, int32."""
-    bags = num_keys * num_rows
-    return torch.ones(bags, dtype=torch.int32), torch.arange(bags + 1, dtype=torch.int32)
 
 
 def _jagged_fields(schema: Schema, ids: NDArray[np.int64], blocks: Sequence[Block]) -> dict[str, KeyedJaggedTensor]:
@@ -129,9 +123,13 @@ def _keyed_jagged(
     parts = [part for name in names for part in columns[name]]
     values = np.concatenate([np.zeros(0, dtype), *(part.values for part in parts)])
     lengths = np.concatenate([np.zeros(0, np.int64), *(part.lengths for part in parts)])
+    counts = [sum(len(part.values) for part in columns[name]) for name in names]
     return KeyedJaggedTensor(
         list(names),
         torch.from_numpy(values),
         lengths=torch.from_numpy(lengths.astype(np.int32)),
         stride=num_rows,
+        # else a GPU would be asked for them
+        length_per_key=counts,
+        offset_per_key=[0, *accumulate(counts)],
     )

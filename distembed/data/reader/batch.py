@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TypeAlias
 
@@ -23,7 +24,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from distembed.data.dataset.schema import SPARSE_FEATURES
-from distembed.data.single_ids import carry_single_ids
+from distembed.data.single_ids import carry_single_ids, has_single_ids
 
 Field: TypeAlias = Tensor | KeyedJaggedTensor
 """The values of a field: a float32 tensor with one row a sample, or int64 ids or float32 numbers in lists."""
@@ -54,8 +55,11 @@ class Batch(Pipelineable):
         return name in self.fields
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        """Returns this batch on another device."""
-        return self._each(lambda field: field.to(device=device, non_blocking=non_blocking))
+        """Returns this batch on another device.
+
+        Where each bag has one id, lengths and offsets are the same in all batches of this size: a GPU keeps its own.
+        """
+        return self._each(lambda field: _move(field, torch.device(device), non_blocking))
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Holds the memory until the work that is queued on this stream has used it."""
@@ -64,7 +68,7 @@ class Batch(Pipelineable):
 
     def pin_memory(self) -> Batch:
         """Returns this batch in page-locked memory, for asynchronous copies to a GPU."""
-        return self._each(lambda field: field.pin_memory())
+        return self._each(_pin)
 
     def write(self, path: Path) -> None:
         """Writes the rows as a NumPy archive: an array a field, and three for a field of lists.
@@ -89,6 +93,52 @@ class Batch(Pipelineable):
         return Batch(
             {name: _keep_mark(field, change(field)) for name, field in self.fields.items()}, self.global_batch_size
         )
+
+
+def _move(field: Field, device: torch.device, non_blocking: bool) -> Field:
+    if device.type == "cpu" or not _has_unit_bags(field):
+        return field.to(device=device, non_blocking=non_blocking)
+    assert isinstance(field, KeyedJaggedTensor)
+    values = field.values().to(device, non_blocking=non_blocking)
+    return _with_bags(field, values, *unit_bags(values.numel(), device))
+
+
+def _pin(field: Field) -> Field:
+    if not _has_unit_bags(field):
+        return field.pin_memory()
+    assert isinstance(field, KeyedJaggedTensor)
+    return _with_bags(field, field.values().pin_memory(), field.lengths(), field.offsets())
+
+
+def _has_unit_bags(field: Field) -> bool:
+    """Returns whether each bag of a field is known to have one id: at most one each, and as many ids as bags."""
+    if not isinstance(field, KeyedJaggedTensor) or not has_single_ids(field) or field.weights_or_none() is not None:
+        return False
+    return field.values().numel() == field.lengths().numel() and field.values().device.type == "cpu"
+
+
+def _with_bags(field: KeyedJaggedTensor, values: Tensor, lengths: Tensor, offsets: Tensor) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(
+        field.keys(),
+        values,
+        lengths=lengths,
+        offsets=offsets,
+        stride=field.stride(),
+        length_per_key=field.length_per_key(),
+        offset_per_key=field.offset_per_key(),
+    )
+
+
+@lru_cache(maxsize=16)
+def unit_bags(num_bags: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns lengths and offsets of bags of one id, int32 on a device; all batches of a size share them."""
+    made = (
+        torch.ones(num_bags, dtype=torch.int32, device=device),
+        torch.arange(num_bags + 1, dtype=torch.int32, device=device),
+    )
+    if device.type == "cuda":  # once, so that batches on other streams may use them
+        torch.cuda.current_stream(device).synchronize()
+    return made
 
 
 def _keep_mark(before: Field, after: Field) -> Field:

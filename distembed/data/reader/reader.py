@@ -47,6 +47,7 @@ class BatchReader:
         prefetch_batches: Number of batches that a thread makes ahead; 0 makes them in the caller's thread.
         decoding: How row groups are decoded; where batches are made, and none may be unreadable, unless given.
         rows: The rows of the split that are read, where they are not shuffled; all unless given.
+        pins: Whether batches are made in page-locked memory, from which a GPU copies them while the host goes on.
 
     Attributes:
         schema: Columns of the batches.
@@ -66,6 +67,7 @@ class BatchReader:
         prefetch_batches: int = 4,
         decoding: Decoding | None = None,
         rows: range | None = None,
+        pins: bool = False,
     ) -> None:
         _check_settings(rank, world_size)
         require_at_least("prefetch_batches", prefetch_batches, 0)
@@ -78,6 +80,7 @@ class BatchReader:
         self._decoder = Decoder(manifest.schema, groups, Unreadable(decoding.skip_unreadable))
         self._rank, self._world_size = rank, world_size
         self._prefetch_batches, self._decode_threads = prefetch_batches, decoding.threads
+        self._pins = pins
         self._identity = {
             "dataset": hashlib.sha256((folder / MANIFEST_NAME).read_bytes()).hexdigest()[:16],
             "split": split,
@@ -137,7 +140,7 @@ class BatchReader:
     def _start(self) -> Iterator[Batch]:
         ranks, start = (self._rank, self._world_size), (self._epoch, self._batch)
         part = EpochPart(self._order, self._decoder, ranks, start)
-        make_batches = partial(part.batches, self._decode_threads)
+        make_batches = partial(_make_batches, part, self._decode_threads, self._pins)
         if not self._prefetch_batches:
             return make_batches()
         self._prefetcher = Prefetcher(make_batches, self._prefetch_batches)
@@ -189,6 +192,12 @@ class BatchReader:
         prefetcher, self._prefetcher = self._prefetcher, None
         if prefetcher is not None:
             prefetcher.close()
+
+
+def _make_batches(part: EpochPart, decode_threads: int, pins: bool) -> Iterator[Batch]:
+    """Yields a part's batches; they are pinned where they are made, which may be in a thread."""
+    for batch in part.batches(decode_threads):
+        yield batch.pin_memory() if pins else batch
 
 
 def _check_settings(rank: int, world_size: int) -> None:
