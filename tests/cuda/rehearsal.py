@@ -28,6 +28,8 @@ from tests.cuda.stand_ins import absent_ranks, stand_in_tables
 ROWS, DIM, WORLD_SIZE = 8, 16, 2
 FEATURES = ("a", "b", "c")
 NUM_EMBEDDINGS = {"a": 1000, "b": 60, "c": 400}
+RAGGED = {"a": 4, "b": 0, "c": 2}
+"""Numbers of ids of each row of ragged batches."""
 BAGS = ("single", "ragged", "weighted")
 BAG_SHARDINGS = (
     "table_wise",
@@ -101,7 +103,7 @@ class Rehearsed:
         self.watch: Watch
         self.waited: list[str] = []
         self.strict = False
-        self.ids_per_row = {"a": 1, "b": 1, "c": 1}
+        self.ids_per_row = dict.fromkeys(FEATURES, 1)
 
     def may_copy(self, origin: str) -> bool:
         """Returns whether a copy to the device in a function is allowed now."""
@@ -109,7 +111,7 @@ class Rehearsed:
 
     def batch(self, bags: str) -> KeyedJaggedTensor:
         """Returns a batch on the device, as a reader hands it to a pipeline: numbers of ids are known on the host."""
-        self.ids_per_row = {"a": 1, "b": 1, "c": 1} if bags == "single" else {"a": 4, "b": 0, "c": 2}
+        self.ids_per_row = dict.fromkeys(FEATURES, 1) if bags == "single" else RAGGED
         counts = [ROWS * self.ids_per_row[name] for name in FEATURES]
         lengths = torch.tensor([self.ids_per_row[name] for name in FEATURES for _ in range(ROWS)], dtype=torch.int32)
         features = KeyedJaggedTensor(

@@ -1,0 +1,44 @@
+"""Counts what a step launches and moves, from the rehearsal: ``python -m tests.cuda.launches``.
+
+Twenty-six tables on one rank, looked up, composed, pooled and gone back through; what stands for FBGEMM's tables counts
+once forward and once backward."""
+
+import argparse
+import logging
+import warnings
+from collections.abc import Sequence
+
+from tests.cuda import rehearsal
+from tests.cuda.rehearsal import Cell, rehearsed
+
+NUM_TABLES, ROWS = 26, 8192
+COMPOSITIONS = ("product", "sum", "concat", "path_linear", "path_mlp")
+KINDS = {"one id": "single", "4 ids": "ragged"}
+
+
+def count(composition: str, bags: str) -> tuple[int, int]:
+    """Returns the number of launches of a step, and the bytes that they move."""
+    cell = Cell("quotient_remainder", composition, "table_wise")
+    with rehearsed(cell, world_size=1) as made:
+        made.rehearse(bags)
+        return made.watch.launches.total(), made.watch.moved_bytes
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints a table in Markdown."""
+    argparse.ArgumentParser(description=__doc__).parse_args(arguments)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    names = tuple(f"f{i}" for i in range(NUM_TABLES))
+    rehearsal.FEATURES, rehearsal.ROWS = names, ROWS  # type: ignore[assignment]
+    rehearsal.NUM_EMBEDDINGS = dict.fromkeys(names, 100_000)
+    rehearsal.RAGGED = dict.fromkeys(names, 4)
+    print("| composition | bags | launches a step | MiB moved |\n|---|---|---|---|")
+    for composition in COMPOSITIONS:
+        for kind, bags in KINDS.items():
+            launches, moved = count(composition, bags)
+            print(f"| {composition} | {kind} | {launches} | {moved / 2**20:,.0f} |")
+
+
+if __name__ == "__main__":
+    main()
