@@ -95,6 +95,8 @@ class Rehearsed:
         module: The sharded collection.
         watch: Counts what is launched.
         waited: Names of TorchRec's functions that waited.
+        dist_launches: What had been launched of the last step when its ids were where they are looked up.
+        dist_bytes: What had been moved by then.
         strict: Whether copies to the device are refused; before the first step constants are copied.
     """
 
@@ -102,6 +104,7 @@ class Rehearsed:
         self.module: Any = None
         self.watch: Watch
         self.waited: list[str] = []
+        self.dist_launches = self.dist_bytes = 0
         self.strict = False
         self.ids_per_row = dict.fromkeys(FEATURES, 1)
 
@@ -132,6 +135,7 @@ class Rehearsed:
         """Looks up, and goes back with a gradient of every number."""
         ctx = self.module.create_context()
         received = self.module.input_dist(ctx, features).wait().wait()
+        self.dist_launches, self.dist_bytes = self.watch.launches.total(), self.watch.moved_bytes
         outputs = self.module.compute_and_output_dist(ctx, received).wait()
         if isinstance(outputs, dict):
             values: Sequence[Tensor] = [own.values() for own in outputs.values()]
