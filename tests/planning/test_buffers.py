@@ -280,6 +280,7 @@ HALF_CASES = [
 HALF_CASES += [Case(("table_wise",), dim=64, exchange=VectorExchange(comms=QuantizedCommsConfig("int8", "int8")))]
 HALF_CASES += [Case(("data_parallel",), "path_mlp", dim=64, data_type="bf16", sparse="adagrad")]
 HALF_CASES += [Case(("table_wise", "row_wise", "data_parallel"), is_multi_hot=True, data_type="fp16")]
+HALF_CASES += [Case((layout,), sparse="amsgrad", data_type="fp16") for layout in ("table_wise", "data_parallel")]
 
 
 @pytest.mark.distributed

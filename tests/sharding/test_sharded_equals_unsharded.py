@@ -22,9 +22,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.composition import Concat, PathMLP
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
+from distembed.embedding.exchange import VectorExchange
 from distembed.errors import UserError
 from distembed.partitions import ChineseRemainder, Explicit, MixedRadix, QuotientRemainder, Remainder
-from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
+from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, default_sharders
 from distembed.sharding.placement import BY_ROWS
 from tests.ranks import run_on_ranks
 
@@ -84,13 +85,17 @@ def sharding_types_of(table: CompositionalEmbeddingBagConfig, sharding_type: str
 
 
 def shard(
-    model: nn.Module, optimizer: Any, settings: dict[str, float], sharding_type: str = "table_wise"
+    model: nn.Module,
+    optimizer: Any,
+    settings: dict[str, float],
+    sharding_type: str = "table_wise",
+    exchange: VectorExchange | None = None,
 ) -> DistributedModelParallel:
     if optimizer is not None:
         vectors = model.get_submodule("embeddings.embedding_bags").parameters()
         apply_optimizer_in_backward(optimizer, vectors, dict(settings))  # TorchRec adds to the settings
     world = dist.get_world_size()
-    sharders = [CompositionalEmbeddingBagCollectionSharder()]
+    sharders = [CompositionalEmbeddingBagCollectionSharder()] if exchange is None else default_sharders(False, exchange)
     constraints = {}
     for table in model.get_submodule("embeddings").tables():
         types = sharding_types_of(table, sharding_type)
