@@ -62,7 +62,7 @@ class ConfiguredModel(Plannable):
         config, is_cuda = self.config, cluster.device.kind == "cuda"
         schema, device = config.data.load_schema(), torch.device(cluster.device.kind)
         # all CUDA devices of the catalogue have bf16
-        bf16 = config.train.precision != "fp32" if is_cuda else use_bf16(config.train.precision, device)
+        bf16 = config.train.precision in ("auto", "bf16") if is_cuda else use_bf16(config.train.precision, device)
         features = batch_schema(config.task, schema).categorical
         sse = build_sse(config.sse, {feature.name: feature.num_embeddings for feature in features}, {})
         blueprint = Blueprint(config, schema, cluster.world_size, cluster.ranks_per_node, device, bf16, sse)

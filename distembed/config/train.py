@@ -23,8 +23,9 @@ class TrainConfig:
         seed: Seed of the weights, the order of rows and everything else that is random.
         dense_optimizer: Optimizer of the networks.
         sparse_optimizer: Optimizer of the embedding tables.
-        precision: What the networks compute in: ``bf16`` for autocast, ``fp32``, or ``auto`` for bf16 where the
-            processor computes in it natively.
+        precision: What the networks compute in: ``bf16`` for autocast, ``fp32``, ``tf32`` for float32 whose products of
+            matrices a GPU computes from 10 bits of each factor's fraction, or ``auto`` for bf16 where the processor
+            computes in it natively, else fp32.
         device: Type of the ranks' devices: ``cpu``, ``cuda``, or ``auto`` for CUDA where there is a device.
         quantized_comms: What composed vectors and their gradients are rounded to while they are sent.
         log_every: Steps between two lines of metrics.
@@ -48,7 +49,7 @@ class TrainConfig:
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     dense_optimizer: DenseOptimizerConfig = field(default_factory=DenseOptimizerConfig)
     sparse_optimizer: SparseOptimizerConfig = field(default_factory=SparseOptimizerConfig)
-    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    precision: Literal["auto", "bf16", "tf32", "fp32"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     quantized_comms: QuantizedCommsConfig = field(default_factory=QuantizedCommsConfig)
     log_every: Count = 100

@@ -15,6 +15,7 @@ from distembed.config import Config, TrainConfig
 from distembed.data.dataset.schema import Schema
 from distembed.embedding.exchange import VectorExchange
 from distembed.embedding.modules import embedding_modules, table_configs
+from distembed.errors import UserError
 from distembed.models import Model, ModelInputs
 from distembed.models.config import plan_values
 from distembed.optim.declared import TableOptimizers
@@ -214,9 +215,11 @@ def build_training_state(
         plans: Saved plans to apply in place of a new one.
 
     Raises:
-        UserError: The model cannot be built, or the inputs of a required plan differ.
+        UserError: The model cannot be built, the device does not compute in the precision that is asked for, or the
+            inputs of a required plan differ.
         InsufficientMemory: The tables or the networks do not fit into the memory of the ranks.
     """
+    _set_matmul_precision(used_precision(blueprint.config.train.precision, ranks.device), ranks.device)
     require_networks_fit(blueprint.config.model, blueprint.model_inputs, ranks.local_world_size)
     torch.manual_seed(blueprint.config.train.seed)
     task_model, sharders = blueprint.build_plannable(), blueprint.sharders
@@ -254,6 +257,26 @@ def build_training_state(
     pipeline = StepPipeline(model, optimizers.combined, ranks)
     threads = blueprint.config.data.threads_of_rank(ranks.local_world_size)
     return TrainingState(model, task_model.task, optimizers, pipeline, plan, inputs, blueprint.bf16, threads)
+
+
+def used_precision(precision: str, device: torch.device) -> str:
+    """Returns what networks compute in by ``train.precision``: ``bf16``, ``tf32`` or ``fp32``.
+
+    Raises:
+        UserError: It is TF32, and the device is no GPU.
+    """
+    if precision == "tf32" and device.type != "cuda":
+        raise UserError(
+            f"train.precision is 'tf32', which NVIDIA's GPUs compute in, but the device is {device.type!r}; set "
+            "train.precision to fp32, bf16 or auto."
+        )
+    return "bf16" if use_bf16(precision, device) else "tf32" if precision == "tf32" else "fp32"
+
+
+def _set_matmul_precision(precision: str, device: torch.device) -> None:
+    """Has a GPU multiply float32 matrices as ``train.precision`` says, whatever torch's default is."""
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
 
 
 def use_bf16(precision: str, device: torch.device) -> bool:

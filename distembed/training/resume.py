@@ -146,17 +146,16 @@ def require_same_config(folder: Path, config: Config) -> None:
     _require_moved_checkpoints(folder, started_with.train.checkpoint_dir, config.train.checkpoint_dir)
 
 
-def require_same_precision(folder: Path, bf16: bool) -> None:
+def require_same_precision(folder: Path, precision: str) -> None:
     """Makes sure that the networks of a resumed run compute as before, where ``auto`` may choose another way here.
 
     Args:
         folder: The run's folder.
-        bf16: Whether they would compute in bf16.
+        precision: What they would compute in: ``bf16``, ``tf32`` or ``fp32``.
 
     Raises:
         UserError: It is not the one that the run was started with.
     """
-    precision = "bf16" if bf16 else "fp32"
     before = read_json_object(folder / "run.json").get("precision", precision)
     if before != precision:
         raise UserError(

@@ -19,7 +19,7 @@ from distembed.graph.verification import missing_checksums_note as graph_note
 from distembed.ranks import Collectives, Ranks
 from distembed.runs.folder import RunFolder
 from distembed.sse.config import graph_fingerprints, graph_paths
-from distembed.training.build import use_bf16
+from distembed.training.build import used_precision
 from distembed.training.initial_run import RECORD
 from distembed.training.resume import require_same_precision
 from distembed.training.start import RunOptions, RunStart, find_start
@@ -68,8 +68,8 @@ def train_run(
     start = start or find_start(config, options, Collectives().on_first, say)
     config = start.config  # in which tables are as they have grown
     if start.resume:
-        bf16 = use_bf16(config.train.precision, ranks.device)
-        Collectives().on_first(lambda: require_same_precision(start.folder, bf16))
+        precision = used_precision(config.train.precision, ranks.device)
+        Collectives().on_first(lambda: require_same_precision(start.folder, precision))
     info = run_info(config, start)
     if ranks.is_first:
         for line in (*info["kept_full"], *_missing_checksums(config)):

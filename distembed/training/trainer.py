@@ -29,7 +29,7 @@ from distembed.runs.folder import RunFolder
 from distembed.sse import set_step
 from distembed.tasks.base import BatchPosition, Outputs
 from distembed.training.best import BestEvaluation, require_comparable
-from distembed.training.build import Blueprint, build_training_state
+from distembed.training.build import Blueprint, build_training_state, used_precision
 from distembed.training.due import DueSteps
 from distembed.training.evaluation import score_split
 from distembed.training.interruption import Interruption
@@ -135,8 +135,8 @@ class Trainer:
 
     @property
     def precision(self) -> str:
-        """The number format that the networks compute in: ``bf16`` or ``fp32``."""
-        return "bf16" if self._state.bf16 else "fp32"
+        """The number format that the networks compute in: ``bf16``, ``tf32`` or ``fp32``."""
+        return used_precision(self._config.train.precision, self._ranks.device)
 
     def train(self) -> None:
         """Trains to the end, or until interrupted, and saves a checkpoint either way.

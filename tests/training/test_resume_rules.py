@@ -122,9 +122,9 @@ def test_a_run_goes_on_in_the_precision_that_it_was_started_in(short: Path, tmp_
     info = json.loads((run / "run.json").read_text())
     (run / "run.json").write_text(json.dumps({**info, "precision": other}))
     here = {"bf16": "fp32", "fp32": "bf16"}[other]
-    require_same_precision(run, bf16=other == "bf16")
+    require_same_precision(run, other)
     with pytest.raises(UserError, match=f"trained in {other}, .*auto chooses {here} .* set train.precision={other}"):
-        require_same_precision(run, bf16=here == "bf16")
+        require_same_precision(run, here)
     if use_bf16("auto", torch.device("cpu")) == (here == "bf16"):
         with pytest.raises(UserError, match=f"were trained in {other}"):
             call("train", config, *overrides, "--run-dir", run, "--resume")
