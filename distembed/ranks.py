@@ -6,7 +6,7 @@ alone does by :meth:`Collectives.on_first` fails on every rank where it fails, s
 
 import os
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -50,12 +50,17 @@ class Ranks:
         """Whether this is the rank that writes and prints."""
         return self.rank == 0
 
-    def any(self, flag: bool) -> bool:
-        """Returns whether the flag is set on any rank; all ranks call it."""
+    def any(self, flag: bool, group: dist.ProcessGroup | None = None) -> bool:
+        """Returns whether the flag is set on any rank; all ranks call it.
+
+        Args:
+            flag: This rank's flag.
+            group: A gloo group of all ranks, by which nobody waits for a GPU; the default group unless given.
+        """
         if self.world_size == 1:
             return flag
-        flags = torch.tensor([int(flag)], device=self.device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        flags = torch.tensor([int(flag)], device=self.device if group is None else "cpu")
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
         return bool(flags.item())
 
     def sum(self, numbers: Tensor) -> Tensor:
@@ -68,6 +73,23 @@ class Ranks:
         if self.world_size > 1 and numbers.numel():
             dist.reduce(numbers, dst=0)
         return numbers
+
+    def sum_all(self, numbers: Mapping[str, Tensor]) -> dict[str, npt.NDArray[Any]]:
+        """Sums tensors over all ranks by name, in one reduction and one copy to the host for those of a type.
+
+        All ranks call it, with tensors of the same names, shapes and types.
+
+        Returns:
+            The sums on rank 0, and nothing on other ranks.
+        """
+        found: dict[str, npt.NDArray[Any]] = {}
+        for dtype in sorted({own.dtype for own in numbers.values()}, key=str):
+            alike = {name: own for name, own in numbers.items() if own.dtype == dtype}
+            totals = self.sum(torch.cat([own.flatten() for own in alike.values()]))
+            if self.is_first:
+                parts = totals.cpu().split([own.numel() for own in alike.values()])
+                found |= {name: part.view(alike[name].shape).numpy() for name, part in zip(alike, parts, strict=True)}
+        return found
 
     def gather_rows(self, rows: Tensor) -> npt.NDArray[Any]:
         """Gathers rows [n, ...] of all ranks, which may be unequally many, rank after rank; all ranks call it.

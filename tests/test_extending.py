@@ -33,7 +33,7 @@ from distembed.runs.columns import report_columns
 from distembed.runs.metrics import ReportedMetric
 from distembed.runs.report import write_run_report
 from distembed.tasks import TASKS, Task
-from distembed.tasks.base import Rows
+from distembed.tasks.base import Outputs, Rows, Sums
 from distembed.training.inference import evaluate_split, load_training_state
 from distembed.training.resume import load_run_config
 from distembed.training.run import train_run
@@ -91,10 +91,18 @@ class SquaredError(Task):
         return ((predicted - labels) ** 2).sum(), {"predicted": predicted, "labels": labels}
 
     def metrics(self, rows: Rows) -> dict[str, float]:
-        return {"rows": len(rows["labels"]), **self.training_metrics(rows)}
+        return {
+            "rows": len(rows["labels"]),
+            "rmse": float(np.sqrt(np.mean((rows["predicted"] - rows["labels"]) ** 2))),
+        }
 
-    def training_metrics(self, rows: Rows) -> dict[str, float]:
-        return {"rmse": float(np.sqrt(np.mean((rows["predicted"] - rows["labels"]) ** 2)))}
+    def training_sums(self, outputs: Outputs) -> Outputs:
+        squared = (outputs["predicted"] - outputs["labels"]).double() ** 2
+        return {"squared": torch.stack([squared.sum(), torch.ones_like(squared).sum()])}
+
+    def training_metrics(self, sums: Sums) -> dict[str, float]:
+        squared, num_rows = sums["squared"]
+        return {"rmse": float(np.sqrt(squared / num_rows))}
 
     def predictions(self, rows: Rows) -> dict[str, np.ndarray]:
         return {"prediction": rows["predicted"]}

@@ -1,7 +1,8 @@
 """What a task is: the loss and the outputs of a batch, and the metrics of an evaluation.
 
 The ``task`` section of a config names the task. A task knows nothing of ranks, tables and the trainer: the trainer
-weighs its loss, gathers its outputs from all ranks and passes them back, by their names, to compute metrics.
+weighs its loss, gathers its outputs from all ranks and passes them back, by their names, to compute metrics. While
+training it gathers no rows: a task sums up those of each step on the device, and the trainer adds these sums up.
 """
 
 from abc import ABC, abstractmethod
@@ -27,7 +28,10 @@ Outputs = Mapping[str, Tensor]
 """What a task stores of each row of a batch, by name: tensors whose first dimension is rows."""
 
 Rows = Mapping[str, npt.NDArray[Any]]
-"""The outputs of all rows of a split or of some steps, gathered from all ranks, by name, in the tensors' types."""
+"""The outputs of all rows of a split, gathered from all ranks, by name, in the tensors' types."""
+
+Sums = Mapping[str, npt.NDArray[Any]]
+"""What a task has summed up of training steps, added up over steps and ranks, by name."""
 
 
 @dataclass(frozen=True)
@@ -184,8 +188,24 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def training_metrics(self, rows: Rows) -> dict[str, float]:
-        """Returns the metrics of the lines that are logged while training, beside the loss."""
+    def training_sums(self, outputs: Outputs) -> Outputs:
+        """Returns what the lines that are logged while training need of a step, summed over the rows of its outputs.
+
+        It is called after every step, and what it returns is added up over steps and ranks. So names, shapes and types
+        are the same for all batches, sums of many rows are in int64 or float64, and nothing asks the device for a
+        number: the next step would wait for that.
+
+        Args:
+            outputs: What :meth:`step` returned of this rank's rows.
+        """
+
+    @abstractmethod
+    def training_metrics(self, sums: Sums) -> dict[str, float]:
+        """Returns the metrics of a line that is logged while training, beside the loss; only rank 0 calls it.
+
+        Args:
+            sums: What :meth:`training_sums` returned, added up.
+        """
 
     @abstractmethod
     def predictions(self, rows: Rows) -> dict[str, npt.NDArray[Any]]:

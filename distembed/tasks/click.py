@@ -2,7 +2,8 @@
 
 Rows may have weights, which the loss and the metrics are by; see ``row_weights.py``. With a group, such as the user,
 evaluations say too how well the rows of each are ordered among themselves (GAUC; see ``auc.py``). A training step does
-not: its ids may have been replaced (SSE), and its rows are too few of any group.
+not: its ids may have been replaced (SSE), and its rows are too few of any group. The AUC of training steps is binned
+(``binned_auc.py``), that of evaluations exact.
 """
 
 import dataclasses
@@ -16,13 +17,14 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.data.dataset.manifest import Manifest
-from distembed.data.dataset.schema import LABELS, SPARSE_FEATURES
+from distembed.data.dataset.schema import LABELS, SPARSE_FEATURES, WEIGHTS
 from distembed.data.prepare.vocabulary import reserved_ids
 from distembed.data.reader.batch import Batch
 from distembed.runs.metrics import CLICK_METRICS, GROUPED_METRICS, headline_first
-from distembed.tasks.auc import exact_auc, grouped_auc
-from distembed.tasks.base import Outputs, Rows, Task, TaskContext
+from distembed.tasks.auc import grouped_auc
+from distembed.tasks.base import Outputs, Rows, Sums, Task, TaskContext
 from distembed.tasks.binary_metrics import BinaryMetrics, calibration_bins, sigmoid
+from distembed.tasks.binned_auc import bin_counts, binned_auc
 from distembed.tasks.config import ClickConfig
 from distembed.tasks.row_weights import RowWeights, total_weight, weights_of
 
@@ -95,8 +97,11 @@ class ClickTask(Task):
         grouped = grouped_auc(logits, labels, groups, own)
         return found | {"gauc": grouped.value, "gauc_groups": grouped.num_groups, "gauc_rows": grouped.num_rows}
 
-    def training_metrics(self, rows: Rows) -> dict[str, float]:
-        return {"auc": exact_auc(rows["logits"], rows["labels"], weights_of(rows))}
+    def training_sums(self, outputs: Outputs) -> Outputs:
+        return {"bins": bin_counts(outputs["logits"], outputs["labels"], outputs.get(WEIGHTS))}
+
+    def training_metrics(self, sums: Sums) -> dict[str, float]:
+        return {"auc": binned_auc(sums["bins"])}
 
     def predictions(self, rows: Rows) -> dict[str, npt.NDArray[np.float32]]:
         return {"prediction": sigmoid(rows["logits"]).astype(np.float32), "label": rows["labels"]}

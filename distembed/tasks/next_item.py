@@ -35,7 +35,7 @@ from distembed.data.reader.batch import Batch
 from distembed.models.sequences import feature_lengths, feature_values
 from distembed.runs.metrics import headline_first
 from distembed.sse import IdPerturbation
-from distembed.tasks.base import BatchPosition, Outputs, Rows, Task, TaskContext
+from distembed.tasks.base import BatchPosition, Outputs, Rows, Sums, Task, TaskContext
 from distembed.tasks.config import NEXT_ITEM_KINDS, SAMPLED_KINDS, NextItemConfig
 from distembed.tasks.ranking_metrics import RankingMetrics, coverage, coverage_metric
 from distembed.tasks.recommendations import (
@@ -293,8 +293,12 @@ class NextItemTask(Task):
         num_items = self._num_items - len(self._reserved)
         return found | {f"coverage@{self._num_best}": coverage(rows["best"], self._num_best, num_items)}
 
-    def training_metrics(self, rows: Rows) -> dict[str, float]:
+    def training_sums(self, outputs: Outputs) -> Outputs:
         """Returns nothing: the loss says how training goes."""
+        return {}
+
+    def training_metrics(self, sums: Sums) -> dict[str, float]:
+        """Returns nothing."""
         return {}
 
     def predictions(self, rows: Rows) -> dict[str, npt.NDArray[Any]]:

@@ -12,7 +12,6 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from jaxtyping import Int64
@@ -25,7 +24,7 @@ from distembed.data.dataset.schema import ITEM, ITEM_NEGATIVE, SPARSE_FEATURES, 
 from distembed.data.prepare.vocabulary import reserved_ids
 from distembed.data.reader import Batch, BatchShares
 from distembed.runs.metrics import headline_first
-from distembed.tasks.base import BatchPosition, Outputs, Rows, Task, TaskContext
+from distembed.tasks.base import BatchPosition, Outputs, Rows, Sums, Task, TaskContext
 from distembed.tasks.config import RANKING_KINDS, RankingConfig, batch_schema
 from distembed.tasks.ranking_metrics import RankingMetrics, coverage, coverage_metric
 from distembed.tasks.rating import squares
@@ -176,9 +175,15 @@ class RankingTask(Task):
         found: dict[str, float] = {"rows": len(rows["users"]), **self._metrics.means(rows["metrics"])}
         return found | {f"coverage@{most}": coverage(rows["best"], most, num_items)}
 
-    def training_metrics(self, rows: Rows) -> dict[str, float]:
+    def training_sums(self, outputs: Outputs) -> Outputs:
+        """Returns the sum of each row's share of drawn negative items that are behind its item, and the rows."""
+        shares = outputs["ordered"].double()
+        return {"ordered": torch.stack([shares.sum(), shares.new_full((), len(shares))])}
+
+    def training_metrics(self, sums: Sums) -> dict[str, float]:
         """Returns the share of drawn negative items that are behind the item of their row."""
-        return {"ordered": float(np.mean(rows["ordered"])) if len(rows["ordered"]) else float("nan")}
+        ordered, num_rows = sums["ordered"].tolist()
+        return {"ordered": ordered / num_rows if num_rows else float("nan")}
 
     def predictions(self, rows: Rows) -> dict[str, npt.NDArray[Any]]:
         """Returns the best items of each user of the split."""

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from distembed.catalogue import Queries
 from distembed.data.dataset.manifest import Manifest
-from distembed.data.dataset.schema import ITEM, LABELS, SPARSE_FEATURES
+from distembed.data.dataset.schema import ITEM, LABELS, SPARSE_FEATURES, WEIGHTS
 from distembed.data.reader.batch import Batch
 from distembed.runs.metrics import ReportedMetric, headline_first
-from distembed.tasks.base import Outputs, Rows, Task, TaskContext
+from distembed.tasks.base import Outputs, Rows, Sums, Task, TaskContext
 from distembed.tasks.row_weights import RowWeights, total_weight, weights_of
 
 _METRICS = (ReportedMetric("rmse", "RMSE", better="lower"), ReportedMetric("mae", "MAE", better="lower"))
@@ -88,8 +88,15 @@ class RatingTask(Task):
     def metrics(self, rows: Rows) -> dict[str, float]:
         return {"rows": len(rows["labels"]), **total_weight(rows), **_errors(rows)}
 
-    def training_metrics(self, rows: Rows) -> dict[str, float]:
-        return {"rmse": _errors(rows)["rmse"]}
+    def training_sums(self, outputs: Outputs) -> Outputs:
+        """Returns the sum of the squared errors, and that of the rows' weights."""
+        squared = (outputs["predictions"].double() - outputs["labels"]).square()
+        weights = outputs[WEIGHTS].double() if WEIGHTS in outputs else torch.ones_like(squared)
+        return {"squared": torch.stack([(squared * weights).sum(), weights.sum()])}
+
+    def training_metrics(self, sums: Sums) -> dict[str, float]:
+        squared, weight = sums["squared"].tolist()
+        return {"rmse": (squared / weight) ** 0.5 if weight else float("nan")}
 
     def predictions(self, rows: Rows) -> dict[str, npt.NDArray[np.float32]]:
         return {"prediction": rows["predictions"], "label": rows["labels"]}

@@ -4,6 +4,8 @@ import os
 import signal
 from types import FrameType
 
+import torch.distributed as dist
+
 from distembed.ranks import Ranks
 
 _STEPS_BETWEEN_AGREEMENTS = 10
@@ -14,7 +16,7 @@ class Interruption:
 
     Schedulers send SIGUSR1 before a time limit, if the job asks for it. Under ``torch.distributed.run`` one request
     arrives several times, from the terminal or the scheduler and from the launcher, so later signals are ignored there;
-    the launcher kills processes that do not end.
+    the launcher kills processes that do not end. All ranks construct it.
 
     Args:
         ranks: This rank among all.
@@ -22,6 +24,9 @@ class Interruption:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
+        # steps go on while the ranks agree: over a GPU they would have to be done first
+        is_apart = ranks.world_size > 1 and ranks.device.type == "cuda"
+        self._group = dist.new_group(backend="gloo") if is_apart else None
         self._received: int | None = None
         self._previous: dict[int, object] = {}
 
@@ -44,4 +49,4 @@ class Interruption:
         """Returns whether to stop after ``step``, the same on all ranks; all of them call it after every step."""
         if self._ranks.world_size > 1 and step % _STEPS_BETWEEN_AGREEMENTS:
             return False
-        return self._ranks.any(self._received is not None)
+        return self._ranks.any(self._received is not None, self._group)

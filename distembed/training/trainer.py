@@ -10,8 +10,6 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-import numpy as np
-import torch
 from rich.console import Console
 from torch import Tensor
 
@@ -42,6 +40,8 @@ from distembed.training.replaced_shares import replaced_counts, replaced_shares
 from distembed.training.start import RunStart
 from distembed.training.start_lines import start_lines
 from distembed.training.take_over import take_over
+
+_LOSSES = "weighted losses"  # a name that no task's own sums have
 
 
 class Trainer:
@@ -276,7 +276,7 @@ class Trainer:
         done = (self._step - 1) % self._reader.batches_per_epoch * batch_size
         rows = min(batch_size, self._reader.num_rows - done)
         self._samples += rows
-        self._window.add(loss, outputs, rows)
+        self._window.add(loss, self._state.task.training_sums(outputs), rows)
         # a look at a GPU's tensor waits for its stream: those are looked at once a line of metrics
         if loss.device.type == "cpu":
             self._require_finite()
@@ -299,21 +299,20 @@ class Trainer:
         window.add_replaced(replaced_counts(self._state.model, self._step))
         replaced = replaced_shares(window.replaced, self._ranks)
         assert window.loss is not None
-        losses = self._ranks.gather_rows(window.loss.unsqueeze(0))
-        rows = {name: self._ranks.gather_rows(torch.cat(values)) for name, values in window.outputs.items()}
+        sums = self._ranks.sum_all({**window.sums, _LOSSES: window.loss})
         seconds = window.seconds
         self._seconds += seconds
         self._window = MetricsWindow()
         if not self._ranks.is_first:
             return
         # each rank's loss is its share times the number of ranks
-        loss = float(np.sum(losses)) / window.rows / self._ranks.world_size
+        loss = float(sums.pop(_LOSSES)) / window.rows / self._ranks.world_size
         values: dict[str, Any] = {
             "epoch": (self._step - 1) // self._reader.batches_per_epoch,
             "samples": self._samples,
             "seconds": self._seconds,
             "loss": loss,
-            **self._state.task.training_metrics(rows),
+            **self._state.task.training_metrics(sums),
             "samples_per_second": window.rows / seconds,
             "learning_rate": self._learning_rate,
             **({"replaced_share": replaced} if replaced else {}),
@@ -372,7 +371,8 @@ class Trainer:
         values = None if self._resumed is None else self._resumed.values.get("window")
         if self._resumed is None or values is None:
             return MetricsWindow()
-        return MetricsWindow.restored(values, self._resumed.tensors, self._ranks.world_size, self._ranks.device)
+        ranks, sums_of = self._ranks, self._state.task.training_sums
+        return MetricsWindow.restored(values, self._resumed.tensors, ranks.world_size, ranks.device, sums_of)
 
     def _say(self, text: str) -> None:
         """Prints a line before training begins, on rank 0."""
