@@ -4,7 +4,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import cycle
+from itertools import accumulate, cycle
 from typing import Any
 
 import torch
@@ -16,7 +16,9 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.composition import Composition
+from distembed.cuda_driver import driver_version
 from distembed.data.reader.batch import Batch
+from distembed.data.single_ids import carry_single_ids, mark_single_ids
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.partitions import Partition
 from distembed.runs.folder import versions
@@ -27,6 +29,7 @@ NUM_ROWS = NUM_IDS // COLLISIONS
 NAMES = [f"C{i}" for i in range(1, 27)]
 NUM_DENSE = 13
 NUM_BATCHES = 8
+_SINGLE_IDS = mark_single_ids(KeyedJaggedTensor(["id"], torch.tensor([0]), lengths=torch.tensor([1])))
 
 Step = Callable[[], object]
 
@@ -46,26 +49,38 @@ def draw_clicks(
 
 
 def make_features(ids: Int64[Tensor, " ids"], batch_size: int) -> KeyedJaggedTensor:
-    """Returns ids, feature after feature, as bags of one length."""
+    """Returns ids, feature after feature, as bags of one length; single ones are marked, as the reader marks them."""
     num_bags = len(NAMES) * batch_size
-    lengths = torch.full((num_bags,), len(ids) // num_bags, dtype=torch.int32, device=ids.device)
-    return KeyedJaggedTensor(NAMES, ids, lengths=lengths)
+    bag = len(ids) // num_bags
+    counts = [batch_size * bag] * len(NAMES)
+    features = KeyedJaggedTensor(
+        NAMES,
+        ids,
+        lengths=torch.full((num_bags,), bag, dtype=torch.int32, device=ids.device),
+        stride=batch_size,
+        length_per_key=counts,  # known on the host, as a reader knows it: a GPU would be waited for
+        offset_per_key=[0, *accumulate(counts)],
+    )
+    return carry_single_ids(_SINGLE_IDS, features) if bag == 1 else features
 
 
-def torchrec_collection(num_rows: int) -> EmbeddingBagCollection:
+def torchrec_collection(num_rows: int, dim: int = DIM) -> EmbeddingBagCollection:
     """Returns TorchRec's own tables of that many rows each, on the meta device."""
     tables = [
-        EmbeddingBagConfig(name=name, num_embeddings=num_rows, embedding_dim=DIM, feature_names=[name])
+        EmbeddingBagConfig(name=name, num_embeddings=num_rows, embedding_dim=dim, feature_names=[name])
         for name in NAMES
     ]
     return EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
 
 
 def compositional_collection(
-    partition: Partition, composition: Composition | str = "product"
+    partition: Partition, composition: Composition | str = "product", dim: int = DIM
 ) -> CompositionalEmbeddingBagCollection:
     """Returns compositional tables with that scheme, on the meta device."""
-    tables = [CompositionalEmbeddingBagConfig(name, NUM_IDS, DIM, [name], partition, composition) for name in NAMES]
+    tables = [
+        CompositionalEmbeddingBagConfig(name, partition.num_embeddings, dim, [name], partition, composition)
+        for name in NAMES
+    ]
     return CompositionalEmbeddingBagCollection(tables, device="meta")
 
 
@@ -89,10 +104,9 @@ def trainer_step(state: TrainingState, batches: Sequence[Batch]) -> Step:
     """Returns a step of this project's trainer on one batch after another, again and again."""
     outputs = state.pipeline.outputs(cycle(batches))
 
-    def step() -> None:
+    def step() -> None:  # the loss is not looked at, as in training: a GPU would be waited for
         state.optimizers.set_learning_rates(0)
-        loss, _ = next(outputs)
-        loss.item()
+        next(outputs)
 
     return step
 
@@ -134,18 +148,25 @@ def _seconds_a_step(step: Step, count: int, device: torch.device) -> float:
     return (time.perf_counter() - started) / count
 
 
-def _wait_for_all(device: torch.device) -> None:
-    """Waits until all ranks and their devices have finished; all ranks call it."""
+def wait_for(device: torch.device) -> None:
+    """Waits until a device has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _wait_for_all(device: torch.device) -> None:
+    """Waits until all ranks and their devices have finished; all ranks call it."""
+    wait_for(device)
     dist.barrier()
 
 
 def surroundings(device: torch.device) -> dict[str, Any]:
     """Returns what a measurement depends on beside the code: device, threads, processor and versions."""
+    on_gpu = device.type == "cuda"
     return {
         "machine": {
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+            **({"driver": driver_version(), "cuda": torch.version.cuda} if on_gpu else {}),
             "threads": torch.get_num_threads(),
             "processor": platform.processor() or platform.machine(),
         },

@@ -33,6 +33,7 @@ from bench_common import (
     make_features,
     take_turns,
     torchrec_collection,
+    wait_for,
 )
 from bench_common import Step as Turn
 from rich.console import Console
@@ -47,6 +48,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.composition import COMPOSITIONS, Composition, PathMLP
 from distembed.embedding.ids import IdMapper
+from distembed.embedding.variable_batches import with_ids
 from distembed.files import write_json
 from distembed.partitions import ChineseRemainder, MixedRadix, Naive, Partition, QuotientRemainder, Remainder
 from distembed.planning import Workload, make_plan
@@ -56,19 +58,29 @@ from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 BASELINE = "TorchRec, hashed"
 CPU = torch.device("cpu")
 
-Step = Callable[[KeyedJaggedTensor], None]
+Step = Callable[[KeyedJaggedTensor, Tensor], None]
+"""Takes a batch and the gradient of the output."""
 
 
-def draw_batches(batch_size: int, bag: int) -> list[Tensor]:
-    """Draws the ids of every batch, feature after feature."""
+def draw_batches(batch_size: int, bag: int, num_ids: int = NUM_IDS, device: torch.device = CPU) -> list[Tensor]:
+    """Draws the ids of every batch, feature after feature, taken modulo ``num_ids``."""
     generator = torch.Generator().manual_seed(0)
-    return [draw_ids(len(NAMES) * batch_size * bag, generator) for _ in range(NUM_BATCHES)]
+    drawn = [draw_ids(len(NAMES) * batch_size * bag, generator) % num_ids for _ in range(NUM_BATCHES)]
+    return [ids.to(device) for ids in drawn]
 
 
-def turn(step: Step, batches: Sequence[Tensor], batch_size: int) -> Turn:
-    """Returns a step on one batch after another; each is a new object, as one that was used has its offsets already."""
+def turn(step: Step, batches: Sequence[Tensor], batch_size: int, width: int) -> Turn:
+    """Returns a step on one batch after another; each is a new object, as one that was used has its offsets already.
+
+    Args:
+        step: The contender's step.
+        batches: The ids of every batch, on its device.
+        batch_size: Number of rows.
+        width: Number of columns of a feature's output.
+    """
     in_turn = cycle(batches)
-    return lambda: step(make_features(next(in_turn), batch_size))
+    gradient = torch.randn(batch_size, len(NAMES) * width, device=batches[0].device) * 1e-3
+    return lambda: step(make_features(next(in_turn), batch_size), gradient)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,39 +91,39 @@ class Contender:
         partition: The partitions, for the floor.
         dims: The dimension of each partition's vectors, for the floor.
         width: The number of columns of a feature's output.
-        make: Builds the step, which is given the gradient of the output.
+        make: Builds the step on a device.
     """
 
     partition: Partition
     dims: tuple[int, ...]
     width: int
-    make: Callable[[Tensor], Step]
+    make: Callable[[torch.device], Step]
 
 
-def shard(module: nn.Module, sharder: ModuleSharder) -> nn.Module:
+def shard(module: nn.Module, sharder: ModuleSharder, device: torch.device) -> nn.Module:
     """Returns the collection on one rank, with row-wise Adagrad in its backward pass."""
     apply_optimizer_in_backward(
         RowWiseAdagrad, module.get_submodule("e.embedding_bags").parameters(), {"lr": LEARNING_RATE}
     )
-    plan = make_plan(module, [sharder], Ranks(0, 1, 1, CPU), Workload(512))
+    plan = make_plan(module, [sharder], Ranks(0, 1, 1, device), Workload(512))
     env = ShardingEnv.from_process_group(dist.group.WORLD)
     sharded = DistributedModelParallel(
-        module, env=env, device=CPU, plan=plan, sharders=[sharder], init_data_parallel=False
+        module, env=env, device=device, plan=plan, sharders=[sharder], init_data_parallel=False
     )
     return sharded.module["e"]
 
 
-def ours(partition: Partition, composition: Composition) -> Contender:
+def ours(partition: Partition, composition: Composition, dim: int = DIM) -> Contender:
     """Returns this project's tables."""
-    table = compositional_collection(partition, composition).tables()[0]
+    table = compositional_collection(partition, composition, dim).tables()[0]
 
-    def make(gradient: Tensor) -> Step:
-        collection = compositional_collection(partition, composition)
-        sharded = shard(nn.ModuleDict({"e": collection}), CompositionalEmbeddingBagCollectionSharder())
+    def make(device: torch.device) -> Step:
+        collection = compositional_collection(partition, composition, dim)
+        sharded = shard(nn.ModuleDict({"e": collection}), CompositionalEmbeddingBagCollectionSharder(), device)
         functions = list(sharded.get_submodule("functions").parameters())
         optimizer = torch.optim.Adagrad(functions, lr=LEARNING_RATE, fused=True) if functions else None
 
-        def step(features: KeyedJaggedTensor) -> None:
+        def step(features: KeyedJaggedTensor, gradient: Tensor) -> None:
             sharded(features).values().backward(gradient)
             if optimizer is not None:
                 optimizer.step()
@@ -120,25 +132,25 @@ def ours(partition: Partition, composition: Composition) -> Contender:
         return step
 
     dims = tuple(part.dim for part in table.lookup_tables())
-    return Contender(partition, dims, table.num_vectors * DIM, make)
+    return Contender(partition, dims, table.num_vectors * dim, make)
 
 
-def torchrec_hashed() -> Contender:
-    """Returns TorchRec's own tables of as many rows as collisions leave, which get hashed ids."""
-    hashed = Remainder(NUM_IDS, collisions=COLLISIONS)
+def torchrec(partition: Partition, dim: int = DIM) -> Contender:
+    """Returns TorchRec's own tables of the rows of one partition, which get hashed ids where these are fewer."""
+    num_rows = partition.total_rows
 
-    def make(gradient: Tensor) -> Step:
-        collection = torchrec_collection(hashed.total_rows)
-        sharded = shard(nn.ModuleDict({"e": collection}), EmbeddingBagCollectionSharder())
+    def make(device: torch.device) -> Step:
+        collection = torchrec_collection(num_rows, dim)
+        sharded = shard(nn.ModuleDict({"e": collection}), EmbeddingBagCollectionSharder(), device)
 
-        def step(features: KeyedJaggedTensor) -> None:
-            rows = features.values() % hashed.total_rows
-            embedded = sharded(KeyedJaggedTensor(NAMES, rows, lengths=features.lengths()))
-            embedded.values().backward(gradient)
+        def step(features: KeyedJaggedTensor, gradient: Tensor) -> None:
+            if num_rows < partition.num_embeddings:
+                features = with_ids(features, features.values() % num_rows, None)
+            sharded(features).values().backward(gradient)
 
         return step
 
-    return Contender(hashed, (DIM,), DIM, make)
+    return Contender(partition, (dim,), dim, make)
 
 
 def id_check() -> Contender:
@@ -146,10 +158,10 @@ def id_check() -> Contender:
     full = Naive(NUM_IDS)
     tables = compositional_collection(full).tables()
 
-    def make(gradient: Tensor) -> Step:
+    def make(device: torch.device) -> Step:
         map_ids = IdMapper(tables)
 
-        def step(features: KeyedJaggedTensor) -> None:
+        def step(features: KeyedJaggedTensor, gradient: Tensor) -> None:
             map_ids(features)
 
         return step
@@ -161,7 +173,7 @@ def contenders() -> dict[str, Contender]:
     """Returns every contender by name."""
     quotient_remainder = QuotientRemainder(NUM_IDS, collisions=COLLISIONS)
     by_name = {
-        BASELINE: torchrec_hashed(),
+        BASELINE: torchrec(Remainder(NUM_IDS, collisions=COLLISIONS)),
         "id check alone": id_check(),
         "full": ours(Naive(NUM_IDS), COMPOSITIONS["product"]()),
         "hashed": ours(Remainder(NUM_IDS, collisions=COLLISIONS), COMPOSITIONS["product"]()),
@@ -176,7 +188,7 @@ def contenders() -> dict[str, Contender]:
 
 def bytes_moved(contender: Contender, batch: Tensor, batch_size: int) -> int:
     """Returns the bytes that a step reads and writes at least: float32 numbers, int64 ids, a float32 of state a row."""
-    ids = batch.view(len(NAMES), -1)
+    ids = batch.cpu().view(len(NAMES), -1)
     moved = ids.numel() * 8 + 2 * batch_size * len(NAMES) * contender.width * 4
     for j, dim in enumerate(contender.dims):
         distinct = sum(len(contender.partition.rows(table_ids)[j].unique()) for table_ids in ids)
@@ -184,16 +196,19 @@ def bytes_moved(contender: Contender, batch: Tensor, batch_size: int) -> int:
     return moved
 
 
-def copy_bytes_per_second() -> float:
-    """Returns the bytes that a copy too large for the caches reads and writes in a second."""
-    source, target = torch.ones(2**26), torch.empty(2**26)
+def copy_bytes_per_second(device: torch.device = CPU, num_bytes: int = 2**28) -> float:
+    """Returns the bytes that a copy, too large for the caches, reads and writes in a second on a device."""
+    source = torch.ones(num_bytes // 4, device=device)
+    target = torch.empty_like(source)
     target.copy_(source)
     seconds = []
     for _ in range(5):
+        wait_for(device)
         started = time.perf_counter()
         target.copy_(source)
+        wait_for(device)
         seconds.append(time.perf_counter() - started)
-    return 2 * 4 * 2**26 / min(seconds)
+    return 2 * num_bytes / min(seconds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,11 +238,10 @@ def main() -> None:
     with process_group("cpu"):
         bandwidth = copy_bytes_per_second()
         for batch_size in options.batch_sizes:
-            gradients = {name: torch.randn(batch_size, len(NAMES) * c.width) * 1e-3 for name, c in chosen.items()}
-            steps = {name: c.make(gradients[name]) for name, c in chosen.items()}
+            steps = {name: c.make(CPU) for name, c in chosen.items()}
             for bag in options.bags:
                 batches = draw_batches(batch_size, bag)
-                turns = {name: turn(step, batches, batch_size) for name, step in steps.items()}
+                turns = {name: turn(step, batches, batch_size, chosen[name].width) for name, step in steps.items()}
                 seconds = take_turns(turns, options.rounds, options.seconds, CPU)
                 for name, values in seconds.items():
                     floor = bytes_moved(chosen[name], batches[0], batch_size) / bandwidth

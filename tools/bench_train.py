@@ -10,9 +10,10 @@ import argparse
 import dataclasses
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,30 +56,63 @@ from distembed.files import write_json
 from distembed.models import DLRM
 from distembed.planning import Workload, make_plan
 from distembed.ranks import Ranks, process_group
-from distembed.training.build import Blueprint, build_training_state
+from distembed.sse import SSE
+from distembed.training.build import Blueprint, TrainingState, build_training_state
 
-SCHEMA = Schema(
-    "label", tuple(f"I{i}" for i in range(1, NUM_DENSE + 1)), tuple(CategoricalFeature(n, NUM_IDS) for n in NAMES)
-)
+
+def schema_of(num_ids: int) -> Schema:
+    """Returns the columns of batches whose features have so many ids each."""
+    dense = tuple(f"I{i}" for i in range(1, NUM_DENSE + 1))
+    return Schema("label", dense, tuple(CategoricalFeature(name, num_ids) for name in NAMES))
+
+
+SCHEMA = schema_of(NUM_IDS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The size of all tables: numbers of ids of a feature and of a vector's columns."""
+
+    num_ids: int = NUM_IDS
+    dim: int = DIM
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a hashed table."""
+        return self.num_ids // COLLISIONS
+
+
+SIZES = Sizes()
 
 
 def draw_batches(batch_size: int, num_ids: int) -> list[Batch]:
-    """Draws batches of one id for each feature, taken modulo ``num_ids``."""
+    """Draws batches of one id for each feature, taken modulo ``num_ids``; for a GPU they are pinned."""
     generator = torch.Generator().manual_seed(0)
     batches = []
     for _ in range(NUM_BATCHES):
         ids = draw_ids(len(NAMES) * batch_size, generator) % num_ids
-        batches.append(draw_batch(ids, batch_size, generator))
+        batch = draw_batch(ids, batch_size, generator)
+        batches.append(batch.pin_memory() if torch.cuda.is_available() else batch)
     return batches
 
 
-def ours(batch_size: int, ranks: Ranks, precision: str) -> Step:
-    """Returns a step of this project's trainer with quotient-remainder tables."""
-    table = TableConfig(partition="quotient_remainder", collisions=COLLISIONS, embedding_dim=DIM)
+def build_ours(
+    batch_size: int, ranks: Ranks, precision: str, sizes: Sizes = SIZES, sse: Mapping[str, SSE] | None = None
+) -> tuple[Blueprint, TrainingState]:
+    """Builds this project's DLRM with quotient-remainder tables; returns what it is built from, and itself."""
+    table = TableConfig(partition="quotient_remainder", collisions=COLLISIONS, embedding_dim=sizes.dim)
     train = TrainConfig(batch_size=batch_size, precision=precision)  # type: ignore[arg-type]
     config = Config(embedding=EmbeddingConfig(default=table), train=train)
-    state = build_training_state(Blueprint.for_ranks(config, SCHEMA, ranks, {}), ranks, num_steps=1000)
-    return trainer_step(state, draw_batches(batch_size, NUM_IDS))
+    blueprint = Blueprint.for_ranks(config, schema_of(sizes.num_ids), ranks, sse or {})
+    return blueprint, build_training_state(blueprint, ranks, num_steps=1000)
+
+
+def ours(
+    batch_size: int, ranks: Ranks, precision: str, sizes: Sizes = SIZES, sse: Mapping[str, SSE] | None = None
+) -> Step:
+    """Returns a step of this project's trainer with quotient-remainder tables."""
+    _, state = build_ours(batch_size, ranks, precision, sizes, sse)
+    return trainer_step(state, draw_batches(batch_size, sizes.num_ids))
 
 
 class _TorchRecTask(nn.Module):
@@ -94,11 +128,27 @@ class _TorchRecTask(nn.Module):
         return loss, loss.detach()
 
 
-def torchrec(batch_size: int, ranks: Ranks, fused: bool) -> Step:
-    """Returns a step of TorchRec's own DLRM and pipeline with hashed tables."""
-    collection = torchrec_collection(NUM_ROWS)
+def torchrec(
+    batch_size: int,
+    ranks: Ranks,
+    fused: bool,
+    num_rows: int = NUM_ROWS,
+    dim: int = DIM,
+    pipeline_type: type[TrainPipelineBase[Any, Any]] = TrainPipelineBase,
+) -> Step:
+    """Returns a step of TorchRec's own DLRM and pipeline with hashed tables.
+
+    Args:
+        batch_size: Rows of a step.
+        ranks: This rank, the only one.
+        fused: Whether the networks' optimizer is torch's fused one.
+        num_rows: Rows of each table; ids are hashed to them beforehand.
+        dim: Columns of each table.
+        pipeline_type: TorchRec's pipeline; where there is a GPU, one that works ahead of the step.
+    """
+    collection = torchrec_collection(num_rows, dim)
     apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": LEARNING_RATE})
-    task = _TorchRecTask(TorchRecDLRM(collection, NUM_DENSE, [512, 256, 64, DIM], [512, 256, 1]))
+    task = _TorchRecTask(TorchRecDLRM(collection, NUM_DENSE, [512, 256, 64, dim], [512, 256, 1]))
     sharders = [EmbeddingBagCollectionSharder()]
     plan = make_plan(task, sharders, ranks, Workload(batch_size))
     model = DistributedModelParallel(
@@ -112,9 +162,9 @@ def torchrec(batch_size: int, ranks: Ranks, fused: bool) -> Step:
         dict(in_backward_optimizer_filter(model.named_parameters())),
         lambda params: torch.optim.Adagrad(params, lr=LEARNING_RATE, fused=fused),
     )
-    pipeline = TrainPipelineBase(model, CombinedOptimizer([model.fused_optimizer, dense]), ranks.device)
-    batches = cycle(draw_batches(batch_size, NUM_ROWS))
-    return lambda: pipeline.progress(batches).item()
+    pipeline = pipeline_type(model, CombinedOptimizer([model.fused_optimizer, dense]), ranks.device)
+    batches = cycle(draw_batches(batch_size, num_rows))
+    return lambda: pipeline.progress(batches)
 
 
 class _PlainBags(nn.Module):
@@ -157,7 +207,6 @@ def plain(batch_size: int) -> Step:
         loss.backward()
         for optimizer in (sparse, dense):
             optimizer.step()
-        loss.item()
 
     return step
 
