@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from torchrec.distributed.types import ShardedModule
 from torchrec.optim.keyed import KeyedOptimizer
 
 from distembed.checkpoints.content import (
@@ -44,6 +43,7 @@ from distembed.checkpoints.verified_files import DamagedFile
 from distembed.errors import DamagedCheckpoint, RunError, UserError
 from distembed.optim.live_state import set_step_count
 from distembed.ranks import Collectives
+from distembed.sharding.lookup import sharded_lookups
 
 RUN_KEYS = ("step", "samples", "seconds", "reader")
 """What the progress of a run has at least, which :func:`load_run` returns."""
@@ -224,9 +224,5 @@ def load_weights(checkpoint: Path | str, suffixes: Sequence[str]) -> list[Tensor
 
 def forget_caches(model: nn.Module) -> None:
     """Drops rows that a device caches of tables in host memory, which have been read anew."""
-    sharded = (module for module in model.modules() if isinstance(module, ShardedModule))
-    for module in sharded:
-        for lookup in getattr(module, "_lookups", ()):
-            while isinstance(lookup, nn.parallel.DistributedDataParallel):
-                lookup = lookup.module
-            lookup.purge()
+    for lookup in sharded_lookups(model):
+        lookup.purge()

@@ -11,7 +11,7 @@ from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbeddingB
 from torchrec.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
 from torchrec.distributed.embedding_sharding import group_tables
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig, ShardedEmbeddingTable
-from torchrec.distributed.types import ShardingEnv
+from torchrec.distributed.types import ShardedModule, ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.sharding.groups import LocalTable, LookupRequest, group_key, make_group
@@ -129,6 +129,15 @@ class CompositionalLookup(GroupedPooledEmbeddingsLookup):
     def _tbes_of_groups(self) -> list[list[nn.Module]]:
         tbes = iter(kernel.emb_module for kernel in self._emb_modules)
         return [list(islice(tbes, group.num_tbes)) for group in self._groups]
+
+
+def sharded_lookups(model: nn.Module) -> Iterator[Any]:
+    """Yields this rank's lookups of all sharded collections of a model, ours and TorchRec's."""
+    for module in model.modules():
+        for lookup in getattr(module, "_lookups", ()) if isinstance(module, ShardedModule) else ():
+            while isinstance(lookup, nn.parallel.DistributedDataParallel):
+                lookup = lookup.module
+            yield lookup
 
 
 def _weights_of_kernel(kernel: Any) -> list[Tensor]:

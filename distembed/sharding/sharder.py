@@ -144,21 +144,24 @@ def default_sharders(host_memory: bool = False, exchange: VectorExchange | None 
     """Returns the sharders of every collection that a model may have, ours and TorchRec's.
 
     Args:
-        host_memory: Whether compositional tables may be put into host memory.
+        host_memory: Whether compositional tables may be put into host memory; what is cached of them is then kept as
+            TorchRec's prefetching pipeline needs it.
         exchange: How composed vectors are sent; as float32 unless given. Those of TorchRec's own collections are not
             rounded by its ``output_dtype``, since they would not be float32 when they come out.
     """
     exchange = exchange or VectorExchange()
+    # rows are fetched for a batch before the backward pass of the one before it, whose rows must stay in the cache
+    of_caches = {"prefetch_pipeline": True} if host_memory else {}
     own: dict[str, Any] = {
-        "fused_params": output_settings(exchange),
+        "fused_params": {**output_settings(exchange), **of_caches},
         "qcomm_codecs_registry": codecs_registry(exchange.comms),
         "host_memory": host_memory,
         "widens_outputs": True,
     }
-    stock = {"qcomm_codecs_registry": codecs_registry(exchange.comms)}
+    stock: dict[str, Any] = {"qcomm_codecs_registry": codecs_registry(exchange.comms)}
     return [
         CompositionalEmbeddingBagCollectionSharder(**own),
         CompositionalEmbeddingCollectionSharder(**own),
-        EmbeddingBagCollectionSharder(**stock),
-        EmbeddingCollectionSharder(**stock),
+        EmbeddingBagCollectionSharder(of_caches or None, **stock),
+        EmbeddingCollectionSharder(dict(of_caches) or None, **stock),
     ]

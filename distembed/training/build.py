@@ -277,6 +277,7 @@ def _set_matmul_precision(precision: str, device: torch.device) -> None:
     """Has a GPU multiply float32 matrices as ``train.precision`` says, whatever torch's default is."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+        torch.backends.cudnn.allow_tf32 = precision == "tf32"  # of recurrent networks, where torch's default is yes
 
 
 def use_bf16(precision: str, device: torch.device) -> bool:

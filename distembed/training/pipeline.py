@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+from torch import Tensor, nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import (
@@ -16,6 +18,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from distembed.data.reader.batch import Batch
 from distembed.planning.workload import overlaps
 from distembed.ranks import Ranks
+from distembed.sharding.lookup import sharded_lookups
 from distembed.training.task_model import StepOutput
 
 
@@ -32,8 +35,10 @@ class StepPipeline:
 
     def __init__(self, model: DistributedModelParallel, optimizer: KeyedOptimizer, ranks: Ranks) -> None:
         works_ahead = overlaps(ranks.device.type, ranks.world_size)
-        self._pipeline = _pipeline_type(works_ahead, _caches_rows(model.plan))(model, optimizer, ranks.device)
+        self._prefetches = works_ahead and _caches_rows(model.plan)
+        self._pipeline = _pipeline_type(works_ahead, self._prefetches)(model, optimizer, ranks.device)
         self._restarts = not works_ahead
+        self._model = model
 
     def outputs(self, batches: Iterator[Batch]) -> Iterator[StepOutput]:
         """Steps through all batches and yields what each step returns; all ranks call it.
@@ -48,12 +53,29 @@ class StepPipeline:
             yield output
         if self._restarts:
             self._pipeline.reset()
+        if self._prefetches:
+            _unlock_caches(self._model)
 
 
 def _pipeline_type(works_ahead: bool, caches_rows: bool) -> type[TrainPipelineBase[Any, Any]]:
     if not works_ahead:
         return TrainPipelineBase
     return PrefetchTrainPipelineSparseDist if caches_rows else TrainPipelineSparseDist
+
+
+def _unlock_caches(model: nn.Module) -> None:
+    """Lets all rows in the caches of devices be replaced again; no batch may be under way.
+
+    FBGEMM keeps the rows of a batch in the cache until its backward pass. An evaluation has none: the rows of its
+    batches would stay for good, until nothing else fitted in.
+    """
+    for lookup in sharded_lookups(model):
+        for module in lookup.modules():
+            locks = getattr(module, "lxu_cache_locking_counter", None)
+            if isinstance(locks, Tensor) and locks.numel():
+                locks.zero_()
+                if locks.device.type == "cuda":  # before another stream fetches rows
+                    torch.cuda.current_stream(locks.device).synchronize()
 
 
 def _caches_rows(plan: ShardingPlan) -> bool:

@@ -34,7 +34,11 @@ def test_tf32_is_refused_where_there_is_no_gpu() -> None:
 def test_torch_is_told_either_way(precision: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", told.append)
-    build._set_matmul_precision(precision, CPU)
-    assert told == []
-    build._set_matmul_precision(precision, CUDA)
-    assert told == [expected]
+    before = torch.backends.cudnn.allow_tf32
+    try:
+        build._set_matmul_precision(precision, CPU)
+        assert told == [] and torch.backends.cudnn.allow_tf32 == before
+        build._set_matmul_precision(precision, CUDA)
+        assert told == [expected] and torch.backends.cudnn.allow_tf32 == (precision == "tf32")
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
