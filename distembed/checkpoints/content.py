@@ -2,12 +2,14 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.optim.keyed import KeyedOptimizer
 
+from distembed.checkpoints.host_copies import host_copies
 from distembed.checkpoints.optimizer_state import named_states
 from distembed.checkpoints.random_state import random_state
 from distembed.checkpoints.shards import TensorShards
@@ -96,11 +98,14 @@ class CheckpointContent:
 
     def copied_to_host(self) -> "CheckpointContent":
         """Returns the same content in host memory of its own, which training leaves alone."""
-        copies = {
-            section: {key: shards.copied_to_host() for key, shards in entries.items()}
+        # all at once, so that small ones share the way
+        every = [shards for entries in self.state.values() for shards in entries.values()]
+        copies = iter(host_copies([shard.tensor for shards in every for shard in shards.shards]))
+        state = {
+            section: {key: shards.with_tensors(islice(copies, len(shards.shards))) for key, shards in entries.items()}
             for section, entries in self.state.items()
         }
-        return CheckpointContent(self.name, copies, self.last_file)
+        return CheckpointContent(self.name, state, self.last_file)
 
 
 def live_weights(model: nn.Module) -> dict[str, TensorShards]:

@@ -14,7 +14,7 @@ in the metadata for each block.
 """
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -86,10 +86,10 @@ class TensorShards:
             blocks = [block for i, block in enumerate(blocks) if (first + i) % world_size == rank]
         return TensorShards(self._size, self.dtype, blocks, self.replicated)
 
-    def copied_to_host(self) -> "TensorShards":
-        """Returns the same numbers in host memory of their own."""
-        copies = [replace(shard, tensor=shard.tensor.to("cpu", copy=True)) for shard in self.shards]
-        return TensorShards(self._size, self.dtype, copies, self.replicated)
+    def with_tensors(self, tensors: Iterable[Tensor]) -> "TensorShards":
+        """Returns the same shards with other tensors of their sizes, in their order."""
+        shards = [replace(shard, tensor=tensor) for shard, tensor in zip(self.shards, tensors, strict=True)]
+        return TensorShards(self._size, self.dtype, shards, self.replicated)
 
     def __create_write_items__(self, name: str, _object: object) -> list[WriteItem]:
         return [

@@ -1,0 +1,109 @@
+"""Copies of tensors in host memory, taken from a GPU through two page-locked buffers.
+
+A GPU copies into page-locked memory at the speed of the bus, and into other memory at a fraction of it, piece by piece,
+while the host waits. But page-locked memory of the size of all tables would be missed by all else on the machine. So
+tensors are packed into one buffer while what the other one holds is moved to its place::
+
+    GPU     | A  B  C |         | D  E  F |         | G  ...
+    buffer 1   A  B  C  -> host     |         G ...
+    buffer 2                D  E  F  -> host
+
+What is on the host already is copied as it is.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+BUFFER_BYTES = 64 << 20
+"""Bytes of each of the two buffers."""
+_ALIGNMENT = 64
+
+
+def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Returns contiguous copies of tensors in host memory of their own, which may be paged.
+
+    Waits until all that is queued on the current stream of a GPU, and so has made the tensors, is done.
+    """
+    copies = [torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for tensor in tensors]
+    pairs = list(zip((tensor.detach() for tensor in tensors), copies, strict=True))
+    staged = [pair for pair in pairs if is_on_gpu(pair[0])]
+    for tensor, copy in pairs:
+        if not is_on_gpu(tensor):
+            copy.copy_(tensor)
+    if staged:
+        _copy_staged(staged, min(BUFFER_BYTES, sum(_room(tensor.nbytes) for tensor, _ in staged)))
+    return copies
+
+
+def _copy_staged(pairs: Sequence[tuple[Tensor, Tensor]], num_bytes: int) -> None:
+    """Fills each second tensor, on the host, from the first, on a GPU."""
+    filling, moving = _Buffer(num_bytes), _Buffer(num_bytes)
+    for tensor, copy in pairs:
+        for piece, place in zip(_pieces(tensor, num_bytes), _pieces(copy, num_bytes), strict=True):
+            if not filling.has_room(piece.nbytes):
+                filling.send()
+                moving.move()
+                filling, moving = moving, filling
+            filling.add(piece, place)
+    filling.send()
+    moving.move()
+    filling.move()
+
+
+def _pieces(tensor: Tensor, num_bytes: int) -> Sequence[Tensor]:
+    """Returns a tensor, or its numbers in pieces of at most so many bytes."""
+    if tensor.nbytes <= num_bytes:
+        return [tensor]
+    return tensor.reshape(-1).split(num_bytes // tensor.itemsize)
+
+
+def _room(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+@dataclass
+class _Buffer:
+    """A page-locked buffer, and what is in it for which place."""
+
+    num_bytes: int
+    _used: int = 0
+    _held: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._memory = page_locked(self.num_bytes)
+        self._done = torch.cuda.Event()
+
+    def has_room(self, num_bytes: int) -> bool:
+        return self._used + num_bytes <= self.num_bytes
+
+    def add(self, piece: Tensor, place: Tensor) -> None:
+        """Has the GPU copy a piece into the buffer, after what it does now."""
+        room = self._memory[self._used : self._used + piece.nbytes].view(piece.dtype).view(piece.shape)
+        room.copy_(piece, non_blocking=True)
+        self._held.append((room, place))
+        self._used += _room(piece.nbytes)
+
+    def send(self) -> None:
+        """Notes that this is all that is copied into the buffer."""
+        self._done.record()
+
+    def move(self) -> None:
+        """Waits until the GPU has copied all, and moves it to its places; the buffer is empty then."""
+        if self._held:
+            self._done.synchronize()
+        for room, place in self._held:
+            place.copy_(room)
+        self._held, self._used = [], 0
+
+
+def is_on_gpu(tensor: Tensor) -> bool:
+    """Returns whether a GPU copies the tensor to the host."""
+    return tensor.device.type == "cuda"
+
+
+def page_locked(num_bytes: int) -> Tensor:
+    """Returns page-locked bytes [num_bytes], not set."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
