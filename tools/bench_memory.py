@@ -283,7 +283,7 @@ def measure(case: Case, batch_size: int, repeats: int, ranks: Ranks) -> tuple[St
         for repeat in range(repeats):
             with _busy_cores(ranks.rank == 0 and repeat >= repeats // 2):
                 dist.barrier()
-                peaks.append(_peak(state, allocations, draw_batches(schema, ranks.rank, num_rows, batch_size)))
+                peaks.append(peak_bytes(state, allocations, draw_batches(schema, ranks.rank, num_rows, batch_size)))
                 dist.barrier()
         kept = kept_bytes(state)
     placements = plan_placements(blueprint.build_plannable(), state.plan, ranks.world_size)
@@ -291,7 +291,7 @@ def measure(case: Case, batch_size: int, repeats: int, ranks: Ranks) -> tuple[St
     return estimate, [peak - kept for peak in peaks]
 
 
-def _peak(state: TrainingState, allocations: Allocations, batches: Iterator[Batch]) -> int:
+def peak_bytes(state: TrainingState, allocations: Allocations, batches: Iterator[Batch]) -> int:
     """Steps through all batches and returns the bytes of the fullest moment, with all that is kept."""
     highest = 0
     for number, _ in enumerate(state.pipeline.outputs(batches)):

@@ -64,15 +64,15 @@ def rules(p0: float, graph: Graph) -> dict[str, SSE]:
     mean_degree = graph.num_edges / graph.num_nodes
     return {
         "SSE-SE": SSE(p0, reserved=_RESERVED),
-        "SSE-Graph": SSE(p0, rho=1 + NUM_IDS / mean_degree, graph=graph, reserved=_RESERVED),
+        "SSE-Graph": SSE(p0, rho=1 + graph.num_nodes / mean_degree, graph=graph, reserved=_RESERVED),
     }
 
 
-def random_graph(num_edges: int) -> Graph:
+def random_graph(num_edges: int, num_ids: int = NUM_IDS) -> Graph:
     """Returns a graph of random edges between ids that are not reserved."""
     generator = torch.Generator().manual_seed(0)
-    ends = torch.randint(len(_RESERVED), NUM_IDS, (2, num_edges), generator=generator)
-    return Graph.from_edges(NUM_IDS, ends[0], ends[1])
+    ends = torch.randint(len(_RESERVED), num_ids, (2, num_edges), generator=generator)
+    return Graph.from_edges(num_ids, ends[0], ends[1])
 
 
 def measure(name: str, rule: SSE, batch_size: int, precision: str, steps: int, ranks: Ranks) -> Measured:

@@ -1,0 +1,98 @@
+"""What a step launches, copies and waits for, counted in the trace of torch's profiler.
+
+On a processor, which launches nothing, the operators that are called from outside of any other are counted.
+"""
+
+import json
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from bench_common import Step, wait_for
+from bench_embedding import draw_batches, turn
+from bench_train import Sizes
+from torch.profiler import ProfilerActivity, profile, record_function
+
+import gpu.embedding
+import gpu.step
+from distembed.ranks import Ranks, process_group
+from gpu.results import Results
+from gpu.scale import Scale, empty
+
+_STEP = "counted step"
+_WARM_STEPS = 3
+_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaFree")
+"""Calls of CUDA's that return when the device has got there; a call counts by its whole name."""
+
+
+def measure(results: Results, scale: Scale) -> None:
+    """Counts the steps of all contenders, at the first number of columns and the second of rows."""
+    dim, size = scale.dims[0], scale.batch_sizes[1]
+    with process_group(scale.device) as ranks:
+        batches = draw_batches(size, 1, scale.num_ids, ranks.device)
+        for name, contender in gpu.embedding.contenders(scale.num_ids, dim).items():
+            if results.lacks(what="tables alone", contender=name):
+                step = turn(contender.make(ranks.device), batches, size, contender.width)
+                results.add([{"what": "tables alone", "contender": name, **counted(step, scale.profiled_steps, ranks)}])
+        for name, make in gpu.step.contenders(size, Sizes(scale.num_ids, dim), ranks).items():
+            if results.lacks(what="whole step", contender=name):
+                results.add([{"what": "whole step", "contender": name, **counted(make(), scale.profiled_steps, ranks)}])
+                empty()
+
+
+def counted(step: Step, num_steps: int, ranks: Ranks) -> dict[str, float]:
+    """Takes steps under the profiler and returns what each of them does on average."""
+    for _ in range(_WARM_STEPS):
+        step()
+    wait_for(ranks.device)
+    activities = [ProfilerActivity.CPU]
+    if ranks.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as profiled:
+        for _ in range(num_steps):
+            with record_function(_STEP):
+                step()
+        wait_for(ranks.device)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiled.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return {name: total / num_steps for name, total in count(events).items()}
+
+
+def count(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Returns what a trace has in all.
+
+    Args:
+        events: The trace's events. Of what the host did those within counted steps matter, in whichever thread: the
+            backward pass has one of its own. What the device did is all of the steps, for it was idle before.
+    """
+    whole = [event for event in events if event.get("ph") == "X"]
+    steps = [_span(event) for event in whole if event.get("cat") == "user_annotation" and event["name"] == _STEP]
+    host = [event for event in whole if any(first <= event["ts"] <= last for first, last in steps)]
+    on_device = [event for event in whole if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    return {
+        "kernels": sum(event["cat"] == "kernel" for event in on_device),
+        "copies": sum(event["cat"] == "gpu_memcpy" for event in on_device),
+        "fills": sum(event["cat"] == "gpu_memset" for event in on_device),
+        "device_milliseconds": sum(event["dur"] for event in on_device) / 1e3,
+        "waits": sum(event.get("cat") == "cuda_runtime" and event["name"] in _WAITS for event in host),
+        "operators": _outermost([event for event in host if event.get("cat") == "cpu_op"]),
+    }
+
+
+def _span(event: Mapping[str, Any]) -> tuple[float, float]:
+    """Returns when an event began and ended, in microseconds."""
+    return event["ts"], event["ts"] + event["dur"]
+
+
+def _outermost(events: Iterable[Mapping[str, Any]]) -> int:
+    """Returns how many events lie within no other of their thread."""
+    found, ends = 0, dict[Any, float]()
+    for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
+        first, last = _span(event)
+        if first >= ends.get(event["tid"], -1.0):
+            found += 1
+            ends[event["tid"]] = last
+    return found
