@@ -24,8 +24,8 @@ from distembed.host_memory import keep_freed_memory
 
 T = TypeVar("T")
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-GATHERED_BYTES = 2**25
-"""Most bytes of each rank's rows that are gathered at once."""
+GATHERED_BYTES = 2**28
+"""Most bytes of all ranks' rows that are gathered at once."""
 _OWN_GROUP_TIMEOUT = timedelta(hours=2)
 
 
@@ -117,7 +117,9 @@ class Ranks:
         dist.all_gather(sizes, own)
         counts: list[int] = torch.cat(sizes).tolist()
         row_bytes = max(1, rows[:0].new_empty(1, *rows.shape[1:]).nbytes)
-        pieces = [self._gather_piece(rows, counts, piece) for piece in _pieces(max(counts), row_bytes)]
+        pieces = [
+            self._gather_piece(rows, counts, piece) for piece in _pieces(max(counts), row_bytes * self.world_size)
+        ]
         if not self.is_first:
             return []
         return [np.concatenate(of_rank) if of_rank else rows[:0].cpu().numpy() for of_rank in _by_rank(pieces, counts)]

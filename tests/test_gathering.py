@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from distembed import ranks
 from distembed.ranks import Ranks
@@ -18,7 +19,15 @@ def rows_of(rank: int, count: int, shape: tuple[int, ...], dtype: torch.dtype) -
 
 
 def check(rank: int, world_size: int) -> None:
-    ranks.GATHERED_BYTES = 64
+    ranks.GATHERED_BYTES = 64 * world_size
+    stock = dist.gather
+
+    def gather(own: torch.Tensor, gathered: list[torch.Tensor] | None, dst: int) -> None:
+        # one row has up to 32 bytes
+        assert own.nbytes <= 64 and sum(part.nbytes for part in gathered or []) <= ranks.GATHERED_BYTES
+        stock(own, gathered, dst=dst)
+
+    ranks.dist.gather = gather
     own = Ranks(rank, world_size, world_size, torch.device("cpu"))
     for counts in COUNTS:
         for shape in SHAPES:

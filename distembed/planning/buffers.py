@@ -294,10 +294,9 @@ class Step:
         # networks that go over all vectors of a table have their gradients early, to be added to those of its lookups
         early = totals.scanned.get(rank, 0)
         buckets, gradients = (totals.replicated if self._world_size > 1 else 0), totals.replicated + unfused
-        # the task's outputs of the step before are still there, and those that wait for metrics
+        # the task's outputs of the step before are still there
         inputs = self._batches + totals.sent_ids + arriving
-        output_bytes = math.ceil(self._network.output_bytes_per_row * self._num_rows)
-        inputs += output_bytes * (1 + self._workload.logged_steps)
+        inputs += math.ceil(self._network.output_bytes_per_row * self._num_rows)
         # ids as received and sorted by feature; those that were sent, of this batch and of the next
         fullest = fullest_lookup(exchanges)
         yield StepBuffers("lookup", inputs + arriving + totals.sent_ids, 0, fullest, 0, buckets)

@@ -63,7 +63,7 @@ class NetworkEstimate:
         peak: Most bytes at once in the forward and backward passes, beside all the above where ranks average gradients
             in buckets; on a single rank gradients are among them as they arise.
         flops: Number of floating-point operations of the forward and backward passes.
-        output_bytes_per_row: Bytes that the task keeps of each row for metrics, such as a logit and a label.
+        output_bytes_per_row: Bytes of what the task returns of each row for metrics, such as a logit and a label.
         is_step_known: Whether a step could be followed; else ``peak`` and ``flops`` are 0 and say nothing.
     """
 

@@ -122,7 +122,6 @@ def _step_does_not_fit(estimated: EstimatedPlan) -> InsufficientMemory:
     lacking += [f"{estimated.host_excess:,} bytes of host memory"] * (estimated.host_excess > 0)
     return InsufficientMemory(
         f"A step does not fit: rank {rank} lacks {' and '.join(lacking)} (most: {items}; in bytes). Take "
-        "fewer rows a step, or metrics of fewer steps (train.batch_size and train.log_every of a config), compress "
-        "tables further (embedding.default.collisions), use more ranks, or keep less free with plan.reserve; "
-        "`distembed plan` shows each rank."
+        "fewer rows a step (train.batch_size of a config), compress tables further (embedding.default.collisions), "
+        "use more ranks, or keep less free with plan.reserve; `distembed plan` shows each rank."
     )

@@ -19,7 +19,6 @@ class Workload:
             their lengths, on average.
         network: Memory and operations of the networks for a rank's share of B; None where nothing is known of them.
         bf16: Whether the networks compute in bf16.
-        logged_steps: Number of steps of which the task's outputs are kept for metrics.
         graph_bytes: Bytes of the knowledge graphs by which ids are replaced, on every rank, by table.
     """
 
@@ -29,7 +28,6 @@ class Workload:
     num_dense: int = 0
     network: NetworkEstimate | None = None
     bf16: bool = False
-    logged_steps: int = 0
     graph_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def has_bags(self, feature: str) -> bool:

@@ -152,7 +152,6 @@ class Blueprint:
             num_dense=len(schema.dense) + math.ceil(len(schema.dense_sequences) * (1 + schema.mean_list_length)),
             network=network,
             bf16=self.bf16,
-            logged_steps=train.log_every,
             graph_bytes=graph_bytes(self.sse, self.device.type),
         )
 

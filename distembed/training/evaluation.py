@@ -14,6 +14,7 @@ from distembed.data.reader import Batch, read_share
 from distembed.ranks import Ranks
 from distembed.tasks.base import Outputs, Rows
 from distembed.training.build import TrainingState
+from distembed.training.reading import prepared_batch
 
 EVALUATION_BATCH_SIZE = 8192
 """Rows of a batch on each rank; more than in training, since nothing is stored for a backward pass."""
@@ -65,4 +66,4 @@ def _batches(state: TrainingState, dataset: str, split: str, ranks: Ranks) -> Ge
         world_size=ranks.world_size,
         decode_threads=state.decode_threads,
     ):
-        yield state.task.prepare_batch(batch, None)
+        yield prepared_batch(state.task, batch, None, ranks.device)

@@ -1,12 +1,29 @@
-"""The reader of a run's training rows, and what all ranks know of rows that could not be read."""
+"""The reader of a run's training rows, batches as they are stepped, and what ranks know of rows that are unreadable."""
 
 from collections.abc import Callable, Mapping
 
+import torch
+
 from distembed.config import Config
-from distembed.data.reader import BatchOrder, BatchReader, Decoding
+from distembed.data.reader import Batch, BatchOrder, BatchReader, Decoding
 from distembed.data.reader.unreadable import too_many_unreadable
 from distembed.errors import UserError
 from distembed.ranks import Collectives, Ranks
+from distembed.tasks import Task
+from distembed.tasks.base import BatchPosition
+
+
+def prepared_batch(task: Task, batch: Batch, position: BatchPosition | None, device: torch.device) -> Batch:
+    """Returns a batch of a reader with what the task adds to it, in page-locked memory where a GPU will copy it.
+
+    Args:
+        task: The task.
+        batch: This rank's rows.
+        position: Where the rows stand in training; None for an evaluation.
+        device: The device on which the model computes.
+    """
+    prepared = task.prepare_batch(batch, position)
+    return prepared.pin_memory() if device.type == "cuda" else prepared
 
 
 def training_reader(config: Config, ranks: Ranks, prefetch_batches: int = 4) -> BatchReader:

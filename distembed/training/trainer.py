@@ -35,7 +35,7 @@ from distembed.training.metrics_window import MetricsWindow
 from distembed.training.not_finite import keep_batch
 from distembed.training.own_checkpoints import own_checkpoints, require_empty_place, require_own
 from distembed.training.progress import TrainingProgress
-from distembed.training.reading import gather_unreadable, training_reader
+from distembed.training.reading import gather_unreadable, prepared_batch, training_reader
 from distembed.training.replaced_shares import replaced_counts, replaced_shares
 from distembed.training.start import RunStart
 from distembed.training.start_lines import start_lines
@@ -225,7 +225,7 @@ class Trainer:
         for step, batch in enumerate(islice(iter(self._reader), count), start=self._step):
             self._num_in_flight += 1
             first_row = self._ranks.rank * batch.global_batch_size // self._ranks.world_size
-            yield self._state.task.prepare_batch(batch, BatchPosition(step, first_row))
+            yield prepared_batch(self._state.task, batch, BatchPosition(step, first_row), self._ranks.device)
 
     def _set_learning_rates(self) -> None:
         """Sets the learning rates of the next step."""

@@ -13,6 +13,7 @@ from distembed.data.reader import BatchOrder, BatchReader
 from distembed.data.reader.batch import Batch, unit_bags
 from distembed.data.single_ids import has_single_ids, mark_single_ids
 from distembed.errors import UserError
+from distembed.training.reading import prepared_batch
 from tests.cuda.pretend import CUDA, pretend_cuda
 from tests.data.small_dataset import SCHEMA, SINGLE, make_dataset
 
@@ -105,3 +106,33 @@ def test_the_reader_pins_batches_in_its_own_thread(
         lengths = ids_of(each).lengths().view(len(ids_of(each).keys()), -1)
         assert ids_of(each)._length_per_key == lengths.sum(1).tolist()
         assert has_single_ids(ids_of(each)) == (not multi_hot)
+
+
+class AddsNumbers:
+    """A task that adds a field on the host, and one that is on the GPU."""
+
+    def prepare_batch(self, batch: Batch, position: object) -> Batch:
+        fields = {**batch.fields, "numbers": torch.ones(ROWS), "drawn": torch.zeros(ROWS, device=CUDA)}
+        return Batch(fields, batch.global_batch_size)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_a_task_adds_on_the_host_is_pinned_too(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    task: Any = AddsNumbers()
+    with pretend_cuda():
+        pinned: list[Tensor] = []
+
+        def pin(tensor: Tensor, *given: Any) -> Tensor:
+            assert tensor.device.type == "cpu", "only memory of the host can be page-locked"
+            pinned.append(tensor)
+            return tensor
+
+        monkeypatch.setattr(Tensor, "pin_memory", pin)
+        prepared = prepared_batch(task, batch("ragged"), None, torch.device(device))
+        names = {name for name, own in prepared.fields.items() if any(own is tensor for tensor in pinned)}
+        if device == "cpu":
+            assert not pinned
+        else:
+            assert names == {"numbers", "dense"}
+            features = ids_of(prepared)
+            assert {id(features.values()), id(features.lengths())} <= {id(tensor) for tensor in pinned}

@@ -22,7 +22,7 @@ TABLES = [
     )
     for i, composition in enumerate(["product", "concat", "sum", "product", "path_linear", "product"])
 ]
-WORKLOAD = Workload(64, {"f0": 3.0, "f3": 2.5}, num_dense=3, logged_steps=2)
+WORKLOAD = Workload(64, {"f0": 3.0, "f3": 2.5}, num_dense=3)
 
 
 def placements(table: CompositionalEmbeddingBagConfig) -> list[Placement]:

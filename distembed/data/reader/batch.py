@@ -67,7 +67,7 @@ class Batch(Pipelineable):
             field.record_stream(stream)
 
     def pin_memory(self) -> Batch:
-        """Returns this batch in page-locked memory, for asynchronous copies to a GPU."""
+        """Returns this batch in page-locked memory, for asynchronous copies to a GPU; fields that are there stay."""
         return self._each(_pin)
 
     def write(self, path: Path) -> None:
@@ -104,6 +104,9 @@ def _move(field: Field, device: torch.device, non_blocking: bool) -> Field:
 
 
 def _pin(field: Field) -> Field:
+    device = field.device() if isinstance(field, KeyedJaggedTensor) else field.device
+    if device.type != "cpu":
+        return field
     if not _has_unit_bags(field):
         return field.pin_memory()
     assert isinstance(field, KeyedJaggedTensor)
