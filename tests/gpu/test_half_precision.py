@@ -1,0 +1,39 @@
+"""Tables of FP16 on the device: looked up exactly, trained as float32 ones are up to rounding."""
+
+import pytest
+import torch
+from torchrec.modules.embedding_configs import DataType
+
+from distembed.composition import COMPOSITIONS
+from distembed.ranks import Ranks
+from tests.gpu.models import Head, Reference, draw, mean_square, shard, tables
+
+pytestmark = pytest.mark.gpu
+
+STEPS, ROWS = 3, 6
+
+
+@pytest.mark.parametrize("composition", COMPOSITIONS)
+def test_fp16_tables_are_looked_up_and_trained(composition: str, ranks: Ranks) -> None:
+    sharded = shard(Head(tables(composition, DataType.FP16), "meta", ranks.device), ranks)
+    for name, value in sharded.model.state_dict().items():
+        assert value.dtype == (torch.float16 if "embedding_bags" in name else torch.float32)
+    reference = Reference(tables(composition))  # in float32, from the same rounded weights
+    first = Head(tables(composition, DataType.FP16), "cpu", torch.device("cpu")).state_dict()
+    reference.model.load_state_dict({name: value.float() for name, value in first.items()})
+    generator = torch.Generator().manual_seed(1)
+    for number in range(STEPS):
+        batch = draw(ROWS, "ragged", generator)
+        _, embedded = sharded.step(number, batch, mean_square)
+        _, expected = reference.step(batch, mean_square)
+        if number == 0:
+            torch.testing.assert_close(embedded.float(), expected, rtol=1e-3, atol=1e-4)
+    for name, trained in reference.model.state_dict().items():
+        if "embedding_bags" in name:
+            (local,) = sharded.model.state_dict()[name].local_shards()
+            before = first[name].float()
+            # each step rounds a weight once, by half of the last of its 11 bits or, stochastically, by all of it, and
+            # what is rounded moves the gradients of the steps that follow
+            rounding = 2 * STEPS * float(trained.abs().max()) * 2**-11
+            change, wanted = local.tensor.cpu().float() - before, trained - before
+            torch.testing.assert_close(change, wanted, rtol=5e-2, atol=rounding, msg=lambda t, n=name: f"{n}: {t}")
