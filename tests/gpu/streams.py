@@ -1,4 +1,4 @@
-"""Streams of a card by which a test has memory handed out while it is waited for; a processor does all in order."""
+"""Streams of a card, by which memory is handed out while it is waited for; on a processor all is in order."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
