@@ -79,12 +79,16 @@ class Reference:
 
     def step(self, batch: KeyedJaggedTensor, loss: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """One step of training; the output and the vectors."""
-        self.model.zero_grad()
         output, embedded = self.model(batch)
-        loss(output).backward()
+        self.update(loss(output))
+        return output.detach(), embedded.detach()
+
+    def update(self, loss: Tensor) -> None:
+        """The rest of a step."""
+        self.model.zero_grad()
+        loss.backward()
         for optimizer in self._optimizers:
             optimizer.step()
-        return output.detach(), embedded.detach()
 
 
 def mean_square(output: Tensor) -> Tensor:

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from distembed.ranks import Ranks
-from tests.gpu.models import Head, Reference, draw, moved, shard, tables
+from tests.gpu.models import Head, Reference, check_weights, draw, moved, shard, tables
 from tests.gpu.streams import SideStream
 
 ROWS, BATCHES = 64, 6
@@ -25,21 +25,27 @@ def test_garbage_does_not_reach_a_request_that_waits(composition: str, bags: str
     weighted = bags == "weighted"
     head = Head(tables(composition), "meta", ranks.device, weighted)
     sharded = shard(head, ranks, kernel="fused_uvm_caching", fused_params=CACHED)
-    collection, reference = sharded.collection, Reference(tables(composition), weighted).model
-    (lookup,) = collection._lookups
+    reference = Reference(tables(composition), weighted)
+    (lookup,) = sharded.collection._lookups
     if ranks.device.type == "cpu":
         give_prefetch(lookup)
     side, generator = SideStream(ranks.device), torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for _ in range(BATCHES):
-            batch = draw(ROWS, bags, generator)
-            found = late_lookup(collection, lookup, moved(batch, ranks.device), side)
-            expected = reference.embeddings(batch)
-            for name in expected.keys():
-                torch.testing.assert_close(found[name].cpu(), expected[name])
+    for number in range(BATCHES):
+        batch = draw(ROWS, bags, generator)
+        sharded.optimizers.set_learning_rates(number)
+        sharded.optimizers.combined.zero_grad()
+        found = late_lookup(sharded.collection, lookup, moved(batch, ranks.device), side)
+        found.values().square().mean().backward()
+        sharded.optimizers.combined.step()
+        side.litter(SIZES_OF_BLOCKS)  # and what going back has given back
+        expected = reference.model.embeddings(batch)
+        reference.update(expected.values().square().mean())
+        for name in expected.keys():
+            torch.testing.assert_close(found[name].detach().cpu(), expected[name].detach())
+    check_weights(sharded.model, reference.model)
 
 
-def late_lookup(collection: Any, lookup: Any, batch: KeyedJaggedTensor, side: SideStream) -> Any:
+def late_lookup(collection: Any, lookup: Any, batch: KeyedJaggedTensor, side: SideStream) -> KeyedTensor:
     """Looks a batch up whose request was made ahead, while the side stream's memory is filled with garbage."""
     with side.ahead():
         context = collection.create_context()
@@ -50,8 +56,10 @@ def late_lookup(collection: Any, lookup: Any, batch: KeyedJaggedTensor, side: Si
     side.litter(SIZES_OF_BLOCKS)  # what making the request has given back
     side.meet()
     side.delay()
+    if side.main is not None:  # as TorchRec's pipeline does with what it holds itself
+        features.record_stream(side.main)
+        context.record_stream(side.main)
     outputs = collection.compute_and_output_dist(context, received)
-    features.record_stream(side.main) if side.main is not None else None  # TorchRec's pipeline does so
     del received, features, batch
     gc.collect()
     assert not lookup._prefetched
