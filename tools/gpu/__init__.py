@@ -32,5 +32,5 @@ PARTS = {
 }
 """All parts by the names of their modules, in the order in which they run: 525 seconds at most."""
 
-DRY_SECONDS = 120
+DRY_SECONDS = 240
 """Time after which any part is stopped on a processor."""
