@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import torch
-from bench_common import COLLISIONS, DIM, NAMES, NUM_IDS, surroundings, trainer_step
+from bench_common import COLLISIONS, DIM, NAMES, NUM_IDS, surroundings, trainer_step, wait_for
 from bench_train import SCHEMA, draw_batches
 from rich.console import Console
 from rich.table import Table
@@ -89,6 +89,7 @@ def measure(name: str, rule: SSE, batch_size: int, precision: str, steps: int, r
     for _ in range(steps):
         started = time.perf_counter()
         take_step()
+        wait_for(ranks.device)
         seconds.append(time.perf_counter() - started)
     warm = steps // 5
     replacement, step = statistics.mean(watch.seconds[warm:steps]), statistics.mean(seconds[warm:])
