@@ -45,9 +45,10 @@ def training_reader(config: Config, ranks: Ranks, prefetch_batches: int = 4) -> 
         world_size=ranks.world_size,
         prefetch_batches=prefetch_batches,
         decoding=Decoding(
-            config.data.threads_of_rank(ranks.local_world_size) if prefetch_batches else 0, config.data.skip_unreadable
+            config.data.threads_of_rank(ranks.local_world_size) if prefetch_batches else 0,
+            config.data.skip_unreadable,
+            pins=ranks.device.type == "cuda",
         ),
-        pins=ranks.device.type == "cuda",
     )
 
 

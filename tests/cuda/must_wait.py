@@ -11,11 +11,15 @@ from typing import Any
 
 import pytest
 import torchrec.sparse.jagged_tensor as jagged
+from torchrec.distributed import embedding_sharding
 from torchrec.distributed.dist_data import SplitsAllToAllAwaitable
 
 WAITS = {
     "SplitsAllToAllAwaitable._wait_impl": (
         "how many ids come from each rank decides how large the tensors are that they are received in"
+    ),
+    "FusedKJTListSplitsAwaitable.__init__": (
+        "in a pipeline TorchRec looks for overflows in what it is about to exchange; from release 1.8 on"
     ),
     "_maybe_compute_length_per_key": (
         "how many ids of each feature have come (KeyedJaggedTensor.sync), and, where ids are sent to the owners of "
@@ -71,7 +75,12 @@ def answered(num_ids: Callable[[str], int], waited: list[str]) -> Iterator[None]
         sent[id(awaitable)] = [tensor.made_of for tensor in input_tensors]
         stock_init(awaitable, input_tensors, *others, **named)
 
+    def sent_numbers(tensor: Any) -> list[int]:
+        waited.append("FusedKJTListSplitsAwaitable.__init__")
+        return list(tensor.made_of)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(embedding_sharding, "_safe_tolist", sent_numbers, raising=False)
         patch.setattr(SplitsAllToAllAwaitable, "__init__", init)
         patch.setattr(SplitsAllToAllAwaitable, "_wait_impl", splits)
         patch.setattr(jagged, "_maybe_compute_length_per_key", lengths)

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -197,6 +198,9 @@ def _pretend_streams(patch: pytest.MonkeyPatch) -> None:
         "current_device": lambda: 0,
         "set_device": lambda device: None,
         "synchronize": synchronize,
+        "get_device_properties": lambda device: SimpleNamespace(name="pretended", total_memory=2**36, major=9, minor=0),
+        "get_device_name": lambda device=None: "pretended",
+        "mem_get_info": lambda device=None: (2**36, 2**36),
     }
     for name, answer in answers.items():
         patch.setattr(torch.cuda, name, answer)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.data.reader import BatchOrder, BatchReader
+from distembed.data.reader import BatchOrder, BatchReader, Decoding
 from distembed.data.reader.batch import Batch, unit_bags
 from distembed.data.single_ids import has_single_ids, mark_single_ids
 from distembed.errors import UserError
@@ -98,7 +98,7 @@ def test_the_reader_pins_batches_in_its_own_thread(
         return tensor
 
     monkeypatch.setattr(Tensor, "pin_memory", pin)
-    made = list(BatchReader(folder, "all", BatchOrder(4, seed=0), pins=True))
+    made = list(BatchReader(folder, "all", BatchOrder(4, seed=0), decoding=Decoding(pins=True)))
     assert made and {name for _, name in pinned} == {"distembed-prefetch"}
     memory = {address for address, _ in pinned}
     for each in made:

@@ -32,11 +32,12 @@ _TILE_ROWS = 1024
 
 @dataclass(frozen=True)
 class Decoding:
-    """How a reader decodes row groups.
+    """How a reader decodes row groups, and into which memory.
 
     Attributes:
         threads: Number of threads that decode rows ahead; 0 decodes them where batches are made.
         skip_unreadable: Number of row groups that may be unreadable, whose rows others take the place of.
+        pins: Whether batches are made in page-locked memory, from which a GPU copies them while the host goes on.
 
     Raises:
         UserError: A number is negative.
@@ -44,6 +45,7 @@ class Decoding:
 
     threads: int = 0
     skip_unreadable: int = 0
+    pins: bool = False
 
     def __post_init__(self) -> None:
         require_at_least("decode_threads", self.threads, 0)

@@ -47,7 +47,6 @@ class BatchReader:
         prefetch_batches: Number of batches that a thread makes ahead; 0 makes them in the caller's thread.
         decoding: How row groups are decoded; where batches are made, and none may be unreadable, unless given.
         rows: The rows of the split that are read, where they are not shuffled; all unless given.
-        pins: Whether batches are made in page-locked memory, from which a GPU copies them while the host goes on.
 
     Attributes:
         schema: Columns of the batches.
@@ -67,7 +66,6 @@ class BatchReader:
         prefetch_batches: int = 4,
         decoding: Decoding | None = None,
         rows: range | None = None,
-        pins: bool = False,
     ) -> None:
         _check_settings(rank, world_size)
         require_at_least("prefetch_batches", prefetch_batches, 0)
@@ -80,7 +78,7 @@ class BatchReader:
         self._decoder = Decoder(manifest.schema, groups, Unreadable(decoding.skip_unreadable))
         self._rank, self._world_size = rank, world_size
         self._prefetch_batches, self._decode_threads = prefetch_batches, decoding.threads
-        self._pins = pins
+        self._pins = decoding.pins
         self._identity = {
             "dataset": hashlib.sha256((folder / MANIFEST_NAME).read_bytes()).hexdigest()[:16],
             "split": split,
