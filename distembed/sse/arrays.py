@@ -15,10 +15,14 @@ Array = Any
 
 
 def on_device(values: NDArray[Any], device: torch.device) -> Array:
-    """Returns the array itself on the CPU, a copy of it on a GPU, which the host does not wait for."""
-    if device.type == "cpu":
-        return values
-    # from memory that is not pinned the copy would wait
+    """Returns the array itself on the CPU, a copy of it on a GPU, for which the host waits: what is copied once."""
+    return values if device.type == "cpu" else torch.from_numpy(values).to(device)
+
+
+def sent_to_device(values: NDArray[Any], device: torch.device) -> Array:
+    """Returns the same without a wait, by way of page-locked memory: what a step copies."""
+    if device.type != "cuda":
+        return on_device(values, device)
     return torch.from_numpy(values).pin_memory().to(device, non_blocking=True)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from distembed.errors import UserError
 from distembed.sse.ahead import DrawAhead
-from distembed.sse.arrays import Array, as_array, as_int64, assign, count_each, on_device, where
+from distembed.sse.arrays import Array, as_array, as_int64, assign, count_each, on_device, sent_to_device, where
 from distembed.sse.draws import FIRST_NEIGHBOR_WORD, Drawer, StepDraws
 from distembed.sse.neighbors import NeighborDraw
 from distembed.sse.random_words import word
@@ -99,8 +99,8 @@ class Replacer:
             return ReplacedIds(ids, num_drawn)
         # a view where that is possible; never of what must not be written to
         replaced = ids.detach().reshape(-1) if in_place else ids.detach().reshape(-1).clone()
-        array, places = as_array(replaced), on_device(draws.places, self.device)
-        old, streams = as_int64(array.take(places)), on_device(draws.streams, self.device)
+        array, places = as_array(replaced), sent_to_device(draws.places, self.device)
+        old, streams = as_int64(array.take(places)), sent_to_device(draws.streams, self.device)
         outside = self._outside(old, streams)
         new, is_reserved = self._another(old, streams, draws)
         for graph in self._graphs:
@@ -126,10 +126,10 @@ class Replacer:
         The reserved ids from 0 on are passed over by a shift, which the drawn numbers contain, each other one by a
         comparison.
         """
-        among_others = on_device(draws.among_others, self.device)
+        among_others = sent_to_device(draws.among_others, self.device)
         if not self._has_reserved:
             return among_others + (among_others >= old), None
-        is_reserved = old < on_device(draws.num_first, self.device)
+        is_reserved = old < sent_to_device(draws.num_first, self.device)
         position = old  # of the id among those that may be drawn, shifted likewise
         others = [row.take(streams) for row in self._other_reserved]
         for other in others:
@@ -137,7 +137,7 @@ class Replacer:
             position = position + (old > other) * -1
         new = among_others + (among_others >= position)
         if isinstance(is_reserved, Tensor):  # which ids they are is not known on the CPU
-            new = where(is_reserved, on_device(draws.among_all(slice(None)), self.device), new)
+            new = where(is_reserved, sent_to_device(draws.among_all(slice(None)), self.device), new)
         else:
             reserved = np.flatnonzero(is_reserved)
             new[reserved] = draws.among_all(reserved)
@@ -176,8 +176,8 @@ class _GraphDraw:
         chosen = np.flatnonzero(self._has_graph.take(draws.streams))
         states = draws.states.take(chosen)
         numbers = range(FIRST_NEIGHBOR_WORD, FIRST_NEIGHBOR_WORD + self._neighbors.num_words)
-        words = [on_device((word(states, n) >> np.uint64(1)).view(np.int64), self._device) for n in numbers]
-        own, streams = (on_device(values, self._device) for values in (chosen, draws.streams.take(chosen)))
+        words = [sent_to_device((word(states, n) >> np.uint64(1)).view(np.int64), self._device) for n in numbers]
+        own, streams = (sent_to_device(values, self._device) for values in (chosen, draws.streams.take(chosen)))
         num_others = num_drawable.take(own) - 1
         if is_reserved is not None:
             num_others = num_others + is_reserved.take(own)

@@ -30,6 +30,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from distembed import lazy
+
 CUDA = torch.device("cuda", 0)
 _META = torch.device("meta")
 _HERE = str(Path(__file__).parent)
@@ -206,7 +208,8 @@ def _pretend_streams(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(torch.cuda, name, answer)
     # weights are drawn by generators of the device
     stock = torch.Generator
-    patch.setattr(torch, "Generator", lambda device="cpu": stock("cpu"))
+    for module in (torch, lazy.torch):  # the latter keeps what it was once asked for
+        patch.setattr(module, "Generator", lambda device="cpu": stock("cpu"))
 
 
 def origin_module() -> str:

@@ -16,7 +16,7 @@ from distembed.sharding.distinct import distinct_ids
 from distembed.sharding.feature_rows import FeatureRows, IdCounts
 from distembed.sharding.groups import base, per_id, product
 from distembed.sharding.groups.base import LookupRequest
-from distembed.sse import SSE, arrays, replacement
+from distembed.sse import SSE, replacement
 from distembed.sse.draws import Drawer
 from tests.cuda.pretend import Refused
 from tests.cuda.rehearsal import Cell, rehearsed
@@ -77,11 +77,10 @@ def bags_are_split_in_buckets(patch: pytest.MonkeyPatch) -> None:
 
 
 def draws_are_copied_from_pageable_memory(patch: pytest.MonkeyPatch) -> None:
-    def on_device(values: Any, device: torch.device) -> Any:
+    def sent(values: Any, device: torch.device) -> Any:
         return torch.from_numpy(values).to(device, non_blocking=True)
 
-    for module in (arrays, replacement):
-        patch.setattr(module, "on_device", on_device)
+    patch.setattr(replacement, "sent_to_device", sent)
 
 
 PUT_BACK: dict[Callable[[pytest.MonkeyPatch], None], tuple[Cell, str, str]] = {
