@@ -1,19 +1,24 @@
-"""Times a whole training step of DLRM against plain PyTorch and TorchRec, in one interleaved run.
+"""Times a whole training step of DLRM against plain PyTorch, TorchRec and the reference DLRM, in one interleaved run.
 
 Every contender trains the paper's DLRM (13 dense, 26 categorical features, D=16) on the same batches of skewed ids,
-drawn beforehand. The others' tables are hashed to the size of ours, so that all hold as many parameters::
+drawn beforehand. Plain PyTorch's and TorchRec's tables are hashed to the size of ours, and the reference DLRM
+(:mod:`peers.reference_dlrm`) has quotient-remainder tables of its own, so that all hold as many parameters::
 
     python tools/bench_train.py --output bench_train.json
+    OMP_NUM_THREADS=2 python tools/bench_train.py --batch-sizes 2048 --only bf16
+
+The reference DLRM is trained by SGD, its default, and by Adagrad. Both it and TorchRec's are timed in every run, as
+ratios are to them.
 """
 
 import argparse
 import dataclasses
 import json
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +39,8 @@ from bench_common import (
     torchrec_collection,
     trainer_step,
 )
+from peers.reference_dlrm import ReferenceDLRM, Rows
+from peers.reference_dlrm import Size as ReferenceSize
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -58,6 +65,9 @@ from distembed.planning import Workload, make_plan
 from distembed.ranks import Ranks, process_group
 from distembed.sse import SSE
 from distembed.training.build import Blueprint, TrainingState, build_training_state
+
+_B = TypeVar("_B")
+_T = TypeVar("_T")
 
 
 def schema_of(num_ids: int) -> Schema:
@@ -195,51 +205,103 @@ def plain(batch_size: int) -> Step:
     dense = torch.optim.Adagrad(
         [p for n, p in model.named_parameters() if not n.startswith("embeddings")], lr=LEARNING_RATE
     )
-    batches = cycle(draw_batches(batch_size, NUM_ROWS))
+
+    def loss(batch: Batch) -> Tensor:
+        logits = model(batch["dense_features"], batch["sparse_features"])
+        return nn.functional.binary_cross_entropy_with_logits(logits, batch["labels"])
+
+    return _eager_step(loss, draw_batches(batch_size, NUM_ROWS), [sparse, dense])
+
+
+def _eager_step(
+    loss: Callable[[_B], Tensor], batches: Iterable[_B], optimizers: Sequence[torch.optim.Optimizer]
+) -> Step:
+    """Returns a step as one writes it in plain PyTorch, on one batch after another, again and again."""
+    in_turn = cycle(batches)
 
     def step() -> None:
-        batch = next(batches)
-        loss = nn.functional.binary_cross_entropy_with_logits(
-            model(batch["dense_features"], batch["sparse_features"]), batch["labels"]
-        )
-        for optimizer in (sparse, dense):
+        value = loss(next(in_turn))
+        for optimizer in optimizers:
             optimizer.zero_grad()
-        loss.backward()
-        for optimizer in (sparse, dense):
+        value.backward()
+        for optimizer in optimizers:
             optimizer.step()
 
     return step
 
 
-def contenders(batch_size: int, ranks: Ranks) -> dict[str, Step]:
-    """Returns every contender's step by name."""
+def reference_rows(batch: Batch) -> Rows:
+    """Returns the batch as the reference DLRM takes it: offsets and ids of each feature by themselves."""
+    features = batch["sparse_features"].split([1] * len(NAMES))
+    return Rows(
+        batch["dense_features"],
+        [feature.offsets()[:-1].long() for feature in features],
+        [feature.values().contiguous() for feature in features],
+        batch["labels"],
+    )
+
+
+def reference(batch_size: int, optimizer_type: type[torch.optim.Optimizer] = torch.optim.SGD) -> Step:
+    """Returns a step of the reference DLRM, with quotient-remainder tables of its own, under one of torch's optimizers."""
+    model = ReferenceDLRM(ReferenceSize([NUM_IDS] * len(NAMES), COLLISIONS, DIM, NUM_DENSE))
+    optimizer = optimizer_type(model.parameters(), lr=LEARNING_RATE)
+    rows = [reference_rows(batch) for batch in draw_batches(batch_size, NUM_IDS)]
+    return _eager_step(model.loss, rows, [optimizer])
+
+
+BASELINE = "TorchRec DLRM, hashed, fp32"
+REFERENCE = "reference DLRM, quotient-remainder, fp32, SGD"
+
+
+def contenders(batch_size: int, ranks: Ranks) -> dict[str, Callable[[], Step]]:
+    """Returns what makes each contender's step, by name."""
     return {
-        "nn.EmbeddingBag, hashed, fp32": plain(batch_size),
-        "TorchRec DLRM, hashed, fp32": torchrec(batch_size, ranks, fused=False),
-        "TorchRec DLRM, hashed, fp32, fused dense optimizer": torchrec(batch_size, ranks, fused=True),
-        "distembed, quotient-remainder, fp32": ours(batch_size, ranks, "fp32"),
-        "distembed, quotient-remainder, bf16": ours(batch_size, ranks, "bf16"),
+        "nn.EmbeddingBag, hashed, fp32": lambda: plain(batch_size),
+        REFERENCE: lambda: reference(batch_size),
+        "reference DLRM, quotient-remainder, fp32, Adagrad": lambda: reference(batch_size, torch.optim.Adagrad),
+        BASELINE: lambda: torchrec(batch_size, ranks, fused=False),
+        "TorchRec DLRM, hashed, fp32, fused dense optimizer": lambda: torchrec(batch_size, ranks, fused=True),
+        "distembed, quotient-remainder, fp32": lambda: ours(batch_size, ranks, "fp32"),
+        "distembed, quotient-remainder, bf16": lambda: ours(batch_size, ranks, "bf16"),
+    }
+
+
+def choose(by_name: Mapping[str, _T], texts: Sequence[str]) -> dict[str, _T]:
+    """Returns those whose names hold one of the texts, and the two that ratios are to; without texts, all of them.
+
+    Raises:
+        ValueError: A text is in no name.
+    """
+    unknown = [text for text in texts if not any(text in name for name in by_name)]
+    if unknown:
+        raise ValueError(f"--only {unknown[0]!r} is in no contender's name; there are: {'; '.join(by_name)}.")
+    always = (BASELINE, REFERENCE)
+    return {
+        name: value
+        for name, value in by_name.items()
+        if not texts or name in always or any(text in name for text in texts)
     }
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The result of one contender at one batch size; the ratio is the median of the ratios of each round."""
+    """The result of one contender at one batch size; a ratio of speeds is the median of the ratios of each round."""
 
     contender: str
     batch_size: int
     samples_per_second: float
     ratio_to_torchrec: float
-
-
-BASELINE = "TorchRec DLRM, hashed, fp32"
+    ratio_to_reference: float
 
 
 def summarise(seconds: dict[str, list[float]], batch_size: int) -> Iterator[Row]:
     """Yields every contender's medians over rounds."""
     for name, values in seconds.items():
-        ratio = statistics.median(b / a for a, b in zip(values, seconds[BASELINE], strict=True))
-        yield Row(name, batch_size, batch_size / statistics.median(values), ratio)
+        ratios = (
+            statistics.median(b / a for a, b in zip(values, seconds[base], strict=True))
+            for base in (BASELINE, REFERENCE)
+        )
+        yield Row(name, batch_size, batch_size / statistics.median(values), *ratios)
 
 
 def main() -> None:
@@ -248,18 +310,26 @@ def main() -> None:
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[128, 2048, 8192])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=1.0, help="of one contender's turn")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="TEXT", help="contenders whose name holds one, beside the baselines"
+    )
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
     rows = []
     with process_group("cpu") as ranks:
         for batch_size in options.batch_sizes:
-            steps = contenders(batch_size, ranks)
+            chosen = choose(contenders(batch_size, ranks), options.only)
+            steps = {name: make() for name, make in chosen.items()}
             seconds = take_turns(steps, options.rounds, options.seconds, ranks.device)
             rows += list(summarise(seconds, batch_size))
-    table = Table("contender", "batch", "samples/s", "to TorchRec")
+    table = Table("contender", "batch", "samples/s", "to TorchRec", "to the reference")
     for row in rows:
         table.add_row(
-            row.contender, str(row.batch_size), f"{row.samples_per_second:,.0f}", f"{row.ratio_to_torchrec:.2f}x"
+            row.contender,
+            str(row.batch_size),
+            f"{row.samples_per_second:,.0f}",
+            f"{row.ratio_to_torchrec:.2f}x",
+            f"{row.ratio_to_reference:.2f}x",
         )
     Console(width=110).print(table)
     result = {**surroundings(torch.device("cpu")), "rows": [dataclasses.asdict(row) for row in rows]}
