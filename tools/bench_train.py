@@ -242,7 +242,7 @@ def reference_rows(batch: Batch) -> Rows:
 
 
 def reference(batch_size: int, optimizer_type: type[torch.optim.Optimizer] = torch.optim.SGD) -> Step:
-    """Returns a step of the reference DLRM, with quotient-remainder tables of its own, under one of torch's optimizers."""
+    """Returns a step of the reference DLRM with its own quotient-remainder tables, under one of torch's optimizers."""
     model = ReferenceDLRM(ReferenceSize([NUM_IDS] * len(NAMES), COLLISIONS, DIM, NUM_DENSE))
     optimizer = optimizer_type(model.parameters(), lr=LEARNING_RATE)
     rows = [reference_rows(batch) for batch in draw_batches(batch_size, NUM_IDS)]
