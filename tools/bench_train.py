@@ -64,7 +64,7 @@ from distembed.models import DLRM
 from distembed.planning import Workload, make_plan
 from distembed.ranks import Ranks, process_group
 from distembed.sse import SSE
-from distembed.training.build import Blueprint, TrainingState, build_training_state
+from distembed.training.build import Blueprint, TrainingState, build_training_state, use_bf16
 
 _B = TypeVar("_B")
 _T = TypeVar("_T")
@@ -332,7 +332,13 @@ def main() -> None:
             f"{row.ratio_to_reference:.2f}x",
         )
     Console(width=110).print(table)
-    result = {**surroundings(torch.device("cpu")), "rows": [dataclasses.asdict(row) for row in rows]}
+    native = use_bf16("auto", torch.device("cpu"))
+    if not native:
+        print(
+            "This processor has no instructions for bf16 and emulates it: rows in bf16 say nothing about one that has."
+        )
+    here = {**surroundings(torch.device("cpu")), "native_bf16": native}
+    result = {**here, "rows": [dataclasses.asdict(row) for row in rows]}
     print(json.dumps(result))
     if options.output is not None:
         write_json(options.output, result)
