@@ -56,7 +56,7 @@ from distembed.planning.config import TablePlanConfig
 from distembed.planning.estimated_plan import plan_placements
 from distembed.ranks import Ranks
 from distembed.tasks import ClickConfig, NextItemConfig, RatingConfig, TaskConfig
-from distembed.training.build import Blueprint, TrainingState, build_training_state
+from distembed.training.build import Blueprint, TrainingState, build_training_state, table_optimizers
 
 DIM, NUM_STEPS, NUM_WARM = 32, 8, 3
 LEAST, MOST = 0.9, 4 / 3
@@ -287,7 +287,9 @@ def measure(case: Case, batch_size: int, repeats: int, ranks: Ranks) -> tuple[St
                 dist.barrier()
         kept = kept_bytes(state)
     placements = plan_placements(blueprint.build_plannable(), state.plan, ranks.world_size)
-    estimate = Step(placements, ranks.world_size, blueprint.workload(), ranks.device.type).buffers(ranks.rank)
+    estimate = Step(
+        placements, ranks.world_size, blueprint.workload(), table_optimizers(blueprint.config.train), ranks.device.type
+    ).buffers(ranks.rank)
     return estimate, [peak - kept for peak in peaks]
 
 

@@ -51,7 +51,7 @@ from distembed.planning.buffers import SentBytes
 from distembed.planning.buffers import Step as StepEstimate
 from distembed.planning.estimated_plan import plan_placements
 from distembed.ranks import Collectives, Ranks, process_group
-from distembed.training.build import Blueprint, build_training_state
+from distembed.training.build import Blueprint, build_training_state, table_optimizers
 
 HOSTS = Path(__file__).with_name("two_hosts.sh")
 NUM_HOSTS = 2
@@ -144,7 +144,9 @@ def estimated_bytes(blueprint: Blueprint, plan: ShardingPlan) -> SentBytes:
     """Returns what all ranks together send in a step, as it is estimated for a plan."""
     world_size = blueprint.world_size
     placements = plan_placements(blueprint.build_plannable(), plan, world_size)
-    step = StepEstimate(placements, world_size, blueprint.workload(), blueprint.device.type)
+    step = StepEstimate(
+        placements, world_size, blueprint.workload(), table_optimizers(blueprint.config.train), blueprint.device.type
+    )
     return sum((step.sent_bytes(rank) for rank in range(world_size)), SentBytes())
 
 

@@ -48,7 +48,7 @@ def build_tables(
         table = _build_table(feature, config.for_table(feature.name), seed)
         looked_up = [each.name for each in features if each.table_name == feature.name and each.is_looked_up]
         rules = {name: rule for name, rule in (sse or {}).items() if name in looked_up}
-        tables.append(dataclasses.replace(table, feature_names=looked_up, sse=rules or None))
+        tables.append(dataclasses.replace(table, feature_names=looked_up, sse=rules or None, kernel=config.kernel))
     return tables
 
 

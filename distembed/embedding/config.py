@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from distembed.bounds import MAX_TABLE_BYTES
 from distembed.composition import COMPOSITIONS, Composition
 from distembed.embedding.initialization import SeededInit
-from distembed.embedding.settings import ID_POLICIES, POOLINGS, IdPolicy, Pooling
+from distembed.embedding.settings import ID_POLICIES, KERNELS, POOLINGS, IdPolicy, LookupKernel, Pooling
 from distembed.errors import UserError
 from distembed.lazy import torch
 from distembed.names import one_of
@@ -85,6 +85,10 @@ class CompositionalEmbeddingConfig:
             placed with TorchRec's ``dense`` kernel, since FBGEMM updates looked-up rows.
         all_scored: Whether all of its vectors are scored, as where items are ranked; its rows are not divided within
             nodes then (``table_row_wise``, ``grid_shard``).
+        kernel: How sharded tables are looked up: ``fused`` maps, looks up, composes and pools in one pass and updates
+            rows in another, ``fbgemm`` goes through one of FBGEMM's lookups for each partition, and ``auto`` takes
+            what has been measured to be faster on the kind of device, where it has all that the table needs. Results
+            differ by the order of sums alone.
 
     Raises:
         UserError: A name is unknown, a size is below 1, or the partition or ``sse`` was made for another number of ids.
@@ -105,6 +109,7 @@ class CompositionalEmbeddingConfig:
     id_dtype: IdDtype = "int64"
     dense_gradient: bool = False
     all_scored: bool = False
+    kernel: LookupKernel = "auto"
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or "." in self.name:
@@ -134,6 +139,7 @@ class CompositionalEmbeddingConfig:
         data_type = getattr(self.data_type, "value", self.data_type)
         self._resolve("data_type", one_of(f"{where}: data_type", data_type, _BYTES_PER_PARAMETER))
         one_of(f"{where}: id_policy", self.id_policy, ID_POLICIES)
+        one_of(f"{where}: kernel", self.kernel, KERNELS)
         if self.oov_id is None:
             self._resolve("oov_id", min(1, self.num_embeddings - 1))
         elif type(self.oov_id) is not int or not 0 <= self.oov_id < self.num_embeddings:

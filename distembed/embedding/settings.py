@@ -19,6 +19,8 @@ IdPolicy = Literal["error", "clip_to_oov", "modulo"]
 ID_POLICIES: tuple[IdPolicy, ...] = ("error", "clip_to_oov", "modulo")
 Pooling = Literal["sum", "mean", "max"]
 POOLINGS: tuple[Pooling, ...] = ("sum", "mean", "max")
+LookupKernel = Literal["auto", "fused", "fbgemm"]
+KERNELS: tuple[LookupKernel, ...] = ("auto", "fused", "fbgemm")
 _AtLeastTwo = Annotated[int, Field(ge=2)]
 _ALTERNATIVES = (("collisions", "num_buckets"), ("num_partitions", "moduli"))
 _Moduli = Annotated[list[PositiveInt], Field(min_length=1)]
@@ -100,11 +102,15 @@ class EmbeddingConfig:
         output_dtype: What the ranks that look composed vectors up round them to, before they are sent, and in which
             their gradients are sent: ``fp32``, ``fp16`` or ``bf16``. Networks get float32; vectors of data-parallel
             tables are not rounded.
+        kernel: How tables are looked up: ``fused``, in one pass; ``fbgemm``, by one of FBGEMM's lookups for each
+            partition; or ``auto``, by what has been measured to be faster on the kind of device. A table that cannot be
+            looked up in one pass is refused with ``fused``, and looked up by FBGEMM with ``auto``.
     """
 
     default: TableConfig = field(default_factory=TableConfig)
     tables: dict[str, TableConfig] = field(default_factory=dict)
     output_dtype: OutputDtype = "fp32"
+    kernel: LookupKernel = "auto"
 
     @model_validator(mode="before")
     @classmethod

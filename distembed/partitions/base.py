@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 from jaxtyping import Int64
@@ -35,6 +35,18 @@ def require_positive(field: str, value: object, remedy: str) -> int:
     if not 1 <= value <= MAX_NUM_EMBEDDINGS:
         raise UserError(f"{field} is {value}; it must lie between 1 and 2^63-1. {remedy}")
     return int(value)
+
+
+class Digit(NamedTuple):
+    r"""The rule ``(x \ divisor) mod modulus``.
+
+    Attributes:
+        divisor: What an id is divided by first, rounded down.
+        modulus: What the quotient's remainder is taken of; None where it is the quotient.
+    """
+
+    divisor: int
+    modulus: int | None
 
 
 class Partition(ABC):
@@ -149,6 +161,14 @@ class Partition(ABC):
             constants: The constants of each id's table, which broadcast against the ids.
         """
         raise NotImplementedError(f"{cls.__name__} has constants, but no rows_by_constants; define both or neither.")
+
+    def digits(self) -> "tuple[Digit, ...] | None":
+        """Returns each partition's rule where all are digits of ids, for kernels that compute rows themselves.
+
+        Returns:
+            A digit for each partition, or None where rows follow from something else.
+        """
+        return None
 
     def grown_settings(self, num_embeddings: int) -> dict[str, Any]:
         """Returns the settings with which the scheme, made for more ids, leaves the rows of these ids as they are.

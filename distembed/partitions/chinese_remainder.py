@@ -16,7 +16,7 @@ from jaxtyping import Int64
 
 from distembed.errors import UserError
 from distembed.lazy import torch
-from distembed.partitions.base import MAX_NUM_EMBEDDINGS, Partition
+from distembed.partitions.base import MAX_NUM_EMBEDDINGS, Digit, Partition
 from distembed.partitions.digits import from_digits
 from distembed.partitions.moduli import (
     DEFAULT_NUM_PARTITIONS,
@@ -96,6 +96,9 @@ class ChineseRemainder(Partition):
                 digit = _multiply((digit - lower) % modulus, pow(lower_modulus, -1, modulus), modulus)
             digits.append(digit)
         return from_digits(torch.stack(digits), self.num_rows[:-1])
+
+    def digits(self) -> tuple[Digit, ...]:
+        return tuple(Digit(1, modulus) for modulus in self.num_rows)
 
     @classmethod
     def constants(cls, partitions: Sequence[Partition]) -> Int64[Tensor, "constants tables"]:

@@ -8,14 +8,16 @@ more partitions, the more ids share each row, and the more lookups an id costs.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from jaxtyping import Int64
 
 from distembed.errors import UserError
 from distembed.lazy import torch
-from distembed.partitions.base import Partition
+from distembed.partitions.base import Digit, Partition
 from distembed.partitions.digits import colliding_digits, from_digits, to_digits
 from distembed.partitions.moduli import (
     DEFAULT_NUM_PARTITIONS,
@@ -85,6 +87,11 @@ class MixedRadix(Partition):
 
     def _candidates(self, rows: Int64[Tensor, "k *shape"]) -> Int64[Tensor, "*shape"]:
         return from_digits(rows, self.num_rows[:-1])
+
+    def digits(self) -> tuple[Digit, ...]:
+        divisors = list(accumulate(self.num_rows[:-1], operator.mul, initial=1))
+        moduli = [*self.num_rows[:-1], None]
+        return tuple(Digit(divisor, modulus) for divisor, modulus in zip(divisors, moduli, strict=True))
 
     @classmethod
     def constants(cls, partitions: Sequence[Partition]) -> Int64[Tensor, "constants tables"]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jaxtyping import Int64
 
 from distembed.lazy import torch
-from distembed.partitions.base import Partition
+from distembed.partitions.base import Digit, Partition
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,6 +42,9 @@ class Naive(Partition):
 
     def _candidates(self, rows: Int64[Tensor, "k *shape"]) -> Int64[Tensor, "*shape"]:
         return rows[0]
+
+    def digits(self) -> tuple[Digit, ...]:
+        return (Digit(1, None),)
 
     @classmethod
     def constants(cls, partitions: Sequence[Partition]) -> Int64[Tensor, "constants tables"]:

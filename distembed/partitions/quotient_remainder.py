@@ -15,7 +15,7 @@ from jaxtyping import Int64
 
 from distembed.errors import UserError
 from distembed.lazy import torch
-from distembed.partitions.base import Partition, require_positive
+from distembed.partitions.base import Digit, Partition, require_positive
 from distembed.partitions.digits import colliding_digits, from_digits, to_digits
 from distembed.partitions.remainder import rows_for_collisions
 
@@ -75,6 +75,9 @@ class QuotientRemainder(Partition):
 
     def _candidates(self, rows: Int64[Tensor, "k *shape"]) -> Int64[Tensor, "*shape"]:
         return from_digits(rows, (self.modulus,))
+
+    def digits(self) -> tuple[Digit, ...]:
+        return (Digit(1, self.modulus), Digit(self.modulus, None))
 
     @classmethod
     def constants(cls, partitions: Sequence[Partition]) -> Int64[Tensor, "constants tables"]:

@@ -13,7 +13,7 @@ from jaxtyping import Int64
 
 from distembed.errors import UserError
 from distembed.lazy import torch
-from distembed.partitions.base import Partition, require_positive
+from distembed.partitions.base import Digit, Partition, require_positive
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,6 +74,9 @@ class Remainder(Partition):
     def _candidates(self, rows: Int64[Tensor, "k *shape"]) -> Int64[Tensor, "*shape"]:
         # asked only where m >= n, and there x mod m is x
         return rows[0]
+
+    def digits(self) -> tuple[Digit, ...]:
+        return (Digit(1, self.modulus),)
 
     @classmethod
     def constants(cls, partitions: Sequence[Partition]) -> Int64[Tensor, "constants tables"]:

@@ -26,11 +26,12 @@ from torchrec.distributed.types import ShardingType
 
 from distembed.embedding.config import common_id_dtype
 from distembed.embedding.exchange import VectorExchange
+from distembed.optim.declared import TableOptimizers
 from distembed.planning.exchange_memory import Exchange, fullest_lookup
 from distembed.planning.lookups import ExchangeKey, RankLookups, column_shards, exchange_key, is_on_every_rank
 from distembed.planning.networks import NetworkEstimate
 from distembed.planning.workload import Workload, pipeline_depth
-from distembed.sharding.groups import GroupLoad, group_type
+from distembed.sharding.groups import Group, GroupLoad, group_type
 from distembed.sharding.placement import BY_ROWS, WITHIN_NODES, Placement
 from distembed.sharding.table_slice import is_pooled, width
 
@@ -98,6 +99,7 @@ class Step:
         placements: Placements of all compositional tables.
         world_size: Number of ranks.
         workload: Rows, ids and networks of the step.
+        optimizers: Optimizers of the tables.
         device_kind: ``cuda`` or ``cpu``.
         exchanges: How vectors are sent, by collection's path; in float32 those of collections that are not named.
     """
@@ -107,10 +109,12 @@ class Step:
         placements: Sequence[Placement],
         world_size: int,
         workload: Workload,
+        optimizers: TableOptimizers,
         device_kind: str,
         exchanges: Mapping[str, VectorExchange] | None = None,
     ) -> None:
         self._world_size, self._device_kind, self._exchanges_of = world_size, device_kind, exchanges or {}
+        self._optimizers = optimizers
         self._workload, self._network = workload, workload.network or NetworkEstimate()
         self._num_rows = workload.rows_of_rank(world_size)
         self._lookups = RankLookups(placements, world_size, workload)
@@ -142,6 +146,10 @@ class Step:
         for placement, table_slice in self._lookups.column_slices(rank):
             sent += self._sent_by_owner(placement, table_slice.num_columns)
         return sent + SentBytes(all_reduce=round(2 * (1 - 1 / self._world_size) * self._sum().replicated))
+
+    def _group_type(self, load: GroupLoad) -> type[Group]:
+        optimizer = self._optimizers.for_table(load.table).sparse
+        return group_type(load.slices[0], self._device_kind, optimizer)
 
     def _sum(self) -> "_Totals":
         """Returns what all tables have together."""
@@ -266,7 +274,7 @@ class Step:
             sent=sent,
             received=received,
             arriving_ids=sum(load.num_ids * _LONG + load.num_bags * _INT for load in loads) if is_sent else 0,
-            lookups=[group_type(load.table, is_pooled(load.table)).memory(load, self._device_kind) for load in loads],
+            lookups=[self._group_type(load).memory(load, self._device_kind) for load in loads],
             is_sent=is_sent,
             numbers=self._exchange_of(key[0]) if is_sent else VectorExchange(),
         )

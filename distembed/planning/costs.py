@@ -21,7 +21,7 @@ from torchrec.distributed.types import ParameterSharding, ShardingType
 
 from distembed.embedding.config import CompositionalEmbeddingConfig, PartitionTable, common_id_dtype
 from distembed.embedding.exchange import VectorExchange
-from distembed.planning.lookup_time import LookupTimes, feature_launches, group_launches
+from distembed.planning.lookup_time import LookupTimes
 from distembed.planning.lookups import ExchangeKey, is_on_every_rank
 from distembed.planning.request import PlanRequest
 from distembed.planning.transfers import Phase, TableTraffic, Traffic, Transfer, is_divided_within_nodes
@@ -251,9 +251,9 @@ class PlacementCosts:
         load = self._load(own, layout.sharding_type, traffic)
         group = exchange, group_key(own), load.is_multi_hot
         device, num_shards = self._cluster.device, self.num_row_shards(layout.sharding_type)
-        self._group_starts[group] = _MS * group_launches(load) * device.launch_seconds
+        self._group_starts[group] = _MS * self._lookups.group_launches(load) * device.launch_seconds
         lookup_ms = self._lookups.milliseconds(load, num_shards)
-        lookup_ms += _MS * feature_launches(load) * device.launch_seconds
+        lookup_ms += _MS * self._lookups.feature_launches(load) * device.launch_seconds
         if self._is_exchanged(layout.sharding_type):
             shares = num_shards if not traffic.is_pooled else 1  # each shard has a sum of every bag
             lookup_ms += self._cluster.world_size / shares * self._rounding_ms(traffic, own.num_columns)

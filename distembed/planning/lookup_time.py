@@ -14,10 +14,10 @@ from distembed.optim.declared import TableOptimizers
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.planning.devices import Device
 from distembed.planning.storage import CACHED
-from distembed.sharding.groups import TableLoad, group_type
+from distembed.sharding.groups import Group, TableLoad, group_type
 from distembed.sharding.groups.load import FLOAT_BYTES, LONG_BYTES, expected_distinct
 from distembed.sharding.placement import IN_HOST_MEMORY
-from distembed.sharding.table_slice import PartitionSlice, is_pooled
+from distembed.sharding.table_slice import PartitionSlice
 
 _MS = 1e3
 _SORT_BYTES = 64
@@ -51,7 +51,7 @@ class LookupTimes:
             num_shards: Over how many ranks the rows of the sharded partition are divided.
         """
         table_optimizers = self._optimizers.for_table(load.slice.table)
-        own, work = load.slice, group_type(load.slice.table, is_pooled(load.slice.table)).work(load)
+        own, work = load.slice, self._group_type(load).work(load)
         seconds = work.moved_bytes / self._device.memory_bandwidth + work.operations / self._flops
         for part, kernel, (num_ids, num_bags) in zip(own.partitions, own.kernels, work.lookups, strict=True):
             is_sharded = kernel is not None
@@ -62,6 +62,26 @@ class LookupTimes:
             seconds += self._dense_seconds(rows)
             seconds += self._update_seconds(rows.num_numbers, table_optimizers.sparse) if is_sharded else 0.0
         return _MS * seconds
+
+    def group_launches(self, load: TableLoad) -> int:
+        """Returns how many operations a rank starts for a group that has a table, whatever number of tables it has."""
+        launches, table = self._group_type(load).launches(load), load.slice.table
+        replicated = sum(part.partition not in load.slice.sharded for part in load.slice.partitions)
+        functions = len(table.function_tables())
+        return (
+            launches.group
+            + launches.partition * len(load.slice.partitions)
+            + _REPLICATED_LAUNCHES * replicated
+            + _FUNCTION_LAUNCHES * functions
+        )
+
+    def feature_launches(self, load: TableLoad) -> int:
+        """Returns how many operations a rank starts for the features of a table, beside those of its group."""
+        return self._group_type(load).launches(load).feature * load.num_features
+
+    def _group_type(self, load: TableLoad) -> type[Group]:
+        optimizer = self._optimizers.for_table(load.slice.table).sparse
+        return group_type(load.slice, self._device.kind, optimizer)
 
     def replicated_update_ms(self, num_vector_numbers: int, num_function_numbers: int) -> float:
         """Returns the milliseconds in which torch updates replicated weights, of vectors and of functions."""
@@ -145,23 +165,3 @@ class _Rows:
     def num_distinct(self) -> float:
         """How many different rows are looked up, were they uniform."""
         return expected_distinct(self.num_rows, self.num_ids)
-
-
-def group_launches(load: TableLoad) -> int:
-    """Returns how many operations a rank starts for a group that has a table, whatever number of tables it has."""
-    table = load.slice.table
-    launches = group_type(table, is_pooled(table)).launches(load)
-    replicated = sum(part.partition not in load.slice.sharded for part in load.slice.partitions)
-    functions = len(table.function_tables())
-    return (
-        launches.group
-        + launches.partition * len(load.slice.partitions)
-        + _REPLICATED_LAUNCHES * replicated
-        + _FUNCTION_LAUNCHES * functions
-    )
-
-
-def feature_launches(load: TableLoad) -> int:
-    """Returns how many operations a rank starts for the features of a table, beside those of its group."""
-    table = load.slice.table
-    return group_type(table, is_pooled(table)).launches(load).feature * load.num_features

@@ -115,7 +115,7 @@ class PlanMemory:
     ) -> None:
         self._world_size, self._optimizers, self._cache_ratio = world_size, optimizers, cache_ratio
         self._network, self._graph_bytes = workload.network or NetworkEstimate(), sum(workload.graph_bytes.values())
-        self._step = Step(placements, world_size, workload, device_kind, exchanges)
+        self._step = Step(placements, world_size, workload, optimizers, device_kind, exchanges)
         self._storage = {placement.table.name: self._storage_by_rank(placement) for placement in placements}
 
     def place(self, placement: Placement) -> None:

@@ -49,7 +49,11 @@ class CompositionalLookup(GroupedPooledEmbeddingsLookup):
         configs = [config for group in groups for config in _tbe_configs(group)]
         super().__init__(configs, pg=env.process_group, device=device, env=env)
         scale = env.world_size if averages_ranks else 1
-        self._groups = [make_group(group, replicated, scale, pools) for group in groups]
+        tbes = iter(kernel.emb_module for kernel in self._emb_modules)
+        kind = "cpu" if device is None else device.type
+        self._groups = [
+            make_group(group, replicated, scale, list(islice(tbes, len(group[0].shards))), kind) for group in groups
+        ]
         self._feature_splits = [group.num_features for group in self._groups]
         self._shards = [shard for group in groups for tbe_shards in _shards_by_tbe(group) for shard in tbe_shards]
         self._pools, self._output_dtype = pools, output_dtype

@@ -31,6 +31,7 @@ from distembed.embedding import EmbeddingConfig, TableConfig
 from distembed.embedding.exchange import QuantizedCommsConfig, VectorExchange
 from distembed.models import DCNConfig, DLRMConfig, ModelInputs, SoftOneHotConfig
 from distembed.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
+from distembed.optim.declared import TableOptimizers
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.optim.optimizers import Optimizers, fuse_sparse_optimizer, needs_dense_kernel
 from distembed.planning.buffers import Step, StepBuffers
@@ -198,7 +199,7 @@ def estimated(case: Case, rank: int, world_size: int, model: nn.Module) -> StepB
     (module,) = [m for m in model.modules() if isinstance(m, ShardedCompositionalEmbeddingBagCollection)]
     network = network_of(case, case.batch_size // world_size, world_size > 1)
     placements, workload = list(module._placements.values()), workload_of(case, network)
-    return Step(placements, world_size, workload, "cpu", {"": case.exchange}).buffers(rank)
+    return Step(placements, world_size, workload, TableOptimizers(), "cpu", {"": case.exchange}).buffers(rank)
 
 
 def workload_of(case: Case, network: NetworkEstimate) -> Workload:
@@ -367,7 +368,7 @@ def test_a_rank_without_tables_and_features_takes_what_the_networks_take(num_den
     inputs = ModelInputs.from_config(schema, EmbeddingConfig(default=TableConfig(embedding_dim=4)))
     network = estimate_network(MODELS["dcn"], inputs, ClickTask(), 8, "sgd", False, 2)
     assert network is not None
-    buffers = Step([], 2, Workload(16, num_dense=num_dense, network=network), "cpu").buffers(0)
+    buffers = Step([], 2, Workload(16, num_dense=num_dense, network=network), TableOptimizers(), "cpu").buffers(0)
     assert buffers.lookups == buffers.outputs == 0
     assert buffers.gradients == network.gradients
     assert buffers.activations == network.peak

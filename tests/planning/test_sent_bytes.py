@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distembed.embedding.exchange import QuantizedCommsConfig, VectorExchange
+from distembed.optim.declared import TableOptimizers
 from distembed.planning.buffers import SentBytes, Step
 from distembed.planning.networks import NetworkEstimate
 from distembed.ranks import Ranks
@@ -92,7 +93,7 @@ def check(rank: int, world_size: int, cases: list[Case]) -> None:
         (module,) = [m for m in model.modules() if isinstance(m, ShardedCompositionalEmbeddingBagCollection)]
         workload = workload_of(case, NetworkEstimate())
         placements, exchanges = list(module._placements.values()), {"": case.exchange}
-        expected = Step(placements, world_size, workload, "cpu", exchanges).sent_bytes(rank)
+        expected = Step(placements, world_size, workload, TableOptimizers(), "cpu", exchanges).sent_bytes(rank)
         assert sent.floats == NUM_STEPS * (expected.vectors + expected.gradients), (case, expected)
         # how many ids go where depends on their rows, and so does what is told of it beforehand
         slack = 0.02 if case.layouts == ("table_wise",) and not case.is_multi_hot else 0.12
@@ -156,5 +157,7 @@ def test_ranks_of_two_nodes_send_what_is_estimated() -> None:
 
 def test_data_parallel_tables_and_single_ranks_send_nothing_but_gradients_in_a_ring() -> None:
     network = NetworkEstimate(gradients=1000)
-    assert Step([], 1, workload_of(CASES[0], network), "cpu").sent_bytes(0) == SentBytes()
-    assert Step([], 4, workload_of(CASES[0], network), "cpu").sent_bytes(3) == SentBytes(all_reduce=1500)
+    assert Step([], 1, workload_of(CASES[0], network), TableOptimizers(), "cpu").sent_bytes(0) == SentBytes()
+    assert Step([], 4, workload_of(CASES[0], network), TableOptimizers(), "cpu").sent_bytes(3) == SentBytes(
+        all_reduce=1500
+    )

@@ -14,6 +14,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from distembed.composition import PathMLP
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
+from distembed.optim.declared import TableOptimizers
 from distembed.partitions import MixedRadix, QuotientRemainder
 from distembed.planning import PlanConfig, PlanRequest, Workload
 from distembed.planning.buffers import Step
@@ -137,7 +138,7 @@ def test_all_ranks_together_send_what_each_is_said_to_send(sharding_type: str) -
     costs = PlacementCosts(request(TABLES, CLUSTER, workload))
     for table in TABLES[:4]:
         own = unit(table, sharding_type, UNITS[sharding_type])
-        step = Step([place_table(table, own, 4, "e")], 4, workload, "cuda")
+        step = Step([place_table(table, own, 4, "e")], 4, workload, TableOptimizers(), "cuda")
         sent = [step.sent_bytes(rank) for rank in range(4)]
         expected = sum(each.ids + each.vectors + each.gradients + each.all_reduce for each in sent)
         assert costs.cost(table, layout(own, DIM)[0], "e").sent_bytes == pytest.approx(expected, rel=1e-3)

@@ -13,6 +13,7 @@ from torchrec.distributed.types import ParameterSharding, ShardingType, ShardMet
 from distembed.composition import COMPOSITIONS
 from distembed.embedding import CompositionalEmbeddingBagConfig, CompositionalEmbeddingConfig
 from distembed.embedding.settings import POOLINGS
+from distembed.optim.declared import TableOptimizers
 from distembed.partitions import QuotientRemainder
 from distembed.planning.buffers import Step
 from distembed.planning.workload import Workload
@@ -32,12 +33,13 @@ KINDS = {
 CASES: list[tuple[str, str | None]] = list(itertools.product(COMPOSITIONS, [*POOLINGS, None]))
 
 
-def make_table(composition: str, pooling: str | None) -> CompositionalEmbeddingConfig:
+def make_table(composition: str, pooling: str | None, kernel: str = "auto") -> CompositionalEmbeddingConfig:
     """A table of bags, or of sequences where there is no pooling."""
     scheme = QuotientRemainder(NUM_IDS, collisions=4)
+    settings: dict[str, Any] = {"partition": scheme, "composition": composition, "kernel": kernel}
     if pooling is None:
-        return CompositionalEmbeddingConfig("t", NUM_IDS, DIM, ["f"], scheme, composition)
-    return CompositionalEmbeddingBagConfig("t", NUM_IDS, DIM, ["f"], scheme, composition, pooling=pooling)  # type: ignore[arg-type]
+        return CompositionalEmbeddingConfig("t", NUM_IDS, DIM, ["f"], **settings)
+    return CompositionalEmbeddingBagConfig("t", NUM_IDS, DIM, ["f"], **settings, pooling=pooling)  # type: ignore[arg-type]
 
 
 def replicate(table: CompositionalEmbeddingConfig, world_size: int) -> Any:
@@ -45,29 +47,36 @@ def replicate(table: CompositionalEmbeddingConfig, world_size: int) -> Any:
     return place_table(table, unit, world_size)
 
 
-def expected_kind(composition: str, pooling: str | None) -> str:
+def expected_kind(composition: str, pooling: str | None, kernel: str) -> str:
+    if kernel == "auto" and pooling != "max" and not composition.startswith("path"):
+        return "FusedGroup"
     if pooling is None:
         return "SequenceGroup"
     return "PerIdGroup" if pooling == "max" and not composition.startswith("path") else KINDS[composition]
 
 
 @pytest.mark.parametrize(("composition", "pooling"), CASES)
-def test_the_lookup_is_of_the_kind_that_is_counted(composition: str, pooling: str | None) -> None:
-    table, pools = make_table(composition, pooling), pooling is not None
-    kind = group_type(table, pools)
-    assert kind.__name__ == expected_kind(composition, pooling)
+@pytest.mark.parametrize("kernel", ["auto", "fbgemm"])
+def test_the_lookup_is_of_the_kind_that_is_counted(composition: str, pooling: str | None, kernel: str) -> None:
+    table = make_table(composition, pooling, kernel)
+    kind = group_type(replicate(table, 2).slice(0, width(table)), "cpu", "row_wise_adagrad")
+    assert kind.__name__ == expected_kind(composition, pooling, kernel)
     weights = {part.name: nn.Parameter(torch.zeros(part.num_rows, part.dim)) for part in table.partition_tables()}
     whole = replicate(table, 2).slice(0, width(table))
-    assert type(make_group([LocalTable(whole, {})], weights, 1, pools)) is kind
+    assert type(make_group([LocalTable(whole, {})], weights, 1, [], "cpu")) is kind
     absent = LocalTable(replace(whole, partitions=(), kernels=()), {})
-    assert type(make_group([absent], weights, 1, pools)).__name__ == "AbsentGroup"
+    assert type(make_group([absent], weights, 1, [], "cpu")).__name__ == "AbsentGroup"
 
 
 @pytest.mark.parametrize(("composition", "pooling"), CASES)
 @pytest.mark.parametrize("device_kind", ["cpu", "cuda"])
-def test_more_ids_take_no_less_memory_and_work(composition: str, pooling: str | None, device_kind: str) -> None:
-    table = make_table(composition, pooling)
-    whole, kind = replicate(table, 2).slice(0, width(table)), group_type(table, pooling is not None)
+@pytest.mark.parametrize("kernel", ["auto", "fbgemm"])
+def test_more_ids_take_no_less_memory_and_work(
+    composition: str, pooling: str | None, device_kind: str, kernel: str
+) -> None:
+    table = make_table(composition, pooling, kernel)
+    whole = replicate(table, 2).slice(0, width(table))
+    kind = group_type(whole, device_kind, "row_wise_adagrad")
 
     def load(ids_per_row: float) -> GroupLoad:
         return GroupLoad([whole], [NUM_IDS], [ROWS * ids_per_row], [ids_per_row > 1], ROWS, averages_gradients=True)
@@ -93,7 +102,7 @@ def test_sequences_send_a_vector_an_id_where_bags_send_one_a_bag(sharding_type: 
     for pooling in ("sum", None):
         table = make_table("product", pooling)
         placement = place_table(table, hypothetical_unit(table, sharding_type, world_size), world_size)
-        step = Step([placement], world_size, workload, "cpu")
+        step = Step([placement], world_size, workload, TableOptimizers(), "cpu")
         sent[pooling] = [step.sent_bytes(rank) for rank in range(world_size)]
     vector_bytes = 4 * DIM
     # half of a row-wise table's ids are this rank's own; of bags every rank has a partial sum

@@ -20,6 +20,7 @@ file         order of its steps                                                 
 ``product``  the same, or bags are summed in buckets that share a factor             product
 ``path``     the same as ``per_id``, functions of the path last                      path_linear, path_mlp
 ``sequence`` distinct ids are looked up and composed, each id gets its vector        all, of sequences
+``fused``    one pass for all of it                                                  see there
 ``absent``   nothing: the rows of the tables are all on other ranks                  all, divided by rows
 ============ ======================================================================= =====================
 

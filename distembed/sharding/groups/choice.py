@@ -1,28 +1,42 @@
 """Which tables form a group, and of which kind it is: for lookups and, without any tensors, for plans."""
 
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
 from distembed.composition import Product
 from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.errors import UserError
+from distembed.optim.kinds import fused_optimizer_name
 from distembed.sharding.groups.absent import AbsentGroup
 from distembed.sharding.groups.base import Group, LocalTable
+from distembed.sharding.groups.fused import FusedGroup, reason_against_settings, reason_not_fused
 from distembed.sharding.groups.path import PathGroup
 from distembed.sharding.groups.per_id import DistinctGroup, PerIdGroup, zeros_stay_zero
 from distembed.sharding.groups.pooled import PooledGroup
 from distembed.sharding.groups.product import ProductGroup
 from distembed.sharding.groups.sequence import SequenceGroup
-from distembed.sharding.table_slice import TableSlice
+from distembed.sharding.table_slice import TableSlice, is_pooled
 
 
-def group_type(table: CompositionalEmbeddingConfig, pools: bool) -> type[Group]:
-    """Returns the kind of group that looks a table up.
+def group_type(table_slice: TableSlice, device_kind: str, optimizer: str | None) -> type[Group]:
+    """Returns the kind of group that looks tables up.
 
     Args:
-        table: The table, or any of a group's.
-        pools: Whether ids are pooled over bags; else each gets its vector.
+        table_slice: What a rank holds of the table, or of any of a group's.
+        device_kind: ``cpu`` or ``cuda``.
+        optimizer: Name of the optimizer that updates the table's sharded partitions.
     """
+    table = table_slice.table
+    if table.kernel != "fbgemm" and reason_not_fused(table_slice, device_kind, optimizer) is None:
+        return FusedGroup
+    return unfused_group_type(table)
+
+
+def unfused_group_type(table: CompositionalEmbeddingConfig) -> type[Group]:
+    """Returns the kind of group that looks a table up by FBGEMM's tables, one for each partition."""
+    pools = is_pooled(table)
     if not pools:
         return SequenceGroup
     if table.function_tables():
@@ -36,7 +50,11 @@ def group_type(table: CompositionalEmbeddingConfig, pools: bool) -> type[Group]:
 
 
 def make_group(
-    tables: Sequence[LocalTable], replicated: Mapping[str, nn.Parameter], gradient_scale: int, pools: bool
+    tables: Sequence[LocalTable],
+    replicated: Mapping[str, nn.Parameter],
+    gradient_scale: int,
+    tbes: Sequence[Any],
+    device_kind: str,
 ) -> Group:
     """Makes the group of tables with one :func:`group_key`.
 
@@ -44,11 +62,25 @@ def make_group(
         tables: What the rank holds of each table.
         replicated: Weights that are the same on every rank, by partition table's name.
         gradient_scale: Factor of the gradients of replicated weights.
-        pools: Whether ids are pooled over bags; else each gets its vector.
+        tbes: FBGEMM's tables of each partition that is sharded.
+        device_kind: Kind of the device that they are on.
+
+    Raises:
+        UserError: The tables are to be looked up in one pass (``kernel="fused"``), and cannot be.
     """
-    if not tables[0].slice.partitions:
-        return AbsentGroup(tables, pools)
-    return group_type(tables[0].table, pools)(tables, replicated, gradient_scale)
+    own = tables[0].slice
+    if not own.partitions:
+        return AbsentGroup(tables, is_pooled(own.table))
+    optimizer = fused_optimizer_name(tbes[0].optimizer) if tbes and hasattr(tbes[0], "optimizer") else None
+    reason = reason_not_fused(own, device_kind, optimizer) or reason_against_settings(tbes)
+    if reason is not None and own.table.kernel == "fused":
+        raise UserError(
+            f"table {own.table.name!r} has kernel='fused', but cannot be looked up in one pass, because {reason}; "
+            "give it kernel='auto', which takes FBGEMM's lookups then."
+        )
+    if reason is None and own.table.kernel != "fbgemm":
+        return FusedGroup(tables, replicated, gradient_scale)
+    return unfused_group_type(own.table)(tables, replicated, gradient_scale)
 
 
 def group_key(table_slice: TableSlice) -> Hashable:
@@ -68,4 +100,5 @@ def lookup_formula(table: CompositionalEmbeddingConfig) -> tuple[Hashable, ...]:
         table.embedding_dim,
         getattr(table, "pooling", None) == "max",
         table.data_type,
+        table.kernel,
     )

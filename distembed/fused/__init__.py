@@ -1,0 +1,14 @@
+"""One operation for a compositional lookup: composed forward, exactly updated backward.
+
+Forward it reads the rows of every id and writes the composed, pooled vector once. Backward it sorts the ids once, by
+their row in the largest partition, adds gradients up, and updates each row that occurs. FBGEMM's tables keep weights
+and states, and give their addresses.
+
+``operation``  what PyTorch sees: a call, its gradient, and the division of work among threads
+``layout``     the blocks of numbers by which kernels are told of tables and ids
+``loading``    whether kernels can be had, and their compilation
+``compose``    the forward pass on a CPU
+``update``     the backward pass on a CPU
+``rows``       what both have in common
+``simd``       vectors of numbers for numba
+"""

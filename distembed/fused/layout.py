@@ -1,0 +1,58 @@
+"""How a step's lookup is described to the CPU kernels: blocks of 64-bit numbers, with a name for the place of each.
+
+Kernels are compiled once for all groups of tables, so what differs between groups is data. They take the address of one
+block, the *job*, and find everything else from there. (Arrays would be counted as references in every function that
+they go through, which takes longer than a short row.)
+"""
+
+# the job: addresses of arrays and blocks, and what holds for all tables
+IDS = 0  # int64, feature after feature
+OFFSETS = 1  # int64, where bags begin and the last one ends
+WEIGHTS = 2  # float32, of the ids; 0 where they have none
+FEATURES = 3
+NUM_FEATURES = 4
+PARTITIONS = 5
+NUM_PARTITIONS = 6
+PARTS = 7  # partitions within features
+VECTORS = 8  # float32: the composed vectors, or their gradients
+STRIDE = 9  # bytes from one bag's vector to that of the feature's next bag
+WIDTH = 10  # columns of a composed vector
+IS_PRODUCT = 11  # whether an id's vectors are multiplied; else each is added where its columns are
+JOB_FIELDS = 12
+
+# a partition, the same for all features; addresses are those of this step
+NUM_COLUMNS = 0  # of its vectors
+COLUMN_START = 1  # where these are added, unless they are multiplied
+IS_HALF = 2  # whether rows are float16, else float32
+ROW_BYTES = 3
+STATE_ROW_BYTES = 4
+WEIGHT_ADDRESS = 5
+STATE_ADDRESS = 6  # of the optimizer's state
+GRADIENT_ADDRESS = 7  # where gradients are added up; 0 where rows are updated instead
+OPTIMIZER = 8
+LEARNING_RATE = 9  # float64, as is the next
+EPS = 10
+PARTITION_FIELDS = 11
+
+# a part, one partition of one feature's table: row = (id // divisor) % modulus - first row
+DIVISOR = 0
+DIVISOR_RECIPROCAL = 1  # by which ids below 2 ** 32 are multiplied instead; 0 where they cannot be
+MODULUS = 2  # 0 for none
+MODULUS_RECIPROCAL = 3
+FIRST_ROW = 4  # of the rows that are here
+NUM_ROWS = 5  # that are here
+WEIGHT_START = 6  # bytes from the partition's address to the first row
+STATE_START = 7
+GRADIENT_START = 8
+PART_FIELDS = 9
+
+# a feature in this step
+FIRST_BAG = 0  # place of its first bag in the offsets
+NUM_BAGS = 1
+VECTOR_START = 2  # bytes from the address of all vectors to the feature's first
+FEATURE_FIELDS = 3
+
+BLOCK_IDS = 64
+"""How many ids are mapped, and their rows asked for, before the first of them is composed."""
+
+SGD, ADAGRAD, ROW_WISE_ADAGRAD = range(3)

@@ -1,0 +1,81 @@
+"""Whether the CPU kernels can be had on this machine, and their compilation, once for all processes.
+
+Numba compiles a kernel when it is first needed, in a few seconds, and keeps it in a file beside the module or, where
+that cannot be written, in the user's cache folder. Ranks of one machine that need it at the same time wait for the one
+that compiles it.
+"""
+
+import contextlib
+import fcntl
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from distembed.errors import UserError
+
+INSTALL = "pip install numba"
+
+
+class Kernels(NamedTuple):
+    """The two passes, compiled.
+
+    Attributes:
+        compose: The forward pass, ``(job, share, num_shares, scratch)``.
+        update: The backward pass, ``(job, first_feature, last_feature, scratch, scratch_bytes)``.
+    """
+
+    compose: Callable[[int, int, int, int], None]
+    update: Callable[[int, int, int, int, int], int]
+
+
+@cache
+def reason_unavailable() -> str | None:
+    """Returns why the kernels cannot be had here, in a sentence with a remedy; None where they can."""
+    try:
+        import_module("distembed.fused.compose")
+    except ImportError as error:
+        return f"numba cannot be imported ({error}); {INSTALL}"
+    except Exception as error:  # numba refuses versions of NumPy and of Python in many ways
+        return f"numba cannot be loaded ({type(error).__name__}: {error}); install versions of it and NumPy that fit"
+    return None
+
+
+@cache
+def load(lanes: int) -> Kernels:
+    """Returns the kernels for rows whose columns come in eights, or in fours; compiles them where nobody has yet.
+
+    Args:
+        lanes: 8 or 4.
+
+    Raises:
+        UserError: They cannot be had here.
+    """
+    reason = reason_unavailable()
+    if reason is not None:
+        raise UserError(f"the fused lookup: {reason}.")
+    compose: Any = getattr(import_module("distembed.fused.compose"), f"compose_{lanes}")
+    update: Any = getattr(import_module("distembed.fused.update"), f"update_{lanes}")
+    with _one_at_a_time():
+        for kernel, num_arguments in ((compose, 4), (update, 5)):
+            kernel.compile("(" + ", ".join(["int64"] * num_arguments) + ")")
+    return Kernels(compose, update)
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Waits until no other process of this user compiles; a process that ends, however it does, lets the next go on."""
+    path = Path(tempfile.gettempdir()) / f"distembed-kernels-{os.getuid()}.lock"
+    try:
+        file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError:  # where no file can be made, each process compiles for itself
+        yield
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)

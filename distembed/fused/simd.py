@@ -1,0 +1,249 @@
+"""Vectors of four and eight float32 for numba, which has none: loaded from an address, computed with, stored.
+
+Numba's own loops over a row's columns are turned into vector instructions only where their number is known when they
+are compiled, and a kernel for each dimension, composition and optimizer would take minutes to compile. With vectors one
+kernel serves them all::
+
+    zeros = zeros_8()  # which also says how many lanes there are
+    for column in range(0, num_columns, 8):
+        store(target + 4 * column, load(first + 4 * column, zeros) * load(second + 4 * column, zeros))
+
+Addresses are integers, and nothing is checked: whoever calls a kernel has looked at shapes before.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.core.datamodel.models import PrimitiveModel
+from numba.extending import intrinsic, overload, register_model
+
+_intrinsic: Any = intrinsic  # whose results are called without the first argument
+
+_FLOAT, _HALF, _LONG, _INT = ir.FloatType(), ir.HalfType(), ir.IntType(64), ir.IntType(32)
+
+
+class Floats(types.Type):
+    """The type of a vector.
+
+    Attributes:
+        lanes: How many numbers it has.
+    """
+
+    def __init__(self, lanes: int) -> None:
+        self.lanes = lanes
+        super().__init__(name=f"Floats({lanes})")  # type: ignore[no-untyped-call]
+
+    @property
+    def llvm(self) -> ir.Type:
+        """The type that LLVM has for it."""
+        return ir.VectorType(_FLOAT, self.lanes)
+
+
+@register_model(Floats)
+class _FloatsModel(PrimitiveModel):
+    def __init__(self, dmm: Any, fe_type: Floats) -> None:
+        super().__init__(dmm, fe_type, fe_type.llvm)
+
+
+def _pointer(builder: Any, address: Any, element: ir.Type) -> Any:
+    return builder.inttoptr(address, element.as_pointer())
+
+
+def _call(builder: Any, name: str, returned: ir.Type, arguments: Sequence[Any]) -> Any:
+    """Calls one of LLVM's own functions."""
+    kind = ir.FunctionType(returned, [argument.type for argument in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
+
+
+@_intrinsic
+def load(typing_context: Any, address: Any, like: Any) -> Any:
+    """Returns float32 numbers from an address, as many as another vector has."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load(_pointer(builder, arguments[0], like.llvm), align=4)
+
+    return like(types.int64, like), generate
+
+
+@_intrinsic
+def load_half(typing_context: Any, address: Any, like: Any) -> Any:
+    """Returns float16 numbers from an address, in float32, as many as another vector has."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        halves = builder.load(_pointer(builder, arguments[0], ir.VectorType(_HALF, like.lanes)), align=2)
+        return builder.fpext(halves, like.llvm)
+
+    return like(types.int64, like), generate
+
+
+@_intrinsic
+def store(typing_context: Any, address: Any, vector: Any) -> Any:
+    """Writes a vector as float32 at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.store(arguments[1], _pointer(builder, arguments[0], vector.llvm), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, vector), generate
+
+
+@_intrinsic
+def store_half(typing_context: Any, address: Any, vector: Any) -> Any:
+    """Writes a vector as float16 at an address, rounded to the nearest."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        halves_type = ir.VectorType(_HALF, vector.lanes)
+        halves = builder.fptrunc(arguments[1], halves_type)
+        builder.store(halves, _pointer(builder, arguments[0], halves_type), align=2)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, vector), generate
+
+
+@_intrinsic
+def splat(typing_context: Any, value: Any, like: Any) -> Any:
+    """Returns one float32 number in all lanes, as many as another vector has."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        undefined = ir.Constant(like.llvm, ir.Undefined)
+        one = builder.insert_element(undefined, arguments[0], _INT(0))
+        lanes = ir.Constant(ir.VectorType(_INT, like.lanes), [0] * like.lanes)
+        return builder.shuffle_vector(one, undefined, lanes)
+
+    return like(types.float32, like), generate
+
+
+def _make_zeros(kind: Floats) -> Any:
+    def zeros(typing_context: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return ir.Constant(kind.llvm, [0.0] * kind.lanes)
+
+        return kind(), generate
+
+    return _intrinsic(zeros)
+
+
+zeros_4, zeros_8 = _make_zeros(Floats(4)), _make_zeros(Floats(8))
+
+
+@_intrinsic
+def multiply_add(typing_context: Any, first: Any, second: Any, third: Any) -> Any:
+    """Returns ``first * second + third``, rounded once."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return _call(builder, f"llvm.fma.v{first.lanes}f32", first.llvm, arguments)
+
+    return first(first, second, third), generate
+
+
+@_intrinsic
+def square_root(typing_context: Any, vector: Any) -> Any:
+    """Returns the square root of each number."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return _call(builder, f"llvm.sqrt.v{vector.lanes}f32", vector.llvm, arguments)
+
+    return vector(vector), generate
+
+
+@_intrinsic
+def total(typing_context: Any, vector: Any) -> Any:
+    """Returns the sum of a vector's numbers, halves added to halves, in an order that is always the same."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        (summed,) = arguments
+        lanes = vector.lanes
+        while lanes > 1:
+            lanes //= 2
+            moved = ir.Constant(ir.VectorType(_INT, lanes), list(range(lanes, 2 * lanes)))
+            kept = ir.Constant(ir.VectorType(_INT, lanes), list(range(lanes)))
+            summed = builder.fadd(
+                builder.shuffle_vector(summed, summed, kept), builder.shuffle_vector(summed, summed, moved)
+            )
+        return builder.extract_element(summed, _INT(0))
+
+    return types.float32(vector), generate
+
+
+def _define(function: Callable[..., Any], instruction: str) -> None:
+    """Defines an operator for two vectors of one length."""
+
+    def compute(typing_context: Any, first: Any, second: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return getattr(builder, instruction)(*arguments)
+
+        return first(first, second), generate
+
+    own = _intrinsic(compute)
+
+    @overload(function)
+    def overloaded(first, second):  # type: ignore[no-untyped-def]  # numba compares it with what it returns
+        if isinstance(first, Floats) and first == second:
+            return lambda first, second: own(first, second)
+        return None
+
+
+for _operator, _instruction in (
+    (operator.add, "fadd"),
+    (operator.sub, "fsub"),
+    (operator.mul, "fmul"),
+    (operator.truediv, "fdiv"),
+):
+    _define(_operator, _instruction)
+
+
+@_intrinsic
+def prefetch(typing_context: Any, address: Any) -> Any:
+    """Asks for the line of the cache that has an address, without waiting for it."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = _pointer(builder, arguments[0], ir.IntType(8))
+        # to be read, to be kept in all caches, and data
+        _call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, _INT(0), _INT(3), _INT(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@_intrinsic
+def high_product(typing_context: Any, first: Any, second: Any) -> Any:
+    """Returns the upper 64 bits of the product of two unsigned numbers of 64 bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        wide = ir.IntType(128)
+        factors = [builder.zext(argument, wide) for argument in arguments]
+        return builder.trunc(builder.lshr(builder.mul(*factors), wide(64)), _LONG)
+
+    return types.uint64(types.uint64, types.uint64), generate
+
+
+def _make_read(kind: Any, numba_type: Any) -> Any:
+    def read(typing_context: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.load(_pointer(builder, arguments[0], kind))
+
+        return numba_type(types.int64), generate
+
+    return _intrinsic(read)
+
+
+read_float, read_double, read_int, read_long = (
+    _make_read(_FLOAT, types.float32),
+    _make_read(ir.DoubleType(), types.float64),
+    _make_read(_INT, types.int32),
+    _make_read(_LONG, types.int64),
+)
+
+
+@_intrinsic
+def write(typing_context: Any, address: Any, value: Any) -> Any:
+    """Writes a number, of its own type, at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.store(arguments[1], _pointer(builder, arguments[0], arguments[1].type))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, value), generate

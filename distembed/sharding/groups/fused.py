@@ -1,0 +1,242 @@
+"""One pass for a whole lookup: ids are mapped, looked up, composed and pooled together, and rows updated backward.
+
+It takes the place of the other kinds where all of these hold: the tables are on a CPU, their partitions are digits of
+ids, their composition is a product, or columns that are added or stand side by side, bags are summed, and the optimizer
+is one that the kernels have (:mod:`distembed.fused`). FBGEMM's tables keep the weights and the states, so that
+checkpoints and plans do not differ.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from jaxtyping import Float
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from distembed.composition import Product
+from distembed.fused.loading import reason_unavailable
+from distembed.fused.operation import MAX_ROWS, OPTIMIZERS, Formula, FusedLookup, Part, Storage
+from distembed.optim.kinds import fused_optimizer_name
+from distembed.sharding.groups.base import Group, LocalTable, LookupRequest
+from distembed.sharding.groups.load import (
+    FLOAT_BYTES,
+    LONG_BYTES,
+    GroupLoad,
+    Launches,
+    LookupMemory,
+    LookupWork,
+    TableLoad,
+)
+from distembed.sharding.table_slice import TableSlice, is_pooled
+
+_ITEMSIZES = {SparseType.FP32: 4, SparseType.FP16: 2}
+
+
+class FusedGroup(Group):
+    """Looks up and updates tables in one pass.
+
+    Args:
+        tables: What the rank holds of each table; all share one key of a group.
+        replicated: Weights that are the same on every rank, by partition table's name.
+        gradient_scale: Factor of the gradients of replicated weights.
+    """
+
+    _lookup: FusedLookup | None = None
+
+    def __init__(
+        self, tables: Sequence[LocalTable], replicated: Mapping[str, nn.Parameter], gradient_scale: int
+    ) -> None:
+        super().__init__(tables, replicated, gradient_scale)
+        self._tables = list(tables)
+        self._pools = is_pooled(tables[0].table)
+
+    def request(self, features: KeyedJaggedTensor) -> LookupRequest:
+        """Returns the batch: rows are found when they are looked up."""
+        return LookupRequest([], [], [], features)
+
+    def look_up(self, request: LookupRequest, tbes: Sequence[nn.Module]) -> list[Tensor]:
+        """Returns the composed and pooled vectors."""
+        features, storages = request.features, self._storages(tbes)
+        if self._lookup is None:
+            self._lookup = self._make_lookup(storages, tbes)
+        ids = features.values().long()
+        if self._pools:
+            offsets, counts, weights = features.offsets().long(), None, features.weights_or_none()
+        else:
+            offsets, counts, weights = torch.arange(len(ids) + 1), features.length_per_key(), None
+        vectors = self._lookup(ids, offsets, weights, storages, counts)
+        if vectors.requires_grad:
+            for tbe in tbes:
+                _count_step(tbe)
+        return [vectors]
+
+    def finish(self, request: LookupRequest, vectors: Sequence[Tensor]) -> Float[Tensor, "..."]:
+        """Returns what was looked up, which is composed already."""
+        (composed,) = vectors
+        return composed
+
+    def _storages(self, tbes: Sequence[nn.Module]) -> list[Storage]:
+        """Returns where each partition's rows lie."""
+        remaining = iter(tbes)
+        return [
+            Storage(self._stacks[position].rows().contiguous())
+            if position in self._stacks
+            else _storage(next(remaining))
+            for position in range(self.num_slices)
+        ]
+
+    def _make_lookup(self, storages: Sequence[Storage], tbes: Sequence[Any]) -> FusedLookup:
+        first = self._tables[0]
+        by_feature: list[list[Part]] = [[] for _ in range(self.num_features)]
+        numbers_of_tables = [len(local.table.feature_names) for local in self._tables]
+        remaining = iter(tbes)
+        for position, own in enumerate(first.slice.partitions):
+            stack = self._stacks.get(position)
+            tbe = None if stack is not None else next(remaining)
+            starts = stack.first_rows() if stack is not None else []
+            feature = 0
+            for number, local in enumerate(self._tables):
+                digits = local.table.scheme.digits()
+                assert digits is not None
+                digit, columns = digits[own.partition], own.num_columns
+                if tbe is None:
+                    num_rows = local.slice.partitions[position].part.num_rows
+                    part = Part(digit, 0, num_rows, starts[number] * columns)
+                else:
+                    num_rows = tbe.embedding_specs[number][0]
+                    states = tbe.momentum1_physical_offsets if storages[position].states is not None else None
+                    part = Part(
+                        digit,
+                        local.first_row,
+                        num_rows,
+                        tbe.weights_physical_offsets[number],
+                        0 if states is None else states[number],
+                    )
+                for _ in local.table.feature_names:
+                    by_feature[feature].append(part)
+                    feature += 1
+        all_columns = columns_of_partitions(first.slice)
+        assert all_columns is not None
+        return FusedLookup(
+            Formula(all_columns, isinstance(self.combine, Product), self._pools),
+            by_feature,
+            numbers_of_tables,
+            [
+                _states_of_row(storage, own.num_columns)
+                for storage, own in zip(storages, first.slice.partitions, strict=True)
+            ],
+            [storage.weights.element_size() for storage in storages],
+        )
+
+    @classmethod
+    def lookup_memory(cls, load: GroupLoad, device_kind: str) -> LookupMemory:
+        """Returns the bytes of where bags begin, and of what an update keeps of a table's ids and small partitions."""
+        saved = (load.num_bags + load.num_ids) * LONG_BYTES
+        num_ids = math.ceil(max(load.num_ids_per_feature))
+        num_rows, dims = load.max_num_rows, load.dims
+        slots = sum(min(rows, num_ids) for rows in num_rows) - min(max(num_rows), num_ids)
+        update = num_ids * (3 + len(dims)) * LONG_BYTES + slots * (max(dims) * FLOAT_BYTES + LONG_BYTES)
+        return LookupMemory(saved, 0, 0, update)
+
+    @classmethod
+    def work(cls, load: TableLoad) -> LookupWork:
+        """Returns the work of looking each id up in every partition; vectors are written once for all of them."""
+        largest = max(load.slice.partitions, key=lambda own: own.part.num_rows)
+        lookups = [(load.num_ids, load.num_vectors if own is largest else 0.0) for own in load.slice.partitions]
+        return LookupWork(lookups, 0.0)
+
+    @classmethod
+    def launches(cls, load: TableLoad) -> Launches:
+        """Returns the two passes, and what finds the tables."""
+        return Launches(group=6, partition=2)
+
+
+def reason_not_fused(table_slice: TableSlice, device_kind: str, optimizer: str | None) -> str | None:
+    """Returns why tables are not looked up in one pass, in words that follow on "because"; None where they are.
+
+    Args:
+        table_slice: What a rank holds of a table.
+        device_kind: ``cpu`` or ``cuda``.
+        optimizer: Name of the optimizer that updates the table's sharded partitions.
+    """
+    table = table_slice.table
+    if device_kind != "cpu":
+        return "the tables are on a GPU, on which it has not been measured to be faster"
+    if table.scheme.digits() is None:
+        return f"rows of {table.scheme.name} are not digits of ids"
+    if table.function_tables() or columns_of_partitions(table_slice) is None:
+        return f"{table.combine.name} does not compose column by column"
+    if getattr(table, "pooling", None) == "max":
+        return "pooling is max"
+    if table.data_type == "BF16":
+        return "data_type is BF16"
+    if any(own.num_columns % 4 for own in table_slice.partitions):
+        return "a number of columns is no multiple of 4"
+    if any(own.part.num_rows > MAX_ROWS for own in table_slice.partitions):
+        return f"a partition has more than {MAX_ROWS} rows"
+    if any(kernel not in (None, "fused") for kernel in table_slice.kernels):
+        return (
+            f"its compute kernel is {next(kernel for kernel in table_slice.kernels if kernel not in (None, 'fused'))}"
+        )
+    if table_slice.sharded and optimizer not in OPTIMIZERS:
+        return f"the optimizer is {optimizer}, and it has {', '.join(OPTIMIZERS)}"
+    return reason_unavailable()
+
+
+def columns_of_partitions(table_slice: TableSlice) -> list[range] | None:
+    """Returns the columns of a slice that each of its partitions takes part in; None where they are not told apart.
+
+    Partitions have all columns in common, or none.
+    """
+    table = table_slice.table
+    columns = table.combine.columns(table.embedding_dim, len(table.scheme.num_rows))
+    if columns is None:
+        return None
+    numbers = [own.num_columns for own in table_slice.partitions]
+    if isinstance(table.combine, Product) or all(own == columns[0] for own in columns):
+        return [range(number) for number in numbers]
+    ends = list(accumulate(numbers))
+    return [range(end - number, end) for number, end in zip(numbers, ends, strict=True)]
+
+
+def reason_against_settings(tbes: Sequence[Any]) -> str | None:
+    """Returns which setting of FBGEMM's tables the kernels do not have; None where they have all."""
+    for tbe in tbes:
+        if not isinstance(tbe, SplitTableBatchedEmbeddingBagsCodegen) or not tbe.use_cpu:
+            return f"the tables are FBGEMM's {type(tbe).__name__}"
+        own = tbe.optimizer_args
+        if tbe.weights_precision not in _ITEMSIZES or tbe.pooling_mode != PoolingMode.SUM:
+            return f"the tables are of {tbe.weights_precision} and {tbe.pooling_mode}"
+        for setting in ("weight_decay", "weight_decay_mode", "max_norm", "gradient_clipping"):
+            if getattr(own, setting):
+                return f"{setting} is {getattr(own, setting)}"
+    return None
+
+
+def _storage(tbe: Any) -> Storage:
+    """Returns where FBGEMM's tables have their rows and states."""
+    optimizer = fused_optimizer_name(tbe.optimizer)
+    states = None if tbe.optimizer == EmbOptimType.EXACT_SGD else tbe.momentum1_host
+    return Storage(tbe.weights_host, optimizer, states, tbe.get_learning_rate, tbe.optimizer_args.eps)
+
+
+def _states_of_row(storage: Storage, num_columns: int) -> int:
+    if storage.states is None:
+        return 0
+    return 1 if storage.optimizer == "row_wise_adagrad" else num_columns
+
+
+def _count_step(tbe: Any) -> None:
+    """Counts a step as FBGEMM's own lookup does, which checkpoints have."""
+    tbe.step += 1
+    if tbe.optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD:
+        if tbe.iter_cpu.item() == 0:
+            tbe.iter_cpu.fill_(tbe.iter.item())
+        tbe.iter_cpu.add_(1)
+        tbe.iter.add_(1)
