@@ -16,6 +16,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from distembed.lazy import imported
@@ -132,13 +133,35 @@ class OptimizerKind:
         make: Any = imported(self.torch_class)
         assert make is not None
         parameters = list(parameters)
-        has_fused = "fused" in inspect.signature(make).parameters and not any(own.is_meta for own in parameters)
+        is_real = bool(parameters) and not any(own.is_meta for own in parameters)
+        has_fused = is_real and all(_has_fused_form(make, own.device.type) for own in parameters)
         made: torch.optim.Optimizer = make(
             parameters, **self.settings, **({"fused": True} if has_fused else {}), **settings
         )
         if any(map(is_half, parameters)):
             train_in_float32(made)
         return made
+
+
+@cache
+def _has_fused_form(make: Any, device_type: str) -> bool:
+    """Returns whether torch's optimizer has a fused form for a kind of device; not all versions of torch have all.
+
+    Torch says so in the first step alone: one of a parameter without numbers is taken.
+    """
+    import torch
+
+    if "fused" not in inspect.signature(make).parameters:
+        return False
+    parameter = torch.nn.Parameter(torch.empty(0, device=device_type))
+    parameter.grad = torch.empty_like(parameter)
+    try:
+        make([parameter], fused=True).step()
+    except RuntimeError as error:
+        if "fused" not in str(error):
+            raise
+        return False
+    return True
 
 
 _ADAM = {"exp_avg": NumberPer.WEIGHT, "exp_avg_sq": NumberPer.WEIGHT}

@@ -196,6 +196,7 @@ def _pretend_streams(patch: pytest.MonkeyPatch) -> None:
         "default_stream": PretendStream,
         "set_stream": lambda stream: None,
         "is_available": lambda: True,
+        "is_current_stream_capturing": lambda: False,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": lambda device: None,

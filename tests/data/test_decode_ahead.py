@@ -95,7 +95,7 @@ def test_damage_is_said_where_the_batch_is_asked_for_and_ends_the_threads(tmp_pa
     path.write_bytes(data)
     with pytest.raises(UserError, match="part1.parquet, row group 0 is damaged"):
         list(open_reader(folder, 16, decode_threads=threads))
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("distembed-")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("distembed-decode")]
 
 
 @pytest.mark.parametrize(
