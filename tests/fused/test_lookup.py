@@ -1,0 +1,207 @@
+"""The fused lookup on a CPU against a plain computation: outputs, gradients, rows and states, over what it admits."""
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distembed.fused.operation import OPTIMIZERS, FusedLookup
+from distembed.partitions.base import Digit
+from tests.fused.cases import BATCHES, Batch, Case, Fused, Side, Table, check, draw_batch
+
+DIMS = (4, 8, 12, 16, 64, 100, 256)
+BORDERS = (1, 2, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**32 + 1)
+PRIMES = (3, 7, 97, 65_537, 4_294_967_291, 4_294_967_311, 2**61 - 1)
+CENTRES = (0, 1, 1000, 2**31, 2**32 - 1, 2**32, 2**32 + 1, 10**12 + 39, 2**53 + 1, 2**62 - 1, 2**62)
+QUOTIENT_REMAINDER = Table([Digit(1, 25), Digit(25, None)], 30, max_id=99)
+
+
+def columns_of(kind: str, dim: int, k: int) -> list[range]:
+    """Columns side by side are of unequal numbers."""
+    if kind != "columns":
+        return [range(dim)] * k
+    ends = [dim // 4 * (j + 1) // k * 4 for j in range(k)]
+    return [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    kind = draw(st.sampled_from(["product", "sum", "columns"]))
+    dim = draw(st.sampled_from(DIMS))
+    k = draw(st.integers(1, min(3, dim // 4) if kind == "columns" else 3))
+    divisors, moduli = st.sampled_from(BORDERS + PRIMES), st.sampled_from((None, 5, 10, 1000) + BORDERS + PRIMES)
+    tables = draw(
+        st.lists(
+            st.builds(
+                Table,
+                st.lists(st.builds(Digit, divisors, moduli), min_size=k, max_size=k),
+                st.sampled_from(CENTRES) | st.integers(0, 2**62),
+                st.integers(1, 2),
+            ),
+            min_size=1,
+            max_size=3,
+        )
+    )
+    optimizer = draw(st.sampled_from(sorted(OPTIMIZERS)))
+    is_returned = draw(st.lists(st.sampled_from([False, False, True]), min_size=k, max_size=k))
+    # gradients are returned of float32 alone, as replicated weights are
+    halves = [not returned and draw(st.booleans()) for returned in is_returned] if draw(st.booleans()) else [False] * k
+    optimizers = [None if returned else optimizer for returned in is_returned]
+    batch, num_bags, seed = draw(st.sampled_from(BATCHES)), draw(st.integers(1, 40)), draw(st.integers(0, 10**6))
+    return Case(tables, columns_of(kind, dim, k), kind == "product", optimizers, halves, batch, num_bags, seed)
+
+
+@settings(max_examples=60)
+@given(case=cases())
+def test_it_equals_a_plain_computation(case: Case) -> None:
+    check(case, num_steps=2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@settings(max_examples=2000)
+@given(case=cases())
+def test_it_equals_a_plain_computation_in_many_cases(case: Case) -> None:
+    check(case)
+
+
+def grid() -> Iterator[Case]:
+    """Each optimizer with each composition and number of partitions; batches, dimensions and types take turns."""
+    turn = 0
+    for optimizer in OPTIMIZERS:
+        for kind in ("product", "sum", "columns"):
+            for k in (1, 2, 3):
+                tables = [
+                    Table([Digit(7**j, 7) for j in range(k - 1)] + [Digit(7 ** (k - 1), None)], 5, 2, max_id=700),
+                    Table([Digit(1, 11 + j) for j in range(k)], 5, max_id=2**40),
+                ]
+                for _ in range(2):
+                    columns = columns_of(kind, [dim for dim in DIMS if dim >= 12][turn % 5], k)
+                    halves = [turn % 3 == 0] * k
+                    batch = BATCHES[turn % len(BATCHES)]
+                    yield Case(tables, columns, kind == "product", [optimizer] * k, halves, batch, seed=turn)
+                    turn += 1
+
+
+def test_five_steps_equal_plain_ones_for_each_optimizer_and_composition() -> None:
+    for case in grid():
+        check(case)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_each_dimension_has_all_of_its_columns(dim: int) -> None:
+    check(Case([QUOTIENT_REMAINDER], [range(dim)] * 2, True, ["adagrad"] * 2, [False] * 2, "ragged"))
+
+
+@pytest.mark.parametrize("number", [*BORDERS, *PRIMES])
+def test_rows_of_ids_at_the_borders_are_those_of_python(number: int) -> None:
+    ids = {0, 1, 2**31, 2**32 - 1, 2**32, 2**32 + 1, 2**62, 2**63 - 1}
+    ids |= {number * factor + step for factor in (1, 2, 3, 2**31) for step in (-1, 0, 1)}
+    for own_id in sorted(one for one in ids if one < 2**63):
+        for digit in (Digit(number, 97), Digit(1, number), Digit(number, number), Digit(number, None)):
+            table = Table([Digit(1, 3), digit], own_id, max_id=2**63 - 1)
+            case = Case([table], [range(4)] * 2, True, ["sgd"] * 2, [False] * 2, "single", num_bags=1)
+            fused, side = Fused(case, Side(case)), Side(case)
+            rows = [
+                row - first
+                for row, (first, _) in zip((own_id % 3, *table.rows(own_id)[1:]), table.windows, strict=True)
+            ]
+            batch = draw_batch(case, 0)
+            batch.ids = [[[own_id]]]
+            expected = side.weights[0][0][rows[0]] * side.weights[1][0][rows[1]]
+            torch.testing.assert_close(fused.outputs(batch)[0], expected.float())
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_more_rows_than_ids_in_every_partition(optimizer: str) -> None:
+    table = Table([Digit(1, 4000), Digit(3, 3000), Digit(5, 2000)], 50, max_id=10**9)
+    check(Case([table, table], [range(8)] * 3, True, [optimizer] * 3, [False] * 3, "ragged", num_bags=20))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_rows_that_begin_further_down(optimizer: str) -> None:
+    # as those of one rank of a table that is divided by rows
+    table = Table([Digit(1, 10**6), Digit(10**6, None)], 7 * 10**6 + 456_789, max_id=10**8)
+    assert table.windows[0][0] == 456_789 - 40 and table.windows[1] == (0, 101)
+    check(Case([table], [range(12)] * 2, True, [optimizer] * 2, [False] * 2, "ragged", num_bags=20))
+
+
+@pytest.mark.parametrize("kind", ["product", "sum", "columns"])
+@pytest.mark.parametrize("optimizers", [[None, None], ["adagrad", None], [None, "row_wise_adagrad"]])
+def test_partitions_without_an_optimizer_have_their_gradients_returned(kind: str, optimizers: list[str | None]) -> None:
+    tables = [QUOTIENT_REMAINDER, Table([Digit(1, 40), Digit(1, 41)], 3, 2, max_id=1000)]
+    columns = columns_of(kind, 16, 2)
+    check(Case(tables, columns, kind == "product", optimizers, [False] * 2, "weighted", num_bags=20))
+
+
+def test_without_eps_only_rows_that_occur_are_divided() -> None:
+    for optimizer in ("adagrad", "row_wise_adagrad"):
+        case = Case([QUOTIENT_REMAINDER], [range(8)] * 2, True, [optimizer] * 2, [False] * 2, "single", 3, eps=0.0)
+        fused = Fused(case, Side(case))
+        for states in fused.states:
+            assert states is not None
+            states.zero_()
+        batch = draw_batch(case, 0)
+        fused.step(batch, torch.ones(3, 8))
+        for weights in fused.weights:
+            assert weights.isfinite().all()
+    check(Case([QUOTIENT_REMAINDER], [range(8)] * 2, True, ["adagrad"] * 2, [False] * 2, "ragged", 3, eps=0.0))
+
+
+def test_bags_of_one_feature_are_none_of_anothers() -> None:
+    # all ids are in one feature, and there are hundreds of them
+    case = Case([QUOTIENT_REMAINDER] * 3, [range(8)] * 2, True, ["adagrad"] * 2, [False] * 2, "ragged", 200)
+    plain = Side(case)
+    fused = Fused(case, plain)
+    batch = draw_batch(case, 0)
+    batch.ids[0] = batch.ids[2] = [[] for _ in range(200)]
+    outputs = fused.outputs(batch)
+    assert not outputs[:, :8].any() and not outputs[:, 16:].any() and outputs[:, 8:16].any()
+
+
+def threaded_case(batch: str, optimizer: str) -> Case:
+    tables = [
+        Table([Digit(1, 25), Digit(25, None)], 30, 2, max_id=2499),
+        Table([Digit(1, 400), Digit(400, None)], 30, max_id=4000),
+        Table([Digit(1, 11), Digit(1, 13)], 3, max_id=142),
+    ]
+    return Case(tables, [range(16)] * 2, True, [optimizer, None], [True, False], batch, num_bags=300)
+
+
+def all_numbers(case: Case, batches: Sequence[Batch], num_threads: int) -> list[torch.Tensor]:
+    """Outputs, gradients, rows and states of a step for each batch."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        fused, found = Fused(case, Side(case)), []
+        generator = torch.Generator().manual_seed(1)
+        for batch in batches:
+            with torch.no_grad():
+                shape = fused.outputs(batch).shape
+            outputs, returned = fused.step(batch, torch.randn(shape, generator=generator))
+            found += [outputs, *(one.clone() for one in returned if one is not None)]
+        return found + [one.detach() for one in (*fused.weights, *fused.states) if one is not None]
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_any_number_of_threads_gives_the_same_bits(optimizer: str) -> None:
+    for batch in ("weighted", "sequence"):
+        case = threaded_case(batch, optimizer)
+        batches = [draw_batch(case, step) for step in range(3)]
+        first = all_numbers(case, batches, 1)
+        for num_threads in (1, 2, 3, 8):
+            for own, expected in zip(all_numbers(case, batches, num_threads), first, strict=True):
+                assert torch.equal(own, expected)
+
+
+def test_no_gradient_is_asked_of_a_lookup_under_no_grad() -> None:
+    case = Case([QUOTIENT_REMAINDER], [range(8)] * 2, True, ["sgd"] * 2, [False] * 2, "ragged")
+    fused = Fused(case, Side(case))
+    with torch.no_grad():
+        assert not fused.outputs(draw_batch(case, 0)).requires_grad
+    assert fused.outputs(draw_batch(case, 0)).requires_grad
+    assert isinstance(fused.lookup, FusedLookup)
