@@ -167,6 +167,21 @@ def test_a_million_ids_agree_with_python_integers(name: str, choice: dict[str, i
         assert torch.equal(partition.inverse(rows), ids)
 
 
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("name", PARTITIONS)
+@settings(max_examples=20)
+@given(data=st.data())
+def test_digits_are_the_rows(name: str, n: int, data: st.DataObject) -> None:
+    partition = draw_partition(name, n, data)
+    digits = partition.digits()
+    if digits is None:
+        assert name == "explicit"  # whose rows follow from no arithmetic
+        return
+    ids = data.draw(st.lists(st.integers(0, n - 1), max_size=20)) + [0, n - 1]
+    expected = [[x // d if m is None else x // d % m for x in ids] for d, m in digits]
+    assert partition.rows(torch.tensor(ids)).tolist() == expected
+
+
 def test_the_id_that_float32_gets_wrong() -> None:
     # float32 rounds 16,777,219 / 4 up to the next quotient
     partition = QuotientRemainder(4 * 16_777_219, num_buckets=4)
