@@ -1,0 +1,244 @@
+"""What the kernels of the fused lookup on CUDA have in common, and its forward pass, in Triton.
+
+A *key* is an id's row in one partition, counted through the group's tables, one behind the other. All tiles are
+``[lanes, columns]``: a lane is a bag, or an id where each has its own vector. Tuples have an entry for each partition.
+"""
+
+import triton
+import triton.language as tl
+
+# of a part, which is one partition of one feature's table; all numbers are int64
+DIVISOR = tl.constexpr(0)
+MODULUS = tl.constexpr(1)
+SHIFT = tl.constexpr(2)  # what is added to a row for its key
+WEIGHT_START = tl.constexpr(3)  # place of key 0's numbers within all rows, be it outside of them
+STATE_START = tl.constexpr(4)
+PART_FIELDS = tl.constexpr(5)
+
+NO_KEY = tl.constexpr(-1)
+
+SIZES = ["num_ids", "num_bags", "num_features"]
+"""Arguments for whose values no kernel is compiled anew."""
+
+
+@triton.jit
+def _divide(numbers, divisors):
+    """Divides numbers that are not negative, by 32 bits where these hold all of them, which is several times faster."""
+    if tl.max(tl.maximum(numbers, divisors), 0) < 4294967296:
+        quotients = (numbers.to(tl.uint32) // divisors.to(tl.uint32)).to(tl.int64)
+    else:
+        quotients = numbers // divisors
+    return quotients
+
+
+@triton.jit
+def part_field(parts, features, j: tl.constexpr, field: tl.constexpr, NUM_PARTITIONS: tl.constexpr):
+    """Returns a number of partition ``j`` of each lane's feature."""
+    return tl.load(parts + (features * NUM_PARTITIONS + j) * PART_FIELDS + field)
+
+
+@triton.jit
+def _keys(ids, features, parts, j: tl.constexpr, RULE: tl.constexpr, NUM_PARTITIONS: tl.constexpr):
+    """Returns the keys of ids in partition ``j``; ``RULE`` is as :class:`.triton_tables.DeviceTables` has it."""
+    keys = ids
+    if RULE % 2 == 1:
+        keys = _divide(keys, part_field(parts, features, j, DIVISOR, NUM_PARTITIONS))
+    if RULE >= 2:
+        modulus = part_field(parts, features, j, MODULUS, NUM_PARTITIONS)
+        keys -= _divide(keys, modulus) * modulus
+    return keys + part_field(parts, features, j, SHIFT, NUM_PARTITIONS)
+
+
+@triton.jit
+def read_rows(weights, starts, keys, are_ids, NUM_COLUMNS: tl.constexpr, PADDED: tl.constexpr):
+    """Returns the rows of keys in float32, and zeros for lanes without an id."""
+    columns = tl.arange(0, PADDED)
+    places = (starts + keys * NUM_COLUMNS)[:, None] + columns[None, :]
+    mask = are_ids[:, None] & (columns < NUM_COLUMNS)[None, :]
+    return tl.load(weights + places, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _bags(
+    offsets, num_ids, num_bags, num_features, POOLS: tl.constexpr, LANES: tl.constexpr, PADDED_FEATURES: tl.constexpr
+):
+    """Returns what the lanes of this program pool: a bag each, or an id each where each has its own vector.
+
+    Returns:
+        Feature, first id, the id behind the last, and the number of the vector of every lane; lanes without any have
+        no ids, and a number of -1.
+    """
+    lanes = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    if POOLS:
+        is_bag = lanes < num_bags * num_features
+        starts = tl.load(offsets + lanes, mask=is_bag, other=0).to(tl.int64)
+        ends = tl.load(offsets + lanes + 1, mask=is_bag, other=0).to(tl.int64)
+        features = tl.where(is_bag, lanes // num_bags, 0)
+        vectors = tl.where(is_bag, (lanes - features * num_bags) * num_features + features, -1)
+    else:
+        numbers = tl.arange(0, PADDED_FEATURES)
+        last = tl.load(offsets + num_features * num_bags).to(tl.int64)
+        others = numbers < num_features - 1
+        ends_of_features = tl.load(offsets + (numbers + 1) * num_bags, mask=others, other=num_ids).to(tl.int64)
+        is_behind = (lanes[:, None] >= ends_of_features[None, :]) & others[None, :]
+        features = tl.sum(is_behind.to(tl.int64), 1)
+        starts, ends = lanes, tl.where(lanes < last, lanes + 1, lanes)
+        vectors = tl.where(lanes < num_ids, lanes, -1)
+    return features, starts, ends, vectors
+
+
+@triton.jit
+def _composed(
+    ids,
+    are_ids,
+    features,
+    parts,
+    weights,
+    FIRST: tl.constexpr,
+    STOP: tl.constexpr,
+    RULES: tl.constexpr,
+    IS_PRODUCT: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Returns the product or the sum of the rows of ids in partitions ``FIRST`` until ``STOP``."""
+    num_partitions: tl.constexpr = len(weights)
+    vectors = tl.zeros([ids.shape[0], PADDED], tl.float32)
+    for j in tl.static_range(FIRST, STOP):
+        starts = part_field(parts, features, j, WEIGHT_START, num_partitions)
+        keys = _keys(ids, features, parts, j, RULES[j], num_partitions)
+        rows = read_rows(weights[j], starts, keys, are_ids, NUM_COLUMNS, PADDED)
+        if j == FIRST:
+            vectors = rows
+        elif IS_PRODUCT:
+            vectors *= rows
+        else:
+            vectors += rows
+    return vectors
+
+
+@triton.jit
+def _pool(
+    ids,
+    id_weights,
+    parts,
+    weights,
+    outputs,
+    features,
+    starts,
+    ends,
+    vectors,
+    WIDTH: tl.constexpr,
+    FIRST: tl.constexpr,
+    STOP: tl.constexpr,
+    COLUMN_START: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+    PADDED: tl.constexpr,
+    RULES: tl.constexpr,
+    IS_PRODUCT: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+):
+    """Writes the columns that partitions ``FIRST`` until ``STOP`` share."""
+    sums = tl.zeros([starts.shape[0], PADDED], tl.float32)
+    for step in range(0, tl.max(ends - starts, 0)):
+        places = starts + step
+        are_ids = places < ends
+        own = tl.load(ids + places, mask=are_ids, other=0)
+        composed = _composed(
+            own, are_ids, features, parts, weights, FIRST, STOP, RULES, IS_PRODUCT, NUM_COLUMNS, PADDED
+        )
+        if HAS_WEIGHTS:
+            composed *= tl.load(id_weights + places, mask=are_ids, other=0.0)[:, None]
+        sums += composed
+    columns = tl.arange(0, PADDED)
+    targets = (vectors * WIDTH + COLUMN_START)[:, None] + columns[None, :]
+    tl.store(outputs + targets, sums, mask=(vectors >= 0)[:, None] & (columns < NUM_COLUMNS)[None, :])
+
+
+@triton.jit(do_not_specialize=SIZES)
+def compose(
+    ids,
+    offsets,
+    id_weights,
+    parts,
+    weights,
+    outputs,
+    num_ids,
+    num_bags,
+    num_features,
+    WIDTH: tl.constexpr,
+    GROUPS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    RULES: tl.constexpr,
+    IS_PRODUCT: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    POOLS: tl.constexpr,
+    LANES: tl.constexpr,
+    PADDED_FEATURES: tl.constexpr,
+):
+    """Writes the composed, pooled vectors.
+
+    ``GROUPS`` has, of partitions that share columns: the first one, the one behind the last, the first column, the
+    number of columns, and this number rounded up to a power of two.
+    """
+    features, starts, ends, vectors = _bags(offsets, num_ids, num_bags, num_features, POOLS, LANES, PADDED_FEATURES)
+    for i in tl.static_range(NUM_GROUPS):
+        _pool(
+            ids,
+            id_weights,
+            parts,
+            weights,
+            outputs,
+            features,
+            starts,
+            ends,
+            vectors,
+            WIDTH,
+            GROUPS[5 * i],
+            GROUPS[5 * i + 1],
+            GROUPS[5 * i + 2],
+            GROUPS[5 * i + 3],
+            GROUPS[5 * i + 4],
+            RULES,
+            IS_PRODUCT,
+            HAS_WEIGHTS,
+        )
+
+
+@triton.jit(do_not_specialize=SIZES)
+def write_keys(
+    ids,
+    offsets,
+    parts,
+    keys,
+    owners,
+    num_ids,
+    num_bags,
+    num_features,
+    RULES: tl.constexpr,
+    POOLS: tl.constexpr,
+    LANES: tl.constexpr,
+    PADDED_FEATURES: tl.constexpr,
+):
+    """Writes each id's key in every partition, and its *owner*: its vector or, where it has its own, its feature."""
+    num_partitions: tl.constexpr = len(keys)
+    features, starts, ends, vectors = _bags(offsets, num_ids, num_bags, num_features, POOLS, LANES, PADDED_FEATURES)
+    if POOLS:
+        own_owners = vectors
+    else:
+        own_owners = features
+    for step in range(0, tl.max(ends - starts, 0)):
+        places = starts + step
+        are_ids = places < ends
+        own = tl.load(ids + places, mask=are_ids, other=0)
+        tl.store(owners + places, own_owners.to(tl.int32), mask=are_ids)
+        for j in tl.static_range(num_partitions):
+            own_keys = _keys(own, features, parts, j, RULES[j], num_partitions)
+            tl.store(keys[j] + places, own_keys.to(keys[j].dtype.element_ty), mask=are_ids)
+    if tl.program_id(0) == 0:  # what is behind the last bag has no key
+        behind = tl.load(offsets + num_bags * num_features).to(tl.int64)
+        for start in range(behind, num_ids, LANES):
+            places = start + tl.arange(0, LANES)
+            for j in tl.static_range(num_partitions):
+                none = tl.full([LANES], NO_KEY, keys[j].dtype.element_ty)
+                tl.store(keys[j] + places, none, mask=places < num_ids)
