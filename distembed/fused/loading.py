@@ -7,6 +7,7 @@ that compiles it.
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -35,6 +36,7 @@ class Kernels(NamedTuple):
 @cache
 def reason_unavailable() -> str | None:
     """Returns why the kernels cannot be had here, in a sentence with a remedy; None where they can."""
+    _source_stamp()  # first, as files that change later are not those that are compiled
     try:
         import_module("distembed.fused.compose")
     except ImportError as error:
@@ -61,8 +63,33 @@ def load(lanes: int) -> Kernels:
     update: Any = getattr(import_module("distembed.fused.update"), f"update_{lanes}")
     with _one_at_a_time():
         for kernel, num_arguments in ((compose, 4), (update, 5)):
-            kernel.compile("(" + ", ".join(["int64"] * num_arguments) + ")")
+            _compile(kernel, "(" + ", ".join(["int64"] * num_arguments) + ")")
     return Kernels(compose, update)
+
+
+def _compile(kernel: Any, signature: str) -> None:
+    """Compiles a kernel, or takes it from the file in which a process has kept it."""
+    try:
+        kernel.enable_caching()
+    except RuntimeError:  # no folder can be written, and each process compiles for itself
+        kernel.compile(signature)
+        return
+    files = kernel._cache
+    files._cache_file._source_stamp = _source_stamp()
+    try:
+        kernel.compile(signature)
+    except Exception:  # the file is damaged, or the disk full: it is emptied for the next process
+        with contextlib.suppress(OSError):
+            files.flush()
+        files.disable()
+        kernel.compile(signature)
+
+
+@cache
+def _source_stamp() -> str:
+    """Returns a checksum of all that kernels are compiled from; numba looks at the file of a kernel alone."""
+    sources = sorted(path for path in Path(__file__).parent.glob("*.py") if not path.name.startswith("triton"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 
 
 @contextlib.contextmanager

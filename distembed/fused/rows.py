@@ -27,8 +27,8 @@ inline: Any = njit(forceinline=True, **_OPTIONS)
 """Compiles a function into those that call it."""
 compiled: Any = njit(**_OPTIONS)
 """Compiles a function that others call."""
-entry: Any = njit(cache=True, **_OPTIONS)
-"""Compiles a function that Python calls, and keeps it in a file for the next process."""
+entry: Any = njit(**_OPTIONS)
+"""Compiles a function that Python calls, and that is kept in a file for the next process (``loading``)."""
 
 _LINE_BYTES = 64
 

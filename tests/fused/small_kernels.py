@@ -1,0 +1,25 @@
+"""Stands in for the kernels' modules where tests load them often: kernels of the same arguments that compile at once."""
+
+from typing import Any
+
+from distembed.fused.rows import compiled, entry
+
+
+@compiled
+def _sum_below(number: Any) -> Any:
+    total = 0
+    for i in range(number):
+        total += i
+    return total
+
+
+@entry
+def compose_8(job: int, share: int, num_shares: int, scratch: int) -> None:
+    """Computes something."""
+    _sum_below(job)
+
+
+@entry
+def update_8(job: int, first_feature: int, last_feature: int, scratch: int, scratch_bytes: int) -> int:
+    """Computes something that can be checked."""
+    return _sum_below(job) + scratch_bytes
