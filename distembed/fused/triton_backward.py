@@ -19,7 +19,7 @@ from distembed.fused.triton_tables import DeviceTables, TritonBatch, num_blocks,
 
 CHUNK = 8
 """How many sorted ids a lane walks."""
-_JOINED_NUMBERS = 4096
+JOINED_NUMBERS = 4096
 """How many numbers of pieces of long runs are read at once."""
 _ACTIONS = {"sgd": 0, "adagrad": 1, "row_wise_adagrad": 2}
 _WRITE_GRADIENT, _WRITE_AT_KEY, _WRITE_AT_PLACE = 3, 4, 5
@@ -191,7 +191,7 @@ class _Backward:
             states,
             *ends,
             NUM_PARTITIONS=len(self.weights),
-            LANES=num_lanes(padded, _JOINED_NUMBERS),
+            LANES=num_lanes(padded, JOINED_NUMBERS),
             **shared,
         )
         return sorted_keys

@@ -1,0 +1,61 @@
+"""Triton's kernels on a CPU, by its interpreter, in a process of their own.
+
+Whether kernels are interpreted is decided when Triton is imported, and holds for all of the process. So that other
+tests have Triton as it is, those of the interpreter are run elsewhere, one after the other.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from itertools import accumulate
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distembed.fused.operation import Formula, Part, Storage
+from distembed.fused.triton_lookup import TritonLookup
+
+Run = Callable[..., Any]
+"""Calls a function of a module with arguments, in the other process, and returns what it returns."""
+
+
+@contextmanager
+def interpreter() -> Iterator[Run]:
+    """Starts the other process, which ends with the block."""
+    with ProcessPoolExecutor(1, get_context("spawn"), _interpret) as pool:
+        yield lambda function, *arguments: pool.submit(function, *arguments).result()
+
+
+def _interpret() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    torch.set_num_threads(1)
+
+
+class InterpretedLookup:
+    """Is made and called as :class:`distembed.fused.operation.FusedLookup` is."""
+
+    def __init__(
+        self,
+        formula: Formula,
+        parts: Sequence[Sequence[Part]],
+        tables: Sequence[int],
+        state_columns: Sequence[int],
+        itemsizes: Sequence[int],
+    ) -> None:
+        assert os.environ["TRITON_INTERPRET"] == "1"
+        self._lookup = TritonLookup(formula, parts, tables, state_columns)
+
+    def __call__(
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        storages: Sequence[Storage],
+        counts: Sequence[int] | None = None,
+    ) -> Tensor:
+        if counts is not None:  # one bag of each feature
+            offsets = torch.tensor([0, *accumulate(counts)])
+        return self._lookup(ids, offsets, weights, storages)

@@ -1,0 +1,138 @@
+"""The fused lookup on CUDA, by Triton's interpreter, against the plain computation that the one on a CPU has."""
+
+import importlib.util
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+import torch
+
+from distembed.fused.operation import OPTIMIZERS
+from distembed.fused.triton_backward import CHUNK, JOINED_NUMBERS
+from distembed.fused.triton_tables import num_lanes
+from distembed.partitions.base import Digit
+from tests.fused.cases import BATCHES, Case, Fused, Side, Table, check, draw_batch
+from tests.fused.interpreter import InterpretedLookup, Run, interpreter
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+DIMS = (4, 16, 20, 64)
+KINDS = ("product", "sum", "columns")
+QUOTIENT_REMAINDER = Table([Digit(1, 25), Digit(25, None)], 30, 2, max_id=99)
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    with interpreter() as own:
+        yield own
+
+
+def steps(case: Case, num_steps: int = 2) -> None:
+    check(case, num_steps, InterpretedLookup)
+
+
+def columns_of(kind: str, dim: int, k: int) -> list[range]:
+    """Columns side by side are of unequal numbers."""
+    if kind != "columns":
+        return [range(dim)] * k
+    ends = [4 * (j + 1) for j in range(k - 1)] + [max(dim, 4 * k)]
+    return [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def tables_of(k: int) -> list[Table]:
+    digits = [Digit(5**j, 5) for j in range(k - 1)] + [Digit(5 ** (k - 1), None)]
+    return [Table(digits, 5, 2, max_id=300), Table([Digit(3, 11 + j) for j in range(k)], 5, max_id=2**40)]
+
+
+def case_of(kind: str, k: int, optimizer: str, turn: int) -> Case:
+    columns, halves = columns_of(kind, DIMS[turn % 4], k), [turn % 3 == 0] * k
+    batch = BATCHES[turn % len(BATCHES)]
+    return Case(tables_of(k), columns, kind == "product", [optimizer] * k, halves, batch, seed=turn)
+
+
+@pytest.mark.parametrize(("turn", "kind"), list(enumerate(KINDS)))
+def test_it_equals_a_plain_computation(run: Run, turn: int, kind: str) -> None:
+    for k, optimizer in zip((1, 2, 3), OPTIMIZERS, strict=True):
+        run(steps, case_of(kind, k, optimizer, 3 * turn + k))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", BATCHES)
+def test_it_equals_a_plain_computation_in_every_combination(run: Run, batch: str) -> None:
+    for turn, (kind, k, optimizer) in enumerate(product(KINDS, (1, 2, 3), OPTIMIZERS)):
+        for halves in (False, True):
+            columns = columns_of(kind, DIMS[(turn + halves) % 4], k)
+            run(
+                steps,
+                Case(tables_of(k), columns, kind == "product", [optimizer] * k, [halves] * k, batch, seed=turn),
+            )
+
+
+@pytest.mark.parametrize("optimizers", [[None, None], ["adagrad", None], [None, "row_wise_adagrad"]])
+def test_partitions_without_an_optimizer_have_their_gradients_returned(run: Run, optimizers: list[str | None]) -> None:
+    for kind in ("product", "sum"):
+        columns = columns_of(kind, 8, 2)
+        case = Case([QUOTIENT_REMAINDER], columns, kind == "product", optimizers, [False] * 2, "weighted", num_bags=9)
+        run(steps, case, 1)
+
+
+@pytest.mark.parametrize("centre", [2**32, 2**53 + 1, 2**62])
+def test_ids_have_64_bits(run: Run, centre: int) -> None:
+    tables = [
+        Table([Digit(1, 2**31 - 1), Digit(2**31 - 1, None)], centre),
+        Table([Digit(1, 7), Digit(centre - 1, 5)], centre),
+    ]
+    run(steps, Case(tables, [range(4)] * 2, True, ["sgd"] * 2, [False] * 2, "ragged"))
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    ["adagrad", *[pytest.param(own, marks=pytest.mark.slow) for own in OPTIMIZERS if own != "adagrad"]],
+)
+def test_runs_that_go_over_many_chunks(run: Run, optimizer: str) -> None:
+    # a run has more chunks than are read at once
+    table = Table([Digit(1, 2), Digit(2, None)], 3, max_id=3)
+    num_bags = 3 * CHUNK * num_lanes(256, JOINED_NUMBERS)
+    case = Case([table], [range(256)] * 2, True, [optimizer] * 2, [False] * 2, "single", num_bags)
+    run(steps, case, 1)
+
+
+def test_more_rows_than_ids_in_every_partition(run: Run) -> None:
+    table = Table([Digit(1, 4000), Digit(3, 3000), Digit(5, 2000)], 50, max_id=10**9)
+    run(steps, Case([table, table], [range(8)] * 3, True, ["adagrad"] * 3, [False] * 3, "ragged", num_bags=20))
+
+
+def test_rows_that_begin_further_down(run: Run) -> None:
+    # as those of one rank of a table that is divided by rows
+    table = Table([Digit(1, 10**6), Digit(10**6, None)], 7 * 10**6 + 456_789, max_id=10**8)
+    run(steps, Case([table], [range(12)] * 2, True, ["row_wise_adagrad"] * 2, [False] * 2, "ragged", num_bags=20))
+
+
+def ids_behind_the_last_bag() -> None:
+    case = Case([QUOTIENT_REMAINDER], [range(8)] * 2, True, ["adagrad"] * 2, [False] * 2, "ragged", num_bags=9)
+    batch = draw_batch(case, 0)
+    ids = torch.tensor([one for own in batch.ids for bag in own for one in bag])
+    offsets = torch.tensor([0] + [len(bag) for own in batch.ids for bag in own]).cumsum(0)
+    sides = [Fused(case, Side(case), InterpretedLookup) for _ in range(2)]
+    for fused, more in zip(sides, (0, 700), strict=True):
+        outputs = fused.lookup(torch.cat([ids, torch.full((more,), 26)]), offsets, None, fused.storages)
+        outputs.backward(torch.ones_like(outputs))
+    for own, other in zip(sides[0].weights + sides[0].states, sides[1].weights + sides[1].states, strict=True):
+        torch.testing.assert_close(own, other)  # sums begin elsewhere
+
+
+def test_ids_behind_the_last_bag_change_no_row(run: Run) -> None:
+    run(ids_behind_the_last_bag)
+
+
+def bits(case: Case) -> list[torch.Tensor]:
+    fused = Fused(case, Side(case), InterpretedLookup)
+    batch = draw_batch(case, 0)
+    outputs, returned = fused.step(batch, torch.full((case.num_bags, 2 * 16), 0.1))
+    return [outputs, *[own.detach() for own in (*fused.weights, *fused.states, *returned) if own is not None]]
+
+
+def test_two_runs_give_the_same_bits(run: Run) -> None:
+    case = Case([QUOTIENT_REMAINDER], [range(16)] * 2, True, ["adagrad", None], [False] * 2, "weighted", num_bags=50)
+    for own, other in zip(run(bits, case), run(bits, case), strict=True):
+        assert torch.equal(own, other)
