@@ -211,6 +211,25 @@ def test_dependencies_are_checked_against_the_metadata() -> None:
             assert f" torch=={tested.torch}" in finding.remedy, "a dependency must not bring another torch"
 
 
+def fused_lookup_program(before: str) -> LoadResult:
+    return facts.run_load_program(f"{before}\n{facts._FUSED_LOOKUP_PROGRAM}")
+
+
+def test_it_says_whether_tables_can_be_looked_up_in_one_pass_and_why_not() -> None:
+    found = findings.check_fused_lookup(fused_lookup_program(""))
+    assert found.status == "ok" and found.detail.startswith("yes, by numba ")
+    broken = {
+        "import sys; sys.modules['numba'] = None": ["numba cannot be imported", "pip install numba"],
+        # as where it was built for another NumPy
+        "import numpy; numpy.__version__ = '99.0'": ["numba cannot be", "99.0"],
+        "import os; os.abort()": ["signal 6"],
+    }
+    for before, words in broken.items():
+        found = findings.check_fused_lookup(fused_lookup_program(before))
+        assert found.status == "note" and found.detail.startswith("no: ") and "FBGEMM" in found.detail
+        assert all(word in found.detail for word in words), found.detail
+
+
 def test_without_its_own_metadata_nothing_is_known_about_dependencies() -> None:
     (finding,) = findings.check_dependencies({}, None)
     assert finding.status == "wrong" and finding.remedy == "tools/setup.sh"

@@ -51,6 +51,12 @@ torchrec.EmbeddingBagCollection(tables=tables)(ids)
 print("{}")""",
 }
 
+_FUSED_LOOKUP_PROGRAM = """
+import importlib.metadata, json
+from distembed.fused.loading import reason_unavailable
+reason = reason_unavailable()
+print(json.dumps({"reason": reason, "numba": importlib.metadata.version("numba") if reason is None else None}))"""
+
 
 @dataclass(frozen=True)
 class LoadResult:
@@ -97,6 +103,8 @@ class Facts:
         has_gpu: Whether there is an NVIDIA driver with at least one device.
         driver: Version of the NVIDIA driver, such as ``570.86.15``; None where there is none, or it is not known.
         loads: Name of a member of the trio -> how its import ended, in the order in which they build on each other.
+        fused_lookup: How it ended to ask for the fused lookup's kernels on the processor: ``reason`` says why they
+            cannot be had, and is None where they can, by the version of ``numba``.
         machine: The machine that this process runs on.
     """
 
@@ -106,6 +114,7 @@ class Facts:
     has_gpu: bool
     driver: str | None
     loads: Mapping[str, LoadResult]
+    fused_lookup: LoadResult
     machine: MachineFacts
 
 
@@ -118,6 +127,7 @@ def gather_facts() -> Facts:
         has_gpu=nvidia_smi_works(),
         driver=driver_version(),
         loads=load_trio(),
+        fused_lookup=run_load_program(_FUSED_LOOKUP_PROGRAM),
         machine=MachineFacts(
             platform=platform.platform(),
             usable_cores=usable_cores(),

@@ -51,6 +51,7 @@ def judge(facts: Facts) -> list[Finding]:
         *versions,
         *check_loads(facts.loads, tested.pins(device), already_wrong=wrong_versions),
         *check_dependencies(facts.installed, facts.requirements, tested),
+        check_fused_lookup(facts.fused_lookup),
         *check_accelerators(facts.loads["torch"].facts, device, facts.has_gpu, facts.driver, tested),
         *check_machine(facts.machine),
     ]
@@ -166,6 +167,14 @@ def check_dependencies(
         else:
             met.append(f"{requirement.name} {found}")
     return [*findings, Finding("dependencies", "ok", ", ".join(met))] if met else findings
+
+
+def check_fused_lookup(result: LoadResult) -> Finding:
+    """Judges whether tables on the processor can be looked up in one pass; without it FBGEMM looks them up."""
+    reason = result.error or result.facts["reason"]
+    if reason:
+        return Finding("fused lookup", "note", f"no: {reason}; until then FBGEMM looks tables up")
+    return Finding("fused lookup", "ok", f"yes, by numba {result.facts['numba']}")
 
 
 def check_accelerators(
