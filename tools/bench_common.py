@@ -20,6 +20,7 @@ from distembed.cuda_driver import driver_version
 from distembed.data.reader.batch import Batch
 from distembed.data.single_ids import carry_single_ids, mark_single_ids
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
+from distembed.embedding.settings import LookupKernel
 from distembed.partitions import Partition
 from distembed.runs.folder import versions
 from distembed.training.build import TrainingState
@@ -74,11 +75,13 @@ def torchrec_collection(num_rows: int, dim: int = DIM) -> EmbeddingBagCollection
 
 
 def compositional_collection(
-    partition: Partition, composition: Composition | str = "product", dim: int = DIM
+    partition: Partition, composition: Composition | str = "product", dim: int = DIM, kernel: LookupKernel = "auto"
 ) -> CompositionalEmbeddingBagCollection:
     """Returns compositional tables with that scheme, on the meta device."""
     tables = [
-        CompositionalEmbeddingBagConfig(name, partition.num_embeddings, dim, [name], partition, composition)
+        CompositionalEmbeddingBagConfig(
+            name, partition.num_embeddings, dim, [name], partition, composition, kernel=kernel
+        )
         for name in NAMES
     ]
     return CompositionalEmbeddingBagCollection(tables, device="meta")

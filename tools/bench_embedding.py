@@ -48,6 +48,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.composition import COMPOSITIONS, Composition, PathMLP
 from distembed.embedding.ids import IdMapper
+from distembed.embedding.settings import LookupKernel
 from distembed.embedding.variable_batches import with_ids
 from distembed.files import write_json
 from distembed.partitions import ChineseRemainder, MixedRadix, Naive, Partition, QuotientRemainder, Remainder
@@ -113,12 +114,12 @@ def shard(module: nn.Module, sharder: ModuleSharder, device: torch.device) -> nn
     return sharded.module["e"]
 
 
-def ours(partition: Partition, composition: Composition, dim: int = DIM) -> Contender:
+def ours(partition: Partition, composition: Composition, dim: int = DIM, kernel: LookupKernel = "auto") -> Contender:
     """Returns this project's tables."""
     table = compositional_collection(partition, composition, dim).tables()[0]
 
     def make(device: torch.device) -> Step:
-        collection = compositional_collection(partition, composition, dim)
+        collection = compositional_collection(partition, composition, dim, kernel)
         sharded = shard(nn.ModuleDict({"e": collection}), CompositionalEmbeddingBagCollectionSharder(), device)
         functions = list(sharded.get_submodule("functions").parameters())
         optimizer = torch.optim.Adagrad(functions, lr=LEARNING_RATE, fused=True) if functions else None

@@ -5,7 +5,7 @@
 #
 #   tools/gpu.sh                     into runs/gpu; ends with the table, which is runs/gpu/table.md too
 #   tools/gpu.sh --fresh             forgets what there is of earlier calls
-#   tools/gpu.sh --only tests step   some parts alone: tests embedding step launches sse memory checkpoint
+#   tools/gpu.sh --only tests step   some parts alone: tests embedding fused step launches sse memory checkpoint
 #   tools/gpu.sh --results DIR --minutes 4
 #   tools/gpu.sh --dry               all of it on the processor with tiny sizes, into runs/gpu_dry: every line runs but
 #                                    the kernels; takes some minutes

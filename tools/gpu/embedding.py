@@ -5,7 +5,7 @@ see :mod:`bench_embedding`, whose contenders these are.
 """
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from bench_common import COLLISIONS, take_turns
@@ -36,6 +36,17 @@ def contenders(num_ids: int, dim: int) -> dict[str, Contender]:
 
 def measure(results: Results, scale: Scale) -> None:
     """Measures each number of columns and rows, all contenders in turns."""
+    measure_in_turns(results, scale, contenders)
+
+
+def measure_in_turns(results: Results, scale: Scale, contenders: Callable[[int, int], dict[str, Contender]]) -> None:
+    """Measures contenders in turns, at each number of columns and rows.
+
+    Args:
+        results: Where rows go.
+        scale: The sizes.
+        contenders: Returns all contenders by name, given the numbers of ids and of columns.
+    """
     with process_group(scale.device) as ranks:
         bandwidth = copy_bytes_per_second(ranks.device, scale.copied_bytes)
         for dim in scale.dims:

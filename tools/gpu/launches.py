@@ -15,6 +15,7 @@ from bench_train import Sizes
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import gpu.embedding
+import gpu.fused
 import gpu.step
 from distembed.ranks import Ranks, process_group
 from gpu.results import Results
@@ -31,7 +32,8 @@ def measure(results: Results, scale: Scale) -> None:
     dim, size = scale.dims[0], scale.batch_sizes[1]
     with process_group(scale.device) as ranks:
         batches = draw_batches(size, 1, scale.num_ids, ranks.device)
-        for name, contender in gpu.embedding.contenders(scale.num_ids, dim).items():
+        alone = gpu.embedding.contenders(scale.num_ids, dim) | gpu.fused.contenders(scale.num_ids, dim)
+        for name, contender in alone.items():
             if results.lacks(what="tables alone", contender=name):
                 step = turn(contender.make(ranks.device), batches, size, contender.width)
                 results.add([{"what": "tables alone", "contender": name, **counted(step, scale.profiled_steps, ranks)}])

@@ -16,16 +16,18 @@ def _mib(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:,.1f}"
 
 
+_OF_TABLES_ALONE: Columns = {
+    "columns": lambda row: str(row["dim"]),
+    "batch": lambda row: f"{row['batch_size']:,}",
+    "tables": lambda row: row["contender"],
+    "ms": lambda row: f"{row['milliseconds']:.3f}",
+    "to TorchRec, hashed": lambda row: f"{row['ratio']:.2f}x",
+    "MB moved": lambda row: f"{row['moved_bytes'] / 1e6:,.1f}",
+    "of the bandwidth": lambda row: f"{row['share_of_bandwidth']:.1%}",
+}
 COLUMNS: dict[str, Columns] = {
-    "embedding": {
-        "columns": lambda row: str(row["dim"]),
-        "batch": lambda row: f"{row['batch_size']:,}",
-        "tables": lambda row: row["contender"],
-        "ms": lambda row: f"{row['milliseconds']:.3f}",
-        "to TorchRec, hashed": lambda row: f"{row['ratio']:.2f}x",
-        "MB moved": lambda row: f"{row['moved_bytes'] / 1e6:,.1f}",
-        "of the bandwidth": lambda row: f"{row['share_of_bandwidth']:.1%}",
-    },
+    "embedding": _OF_TABLES_ALONE,
+    "fused": _OF_TABLES_ALONE,
     "step": {
         "columns": lambda row: str(row["dim"]),
         "batch": lambda row: f"{row['batch_size']:,}",
