@@ -2,9 +2,9 @@
 
 A resumed run has to give the weights that it would have given without the interruption. So its config may differ only
 in settings that leave them as they are: where files are, what is evaluated, how often something is logged, where tables
-are placed. Another device gives them up to rounding, if its networks compute in the same precision. The config may also
-train for longer, unless a learning rate depends on the number of steps. A model may be evaluated on another dataset, if
-its ids stand for the same values.
+are placed. Another device gives them up to rounding, if its networks compute in the same precision, and so does another
+kernel of lookups. The config may also train for longer, unless a learning rate depends on the number of steps. A model
+may be evaluated on another dataset, if its ids stand for the same values.
 """
 
 import dataclasses
@@ -31,6 +31,7 @@ _MAY_CHANGE = {
     "data.skip_unreadable",
     "data.cache_dir",
     "data.cache_bytes",
+    "embedding.kernel",
     "train.device",
     "train.log_every",
     "train.evaluate_every",
