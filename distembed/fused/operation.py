@@ -8,7 +8,6 @@ pass unless another backward pass of the same tables ran in between.
 """
 
 import os
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,13 +21,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from distembed.fused import layout
-from distembed.fused.loading import Kernels, load
+from distembed.fused.loading import load
 from distembed.partitions.base import Digit
 
 OPTIMIZERS = {"sgd": layout.SGD, "adagrad": layout.ADAGRAD, "row_wise_adagrad": layout.ROW_WISE_ADAGRAD}
 """The optimizers that the kernels have, by their names in ``distembed.optim.OPTIMIZERS``."""
 MAX_ROWS, MAX_IDS = 2**31 - 1, 2**31 - 1
-_ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -39,14 +37,15 @@ class Part:
         digit: How ids are mapped to rows.
         first_row: The first row that is here.
         num_rows: Number of rows that are here.
-        weight_start: Place of the first row's first number in the partition's storage.
+        weight_start: Place of the first row's first number in FBGEMM's storage of the partition; 0 for weights that
+            every rank has.
         state_start: Place of its first state in that of states.
     """
 
     digit: Digit
     first_row: int
     num_rows: int
-    weight_start: int
+    weight_start: int = 0
     state_start: int = 0
 
 
@@ -55,18 +54,29 @@ class Storage:
     """Where a partition's rows lie in a step.
 
     Attributes:
-        weights: All rows, one behind the other.
+        weights: FBGEMM's storage of all tables' rows; or, of what every rank has, each table's ``[rows, columns]``.
         optimizer: A key of :data:`OPTIMIZERS`, which updates them; None where their gradients are returned.
         states: The optimizer's states; None where it has none.
         learning_rate: Gives the learning rate when rows are updated.
         eps: What is added to denominators.
+        gradient_scale: Factor of the gradients that are returned.
     """
 
-    weights: Tensor
+    weights: Sequence[Tensor]
     optimizer: str | None = None
     states: Tensor | None = None
     learning_rate: Callable[[], float] = float
     eps: float = 0.0
+    gradient_scale: int = 1
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number of a row: 4, or 2 for float16."""
+        return self.weights[0].element_size()
+
+    def row_bytes(self, num_columns: int) -> int:
+        """Returns the bytes from one row to the next."""
+        return (num_columns if self.optimizer is not None else self.weights[0].stride(0)) * self.itemsize
 
 
 @dataclass(frozen=True)
@@ -102,8 +112,7 @@ class FusedLookup:
         formula: What the tables have in common.
         parts: Of each feature, its table's partitions.
         tables: Number of features of each table, whose features lie side by side.
-        state_columns: Number of states of a row, for each partition.
-        itemsizes: Bytes of a number of each partition's rows: 4, or 2 for float16.
+        storages: Where each partition's rows lie; addresses may differ from step to step, and nothing else.
     """
 
     def __init__(
@@ -111,21 +120,23 @@ class FusedLookup:
         formula: Formula,
         parts: Sequence[Sequence[Part]],
         tables: Sequence[int],
-        state_columns: Sequence[int],
-        itemsizes: Sequence[int],
+        storages: Sequence[Storage],
     ) -> None:
         self._formula, self._num_features = formula, len(parts)
         self._kernels = load(formula.lanes)
         self._table_ends = np.cumsum(tables).tolist()
         self._partitions = np.zeros((len(formula.columns), layout.PARTITION_FIELDS), np.int64)
-        for own, columns, states, itemsize in zip(
-            self._partitions, formula.columns, state_columns, itemsizes, strict=True
-        ):
+        for own, columns, storage in zip(self._partitions, formula.columns, storages, strict=True):
             own[layout.NUM_COLUMNS], own[layout.COLUMN_START] = len(columns), columns.start
-            own[layout.IS_HALF], own[layout.ROW_BYTES] = itemsize == 2, len(columns) * itemsize
+            own[layout.IS_HALF], own[layout.ROW_BYTES] = storage.itemsize == 2, storage.row_bytes(len(columns))
+            states = {"adagrad": len(columns), "row_wise_adagrad": 1}.get(storage.optimizer or "", 0)
             own[layout.STATE_ROW_BYTES] = 4 * states
+        self._table_of_feature = np.repeat(np.arange(len(tables)), tables)
         self._parts = np.array(
-            [[_part_fields(part, itemsize) for part, itemsize in zip(own, itemsizes, strict=True)] for own in parts],
+            [
+                [_part_fields(part, storage.itemsize) for part, storage in zip(own, storages, strict=True)]
+                for own in parts
+            ],
             np.int64,
         )
         self._features = np.zeros((self._num_features, layout.FEATURE_FIELDS), np.int64)
@@ -157,58 +168,66 @@ class FusedLookup:
             features[:, layout.FIRST_BAG] = np.arange(self._num_features) * num_bags
             features[:, layout.NUM_BAGS] = num_bags
             features[:, layout.VECTOR_START] = np.arange(self._num_features) * width_bytes
-            shape, stride = (num_bags, self._num_features * self._formula.width), self._num_features * width_bytes
+            shape = (num_bags, self._num_features * self._formula.width)
         else:
             features[:, layout.NUM_BAGS] = counts
             features[1:, layout.FIRST_BAG] = np.cumsum(counts)[:-1]
             features[:, layout.VECTOR_START] = features[:, layout.FIRST_BAG] * width_bytes
-            shape, stride = (len(ids), self._formula.width), width_bytes
-        step = _Step(self, batch, features, stride, storages)
-        vectors = _Fused.apply(step, shape, *[own.weights for own in storages])  # type: ignore[no-untyped-call]
+            shape = (len(ids), self._formula.width)
+        step = _Step(self, batch, features, storages)
+        all_weights = [weight for own in storages for weight in own.weights]
+        vectors: Tensor = _Fused.apply(step, shape, *all_weights)  # type: ignore[no-untyped-call]
         return vectors
 
     def compose(self, step: "_Step", outputs: Float[Tensor, "bags width"]) -> None:
         """Writes the composed vectors of a step's bags."""
-        partitions = self._placed(step.storages)
-        job = self._job(step, partitions, outputs)
-        num_partitions = len(partitions)
+        placed = self._placed(step.storages)
+        job = self._job(step, placed, outputs)
+        scratch_bytes = 8 * layout.BLOCK_IDS * len(placed.partitions)
 
         def compose(share: int, num_shares: int) -> None:
-            scratch = _scratch(8 * layout.BLOCK_IDS * num_partitions)
+            scratch = torch.empty(scratch_bytes, dtype=torch.uint8)
             self._kernels.compose(job.ctypes.data, share, num_shares, scratch.data_ptr())
 
-        _in_threads(compose, len(outputs) // 64)
+        most_bags = int(step.features[:, layout.NUM_BAGS].max(initial=0))
+        _in_threads(compose, max(1, min(torch.get_num_threads(), most_bags // layout.BLOCK_IDS)))
 
     def update(self, step: "_Step", gradients: Float[Tensor, "bags width"]) -> list[Tensor | None]:
-        """Updates the rows of a step's ids; returns the gradients of rows that are not updated here."""
-        partitions = self._placed(step.storages)
+        """Updates the rows of a step's ids.
+
+        Returns:
+            A gradient for each weight that is not updated here, and None for FBGEMM's.
+        """
+        placed = self._placed(step.storages)
         returned: list[Tensor | None] = []
-        for own, storage in zip(partitions, step.storages, strict=True):
-            gradient = None
-            if storage.optimizer is None:
-                gradient = torch.zeros_like(storage.weights)
-                own[layout.GRADIENT_ADDRESS] = gradient.data_ptr()
-            returned.append(gradient)
-        job = self._job(step, partitions, gradients)
+        for j, storage in enumerate(step.storages):
+            if storage.optimizer is not None:
+                returned.append(None)
+                continue
+            sums = [torch.zeros(weight.shape, dtype=torch.float32) for weight in storage.weights]
+            addresses = np.array([own.data_ptr() for own in sums], np.int64)
+            placed.partitions[j, layout.GRADIENT_ADDRESS] = addresses[0]
+            placed.parts[:, j, layout.GRADIENT_START] = addresses[self._table_of_feature] - addresses[0]
+            returned += sums
+        gradients = gradients.float()
+        if gradients.stride(1) != 1 or not self._formula.pools:
+            gradients = gradients.contiguous()
+        job = self._job(step, placed, gradients)
         tables = self._tables_by_share(step)
 
         def update(share: int, num_shares: int) -> None:
             for first, end in tables[share]:
-                self._update_table(job, first, end)
+                num_bytes = self._kernels.update(job.ctypes.data, first, end, 0, 0)
+                # which the allocator keeps from step to step
+                scratch = torch.empty(num_bytes, dtype=torch.uint8)
+                self._kernels.update(job.ctypes.data, first, end, scratch.data_ptr(), num_bytes)
 
-        _in_threads(update, len(tables), len(tables))
-        return returned
-
-    def _update_table(self, job: Any, first_feature: int, last_feature: int) -> None:
-        num_bytes = _scratch(0).numel()
-        while True:
-            scratch = _scratch(num_bytes)
-            needed = self._kernels.update(
-                job.ctypes.data, first_feature, last_feature, scratch.data_ptr(), scratch.numel()
-            )
-            if needed <= scratch.numel():
-                return
-            num_bytes = needed
+        _in_threads(update, len(tables))
+        weights = [(weight, own.gradient_scale) for own in step.storages for weight in own.weights]
+        return [
+            None if own is None else own.mul_(scale).to(weight.dtype) if scale > 1 else own.to(weight.dtype)
+            for own, (weight, scale) in zip(returned, weights, strict=True)
+        ]
 
     def _tables_by_share(self, step: "_Step") -> list[list[tuple[int, int]]]:
         """Returns the tables of each thread, as ranges of features, with about equally many ids."""
@@ -229,30 +248,40 @@ class FusedLookup:
             shares[least].append(ranges[table])
         return shares
 
-    def _placed(self, storages: Sequence[Storage]) -> Any:
-        """Returns the partitions with the addresses that their storages have now."""
-        partitions = self._partitions.copy()
-        numbers = partitions.view(np.float64)
+    def _placed(self, storages: Sequence[Storage]) -> "_Placed":
+        """Returns the tables with the addresses that their storages have now."""
+        placed = _Placed(self._partitions.copy(), self._parts.copy())
+        numbers = placed.partitions.view(np.float64)
         for j, own in enumerate(storages):
-            partitions[j, layout.WEIGHT_ADDRESS] = own.weights.data_ptr()
+            addresses = np.array([weight.data_ptr() for weight in own.weights], np.int64)
+            placed.partitions[j, layout.WEIGHT_ADDRESS] = addresses[0]
             if own.optimizer is None:
+                placed.parts[:, j, layout.WEIGHT_START] = addresses[self._table_of_feature] - addresses[0]
                 continue
-            partitions[j, layout.OPTIMIZER] = OPTIMIZERS[own.optimizer]
-            partitions[j, layout.STATE_ADDRESS] = 0 if own.states is None else own.states.data_ptr()
+            placed.partitions[j, layout.OPTIMIZER] = OPTIMIZERS[own.optimizer]
+            placed.partitions[j, layout.STATE_ADDRESS] = 0 if own.states is None else own.states.data_ptr()
             numbers[j, layout.LEARNING_RATE], numbers[j, layout.EPS] = own.learning_rate(), own.eps
-        return partitions
+        return placed
 
-    def _job(self, step: "_Step", partitions: Any, vectors: Tensor) -> Any:
+    def _job(self, step: "_Step", placed: "_Placed", vectors: Tensor) -> Any:
         batch = step.batch
         job = np.zeros(layout.JOB_FIELDS, np.int64)
         job[layout.IDS], job[layout.OFFSETS] = batch.ids.data_ptr(), batch.offsets.data_ptr()
         job[layout.WEIGHTS] = 0 if batch.weights is None else batch.weights.data_ptr()
         job[layout.FEATURES], job[layout.NUM_FEATURES] = step.features.ctypes.data, self._num_features
-        job[layout.PARTITIONS], job[layout.NUM_PARTITIONS] = partitions.ctypes.data, len(partitions)
-        job[layout.PARTS] = self._parts.ctypes.data
-        job[layout.VECTORS], job[layout.STRIDE] = vectors.data_ptr(), step.stride
+        job[layout.PARTITIONS], job[layout.NUM_PARTITIONS] = placed.partitions.ctypes.data, len(placed.partitions)
+        job[layout.PARTS] = placed.parts.ctypes.data
+        job[layout.VECTORS], job[layout.STRIDE] = vectors.data_ptr(), 4 * vectors.stride(0)
         job[layout.WIDTH], job[layout.IS_PRODUCT] = self._formula.width, self._formula.is_product
         return job
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """Blocks of the partitions and of the parts, with addresses."""
+
+    partitions: Any
+    parts: Any
 
 
 @dataclass(frozen=True)
@@ -271,7 +300,6 @@ class _Step:
     lookup: FusedLookup
     batch: _Batch
     features: Any
-    stride: int
     storages: Sequence[Storage]
 
 
@@ -289,7 +317,7 @@ class _Fused(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
-        return None, None, *ctx.step.lookup.update(ctx.step, gradient.float().contiguous())
+        return None, None, *ctx.step.lookup.update(ctx.step, gradient)
 
 
 def _part_fields(part: Part, itemsize: int) -> list[int]:
@@ -299,7 +327,6 @@ def _part_fields(part: Part, itemsize: int) -> list[int]:
     fields[layout.MODULUS], fields[layout.MODULUS_RECIPROCAL] = modulus, _reciprocal(modulus)
     fields[layout.FIRST_ROW], fields[layout.NUM_ROWS] = part.first_row, part.num_rows
     fields[layout.WEIGHT_START], fields[layout.STATE_START] = itemsize * part.weight_start, 4 * part.state_start
-    fields[layout.GRADIENT_START] = 4 * part.weight_start
     return fields
 
 
@@ -315,19 +342,6 @@ def _reciprocal(divisor: int) -> int:
     return reciprocal - 2**64 if reciprocal >= 2**63 else reciprocal
 
 
-_local = threading.local()
-
-
-def _scratch(num_bytes: int) -> Tensor:
-    """Returns at least so many bytes of memory of this thread, from a multiple of 64 on; they grow and are kept."""
-    held: Tensor | None = getattr(_local, "scratch", None)
-    if held is None or held.numel() < num_bytes:
-        whole = torch.empty(num_bytes + _ALIGNMENT, dtype=torch.uint8)
-        start = -whole.data_ptr() % _ALIGNMENT
-        _local.scratch = held = whole[start : start + num_bytes]
-    return held
-
-
 @cache
 def _pool(num_threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(num_threads, thread_name_prefix="distembed-fused")
@@ -336,22 +350,12 @@ def _pool(num_threads: int) -> ThreadPoolExecutor:
 os.register_at_fork(after_in_child=_pool.cache_clear)  # where the threads are not
 
 
-def _in_threads(run: Callable[[int, int], None], most_shares: int, num_shares: int | None = None) -> None:
-    """Runs a function for each share, in as many threads as torch uses; this one takes the first share.
+def _in_threads(run: Callable[[int, int], None], num_shares: int) -> None:
+    """Runs a function for each share, given its number and how many there are, in a thread each.
 
-    Args:
-        run: Takes the number of a share, and how many there are.
-        most_shares: How many threads there is work for.
-        num_shares: How many shares there are, if that is given.
+    The first share is this thread's.
     """
-    shares = num_shares if num_shares is not None else max(1, min(torch.get_num_threads(), most_shares))
-    if shares == 1:
-        run(0, 1)
-        return
-    others = [_pool(shares - 1).submit(run, share, shares) for share in range(1, shares)]
-    run(0, shares)
+    others = [_pool(num_shares - 1).submit(run, share, num_shares) for share in range(1, num_shares)]
+    run(0, num_shares)
     for other in others:
         other.result()
-
-
-__all__ = ["MAX_IDS", "MAX_ROWS", "OPTIMIZERS", "Formula", "FusedLookup", "Kernels", "Part", "Storage"]

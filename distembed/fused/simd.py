@@ -34,7 +34,7 @@ class Floats(types.Type):
 
     def __init__(self, lanes: int) -> None:
         self.lanes = lanes
-        super().__init__(name=f"Floats({lanes})")  # type: ignore[no-untyped-call]
+        super().__init__(name=f"Floats({lanes})")
 
     @property
     def llvm(self) -> ir.Type:
@@ -45,7 +45,7 @@ class Floats(types.Type):
 @register_model(Floats)
 class _FloatsModel(PrimitiveModel):
     def __init__(self, dmm: Any, fe_type: Floats) -> None:
-        super().__init__(dmm, fe_type, fe_type.llvm)
+        super().__init__(dmm, fe_type, fe_type.llvm)  # type: ignore[no-untyped-call]
 
 
 def _pointer(builder: Any, address: Any, element: ir.Type) -> Any:

@@ -228,8 +228,11 @@ class Fused:
     def __init__(self, case: Case, side: Side, lookup: Callable[..., Any] = FusedLookup) -> None:
         self.case = case
         self.weights = [
-            _storage(own, 3 * len(columns)).to(torch.float16 if half else torch.float32).requires_grad_()
-            for own, columns, half in zip(side.weights, case.columns, case.halves, strict=True)
+            [one.to(torch.float16 if half else torch.float32).requires_grad_() for one in tensors]
+            for own, columns, half, optimizer in zip(
+                side.weights, case.columns, case.halves, case.optimizers, strict=True
+            )
+            for tensors in [own if optimizer is None else [_storage(own, 3 * len(columns))]]
         ]
         self.states = [
             None if optimizer in (None, "sgd") else _storage(own, 3).float()
@@ -243,20 +246,16 @@ class Fused:
         for number, table in enumerate(case.tables):
             own_parts = []
             for j, (digit, (first, rows)) in enumerate(zip(table.digits, table.windows, strict=True)):
-                weight_start = _start(side.weights[j], number, 3 * len(case.columns[j]))
+                weight_start = 0
+                if case.optimizers[j] is not None:
+                    weight_start = _start(side.weights[j], number, 3 * len(case.columns[j]))
                 own_parts.append(Part(digit, first, rows, weight_start, _start(side.states[j], number, 3)))
             parts += [own_parts] * table.num_features
-        per_row = {"row_wise_adagrad": 1}
-        state_columns = [
-            0 if states is None else per_row.get(str(optimizer), len(columns))
-            for states, optimizer, columns in zip(self.states, case.optimizers, case.columns, strict=True)
-        ]
         self.lookup = lookup(
             Formula(case.columns, case.is_product, case.batch != "sequence"),
             parts,
             [table.num_features for table in case.tables],
-            state_columns,
-            [weights.element_size() for weights in self.weights],
+            self.storages,
         )
 
     def outputs(self, batch: Batch) -> Tensor:
@@ -269,13 +268,14 @@ class Fused:
         counts = [sum(map(len, own)) for own in batch.ids] if self.case.batch == "sequence" else None
         return self.lookup(ids, offsets, weights, self.storages, counts)
 
-    def step(self, batch: Batch, gradient: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-        """Returns the outputs, and the gradients of partitions without an optimizer."""
+    def step(self, batch: Batch, gradient: Tensor) -> tuple[Tensor, list[list[Tensor | None]]]:
+        """Returns the outputs, and the gradients of every partition's weights."""
         for weights in self.weights:
-            weights.grad = None
+            for one in weights:
+                one.grad = None
         outputs = self.outputs(batch)
         outputs.backward(gradient)
-        return outputs.detach(), [weights.grad for weights in self.weights]
+        return outputs.detach(), [[one.grad for one in weights] for weights in self.weights]
 
 
 def gap(number: int, gap_numbers: int) -> int:
@@ -300,7 +300,7 @@ def check(case: Case, num_steps: int = 5, lookup: Callable[..., Any] = FusedLook
     """Fused and plain steps give the same outputs, gradients, rows and states; nothing else is written."""
     plain = Side(case)
     fused = Fused(case, plain, lookup)
-    first = [weights.detach().clone() for weights in fused.weights]
+    first = [[one.detach().clone() for one in weights] for weights in fused.weights]
     touched: list[list[set[int]]] = [[set() for _ in case.tables] for _ in case.columns]
     close: dict[str, float] = {"rtol": 4e-3, "atol": 4e-3} if any(case.halves) else {"rtol": 2e-4, "atol": 2e-5}
     for step in range(num_steps):
@@ -311,15 +311,18 @@ def check(case: Case, num_steps: int = 5, lookup: Callable[..., Any] = FusedLook
         torch.testing.assert_close(outputs, expected.float(), **close)
         for j, own in enumerate(expected_returned):
             if own is None:
-                assert returned[j] is None
-            else:
-                dense = _storage(own, 3 * len(case.columns[j]))
-                dense[_storage([torch.zeros_like(one) for one in own], 3 * len(case.columns[j])) == NOBODYS] = 0
-                torch.testing.assert_close(returned[j], dense.float(), **close)
+                assert returned[j] == [None]
+                continue
+            for gradient_of_table, weight, one in zip(own, fused.weights[j], returned[j], strict=True):
+                torch.testing.assert_close(one, gradient_of_table.to(weight.dtype), **close)
         for all_rows, new in zip(touched, _occurring(case, batch), strict=True):
             for rows, new_rows in zip(all_rows, new, strict=True):
                 rows |= new_rows
-    for j, weights in enumerate(fused.weights):
+    for j, all_weights in enumerate(fused.weights):
+        if case.optimizers[j] is None:
+            assert all(torch.equal(one, was) for one, was in zip(all_weights, first[j], strict=True))
+            continue
+        (weights,) = all_weights
         expected = _storage(plain.weights[j], 3 * len(case.columns[j]))
         torch.testing.assert_close(weights.detach().float(), expected.float(), **close)
         if fused.states[j] is not None:
@@ -328,4 +331,4 @@ def check(case: Case, num_steps: int = 5, lookup: Callable[..., Any] = FusedLook
         for mark, rows in zip(marks, touched[j], strict=True):
             mark[sorted(rows)] = 1
         others = _storage(marks, 3 * len(case.columns[j])) != 1
-        assert torch.equal(weights.detach()[others], first[j][others]), "a row that does not occur was written"
+        assert torch.equal(weights.detach()[others], first[j][0][others]), "a row that does not occur was written"

@@ -146,7 +146,7 @@ def test_without_eps_only_rows_that_occur_are_divided() -> None:
         batch = draw_batch(case, 0)
         fused.step(batch, torch.ones(3, 8))
         for weights in fused.weights:
-            assert weights.isfinite().all()
+            assert all(one.isfinite().all() for one in weights)
     check(Case([QUOTIENT_REMAINDER], [range(8)] * 2, True, ["adagrad"] * 2, [False] * 2, "ragged", 3, eps=0.0))
 
 
@@ -181,8 +181,9 @@ def all_numbers(case: Case, batches: Sequence[Batch], num_threads: int) -> list[
             with torch.no_grad():
                 shape = fused.outputs(batch).shape
             outputs, returned = fused.step(batch, torch.randn(shape, generator=generator))
-            found += [outputs, *(one.clone() for one in returned if one is not None)]
-        return found + [one.detach() for one in (*fused.weights, *fused.states) if one is not None]
+            found += [outputs, *(one.clone() for own in returned for one in own if one is not None)]
+        weights = [one for own in fused.weights for one in own]
+        return found + [one.detach() for one in (*weights, *fused.states) if one is not None]
     finally:
         torch.set_num_threads(before)
 

@@ -57,7 +57,10 @@ LEAST, MOST, MOST_OF_KNOWN_MISS = 0.9, 1.2, 1.25
 
 
 class Alive(TorchDispatchMode):
-    """Bytes of all storages that operators have returned and that still exist."""
+    """Bytes of all storages that operators have returned and that still exist.
+
+    No operator returns the copy of its input in which gloo sums for a reduce-scatter: it is added while that runs.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,6 +69,9 @@ class Alive(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         returned = func(*args, **(kwargs or {}))
+        if "reduce_scatter" in func.name():
+            tensors = [own for own in tree_leaves(args) if isinstance(own, Tensor)]
+            self.peak = max(self.peak, self.bytes + max(own.numel() * own.itemsize for own in tensors))
         for tensor in tree_leaves(returned):
             if isinstance(tensor, Tensor) and not tensor.is_meta:
                 self.follow(tensor.untyped_storage())

@@ -60,19 +60,26 @@ class _ReplicatedStack:
         weights: Weight of each table.
         columns: The columns of each weight that take part; none where all do.
         gradient_scale: Factor of the gradients.
+
+    Attributes:
+        gradient_scale: The same.
     """
 
     def __init__(self, weights: Sequence[nn.Parameter], columns: Sequence[slice], gradient_scale: int) -> None:
         self._weights, self._columns = weights, columns
-        self._gradient_scale = gradient_scale
+        self.gradient_scale = gradient_scale
+
+    def weights(self) -> list[Tensor]:
+        """Returns each table's columns that take part, as they are."""
+        if not self._columns:
+            return list(self._weights)
+        return [weight[:, own] for weight, own in zip(self._weights, self._columns, strict=True)]
 
     def rows(self) -> Float[Tensor, "rows dim"]:
         """Returns all weights in float32; their gradients on the way back are multiplied by the scale."""
-        weights: Sequence[Tensor] = self._weights
-        if self._columns:
-            weights = [weight[:, own] for weight, own in zip(weights, self._columns, strict=True)]
-        stacked = (torch.cat(list(weights)) if len(weights) > 1 else weights[0]).float()
-        return CommOpGradientScaling.apply(stacked, self._gradient_scale) if self._gradient_scale > 1 else stacked
+        weights = self.weights()
+        stacked = (torch.cat(weights) if len(weights) > 1 else weights[0]).float()
+        return CommOpGradientScaling.apply(stacked, self.gradient_scale) if self.gradient_scale > 1 else stacked
 
     def first_rows(self) -> list[int]:
         """Returns where each table's weight begins."""

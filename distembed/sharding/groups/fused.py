@@ -1,9 +1,9 @@
 """One pass for a whole lookup: ids are mapped, looked up, composed and pooled together, and rows updated backward.
 
-It takes the place of the other kinds where all of these hold: the tables are on a CPU, their partitions are digits of
-ids, their composition is a product, or columns that are added or stand side by side, bags are summed, and the optimizer
-is one that the kernels have (:mod:`distembed.fused`). FBGEMM's tables keep the weights and the states, so that
-checkpoints and plans do not differ.
+It takes the place of the other kinds where all of these hold: the tables are on a CPU, or on a GPU with
+``kernel="fused"``, their partitions are digits of ids, their composition is a product, or columns that are added or
+stand side by side, bags are summed, and the optimizer is one that the kernels have (:mod:`distembed.fused`). FBGEMM's
+tables keep the weights and the states, so that checkpoints and plans do not differ.
 """
 
 import math
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from distembed.composition import Product
 from distembed.fused.loading import reason_unavailable
 from distembed.fused.operation import MAX_ROWS, OPTIMIZERS, Formula, FusedLookup, Part, Storage
+from distembed.fused.triton_lookup import TritonLookup
 from distembed.optim.kinds import fused_optimizer_name
 from distembed.sharding.groups.base import Group, LocalTable, LookupRequest
 from distembed.sharding.groups.load import (
@@ -35,6 +36,8 @@ from distembed.sharding.groups.load import (
 )
 from distembed.sharding.table_slice import TableSlice, is_pooled
 
+_COMPUTE_KERNELS = {"cpu": (None, "fused"), "cuda": (None, "fused", "fused_uvm")}
+"""TorchRec's kernels of partitions whose rows lie where the passes find them; None of those that every rank has."""
 _ITEMSIZES = {SparseType.FP32: 4, SparseType.FP16: 2}
 
 
@@ -47,7 +50,7 @@ class FusedGroup(Group):
         gradient_scale: Factor of the gradients of replicated weights.
     """
 
-    _lookup: FusedLookup | None = None
+    _lookup: FusedLookup | TritonLookup | None = None
 
     def __init__(
         self, tables: Sequence[LocalTable], replicated: Mapping[str, nn.Parameter], gradient_scale: int
@@ -66,11 +69,11 @@ class FusedGroup(Group):
         if self._lookup is None:
             self._lookup = self._make_lookup(storages, tbes)
         ids = features.values().long()
-        if self._pools:
-            offsets, counts, weights = features.offsets().long(), None, features.weights_or_none()
+        weights = features.weights_or_none() if self._pools else None
+        if self._pools or isinstance(self._lookup, TritonLookup):  # which finds an id's feature by where bags begin
+            vectors = self._lookup(ids, features.offsets().long(), weights, storages)
         else:
-            offsets, counts, weights = torch.arange(len(ids) + 1), features.length_per_key(), None
-        vectors = self._lookup(ids, offsets, weights, storages, counts)
+            vectors = self._lookup(ids, torch.arange(len(ids) + 1), None, storages, features.length_per_key())
         if vectors.requires_grad:
             for tbe in tbes:
                 _count_step(tbe)
@@ -84,55 +87,44 @@ class FusedGroup(Group):
     def _storages(self, tbes: Sequence[nn.Module]) -> list[Storage]:
         """Returns where each partition's rows lie."""
         remaining = iter(tbes)
+        stacks = [self._stacks.get(position) for position in range(self.num_slices)]
         return [
-            Storage(self._stacks[position].rows().contiguous())
-            if position in self._stacks
-            else _storage(next(remaining))
-            for position in range(self.num_slices)
+            _storage(next(remaining))
+            if stack is None
+            else Storage(stack.weights(), gradient_scale=stack.gradient_scale)
+            for stack in stacks
         ]
 
-    def _make_lookup(self, storages: Sequence[Storage], tbes: Sequence[Any]) -> FusedLookup:
-        first = self._tables[0]
-        by_feature: list[list[Part]] = [[] for _ in range(self.num_features)]
-        numbers_of_tables = [len(local.table.feature_names) for local in self._tables]
-        remaining = iter(tbes)
+    def _make_lookup(self, storages: Sequence[Storage], tbes: Sequence[Any]) -> FusedLookup | TritonLookup:
+        first, remaining = self._tables[0], iter(tbes)
+        by_table: list[list[Part]] = [[] for _ in self._tables]
         for position, own in enumerate(first.slice.partitions):
-            stack = self._stacks.get(position)
-            tbe = None if stack is not None else next(remaining)
-            starts = stack.first_rows() if stack is not None else []
-            feature = 0
-            for number, local in enumerate(self._tables):
+            tbe = None if position in self._stacks else next(remaining)
+            for number, (local, parts) in enumerate(zip(self._tables, by_table, strict=True)):
                 digits = local.table.scheme.digits()
                 assert digits is not None
-                digit, columns = digits[own.partition], own.num_columns
+                digit = digits[own.partition]
                 if tbe is None:
-                    num_rows = local.slice.partitions[position].part.num_rows
-                    part = Part(digit, 0, num_rows, starts[number] * columns)
-                else:
-                    num_rows = tbe.embedding_specs[number][0]
-                    states = tbe.momentum1_physical_offsets if storages[position].states is not None else None
-                    part = Part(
-                        digit,
-                        local.first_row,
-                        num_rows,
-                        tbe.weights_physical_offsets[number],
-                        0 if states is None else states[number],
-                    )
-                for _ in local.table.feature_names:
-                    by_feature[feature].append(part)
-                    feature += 1
-        all_columns = columns_of_partitions(first.slice)
-        assert all_columns is not None
-        return FusedLookup(
-            Formula(all_columns, isinstance(self.combine, Product), self._pools),
-            by_feature,
-            numbers_of_tables,
-            [
-                _states_of_row(storage, own.num_columns)
-                for storage, own in zip(storages, first.slice.partitions, strict=True)
-            ],
-            [storage.weights.element_size() for storage in storages],
-        )
+                    parts.append(Part(digit, 0, local.slice.partitions[position].part.num_rows))
+                    continue
+                state_start = 0 if storages[position].states is None else tbe.momentum1_physical_offsets[number]
+                num_rows, start = tbe.embedding_specs[number][0], tbe.weights_physical_offsets[number]
+                parts.append(Part(digit, local.first_row, num_rows, start, state_start))
+        features_of_tables = [len(local.table.feature_names) for local in self._tables]
+        by_feature = [parts for parts, number in zip(by_table, features_of_tables, strict=True) for _ in range(number)]
+        columns = columns_of_partitions(first.slice)
+        assert columns is not None
+        formula = Formula(columns, isinstance(self.combine, Product), self._pools)
+        lookup = FusedLookup if storages[0].weights[0].device.type == "cpu" else TritonLookup
+        return lookup(formula, by_feature, features_of_tables, storages)
+
+    @classmethod
+    def memory(cls, load: GroupLoad, device_kind: str) -> LookupMemory:
+        """Returns the bytes of the lookup, and of the gradients of replicated weights, which are not stacked."""
+        own, replicated = cls.lookup_memory(load, device_kind), load.replicated_vector_bytes
+        gradients = 0 if load.averages_gradients else replicated
+        update = own.update_bytes + (replicated if load.averages_gradients else 0)
+        return LookupMemory(own.saved_bytes, own.forward_bytes, own.backward_bytes, update, gradients)
 
     @classmethod
     def lookup_memory(cls, load: GroupLoad, device_kind: str) -> LookupMemory:
@@ -142,7 +134,8 @@ class FusedGroup(Group):
         num_rows, dims = load.max_num_rows, load.dims
         slots = sum(min(rows, num_ids) for rows in num_rows) - min(max(num_rows), num_ids)
         update = num_ids * (3 + len(dims)) * LONG_BYTES + slots * (max(dims) * FLOAT_BYTES + LONG_BYTES)
-        return LookupMemory(saved, 0, 0, update)
+        # the gradient of the vectors is there until all rows are updated
+        return LookupMemory(saved, 0, 0, update + load.output_bytes)
 
     @classmethod
     def work(cls, load: TableLoad) -> LookupWork:
@@ -166,7 +159,7 @@ def reason_not_fused(table_slice: TableSlice, device_kind: str, optimizer: str |
         optimizer: Name of the optimizer that updates the table's sharded partitions.
     """
     table = table_slice.table
-    if device_kind != "cpu":
+    if device_kind != "cpu" and table.kernel != "fused":
         return "the tables are on a GPU, on which it has not been measured to be faster"
     if table.scheme.digits() is None:
         return f"rows of {table.scheme.name} are not digits of ids"
@@ -180,13 +173,13 @@ def reason_not_fused(table_slice: TableSlice, device_kind: str, optimizer: str |
         return "a number of columns is no multiple of 4"
     if any(own.part.num_rows > MAX_ROWS for own in table_slice.partitions):
         return f"a partition has more than {MAX_ROWS} rows"
-    if any(kernel not in (None, "fused") for kernel in table_slice.kernels):
-        return (
-            f"its compute kernel is {next(kernel for kernel in table_slice.kernels if kernel not in (None, 'fused'))}"
-        )
+    for kernel in table_slice.kernels:
+        if kernel not in _COMPUTE_KERNELS[device_kind]:
+            return f"its compute kernel is {kernel}"
     if table_slice.sharded and optimizer not in OPTIMIZERS:
         return f"the optimizer is {optimizer}, and it has {', '.join(OPTIMIZERS)}"
-    return reason_unavailable()
+    # whether a GPU's kernels can be had is known there: plans are made elsewhere too
+    return reason_unavailable() if device_kind == "cpu" else None
 
 
 def columns_of_partitions(table_slice: TableSlice) -> list[range] | None:
@@ -208,8 +201,13 @@ def columns_of_partitions(table_slice: TableSlice) -> list[range] | None:
 def reason_against_settings(tbes: Sequence[Any]) -> str | None:
     """Returns which setting of FBGEMM's tables the kernels do not have; None where they have all."""
     for tbe in tbes:
-        if not isinstance(tbe, SplitTableBatchedEmbeddingBagsCodegen) or not tbe.use_cpu:
+        if not isinstance(tbe, SplitTableBatchedEmbeddingBagsCodegen):
             return f"the tables are FBGEMM's {type(tbe).__name__}"
+        places = {spec[2] for spec in tbe.embedding_specs}
+        if len(places) > 1 or EmbeddingLocation.MANAGED_CACHING in places:
+            return f"rows are in {' and '.join(sorted(place.name for place in places))}, and the passes read no cache"
+        if tbe.weights_precision == SparseType.FP16 and tbe.stochastic_rounding and not tbe.use_cpu:
+            return "stochastic_rounding is on, and rows are float16"
         own = tbe.optimizer_args
         if tbe.weights_precision not in _ITEMSIZES or tbe.pooling_mode != PoolingMode.SUM:
             return f"the tables are of {tbe.weights_precision} and {tbe.pooling_mode}"
@@ -222,14 +220,16 @@ def reason_against_settings(tbes: Sequence[Any]) -> str | None:
 def _storage(tbe: Any) -> Storage:
     """Returns where FBGEMM's tables have their rows and states."""
     optimizer = fused_optimizer_name(tbe.optimizer)
-    states = None if tbe.optimizer == EmbOptimType.EXACT_SGD else tbe.momentum1_host
-    return Storage(tbe.weights_host, optimizer, states, tbe.get_learning_rate, tbe.optimizer_args.eps)
+    states = None if tbe.optimizer == EmbOptimType.EXACT_SGD else _numbers(tbe, "momentum1")
+    return Storage([_numbers(tbe, "weights")], optimizer, states, tbe.get_learning_rate, tbe.optimizer_args.eps)
 
 
-def _states_of_row(storage: Storage, num_columns: int) -> int:
-    if storage.states is None:
-        return 0
-    return 1 if storage.optimizer == "row_wise_adagrad" else num_columns
+def _numbers(tbe: Any, name: str) -> Tensor:
+    """Returns FBGEMM's tensor of weights or states: on the CPU, on the device, or in host memory that it reads."""
+    if tbe.use_cpu:
+        return getattr(tbe, f"{name}_host")
+    on_device: Tensor = getattr(tbe, f"{name}_dev")
+    return on_device if on_device.numel() > 0 else getattr(tbe, f"{name}_uvm")
 
 
 def _count_step(tbe: Any) -> None:
