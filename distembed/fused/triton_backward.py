@@ -7,20 +7,21 @@ largest partition, whose sums would take most memory, are updated as soon as the
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from distembed.fused.operation import Storage
+from distembed.fused.triton_loading import load
 from distembed.fused.triton_tables import DeviceTables, TritonBatch, num_blocks, num_lanes, power_of_two
 
 CHUNK = 8
 """How many sorted ids a lane walks."""
 JOINED_NUMBERS = 4096
 """How many numbers of pieces of long runs are read at once."""
+_KEY_LANES = 128
+"""How many bags, or ids, a program writes the keys of."""
 _ACTIONS = {"sgd": 0, "adagrad": 1, "row_wise_adagrad": 2}
 _WRITE_GRADIENT, _WRITE_AT_KEY, _WRITE_AT_PLACE = 3, 4, 5
 
@@ -28,31 +29,46 @@ _WRITE_GRADIENT, _WRITE_AT_KEY, _WRITE_AT_PLACE = 3, 4, 5
 def update(
     tables: DeviceTables, batch: TritonBatch, storages: Sequence[Storage], gradients: Tensor
 ) -> list[Tensor | None]:
-    """Updates the rows of a batch's ids; returns the gradients of rows that are not updated here.
+    """Updates the rows of a batch's ids.
 
     Args:
         tables: The tables.
         batch: The ids.
         storages: Where each partition's rows lie.
         gradients: Gradients of the composed vectors, float32 and contiguous.
+
+    Returns:
+        A gradient for each weight that is not updated here, and None for FBGEMM's.
     """
-    returned = [torch.zeros_like(own.weights) if own.optimizer is None else None for own in storages]
-    if len(batch.ids) == 0 or batch.num_bags == 0:
-        return returned
-    step = _Backward.of(tables, batch, storages, gradients)
-    updated = [j for j, own in enumerate(storages) if own.optimizer is not None]
-    largest = max(updated, key=lambda j: tables.num_keys[j], default=-1)
-    waiting = [j for j in updated if j != largest] if tables.formula.is_product else []
-    sums = {j: step.sum_rows(j) for j in waiting}
-    for j, gradient in enumerate(returned):
-        if gradient is not None:
+    dense = {
+        j: torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
+        for j, (own, rows) in enumerate(zip(storages, batch.rows, strict=True))
+        if own.optimizer is None
+    }
+    if len(batch.ids) > 0 and batch.num_bags > 0:
+        step = _Backward.of(tables, batch, gradients)
+        updated = [j for j, own in enumerate(storages) if own.optimizer is not None]
+        largest = max(updated, key=lambda j: tables.num_keys[j], default=-1)
+        waiting = [j for j in updated if j != largest] if tables.formula.is_product else []
+        sums = {j: step.sum_rows(j) for j in waiting}
+        for j, gradient in dense.items():
             step.reduce(j, _Target(gradient, _WRITE_GRADIENT))
-    for j in updated:
-        if j not in waiting:
-            step.reduce(j, _Target.of_update(storages[j]))
-    for j, own in sums.items():
-        step.update_by(j, *own, storages[j])
-    return returned
+        for j in updated:
+            if j not in waiting:
+                step.reduce(j, _Target.of_update(batch.rows[j], storages[j]))
+        for j, own in sums.items():
+            step.update_by(own, _Target.of_update(batch.rows[j], storages[j]))
+    return [gradient for j, own in enumerate(storages) for gradient in _gradients_of_weights(own, dense.get(j))]
+
+
+def _gradients_of_weights(storage: Storage, dense: Tensor | None) -> list[Tensor | None]:
+    """Returns the gradient of each of a partition's weights, of that of all of its rows."""
+    if dense is None:
+        return [None] * len(storage.weights)
+    if storage.gradient_scale > 1:
+        dense.mul_(storage.gradient_scale)
+    split = dense.split([len(weight) for weight in storage.weights])
+    return [own.to(weight.dtype) for own, weight in zip(split, storage.weights, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -74,10 +90,16 @@ class _Target:
     eps: float = 0.0
 
     @classmethod
-    def of_update(cls, storage: Storage) -> "_Target":
+    def of_update(cls, rows: Tensor, storage: Storage) -> "_Target":
+        """Returns the rows themselves, which are updated."""
         assert storage.optimizer is not None
-        action = _ACTIONS[storage.optimizer]
-        return cls(storage.weights, action, storage.states, storage.learning_rate(), storage.eps)
+        return cls(rows, _ACTIONS[storage.optimizer], storage.states, storage.learning_rate(), storage.eps)
+
+    @property
+    def optimizer_arguments(self) -> tuple[Any, ...]:
+        """What kernels are told of the optimizer; where there are no states, they get something else to ignore."""
+        states = self.numbers if self.states is None else self.states
+        return states, float(self.learning_rate), float(self.eps)
 
 
 @dataclass(frozen=True)
@@ -89,13 +111,29 @@ class _Sorted:
 
 
 @dataclass(frozen=True)
+class _Sums:
+    """Sums of the gradients of a partition's rows, which wait for their update.
+
+    Attributes:
+        j: The partition.
+        numbers: The sums.
+        at_key: Whether each is at its row's key, and not at a place among sorted ids.
+        sorted: The ids by their keys.
+    """
+
+    j: int
+    numbers: Tensor
+    at_key: bool
+    sorted: _Sorted
+
+
+@dataclass(frozen=True)
 class _Backward:
     """One backward pass.
 
     Attributes:
         tables: The tables.
         batch: The ids.
-        weights: All rows of each partition.
         gradients: Gradients of the composed vectors.
         parts: The tables' numbers, on the device.
         keys: Keys of the ids, in each partition.
@@ -104,24 +142,18 @@ class _Backward:
 
     tables: DeviceTables
     batch: TritonBatch
-    weights: tuple[Tensor, ...]
     gradients: Tensor
     parts: Tensor
     keys: tuple[Tensor, ...]
     owners: Tensor
 
     @classmethod
-    def of(
-        cls, tables: DeviceTables, batch: TritonBatch, storages: Sequence[Storage], gradients: Tensor
-    ) -> "_Backward":
+    def of(cls, tables: DeviceTables, batch: TritonBatch, gradients: Tensor) -> "_Backward":
         """Writes the keys of all ids."""
-        ids, pools = batch.ids, tables.formula.pools
-        keys = tuple(torch.empty(len(ids), dtype=tables.key_type(j), device=ids.device) for j in range(len(storages)))
+        ids, pools, parts = batch.ids, tables.formula.pools, tables.parts(batch.ids.device)
+        keys = tuple(torch.empty(len(ids), dtype=tables.key_type(j), device=ids.device) for j in range(len(batch.rows)))
         owners = torch.empty(len(ids), dtype=torch.int32, device=ids.device)
-        parts = tables.parts(ids.device)
-        lanes = 128
-        num_lanes_used = batch.num_vectors(pools)
-        import_module("distembed.fused.triton_kernels").write_keys[(num_blocks(num_lanes_used, lanes),)](
+        load().write_keys[(num_blocks(batch.num_vectors(pools), _KEY_LANES),)](
             ids,
             batch.offsets,
             parts,
@@ -132,99 +164,84 @@ class _Backward:
             tables.num_features,
             RULES=tables.rules,
             POOLS=pools,
-            LANES=lanes,
+            LANES=_KEY_LANES,
             PADDED_FEATURES=power_of_two(tables.num_features),
         )
-        return cls(tables, batch, tuple(own.weights for own in storages), gradients, parts, keys, owners)
+        return cls(tables, batch, gradients, parts, keys, owners)
 
-    def sum_rows(self, j: int) -> tuple[Tensor, bool, _Sorted]:
-        """Returns sums of the gradients of a partition's rows, whether they are at keys, and these in order."""
+    def sum_rows(self, j: int) -> _Sums:
+        """Adds up the gradients of each row of a partition."""
         num_ids, num_keys = len(self.batch.ids), self.tables.num_keys[j]
-        at_key = num_keys <= num_ids
-        columns = len(self.tables.formula.columns[j])
+        at_key, columns = num_keys <= num_ids, len(self.tables.formula.columns[j])
         sums = torch.empty(min(num_keys, num_ids), columns, dtype=torch.float32, device=self.gradients.device)
-        return sums, at_key, self.reduce(j, _Target(sums, _WRITE_AT_KEY if at_key else _WRITE_AT_PLACE))
+        return _Sums(j, sums, at_key, self.reduce(j, _Target(sums, _WRITE_AT_KEY if at_key else _WRITE_AT_PLACE)))
 
     def reduce(self, j: int, target: _Target) -> _Sorted:
-        """Adds up the gradients of each row of a partition and sends them where they go; returns the keys in order."""
+        """Adds up the gradients of each row of a partition and sends them where they go; returns the ids by keys."""
         tables, num_ids, formula = self.tables, len(self.batch.ids), self.tables.formula
-        sorted_keys = _Sorted(*torch.sort(self.keys[j], stable=True))
+        by_key = _Sorted(*torch.sort(self.keys[j], stable=True))
         columns = formula.columns[j]
         num_chunks, padded = num_blocks(num_ids, CHUNK), power_of_two(len(columns))
-        heads, tails = torch.empty(2, num_chunks, len(columns), device=self.gradients.device).unbind()
+        pieces = torch.empty(2, num_chunks, len(columns), dtype=torch.float32, device=self.gradients.device).unbind()
         lanes = num_lanes(padded)
-        states = target.numbers if target.states is None else target.states
-        ends = (heads, tails, num_ids, tables.num_features, target.learning_rate, target.eps)
-        shared = {
-            "J": j,
-            "NUM_COLUMNS": len(columns),
-            "PADDED": padded,
-            "POOLS": formula.pools,
-            "ACTION": target.action,
-            "CHUNK": CHUNK,
-        }
-        _kernels().sum_runs[(num_blocks(num_chunks, lanes),)](
-            sorted_keys.keys,
-            sorted_keys.order,
+        ends = (target.numbers, *pieces, num_ids, tables.num_features, *target.optimizer_arguments)
+        settings = self._settings(j, target)
+        load().sum_runs[(num_blocks(num_chunks, lanes),)](
+            by_key.keys,
+            by_key.order,
             self.owners,
             self.keys,
             self.batch.ids if self.batch.weights is None else self.batch.weights,
             self.gradients,
             self.parts,
-            self.weights,
-            target.numbers,
-            states,
+            self.batch.rows,
             *ends,
             WIDTH=formula.width,
             COLUMN_START=columns.start,
             IS_PRODUCT=formula.is_product,
             HAS_WEIGHTS=self.batch.weights is not None,
             LANES=lanes,
-            **shared,
+            **settings,
         )
-        _kernels().join_runs[(num_chunks,)](
-            sorted_keys.keys,
-            sorted_keys.order,
+        load().join_runs[(num_chunks,)](
+            by_key.keys,
+            by_key.order,
             self.owners,
             self.parts,
-            target.numbers,
-            states,
             *ends,
-            NUM_PARTITIONS=len(self.weights),
+            NUM_PARTITIONS=len(self.keys),
             LANES=num_lanes(padded, JOINED_NUMBERS),
-            **shared,
+            **settings,
         )
-        return sorted_keys
+        return by_key
 
-    def update_by(self, j: int, sums: Tensor, at_key: bool, sorted_keys: _Sorted, storage: Storage) -> None:
-        """Updates the rows of a partition by sums that :meth:`sum_rows` returned."""
-        columns, num_ids = self.tables.formula.columns[j], len(self.batch.ids)
-        target, padded = _Target.of_update(storage), power_of_two(len(columns))
-        lanes = num_lanes(padded)
-        _kernels().update_rows[(num_blocks(num_ids, lanes),)](
-            sorted_keys.keys,
-            sorted_keys.order,
+    def update_by(self, sums: _Sums, target: _Target) -> None:
+        """Updates the rows of a partition by sums that were made before."""
+        num_ids, settings = len(self.batch.ids), self._settings(sums.j, target)
+        lanes = num_lanes(settings["PADDED"])
+        load().update_rows[(num_blocks(num_ids, lanes),)](
+            sums.sorted.keys,
+            sums.sorted.order,
             self.owners,
             self.parts,
-            sums,
+            sums.numbers,
             target.numbers,
-            target.numbers if target.states is None else target.states,
             num_ids,
             self.tables.num_features,
-            target.learning_rate,
-            target.eps,
-            J=j,
-            NUM_PARTITIONS=len(self.weights),
-            NUM_COLUMNS=len(columns),
-            PADDED=padded,
-            POOLS=self.tables.formula.pools,
-            AT_KEY=at_key,
-            ACTION=target.action,
-            CHUNK=CHUNK,
+            *target.optimizer_arguments,
+            NUM_PARTITIONS=len(self.keys),
+            AT_KEY=sums.at_key,
             LANES=lanes,
+            **settings,
         )
 
-
-@cache
-def _kernels() -> Any:
-    return import_module("distembed.fused.triton_update")
+    def _settings(self, j: int, target: _Target) -> dict[str, Any]:
+        num_columns = len(self.tables.formula.columns[j])
+        return {
+            "J": j,
+            "NUM_COLUMNS": num_columns,
+            "PADDED": power_of_two(num_columns),
+            "POOLS": self.tables.formula.pools,
+            "ACTION": target.action,
+            "CHUNK": CHUNK,
+        }

@@ -6,9 +6,6 @@ for nothing, and what a step needs beside its batch is copied to the device in t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,20 +13,10 @@ from jaxtyping import Float, Int, Int64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from distembed.errors import UserError
 from distembed.fused import triton_backward
 from distembed.fused.operation import Formula, Part, Storage
+from distembed.fused.triton_loading import load
 from distembed.fused.triton_tables import DeviceTables, TritonBatch, num_blocks, num_lanes, power_of_two
-
-
-@cache
-def reason_unavailable() -> str | None:
-    """Returns why Triton's kernels cannot be had here, in a sentence with a remedy; None where they can."""
-    try:
-        import_module("distembed.fused.triton_update")
-    except ImportError as error:
-        return f"triton cannot be imported ({error}); install a PyTorch that is built for CUDA, which brings it"
-    return None
 
 
 class TritonLookup:
@@ -39,10 +26,10 @@ class TritonLookup:
         formula: What the tables have in common.
         parts: Of each feature, its table's partitions.
         tables: Number of features of each table, whose features lie side by side.
-        state_columns: Number of states of a row, for each partition.
+        storages: Where each partition's rows lie; tensors may differ from step to step, and nothing else.
 
     Raises:
-        UserError: Triton cannot be had.
+        UserError: Triton cannot be imported.
     """
 
     def __init__(
@@ -50,14 +37,12 @@ class TritonLookup:
         formula: Formula,
         parts: Sequence[Sequence[Part]],
         tables: Sequence[int],
-        state_columns: Sequence[int],
+        storages: Sequence[Storage],
     ) -> None:
-        reason = reason_unavailable()
-        if reason is not None:
-            raise UserError(f"the fused lookup: {reason}.")
-        self._kernels: Any = import_module("distembed.fused.triton_kernels")
-        first_features = [0, *accumulate(tables)][:-1]
-        self._tables = DeviceTables(formula, parts, first_features, state_columns)
+        self._kernels = load()
+        self._tables = DeviceTables(formula, parts, tables, storages)
+        # FBGEMM's weights on CUDA are no parameters: something has to say that there is a backward pass
+        self._placeholder = torch.empty(0, requires_grad=any(own.optimizer is not None for own in storages))
 
     def __call__(
         self,
@@ -77,11 +62,14 @@ class TritonLookup:
             storages: Where each partition's rows lie.
         """
         weights = None if weights is None else weights.float().contiguous()
-        batch = TritonBatch(ids.contiguous(), offsets.contiguous(), weights, self._tables.num_features)
-        vectors = _Fused.apply(_Step(self, batch, storages), *[own.weights for own in storages])  # type: ignore[no-untyped-call]
+        rows = tuple(_rows(own) for own in storages)
+        batch = TritonBatch(ids.contiguous(), offsets.contiguous(), weights, self._tables.num_features, rows)
+        all_weights = [weight for own in storages for weight in own.weights]
+        step = _Step(self, batch, storages)
+        vectors: Tensor = _Fused.apply(step, self._placeholder, *all_weights)  # type: ignore[no-untyped-call]
         return vectors
 
-    def compose(self, batch: TritonBatch, storages: Sequence[Storage]) -> Tensor:
+    def compose(self, batch: TritonBatch) -> Tensor:
         """Returns the composed vectors of a batch."""
         tables, formula = self._tables, self._tables.formula
         shape = (
@@ -98,7 +86,7 @@ class TritonLookup:
             batch.offsets,
             batch.ids if batch.weights is None else batch.weights,
             tables.parts(batch.ids.device),
-            tuple(own.weights for own in storages),
+            batch.rows,
             outputs,
             len(batch.ids),
             batch.num_bags,
@@ -116,7 +104,7 @@ class TritonLookup:
         return outputs
 
     def update(self, batch: TritonBatch, storages: Sequence[Storage], gradients: Tensor) -> list[Tensor | None]:
-        """Updates the rows of a batch's ids; returns the gradients of rows that are not updated here."""
+        """Does what :func:`distembed.fused.triton_backward.update` does."""
         return triton_backward.update(self._tables, batch, storages, gradients)
 
 
@@ -133,13 +121,20 @@ class _Fused(torch.autograd.Function):
     """The autograd function of :class:`TritonLookup`; the weights are its arguments so that gradients come back."""
 
     @staticmethod
-    def forward(ctx: Any, step: _Step, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, step: _Step, placeholder: Tensor, *weights: Tensor) -> Tensor:
         ctx.step = step
-        return step.lookup.compose(step.batch, step.storages)
+        return step.lookup.compose(step.batch)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         step: _Step = ctx.step
-        return None, *step.lookup.update(step.batch, step.storages, gradient.float().contiguous())
+        return None, None, *step.lookup.update(step.batch, step.storages, gradient.float().contiguous())
+
+
+def _rows(storage: Storage) -> Tensor:
+    """Returns all rows of a partition; those that every rank has are stacked."""
+    if len(storage.weights) == 1:
+        return storage.weights[0].detach().contiguous()
+    return torch.cat([weight.detach() for weight in storage.weights])

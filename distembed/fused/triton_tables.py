@@ -5,11 +5,12 @@ Loads no Triton.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from distembed.fused.operation import Formula, Part
+from distembed.fused.operation import Formula, Part, Storage
 
 TILE_NUMBERS = 1024
 """How many numbers a tile of vectors has, about."""
@@ -19,12 +20,21 @@ _KEY_TYPES = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class TritonBatch:
-    """The ids of a step, as :meth:`distembed.fused.triton_lookup.TritonLookup.__call__` takes them."""
+    """The ids of a step, as :meth:`distembed.fused.triton_lookup.TritonLookup.__call__` takes them, and all rows.
+
+    Attributes:
+        ids: Ids of all features, feature after feature.
+        offsets: Where bags begin and the last one ends.
+        weights: Weights of the ids.
+        num_features: Number of features.
+        rows: All rows of each partition.
+    """
 
     ids: Tensor
     offsets: Tensor
     weights: Tensor | None
     num_features: int
+    rows: tuple[Tensor, ...]
 
     @property
     def num_bags(self) -> int:
@@ -48,19 +58,20 @@ class DeviceTables:
     Args:
         formula: What the tables have in common.
         parts: Of each feature, its table's partitions.
-        first_features: Each table's first feature.
-        state_columns: Number of states of a row, for each partition.
+        tables: Number of features of each table, whose features lie side by side.
+        storages: Where each partition's rows lie; tensors may differ from step to step, and nothing else.
     """
 
     def __init__(
         self,
         formula: Formula,
         parts: Sequence[Sequence[Part]],
-        first_features: Sequence[int],
-        state_columns: Sequence[int],
+        tables: Sequence[int],
+        storages: Sequence[Storage],
     ) -> None:
         self.formula, self.num_features = formula, len(parts)
         num_partitions = len(formula.columns)
+        first_features = [0, *accumulate(tables)][:-1]
         self.rules = tuple(_rule([own[j] for own in parts]) for j in range(num_partitions))
         num_keys = [0] * num_partitions
         first_keys: list[list[int]] = []
@@ -74,8 +85,8 @@ class DeviceTables:
         self._fields = torch.tensor(
             [
                 [
-                    _part_fields(part, key, len(columns), states)
-                    for part, key, columns, states in zip(own, keys, formula.columns, state_columns, strict=True)
+                    _part_fields(part, key, len(columns), storage.optimizer)
+                    for part, key, columns, storage in zip(own, keys, formula.columns, storages, strict=True)
                 ]
                 for own, keys in zip(parts, first_keys, strict=True)
             ],
@@ -129,13 +140,11 @@ def _rule(parts: Sequence[Part]) -> int:
     return _DIVIDES * divides + _TAKES_MODULUS * takes_modulus
 
 
-def _part_fields(part: Part, first_key: int, num_columns: int, num_states: int) -> list[int]:
+def _part_fields(part: Part, first_key: int, num_columns: int, optimizer: str | None) -> list[int]:
     """Returns divisor, modulus, what is added to a row for its key, and the places of key 0's numbers and states."""
     modulus = part.digit.modulus if part.digit.modulus is not None else 2**63 - 1
-    return [
-        part.digit.divisor,
-        modulus,
-        first_key - part.first_row,
-        part.weight_start - first_key * num_columns,
-        part.state_start - first_key * num_states,
-    ]
+    fields = [part.digit.divisor, modulus, first_key - part.first_row]
+    if optimizer is None:  # rows that every rank has are stacked in the order of their keys
+        return [*fields, 0, 0]
+    num_states = {"adagrad": num_columns, "row_wise_adagrad": 1}.get(optimizer, 0)
+    return [*fields, part.weight_start - first_key * num_columns, part.state_start - first_key * num_states]

@@ -42,11 +42,10 @@ class InterpretedLookup:
         formula: Formula,
         parts: Sequence[Sequence[Part]],
         tables: Sequence[int],
-        state_columns: Sequence[int],
-        itemsizes: Sequence[int],
+        storages: Sequence[Storage],
     ) -> None:
         assert os.environ["TRITON_INTERPRET"] == "1"
-        self._lookup = TritonLookup(formula, parts, tables, state_columns)
+        self._lookup = TritonLookup(formula, parts, tables, storages)
 
     def __call__(
         self,

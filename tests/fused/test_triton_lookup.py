@@ -7,8 +7,9 @@ from itertools import product
 import pytest
 import torch
 
-from distembed.fused.operation import OPTIMIZERS
+from distembed.fused.operation import OPTIMIZERS, Formula, Part, Storage
 from distembed.fused.triton_backward import CHUNK, JOINED_NUMBERS
+from distembed.fused.triton_lookup import TritonLookup
 from distembed.fused.triton_tables import num_lanes
 from distembed.partitions.base import Digit
 from tests.fused.cases import BATCHES, Case, Fused, Side, Table, check, draw_batch
@@ -108,6 +109,11 @@ def test_rows_that_begin_further_down(run: Run) -> None:
     run(steps, Case([table], [range(12)] * 2, True, ["row_wise_adagrad"] * 2, [False] * 2, "ragged", num_bags=20))
 
 
+def numbers(fused: Fused) -> list[torch.Tensor]:
+    """Rows and states."""
+    return [one.detach() for own in fused.weights for one in own] + [one for one in fused.states if one is not None]
+
+
 def ids_behind_the_last_bag() -> None:
     case = Case([QUOTIENT_REMAINDER], [range(8)] * 2, True, ["adagrad"] * 2, [False] * 2, "ragged", num_bags=9)
     batch = draw_batch(case, 0)
@@ -117,7 +123,7 @@ def ids_behind_the_last_bag() -> None:
     for fused, more in zip(sides, (0, 700), strict=True):
         outputs = fused.lookup(torch.cat([ids, torch.full((more,), 26)]), offsets, None, fused.storages)
         outputs.backward(torch.ones_like(outputs))
-    for own, other in zip(sides[0].weights + sides[0].states, sides[1].weights + sides[1].states, strict=True):
+    for own, other in zip(numbers(sides[0]), numbers(sides[1]), strict=True):
         torch.testing.assert_close(own, other)  # sums begin elsewhere
 
 
@@ -129,10 +135,52 @@ def bits(case: Case) -> list[torch.Tensor]:
     fused = Fused(case, Side(case), InterpretedLookup)
     batch = draw_batch(case, 0)
     outputs, returned = fused.step(batch, torch.full((case.num_bags, 2 * 16), 0.1))
-    return [outputs, *[own.detach() for own in (*fused.weights, *fused.states, *returned) if own is not None]]
+    return [outputs, *[one for own in returned for one in own if one is not None], *numbers(fused)]
 
 
 def test_two_runs_give_the_same_bits(run: Run) -> None:
     case = Case([QUOTIENT_REMAINDER], [range(16)] * 2, True, ["adagrad", None], [False] * 2, "weighted", num_bags=50)
     for own, other in zip(run(bits, case), run(bits, case), strict=True):
         assert torch.equal(own, other)
+
+
+def weights_that_are_no_parameters() -> None:
+    case = Case([QUOTIENT_REMAINDER], [range(8)] * 2, True, ["sgd"] * 2, [False] * 2, "ragged", num_bags=9)
+    sides = [Fused(case, Side(case), InterpretedLookup) for _ in range(2)]
+    for weights in sides[0].weights:
+        weights[0].requires_grad_(False)
+    for fused in sides:
+        fused.step(draw_batch(case, 0), torch.ones(9, 16))
+    for own, other in zip(numbers(sides[0]), numbers(sides[1]), strict=True):
+        assert torch.equal(own, other)
+
+
+def test_rows_are_updated_that_are_no_parameters(run: Run) -> None:
+    # as are FBGEMM's on CUDA
+    run(weights_that_are_no_parameters)
+
+
+def replicated_columns() -> None:
+    """Rows of a range of columns, whose gradients are multiplied, and of another type."""
+    digits = [Digit(1, 5), Digit(5, None)]
+    whole = [torch.randn(5, 12, requires_grad=True), torch.randn(4, 8).half().requires_grad_()]
+    rows = [whole[0][:, 2:10], whole[1]]
+    storages = [Storage([own], gradient_scale=scale) for own, scale in zip(rows, (3, 1), strict=True)]
+    parts = [[Part(digit, 0, number) for digit, number in zip(digits, (5, 4), strict=True)]]
+    lookup = TritonLookup(Formula([range(8)] * 2, True, True), parts, [1], storages)
+    ids, gradient = torch.arange(20), torch.randn(10, 8)
+    outputs = lookup(ids, torch.arange(0, 21, 2), None, storages)
+    outputs.backward(gradient)
+    own = [one.grad for one in whole]
+    for one in whole:
+        one.grad = None
+    expected = (whole[0][ids % 5, 2:10] * whole[1][ids // 5].float()).view(10, 2, 8).sum(1)
+    torch.testing.assert_close(outputs, expected)
+    expected.backward(gradient)
+    assert own[0] is not None and own[1] is not None and whole[0].grad is not None and whole[1].grad is not None
+    torch.testing.assert_close(own[0], 3 * whole[0].grad)
+    torch.testing.assert_close(own[1], whole[1].grad, rtol=4e-3, atol=4e-3)
+
+
+def test_gradients_of_ranges_of_columns_are_scaled(run: Run) -> None:
+    run(replicated_columns)
