@@ -1,0 +1,74 @@
+"""A step of tables that are looked up in one pass, on pretended CUDA: it waits for nothing, and copies nothing."""
+
+from collections import Counter
+
+import pytest
+from fbgemm_gpu.split_embedding_configs import SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import ComputeDevice, EmbeddingLocation
+
+from distembed.sharding.groups.fused import FusedGroup, reason_against_settings, reason_not_fused
+from distembed.sharding.table_slice import slice_table
+from tests.cuda.must_wait import WAITS
+from tests.cuda.one_pass import StandInStorage, one_pass
+from tests.cuda.pretend import pretend_cuda
+from tests.cuda.rehearsal import Cell, rehearsed
+
+FUSED = (("kernel", "fused"),)
+DEVICE, MANAGED = EmbeddingLocation.DEVICE, EmbeddingLocation.MANAGED
+MANAGED_CACHING = EmbeddingLocation.MANAGED_CACHING
+CELLS = [
+    (Cell("quotient_remainder", "product", "table_wise", settings=FUSED), ("single", "ragged", "weighted")),
+    (Cell("quotient_remainder", "product", "row_wise", settings=FUSED), ("ragged",)),
+    (Cell("mixed_radix", "sum", "column_wise", settings=FUSED), ("ragged",)),
+    (Cell("quotient_remainder", "concat", "table_wise", settings=FUSED), ("single",)),
+    (Cell("quotient_remainder", "product", "table_wise", None, FUSED), ("single", "ragged")),
+]
+
+
+@pytest.mark.parametrize(("cell", "kinds"), CELLS, ids=lambda own: str(own)[:80])
+def test_a_step_in_one_pass_waits_for_nothing(cell: Cell, kinds: tuple[str, ...]) -> None:
+    launched: Counter[str] = Counter()
+    with one_pass(launched), rehearsed(cell) as made:
+        for bags in kinds:
+            launched.clear()
+            made.rehearse(bags)
+            assert set(made.waited) <= set(WAITS)
+            groups = [group for lookup in made.module._lookups for group in lookup._groups]
+            assert groups and all(isinstance(group, FusedGroup) for group in groups)
+            # twice, as a batch is rehearsed: forward, keys, and two kernels for each partition
+            assert launched["compose"] == launched["write_keys"] == 2 * len(groups)
+            assert launched["sum_runs"] == launched["join_runs"] >= 4 * len(groups)
+
+
+def test_auto_stays_with_fbgemm() -> None:
+    launched: Counter[str] = Counter()
+    with one_pass(launched), rehearsed(Cell("quotient_remainder", "product", "table_wise")) as made:
+        made.rehearse("ragged")
+    assert not launched
+
+
+@pytest.mark.parametrize(
+    ("places", "precision", "reason"),
+    [
+        ((DEVICE, DEVICE), SparseType.FP32, None),
+        ((MANAGED, MANAGED), SparseType.FP32, None),
+        ((MANAGED_CACHING,), SparseType.FP32, "MANAGED_CACHING"),
+        ((DEVICE, MANAGED), SparseType.FP32, "DEVICE and MANAGED"),
+        ((DEVICE,), SparseType.FP16, "stochastic_rounding"),
+    ],
+)
+def test_what_the_kernels_do_not_read_is_refused_by_name(
+    places: tuple[EmbeddingLocation, ...], precision: SparseType, reason: str | None
+) -> None:
+    with one_pass(Counter()), pretend_cuda():
+        tables = StandInStorage([(10, 8, place, ComputeDevice.CUDA) for place in places], weights_precision=precision)
+        found = reason_against_settings([tables])
+    assert found is None if reason is None else reason in str(found)
+
+
+@pytest.mark.parametrize(("kernel", "is_read"), [("fused", True), ("fused_uvm", True), ("fused_uvm_caching", False)])
+def test_rows_in_host_memory_are_read_but_not_through_a_cache(kernel: str, is_read: bool) -> None:
+    table = Cell("quotient_remainder", "product", "table_wise", settings=FUSED).module().tables()[0]
+    own = slice_table(table, table.partition_tables(), (0, table.embedding_dim), [kernel, None])
+    reason = reason_not_fused(own, "cuda", "adagrad")
+    assert reason == (None if is_read else f"its compute kernel is {kernel}")
