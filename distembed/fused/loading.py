@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 from distembed.errors import UserError
 
 INSTALL = "pip install numba"
+_NOT_COMPILED = ("__init__", "loading", "operation", "triton")
+"""How names of files begin whose changes leave the kernels as they are."""
 
 
 class Kernels(NamedTuple):
@@ -88,7 +90,8 @@ def _compile(kernel: Any, signature: str) -> None:
 @cache
 def _source_stamp() -> str:
     """Returns a checksum of all that kernels are compiled from; numba looks at the file of a kernel alone."""
-    sources = sorted(path for path in Path(__file__).parent.glob("*.py") if not path.name.startswith("triton"))
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    sources = [path for path in files if not path.name.startswith(_NOT_COMPILED)]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 
 
