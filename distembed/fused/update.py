@@ -209,7 +209,7 @@ def _write_slots(slots: Any, slot_rows: Any, order: Any, num_ids: Any) -> Any:
     return num_slots
 
 
-@inline
+@compiled
 def _update_row(partition: Any, weight: Any, state: Any, gradient: Any, zeros: Any, lanes: Any) -> None:
     """Updates the row at an address, and its state, by its gradient."""
     num_columns, is_half = field(partition, NUM_COLUMNS), field(partition, IS_HALF)
@@ -252,7 +252,7 @@ def _add_pair(
         store(place_1, multiply_add(own, vector_0, load(place_1, zeros)))
 
 
-@inline
+@compiled
 def _add_product(job: Any, gradient: Any, factor: Any, blocks: Any, place: Any, zeros: Any, lanes: Any) -> None:
     """Adds the gradients of any number of rows that are multiplied."""
     num_partitions = field(job, NUM_PARTITIONS)
@@ -268,7 +268,7 @@ def _add_product(job: Any, gradient: Any, factor: Any, blocks: Any, place: Any, 
             store(target, load(target, zeros) + product)
 
 
-@inline
+@compiled
 def _add_sum(job: Any, gradient: Any, factor: Any, blocks: Any, place: Any, zeros: Any, lanes: Any) -> None:
     """Adds the gradients of rows that are added up, or stand side by side."""
     for j in range(field(job, NUM_PARTITIONS)):
