@@ -69,7 +69,12 @@ CASES: dict[str, tuple[list[str], list[str], Cluster, set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = {"batches", "host memory"}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CASES]
+)
 def test_each_holds_as_it_is_typed_behind_the_command(case: str) -> None:
     settings, options, there_is, expected = CASES[case]
     typed = [str(KAGGLE), *settings, *options, "--memory", str(there_is.device.memory_bytes)]

@@ -142,7 +142,9 @@ def fused_leaves(optimizer: object) -> list[EmbeddingFusedOptimizer]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("saving", "loading"), [(2, [1, 2, 4]), (1, [2])])
+@pytest.mark.parametrize(
+    ("saving", "loading"), [pytest.param(2, [1, 2, 4], marks=pytest.mark.slow), (2, [1]), (1, [2])]
+)
 def test_what_one_layout_saved_any_other_loads(saving: int, loading: list[int], tmp_path: Path) -> None:
     run_on_ranks(saving, save_all, tmp_path)
     for turn, world_size in enumerate(loading):

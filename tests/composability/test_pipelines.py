@@ -159,7 +159,7 @@ def check_compiled(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_compiled_sharded_model_trains_as_an_uncompiled_one(world_size: int) -> None:
     """By the pipeline that calls ``model.compile``, in several graphs: TorchRec's own logging cannot be traced."""
     run_on_ranks(world_size, check_compiled)

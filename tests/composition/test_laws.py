@@ -38,7 +38,7 @@ def test_gradients_of_composing_an_ids_own_rows(name: str, k: int) -> None:
     assert torch.autograd.gradcheck(lambda *parts: composition.compose(parts), vectors)
 
 
-@pytest.mark.parametrize("num_rows", [[4], [5, 4], [5, 4, 3]], ids=len)
+@pytest.mark.parametrize("num_rows", [[4], [5, 4], pytest.param([5, 4, 3], marks=pytest.mark.slow)], ids=len)
 @pytest.mark.parametrize("name", COMPOSITIONS)
 def test_gradients_of_embedding_with_repeated_rows_and_empty_buckets(name: str, num_rows: list[int]) -> None:
     composition = COMPOSITIONS[name]()

@@ -77,7 +77,7 @@ def test_gradients_for_every_activation(activation: str | Callable[[Tensor], Ten
 
 
 @pytest.mark.parametrize("name", ["path_linear", "path_mlp"])
-@pytest.mark.parametrize("num_ids", [300, 40_000])
+@pytest.mark.parametrize("num_ids", [300, pytest.param(40_000, marks=pytest.mark.slow)])
 def test_many_ids_of_stacked_tables(name: str, num_ids: int) -> None:
     # more than one block of chunks, and most buckets empty; the reference takes a bucket's ids by comparing
     torch.manual_seed(0)

@@ -145,6 +145,7 @@ def undisturbed(config: Path, *overrides: str) -> dict[str, Any]:
     return metrics_of("undisturbed")
 
 
+@pytest.mark.slow
 def test_a_killed_worker_goes_on_and_ends_as_if_nothing_had_happened(here: MiniSlurm, config: Path) -> None:
     launch(config, "run", "-j", "2x1", "--detach")
     at = random.SystemRandom().randrange(60, 400)
@@ -163,6 +164,7 @@ def test_a_killed_worker_goes_on_and_ends_as_if_nothing_had_happened(here: MiniS
     assert "torch==" in Path("run/launch/submission-1/packages.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_cancelled_run_has_saved_and_goes_on(here: MiniSlurm, config: Path) -> None:
     output = launch(config, "run", "-j", "2x1", "train.epochs=2000", "--detach")
     assert "ok     plan: fits 2 x 1 cpu" in output and "ok     partition: debug: 2 node(s)" in output

@@ -38,7 +38,7 @@ def draw_strike(draw: random.Random, ranks: int) -> Strike:
     return Strike(moment, count, by, rank, draw.random() < 0.5)
 
 
-@pytest.mark.parametrize(("ranks", "strikes"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("ranks", "strikes"), [pytest.param(1, 2, marks=pytest.mark.slow), (2, 1)])
 def test_what_is_killed_ends_as_what_is_left_alone(config: Path, tmp_path: Path, ranks: int, strikes: int) -> None:
     draw = random.Random(ranks)
     drawn = DrawnRun.drawn(config, draw, ranks)

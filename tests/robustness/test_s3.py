@@ -52,6 +52,7 @@ def run_and_compare(config: Path, tmp_path: Path, s3: str, draw: random.Random, 
     strike_and_compare(drawn, left_alone, tmp_path, lambda: draw_strike(draw, ranks), strikes)
 
 
+@pytest.mark.slow
 def test_killed_while_much_of_what_is_asked_of_s3_fails(config: Path, tmp_path: Path, s3: str) -> None:
     run_and_compare(config, tmp_path, s3, random.Random(0), ranks=1, strikes=1)
 

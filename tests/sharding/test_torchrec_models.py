@@ -83,6 +83,7 @@ def start(*command: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_example_prints_falling_losses_on_one_process_and_on_two() -> None:
     expected = {name: unsharded_losses(name) for name in MODELS}

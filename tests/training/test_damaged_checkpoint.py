@@ -27,7 +27,7 @@ def train(config: Path, run: Path, max_steps: int, *options: str, ranks: int, co
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_it_goes_on_from_the_one_before(ranks: int, config: Path, tmp_path: Path) -> None:
     undisturbed, run = tmp_path / "undisturbed", tmp_path / "run"
     train(config, undisturbed, 14, ranks=ranks)
