@@ -14,7 +14,7 @@ from torch import Tensor
 
 from distembed.fused.operation import Storage
 from distembed.fused.triton_loading import load
-from distembed.fused.triton_tables import DeviceTables, TritonBatch, num_blocks, num_lanes, power_of_two
+from distembed.fused.triton_tables import DeviceTables, TritonBatch, key_type, num_blocks, num_lanes, power_of_two
 
 CHUNK = 8
 """How many sorted ids a lane walks."""
@@ -22,6 +22,7 @@ JOINED_NUMBERS = 4096
 """How many numbers of pieces of long runs are read at once."""
 _KEY_LANES = 128
 """How many bags, or ids, a program writes the keys of."""
+_FLOAT_BYTES, _OWNER_BYTES, _ORDER_BYTES = 4, 4, 8
 _ACTIONS = {"sgd": 0, "adagrad": 1, "row_wise_adagrad": 2}
 _WRITE_GRADIENT, _WRITE_AT_KEY, _WRITE_AT_PLACE = 3, 4, 5
 
@@ -59,6 +60,23 @@ def update(
         for j, own in sums.items():
             step.update_by(own, _Target.of_update(batch.rows[j], storages[j]))
     return [gradient for j, own in enumerate(storages) for gradient in _gradients_of_weights(own, dense.get(j))]
+
+
+def update_bytes(num_ids: int, num_keys: Sequence[int], num_columns: Sequence[int]) -> int:
+    """Returns the bytes that a backward pass takes at most, beside the gradients that come and go.
+
+    Args:
+        num_ids: Number of ids of all features.
+        num_keys: Number of rows of all tables, in each partition.
+        num_columns: Number of columns of each partition.
+    """
+    key_bytes = [key_type(number).itemsize for number in num_keys]
+    held = num_ids * (_OWNER_BYTES + sum(key_bytes))
+    in_order = num_ids * sum(own + _ORDER_BYTES for own in key_bytes)
+    sorting = num_ids * (max(key_bytes) + 2 * _ORDER_BYTES)  # what torch's sort takes beside what it returns
+    pieces = 2 * num_blocks(num_ids, CHUNK) * max(num_columns) * _FLOAT_BYTES
+    sums = [min(keys, num_ids) * columns * _FLOAT_BYTES for keys, columns in zip(num_keys, num_columns, strict=True)]
+    return held + in_order + max(sorting, pieces) + sum(sums) - sums[num_keys.index(max(num_keys))]
 
 
 def _gradients_of_weights(storage: Storage, dense: Tensor | None) -> list[Tensor | None]:

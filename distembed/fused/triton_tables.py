@@ -101,8 +101,8 @@ class DeviceTables:
         return self._on_device
 
     def key_type(self, j: int) -> torch.dtype:
-        """Returns the smallest type that has a partition's keys, since sorting takes a pass for each of its bytes."""
-        return next(own for own in _KEY_TYPES if self.num_keys[j] - 1 <= torch.iinfo(own).max)
+        """Returns the type of a partition's keys."""
+        return key_type(self.num_keys[j])
 
     def column_groups(self) -> tuple[int, ...]:
         """Returns, of partitions that share columns, five numbers each.
@@ -117,6 +117,11 @@ class DeviceTables:
             own = columns[first]
             groups += [first, stop, own.start, len(own), power_of_two(len(own))]
         return tuple(groups)
+
+
+def key_type(num_keys: int) -> torch.dtype:
+    """Returns the smallest type that has so many keys, since sorting takes a pass for each of its bytes."""
+    return next(own for own in _KEY_TYPES if num_keys - 1 <= torch.iinfo(own).max)
 
 
 def power_of_two(number: int) -> int:

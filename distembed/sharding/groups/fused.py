@@ -22,6 +22,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from distembed.composition import Product
 from distembed.fused.loading import reason_unavailable
 from distembed.fused.operation import MAX_ROWS, OPTIMIZERS, Formula, FusedLookup, Part, Storage
+from distembed.fused.triton_backward import update_bytes
 from distembed.fused.triton_lookup import TritonLookup
 from distembed.optim.kinds import fused_optimizer_name
 from distembed.sharding.groups.base import Group, LocalTable, LookupRequest
@@ -70,7 +71,9 @@ class FusedGroup(Group):
             self._lookup = self._make_lookup(storages, tbes)
         ids = features.values().long()
         weights = features.weights_or_none() if self._pools else None
-        if self._pools or isinstance(self._lookup, TritonLookup):  # which finds an id's feature by where bags begin
+        if isinstance(self._lookup, TritonLookup):  # which finds an id's feature by where bags begin
+            vectors = self._lookup(ids, features.offsets(), weights, storages)
+        elif self._pools:
             vectors = self._lookup(ids, features.offsets().long(), weights, storages)
         else:
             vectors = self._lookup(ids, torch.arange(len(ids) + 1), None, storages, features.length_per_key())
@@ -130,6 +133,11 @@ class FusedGroup(Group):
     def lookup_memory(cls, load: GroupLoad, device_kind: str) -> LookupMemory:
         """Returns the bytes of where bags begin, and of what an update keeps of a table's ids and small partitions."""
         saved = (load.num_bags + load.num_ids) * LONG_BYTES
+        if device_kind == "cuda":
+            stacked = load.replicated_vector_bytes if load.stacks else 0
+            tables = {table.name: table.scheme.num_rows for table in load.tables}.values()
+            update = update_bytes(load.num_ids, [sum(rows) for rows in zip(*tables, strict=True)], load.dims)
+            return LookupMemory(saved + stacked, 0, 0, update + load.output_bytes)
         num_ids = math.ceil(max(load.num_ids_per_feature))
         num_rows, dims = load.max_num_rows, load.dims
         slots = sum(min(rows, num_ids) for rows in num_rows) - min(max(num_rows), num_ids)
