@@ -82,6 +82,8 @@ class Case:
         num_bags: Number of bags of a feature.
         seed: Of all that is drawn.
         eps: What is added to denominators.
+        gradient_scale: Factor of the gradients that are returned.
+        margin: How many columns weights whose gradients are returned have on each side of those that take part.
     """
 
     tables: Sequence[Table]
@@ -93,6 +95,8 @@ class Case:
     num_bags: int = 5
     seed: int = 0
     eps: float = EPS
+    gradient_scale: int = 1
+    margin: int = 0
 
 
 @dataclass
@@ -232,14 +236,21 @@ class Fused:
             for own, columns, half, optimizer in zip(
                 side.weights, case.columns, case.halves, case.optimizers, strict=True
             )
-            for tensors in [own if optimizer is None else [_storage(own, 3 * len(columns))]]
+            for tensors in [self._whole(own) if optimizer is None else [_storage(own, 3 * len(columns))]]
         ]
         self.states = [
             None if optimizer in (None, "sgd") else _storage(own, 3).float()
             for own, optimizer in zip(side.states, case.optimizers, strict=True)
         ]
         self.storages = [
-            Storage(weights, optimizer, states, lambda: RATE, case.eps)
+            Storage(
+                [self._taken(one) for one in weights] if optimizer is None else weights,
+                optimizer,
+                states,
+                lambda: RATE,
+                case.eps,
+                case.gradient_scale,
+            )
             for weights, optimizer, states in zip(self.weights, case.optimizers, self.states, strict=True)
         ]
         parts = []
@@ -257,6 +268,13 @@ class Fused:
             [table.num_features for table in case.tables],
             self.storages,
         )
+
+    def _whole(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Weights with the columns that take no part."""
+        return [torch.nn.functional.pad(one, (self.case.margin, self.case.margin), value=NOBODYS) for one in tensors]
+
+    def _taken(self, weight: Tensor) -> Tensor:
+        return weight[:, self.case.margin : weight.shape[1] - self.case.margin] if self.case.margin else weight
 
     def outputs(self, batch: Batch) -> Tensor:
         bags = [bag for own in batch.ids for bag in own]
@@ -314,7 +332,8 @@ def check(case: Case, num_steps: int = 5, lookup: Callable[..., Any] = FusedLook
                 assert returned[j] == [None]
                 continue
             for gradient_of_table, weight, one in zip(own, fused.weights[j], returned[j], strict=True):
-                torch.testing.assert_close(one, gradient_of_table.to(weight.dtype), **close)
+                scaled = torch.nn.functional.pad(gradient_of_table * case.gradient_scale, (case.margin, case.margin))
+                torch.testing.assert_close(one, scaled.to(weight.dtype), **close)
         for all_rows, new in zip(touched, _occurring(case, batch), strict=True):
             for rows, new_rows in zip(all_rows, new, strict=True):
                 rows |= new_rows

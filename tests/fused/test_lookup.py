@@ -46,11 +46,12 @@ def cases(draw: st.DrawFn) -> Case:
     )
     optimizer = draw(st.sampled_from(sorted(OPTIMIZERS)))
     is_returned = draw(st.lists(st.sampled_from([False, False, True]), min_size=k, max_size=k))
-    # gradients are returned of float32 alone, as replicated weights are
-    halves = [not returned and draw(st.booleans()) for returned in is_returned] if draw(st.booleans()) else [False] * k
+    halves = draw(st.lists(st.booleans(), min_size=k, max_size=k)) if draw(st.booleans()) else [False] * k
     optimizers = [None if returned else optimizer for returned in is_returned]
     batch, num_bags, seed = draw(st.sampled_from(BATCHES)), draw(st.integers(1, 40)), draw(st.integers(0, 10**6))
-    return Case(tables, columns_of(kind, dim, k), kind == "product", optimizers, halves, batch, num_bags, seed)
+    case = Case(tables, columns_of(kind, dim, k), kind == "product", optimizers, halves, batch, num_bags, seed)
+    case.gradient_scale, case.margin = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([0, 4, 12]))
+    return case
 
 
 @settings(max_examples=60)
@@ -197,6 +198,22 @@ def test_any_number_of_threads_gives_the_same_bits(optimizer: str) -> None:
         for num_threads in (1, 2, 3, 8):
             for own, expected in zip(all_numbers(case, batches, num_threads), first, strict=True):
                 assert torch.equal(own, expected)
+
+
+@pytest.mark.parametrize("batch", ["weighted", "sequence"])
+def test_gradients_are_taken_however_they_lie_in_memory(batch: str) -> None:
+    case = Case([QUOTIENT_REMAINDER] * 2, [range(8)] * 2, True, ["adagrad", None], [False] * 2, batch, num_bags=30)
+    drawn = draw_batch(case, 0)
+    shape = Fused(case, Side(case)).outputs(drawn).shape
+    wide = torch.randn(shape[0], shape[1] + 9, generator=torch.Generator().manual_seed(0))
+    columns = torch.randn(shape[1], shape[0], generator=torch.Generator().manual_seed(1)).t()
+    for gradient in (wide[:, 5:-4], wide[:1, 5:-4].expand(shape), wide[0, 0].expand(shape), columns):
+        sides = [Fused(case, Side(case)) for _ in range(2)]
+        found = sides[0].step(drawn, gradient)
+        expected = sides[1].step(drawn, gradient.clone(memory_format=torch.contiguous_format))
+        assert all(torch.equal(a, b) for a, b in zip(found[1][1], expected[1][1], strict=True))
+        for own, other in zip(sides[0].weights, sides[1].weights, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(own, other, strict=True))
 
 
 def test_no_gradient_is_asked_of_a_lookup_under_no_grad() -> None:
