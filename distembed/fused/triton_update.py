@@ -73,22 +73,28 @@ def _finish(
         if ACTION == WRITE_GRADIENT:
             tl.store(rows, sums.to(target.dtype.element_ty), mask=mask)
         else:
-            change = sums * learning_rate
-            if ACTION == UPDATE_ADAGRAD:
+            values = tl.load(rows, mask=mask, other=0.0).to(tl.float32)
+            if ACTION == UPDATE_SGD:
+                change = sums * learning_rate
+            elif ACTION == UPDATE_ADAGRAD:
                 state_starts = part_field(parts, features, J, STATE_START, NUM_PARTITIONS)
                 own = states + (state_starts + keys * NUM_COLUMNS)[:, None] + columns[None, :]
                 squares = tl.load(own, mask=mask, other=1.0) + sums * sums
-                tl.store(own, squares, mask=mask)
-                change = tl.div_rn(change, tl.sqrt_rn(squares) + eps)
-            if ACTION == UPDATE_ROW_WISE_ADAGRAD:
+                change = tl.div_rn(sums * learning_rate, tl.sqrt_rn(squares) + eps)
+            else:
                 own = states + part_field(parts, features, J, STATE_START, NUM_PARTITIONS) + keys
                 total = tl.sum(sums * sums, 1)
                 mean = tl.div_rn(total, tl.zeros_like(total) + NUM_COLUMNS)
                 squares = tl.load(own, mask=are_whole, other=1.0) + mean
-                tl.store(own, squares, mask=are_whole)
                 change = sums * tl.div_rn(tl.zeros_like(squares) + learning_rate, tl.sqrt_rn(squares) + eps)[:, None]
-            values = tl.load(rows, mask=mask, other=0.0).to(tl.float32) - change
-            tl.store(rows, values.to(target.dtype.element_ty), mask=mask)
+            # several threads may hold the same number of a tile, such as a row's state, and each loads it for itself:
+            # none is overwritten before all have it
+            tl.debug_barrier()
+            if ACTION == UPDATE_ADAGRAD:
+                tl.store(own, squares, mask=mask)
+            if ACTION == UPDATE_ROW_WISE_ADAGRAD:
+                tl.store(own, squares, mask=are_whole)
+            tl.store(rows, (values - change).to(target.dtype.element_ty), mask=mask)
 
 
 @triton.jit
