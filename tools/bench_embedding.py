@@ -5,10 +5,10 @@
     OMP_NUM_THREADS=1 python tools/bench_embedding.py --batch-sizes 128 2048 8192 --bags 1 10
 
 Every contender is a sharded collection on one rank: ids in, pooled vectors out, a given gradient back, tables updated
-by row-wise Adagrad within the backward pass, and functions (path-based) by Adagrad after it. TorchRec's get hashed
-ids, and hashing is part of its step. The floor is the time that this machine needs to copy the bytes which the step
-cannot but move: ids, each id's row of every partition, the pooled vectors and their gradient, and every distinct row
-with its optimizer state, read and written once.
+by row-wise Adagrad, or ``--optimizer``, within the backward pass, and functions (path-based) by Adagrad after it.
+TorchRec's get hashed ids, and hashing is part of its step. The floor is the time that this machine needs to copy the
+bytes which the step cannot but move: ids, each id's row of every partition, the pooled vectors and their gradient, and
+every distinct row with its optimizer state, read and written once.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 
@@ -59,6 +60,9 @@ from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 BASELINE = "TorchRec, hashed"
 CPU = torch.device("cpu")
 
+ROW_WISE = "row_wise_adagrad"
+OPTIMIZERS = {ROW_WISE: RowWiseAdagrad, "adagrad": torch.optim.Adagrad}
+
 Step = Callable[[KeyedJaggedTensor, Tensor], None]
 """Takes a batch and the gradient of the output."""
 
@@ -101,10 +105,10 @@ class Contender:
     make: Callable[[torch.device], Step]
 
 
-def shard(module: nn.Module, sharder: ModuleSharder, device: torch.device) -> nn.Module:
-    """Returns the collection on one rank, with row-wise Adagrad in its backward pass."""
+def shard(module: nn.Module, sharder: ModuleSharder, device: torch.device, optimizer: str) -> nn.Module:
+    """Returns the collection on one rank, with an optimizer in its backward pass."""
     apply_optimizer_in_backward(
-        RowWiseAdagrad, module.get_submodule("e.embedding_bags").parameters(), {"lr": LEARNING_RATE}
+        OPTIMIZERS[optimizer], module.get_submodule("e.embedding_bags").parameters(), {"lr": LEARNING_RATE}
     )
     plan = make_plan(module, [sharder], Ranks(0, 1, 1, device), Workload(512))
     env = ShardingEnv.from_process_group(dist.group.WORLD)
@@ -114,21 +118,29 @@ def shard(module: nn.Module, sharder: ModuleSharder, device: torch.device) -> nn
     return sharded.module["e"]
 
 
-def ours(partition: Partition, composition: Composition, dim: int = DIM, kernel: LookupKernel = "auto") -> Contender:
+def ours(
+    partition: Partition,
+    composition: Composition,
+    dim: int = DIM,
+    kernel: LookupKernel = "auto",
+    optimizer: str = ROW_WISE,
+) -> Contender:
     """Returns this project's tables."""
     table = compositional_collection(partition, composition, dim).tables()[0]
 
     def make(device: torch.device) -> Step:
         collection = compositional_collection(partition, composition, dim, kernel)
-        sharded = shard(nn.ModuleDict({"e": collection}), CompositionalEmbeddingBagCollectionSharder(), device)
+        sharded = shard(
+            nn.ModuleDict({"e": collection}), CompositionalEmbeddingBagCollectionSharder(), device, optimizer
+        )
         functions = list(sharded.get_submodule("functions").parameters())
-        optimizer = torch.optim.Adagrad(functions, lr=LEARNING_RATE, fused=True) if functions else None
+        dense = torch.optim.Adagrad(functions, lr=LEARNING_RATE, fused=True) if functions else None
 
         def step(features: KeyedJaggedTensor, gradient: Tensor) -> None:
             sharded(features).values().backward(gradient)
-            if optimizer is not None:
-                optimizer.step()
-                optimizer.zero_grad()
+            if dense is not None:
+                dense.step()
+                dense.zero_grad()
 
         return step
 
@@ -136,13 +148,13 @@ def ours(partition: Partition, composition: Composition, dim: int = DIM, kernel:
     return Contender(partition, dims, table.num_vectors * dim, make)
 
 
-def torchrec(partition: Partition, dim: int = DIM) -> Contender:
+def torchrec(partition: Partition, dim: int = DIM, optimizer: str = ROW_WISE) -> Contender:
     """Returns TorchRec's own tables of the rows of one partition, which get hashed ids where these are fewer."""
     num_rows = partition.total_rows
 
     def make(device: torch.device) -> Step:
         collection = torchrec_collection(num_rows, dim)
-        sharded = shard(nn.ModuleDict({"e": collection}), EmbeddingBagCollectionSharder(), device)
+        sharded = shard(nn.ModuleDict({"e": collection}), EmbeddingBagCollectionSharder(), device, optimizer)
 
         def step(features: KeyedJaggedTensor, gradient: Tensor) -> None:
             if num_rows < partition.num_embeddings:
@@ -170,30 +182,35 @@ def id_check() -> Contender:
     return Contender(full, (), 0, make)
 
 
-def contenders() -> dict[str, Contender]:
+def contenders(optimizer: str = ROW_WISE) -> dict[str, Contender]:
     """Returns every contender by name."""
     quotient_remainder = QuotientRemainder(NUM_IDS, collisions=COLLISIONS)
+    make = partial(ours, optimizer=optimizer)
     by_name = {
-        BASELINE: torchrec(Remainder(NUM_IDS, collisions=COLLISIONS)),
+        BASELINE: torchrec(Remainder(NUM_IDS, collisions=COLLISIONS), optimizer=optimizer),
         "id check alone": id_check(),
-        "full": ours(Naive(NUM_IDS), COMPOSITIONS["product"]()),
-        "hashed": ours(Remainder(NUM_IDS, collisions=COLLISIONS), COMPOSITIONS["product"]()),
+        "full": make(Naive(NUM_IDS), COMPOSITIONS["product"]()),
+        "hashed": make(Remainder(NUM_IDS, collisions=COLLISIONS), COMPOSITIONS["product"]()),
     }
     for name, composition in COMPOSITIONS.items():
-        by_name[f"quotient-remainder, {name}"] = ours(quotient_remainder, composition())
-    by_name["quotient-remainder, path_mlp 16"] = ours(quotient_remainder, PathMLP(hidden=[16]))
-    by_name["mixed radix of 3, product"] = ours(MixedRadix(NUM_IDS, num_partitions=3), COMPOSITIONS["product"]())
-    by_name["Chinese remainder of 2, product"] = ours(ChineseRemainder(NUM_IDS), COMPOSITIONS["product"]())
+        by_name[f"quotient-remainder, {name}"] = make(quotient_remainder, composition())
+    by_name["quotient-remainder, path_mlp 16"] = make(quotient_remainder, PathMLP(hidden=[16]))
+    by_name["mixed radix of 3, product"] = make(
+        MixedRadix(NUM_IDS, num_partitions=3), COMPOSITIONS["product"](), optimizer=optimizer
+    )
+    by_name["Chinese remainder of 2, product"] = make(
+        ChineseRemainder(NUM_IDS), COMPOSITIONS["product"](), optimizer=optimizer
+    )
     return by_name
 
 
-def bytes_moved(contender: Contender, batch: Tensor, batch_size: int) -> int:
-    """Returns the bytes that a step reads and writes at least: float32 numbers, int64 ids, a float32 of state a row."""
+def bytes_moved(contender: Contender, batch: Tensor, batch_size: int, optimizer: str = ROW_WISE) -> int:
+    """Returns the bytes that a step reads and writes at least: float32 numbers, int64 ids, and the states."""
     ids = batch.cpu().view(len(NAMES), -1)
     moved = ids.numel() * 8 + 2 * batch_size * len(NAMES) * contender.width * 4
     for j, dim in enumerate(contender.dims):
         distinct = sum(len(contender.partition.rows(table_ids)[j].unique()) for table_ids in ids)
-        moved += ids.numel() * dim * 4 + distinct * 2 * (dim + 1) * 4
+        moved += ids.numel() * dim * 4 + distinct * 2 * (dim + (1 if optimizer == ROW_WISE else dim)) * 4
     return moved
 
 
@@ -233,8 +250,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.3, help="of one contender's turn")
     parser.add_argument("--only", default="", help="contenders whose name holds this text, beside the baseline")
     parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default=ROW_WISE, help="of the tables")
     options = parser.parse_args()
-    chosen = {name: c for name, c in contenders().items() if name == BASELINE or options.only in name}
+    chosen = {name: c for name, c in contenders(options.optimizer).items() if name == BASELINE or options.only in name}
     rows = []
     with process_group("cpu"):
         bandwidth = copy_bytes_per_second()
@@ -245,7 +263,7 @@ def main() -> None:
                 turns = {name: turn(step, batches, batch_size, chosen[name].width) for name, step in steps.items()}
                 seconds = take_turns(turns, options.rounds, options.seconds, CPU)
                 for name, values in seconds.items():
-                    floor = bytes_moved(chosen[name], batches[0], batch_size) / bandwidth
+                    floor = bytes_moved(chosen[name], batches[0], batch_size, options.optimizer) / bandwidth
                     ratio = statistics.median(a / b for a, b in zip(values, seconds[BASELINE], strict=True))
                     middle = statistics.median(values)
                     rows.append(Row(name, batch_size, bag, middle * 1000, ratio, middle / floor))
