@@ -11,4 +11,13 @@ and states, and give their addresses.
 ``update``     the backward pass on a CPU
 ``rows``       what both have in common
 ``simd``       vectors of numbers for numba
+
+On CUDA the same is done by Triton, for the same tables and with the same results:
+
+``triton_lookup``    what PyTorch sees
+``triton_tables``    what kernels are told of tables and ids, and the sizes of tiles
+``triton_backward``  the order of the backward pass, and its memory
+``triton_loading``   the one place that imports Triton
+``triton_kernels``   the forward pass, and the keys by which the backward pass sorts
+``triton_update``    the backward pass
 """
