@@ -60,6 +60,8 @@ class Storage:
         learning_rate: Gives the learning rate when rows are updated.
         eps: What is added to denominators.
         gradient_scale: Factor of the gradients that are returned.
+        rounding_seed: Gives the seed by which float16 rows are rounded at random when they are updated, on CUDA; they
+            are rounded to the nearest number where it is None, and on a CPU.
     """
 
     weights: Sequence[Tensor]
@@ -68,6 +70,7 @@ class Storage:
     learning_rate: Callable[[], float] = float
     eps: float = 0.0
     gradient_scale: int = 1
+    rounding_seed: Callable[[], int] | None = None
 
     @property
     def itemsize(self) -> int:

@@ -99,6 +99,7 @@ class _Target:
         states: The optimizer's states.
         learning_rate: The learning rate.
         eps: What is added to denominators.
+        seed: By what float16 rows are rounded at random; None where they are rounded to the nearest number.
     """
 
     numbers: Tensor
@@ -106,18 +107,21 @@ class _Target:
     states: Tensor | None = None
     learning_rate: float = 0.0
     eps: float = 0.0
+    seed: int | None = None
 
     @classmethod
     def of_update(cls, rows: Tensor, storage: Storage) -> "_Target":
         """Returns the rows themselves, which are updated."""
         assert storage.optimizer is not None
-        return cls(rows, _ACTIONS[storage.optimizer], storage.states, storage.learning_rate(), storage.eps)
+        rounds = storage.rounding_seed is not None and rows.dtype == torch.float16
+        seed = storage.rounding_seed() if rounds and storage.rounding_seed is not None else None
+        return cls(rows, _ACTIONS[storage.optimizer], storage.states, storage.learning_rate(), storage.eps, seed)
 
     @property
     def optimizer_arguments(self) -> tuple[Any, ...]:
         """What kernels are told of the optimizer; where there are no states, they get something else to ignore."""
         states = self.numbers if self.states is None else self.states
-        return states, float(self.learning_rate), float(self.eps)
+        return states, float(self.learning_rate), float(self.eps), self.seed or 0
 
 
 @dataclass(frozen=True)
@@ -261,5 +265,6 @@ class _Backward:
             "PADDED": power_of_two(num_columns),
             "POOLS": self.tables.formula.pools,
             "ACTION": target.action,
+            "ROUNDS_AT_RANDOM": target.seed is not None,
             "CHUNK": CHUNK,
         }

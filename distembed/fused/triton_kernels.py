@@ -17,7 +17,7 @@ PART_FIELDS = tl.constexpr(5)
 
 NO_KEY = tl.constexpr(-1)
 
-SIZES = ["num_ids", "num_bags", "num_features"]
+SIZES = ["num_ids", "num_bags", "num_features", "seed"]
 """Arguments for whose values no kernel is compiled anew."""
 
 

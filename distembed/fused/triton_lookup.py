@@ -41,8 +41,6 @@ class TritonLookup:
     ) -> None:
         self._kernels = load()
         self._tables = DeviceTables(formula, parts, tables, storages)
-        # FBGEMM's weights on CUDA are no parameters: something has to say that there is a backward pass
-        self._placeholder = torch.empty(0, requires_grad=any(own.optimizer is not None for own in storages))
 
     def __call__(
         self,
@@ -65,8 +63,10 @@ class TritonLookup:
         rows = tuple(_rows(own) for own in storages)
         batch = TritonBatch(ids.contiguous(), offsets.contiguous(), weights, self._tables.num_features, rows)
         all_weights = [weight for own in storages for weight in own.weights]
+        # FBGEMM's weights on CUDA are no parameters: something has to say that there is a backward pass
+        placeholder = torch.empty(0, requires_grad=any(own.optimizer is not None for own in storages))
         step = _Step(self, batch, storages)
-        vectors: Tensor = _Fused.apply(step, self._placeholder, *all_weights)  # type: ignore[no-untyped-call]
+        vectors: Tensor = _Fused.apply(step, placeholder, *all_weights)  # type: ignore[no-untyped-call]
         return vectors
 
     def compose(self, batch: TritonBatch) -> Tensor:

@@ -43,6 +43,19 @@ def _owners(order, owners, places, are_ids, num_features, POOLS: tl.constexpr):
 
 
 @triton.jit
+def _shaken(values, seed, starts, columns):
+    """Adds up to half of the distance between float16 numbers, at random, up or down.
+
+    The nearest float16 number is then the one below with a probability that grows with how near it is, so that the mean
+    of what values are rounded to is the values.
+    """
+    powers = (values.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)  # of two, not above values
+    distances = tl.maximum(powers * 0.0009765625, 5.9604644775390625e-08)  # 2 ** -10 of these, at least 2 ** -24
+    drawn = tl.rand(seed, (starts[:, None] + columns[None, :]).to(tl.uint32))
+    return values + (drawn - 0.5) * distances
+
+
+@triton.jit
 def _finish(
     sums,
     are_whole,
@@ -54,11 +67,13 @@ def _finish(
     states,
     learning_rate,
     eps,
+    seed,
     J: tl.constexpr,
     NUM_PARTITIONS: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
     PADDED: tl.constexpr,
     ACTION: tl.constexpr,
+    ROUNDS_AT_RANDOM: tl.constexpr,
 ):
     """Updates the rows of keys by their gradients, or writes these."""
     columns = tl.arange(0, PADDED)
@@ -94,7 +109,10 @@ def _finish(
                 tl.store(own, squares, mask=mask)
             if ACTION == UPDATE_ROW_WISE_ADAGRAD:
                 tl.store(own, squares, mask=are_whole)
-            tl.store(rows, (values - change).to(target.dtype.element_ty), mask=mask)
+            values -= change
+            if ROUNDS_AT_RANDOM:
+                values = _shaken(values, seed, starts + keys * NUM_COLUMNS, columns)
+            tl.store(rows, values.to(target.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -151,6 +169,7 @@ def sum_runs(
     states,
     learning_rate,
     eps,
+    seed,
     J: tl.constexpr,
     WIDTH: tl.constexpr,
     COLUMN_START: tl.constexpr,
@@ -160,6 +179,7 @@ def sum_runs(
     HAS_WEIGHTS: tl.constexpr,
     POOLS: tl.constexpr,
     ACTION: tl.constexpr,
+    ROUNDS_AT_RANDOM: tl.constexpr,
     CHUNK: tl.constexpr,
     LANES: tl.constexpr,
 ):
@@ -212,11 +232,13 @@ def sum_runs(
             states,
             learning_rate,
             eps,
+            seed,
             J,
             num_partitions,
             NUM_COLUMNS,
             PADDED,
             ACTION,
+            ROUNDS_AT_RANDOM,
         )
         sums = tl.where(ends[:, None], 0.0, sums)
         key = following
@@ -236,12 +258,14 @@ def join_runs(
     states,
     learning_rate,
     eps,
+    seed,
     J: tl.constexpr,
     NUM_PARTITIONS: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
     PADDED: tl.constexpr,
     POOLS: tl.constexpr,
     ACTION: tl.constexpr,
+    ROUNDS_AT_RANDOM: tl.constexpr,
     CHUNK: tl.constexpr,
     LANES: tl.constexpr,
 ):
@@ -278,11 +302,13 @@ def join_runs(
             states,
             learning_rate,
             eps,
+            seed,
             J,
             NUM_PARTITIONS,
             NUM_COLUMNS,
             PADDED,
             ACTION,
+            ROUNDS_AT_RANDOM,
         )
 
 
@@ -299,6 +325,7 @@ def update_rows(
     states,
     learning_rate,
     eps,
+    seed,
     J: tl.constexpr,
     NUM_PARTITIONS: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
@@ -306,6 +333,7 @@ def update_rows(
     POOLS: tl.constexpr,
     AT_KEY: tl.constexpr,
     ACTION: tl.constexpr,
+    ROUNDS_AT_RANDOM: tl.constexpr,
     CHUNK: tl.constexpr,
     LANES: tl.constexpr,
 ):
@@ -336,9 +364,11 @@ def update_rows(
         states,
         learning_rate,
         eps,
+        seed,
         J,
         NUM_PARTITIONS,
         NUM_COLUMNS,
         PADDED,
         ACTION,
+        ROUNDS_AT_RANDOM,
     )

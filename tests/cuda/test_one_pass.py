@@ -54,7 +54,8 @@ def test_auto_stays_with_fbgemm() -> None:
         ((MANAGED, MANAGED), SparseType.FP32, None),
         ((MANAGED_CACHING,), SparseType.FP32, "MANAGED_CACHING"),
         ((DEVICE, MANAGED), SparseType.FP32, "DEVICE and MANAGED"),
-        ((DEVICE,), SparseType.FP16, "stochastic_rounding"),
+        ((DEVICE,), SparseType.FP16, None),
+        ((DEVICE,), SparseType.INT8, "int8"),
     ],
 )
 def test_what_the_kernels_do_not_read_is_refused_by_name(

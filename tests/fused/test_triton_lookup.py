@@ -184,3 +184,25 @@ def replicated_columns() -> None:
 
 def test_gradients_of_ranges_of_columns_are_scaled(run: Run) -> None:
     run(replicated_columns)
+
+
+def rounded(seed: int | None) -> torch.Tensor:
+    """What 16,384 numbers of 1.5 become, from each of which 0.3 of the distance to the next float16 is taken."""
+    weights = [torch.full((rows * 64,), 1.5 if rows > 1 else 1.0).half() for rows in (256, 1)]
+    seeds = None if seed is None else (lambda: seed)
+    storages = [Storage([own], "sgd", None, lambda: 1.0, rounding_seed=seeds) for own in weights]
+    parts = [[Part(Digit(1, 256), 0, 256), Part(Digit(256, None), 0, 1)]]
+    lookup = TritonLookup(Formula([range(64)] * 2, True, True), parts, [1], storages)
+    lookup(torch.arange(256), torch.arange(257), None, storages).backward(torch.full((256, 64), 0.3 * 2**-10))
+    return weights[0]
+
+
+def test_rows_are_rounded_at_random_by_a_seed(run: Run) -> None:
+    below = 1.5 - 2**-10
+    assert (run(rounded, None) == 1.5).all()
+    first, again, other = (run(rounded, seed) for seed in (1, 1, 2))
+    for own in (first, other):
+        assert ((own == 1.5) | (own == below)).all()
+        # 4 standard deviations
+        assert abs((own == below).double().mean() - 0.3) < 4 * (0.21 / len(own)) ** 0.5
+    assert torch.equal(first, again) and not torch.equal(first, other)

@@ -214,8 +214,6 @@ def reason_against_settings(tbes: Sequence[Any]) -> str | None:
         places = {spec[2] for spec in tbe.embedding_specs}
         if len(places) > 1 or EmbeddingLocation.MANAGED_CACHING in places:
             return f"rows are in {' and '.join(sorted(place.name for place in places))}, and the passes read no cache"
-        if tbe.weights_precision == SparseType.FP16 and tbe.stochastic_rounding and not tbe.use_cpu:
-            return "stochastic_rounding is on, and rows are float16"
         own = tbe.optimizer_args
         if tbe.weights_precision not in _ITEMSIZES or tbe.pooling_mode != PoolingMode.SUM:
             return f"the tables are of {tbe.weights_precision} and {tbe.pooling_mode}"
@@ -229,7 +227,9 @@ def _storage(tbe: Any) -> Storage:
     """Returns where FBGEMM's tables have their rows and states."""
     optimizer = fused_optimizer_name(tbe.optimizer)
     states = None if tbe.optimizer == EmbOptimType.EXACT_SGD else _numbers(tbe, "momentum1")
-    return Storage([_numbers(tbe, "weights")], optimizer, states, tbe.get_learning_rate, tbe.optimizer_args.eps)
+    seed = (lambda: tbe.step % 2**31) if tbe.stochastic_rounding else None  # FBGEMM has it on CUDA alone
+    weights = [_numbers(tbe, "weights")]
+    return Storage(weights, optimizer, states, tbe.get_learning_rate, tbe.optimizer_args.eps, rounding_seed=seed)
 
 
 def _numbers(tbe: Any, name: str) -> Tensor:
