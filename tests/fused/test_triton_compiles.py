@@ -96,7 +96,12 @@ def test_every_kernel_compiles(
     formula = Formula(ranges, kind in ("product", "sequence"), kind != "sequence")
     lookup = TritonLookup(formula, list(zip(*parts, strict=True)), [1, 1], own)
     weights = torch.ones(30) if kind == "sum" else None
-    vectors = lookup(torch.zeros(30, dtype=torch.int64), torch.arange(31), weights, own)
+    vectors = lookup(
+        torch.zeros(30, dtype=torch.int64),
+        torch.arange(31, dtype=torch.int32 if dtype == torch.float32 else torch.int64),
+        weights,
+        own,
+    )
     vectors.backward(torch.ones_like(vectors))
     expected = ["compose", "write_keys", "sum_runs", "join_runs", "sum_runs", "join_runs"]
     assert seen == expected + (["update_rows"] if formula.is_product else [])
