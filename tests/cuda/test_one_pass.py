@@ -1,6 +1,7 @@
 """A step of tables that are looked up in one pass, on pretended CUDA: it waits for nothing, and copies nothing."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from fbgemm_gpu.split_embedding_configs import SparseType
@@ -16,11 +17,17 @@ from tests.cuda.rehearsal import Cell, rehearsed
 FUSED = (("kernel", "fused"),)
 DEVICE, MANAGED = EmbeddingLocation.DEVICE, EmbeddingLocation.MANAGED
 MANAGED_CACHING = EmbeddingLocation.MANAGED_CACHING
+
+
+def slow(*arguments: object) -> Any:
+    return pytest.param(*arguments, marks=pytest.mark.slow)
+
+
 CELLS = [
     (Cell("quotient_remainder", "product", "table_wise", settings=FUSED), ("single", "ragged", "weighted")),
     (Cell("quotient_remainder", "product", "row_wise", settings=FUSED), ("ragged",)),
-    (Cell("mixed_radix", "sum", "column_wise", settings=FUSED), ("ragged",)),
-    (Cell("quotient_remainder", "concat", "table_wise", settings=FUSED), ("single",)),
+    slow(Cell("mixed_radix", "sum", "column_wise", settings=FUSED), ("ragged",)),
+    slow(Cell("quotient_remainder", "concat", "table_wise", settings=FUSED), ("single",)),
     (Cell("quotient_remainder", "product", "table_wise", None, FUSED), ("single", "ragged")),
 ]
 

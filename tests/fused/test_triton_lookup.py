@@ -92,9 +92,9 @@ def test_ids_have_64_bits(run: Run, centre: int) -> None:
 )
 def test_runs_that_go_over_many_chunks(run: Run, optimizer: str) -> None:
     # a run has more chunks than are read at once
-    table = Table([Digit(1, 2), Digit(2, None)], 3, max_id=3)
-    num_bags = 3 * CHUNK * num_lanes(256, JOINED_NUMBERS)
-    case = Case([table], [range(256)] * 2, True, [optimizer] * 2, [False] * 2, "single", num_bags)
+    table = Table([Digit(1, 1), Digit(1, 2)], 0, max_id=1)
+    num_bags = 3 * CHUNK * num_lanes(1024, JOINED_NUMBERS) // 2
+    case = Case([table], [range(1024)] * 2, True, [optimizer] * 2, [False] * 2, "single", num_bags)
     run(steps, case, 1)
 
 
@@ -187,13 +187,13 @@ def test_gradients_of_ranges_of_columns_are_scaled(run: Run) -> None:
 
 
 def rounded(seed: int | None) -> torch.Tensor:
-    """What 16,384 numbers of 1.5 become, from each of which 0.3 of the distance to the next float16 is taken."""
-    weights = [torch.full((rows * 64,), 1.5 if rows > 1 else 1.0).half() for rows in (256, 1)]
+    """What 4,096 numbers of 1.5 become, from each of which 0.3 of the distance to the next float16 is taken."""
+    weights = [torch.full((rows * 64,), 1.5 if rows > 1 else 1.0).half() for rows in (64, 1)]
     seeds = None if seed is None else (lambda: seed)
     storages = [Storage([own], "sgd", None, lambda: 1.0, rounding_seed=seeds) for own in weights]
-    parts = [[Part(Digit(1, 256), 0, 256), Part(Digit(256, None), 0, 1)]]
+    parts = [[Part(Digit(1, 64), 0, 64), Part(Digit(64, None), 0, 1)]]
     lookup = TritonLookup(Formula([range(64)] * 2, True, True), parts, [1], storages)
-    lookup(torch.arange(256), torch.arange(257), None, storages).backward(torch.full((256, 64), 0.3 * 2**-10))
+    lookup(torch.arange(64), torch.arange(65), None, storages).backward(torch.full((64, 64), 0.3 * 2**-10))
     return weights[0]
 
 
