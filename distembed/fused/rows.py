@@ -23,9 +23,11 @@ from distembed.fused.simd import high_product, load, load_half, prefetch, read_l
 
 # no memory is counted as references; a divisor is never zero
 _OPTIONS: dict[str, Any] = {"nogil": True, "_nrt": False, "error_model": "numpy"}
-inline: Any = njit(forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, **_OPTIONS)
+# nobody but kernels calls them
+_INNER_OPTIONS: dict[str, Any] = {**_OPTIONS, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+inline: Any = njit(forceinline=True, **_INNER_OPTIONS)
 """Compiles a function into those that call it."""
-compiled: Any = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **_OPTIONS)
+compiled: Any = njit(**_INNER_OPTIONS)
 """Compiles a function that others call."""
 entry: Any = njit(**_OPTIONS)
 """Compiles a function that Python calls, and that is kept in a file for the next process (``loading``)."""
