@@ -1,4 +1,4 @@
-"""Stands in for the kernels' modules where tests load them often: kernels of the same arguments that compile at once."""
+"""Stands in for the kernels' modules where tests load them often: the same arguments, compiled at once."""
 
 from typing import Any
 
