@@ -1,6 +1,7 @@
 """The TorchRec pipeline around a task's model, which overlaps the ids' all-to-all with the step before."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torchrec.distributed.train_pipeline import (
     TrainPipelineBase,
     TrainPipelineSparseDist,
 )
+from torchrec.distributed.train_pipeline.pipeline_context import TrainPipelineContext
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 from torchrec.optim.keyed import KeyedOptimizer
 
@@ -36,7 +38,7 @@ class StepPipeline:
     def __init__(self, model: DistributedModelParallel, optimizer: KeyedOptimizer, ranks: Ranks) -> None:
         works_ahead = overlaps(ranks.device.type, ranks.world_size)
         self._prefetches = works_ahead and _caches_rows(model.plan)
-        self._pipeline = _pipeline_type(works_ahead, self._prefetches)(model, optimizer, ranks.device)
+        self._pipeline = _make_pipeline(works_ahead, self._prefetches)(model, optimizer, ranks.device)
         self._restarts = not works_ahead
         self._model = model
 
@@ -57,10 +59,25 @@ class StepPipeline:
             _unlock_caches(self._model)
 
 
-def _pipeline_type(works_ahead: bool, caches_rows: bool) -> type[TrainPipelineBase[Any, Any]]:
+class _KeepsNothing(dict[str, Any]):
+    """A dictionary that what is put into is gone from."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        pass
+
+
+class _Context(TrainPipelineContext):
+    """TorchRec's, without the vectors of a batch, which TorchRec 1.6 keeps for the whole step and reads nowhere."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.output_dist_embeddings_requests = _KeepsNothing()
+
+
+def _make_pipeline(works_ahead: bool, caches_rows: bool) -> Callable[..., TrainPipelineBase[Any, Any]]:
     if not works_ahead:
         return TrainPipelineBase
-    return PrefetchTrainPipelineSparseDist if caches_rows else TrainPipelineSparseDist
+    return PrefetchTrainPipelineSparseDist if caches_rows else partial(TrainPipelineSparseDist, context_type=_Context)
 
 
 def _unlock_caches(model: nn.Module) -> None:
