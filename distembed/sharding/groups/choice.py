@@ -29,9 +29,14 @@ def group_type(table_slice: TableSlice, device_kind: str, optimizer: str | None)
         optimizer: Name of the optimizer that updates the table's sharded partitions.
     """
     table = table_slice.table
-    if table.kernel != "fbgemm" and reason_not_fused(table_slice, device_kind, optimizer) is None:
+    if _may_fuse(table) and reason_not_fused(table_slice, device_kind, optimizer) is None:
         return FusedGroup
     return unfused_group_type(table)
+
+
+def _may_fuse(table: CompositionalEmbeddingConfig) -> bool:
+    """Returns whether a table may be looked up in one pass; one of a single partition only if that is asked."""
+    return table.kernel == "fused" or (table.kernel == "auto" and len(table.scheme.num_rows) > 1)
 
 
 def unfused_group_type(table: CompositionalEmbeddingConfig) -> type[Group]:
@@ -78,7 +83,7 @@ def make_group(
             f"table {own.table.name!r} has kernel='fused', but cannot be looked up in one pass, because {reason}; "
             "give it kernel='auto', which takes FBGEMM's lookups then."
         )
-    if reason is None and own.table.kernel != "fbgemm":
+    if reason is None and _may_fuse(own.table):
         return FusedGroup(tables, replicated, gradient_scale)
     return unfused_group_type(own.table)(tables, replicated, gradient_scale)
 
