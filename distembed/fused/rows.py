@@ -97,6 +97,6 @@ def ask_for(address: Any, num_bytes: Any) -> Any:
 
 @inline
 def clear(address: Any, num_columns: Any, zeros: Any, lanes: Any) -> Any:
-    """Writes zeros."""
+    """Fills the columns of a row with zeros."""
     for column in range(0, num_columns, lanes):
         store(address + 4 * column, zeros)
