@@ -95,7 +95,7 @@ def test_caches_are_dropped_after_weights_are_loaded(tmp_path: Path, monkeypatch
 class EmptyPipeline:
     """A pipeline without batches."""
 
-    def __init__(self, *given: Any) -> None:
+    def __init__(self, *given: Any, **_: Any) -> None:
         pass
 
     def progress(self, batches: Any) -> None:

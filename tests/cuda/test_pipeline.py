@@ -40,7 +40,7 @@ def test_tables_in_host_memory_are_prefetched(
 ) -> None:
     made: list[tuple[str, Any]] = []
     for name in NAMES:
-        monkeypatch.setattr(pipeline, name, lambda *given, name=name: made.append((name, given)))
+        monkeypatch.setattr(pipeline, name, lambda *given, name=name, **_: made.append((name, given)))
     model: Any = SimpleNamespace(plan=planned(*kernels))
     optimizer: Any = object()
     StepPipeline(model, optimizer, Ranks(0, world_size, world_size, device))
