@@ -8,6 +8,7 @@ that compiles it.
 import contextlib
 import fcntl
 import hashlib
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distembed.errors import UserError
+
+_log = logging.getLogger(__name__)
 
 INSTALL = "pip install numba"
 _NOT_COMPILED = ("__init__", "loading", "operation", "triton")
@@ -67,6 +70,22 @@ def load(lanes: int) -> Kernels:
         for kernel, num_arguments in ((compose, 4), (update, 5)):
             _compile(kernel, "(" + ", ".join(["int64"] * num_arguments) + ")")
     return Kernels(compose, update)
+
+
+@cache
+def reason_not_compiled(lanes: int) -> str | None:
+    """Returns why the kernels cannot be compiled here, and logs it; None where they are, which they are from then on.
+
+    Args:
+        lanes: 8 or 4, as of :func:`load`.
+    """
+    try:
+        load(lanes)
+    except Exception as error:  # whatever a compiler may raise, tables can be looked up without it
+        reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        _log.warning("The kernels of the fused lookup cannot be compiled (%s).", reason)
+        return f"its kernels cannot be compiled ({reason})"
+    return None
 
 
 def _compile(kernel: Any, signature: str) -> None:

@@ -104,8 +104,12 @@ class Formula:
     @property
     def lanes(self) -> int:
         """How many columns kernels take at once."""
-        numbers = [number for own in self.columns for number in (own.start, len(own))]
-        return 4 if any(number % 8 for number in numbers) else 8
+        return lanes_of(self.columns)
+
+
+def lanes_of(columns: Sequence[range]) -> int:
+    """Returns how many columns kernels take at once: eight, or four where a partition's do not come in eights."""
+    return 4 if any(number % 8 for own in columns for number in (own.start, len(own))) else 8
 
 
 class FusedLookup:

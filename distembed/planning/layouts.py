@@ -27,8 +27,9 @@ from distembed.embedding.exchange import INT8_NUMBERS, VectorExchange
 from distembed.errors import UserError
 from distembed.names import one_of
 from distembed.planning.config import TablePlanConfig
-from distembed.planning.costs import Layout
+from distembed.planning.costs import Layout, divided_table
 from distembed.planning.request import PlanRequest
+from distembed.sharding.groups import fused_refusal, reason_not_fused
 from distembed.sharding.placement import BY_ROWS, IN_HOST_MEMORY, SHARDING_TYPES, WITHIN_NODES, can_be_placed
 from distembed.sharding.table_slice import TableSlice, is_pooled, slice_table, width
 
@@ -74,7 +75,7 @@ class Layouts:
         layouts = [layout for name in types for layout in self._layouts(table, name, collection)]
         if not layouts:
             raise UserError(self._no_layout(table, types))
-        return layouts
+        return self._in_one_pass(table, layouts) if table.kernel == "fused" else layouts
 
     def only_type_because(self, table: CompositionalEmbeddingConfig) -> str:
         """Returns why a table had one sharding type only; empty where it had several."""
@@ -147,6 +148,24 @@ class Layouts:
             return [EmbeddingComputeKernel.DENSE.value]
         has_host = self._config.host_memory and self._cluster.device.kind == "cuda"
         return [EmbeddingComputeKernel.FUSED.value, *(IN_HOST_MEMORY if has_host else ())]
+
+    def _in_one_pass(self, table: CompositionalEmbeddingConfig, layouts: Sequence[Layout]) -> list[Layout]:
+        """Returns those layouts whose columns are looked up in one pass on every rank.
+
+        Raises:
+            UserError: There is none.
+        """
+        kind, optimizer = self._cluster.device.kind, self._request.table_optimizers.for_table(table).sparse
+        possible, reasons = [], []
+        for layout in layouts:
+            slices, _ = divided_table(table, layout)
+            against = [reason for own in slices if (reason := reason_not_fused(own, kind, optimizer)) is not None]
+            reasons += against
+            if not against:
+                possible.append(layout)
+        if not possible:
+            raise fused_refusal(table, reasons[0])
+        return possible
 
     def _numbers_of_ranges(
         self, table: CompositionalEmbeddingConfig, sharding_type: str, collection: str

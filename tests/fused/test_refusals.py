@@ -20,6 +20,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from distembed.composition import PathMLP
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.errors import UserError
+from distembed.fused import loading
 from distembed.partitions import Explicit, QuotientRemainder
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from distembed.sharding.groups.fused import FusedGroup
@@ -128,3 +129,25 @@ def check_without_numba(rank: int, world_size: int) -> None:
 @pytest.mark.distributed
 def test_without_numba_fbgemm_looks_up() -> None:
     run_on_ranks(1, check_without_numba)
+
+
+def check_without_compiler(rank: int, world_size: int) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    tried = []
+
+    def fail(kernel: Any, signature: str) -> None:
+        tried.append(kernel)
+        raise RuntimeError("no such target")
+
+    loading._compile = fail
+    case: Case = (PLAIN, RATE, {}, "table_wise", "")
+    auto, unfused = build(case, "auto"), build(case, "fbgemm")
+    assert not is_fused(auto)
+    assert all(torch.equal(own, other) for own, other in zip(numbers(auto), numbers(unfused), strict=True))
+    check_refused(lambda: build(case, "fused"), "its kernels cannot be compiled (RuntimeError: no such target)")
+    assert len(tried) == 1  # which takes seconds, so it is not tried for every table
+
+
+@pytest.mark.distributed
+def test_where_nothing_can_be_compiled_fbgemm_looks_up() -> None:
+    run_on_ranks(1, check_without_compiler)

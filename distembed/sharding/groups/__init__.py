@@ -31,6 +31,7 @@ together again.
 
 from distembed.sharding.groups.base import Group, LocalTable, LookupRequest
 from distembed.sharding.groups.choice import group_key, group_type, lookup_formula, make_group
+from distembed.sharding.groups.fused import fused_refusal, reason_not_fused
 from distembed.sharding.groups.load import GroupLoad, Launches, LookupMemory, LookupWork, TableLoad
 
 __all__ = [
@@ -42,8 +43,10 @@ __all__ = [
     "LookupRequest",
     "LookupWork",
     "TableLoad",
+    "fused_refusal",
     "group_key",
     "group_type",
     "lookup_formula",
     "make_group",
+    "reason_not_fused",
 ]

@@ -7,11 +7,16 @@ from torch import nn
 
 from distembed.composition import Product
 from distembed.embedding.config import CompositionalEmbeddingConfig
-from distembed.errors import UserError
 from distembed.optim.kinds import fused_optimizer_name
 from distembed.sharding.groups.absent import AbsentGroup
 from distembed.sharding.groups.base import Group, LocalTable
-from distembed.sharding.groups.fused import FusedGroup, reason_against_settings, reason_not_fused
+from distembed.sharding.groups.fused import (
+    FusedGroup,
+    fused_refusal,
+    reason_against_settings,
+    reason_not_fused,
+    reason_not_loaded,
+)
 from distembed.sharding.groups.path import PathGroup
 from distembed.sharding.groups.per_id import DistinctGroup, PerIdGroup, zeros_stay_zero
 from distembed.sharding.groups.pooled import PooledGroup
@@ -77,14 +82,16 @@ def make_group(
     if not own.partitions:
         return AbsentGroup(tables, is_pooled(own.table))
     optimizer = fused_optimizer_name(tbes[0].optimizer) if tbes and hasattr(tbes[0], "optimizer") else None
-    reason = reason_not_fused(own, device_kind, optimizer) or reason_against_settings(tbes)
-    if reason is not None and own.table.kernel == "fused":
-        raise UserError(
-            f"table {own.table.name!r} has kernel='fused', but cannot be looked up in one pass, because {reason}; "
-            "give it kernel='auto', which takes FBGEMM's lookups then."
+    if _may_fuse(own.table):
+        reason = (
+            reason_not_fused(own, device_kind, optimizer)
+            or reason_against_settings(tbes)
+            or reason_not_loaded(own, device_kind)
         )
-    if reason is None and _may_fuse(own.table):
-        return FusedGroup(tables, replicated, gradient_scale)
+        if reason is None:
+            return FusedGroup(tables, replicated, gradient_scale)
+        if own.table.kernel == "fused":
+            raise fused_refusal(own.table, reason)
     return unfused_group_type(own.table)(tables, replicated, gradient_scale)
 
 

@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.composition import Product
-from distembed.fused.loading import reason_unavailable
-from distembed.fused.operation import MAX_ROWS, OPTIMIZERS, Formula, FusedLookup, Part, Storage
+from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.errors import UserError
+from distembed.fused.loading import reason_not_compiled, reason_unavailable
+from distembed.fused.operation import MAX_ROWS, OPTIMIZERS, Formula, FusedLookup, Part, Storage, lanes_of
 from distembed.fused.triton_backward import update_bytes
 from distembed.fused.triton_lookup import TritonLookup
 from distembed.optim.kinds import fused_optimizer_name
@@ -188,6 +190,24 @@ def reason_not_fused(table_slice: TableSlice, device_kind: str, optimizer: str |
         return f"the optimizer is {optimizer}, and it has {', '.join(OPTIMIZERS)}"
     # whether a GPU's kernels can be had is known there: plans are made elsewhere too
     return reason_unavailable() if device_kind == "cpu" else None
+
+
+def reason_not_loaded(table_slice: TableSlice, device_kind: str) -> str | None:
+    """Returns why the kernels of tables that can be looked up in one pass do not load; a CPU's are loaded by that.
+
+    A GPU's are compiled when they are first needed, and what goes wrong then is raised.
+    """
+    columns = columns_of_partitions(table_slice)
+    assert columns is not None
+    return reason_not_compiled(lanes_of(columns)) if device_kind == "cpu" else None
+
+
+def fused_refusal(table: CompositionalEmbeddingConfig, reason: str) -> UserError:
+    """Returns the error of a table that is to be looked up in one pass and cannot be, which says why not."""
+    return UserError(
+        f"table {table.name!r} has kernel='fused', but cannot be looked up in one pass, because {reason}; "
+        "give it kernel='auto', which takes FBGEMM's lookups then."
+    )
 
 
 def columns_of_partitions(table_slice: TableSlice) -> list[range] | None:

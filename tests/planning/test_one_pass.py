@@ -1,0 +1,55 @@
+"""Tables that are to be looked up in one pass are planned where training can do that, and refused where it cannot."""
+
+from typing import Any
+
+import pytest
+
+from distembed.composition import PathLinear
+from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
+from distembed.errors import UserError
+from distembed.optim.declared import TableOptimizers
+from distembed.partitions import QuotientRemainder
+from distembed.planning import PlanConfig, PlanRequest, Workload
+from distembed.planning.cluster import Cluster
+from distembed.planning.devices import find_device
+from distembed.planning.layouts import Layouts
+from distembed.sharding import default_sharders
+
+NUM_IDS = 1000
+
+
+def kernels(optimizer: str, device: str = "h100-80gb", **settings: Any) -> set[tuple[str, str]]:
+    """Returns the sharding types and compute kernels that a table of these settings may be planned with."""
+    settings = {"embedding_dim": 16, "partition": QuotientRemainder(NUM_IDS, collisions=4), **settings}
+    table = CompositionalEmbeddingBagConfig("clicks", NUM_IDS, feature_names=["f"], **settings)
+    model = CompositionalEmbeddingBagCollection([table], device="meta")
+    cluster = Cluster(find_device(device), 1, 2, 10**12)
+    config = PlanConfig(host_memory=device != "cpu-256gb")
+    request = PlanRequest(model, default_sharders(), cluster, Workload(64), config, TableOptimizers(optimizer))
+    return {(layout.sharding_type, layout.compute_kernel) for layout in Layouts(request).of(table, "")}
+
+
+def test_no_table_is_planned_where_rows_are_read_through_a_cache() -> None:
+    auto, fused = kernels("adagrad"), kernels("adagrad", kernel="fused")
+    assert fused == {own for own in auto if own[1] != "fused_uvm_caching"} < auto
+
+
+def test_an_optimizer_that_the_pass_lacks_leaves_what_torch_updates() -> None:
+    assert {kernel for _, kernel in kernels("adam")} > {"dense"}
+    assert kernels("adam", kernel="fused") == {("data_parallel", "dense")}
+    assert kernels("adam", "cpu-256gb", kernel="fused") == {("data_parallel", "dense")}
+
+
+@pytest.mark.parametrize("device", ["h100-80gb", "cpu-256gb"])
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"composition": PathLinear()}, "path_linear does not compose column by column"),
+        ({"pooling": "max"}, "pooling is max"),
+        ({"embedding_dim": 6}, "a number of columns is no multiple of 4"),
+    ],
+)
+def test_what_training_would_refuse_is_not_planned(settings: dict[str, Any], reason: str, device: str) -> None:
+    assert kernels("adagrad", device, **settings)
+    with pytest.raises(UserError, match=f"'clicks' has kernel='fused'.*because {reason}; give it kernel='auto'"):
+        kernels("adagrad", device, **settings, kernel="fused")
