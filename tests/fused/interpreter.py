@@ -32,6 +32,16 @@ def interpreter() -> Iterator[Run]:
 def _interpret() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     torch.set_num_threads(1)
+    from triton.runtime import interpreter
+
+    patch: Any = interpreter._patch_lang_tensor
+
+    def patch_index(tensor: Any, scope: Any) -> None:
+        """Has the end of a range be a number, which Triton 3.6 makes of an array as NumPy 2.5 no longer lets it."""
+        patch(tensor, scope)
+        tensor.__index__ = lambda self: int(self.handle.data.squeeze())
+
+    interpreter._patch_lang_tensor = patch_index
 
 
 class InterpretedLookup:
