@@ -42,11 +42,22 @@ from distembed.fused.rows import (
     read,
     row_of,
 )
-from distembed.fused.simd import load, multiply_add, read_float, read_long, splat, store, write, zeros_4, zeros_8
+from distembed.fused.simd import (
+    lanes_of,
+    load,
+    multiply_add,
+    read_float,
+    read_long,
+    splat,
+    store,
+    write,
+    zeros_4,
+    zeros_8,
+)
 
 
 @compiled
-def _compose_features(job: Any, share: Any, num_shares: Any, scratch: Any, zeros: Any, lanes: Any) -> None:
+def _compose_features(job: Any, share: Any, num_shares: Any, scratch: Any, zeros: Any) -> None:
     num_features, most_bags = field(job, NUM_FEATURES), 0
     for feature in range(num_features):
         most_bags = max(most_bags, field(feature_block(job, feature), NUM_BAGS))
@@ -56,11 +67,11 @@ def _compose_features(job: Any, share: Any, num_shares: Any, scratch: Any, zeros
         for feature in range(num_features):
             stop = min(start + BLOCK_IDS, last, field(feature_block(job, feature), NUM_BAGS))
             if start < stop:
-                _compose_bags(job, feature, start, stop, scratch, zeros, lanes)
+                _compose_bags(job, feature, start, stop, scratch, zeros)
 
 
 @inline
-def _compose_bags(job: Any, feature: Any, first: Any, last: Any, rows: Any, zeros: Any, lanes: Any) -> None:
+def _compose_bags(job: Any, feature: Any, first: Any, last: Any, rows: Any, zeros: Any) -> None:
     """Composes the bags of a feature from ``first`` until ``last``."""
     own, stride, width, weights = (
         feature_block(job, feature),
@@ -82,14 +93,14 @@ def _compose_bags(job: Any, feature: Any, first: Any, last: Any, rows: Any, zero
                 ends += 8
                 bag_end = read_long(ends)
                 if i >= bag_end:
-                    clear(target, width, zeros, lanes)
+                    clear(target, width, zeros)
             weight = read_float(weights + 4 * i) if weights else np.float32(1)
-            _compose_id(job, target, rows + 8 * (i - start), weight, is_first, zeros, lanes)
+            _compose_id(job, target, rows + 8 * (i - start), weight, is_first, zeros)
         start = stop
     final = field(job, VECTORS) + field(own, VECTOR_START) + last * stride
     target += stride
     while target < final:
-        clear(target, width, zeros, lanes)
+        clear(target, width, zeros)
         target += stride
 
 
@@ -110,7 +121,7 @@ def _find_rows(job: Any, feature: Any, start: Any, stop: Any, rows: Any) -> None
 
 
 @inline
-def _compose_id(job: Any, target: Any, rows: Any, weight: Any, is_first: Any, zeros: Any, lanes: Any) -> None:
+def _compose_id(job: Any, target: Any, rows: Any, weight: Any, is_first: Any, zeros: Any) -> None:
     """Writes the composed vector of an id, times its weight, or adds it to what is there.
 
     Args:
@@ -120,19 +131,18 @@ def _compose_id(job: Any, target: Any, rows: Any, weight: Any, is_first: Any, ze
         weight: Weight of the id.
         is_first: Whether the id is the first of its bag.
         zeros: Zeros of all lanes.
-        lanes: The number of lanes.
     """
     factor, num_partitions = splat(weight, zeros), field(job, NUM_PARTITIONS)
     if field(job, IS_PRODUCT) and num_partitions == 2:
         row_0, row_1 = read_long(rows), read_long(rows + 8 * BLOCK_IDS)
         half_0, half_1 = field(partition_block(job, 0), IS_HALF), field(partition_block(job, 1), IS_HALF)
-        for column in range(0, field(job, WIDTH), lanes):
+        for column in range(0, field(job, WIDTH), lanes_of(zeros)):
             vector = read(row_0, column, half_0, zeros) * read(row_1, column, half_1, zeros)
             place = target + 4 * column
             store(place, vector * factor if is_first else multiply_add(vector, factor, load(place, zeros)))
         return
     if field(job, IS_PRODUCT):
-        for column in range(0, field(job, WIDTH), lanes):
+        for column in range(0, field(job, WIDTH), lanes_of(zeros)):
             vector = read(read_long(rows), column, field(partition_block(job, 0), IS_HALF), zeros)
             for j in range(1, num_partitions):
                 row, is_half = read_long(rows + 8 * BLOCK_IDS * j), field(partition_block(job, j), IS_HALF)
@@ -145,7 +155,7 @@ def _compose_id(job: Any, target: Any, rows: Any, weight: Any, is_first: Any, ze
         start, is_half = field(partition, COLUMN_START), field(partition, IS_HALF)
         # partitions have all columns in common, or none
         writes = is_first and (j == 0 or start > 0)
-        for column in range(0, field(partition, NUM_COLUMNS), lanes):
+        for column in range(0, field(partition, NUM_COLUMNS), lanes_of(zeros)):
             vector, place = read(row, column, is_half, zeros), target + 4 * (start + column)
             store(place, vector * factor if writes else multiply_add(vector, factor, load(place, zeros)))
 
@@ -162,10 +172,10 @@ def compose_8(job: int, share: int, num_shares: int, scratch: int) -> None:
         num_shares: How many shares there are.
         scratch: Address of 8 bytes for each partition and each id of a block, ``BLOCK_IDS``.
     """
-    _compose_features(job, share, num_shares, scratch, zeros_8(), 8)
+    _compose_features(job, share, num_shares, scratch, zeros_8())
 
 
 @entry
 def compose_4(job: int, share: int, num_shares: int, scratch: int) -> None:
     """Does as :func:`compose_8` where all numbers of columns are multiples of four."""
-    _compose_features(job, share, num_shares, scratch, zeros_4(), 4)
+    _compose_features(job, share, num_shares, scratch, zeros_4())

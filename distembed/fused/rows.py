@@ -19,7 +19,7 @@ from distembed.fused.layout import (
     PARTITIONS,
     PARTS,
 )
-from distembed.fused.simd import high_product, load, load_half, prefetch, read_long, store
+from distembed.fused.simd import high_product, lanes_of, load, load_half, prefetch, read_long, store
 
 # no memory is counted as references; a divisor is never zero
 _OPTIONS: dict[str, Any] = {"nogil": True, "_nrt": False, "error_model": "numpy"}
@@ -96,7 +96,7 @@ def ask_for(address: Any, num_bytes: Any) -> Any:
 
 
 @inline
-def clear(address: Any, num_columns: Any, zeros: Any, lanes: Any) -> Any:
+def clear(address: Any, num_columns: Any, zeros: Any) -> Any:
     """Fills the columns of a row with zeros."""
-    for column in range(0, num_columns, lanes):
+    for column in range(0, num_columns, lanes_of(zeros)):
         store(address + 4 * column, zeros)

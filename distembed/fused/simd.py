@@ -130,6 +130,16 @@ zeros_4, zeros_8 = _make_zeros(Floats(4)), _make_zeros(Floats(8))
 
 
 @_intrinsic
+def lanes_of(typing_context: Any, vector: Any) -> Any:
+    """Returns how many numbers a vector has."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return _LONG(vector.lanes)
+
+    return types.int64(vector), generate
+
+
+@_intrinsic
 def multiply_add(typing_context: Any, first: Any, second: Any, third: Any) -> Any:
     """Returns ``first * second + third``, rounded once."""
 
