@@ -53,8 +53,8 @@ print("{}")""",
 
 _FUSED_LOOKUP_PROGRAM = """
 import importlib.metadata, json
-from distembed.fused.loading import reason_unavailable
-reason = reason_unavailable()
+from distembed.fused.loading import reason_not_compiled, reason_unavailable
+reason = reason_unavailable() or reason_not_compiled(8)
 print(json.dumps({"reason": reason, "numba": importlib.metadata.version("numba") if reason is None else None}))"""
 
 

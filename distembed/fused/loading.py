@@ -10,7 +10,9 @@ import fcntl
 import hashlib
 import logging
 import os
+import platform
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import import_module
@@ -22,6 +24,8 @@ from distembed.errors import UserError
 _log = logging.getLogger(__name__)
 
 INSTALL = "pip install numba"
+_LONGEST_WAIT = 180.0
+"""Seconds that a process waits for another one to compile, which takes a few."""
 _NOT_COMPILED = ("__init__", "loading", "operation", "triton")
 """How names of files begin whose changes leave the kernels as they are."""
 
@@ -48,7 +52,18 @@ def reason_unavailable() -> str | None:
         return f"numba cannot be imported ({error}); {INSTALL}"
     except Exception as error:  # numba refuses versions of NumPy and of Python in many ways
         return f"numba cannot be loaded ({type(error).__name__}: {error}); install versions of it and NumPy that fit"
+    if platform.machine() in ("x86_64", "AMD64") and not _has_halves():
+        return "the processor, or the one that numba is set to compile for, cannot convert float16 (f16c)"
     return None
+
+
+def _has_halves() -> bool:
+    """Returns whether numba compiles for an x86 that converts float16: without, LLVM ends the process."""
+    from llvmlite import binding
+    from numba.core import config
+
+    given: str | None = getattr(config, "CPU_FEATURES")  # noqa: B009  # set as numba is imported
+    return "+f16c" in (binding.get_host_cpu_features().flatten() if given is None else given).split(",")
 
 
 @cache
@@ -117,14 +132,30 @@ def _source_stamp() -> str:
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[None]:
     """Waits until no other process of this user compiles; a process that ends, however it does, lets the next go on."""
-    path = Path(tempfile.gettempdir()) / f"distembed-kernels-{os.getuid()}.lock"
+    file = -1
     try:
+        path = Path(tempfile.gettempdir()) / f"distembed-kernels-{os.getuid()}.lock"
         file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except OSError:  # where no file can be made, each process compiles for itself
-        yield
-        return
+        _lock(file)
+    except OSError as error:  # where no file can be made or locked, each process compiles for itself
+        _log.debug("The fused lookup's kernels are compiled without a lock (%s).", error)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(file)
+        if file >= 0:
+            os.close(file)
+
+
+def _lock(file: int) -> None:
+    """Locks a file, or lets it be after :data:`_LONGEST_WAIT`: whoever has it may have been stopped."""
+    until = time.monotonic() + _LONGEST_WAIT
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                _log.warning("Another process compiles the fused lookup's kernels for too long: it is not waited for.")
+                return
+            time.sleep(0.05)
+        else:
+            return

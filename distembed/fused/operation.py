@@ -3,16 +3,16 @@
 The weights and the optimizers' states stay where they are, in FBGEMM's tables. Rows that every rank has are not updated
 here: their gradients come out of the backward pass, dense, as those of any parameter.
 
-The rows are read again in the backward pass, so that nothing but the ids is kept for it. They are those of the forward
-pass unless another backward pass of the same tables ran in between.
+The rows are read again in the backward pass, so that nothing but the ids is kept for it. Where another backward pass of
+the same tables has updated them in between, gradients that depend on them are refused.
 """
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,13 +20,14 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from distembed.errors import UserError
 from distembed.fused import layout
 from distembed.fused.loading import load
 from distembed.partitions.base import Digit
 
 OPTIMIZERS = {"sgd": layout.SGD, "adagrad": layout.ADAGRAD, "row_wise_adagrad": layout.ROW_WISE_ADAGRAD}
 """The optimizers that the kernels have, by their names in ``distembed.optim.OPTIMIZERS``."""
-MAX_ROWS, MAX_IDS = 2**31 - 1, 2**31 - 1
+MAX_ROWS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Storage:
         weights: FBGEMM's storage of all tables' rows; or, of what every rank has, each table's ``[rows, columns]``.
         optimizer: A key of :data:`OPTIMIZERS`, which updates them; None where their gradients are returned.
         states: The optimizer's states; None where it has none.
-        learning_rate: Gives the learning rate when rows are updated.
+        learning_rate: The learning rate, as it is in the forward pass.
         eps: What is added to denominators.
         gradient_scale: Factor of the gradients that are returned.
         rounding_seed: Gives the seed by which float16 rows are rounded at random when they are updated, on CUDA; they
@@ -67,7 +68,7 @@ class Storage:
     weights: Sequence[Tensor]
     optimizer: str | None = None
     states: Tensor | None = None
-    learning_rate: Callable[[], float] = float
+    learning_rate: float = 0.0
     eps: float = 0.0
     gradient_scale: int = 1
     rounding_seed: Callable[[], int] | None = None
@@ -102,6 +103,11 @@ class Formula:
         return max(own.stop for own in self.columns)
 
     @property
+    def needs_rows(self) -> bool:
+        """Whether gradients of rows depend on other rows."""
+        return self.is_product and len(self.columns) > 1
+
+    @property
     def lanes(self) -> int:
         """How many columns kernels take at once."""
         return lanes_of(self.columns)
@@ -110,6 +116,29 @@ class Formula:
 def lanes_of(columns: Sequence[range]) -> int:
     """Returns how many columns kernels take at once: eight, or four where a partition's do not come in eights."""
     return 4 if any(number % 8 for own in columns for number in (own.start, len(own))) else 8
+
+
+class Updates:
+    """Counts the updates of tables, so that a backward pass knows whether rows are those of its forward pass."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def require(self, number: int) -> None:
+        """Refuses a backward pass whose rows are others by now.
+
+        Args:
+            number: How many updates there had been in its forward pass.
+
+        Raises:
+            UserError: There have been more since.
+        """
+        if number != self.number:
+            raise UserError(
+                "A batch's gradients depend on rows that another backward pass of the same tables has updated since it "
+                "was looked up, as where one collection is called twice before the backward pass, or a graph is "
+                "retained. Call backward once after each lookup, or give the tables kernel='fbgemm', which keeps rows."
+            )
 
 
 class FusedLookup:
@@ -129,21 +158,18 @@ class FusedLookup:
         tables: Sequence[int],
         storages: Sequence[Storage],
     ) -> None:
-        self._formula, self._num_features = formula, len(parts)
+        self.formula, self._num_features, self.updates = formula, len(parts), Updates()
         self._kernels = load(formula.lanes)
         self._table_ends = np.cumsum(tables).tolist()
         self._partitions = np.zeros((len(formula.columns), layout.PARTITION_FIELDS), np.int64)
         for own, columns, storage in zip(self._partitions, formula.columns, storages, strict=True):
             own[layout.NUM_COLUMNS], own[layout.COLUMN_START] = len(columns), columns.start
-            own[layout.IS_HALF], own[layout.ROW_BYTES] = storage.itemsize == 2, storage.row_bytes(len(columns))
             states = {"adagrad": len(columns), "row_wise_adagrad": 1}.get(storage.optimizer or "", 0)
             own[layout.STATE_ROW_BYTES] = 4 * states
         self._table_of_feature = np.repeat(np.arange(len(tables)), tables)
+        itemsizes = [storage.itemsize for storage in storages]  # of FBGEMM's: of others no part has a start
         self._parts = np.array(
-            [
-                [_part_fields(part, storage.itemsize) for part, storage in zip(own, storages, strict=True)]
-                for own in parts
-            ],
+            [[_part_fields(part, size) for part, size in zip(own, itemsizes, strict=True)] for own in parts],
             np.int64,
         )
         self._features = np.zeros((self._num_features, layout.FEATURE_FIELDS), np.int64)
@@ -161,35 +187,37 @@ class FusedLookup:
         Args:
             ids: Ids of all features, feature after feature.
             offsets: Where bags begin and the last one ends, feature after feature.
-            weights: Weights of the ids.
+            weights: Weights of the ids, of bags that are pooled.
             storages: Where each partition's rows lie.
             counts: Number of ids of each feature, of sequences.
+
+        Raises:
+            UserError: In the backward pass: rows that gradients depend on have been updated since.
         """
-        batch = _Batch(
-            ids.contiguous(), offsets.contiguous(), None if weights is None else weights.float().contiguous()
-        )
         features = self._features.copy()
-        width_bytes = 4 * self._formula.width
+        width_bytes = 4 * self.formula.width
         if counts is None:
             num_bags = (len(offsets) - 1) // self._num_features
             features[:, layout.FIRST_BAG] = np.arange(self._num_features) * num_bags
             features[:, layout.NUM_BAGS] = num_bags
             features[:, layout.VECTOR_START] = np.arange(self._num_features) * width_bytes
-            shape = (num_bags, self._num_features * self._formula.width)
+            shape = (num_bags, self._num_features * self.formula.width)
         else:
             features[:, layout.NUM_BAGS] = counts
             features[1:, layout.FIRST_BAG] = np.cumsum(counts)[:-1]
             features[:, layout.VECTOR_START] = features[:, layout.FIRST_BAG] * width_bytes
-            shape = (len(ids), self._formula.width)
-        step = _Step(self, batch, features, storages)
+            shape = (len(ids), self.formula.width)
+        step = _Step(self, features, storages, shape, self.updates.number)
+        batch = (ids.contiguous(), offsets.contiguous(), None if weights is None else weights.float().contiguous())
         all_weights = [weight for own in storages for weight in own.weights]
-        vectors: Tensor = _Fused.apply(step, shape, *all_weights)  # type: ignore[no-untyped-call]
+        vectors: Tensor = _Fused.apply(step, *batch, *all_weights)  # type: ignore[no-untyped-call]
         return vectors
 
-    def compose(self, step: "_Step", outputs: Float[Tensor, "bags width"]) -> None:
-        """Writes the composed vectors of a step's bags."""
+    def compose(self, step: "_Step", batch: "_Batch") -> Float[Tensor, "bags width"]:
+        """Returns the composed vectors of a step's bags."""
+        outputs = torch.empty(step.shape, dtype=torch.float32)
         placed = self._placed(step.storages)
-        job = self._job(step, placed, outputs)
+        job = self._job(step, batch, placed, outputs)
         scratch_bytes = 8 * layout.BLOCK_IDS * len(placed.partitions)
 
         def compose(share: int, num_shares: int) -> None:
@@ -198,8 +226,28 @@ class FusedLookup:
 
         most_bags = int(step.features[:, layout.NUM_BAGS].max(initial=0))
         _in_threads(compose, max(1, min(torch.get_num_threads(), most_bags // layout.BLOCK_IDS)))
+        return outputs
 
-    def update(self, step: "_Step", gradients: Float[Tensor, "bags width"]) -> list[Tensor | None]:
+    def weight_gradients(
+        self, step: "_Step", batch: "_Batch", gradients: Float[Tensor, "bags width"]
+    ) -> Float[Tensor, " ids"]:
+        """Returns the gradients of the ids' weights: the dot products of each id's vector and its bag's gradient."""
+        width, begins = self.formula.width, batch.offsets[step.features[:, layout.FIRST_BAG]]
+        features = step.features.copy()
+        features[:, layout.FIRST_BAG] = begins.numpy()
+        features[:, layout.NUM_BAGS] = torch.diff(begins, append=batch.offsets[-1:]).numpy()
+        features[:, layout.VECTOR_START] = 4 * width * features[:, layout.FIRST_BAG]
+        each_id = _Batch(batch.ids, torch.arange(len(batch.ids) + 1), None)
+        shape = (len(batch.ids), width)
+        vectors = self.compose(_Step(self, features, step.storages, shape, step.num_updates), each_id)
+        by_bag = gradients.float().unflatten(1, (self._num_features, width)).transpose(0, 1).flatten(0, 1)
+        first, last = int(batch.offsets[0]), int(batch.offsets[-1])
+        bags = torch.repeat_interleave(torch.diff(batch.offsets))
+        found = torch.zeros(len(batch.ids))
+        found[first:last] = (vectors[first:last] * by_bag[bags]).sum(1)
+        return found
+
+    def update(self, step: "_Step", batch: "_Batch", gradients: Float[Tensor, "bags width"]) -> list[Tensor | None]:
         """Updates the rows of a step's ids.
 
         Returns:
@@ -217,10 +265,11 @@ class FusedLookup:
             placed.parts[:, j, layout.GRADIENT_START] = addresses[self._table_of_feature] - addresses[0]
             returned += sums
         gradients = gradients.float()
-        if gradients.stride(1) != 1 or not self._formula.pools:
+        if gradients.stride(1) != 1 or not self.formula.pools:
             gradients = gradients.contiguous()
-        job = self._job(step, placed, gradients)
-        tables = self._tables_by_share(step)
+        job = self._job(step, batch, placed, gradients)
+        tables = self._tables_by_share(step, batch)
+        self.updates.number += any(storage.optimizer is not None for storage in step.storages)
 
         def update(share: int, num_shares: int) -> None:
             for first, end in tables[share]:
@@ -236,7 +285,7 @@ class FusedLookup:
             for own, (weight, scale) in zip(returned, weights, strict=True)
         ]
 
-    def _tables_by_share(self, step: "_Step") -> list[list[tuple[int, int]]]:
+    def _tables_by_share(self, step: "_Step", batch: "_Batch") -> list[list[tuple[int, int]]]:
         """Returns the tables of each thread, as ranges of features, with about equally many ids."""
         starts = [0, *self._table_ends[:-1]]
         ranges = list(zip(starts, self._table_ends, strict=True))
@@ -244,7 +293,7 @@ class FusedLookup:
         if num_threads == 1:
             return [ranges]
         first_bags = step.features[:, layout.FIRST_BAG]
-        ends = step.batch.offsets.numpy()
+        ends = batch.offsets.numpy()
         begins = ends[first_bags[starts]]
         num_ids = np.append(begins[1:], ends[-1]) - begins
         shares: list[list[tuple[int, int]]] = [[] for _ in range(num_threads)]
@@ -262,16 +311,17 @@ class FusedLookup:
         for j, own in enumerate(storages):
             addresses = np.array([weight.data_ptr() for weight in own.weights], np.int64)
             placed.partitions[j, layout.WEIGHT_ADDRESS] = addresses[0]
+            placed.partitions[j, layout.IS_HALF] = own.itemsize == 2
+            placed.partitions[j, layout.ROW_BYTES] = own.row_bytes(len(self.formula.columns[j]))
             if own.optimizer is None:
                 placed.parts[:, j, layout.WEIGHT_START] = addresses[self._table_of_feature] - addresses[0]
                 continue
             placed.partitions[j, layout.OPTIMIZER] = OPTIMIZERS[own.optimizer]
             placed.partitions[j, layout.STATE_ADDRESS] = 0 if own.states is None else own.states.data_ptr()
-            numbers[j, layout.LEARNING_RATE], numbers[j, layout.EPS] = own.learning_rate(), own.eps
+            numbers[j, layout.LEARNING_RATE], numbers[j, layout.EPS] = own.learning_rate, own.eps
         return placed
 
-    def _job(self, step: "_Step", placed: "_Placed", vectors: Tensor) -> Any:
-        batch = step.batch
+    def _job(self, step: "_Step", batch: "_Batch", placed: "_Placed", vectors: Tensor) -> Any:
         job = np.zeros(layout.JOB_FIELDS, np.int64)
         job[layout.IDS], job[layout.OFFSETS] = batch.ids.data_ptr(), batch.offsets.data_ptr()
         job[layout.WEIGHTS] = 0 if batch.weights is None else batch.weights.data_ptr()
@@ -279,7 +329,7 @@ class FusedLookup:
         job[layout.PARTITIONS], job[layout.NUM_PARTITIONS] = placed.partitions.ctypes.data, len(placed.partitions)
         job[layout.PARTS] = placed.parts.ctypes.data
         job[layout.VECTORS], job[layout.STRIDE] = vectors.data_ptr(), 4 * vectors.stride(0)
-        job[layout.WIDTH], job[layout.IS_PRODUCT] = self._formula.width, self._formula.is_product
+        job[layout.WIDTH], job[layout.IS_PRODUCT] = self.formula.width, self.formula.is_product
         return job
 
 
@@ -291,8 +341,7 @@ class _Placed:
     parts: Any
 
 
-@dataclass(frozen=True)
-class _Batch:
+class _Batch(NamedTuple):
     """The ids of a step, as :meth:`FusedLookup.__call__` takes them."""
 
     ids: Tensor
@@ -302,29 +351,43 @@ class _Batch:
 
 @dataclass(frozen=True)
 class _Step:
-    """One lookup: what its backward pass needs again."""
+    """One lookup: what its backward pass needs again, but for the batch.
+
+    Attributes:
+        lookup: What looks up.
+        features: Blocks of the features.
+        storages: Where each partition's rows lie.
+        shape: Shape of the composed vectors.
+        num_updates: How many updates there had been.
+    """
 
     lookup: FusedLookup
-    batch: _Batch
     features: Any
     storages: Sequence[Storage]
+    shape: tuple[int, int]
+    num_updates: int
 
 
 class _Fused(torch.autograd.Function):
     """The autograd function of :class:`FusedLookup`; the weights are its arguments so that gradients come back."""
 
     @staticmethod
-    def forward(ctx: Any, step: _Step, shape: tuple[int, int], *weights: Tensor) -> Tensor:
-        outputs = torch.empty(shape, dtype=torch.float32)
-        step.lookup.compose(step, outputs)
+    def forward(
+        ctx: Any, step: _Step, ids: Tensor, offsets: Tensor, id_weights: Tensor | None, *weights: Tensor
+    ) -> Tensor:
         ctx.step = step
-        return outputs
+        ctx.save_for_backward(ids, offsets, id_weights)
+        return step.lookup.compose(step, _Batch(ids, offsets, id_weights))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
-        return None, None, *ctx.step.lookup.update(ctx.step, gradient)
+        step, lookup, batch, of_ids = ctx.step, ctx.step.lookup, _Batch(*ctx.saved_tensors), ctx.needs_input_grad[3]
+        if lookup.formula.needs_rows or of_ids:
+            lookup.updates.require(step.num_updates)
+        id_gradients = lookup.weight_gradients(step, batch, gradient) if of_ids else None
+        return None, None, None, id_gradients, *lookup.update(step, batch, gradient)
 
 
 def _part_fields(part: Part, itemsize: int) -> list[int]:
@@ -360,9 +423,12 @@ os.register_at_fork(after_in_child=_pool.cache_clear)  # where the threads are n
 def _in_threads(run: Callable[[int, int], None], num_shares: int) -> None:
     """Runs a function for each share, given its number and how many there are, in a thread each.
 
-    The first share is this thread's.
+    The first share is this thread's. All have ended when it returns or raises.
     """
     others = [_pool(num_shares - 1).submit(run, share, num_shares) for share in range(1, num_shares)]
-    run(0, num_shares)
+    try:
+        run(0, num_shares)
+    finally:  # what they write is let go afterwards
+        wait(others)
     for other in others:
         other.result()

@@ -115,7 +115,7 @@ class _Target:
         assert storage.optimizer is not None
         rounds = storage.rounding_seed is not None and rows.dtype == torch.float16
         seed = storage.rounding_seed() if rounds and storage.rounding_seed is not None else None
-        return cls(rows, _ACTIONS[storage.optimizer], storage.states, storage.learning_rate(), storage.eps, seed)
+        return cls(rows, _ACTIONS[storage.optimizer], storage.states, storage.learning_rate, storage.eps, seed)
 
     @property
     def optimizer_arguments(self) -> tuple[Any, ...]:

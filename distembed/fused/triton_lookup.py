@@ -13,8 +13,9 @@ from jaxtyping import Float, Int, Int64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from distembed.errors import UserError
 from distembed.fused import triton_backward
-from distembed.fused.operation import Formula, Part, Storage
+from distembed.fused.operation import Formula, Part, Storage, Updates
 from distembed.fused.triton_loading import load
 from distembed.fused.triton_tables import DeviceTables, TritonBatch, num_blocks, num_lanes, power_of_two
 
@@ -40,7 +41,7 @@ class TritonLookup:
         storages: Sequence[Storage],
     ) -> None:
         self._kernels = load()
-        self._tables = DeviceTables(formula, parts, tables, storages)
+        self._tables, self.updates = DeviceTables(formula, parts, tables, storages), Updates()
 
     def __call__(
         self,
@@ -58,16 +59,30 @@ class TritonLookup:
                 not written.
             weights: Weights of the ids, of bags that are pooled.
             storages: Where each partition's rows lie.
+
+        Raises:
+            UserError: The weights need a gradient. In the backward pass: rows that gradients depend on have been
+                updated since.
         """
+        if weights is not None and weights.requires_grad and torch.is_grad_enabled():
+            raise UserError(
+                "The weights of ids need a gradient, which lookups in one pass do not have on a GPU; detach them, or "
+                "give the tables kernel='fbgemm'."
+            )
         weights = None if weights is None else weights.float().contiguous()
         rows = tuple(_rows(own) for own in storages)
-        batch = TritonBatch(ids.contiguous(), offsets.contiguous(), weights, self._tables.num_features, rows)
         all_weights = [weight for own in storages for weight in own.weights]
         # FBGEMM's weights on CUDA are no parameters: something has to say that there is a backward pass
         placeholder = torch.empty(0, requires_grad=any(own.optimizer is not None for own in storages))
-        step = _Step(self, batch, storages)
-        vectors: Tensor = _Fused.apply(step, placeholder, *all_weights)  # type: ignore[no-untyped-call]
+        step = _Step(self, self._tables.num_features, rows, storages, self.updates.number)
+        batch = (ids.contiguous(), offsets.contiguous(), weights)
+        vectors: Tensor = _Fused.apply(step, placeholder, *batch, *all_weights)  # type: ignore[no-untyped-call]
         return vectors
+
+    @property
+    def formula(self) -> Formula:
+        """What the tables have in common."""
+        return self._tables.formula
 
     def compose(self, batch: TritonBatch) -> Tensor:
         """Returns the composed vectors of a batch."""
@@ -105,32 +120,59 @@ class TritonLookup:
 
     def update(self, batch: TritonBatch, storages: Sequence[Storage], gradients: Tensor) -> list[Tensor | None]:
         """Does what :func:`distembed.fused.triton_backward.update` does."""
+        self.updates.number += any(storage.optimizer is not None for storage in storages)
         return triton_backward.update(self._tables, batch, storages, gradients)
 
 
 @dataclass(frozen=True)
 class _Step:
-    """One lookup: what its backward pass needs again."""
+    """One lookup: what its backward pass needs again, but for the batch.
+
+    Attributes:
+        lookup: What looks up.
+        num_features: Number of features.
+        rows: All rows of each partition.
+        storages: Where each partition's rows lie.
+        num_updates: How many updates there had been.
+    """
 
     lookup: TritonLookup
-    batch: TritonBatch
+    num_features: int
+    rows: tuple[Tensor, ...]
     storages: Sequence[Storage]
+    num_updates: int
+
+    def batch(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> TritonBatch:
+        """Returns the batch of these ids."""
+        return TritonBatch(ids, offsets, weights, self.num_features, self.rows)
 
 
 class _Fused(torch.autograd.Function):
     """The autograd function of :class:`TritonLookup`; the weights are its arguments so that gradients come back."""
 
     @staticmethod
-    def forward(ctx: Any, step: _Step, placeholder: Tensor, *weights: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        step: _Step,
+        placeholder: Tensor,
+        ids: Tensor,
+        offsets: Tensor,
+        id_weights: Tensor | None,
+        *weights: Tensor,
+    ) -> Tensor:
         ctx.step = step
-        return step.lookup.compose(step.batch)
+        ctx.save_for_backward(ids, offsets, id_weights)
+        return step.lookup.compose(step.batch(ids, offsets, id_weights))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         step: _Step = ctx.step
-        return None, None, *step.lookup.update(step.batch, step.storages, gradient.float().contiguous())
+        batch, lookup = step.batch(*ctx.saved_tensors), step.lookup
+        if lookup.formula.needs_rows:
+            lookup.updates.require(step.num_updates)
+        return None, None, None, None, None, *lookup.update(batch, step.storages, gradient.float().contiguous())
 
 
 def _rows(storage: Storage) -> Tensor:

@@ -44,15 +44,15 @@ def _owners(order, owners, places, are_ids, num_features, POOLS: tl.constexpr):
 
 @triton.jit
 def _shaken(values, seed, starts, columns):
-    """Adds up to half of the distance between float16 numbers, at random, up or down.
+    """Rounds to float16 numbers at random, up or down, so that the mean of what values are rounded to is the values.
 
-    The nearest float16 number is then the one below with a probability that grows with how near it is, so that the mean
-    of what values are rounded to is the values.
+    Random bits are added to those that float16 has not, and then these are cut off; of numbers below ``2 ** -14``,
+    which are at equal distances there, the same is done with multiples of ``2 ** -24``.
     """
-    powers = (values.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)  # of two, not above values
-    distances = tl.maximum(powers * 0.0009765625, 5.9604644775390625e-08)  # 2 ** -10 of these, at least 2 ** -24
-    drawn = tl.rand(seed, (starts[:, None] + columns[None, :]).to(tl.uint32))
-    return values + (drawn - 0.5) * distances
+    drawn = tl.randint(seed, (starts[:, None] + columns[None, :]).to(tl.uint32)).to(tl.int32, bitcast=True) & 0x1FFF
+    kept = ((values.to(tl.int32, bitcast=True) + drawn) & -0x2000).to(tl.float32, bitcast=True)
+    multiples = tl.floor(values * 16777216.0 + drawn.to(tl.float32) * 0.0001220703125)  # 2 ** 24 and 2 ** -13
+    return tl.where(tl.abs(values) < 6.103515625e-05, multiples * 5.9604644775390625e-08, kept)
 
 
 @triton.jit

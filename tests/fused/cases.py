@@ -247,7 +247,7 @@ class Fused:
                 [self._taken(one) for one in weights] if optimizer is None else weights,
                 optimizer,
                 states,
-                lambda: RATE,
+                RATE,
                 case.eps,
                 case.gradient_scale,
             )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from numba.core import config
+
+from distembed.fused import loading
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -194,3 +198,40 @@ def test_kernels_are_had_wherever_their_files_can_be_kept_and_where_they_cannot(
     # nor can the lock be opened
     (own / f"distembed-kernels-{os.getuid()}.lock").mkdir()
     assert run(own, **settings, HOME=str(blocked), XDG_CACHE_HOME=str(blocked))["times"]
+
+
+def test_a_processor_that_cannot_convert_float16_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    if platform.machine() != "x86_64":
+        pytest.skip("other processors convert float16")
+    ask = loading.reason_unavailable.__wrapped__
+    assert ask() is None
+    monkeypatch.setattr(config, "CPU_FEATURES", "+avx2,+fma")
+    assert "cannot convert float16 (f16c)" in str(ask())
+
+
+@pytest.mark.parametrize(
+    "hindrance",
+    [(loading.fcntl, "flock"), (loading.tempfile, "gettempdir"), (loading.os, "open")],
+    ids=lambda own: own[1],
+)
+def test_without_a_lock_each_process_compiles_for_itself(
+    hindrance: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: Any) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(*hindrance, fail)
+    with loading._one_at_a_time():
+        monkeypatch.undo()
+
+
+def test_a_process_that_is_stopped_is_not_waited_for_without_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(loading.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(loading, "_LONGEST_WAIT", 0.1)
+    with loading._one_at_a_time(), loading._one_at_a_time():
+        assert "it is not waited for" in caplog.text
+    caplog.clear()
+    with loading._one_at_a_time():
+        assert not caplog.text

@@ -186,14 +186,14 @@ def test_gradients_of_ranges_of_columns_are_scaled(run: Run) -> None:
     run(replicated_columns)
 
 
-def rounded(seed: int | None) -> torch.Tensor:
-    """What 4,096 numbers of 1.5 become, from each of which 0.3 of the distance to the next float16 is taken."""
-    weights = [torch.full((rows * 64,), 1.5 if rows > 1 else 1.0).half() for rows in (64, 1)]
+def rounded(seed: int | None, number: float = 1.5, change: float = 0.3 * 2**-10) -> torch.Tensor:
+    """What 4,096 equal numbers become from each of which as much is taken."""
+    weights = [torch.full((rows * 64,), number if rows > 1 else 1.0).half() for rows in (64, 1)]
     seeds = None if seed is None else (lambda: seed)
-    storages = [Storage([own], "sgd", None, lambda: 1.0, rounding_seed=seeds) for own in weights]
+    storages = [Storage([own], "sgd", None, 1.0, rounding_seed=seeds) for own in weights]
     parts = [[Part(Digit(1, 64), 0, 64), Part(Digit(64, None), 0, 1)]]
     lookup = TritonLookup(Formula([range(64)] * 2, True, True), parts, [1], storages)
-    lookup(torch.arange(64), torch.arange(65), None, storages).backward(torch.full((64, 64), 0.3 * 2**-10))
+    lookup(torch.arange(64), torch.arange(65), None, storages).backward(torch.full((64, 64), change))
     return weights[0]
 
 
@@ -206,3 +206,15 @@ def test_rows_are_rounded_at_random_by_a_seed(run: Run) -> None:
         # 4 standard deviations
         assert abs((own == below).double().mean() - 0.3) < 4 * (0.21 / len(own)) ** 0.5
     assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("number", [1.0, -1.0, 0.25, 3.1, 2**-14, 3 * 2**-24, 0.0])
+def test_rounding_at_random_keeps_the_mean(run: Run, number: float) -> None:
+    exact = float(torch.tensor(number).half())
+    assert (run(rounded, 1, exact, 0.0) == exact).all()
+    below = torch.nextafter(torch.tensor(exact).half(), torch.tensor(-torch.inf).half()).double()
+    distance = float(exact - below)
+    found = run(rounded, 2, exact, 0.25 * distance).double()
+    assert ((found == exact) | (found == below)).all()
+    # 4 standard deviations
+    assert abs(found.mean() - (exact - 0.25 * distance)) < 4 * distance * (0.1875 / len(found)) ** 0.5

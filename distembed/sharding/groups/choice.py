@@ -83,15 +83,13 @@ def make_group(
         return AbsentGroup(tables, is_pooled(own.table))
     optimizer = fused_optimizer_name(tbes[0].optimizer) if tbes and hasattr(tbes[0], "optimizer") else None
     if _may_fuse(own.table):
-        reason = (
-            reason_not_fused(own, device_kind, optimizer)
-            or reason_against_settings(tbes)
-            or reason_not_loaded(own, device_kind)
-        )
+        reasons = ((local.table, reason_not_fused(local.slice, device_kind, optimizer)) for local in tables)
+        table, reason = next((found for found in reasons if found[1] is not None), (own.table, None))
+        reason = reason or reason_against_settings(tbes) or reason_not_loaded(own, device_kind)
         if reason is None:
             return FusedGroup(tables, replicated, gradient_scale)
         if own.table.kernel == "fused":
-            raise fused_refusal(own.table, reason)
+            raise fused_refusal(table, reason)
     return unfused_group_type(own.table)(tables, replicated, gradient_scale)
 
 

@@ -96,7 +96,7 @@ class FusedGroup(Group):
         return [
             _storage(next(remaining))
             if stack is None
-            else Storage(stack.weights(), gradient_scale=stack.gradient_scale)
+            else Storage(_readable(stack.weights()), gradient_scale=stack.gradient_scale)
             for stack in stacks
         ]
 
@@ -243,13 +243,22 @@ def reason_against_settings(tbes: Sequence[Any]) -> str | None:
     return None
 
 
+def _readable(weights: list[Tensor]) -> list[Tensor]:
+    """Returns weights as the passes can read them: float32 or float16, rows as far apart in all of them."""
+    first = weights[0]
+    if first.dtype in (torch.float32, torch.float16) and first.stride(1) == 1:
+        if all((own.dtype, own.stride()) == (first.dtype, first.stride()) for own in weights):
+            return weights
+    return [own.float().contiguous() for own in weights]
+
+
 def _storage(tbe: Any) -> Storage:
     """Returns where FBGEMM's tables have their rows and states."""
     optimizer = fused_optimizer_name(tbe.optimizer)
     states = None if tbe.optimizer == EmbOptimType.EXACT_SGD else _numbers(tbe, "momentum1")
     seed = (lambda: tbe.step % 2**31) if tbe.stochastic_rounding else None  # FBGEMM has it on CUDA alone
     weights = [_numbers(tbe, "weights")]
-    return Storage(weights, optimizer, states, tbe.get_learning_rate, tbe.optimizer_args.eps, rounding_seed=seed)
+    return Storage(weights, optimizer, states, tbe.get_learning_rate(), tbe.optimizer_args.eps, rounding_seed=seed)
 
 
 def _numbers(tbe: Any, name: str) -> Tensor:
@@ -261,10 +270,5 @@ def _numbers(tbe: Any, name: str) -> Tensor:
 
 
 def _count_step(tbe: Any) -> None:
-    """Counts a step as FBGEMM's own lookup does, which checkpoints have."""
+    """Counts a step as FBGEMM's own lookup does; rounding at random has its seed from there."""
     tbe.step += 1
-    if tbe.optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD:
-        if tbe.iter_cpu.item() == 0:
-            tbe.iter_cpu.fill_(tbe.iter.item())
-        tbe.iter_cpu.add_(1)
-        tbe.iter.add_(1)

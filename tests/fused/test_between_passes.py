@@ -1,0 +1,149 @@
+"""What happens between the passes of a fused lookup, or to one of them, changes no gradient without a word."""
+
+import os
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from distembed.errors import UserError
+from distembed.fused import operation
+from distembed.fused.operation import Formula, FusedLookup, Part, Storage
+from distembed.partitions.base import Digit
+from tests.fused.test_refusals import PLAIN, Case, build, is_fused
+from tests.ranks import run_on_ranks
+
+IDS = torch.tensor([3, 17, 3, 90, 41, 55, 0, 99, 8, 8])
+OFFSETS = torch.tensor([0, 2, 5, 6, 10])
+DIM, DIGITS, ROWS = 8, (Digit(1, 25), Digit(25, None)), (25, 4)
+
+
+def tables(is_product: bool = True, rate: float = 0.5) -> tuple[FusedLookup, list[Storage]]:
+    """Returns two features' one table of two partitions, trained by SGD, and where its rows lie."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.rand(rows * DIM, generator=generator).requires_grad_() for rows in ROWS]
+    storages = [Storage([own], "sgd", learning_rate=rate) for own in weights]
+    parts = [Part(digit, 0, rows) for digit, rows in zip(DIGITS, ROWS, strict=True)]
+    return FusedLookup(Formula([range(DIM)] * 2, is_product, True), [parts] * 2, [2], storages), storages
+
+
+def vectors(storages: list[Storage], is_product: bool, ids: Tensor = IDS) -> Tensor:
+    first, second = (storages[j].weights[0].detach().clone().view(ROWS[j], DIM) for j in range(2))
+    first, second = first[ids % 25], second[ids // 25]
+    return first * second if is_product else first + second
+
+
+@pytest.mark.parametrize("is_product", [True, False])
+def test_weights_of_ids_have_gradients(is_product: bool) -> None:
+    lookup, storages = tables(is_product)
+    own = torch.rand(len(IDS), generator=torch.Generator().manual_seed(1)).requires_grad_()
+    expected_weights = own.detach().clone().requires_grad_()
+    gradient = torch.rand(2, 2 * DIM, generator=torch.Generator().manual_seed(2))
+    weighted = vectors(storages, is_product) * expected_weights[:, None]
+    bags = torch.stack([bag.sum(0) for bag in weighted.tensor_split(OFFSETS[1:-1])])
+    expected = bags.view(2, 2, DIM).transpose(0, 1).reshape(2, 2 * DIM)
+    outputs = lookup(IDS, OFFSETS, own, storages)
+    torch.testing.assert_close(outputs, expected)
+    expected.backward(gradient)
+    outputs.backward(gradient)
+    torch.testing.assert_close(own.grad, expected_weights.grad)
+
+
+def test_a_product_is_refused_whose_rows_have_been_updated_since() -> None:
+    lookup, storages = tables()
+    first, second = (lookup(IDS, OFFSETS, None, storages) for _ in range(2))
+    first.sum().backward(retain_graph=True)
+    before = [storage.weights[0].detach().clone() for storage in storages]
+    for stale in (first, second):
+        with pytest.raises(UserError, match="another backward pass of the same tables.*kernel='fbgemm'"):
+            stale.sum().backward(retain_graph=True)
+    assert all(torch.equal(own.weights[0], one) for own, one in zip(storages, before, strict=True))
+    lookup(IDS, OFFSETS, None, storages).sum().backward()
+    assert not torch.equal(storages[0].weights[0], before[0])
+
+
+def test_a_sum_may_be_looked_up_twice_before_it_is_updated() -> None:
+    lookup, storages = tables(is_product=False)
+    before = [storage.weights[0].detach().clone() for storage in storages]
+    first, second = (lookup(IDS, OFFSETS, None, storages) for _ in range(2))
+    (first.sum() + second.sum()).backward()
+    for j, rows in enumerate((IDS % 25, IDS // 25)):
+        change = before[j].view(-1, DIM) - storages[j].weights[0].detach().view(-1, DIM)
+        torch.testing.assert_close(change, rows.bincount(minlength=ROWS[j])[:, None].expand(-1, DIM).float())
+
+
+def test_ids_that_are_overwritten_are_refused() -> None:
+    lookup, storages = tables()
+    ids = IDS.clone()
+    outputs = lookup(ids, OFFSETS, None, storages)
+    ids.fill_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        outputs.sum().backward()
+
+
+def test_all_shares_have_ended_when_one_fails() -> None:
+    ended, goes_on = threading.Event(), threading.Event()
+
+    def share(number: int, num_shares: int) -> None:
+        if number == 0:
+            goes_on.set()
+            raise KeyboardInterrupt
+        assert goes_on.wait(60)
+        threading.Event().wait(0.2)
+        ended.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        operation._in_threads(share, 2)
+    assert ended.is_set()
+
+
+def check_rates(rank: int, world_size: int) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    case: Case = (PLAIN, {"lr": 0.1, "eps": 1e-2}, {}, "table_wise", "")
+    found = []
+    for kernel in ("fused", "fbgemm"):
+        model = build(case, kernel)
+        assert is_fused(model) == (kernel == "fused")
+        torch.nn.init.ones_(next(iter(model.module.embeddings.parameters())))
+        group = model.fused_optimizer.param_groups[0]
+        for rate in (0.5, 0.05):
+            outputs = model.module.embeddings(features()).values()
+            group["lr"] = rate  # for the next batch
+            model.fused_optimizer.zero_grad()  # which tells FBGEMM
+            outputs.square().sum().backward()
+        found.append(model.module.embeddings(features()).values().detach())
+    torch.testing.assert_close(*found)
+
+
+def features() -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(["f"], torch.tensor([1, 63, 5, 1]), lengths=torch.tensor([1, 0, 3]))
+
+
+@pytest.mark.distributed
+def test_the_rate_is_that_of_the_forward_pass() -> None:
+    run_on_ranks(1, check_rates)
+
+
+def check_dtypes(rank: int, world_size: int) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    case: Case = (PLAIN, {"lr": 0.1}, {}, "data_parallel", "")
+    models: list[Any] = [build(case, kernel) for kernel in ("fused", "fbgemm")]
+    models[1].load_state_dict(models[0].state_dict())
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float16):
+        outputs = []
+        for model in models:
+            model.to(dtype)
+            outputs.append(model.module.embeddings(features()).values())
+            outputs[-1].square().sum().backward()
+        torch.testing.assert_close(*outputs)
+        for own, other in zip(*[model.parameters() for model in models], strict=True):
+            assert own.dtype == dtype
+            torch.testing.assert_close(own, other)  # updated by the optimizer, in the backward pass
+
+
+@pytest.mark.distributed
+def test_weights_that_every_rank_has_are_read_in_any_dtype() -> None:
+    run_on_ranks(1, check_dtypes)
