@@ -55,4 +55,9 @@ FEATURE_FIELDS = 3
 BLOCK_IDS = 64
 """How many ids are mapped, and their rows asked for, before the first of them is composed."""
 
+DIGIT_BITS = 10
+"""How many bits of a key ids are sorted by at once; keys have 31."""
+SORT_BYTES = -(-31 // DIGIT_BITS) * (8 << DIGIT_BITS)
+"""Bytes in which a sort counts."""
+
 SGD, ADAGRAD, ROW_WISE_ADAGRAD = range(3)

@@ -11,13 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from distembed.fused.layout import DIGIT_BITS
 from distembed.fused.rows import compiled, inline
 from distembed.fused.simd import read_long, write
 
-_DIGIT_BITS = 10
 MAX_KEYS = 2**31
-SORT_BYTES = (-(-31 // _DIGIT_BITS)) * (8 << _DIGIT_BITS)
-"""Bytes in which a sort counts."""
 
 
 @inline
@@ -41,7 +39,7 @@ def place_of(packed: Any) -> Any:
 @compiled
 def num_passes(num_keys: Any) -> Any:
     """Returns how often ids are gone through that have keys below ``num_keys``."""
-    return (_num_bits(num_keys) + _DIGIT_BITS - 1) // _DIGIT_BITS
+    return (_num_bits(num_keys) + DIGIT_BITS - 1) // DIGIT_BITS
 
 
 @inline
@@ -61,7 +59,7 @@ def sort_packed(order: Any, other: Any, num_ids: Any, num_keys: Any, counts: Any
         other: Address of as much memory.
         num_ids: How many numbers there are.
         num_keys: A number above all keys.
-        counts: Address of :data:`SORT_BYTES`.
+        counts: Address of :data:`distembed.fused.layout.SORT_BYTES`.
 
     Returns:
         ``order`` or ``other``, whichever has the sorted numbers.

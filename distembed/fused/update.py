@@ -34,6 +34,7 @@ from distembed.fused.layout import (
     OPTIMIZER,
     ROW_BYTES,
     ROW_WISE_ADAGRAD,
+    SORT_BYTES,
     STATE_ADDRESS,
     STATE_ROW_BYTES,
     STATE_START,
@@ -75,7 +76,7 @@ from distembed.fused.simd import (
     zeros_4,
     zeros_8,
 )
-from distembed.fused.sorting import MAX_KEYS, SORT_BYTES, key_of, num_passes, pack, place_of, sort_packed
+from distembed.fused.sorting import MAX_KEYS, key_of, num_passes, pack, place_of, sort_packed
 
 _AHEAD_GRADIENTS, _AHEAD_ROWS = 8, 16
 """How many ids ahead their gradients and rows are asked for."""

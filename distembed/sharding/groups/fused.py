@@ -7,6 +7,7 @@ tables keep the weights and the states, so that checkpoints and plans do not dif
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -22,6 +23,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from distembed.composition import Product
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.errors import UserError
+from distembed.fused.layout import SORT_BYTES
 from distembed.fused.loading import reason_not_compiled, reason_unavailable
 from distembed.fused.operation import MAX_ROWS, OPTIMIZERS, Formula, FusedLookup, Part, Storage, lanes_of
 from distembed.fused.triton_backward import update_bytes
@@ -140,10 +142,14 @@ class FusedGroup(Group):
             tables = {table.name: table.scheme.num_rows for table in load.tables}.values()
             update = update_bytes(load.num_ids, [sum(rows) for rows in zip(*tables, strict=True)], load.dims)
             return LookupMemory(saved + stacked, 0, 0, update + load.output_bytes)
-        num_ids = math.ceil(max(load.num_ids_per_feature))
+        by_table: Counter[str] = Counter()  # a table's features are updated together
+        for table, own_ids in zip(load.tables, load.num_ids_per_feature, strict=True):
+            by_table[table.name] += math.ceil(own_ids)
+        num_ids = max(by_table.values())
         num_rows, dims = load.max_num_rows, load.dims
         slots = sum(min(rows, num_ids) for rows in num_rows) - min(max(num_rows), num_ids)
         update = num_ids * (3 + len(dims)) * LONG_BYTES + slots * (max(dims) * FLOAT_BYTES + LONG_BYTES)
+        update += SORT_BYTES
         # the gradient of the vectors is there until all rows are updated
         return LookupMemory(saved, 0, 0, update + load.output_bytes)
 
