@@ -5,6 +5,8 @@ their row in the largest partition, adds gradients up, and updates each row that
 and states, and give their addresses.
 
 ``operation``  what PyTorch sees: a call, its gradient, and the division of work among threads
+``tables``     what it is told of tables
+``threads``    shares of work in threads
 ``layout``     the blocks of numbers by which kernels are told of tables and ids
 ``loading``    whether kernels can be had, and their compilation
 ``compose``    the forward pass on a CPU

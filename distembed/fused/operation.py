@@ -3,16 +3,15 @@
 The weights and the optimizers' states stay where they are, in FBGEMM's tables. Rows that every rank has are not updated
 here: their gradients come out of the backward pass, dense, as those of any parameter.
 
-The rows are read again in the backward pass, so that nothing but the ids is kept for it. Where another backward pass of
-the same tables has updated them in between, gradients that depend on them are refused.
+The rows are read again in the backward pass, so that nothing but the ids is kept for it. Where gradients depend on rows
+and another backward pass of the same tables is about to update them, as where a collection is called twice in a step,
+they are copied for those batches that still wait for theirs.
 """
 
-import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -20,125 +19,10 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from distembed.errors import UserError
 from distembed.fused import layout
 from distembed.fused.loading import load
-from distembed.partitions.base import Digit
-
-OPTIMIZERS = {"sgd": layout.SGD, "adagrad": layout.ADAGRAD, "row_wise_adagrad": layout.ROW_WISE_ADAGRAD}
-"""The optimizers that the kernels have, by their names in ``distembed.optim.OPTIMIZERS``."""
-MAX_ROWS = 2**31 - 1
-
-
-@dataclass(frozen=True)
-class Part:
-    """A partition of one feature's table, and the rows of it that are here.
-
-    Attributes:
-        digit: How ids are mapped to rows.
-        first_row: The first row that is here.
-        num_rows: Number of rows that are here.
-        weight_start: Place of the first row's first number in FBGEMM's storage of the partition; 0 for weights that
-            every rank has.
-        state_start: Place of its first state in that of states.
-    """
-
-    digit: Digit
-    first_row: int
-    num_rows: int
-    weight_start: int = 0
-    state_start: int = 0
-
-
-@dataclass(frozen=True)
-class Storage:
-    """Where a partition's rows lie in a step.
-
-    Attributes:
-        weights: FBGEMM's storage of all tables' rows; or, of what every rank has, each table's ``[rows, columns]``.
-        optimizer: A key of :data:`OPTIMIZERS`, which updates them; None where their gradients are returned.
-        states: The optimizer's states; None where it has none.
-        learning_rate: The learning rate, as it is in the forward pass.
-        eps: What is added to denominators.
-        gradient_scale: Factor of the gradients that are returned.
-        rounding_seed: Gives the seed by which float16 rows are rounded at random when they are updated, on CUDA; they
-            are rounded to the nearest number where it is None, and on a CPU.
-    """
-
-    weights: Sequence[Tensor]
-    optimizer: str | None = None
-    states: Tensor | None = None
-    learning_rate: float = 0.0
-    eps: float = 0.0
-    gradient_scale: int = 1
-    rounding_seed: Callable[[], int] | None = None
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of a number of a row: 4, or 2 for float16."""
-        return self.weights[0].element_size()
-
-    def row_bytes(self, num_columns: int) -> int:
-        """Returns the bytes from one row to the next."""
-        return (num_columns if self.optimizer is not None else self.weights[0].stride(0)) * self.itemsize
-
-
-@dataclass(frozen=True)
-class Formula:
-    """What tables of a fused lookup have in common.
-
-    Attributes:
-        columns: The columns of the composed vector that each partition takes part in.
-        is_product: Whether vectors are multiplied; else each is added where its columns are.
-        pools: Whether vectors are summed over bags; else each id has its own.
-    """
-
-    columns: Sequence[range]
-    is_product: bool
-    pools: bool
-
-    @property
-    def width(self) -> int:
-        """Number of columns of a composed vector."""
-        return max(own.stop for own in self.columns)
-
-    @property
-    def needs_rows(self) -> bool:
-        """Whether gradients of rows depend on other rows."""
-        return self.is_product and len(self.columns) > 1
-
-    @property
-    def lanes(self) -> int:
-        """How many columns kernels take at once."""
-        return lanes_of(self.columns)
-
-
-def lanes_of(columns: Sequence[range]) -> int:
-    """Returns how many columns kernels take at once: eight, or four where a partition's do not come in eights."""
-    return 4 if any(number % 8 for own in columns for number in (own.start, len(own))) else 8
-
-
-class Updates:
-    """Counts the updates of tables, so that a backward pass knows whether rows are those of its forward pass."""
-
-    def __init__(self) -> None:
-        self.number = 0
-
-    def require(self, number: int) -> None:
-        """Refuses a backward pass whose rows are others by now.
-
-        Args:
-            number: How many updates there had been in its forward pass.
-
-        Raises:
-            UserError: There have been more since.
-        """
-        if number != self.number:
-            raise UserError(
-                "A batch's gradients depend on rows that another backward pass of the same tables has updated since it "
-                "was looked up, as where one collection is called twice before the backward pass, or a graph is "
-                "retained. Call backward once after each lookup, or give the tables kernel='fbgemm', which keeps rows."
-            )
+from distembed.fused.tables import OPTIMIZERS, Formula, Part, Storage, Updates
+from distembed.fused.threads import in_threads
 
 
 class FusedLookup:
@@ -173,6 +57,15 @@ class FusedLookup:
             np.int64,
         )
         self._features = np.zeros((self._num_features, layout.FEATURE_FIELDS), np.int64)
+        self._given_parts, self._given_tables = parts, tables
+        self._waiting: WeakSet[_Step] = WeakSet()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns all but the steps that wait, which stay where they are."""
+        return {name: value for name, value in self.__dict__.items() if name != "_waiting"}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__dict__.update(state, _waiting=WeakSet())
 
     def __call__(
         self,
@@ -192,7 +85,7 @@ class FusedLookup:
             counts: Number of ids of each feature, of sequences.
 
         Raises:
-            UserError: In the backward pass: rows that gradients depend on have been updated since.
+            UserError: In a second backward pass: rows that gradients depend on have been updated by the first.
         """
         features = self._features.copy()
         width_bytes = 4 * self.formula.width
@@ -207,11 +100,43 @@ class FusedLookup:
             features[1:, layout.FIRST_BAG] = np.cumsum(counts)[:-1]
             features[:, layout.VECTOR_START] = features[:, layout.FIRST_BAG] * width_bytes
             shape = (len(ids), self.formula.width)
-        step = _Step(self, features, storages, shape, self.updates.number)
-        batch = (ids.contiguous(), offsets.contiguous(), None if weights is None else weights.float().contiguous())
+        batch = _Batch(
+            ids.contiguous(), offsets.contiguous(), None if weights is None else weights.float().contiguous()
+        )
+        step = _Step(self, features, storages, shape, self.updates.number, batch)
+        if self.formula.needs_rows:
+            self._waiting.add(step)  # until its graph is gone
         all_weights = [weight for own in storages for weight in own.weights]
         vectors: Tensor = _Fused.apply(step, *batch, *all_weights)  # type: ignore[no-untyped-call]
         return vectors
+
+    def backward(
+        self, step: "_Step", batch: "_Batch", gradients: Float[Tensor, "bags width"], of_ids: bool
+    ) -> tuple[Float[Tensor, " ids"] | None, list[Tensor | None]]:
+        """Updates the rows of a step's ids.
+
+        Args:
+            step: The step.
+            batch: Its batch.
+            gradients: Gradients of its composed vectors.
+            of_ids: Whether the ids' weights need gradients.
+
+        Returns:
+            The gradients of the ids' weights, and those of each storage's weights; None for what needs none.
+        """
+        if step.kept is None and (self.formula.needs_rows or of_ids):
+            self.updates.require(step.num_updates)
+        self._waiting.discard(step)
+        step.batch = None
+        updates_rows = any(storage.optimizer is not None for storage in step.storages)
+        if updates_rows:
+            for other in self._waiting:
+                other.kept = self._rows_of_ids(other)
+            self._waiting.clear()
+            self.updates.number += 1
+        id_gradients = self._weight_gradients(step, batch, gradients) if of_ids else None
+        update = self.update if step.kept is None else self._update_by_kept
+        return id_gradients, update(step, batch, gradients)
 
     def compose(self, step: "_Step", batch: "_Batch") -> Float[Tensor, "bags width"]:
         """Returns the composed vectors of a step's bags."""
@@ -225,27 +150,69 @@ class FusedLookup:
             self._kernels.compose(job.ctypes.data, share, num_shares, scratch.data_ptr())
 
         most_bags = int(step.features[:, layout.NUM_BAGS].max(initial=0))
-        _in_threads(compose, max(1, min(torch.get_num_threads(), most_bags // layout.BLOCK_IDS)))
+        in_threads(compose, max(1, min(torch.get_num_threads(), most_bags // layout.BLOCK_IDS)))
         return outputs
 
-    def weight_gradients(
-        self, step: "_Step", batch: "_Batch", gradients: Float[Tensor, "bags width"]
-    ) -> Float[Tensor, " ids"]:
-        """Returns the gradients of the ids' weights: the dot products of each id's vector and its bag's gradient."""
-        width, begins = self.formula.width, batch.offsets[step.features[:, layout.FIRST_BAG]]
-        features = step.features.copy()
+    def _each_id(self, step: "_Step", batch: "_Batch", width: int) -> tuple["_Step", "_Batch"]:
+        """Returns a step and a batch in which each id is a bag of its own, of vectors of so many columns."""
+        features, begins = step.features.copy(), batch.offsets[step.features[:, layout.FIRST_BAG]]
         features[:, layout.FIRST_BAG] = begins.numpy()
         features[:, layout.NUM_BAGS] = torch.diff(begins, append=batch.offsets[-1:]).numpy()
         features[:, layout.VECTOR_START] = 4 * width * features[:, layout.FIRST_BAG]
-        each_id = _Batch(batch.ids, torch.arange(len(batch.ids) + 1), None)
-        shape = (len(batch.ids), width)
-        vectors = self.compose(_Step(self, features, step.storages, shape, step.num_updates), each_id)
-        by_bag = gradients.float().unflatten(1, (self._num_features, width)).transpose(0, 1).flatten(0, 1)
+        each = _Step(self, features, step.storages, (len(batch.ids), width), step.num_updates)
+        return each, _Batch(batch.ids, torch.arange(len(batch.ids) + 1), None)
+
+    def _id_gradients(self, batch: "_Batch", gradients: Float[Tensor, "bags width"]) -> Float[Tensor, "ids width"]:
+        """Returns the gradient of each id's bag."""
+        gradients = gradients.float()
+        if not self.formula.pools:
+            return gradients.contiguous()
+        by_bag = gradients.unflatten(1, (self._num_features, self.formula.width)).transpose(0, 1).flatten(0, 1)
         first, last = int(batch.offsets[0]), int(batch.offsets[-1])
-        bags = torch.repeat_interleave(torch.diff(batch.offsets))
-        found = torch.zeros(len(batch.ids))
-        found[first:last] = (vectors[first:last] * by_bag[bags]).sum(1)
-        return found
+        own = torch.zeros(len(batch.ids), self.formula.width)
+        own[first:last] = by_bag.repeat_interleave(torch.diff(batch.offsets), dim=0)
+        return own
+
+    def _weight_gradients(
+        self, step: "_Step", batch: "_Batch", gradients: Float[Tensor, "bags width"]
+    ) -> Float[Tensor, " ids"]:
+        """Returns the gradients of the ids' weights: the dot products of each id's vector and its bag's gradient."""
+        if step.kept is None:
+            vectors = self.compose(*self._each_id(step, batch, self.formula.width))
+        else:
+            vectors = torch.stack(step.kept).prod(0)
+        return (vectors * self._id_gradients(batch, gradients)).sum(1)
+
+    def _alone(self, j: int, step: "_Step", batch: "_Batch") -> tuple["FusedLookup", "_Step", "_Batch"]:
+        """Returns a lookup of one partition, in which each id gets its row, with a step and a batch of it."""
+        width = len(self.formula.columns[j])
+        parts = [[own[j]] for own in self._given_parts]
+        lookup = FusedLookup(Formula([range(width)], False, False), parts, self._given_tables, [step.storages[j]])
+        each, ids = self._each_id(step, batch, width)
+        return lookup, replace(each, lookup=lookup, storages=[step.storages[j]]), ids
+
+    def _rows_of_ids(self, step: "_Step") -> list[Float[Tensor, "ids width"]]:
+        """Returns the row of each id of a step in each partition, as it is now."""
+        assert step.batch is not None
+        alone = [self._alone(j, step, step.batch) for j in range(len(step.storages))]
+        return [lookup.compose(each, ids) for lookup, each, ids in alone]
+
+    def _update_by_kept(
+        self, step: "_Step", batch: "_Batch", gradients: Float[Tensor, "bags width"]
+    ) -> list[Tensor | None]:
+        """Does as :meth:`update` for a product of rows as they were kept, partition by partition."""
+        of_ids = self._id_gradients(batch, gradients)
+        if batch.weights is not None:
+            of_ids = of_ids * batch.weights[:, None]
+        assert step.kept is not None
+        returned: list[Tensor | None] = []
+        for j in range(len(step.kept)):
+            own = of_ids
+            for other, rows in enumerate(step.kept):
+                own = own if other == j else own * rows
+            lookup, each, ids = self._alone(j, step, batch)
+            returned += lookup.update(each, ids, own)
+        return returned
 
     def update(self, step: "_Step", batch: "_Batch", gradients: Float[Tensor, "bags width"]) -> list[Tensor | None]:
         """Updates the rows of a step's ids.
@@ -269,7 +236,6 @@ class FusedLookup:
             gradients = gradients.contiguous()
         job = self._job(step, batch, placed, gradients)
         tables = self._tables_by_share(step, batch)
-        self.updates.number += any(storage.optimizer is not None for storage in step.storages)
 
         def update(share: int, num_shares: int) -> None:
             for first, end in tables[share]:
@@ -278,7 +244,7 @@ class FusedLookup:
                 scratch = torch.empty(num_bytes, dtype=torch.uint8)
                 self._kernels.update(job.ctypes.data, first, end, scratch.data_ptr(), num_bytes)
 
-        _in_threads(update, len(tables))
+        in_threads(update, len(tables))
         weights = [(weight, own.gradient_scale) for own in step.storages for weight in own.weights]
         return [
             None if own is None else own.mul_(scale).to(weight.dtype) if scale > 1 else own.to(weight.dtype)
@@ -349,9 +315,9 @@ class _Batch(NamedTuple):
     weights: Tensor | None
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Step:
-    """One lookup: what its backward pass needs again, but for the batch.
+    """One lookup: what its backward pass needs again.
 
     Attributes:
         lookup: What looks up.
@@ -359,6 +325,8 @@ class _Step:
         storages: Where each partition's rows lie.
         shape: Shape of the composed vectors.
         num_updates: How many updates there had been.
+        batch: The ids, until the backward pass.
+        kept: Each id's row in each partition, ``[ids, width]``, where rows have been updated since.
     """
 
     lookup: FusedLookup
@@ -366,6 +334,8 @@ class _Step:
     storages: Sequence[Storage]
     shape: tuple[int, int]
     num_updates: int
+    batch: _Batch | None = None
+    kept: list[Tensor] | None = None
 
 
 class _Fused(torch.autograd.Function):
@@ -383,11 +353,10 @@ class _Fused(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
-        step, lookup, batch, of_ids = ctx.step, ctx.step.lookup, _Batch(*ctx.saved_tensors), ctx.needs_input_grad[3]
-        if lookup.formula.needs_rows or of_ids:
-            lookup.updates.require(step.num_updates)
-        id_gradients = lookup.weight_gradients(step, batch, gradient) if of_ids else None
-        return None, None, None, id_gradients, *lookup.update(step, batch, gradient)
+        step: _Step = ctx.step
+        batch, of_ids = _Batch(*ctx.saved_tensors), ctx.needs_input_grad[3]
+        id_gradients, returned = step.lookup.backward(step, batch, gradient, of_ids)
+        return None, None, None, id_gradients, *returned
 
 
 def _part_fields(part: Part, itemsize: int) -> list[int]:
@@ -410,25 +379,3 @@ def _reciprocal(divisor: int) -> int:
         return 0
     reciprocal = (2**64 - 1) // divisor + 1
     return reciprocal - 2**64 if reciprocal >= 2**63 else reciprocal
-
-
-@cache
-def _pool(num_threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(num_threads, thread_name_prefix="distembed-fused")
-
-
-os.register_at_fork(after_in_child=_pool.cache_clear)  # where the threads are not
-
-
-def _in_threads(run: Callable[[int, int], None], num_shares: int) -> None:
-    """Runs a function for each share, given its number and how many there are, in a thread each.
-
-    The first share is this thread's. All have ended when it returns or raises.
-    """
-    others = [_pool(num_shares - 1).submit(run, share, num_shares) for share in range(1, num_shares)]
-    try:
-        run(0, num_shares)
-    finally:  # what they write is let go afterwards
-        wait(others)
-    for other in others:
-        other.result()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distembed.fused.operation import Storage
+from distembed.fused.tables import Storage
 from distembed.fused.triton_loading import load
 from distembed.fused.triton_tables import DeviceTables, TritonBatch, key_type, num_blocks, num_lanes, power_of_two
 

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from distembed.errors import UserError
 from distembed.fused import triton_backward
-from distembed.fused.operation import Formula, Part, Storage, Updates
+from distembed.fused.tables import Formula, Part, Storage, Updates
 from distembed.fused.triton_loading import load
 from distembed.fused.triton_tables import DeviceTables, TritonBatch, num_blocks, num_lanes, power_of_two
 

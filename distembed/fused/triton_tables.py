@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from distembed.fused.operation import Formula, Part, Storage
+from distembed.fused.tables import Formula, Part, Storage
 
 TILE_NUMBERS = 1024
 """How many numbers a tile of vectors has, about."""

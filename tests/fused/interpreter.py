@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distembed.fused.operation import Formula, Part, Storage
+from distembed.fused.tables import Formula, Part, Storage
 from distembed.fused.triton_lookup import TritonLookup
 
 Run = Callable[..., Any]

@@ -1,6 +1,8 @@
 """What happens between the passes of a fused lookup, or to one of them, changes no gradient without a word."""
 
+import copy
 import os
+import pickle
 import threading
 from typing import Any
 
@@ -10,8 +12,9 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.errors import UserError
-from distembed.fused import operation
-from distembed.fused.operation import Formula, FusedLookup, Part, Storage
+from distembed.fused.operation import FusedLookup
+from distembed.fused.tables import Formula, Part, Storage
+from distembed.fused.threads import in_threads
 from distembed.partitions.base import Digit
 from tests.fused.test_refusals import PLAIN, Case, build, is_fused
 from tests.ranks import run_on_ranks
@@ -52,17 +55,51 @@ def test_weights_of_ids_have_gradients(is_product: bool) -> None:
     torch.testing.assert_close(own.grad, expected_weights.grad)
 
 
-def test_a_product_is_refused_whose_rows_have_been_updated_since() -> None:
+def test_a_graph_that_is_gone_through_twice_is_refused() -> None:
     lookup, storages = tables()
-    first, second = (lookup(IDS, OFFSETS, None, storages) for _ in range(2))
-    first.sum().backward(retain_graph=True)
+    outputs = lookup(IDS, OFFSETS, None, storages)
+    outputs.sum().backward(retain_graph=True)
     before = [storage.weights[0].detach().clone() for storage in storages]
-    for stale in (first, second):
-        with pytest.raises(UserError, match="another backward pass of the same tables.*kernel='fbgemm'"):
-            stale.sum().backward(retain_graph=True)
+    with pytest.raises(UserError, match="a graph is retained.*kernel='fbgemm'"):
+        outputs.sum().backward()
     assert all(torch.equal(own.weights[0], one) for own, one in zip(storages, before, strict=True))
-    lookup(IDS, OFFSETS, None, storages).sum().backward()
-    assert not torch.equal(storages[0].weights[0], before[0])
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_a_product_may_be_looked_up_again_before_it_is_updated(order: tuple[int, ...]) -> None:
+    lookup, storages = tables(rate=0.05)
+    starts = [storage.weights[0].detach().clone().view(-1, DIM) for storage in storages]
+    batches = [IDS, IDS.flip(0), (7 * IDS) % 100]
+    weights = torch.rand(len(IDS), generator=torch.Generator().manual_seed(3)).requires_grad_()
+    outputs = [lookup(ids, OFFSETS, weights, storages) for ids in batches]
+    expected_weights = weights.detach().clone().requires_grad_()
+    expected = [one.clone() for one in starts]
+    for number in order:  # each gradient is of the rows at the start
+        outputs[number].square().sum().backward()
+        rows = [one.clone().requires_grad_() for one in starts]
+        ids = batches[number]
+        each = rows[0][ids % 25] * rows[1][ids // 25] * expected_weights[:, None]
+        bags = torch.stack([bag.sum(0) for bag in each.tensor_split(OFFSETS[1:-1])])
+        bags.square().sum().backward()
+        for own, one in zip(expected, rows, strict=True):
+            assert one.grad is not None
+            own -= 0.05 * one.grad
+    for storage, own in zip(storages, expected, strict=True):
+        torch.testing.assert_close(storage.weights[0].detach().view(-1, DIM), own)
+    torch.testing.assert_close(weights.grad, expected_weights.grad)
+
+
+def test_batches_that_are_let_go_are_not_kept() -> None:
+    lookup, storages = tables()
+    let_go = lookup(IDS, OFFSETS, None, storages)
+    waits = lookup(IDS, OFFSETS, None, storages)
+    with torch.no_grad():
+        evaluated = lookup(IDS, OFFSETS, None, storages)
+    assert len(lookup._waiting) == 2 and not evaluated.requires_grad
+    del let_go
+    assert len(lookup._waiting) == 1
+    waits.sum().backward()
+    assert len(lookup._waiting) == 0
 
 
 def test_a_sum_may_be_looked_up_twice_before_it_is_updated() -> None:
@@ -73,6 +110,15 @@ def test_a_sum_may_be_looked_up_twice_before_it_is_updated() -> None:
     for j, rows in enumerate((IDS % 25, IDS // 25)):
         change = before[j].view(-1, DIM) - storages[j].weights[0].detach().view(-1, DIM)
         torch.testing.assert_close(change, rows.bincount(minlength=ROWS[j])[:, None].expand(-1, DIM).float())
+
+
+def test_a_lookup_is_copied_without_what_waits() -> None:
+    lookup, storages = tables()
+    outputs = lookup(IDS, OFFSETS, None, storages)
+    for copied in (copy.deepcopy(lookup), pickle.loads(pickle.dumps(lookup))):
+        assert len(copied._waiting) == 0
+        assert torch.equal(copied(IDS, OFFSETS, None, storages), outputs)
+    assert len(lookup._waiting) == 1
 
 
 def test_ids_that_are_overwritten_are_refused() -> None:
@@ -96,7 +142,7 @@ def test_all_shares_have_ended_when_one_fails() -> None:
         ended.set()
 
     with pytest.raises(KeyboardInterrupt):
-        operation._in_threads(share, 2)
+        in_threads(share, 2)
     assert ended.is_set()
 
 

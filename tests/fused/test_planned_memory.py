@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from distembed.embedding import CompositionalEmbeddingBagConfig
-from distembed.fused.operation import Formula, FusedLookup, Part, Storage
+from distembed.fused.operation import FusedLookup
+from distembed.fused.tables import Formula, Part, Storage
 from distembed.partitions import MixedRadix, QuotientRemainder
 from distembed.sharding.groups.fused import FusedGroup
 from distembed.sharding.groups.load import GroupLoad

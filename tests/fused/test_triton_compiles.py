@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distembed.fused import triton_backward, triton_loading, triton_lookup
-from distembed.fused.operation import Formula, Part, Storage
+from distembed.fused.tables import Formula, Part, Storage
 from distembed.fused.triton_loading import TritonKernels
 from distembed.fused.triton_lookup import TritonLookup
 from distembed.partitions.base import Digit

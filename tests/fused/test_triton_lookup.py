@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from distembed.fused.operation import OPTIMIZERS, Formula, Part, Storage
+from distembed.fused.tables import OPTIMIZERS, Formula, Part, Storage
 from distembed.fused.triton_backward import CHUNK, JOINED_NUMBERS
 from distembed.fused.triton_lookup import TritonLookup
 from distembed.fused.triton_tables import num_lanes

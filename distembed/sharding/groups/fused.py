@@ -25,7 +25,8 @@ from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.errors import UserError
 from distembed.fused.layout import SORT_BYTES
 from distembed.fused.loading import reason_not_compiled, reason_unavailable
-from distembed.fused.operation import MAX_ROWS, OPTIMIZERS, Formula, FusedLookup, Part, Storage, lanes_of
+from distembed.fused.operation import FusedLookup
+from distembed.fused.tables import MAX_ROWS, OPTIMIZERS, Formula, Part, Storage, lanes_of
 from distembed.fused.triton_backward import update_bytes
 from distembed.fused.triton_lookup import TritonLookup
 from distembed.optim.kinds import fused_optimizer_name
