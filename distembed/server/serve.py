@@ -56,7 +56,7 @@ def serve(
         if not ipaddress.ip_address(address).is_loopback:
             say(f"note: {host} can be reached by others, and there is neither encryption nor a password.")
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        say(f"serving on {url} (POST /predict; GET /healthz /readyz /metrics /model); Ctrl-C ends it")
+        serving = f"serving on {url} (POST /predict; GET /healthz /readyz /metrics /model); Ctrl-C ends it"
         config = uvicorn.Config(
             make_app(scorer, settings),
             http=BoundedConnection,
@@ -65,7 +65,7 @@ def serve(
             timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
         )
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-            runner.run(_run(_Server(config), listening))
+            runner.run(_run(_Server(config), listening, lambda: say(serving)))
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -97,7 +97,7 @@ def _not_listened_on(host: str, port: int, error: Exception) -> UserError:
     return UserError(f"--host {host} --port {port} cannot be listened on: {error}; choose another one.")
 
 
-async def _run(server: uvicorn.Server, listening: socket.socket) -> None:
+async def _run(server: uvicorn.Server, listening: socket.socket, say_so: Callable[[], None]) -> None:
     def end() -> None:
         server.force_exit = server.should_exit
         server.should_exit = True
@@ -105,6 +105,7 @@ async def _run(server: uvicorn.Server, listening: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
+    say_so()  # from now on signals end it as they should
     await server.serve(sockets=[listening])
 
 
