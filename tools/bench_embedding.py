@@ -191,16 +191,18 @@ def contenders(optimizer: str = ROW_WISE) -> dict[str, Contender]:
         "id check alone": id_check(),
         "full": make(Naive(NUM_IDS), COMPOSITIONS["product"]()),
         "hashed": make(Remainder(NUM_IDS, collisions=COLLISIONS), COMPOSITIONS["product"]()),
+        "full, in one pass": make(Naive(NUM_IDS), COMPOSITIONS["product"](), kernel="fused"),
+        "hashed, in one pass": make(
+            Remainder(NUM_IDS, collisions=COLLISIONS), COMPOSITIONS["product"](), kernel="fused"
+        ),
     }
     for name, composition in COMPOSITIONS.items():
         by_name[f"quotient-remainder, {name}"] = make(quotient_remainder, composition())
+    product = COMPOSITIONS["product"]()
     by_name["quotient-remainder, path_mlp 16"] = make(quotient_remainder, PathMLP(hidden=[16]))
-    by_name["mixed radix of 3, product"] = make(
-        MixedRadix(NUM_IDS, num_partitions=3), COMPOSITIONS["product"](), optimizer=optimizer
-    )
-    by_name["Chinese remainder of 2, product"] = make(
-        ChineseRemainder(NUM_IDS), COMPOSITIONS["product"](), optimizer=optimizer
-    )
+    by_name["quotient-remainder, product, FBGEMM's lookups"] = make(quotient_remainder, product, kernel="fbgemm")
+    by_name["mixed radix of 3, product"] = make(MixedRadix(NUM_IDS, num_partitions=3), product)
+    by_name["Chinese remainder of 2, product"] = make(ChineseRemainder(NUM_IDS), product)
     return by_name
 
 

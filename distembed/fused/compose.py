@@ -53,6 +53,7 @@ from distembed.fused.simd import (
     write,
     zeros_4,
     zeros_8,
+    zeros_16,
 )
 
 
@@ -86,7 +87,8 @@ def _compose_bags(job: Any, feature: Any, first: Any, last: Any, rows: Any, zero
     while start < end:
         stop = min(start + BLOCK_IDS, end)
         _find_rows(job, feature, start, stop, rows)
-        for i in range(start, stop):
+        i = start
+        while i < stop:
             is_first = i >= bag_end
             while i >= bag_end:
                 target += stride
@@ -94,8 +96,14 @@ def _compose_bags(job: Any, feature: Any, first: Any, last: Any, rows: Any, zero
                 bag_end = read_long(ends)
                 if i >= bag_end:
                     clear(target, width, zeros)
-            weight = read_float(weights + 4 * i) if weights else np.float32(1)
-            _compose_id(job, target, rows + 8 * (i - start), weight, is_first, zeros)
+            own_rows, own_weights = rows + 8 * (i - start), weights + 4 * i if weights != 0 else 0
+            if is_first and bag_end == i + 1:  # which is foreseen: where the next bag begins need not be waited for
+                _compose_one(job, target, own_rows, own_weights, zeros)
+                i += 1
+            else:
+                num_ids = min(bag_end, stop) - i
+                _compose_ids(job, target, own_rows, num_ids, own_weights, is_first, zeros)
+                i += num_ids
         start = stop
     final = field(job, VECTORS) + field(own, VECTOR_START) + last * stride
     target += stride
@@ -121,50 +129,85 @@ def _find_rows(job: Any, feature: Any, start: Any, stop: Any, rows: Any) -> None
 
 
 @inline
-def _compose_id(job: Any, target: Any, rows: Any, weight: Any, is_first: Any, zeros: Any) -> None:
-    """Writes the composed vector of an id, times its weight, or adds it to what is there.
+def _weight(weights: Any, i: Any, zeros: Any) -> Any:
+    """Returns the weight of an id in all lanes; 1 where there are none."""
+    return splat(read_float(weights + 4 * i) if weights != 0 else np.float32(1), zeros)
+
+
+@inline
+def _compose_one(job: Any, target: Any, rows: Any, weights: Any, zeros: Any) -> None:
+    """Writes the composed vector of the only id of a bag, times its weight; takes what :func:`_compose_ids` does."""
+    num_partitions, factor = field(job, NUM_PARTITIONS), _weight(weights, 0, zeros)
+    if not field(job, IS_PRODUCT) or num_partitions == 1:
+        for j in range(num_partitions):
+            partition, row = partition_block(job, j), read_long(rows + 8 * BLOCK_IDS * j)
+            start, is_half = field(partition, COLUMN_START), field(partition, IS_HALF)
+            for column in range(0, field(partition, NUM_COLUMNS), lanes_of(zeros)):
+                vector, place = read(row, column, is_half, zeros) * factor, target + 4 * (start + column)
+                store(place, vector if j == 0 or start > 0 else load(place, zeros) + vector)
+        return
+    half_0, half_1 = field(partition_block(job, 0), IS_HALF), field(partition_block(job, 1), IS_HALF)
+    row_0, row_1 = read_long(rows), read_long(rows + 8 * BLOCK_IDS)
+    for column in range(0, field(job, WIDTH), lanes_of(zeros)):
+        vector = read(row_0, column, half_0, zeros) * read(row_1, column, half_1, zeros)
+        for j in range(2, num_partitions):
+            is_half = field(partition_block(job, j), IS_HALF)
+            vector = vector * read(read_long(rows + 8 * BLOCK_IDS * j), column, is_half, zeros)
+        store(target + 4 * column, vector * factor)
+
+
+@inline
+def _compose_ids(job: Any, target: Any, rows: Any, num_ids: Any, weights: Any, is_first: Any, zeros: Any) -> None:
+    """Adds up the composed vectors of ids of one bag, each times its weight, and writes them or adds them to the bag's.
 
     Args:
         job: Address of the job.
         target: Address of the bag's vector.
-        rows: Address of where the id's row of the first partition is told; those of the others are a block further.
-        weight: Weight of the id.
-        is_first: Whether the id is the first of its bag.
+        rows: Address of where the rows of the first partition are told; those of the others are a block further.
+        num_ids: How many ids.
+        weights: Address of their weights; 0 for none.
+        is_first: Whether they are the first of their bag.
         zeros: Zeros of all lanes.
     """
-    factor, num_partitions = splat(weight, zeros), field(job, NUM_PARTITIONS)
-    if field(job, IS_PRODUCT) and num_partitions == 2:
-        row_0, row_1 = read_long(rows), read_long(rows + 8 * BLOCK_IDS)
-        half_0, half_1 = field(partition_block(job, 0), IS_HALF), field(partition_block(job, 1), IS_HALF)
-        for column in range(0, field(job, WIDTH), lanes_of(zeros)):
-            vector = read(row_0, column, half_0, zeros) * read(row_1, column, half_1, zeros)
-            place = target + 4 * column
-            store(place, vector * factor if is_first else multiply_add(vector, factor, load(place, zeros)))
+    num_partitions = field(job, NUM_PARTITIONS)
+    if not field(job, IS_PRODUCT) or num_partitions == 1:
+        for j in range(num_partitions):
+            # partitions have all columns in common, or none
+            writes = is_first and (j == 0 or field(partition_block(job, j), COLUMN_START) > 0)
+            _add_rows(partition_block(job, j), target, rows + 8 * BLOCK_IDS * j, num_ids, weights, writes, zeros)
         return
-    if field(job, IS_PRODUCT):
-        for column in range(0, field(job, WIDTH), lanes_of(zeros)):
-            vector = read(read_long(rows), column, field(partition_block(job, 0), IS_HALF), zeros)
-            for j in range(1, num_partitions):
-                row, is_half = read_long(rows + 8 * BLOCK_IDS * j), field(partition_block(job, j), IS_HALF)
-                vector = vector * read(row, column, is_half, zeros)
-            place = target + 4 * column
-            store(place, vector * factor if is_first else multiply_add(vector, factor, load(place, zeros)))
-        return
-    for j in range(num_partitions):
-        partition, row = partition_block(job, j), read_long(rows + 8 * BLOCK_IDS * j)
-        start, is_half = field(partition, COLUMN_START), field(partition, IS_HALF)
-        # partitions have all columns in common, or none
-        writes = is_first and (j == 0 or start > 0)
-        for column in range(0, field(partition, NUM_COLUMNS), lanes_of(zeros)):
-            vector, place = read(row, column, is_half, zeros), target + 4 * (start + column)
-            store(place, vector * factor if writes else multiply_add(vector, factor, load(place, zeros)))
+    half_0, half_1 = field(partition_block(job, 0), IS_HALF), field(partition_block(job, 1), IS_HALF)
+    for column in range(0, field(job, WIDTH), lanes_of(zeros)):
+        summed = zeros if is_first else load(target + 4 * column, zeros)
+        for i in range(num_ids):
+            row = rows + 8 * i
+            vector = read(read_long(row), column, half_0, zeros)
+            vector = vector * read(read_long(row + 8 * BLOCK_IDS), column, half_1, zeros)
+            for j in range(2, num_partitions):
+                is_half = field(partition_block(job, j), IS_HALF)
+                vector = vector * read(read_long(row + 8 * BLOCK_IDS * j), column, is_half, zeros)
+            summed = multiply_add(vector, _weight(weights, i, zeros), summed)
+        store(target + 4 * column, summed)
+
+
+@inline
+def _add_rows(partition: Any, target: Any, rows: Any, num_ids: Any, weights: Any, writes: Any, zeros: Any) -> None:
+    """Adds up rows of one partition, each times its id's weight."""
+    start, is_half = field(partition, COLUMN_START), field(partition, IS_HALF)
+    for column in range(0, field(partition, NUM_COLUMNS), lanes_of(zeros)):
+        place = target + 4 * (start + column)
+        summed = zeros if writes else load(place, zeros)
+        for i in range(num_ids):
+            own = read(read_long(rows + 8 * i), column, is_half, zeros)
+            summed = multiply_add(own, _weight(weights, i, zeros), summed)
+        store(place, summed)
 
 
 @entry
-def compose_8(job: int, share: int, num_shares: int, scratch: int) -> None:
+def compose_16(job: int, share: int, num_shares: int, scratch: int) -> None:
     """Composes one share of every feature's bags.
 
-    All numbers of columns are multiples of eight.
+    All numbers of columns are multiples of 16.
 
     Args:
         job: Address of the job.
@@ -172,10 +215,16 @@ def compose_8(job: int, share: int, num_shares: int, scratch: int) -> None:
         num_shares: How many shares there are.
         scratch: Address of 8 bytes for each partition and each id of a block, ``BLOCK_IDS``.
     """
+    _compose_features(job, share, num_shares, scratch, zeros_16())
+
+
+@entry
+def compose_8(job: int, share: int, num_shares: int, scratch: int) -> None:
+    """Does as :func:`compose_16` where all numbers of columns are multiples of eight."""
     _compose_features(job, share, num_shares, scratch, zeros_8())
 
 
 @entry
 def compose_4(job: int, share: int, num_shares: int, scratch: int) -> None:
-    """Does as :func:`compose_8` where all numbers of columns are multiples of four."""
+    """Does as :func:`compose_16` where all numbers of columns are multiples of four."""
     _compose_features(job, share, num_shares, scratch, zeros_4())

@@ -1,8 +1,8 @@
-"""Gradients of the CPU kernels' backward pass: added up over equal ids, and to those of each partition's rows.
+"""Gradients of the CPU kernels' backward pass: from those of composed vectors to those of each partition's rows.
 
 The gradient of an id's row is that of its bag's vector, times the rows of the other partitions where rows are
-multiplied. It is added to a *sum*, of which the row's *slot* has one. Ids are told of by the *targets* of one id: the
-address of its row, and that of the row's sum, in each partition.
+multiplied. It is added to the row's sum. An id's *targets* are, for each partition, the address of its row and that of
+the row's sum.
 """
 
 from typing import Any
@@ -11,48 +11,25 @@ import numpy as np
 
 from distembed.fused.layout import COLUMN_START, IS_HALF, IS_PRODUCT, NUM_COLUMNS, NUM_PARTITIONS, WIDTH
 from distembed.fused.rows import compiled, field, inline, partition_block, read
-from distembed.fused.simd import lanes_of, load, multiply_add, read_float, read_long, splat, store
-from distembed.fused.sorting import place_of
+from distembed.fused.simd import lanes_of, load, multiply_add, splat, store
 
 # the target of an id in a partition
 TARGET_ROW = 0  # address of the row
 TARGET_SUM = 1  # address of its gradient's sum
-_PRODUCT = 2  # a vector of eight float32: the gradient times the rows of the partitions before
-TARGET_FIELDS = 6
+TARGET_FIELDS = 2
 
-
-@compiled
-def join_gradients(order: Any, num_ids: Any, places: Any, weights: Any, joined: Any, width: Any, zeros: Any) -> None:
-    """Adds up the gradients of one id that occurs several times, each times the weight it has there.
-
-    Args:
-        order: Address of the packed numbers of where the id occurs.
-        num_ids: How often it does.
-        places: Address of the addresses of the gradients.
-        weights: Address of the weights; 0 where there are none.
-        joined: Address of the sum.
-        width: Columns of a vector.
-        zeros: Zeros of all lanes.
-    """
-    for column in range(0, width, lanes_of(zeros)):
-        summed = zeros
-        for i in range(num_ids):
-            place = place_of(read_long(order + 8 * i))
-            own = load(read_long(places + 8 * place) + 4 * column, zeros)
-            if weights != 0:
-                summed = multiply_add(own, splat(read_float(weights + 4 * place), zeros), summed)
-            else:
-                summed = summed + own
-        store(joined + 4 * column, summed)
+PRODUCT_BYTES = 64
+"""Bytes of a partition's vector of up to 16 float32: the gradient times the rows of the partitions before."""
 
 
 @inline
-def add_gradient(job: Any, targets: Any, gradient: Any, weight: Any, zeros: Any) -> None:
+def add_gradient(job: Any, targets: Any, products: Any, gradient: Any, weight: Any, zeros: Any) -> None:
     """Adds the gradient of an id's vector to the sums of its rows.
 
     Args:
         job: Address of the job.
         targets: Address of the targets, one behind the other.
+        products: Address of :data:`PRODUCT_BYTES` for each partition.
         gradient: Address of the gradient.
         weight: By which it is multiplied.
         zeros: Zeros of all lanes.
@@ -63,7 +40,7 @@ def add_gradient(job: Any, targets: Any, gradient: Any, weight: Any, zeros: Any)
     elif field(job, NUM_PARTITIONS) == 2:
         _add_pair(job, targets, gradient, factor, zeros)
     else:
-        _add_product(job, targets, gradient, factor, zeros)
+        _add_product(job, targets, products, gradient, factor, zeros)
 
 
 @inline
@@ -82,20 +59,20 @@ def _add_pair(job: Any, targets: Any, gradient: Any, factor: Any, zeros: Any) ->
 
 
 @compiled
-def _add_product(job: Any, targets: Any, gradient: Any, factor: Any, zeros: Any) -> None:
+def _add_product(job: Any, targets: Any, products: Any, gradient: Any, factor: Any, zeros: Any) -> None:
     """Adds the gradients of any number of rows that are multiplied, each times all before it and all behind it."""
     num_partitions = field(job, NUM_PARTITIONS)
     for column in range(0, field(job, WIDTH), lanes_of(zeros)):
         product, target = load(gradient + 4 * column, zeros) * factor, targets
         for j in range(num_partitions):
-            store(target + 8 * _PRODUCT, product)
+            store(products + PRODUCT_BYTES * j, product)
             product = product * read(field(target, TARGET_ROW), column, field(partition_block(job, j), IS_HALF), zeros)
             target += 8 * TARGET_FIELDS
         behind = splat(np.float32(1), zeros)
         for j in range(num_partitions - 1, -1, -1):
             target -= 8 * TARGET_FIELDS
             place = field(target, TARGET_SUM) + 4 * column
-            store(place, multiply_add(load(target + 8 * _PRODUCT, zeros), behind, load(place, zeros)))
+            store(place, multiply_add(load(products + PRODUCT_BYTES * j, zeros), behind, load(place, zeros)))
             behind = behind * read(field(target, TARGET_ROW), column, field(partition_block(job, j), IS_HALF), zeros)
 
 

@@ -55,9 +55,13 @@ FEATURE_FIELDS = 3
 BLOCK_IDS = 64
 """How many ids are mapped, and their rows asked for, before the first of them is composed."""
 
-DIGIT_BITS = 10
-"""How many bits of a key ids are sorted by at once; keys have 31."""
-SORT_BYTES = -(-31 // DIGIT_BITS) * (8 << DIGIT_BITS)
-"""Bytes in which a sort counts."""
+
+def place_bits(num_rows: int, num_ids: int) -> int:
+    """Returns the logarithm to base 2 of the number of places of the hash table in which a batch's rows are found."""
+    num_bits, needed = 1, min(num_rows, 2 * num_ids)
+    while (1 << num_bits) < needed:
+        num_bits += 1
+    return num_bits
+
 
 SGD, ADAGRAD, ROW_WISE_ADAGRAD = range(3)

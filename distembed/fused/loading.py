@@ -68,10 +68,10 @@ def _has_halves() -> bool:
 
 @cache
 def load(lanes: int) -> Kernels:
-    """Returns the kernels for rows whose columns come in eights, or in fours; compiles them where nobody has yet.
+    """Returns the kernels for rows whose columns come in so many; compiles them where nobody has yet.
 
     Args:
-        lanes: 8 or 4.
+        lanes: 16, 8 or 4.
 
     Raises:
         UserError: They cannot be had here.
@@ -92,7 +92,7 @@ def reason_not_compiled(lanes: int) -> str | None:
     """Returns why the kernels cannot be compiled here, and logs it; None where they are, which they are from then on.
 
     Args:
-        lanes: 8 or 4, as of :func:`load`.
+        lanes: 16, 8 or 4, as of :func:`load`.
     """
     try:
         load(lanes)

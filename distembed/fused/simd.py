@@ -1,4 +1,4 @@
-"""Vectors of four and eight float32 for numba, which has none: loaded from an address, computed with, stored.
+"""Vectors of 4, 8 and 16 float32 for numba, which has none: loaded from an address, computed with, stored.
 
 Numba's own loops over a row's columns are turned into vector instructions only where their number is known when they
 are compiled, and a kernel for each dimension, composition and optimizer would take minutes to compile. With vectors one
@@ -126,7 +126,7 @@ def _make_zeros(kind: Floats) -> Any:
     return _intrinsic(zeros)
 
 
-zeros_4, zeros_8 = _make_zeros(Floats(4)), _make_zeros(Floats(8))
+zeros_4, zeros_8, zeros_16 = (_make_zeros(Floats(lanes)) for lanes in (4, 8, 16))
 
 
 @_intrinsic

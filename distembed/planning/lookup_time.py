@@ -22,6 +22,8 @@ from distembed.sharding.table_slice import PartitionSlice
 _MS = 1e3
 _SORT_BYTES = 64
 """Bytes that FBGEMM's backward pass reads and writes for each id, to sort them by row."""
+_ONE_PASS_ROWS = 0.3
+"""Share of FBGEMM's seconds of a row that a partition's row takes in one pass, measured on CPUs."""
 _DENSE_COPIES = 8
 _REPLICATED_LAUNCHES = 30
 """Operations of torch's lookup of a partition in the place of FBGEMM's, with its gradient, average and update."""
@@ -57,7 +59,8 @@ class LookupTimes:
             is_sharded = kernel is not None
             rows = _Rows(part, own.table.bytes_per_number, num_ids, num_bags, num_shards if is_sharded else 1)
             if kernel is not None and kernel != EmbeddingComputeKernel.DENSE.value:
-                seconds += self._fused_seconds(rows, kernel)
+                lookup_seconds = self._one_pass_seconds if work.in_one_pass else self._fused_seconds
+                seconds += lookup_seconds(rows, kernel)
                 continue
             seconds += self._dense_seconds(rows)
             seconds += self._update_seconds(rows.num_numbers, table_optimizers.sparse) if is_sharded else 0.0
@@ -92,16 +95,36 @@ class LookupTimes:
 
     def _fused_seconds(self, rows: "_Rows", compute_kernel: str) -> float:
         """Returns the seconds of FBGEMM's lookup, which updates the rows that occur within its backward pass."""
-        device = self._device
-        state_bytes = OPTIMIZERS[self._optimizers.sparse].fused_state_bytes(1, rows.dim)
-        updated = 2 * rows.num_distinct * (rows.row_bytes + state_bytes)
+        device, updated = self._device, self._updated_bytes(rows)
         beside = rows.num_ids * (LONG_BYTES + _SORT_BYTES) + (rows.num_bags + rows.num_ids) * rows.dim * FLOAT_BYTES
         read = rows.num_ids * rows.row_bytes
-        missed = {CACHED: 1 - self._cache_ratio}.get(compute_kernel, float(compute_kernel in IN_HOST_MEMORY))
         return (
             rows.num_ids * device.row_seconds
             + (read + updated + beside) / device.lookup_bandwidth
-            + missed * (read + updated) / device.host_bandwidth
+            + self._missed(compute_kernel) * (read + updated) / device.host_bandwidth
+        )
+
+    def _updated_bytes(self, rows: "_Rows") -> float:
+        """Returns the bytes of rows that occur, and of their states, read and written."""
+        state_bytes = OPTIMIZERS[self._optimizers.sparse].fused_state_bytes(1, rows.dim)
+        return 2 * rows.num_distinct * (rows.row_bytes + state_bytes)
+
+    def _missed(self, compute_kernel: str) -> float:
+        """Returns the share of rows that are read from the host's memory, and written to it."""
+        return {CACHED: 1 - self._cache_ratio}.get(compute_kernel, float(compute_kernel in IN_HOST_MEMORY))
+
+    def _one_pass_seconds(self, rows: "_Rows", compute_kernel: str) -> float:
+        """Returns the seconds of a partition in a lookup in one pass, and of the update of its rows."""
+        device, updated = self._device, self._updated_bytes(rows)
+        # forward and backward an id and its row are read, and backward its gradient is added to a sum
+        read = 2 * rows.num_ids * rows.row_bytes
+        beside = 2 * rows.num_ids * (LONG_BYTES + rows.dim * FLOAT_BYTES)
+        vectors = 2 * rows.num_bags * rows.dim * FLOAT_BYTES
+        sorts = rows.num_ids * _SORT_BYTES if device.kind == "cuda" else 0
+        return (
+            _ONE_PASS_ROWS * rows.num_ids * device.row_seconds
+            + (read + updated + beside + vectors + sorts) / device.lookup_bandwidth
+            + self._missed(compute_kernel) * (read + updated) / device.host_bandwidth
         )
 
     def _dense_seconds(self, rows: "_Rows") -> float:

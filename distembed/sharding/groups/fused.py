@@ -23,7 +23,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from distembed.composition import Product
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.errors import UserError
-from distembed.fused.layout import SORT_BYTES
+from distembed.fused.layout import BLOCK_IDS, place_bits
 from distembed.fused.loading import reason_not_compiled, reason_unavailable
 from distembed.fused.operation import FusedLookup
 from distembed.fused.tables import MAX_ROWS, OPTIMIZERS, Formula, Part, Storage, lanes_of
@@ -136,7 +136,7 @@ class FusedGroup(Group):
 
     @classmethod
     def lookup_memory(cls, load: GroupLoad, device_kind: str) -> LookupMemory:
-        """Returns the bytes of where bags begin, and of what an update keeps of a table's ids and small partitions."""
+        """Returns the bytes of where bags begin, and of the sums of gradients of a table's distinct rows."""
         saved = (load.num_bags + load.num_ids) * LONG_BYTES
         if device_kind == "cuda":
             stacked = load.replicated_vector_bytes if load.stacks else 0
@@ -147,19 +147,22 @@ class FusedGroup(Group):
         for table, own_ids in zip(load.tables, load.num_ids_per_feature, strict=True):
             by_table[table.name] += math.ceil(own_ids)
         num_ids = max(by_table.values())
-        num_rows, dims = load.max_num_rows, load.dims
-        slots = sum(min(rows, num_ids) for rows in num_rows) - min(max(num_rows), num_ids)
-        update = num_ids * (3 + len(dims)) * LONG_BYTES + slots * (max(dims) * FLOAT_BYTES + LONG_BYTES)
-        update += SORT_BYTES
+        update = 2 * LONG_BYTES * BLOCK_IDS * len(load.dims)  # where rows and sums are
+        for rows, dim, is_replicated in zip(load.max_num_rows, load.dims, load.is_replicated, strict=True):
+            if not is_replicated:  # a sum and a number for each distinct row, and the table in which it is found
+                update += min(rows, num_ids) * (dim + 1) * FLOAT_BYTES + (4 << place_bits(rows, num_ids))
         # the gradient of the vectors is there until all rows are updated
         return LookupMemory(saved, 0, 0, update + load.output_bytes)
 
     @classmethod
     def work(cls, load: TableLoad) -> LookupWork:
-        """Returns the work of looking each id up in every partition; vectors are written once for all of them."""
-        largest = max(load.slice.partitions, key=lambda own: own.part.num_rows)
-        lookups = [(load.num_ids, load.num_vectors if own is largest else 0.0) for own in load.slice.partitions]
-        return LookupWork(lookups, 0.0)
+        """Returns the work of looking each id up in every partition; a column of the vectors is written once."""
+        partitions, columns = load.slice.partitions, load.slice.num_columns
+        lookups = [
+            (load.num_ids, load.num_vectors if own is partitions[0] or own.num_columns < columns else 0.0)
+            for own in partitions
+        ]
+        return LookupWork(lookups, 0.0, in_one_pass=True)
 
     @classmethod
     def launches(cls, load: TableLoad) -> Launches:

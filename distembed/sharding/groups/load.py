@@ -77,11 +77,13 @@ class LookupWork:
         lookups: How many rows are looked up in each partition, and in how many sums.
         moved_bytes: Bytes that all else reads and writes: composing, pooling, finding distinct ids.
         operations: Floating-point operations of the functions of paths.
+        in_one_pass: Whether rows are looked up and composed together, and updated without a sort; else by FBGEMM.
     """
 
     lookups: Sequence[tuple[float, float]]
     moved_bytes: float
     operations: float = 0.0
+    in_one_pass: bool = False
 
 
 @dataclass(frozen=True)
