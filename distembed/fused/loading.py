@@ -81,7 +81,7 @@ def load(lanes: int) -> Kernels:
         raise UserError(f"the fused lookup: {reason}.")
     compose: Any = getattr(import_module("distembed.fused.compose"), f"compose_{lanes}")
     update: Any = getattr(import_module("distembed.fused.update"), f"update_{lanes}")
-    with _one_at_a_time():
+    with _one_at_a_time(), _optimised_once():
         for kernel, num_arguments in ((compose, 4), (update, 5)):
             _compile(kernel, "(" + ", ".join(["int64"] * num_arguments) + ")")
     return Kernels(compose, update)
@@ -101,6 +101,19 @@ def reason_not_compiled(lanes: int) -> str | None:
         _log.warning("The kernels of the fused lookup cannot be compiled (%s).", reason)
         return f"its kernels cannot be compiled ({reason})"
     return None
+
+
+@contextlib.contextmanager
+def _optimised_once() -> Iterator[None]:
+    """Has LLVM optimise at its first level: vectors are written out, and its third takes twice as long for nothing."""
+    from numba.core import config
+
+    before: Any = getattr(config, "OPT")  # noqa: B009  # set as numba is imported
+    setattr(config, "OPT", type(before)(1))  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(config, "OPT", before)  # noqa: B010
 
 
 def _compile(kernel: Any, signature: str) -> None:
