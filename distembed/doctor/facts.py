@@ -79,6 +79,7 @@ class MachineFacts:
         platform: The operating system and its version, as one line.
         usable_cores: Number of cores that this process may run on.
         processor_flags: What the processor says that it can do, such as ``avx512_bf16``.
+        is_intel: Whether the processor is Intel's.
         available_memory_bytes: Memory that can be had without swapping; 0 where the system does not say.
         folder: The current folder.
         free_disk_bytes: Room left on the disk of that folder.
@@ -87,6 +88,7 @@ class MachineFacts:
     platform: str
     usable_cores: int
     processor_flags: frozenset[str]
+    is_intel: bool
     available_memory_bytes: int
     folder: Path
     free_disk_bytes: int
@@ -132,6 +134,7 @@ def gather_facts() -> Facts:
             platform=platform.platform(),
             usable_cores=usable_cores(),
             processor_flags=processor_flags(_read("/proc/cpuinfo")),
+            is_intel="GenuineIntel" in _read("/proc/cpuinfo"),
             available_memory_bytes=available_memory_bytes(),
             folder=Path.cwd(),
             free_disk_bytes=shutil.disk_usage(".").free,

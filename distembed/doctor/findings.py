@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from distembed import __version__
+from distembed.cores import multiplies_faster_in_bf16
 from distembed.cuda_driver import driver_shortage
 from distembed.doctor import trio
 from distembed.doctor.facts import Facts, LoadResult, MachineFacts, normalised_name
@@ -236,13 +237,13 @@ def _no_cuda(cuda_build: str | None, device: str, has_gpu: bool, driver: str | N
 
 def check_machine(machine: MachineFacts) -> list[Finding]:
     """Judges processor, memory and disk."""
-    bf16 = sorted(machine.processor_flags & {"avx512_bf16", "amx_bf16", "bf16"})
+    bf16 = ", ".join(sorted(machine.processor_flags & {"avx512_bf16", "amx_bf16", "bf16"}))
     free = format_bytes(machine.free_disk_bytes)
     return [
         Finding("platform", "ok", f"{machine.platform}, {machine.usable_cores} cores"),
-        Finding("processor bf16", "ok", ", ".join(bf16))
-        if bf16
-        else Finding("processor bf16", "note", "no (avx512_bf16, amx_bf16); the dense part runs in fp32"),
+        Finding("processor bf16", "ok", bf16)
+        if multiplies_faster_in_bf16(machine.processor_flags, machine.is_intel)
+        else Finding("processor bf16", "note", f"{bf16 or 'no'}, without amx_bf16; train.precision=auto is fp32"),
         Finding("memory", "ok", f"{format_bytes(machine.available_memory_bytes)} available"),
         Finding("disk", "ok", f"{free} free in {machine.folder}")
         if machine.free_disk_bytes >= LOW_DISK_BYTES

@@ -12,6 +12,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 
 from distembed.config import Config, TrainConfig
+from distembed.cores import multiplies_faster_in_bf16
 from distembed.data.dataset.schema import Schema
 from distembed.embedding.exchange import VectorExchange
 from distembed.embedding.modules import embedding_modules, table_configs
@@ -280,13 +281,14 @@ def _set_matmul_precision(precision: str, device: torch.device) -> None:
 
 
 def use_bf16(precision: str, device: torch.device) -> bool:
-    """Returns whether networks compute in bf16; ``auto`` says yes where the processor does so natively."""
+    """Returns whether networks compute in bf16; ``auto`` says yes where the device multiplies faster in it."""
     if precision != "auto":
         return precision == "bf16"
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     capabilities = torch.cpu.get_capabilities()
-    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("bf16"))
+    flags = {name for name, value in capabilities.items() if value is True}
+    return multiplies_faster_in_bf16(flags, str(capabilities.get("cpu_name")).startswith("Intel"))
 
 
 def _move_networks(module: nn.Module, collections: set[str], device: torch.device, path: str = "") -> None:
