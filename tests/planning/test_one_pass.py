@@ -6,13 +6,15 @@ import pytest
 
 from distembed.composition import PathLinear
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
+from distembed.embedding.settings import LookupKernel
 from distembed.errors import UserError
 from distembed.optim.declared import TableOptimizers
-from distembed.partitions import QuotientRemainder
+from distembed.partitions import Partition, QuotientRemainder, Remainder
 from distembed.planning import PlanConfig, PlanRequest, Workload
 from distembed.planning.cluster import Cluster
 from distembed.planning.devices import find_device
 from distembed.planning.layouts import Layouts
+from distembed.planning.plan import find_plan
 from distembed.sharding import default_sharders
 
 NUM_IDS = 1000
@@ -53,3 +55,21 @@ def test_what_training_would_refuse_is_not_planned(settings: dict[str, Any], rea
     assert kernels("adagrad", device, **settings)
     with pytest.raises(UserError, match=f"'clicks' has kernel='fused'.*because {reason}; give it kernel='auto'"):
         kernels("adagrad", device, **settings, kernel="fused")
+
+
+@pytest.mark.parametrize("bag", [1.0, 10.0])
+def test_one_pass_is_estimated_to_take_less_than_lookups_by_partition_and_less_than_a_hashed_table(bag: float) -> None:
+    """As it was measured (``tools/bench_embedding.py``): 0.15x to 0.7x of a hashed table, and these above 1x."""
+
+    def lookup_ms(partition: Partition, kernel: LookupKernel) -> float:
+        table = CompositionalEmbeddingBagConfig("clicks", 400_000, 16, ["f"], partition, kernel=kernel)
+        model = CompositionalEmbeddingBagCollection([table], device="meta")
+        cluster = Cluster(find_device("cpu-256gb"), 1, 1, 10**12)
+        request = PlanRequest(
+            model, default_sharders(), cluster, Workload(8192, {"f": bag}), PlanConfig(), TableOptimizers("adagrad")
+        )
+        return find_plan(request).times[0].lookup
+
+    hashed = lookup_ms(Remainder(400_000, collisions=4), "fbgemm")
+    scheme = QuotientRemainder(400_000, collisions=4)
+    assert 0.15 * hashed < lookup_ms(scheme, "auto") < 0.8 * hashed < hashed < lookup_ms(scheme, "fbgemm")
