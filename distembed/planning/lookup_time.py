@@ -23,7 +23,7 @@ _MS = 1e3
 _SORT_BYTES = 64
 """Bytes that FBGEMM's backward pass reads and writes for each id, to sort them by row."""
 _ONE_PASS_ROWS = 0.2
-"""Share of FBGEMM's seconds of a row that a partition's row takes in one pass (``tools/bench_embedding.py``, on CPUs)."""
+"""Share of FBGEMM's seconds of a row that a partition's row takes in one pass, by ``tools/bench_embedding.py``."""
 _DENSE_COPIES = 8
 _REPLICATED_LAUNCHES = 30
 """Operations of torch's lookup of a partition in the place of FBGEMM's, with its gradient, average and update."""
