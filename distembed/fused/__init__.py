@@ -1,8 +1,8 @@
 """One operation for a compositional lookup: composed forward, exactly updated backward.
 
-Forward it reads the rows of every id and writes the composed, pooled vector once. Backward it sorts the ids once, by
-their row in the largest partition, adds gradients up, and updates each row that occurs. FBGEMM's tables keep weights
-and states, and give their addresses.
+Forward it reads the rows of every id and writes the composed, pooled vector once. Backward it adds gradients up, row by
+row of each partition, and updates each row that occurs once. FBGEMM's tables keep weights and states, and give their
+addresses.
 
 ``operation``  what PyTorch sees: a call, its gradient, and the division of work among threads
 ``tables``     what it is told of tables
@@ -11,7 +11,9 @@ and states, and give their addresses.
 ``loading``    whether kernels can be had, and their compilation
 ``compose``    the forward pass on a CPU
 ``update``     the backward pass on a CPU
-``rows``       what both have in common
+``gradients``  from gradients of composed vectors to those of rows
+``slots``      the distinct rows of a batch
+``rows``       what both passes have in common
 ``simd``       vectors of numbers for numba
 
 On CUDA the same is done by Triton, for the same tables and with the same results:

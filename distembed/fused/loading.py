@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 INSTALL = "pip install numba"
 _LONGEST_WAIT = 180.0
 """Seconds that a process waits for another one to compile, which takes a few."""
-_NOT_COMPILED = ("__init__", "loading", "operation", "tables", "threads", "triton")
+_NOT_COMPILED = ("__init__", "operation", "tables", "threads", "triton")
 """How names of files begin whose changes leave the kernels as they are."""
 
 
