@@ -171,10 +171,11 @@ def _compose_ids(job: Any, target: Any, rows: Any, num_ids: Any, weights: Any, i
     """
     num_partitions = field(job, NUM_PARTITIONS)
     if not field(job, IS_PRODUCT) or num_partitions == 1:
-        for j in range(num_partitions):
-            # partitions have all columns in common, or none
-            writes = is_first and (j == 0 or field(partition_block(job, j), COLUMN_START) > 0)
-            _add_rows(partition_block(job, j), target, rows + 8 * BLOCK_IDS * j, num_ids, weights, writes, zeros)
+        # partitions have all columns in common, or none
+        is_common = field(partition_block(job, num_partitions - 1), COLUMN_START) == 0
+        num_common = num_partitions if is_common else 1
+        for j in range(0, num_partitions, num_common):
+            _add_rows(job, j, num_common, target, rows + 8 * BLOCK_IDS * j, num_ids, weights, is_first, zeros)
         return
     half_0, half_1 = field(partition_block(job, 0), IS_HALF), field(partition_block(job, 1), IS_HALF)
     for column in range(0, field(job, WIDTH), lanes_of(zeros)):
@@ -191,15 +192,23 @@ def _compose_ids(job: Any, target: Any, rows: Any, num_ids: Any, weights: Any, i
 
 
 @inline
-def _add_rows(partition: Any, target: Any, rows: Any, num_ids: Any, weights: Any, writes: Any, zeros: Any) -> None:
-    """Adds up rows of one partition, each times its id's weight."""
-    start, is_half = field(partition, COLUMN_START), field(partition, IS_HALF)
-    for column in range(0, field(partition, NUM_COLUMNS), lanes_of(zeros)):
+def _add_rows(
+    job: Any, j: Any, num_common: Any, target: Any, rows: Any, num_ids: Any, weights: Any, is_first: Any, zeros: Any
+) -> None:
+    """Adds up the rows of partitions that have their columns in common, from ``j`` on, id by id.
+
+    The order of sums is then that of the ids, wherever blocks of a longer bag begin.
+    """
+    start = field(partition_block(job, j), COLUMN_START)
+    for column in range(0, field(partition_block(job, j), NUM_COLUMNS), lanes_of(zeros)):
         place = target + 4 * (start + column)
-        summed = zeros if writes else load(place, zeros)
+        summed = zeros if is_first else load(place, zeros)
         for i in range(num_ids):
-            own = read(read_long(rows + 8 * i), column, is_half, zeros)
-            summed = multiply_add(own, _weight(weights, i, zeros), summed)
+            weight = _weight(weights, i, zeros)
+            for other in range(num_common):
+                is_half = field(partition_block(job, j + other), IS_HALF)
+                own = read(read_long(rows + 8 * (i + BLOCK_IDS * other)), column, is_half, zeros)
+                summed = multiply_add(own, weight, summed)
         store(place, summed)
 
 

@@ -243,6 +243,7 @@ class FusedLookup:
                 # which the allocator keeps from step to step
                 scratch = torch.empty(num_bytes, dtype=torch.uint8)
                 self._kernels.update(job.ctypes.data, first, end, scratch.data_ptr(), num_bytes)
+                del scratch  # before the next table's is taken
 
         in_threads(update, len(tables))
         weights = [(weight, own.gradient_scale) for own in step.storages for weight in own.weights]

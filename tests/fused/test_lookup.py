@@ -163,13 +163,14 @@ def test_bags_of_one_feature_are_none_of_anothers() -> None:
     assert not outputs[:, :8].any() and not outputs[:, 16:].any() and outputs[:, 8:16].any()
 
 
-def threaded_case(batch: str, optimizer: str) -> Case:
+def threaded_case(batch: str, optimizer: str, kind: str = "product") -> Case:
     tables = [
         Table([Digit(1, 25), Digit(25, None)], 30, 2, max_id=2499),
         Table([Digit(1, 400), Digit(400, None)], 30, max_id=4000),
         Table([Digit(1, 11), Digit(1, 13)], 3, max_id=142),
     ]
-    return Case(tables, [range(16)] * 2, True, [optimizer, None], [True, False], batch, num_bags=300)
+    columns = columns_of(kind, 16, 2)
+    return Case(tables, columns, kind == "product", [optimizer, None], [True, False], batch, num_bags=300)
 
 
 def all_numbers(case: Case, batches: Sequence[Batch], num_threads: int) -> list[torch.Tensor]:
@@ -192,8 +193,9 @@ def all_numbers(case: Case, batches: Sequence[Batch], num_threads: int) -> list[
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_any_number_of_threads_gives_the_same_bits(optimizer: str) -> None:
-    for batch in ("weighted", "sequence"):
-        case = threaded_case(batch, optimizer)
+    turns = [(batch, kind) for kind in ("product", "sum", "columns") for batch in ("weighted", "sequence")]
+    for batch, kind in turns:
+        case = threaded_case(batch, optimizer, kind)
         batches = [draw_batch(case, step) for step in range(3)]
         first = all_numbers(case, batches, 1)
         for num_threads in (1, 2, 3, 8):

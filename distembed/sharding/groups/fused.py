@@ -148,7 +148,8 @@ class FusedGroup(Group):
             by_table[table.name] += math.ceil(own_ids)
         num_ids = max(by_table.values())
         update = 2 * LONG_BYTES * BLOCK_IDS * len(load.dims)  # where rows and sums are
-        for rows, dim, is_replicated in zip(load.max_num_rows, load.dims, load.is_replicated, strict=True):
+        for own, is_replicated in zip(load.slices[0].partitions, load.is_replicated, strict=True):
+            rows, dim = load.max_num_rows[own.partition], own.num_columns
             if not is_replicated:  # a sum and a number for each distinct row, and the table in which it is found
                 update += min(rows, num_ids) * (dim + 1) * FLOAT_BYTES + (4 << place_bits(rows, num_ids))
         # the gradient of the vectors is there until all rows are updated
