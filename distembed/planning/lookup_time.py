@@ -62,7 +62,7 @@ class LookupTimes:
                 lookup_seconds = self._one_pass_seconds if work.in_one_pass else self._fused_seconds
                 seconds += lookup_seconds(rows, kernel)
                 continue
-            seconds += self._dense_seconds(rows)
+            seconds += self._replicated_seconds(rows) if work.in_one_pass else self._dense_seconds(rows)
             seconds += self._update_seconds(rows.num_numbers, table_optimizers.sparse) if is_sharded else 0.0
         return _MS * seconds
 
@@ -126,6 +126,12 @@ class LookupTimes:
             + (read + updated + beside + vectors + sorts) / device.lookup_bandwidth
             + self._missed(compute_kernel) * (read + updated) / device.host_bandwidth
         )
+
+    def _replicated_seconds(self, rows: "_Rows") -> float:
+        """Returns the seconds in one pass of a partition that every rank has, and of a gradient of all rows."""
+        copied = _DENSE_COPIES * rows.num_numbers * FLOAT_BYTES
+        seconds = self._one_pass_seconds(rows, EmbeddingComputeKernel.FUSED.value)
+        return seconds + copied / self._device.memory_bandwidth
 
     def _dense_seconds(self, rows: "_Rows") -> float:
         """Returns the seconds of torch's lookup, and of a gradient of all rows."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.conftest import MiniSlurm, free_ports
+from tests.launch.test_nodes import is_running, wait_until
 
 
 @pytest.fixture
@@ -50,6 +51,7 @@ def test_up_and_down_again_and_again(second: MiniSlurm, mini_slurm: MiniSlurm) -
     # the whole machine loses power, but for its disk
     for pid in first.values():
         os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not any(map(is_running, first.values())), "they are not gone at once")
     assert second("up").returncode == 0
     assert not set(daemons(second).values()) & set(first.values())
     assert runs_job(second)
