@@ -50,10 +50,10 @@ def make_slots(slots: Any, num_rows: Any, num_ids: Any, scratch: Any) -> None:
         scratch: Address of :func:`slots_bytes`.
     """
     num_bits = _place_bits(num_rows, num_ids)
-    num_places, meets = 1 << num_bits, num_rows > (1 << num_bits)
+    num_places, can_collide = 1 << num_bits, num_rows > (1 << num_bits)
     write(slots + 8 * PLACES, scratch)
     write(slots + 8 * _SHIFT, 64 - num_bits)
-    write(slots + 8 * _FACTOR, _GOLDEN_RATIO if meets else 0)
+    write(slots + 8 * _FACTOR, _GOLDEN_RATIO if can_collide else 0)
     write(slots + 8 * _MASK, num_places - 1)
     write(slots + 8 * SLOT_ROWS, scratch + 4 * num_places)
     write(slots + 8 * NUM_SLOTS, 0)
@@ -63,7 +63,7 @@ def make_slots(slots: Any, num_rows: Any, num_ids: Any, scratch: Any) -> None:
 
 
 @inline
-def find_slots(slots: Any, places_of_rows: Any, step: Any, num_ids: Any) -> None:
+def find_slots(slots: Any, rows: Any, step: Any, num_ids: Any) -> None:
     """Replaces rows by the numbers of their slots, from 1 on; rows that have none yet are given the next ones.
 
     What is done for a new row is done for every row, as nobody foresees which are new: the place and the next slot are
@@ -71,14 +71,14 @@ def find_slots(slots: Any, places_of_rows: Any, step: Any, num_ids: Any) -> None
 
     Args:
         slots: Address of the block.
-        places_of_rows: Address of the first row, int64.
+        rows: Address of the first row, int64, where its slot is written.
         step: Bytes from one row to the next.
         num_ids: How many rows there are.
     """
     places, factor, slot_rows = field(slots, PLACES), np.uint64(field(slots, _FACTOR)), field(slots, SLOT_ROWS)
     shift, mask, num_slots = np.uint64(field(slots, _SHIFT)), field(slots, _MASK), field(slots, NUM_SLOTS)
     for i in range(num_ids):
-        row = read_long(places_of_rows + step * i)
+        row = read_long(rows + step * i)
         place = row
         if factor != 0:
             place = np.int64((np.uint64(row) * factor) >> shift)
@@ -89,7 +89,7 @@ def find_slots(slots: Any, places_of_rows: Any, step: Any, num_ids: Any) -> None
         slot += is_new * (num_slots + 1)
         write(slot_rows + 4 * (num_slots + 1), np.int32(row))
         write(places + 4 * place, np.int32(slot))
-        write(places_of_rows + step * i, slot)
+        write(rows + step * i, slot)
         num_slots += is_new
     write(slots + 8 * NUM_SLOTS, num_slots)
 

@@ -79,7 +79,7 @@ class Case:
         is_product: Whether vectors are multiplied; else each is added where its columns are.
         optimizers: The optimizer of each partition; None where gradients are returned.
         halves: Whether each partition's rows are float16.
-        batch: One of :data:`BATCHES`.
+        batch: One of :data:`BATCHES`, or ``long`` for bags of more ids than kernels map at once.
         num_bags: Number of bags of a feature.
         seed: Of all that is drawn.
         eps: What is added to denominators.
@@ -135,6 +135,8 @@ def draw_batch(case: Case, step: int) -> Batch:
                 sizes = [0] * num_bags
             elif case.batch == "empty_bags":
                 sizes = [rng.choice([0, 0, 1, 3]) for _ in range(num_bags)]
+            elif case.batch == "long":
+                sizes = [rng.randint(0, 200) for _ in range(num_bags)]
             elif case.batch == "sequence":
                 sizes = [1] * rng.randint(0, 2 * num_bags)
             else:

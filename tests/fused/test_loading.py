@@ -172,7 +172,7 @@ def test_kernels_are_compiled_anew_when_any_file_that_they_are_made_of_has_chang
     settings: dict[str, Any] = {"root": root, "kernels": "distembed.fused.small"}
     assert run(tmp_path, **settings)["misses"] == [1, 1]
     assert run(tmp_path, **settings)["hits"] == [1, 1]
-    for name in ("rows", "simd", "layout"):
+    for name in ("rows", "simd", "layout", "slots", "gradients", "loading"):
         with (root / "distembed" / "fused" / f"{name}.py").open("a") as file:
             file.write("\n# another line\n")
         assert run(tmp_path, **settings)["misses"] == [1, 1], name

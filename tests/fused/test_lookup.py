@@ -122,6 +122,14 @@ def test_more_rows_than_ids_in_every_partition(optimizer: str) -> None:
     check(Case([table, table], [range(8)] * 3, True, [optimizer] * 3, [False] * 3, "ragged", num_bags=20))
 
 
+@pytest.mark.parametrize("kind", ["product", "sum", "columns"])
+@pytest.mark.parametrize("dim", [8, 48])
+def test_bags_of_more_ids_than_are_mapped_at_once(kind: str, dim: int) -> None:
+    table = Table([Digit(1, 400), Digit(400, None)], 50, 2, max_id=4000)
+    columns = columns_of(kind, dim, 2)
+    check(Case([table, table], columns, kind == "product", ["adagrad"] * 2, [False] * 2, "long", num_bags=5), 2)
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_rows_that_begin_further_down(optimizer: str) -> None:
     # as those of one rank of a table that is divided by rows
