@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Set
+from pathlib import Path
 
 
 def usable_cores() -> int:
@@ -10,6 +11,14 @@ def usable_cores() -> int:
     In a container or a Slurm job these are fewer than the machine has.
     """
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def is_intel_processor() -> bool:
+    """Returns whether the processor is Intel's, by what Linux tells; its name may be anything on a virtual machine."""
+    try:
+        return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
 
 
 def multiplies_faster_in_bf16(flags: Set[str], is_intel: bool) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distembed.cores import usable_cores
+from distembed.cores import is_intel_processor, usable_cores
 from distembed.cuda_driver import driver_version, nvidia_smi_works
 from distembed.host_memory import available_memory_bytes
 
@@ -134,7 +134,7 @@ def gather_facts() -> Facts:
             platform=platform.platform(),
             usable_cores=usable_cores(),
             processor_flags=processor_flags(_read("/proc/cpuinfo")),
-            is_intel="GenuineIntel" in _read("/proc/cpuinfo"),
+            is_intel=is_intel_processor(),
             available_memory_bytes=available_memory_bytes(),
             folder=Path.cwd(),
             free_disk_bytes=shutil.disk_usage(".").free,

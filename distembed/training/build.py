@@ -12,7 +12,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 
 from distembed.config import Config, TrainConfig
-from distembed.cores import multiplies_faster_in_bf16
+from distembed.cores import is_intel_processor, multiplies_faster_in_bf16
 from distembed.data.dataset.schema import Schema
 from distembed.embedding.exchange import VectorExchange
 from distembed.embedding.modules import embedding_modules, table_configs
@@ -286,9 +286,8 @@ def use_bf16(precision: str, device: torch.device) -> bool:
         return precision == "bf16"
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    capabilities = torch.cpu.get_capabilities()
-    flags = {name for name, value in capabilities.items() if value is True}
-    return multiplies_faster_in_bf16(flags, str(capabilities.get("cpu_name")).startswith("Intel"))
+    flags = {name for name, value in torch.cpu.get_capabilities().items() if value is True}
+    return multiplies_faster_in_bf16(flags, is_intel_processor())
 
 
 def _move_networks(module: nn.Module, collections: set[str], device: torch.device, path: str = "") -> None:
