@@ -12,6 +12,7 @@ import logging
 import os
 import platform
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -26,6 +27,8 @@ _log = logging.getLogger(__name__)
 INSTALL = "pip install numba"
 _LONGEST_WAIT = 180.0
 """Seconds that a process waits for another one to compile, which takes a few."""
+_ONE_THREAD = threading.Lock()
+"""Held by the thread that compiles, as what numba is set to holds for all."""
 _NOT_COMPILED = ("__init__", "operation", "tables", "threads", "triton")
 """How names of files begin whose changes leave the kernels as they are."""
 
@@ -108,12 +111,13 @@ def _optimised_once() -> Iterator[None]:
     """Has LLVM optimise at its first level: vectors are written out, and its third takes twice as long for nothing."""
     from numba.core import config
 
-    before: Any = getattr(config, "OPT")  # noqa: B009  # set as numba is imported
-    setattr(config, "OPT", type(before)(1))  # noqa: B010
-    try:
-        yield
-    finally:
-        setattr(config, "OPT", before)  # noqa: B010
+    with _ONE_THREAD:
+        before: Any = getattr(config, "OPT")  # noqa: B009  # set as numba is imported
+        setattr(config, "OPT", type(before)(1))  # noqa: B010
+        try:
+            yield
+        finally:
+            setattr(config, "OPT", before)  # noqa: B010
 
 
 def _compile(kernel: Any, signature: str) -> None:
