@@ -97,7 +97,8 @@ def _compose_bags(job: Any, feature: Any, first: Any, last: Any, rows: Any, zero
                 if i >= bag_end:
                     clear(target, width, zeros)
             own_rows, own_weights = rows + 8 * (i - start), weights + 4 * i if weights != 0 else 0
-            if is_first and bag_end == i + 1:  # which is foreseen: where the next bag begins need not be waited for
+            # the number of ids of longer bags has to be read before the next bag is begun; of single ids it is guessed
+            if is_first and bag_end == i + 1:
                 _compose_one(job, target, own_rows, own_weights, zeros)
                 i += 1
             else:
@@ -135,30 +136,39 @@ def _weight(weights: Any, i: Any, zeros: Any) -> Any:
 
 
 @inline
+def _num_common(job: Any) -> Any:
+    """Returns how many partitions have their columns in common: all, or one where each has columns of its own."""
+    num_partitions = field(job, NUM_PARTITIONS)
+    return num_partitions if field(partition_block(job, num_partitions - 1), COLUMN_START) == 0 else 1
+
+
+@inline
+def _compose_rows(job: Any, rows: Any, j: Any, num_common: Any, column: Any, zeros: Any) -> Any:
+    """Returns numbers of an id's composed vector: of its rows in partition ``j`` and those that share its columns."""
+    vector = read(read_long(rows + 8 * BLOCK_IDS * j), column, field(partition_block(job, j), IS_HALF), zeros)
+    for other in range(j + 1, j + num_common):
+        row, is_half = read_long(rows + 8 * BLOCK_IDS * other), field(partition_block(job, other), IS_HALF)
+        own = read(row, column, is_half, zeros)
+        vector = vector * own if field(job, IS_PRODUCT) else vector + own
+    return vector
+
+
+@inline
 def _compose_one(job: Any, target: Any, rows: Any, weights: Any, zeros: Any) -> None:
     """Writes the composed vector of the only id of a bag, times its weight; takes what :func:`_compose_ids` does."""
-    num_partitions, factor = field(job, NUM_PARTITIONS), _weight(weights, 0, zeros)
-    if not field(job, IS_PRODUCT) or num_partitions == 1:
-        for j in range(num_partitions):
-            partition, row = partition_block(job, j), read_long(rows + 8 * BLOCK_IDS * j)
-            start, is_half = field(partition, COLUMN_START), field(partition, IS_HALF)
-            for column in range(0, field(partition, NUM_COLUMNS), lanes_of(zeros)):
-                vector, place = read(row, column, is_half, zeros) * factor, target + 4 * (start + column)
-                store(place, vector if j == 0 or start > 0 else load(place, zeros) + vector)
-        return
-    half_0, half_1 = field(partition_block(job, 0), IS_HALF), field(partition_block(job, 1), IS_HALF)
-    row_0, row_1 = read_long(rows), read_long(rows + 8 * BLOCK_IDS)
-    for column in range(0, field(job, WIDTH), lanes_of(zeros)):
-        vector = read(row_0, column, half_0, zeros) * read(row_1, column, half_1, zeros)
-        for j in range(2, num_partitions):
-            is_half = field(partition_block(job, j), IS_HALF)
-            vector = vector * read(read_long(rows + 8 * BLOCK_IDS * j), column, is_half, zeros)
-        store(target + 4 * column, vector * factor)
+    num_common, factor = _num_common(job), _weight(weights, 0, zeros)
+    for j in range(0, field(job, NUM_PARTITIONS), num_common):
+        partition = partition_block(job, j)
+        place = target + 4 * field(partition, COLUMN_START)
+        for column in range(0, field(partition, NUM_COLUMNS), lanes_of(zeros)):
+            store(place + 4 * column, _compose_rows(job, rows, j, num_common, column, zeros) * factor)
 
 
 @inline
 def _compose_ids(job: Any, target: Any, rows: Any, num_ids: Any, weights: Any, is_first: Any, zeros: Any) -> None:
     """Adds up the composed vectors of ids of one bag, each times its weight, and writes them or adds them to the bag's.
+
+    A bag may go on in the next block of ids; its sum is in the order of the ids wherever that begins.
 
     Args:
         job: Address of the job.
@@ -169,47 +179,16 @@ def _compose_ids(job: Any, target: Any, rows: Any, num_ids: Any, weights: Any, i
         is_first: Whether they are the first of their bag.
         zeros: Zeros of all lanes.
     """
-    num_partitions = field(job, NUM_PARTITIONS)
-    if not field(job, IS_PRODUCT) or num_partitions == 1:
-        # partitions have all columns in common, or none
-        is_common = field(partition_block(job, num_partitions - 1), COLUMN_START) == 0
-        num_common = num_partitions if is_common else 1
-        for j in range(0, num_partitions, num_common):
-            _add_rows(job, j, num_common, target, rows + 8 * BLOCK_IDS * j, num_ids, weights, is_first, zeros)
-        return
-    half_0, half_1 = field(partition_block(job, 0), IS_HALF), field(partition_block(job, 1), IS_HALF)
-    for column in range(0, field(job, WIDTH), lanes_of(zeros)):
-        summed = zeros if is_first else load(target + 4 * column, zeros)
-        for i in range(num_ids):
-            row = rows + 8 * i
-            vector = read(read_long(row), column, half_0, zeros)
-            vector = vector * read(read_long(row + 8 * BLOCK_IDS), column, half_1, zeros)
-            for j in range(2, num_partitions):
-                is_half = field(partition_block(job, j), IS_HALF)
-                vector = vector * read(read_long(row + 8 * BLOCK_IDS * j), column, is_half, zeros)
-            summed = multiply_add(vector, _weight(weights, i, zeros), summed)
-        store(target + 4 * column, summed)
-
-
-@inline
-def _add_rows(
-    job: Any, j: Any, num_common: Any, target: Any, rows: Any, num_ids: Any, weights: Any, is_first: Any, zeros: Any
-) -> None:
-    """Adds up the rows of partitions that have their columns in common, from ``j`` on, id by id.
-
-    The order of sums is then that of the ids, wherever blocks of a longer bag begin.
-    """
-    start = field(partition_block(job, j), COLUMN_START)
-    for column in range(0, field(partition_block(job, j), NUM_COLUMNS), lanes_of(zeros)):
-        place = target + 4 * (start + column)
-        summed = zeros if is_first else load(place, zeros)
-        for i in range(num_ids):
-            weight = _weight(weights, i, zeros)
-            for other in range(num_common):
-                is_half = field(partition_block(job, j + other), IS_HALF)
-                own = read(read_long(rows + 8 * (i + BLOCK_IDS * other)), column, is_half, zeros)
-                summed = multiply_add(own, weight, summed)
-        store(place, summed)
+    num_common = _num_common(job)
+    for j in range(0, field(job, NUM_PARTITIONS), num_common):
+        partition = partition_block(job, j)
+        place = target + 4 * field(partition, COLUMN_START)
+        for column in range(0, field(partition, NUM_COLUMNS), lanes_of(zeros)):
+            summed = zeros if is_first else load(place + 4 * column, zeros)
+            for i in range(num_ids):
+                vector = _compose_rows(job, rows + 8 * i, j, num_common, column, zeros)
+                summed = multiply_add(vector, _weight(weights, i, zeros), summed)
+            store(place + 4 * column, summed)
 
 
 @entry

@@ -216,14 +216,16 @@ def test_a_processor_that_cannot_convert_float16_is_told(monkeypatch: pytest.Mon
     ids=lambda own: own[1],
 )
 def test_without_a_lock_each_process_compiles_for_itself(
-    hindrance: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
+    hindrance: tuple[Any, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*given: Any) -> None:
         raise OSError(38, "Function not implemented")
 
+    caplog.set_level("DEBUG", loading.__name__)
     monkeypatch.setattr(*hindrance, fail)
     with loading._one_at_a_time():
         monkeypatch.undo()
+        assert "compiled without a lock ([Errno 38] Function not implemented)" in caplog.text
 
 
 def test_a_process_that_is_stopped_is_not_waited_for_without_end(
