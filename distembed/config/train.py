@@ -24,8 +24,8 @@ class TrainConfig:
         dense_optimizer: Optimizer of the networks.
         sparse_optimizer: Optimizer of the embedding tables.
         precision: What the networks compute in: ``bf16`` for autocast, ``fp32``, ``tf32`` for float32 whose products of
-            matrices a GPU computes from 10 bits of each factor's fraction, or ``auto`` for bf16 where the device
-            multiplies matrices faster in it, else fp32.
+            matrices a GPU computes from 10 bits of each factor's fraction, or ``auto`` for bf16 where every
+            rank's device multiplies matrices faster in it, else fp32.
         device: Type of the ranks' devices: ``cpu``, ``cuda``, or ``auto`` for CUDA where there is a device.
         quantized_comms: What composed vectors and their gradients are rounded to while they are sent.
         log_every: Steps between two lines of metrics.

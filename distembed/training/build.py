@@ -62,8 +62,8 @@ class Blueprint:
 
     @classmethod
     def for_ranks(cls, config: Config, schema: Schema, ranks: Ranks, sse: Mapping[str, SSE]) -> "Blueprint":
-        """Returns the blueprint for the ranks of this process group, with ``config.train.precision`` decided."""
-        bf16 = use_bf16(config.train.precision, ranks.device)
+        """Returns the blueprint for these ranks, with ``config.train.precision`` decided; all ranks call it."""
+        bf16 = all_use_bf16(config.train.precision, ranks)
         return cls(config, schema, ranks.world_size, ranks.local_world_size, ranks.device, bf16, sse)
 
     @cached_property
@@ -219,7 +219,7 @@ def build_training_state(
             inputs of a required plan differ.
         InsufficientMemory: The tables or the networks do not fit into the memory of the ranks.
     """
-    _set_matmul_precision(used_precision(blueprint.config.train.precision, ranks.device), ranks.device)
+    _set_matmul_precision(used_precision(blueprint.config.train.precision, ranks), ranks.device)
     require_networks_fit(blueprint.config.model, blueprint.model_inputs, ranks.local_world_size)
     torch.manual_seed(blueprint.config.train.seed)
     task_model, sharders = blueprint.build_plannable(), blueprint.sharders
@@ -259,18 +259,18 @@ def build_training_state(
     return TrainingState(model, task_model.task, optimizers, pipeline, plan, inputs, blueprint.bf16, threads)
 
 
-def used_precision(precision: str, device: torch.device) -> str:
-    """Returns what networks compute in by ``train.precision``: ``bf16``, ``tf32`` or ``fp32``.
+def used_precision(precision: str, ranks: Ranks) -> str:
+    """Returns what networks compute in by ``train.precision``: ``bf16``, ``tf32`` or ``fp32``; all ranks call it.
 
     Raises:
         UserError: It is TF32, and the device is no GPU.
     """
-    if precision == "tf32" and device.type != "cuda":
+    if precision == "tf32" and ranks.device.type != "cuda":
         raise UserError(
-            f"train.precision is 'tf32', which NVIDIA's GPUs compute in, but the device is {device.type!r}; set "
+            f"train.precision is 'tf32', which NVIDIA's GPUs compute in, but the device is {ranks.device.type!r}; set "
             "train.precision to fp32, bf16 or auto."
         )
-    return "bf16" if use_bf16(precision, device) else "tf32" if precision == "tf32" else "fp32"
+    return "bf16" if all_use_bf16(precision, ranks) else "tf32" if precision == "tf32" else "fp32"
 
 
 def _set_matmul_precision(precision: str, device: torch.device) -> None:
@@ -280,8 +280,16 @@ def _set_matmul_precision(precision: str, device: torch.device) -> None:
         torch.backends.cudnn.allow_tf32 = precision == "tf32"  # of recurrent networks, where torch's default is yes
 
 
+def all_use_bf16(precision: str, ranks: Ranks) -> bool:
+    """Returns whether networks compute in bf16; all ranks call it.
+
+    Ranks compute alike: where one of them multiplies no faster in bf16, ``auto`` is fp32 on all.
+    """
+    return not ranks.any(not use_bf16(precision, ranks.device))
+
+
 def use_bf16(precision: str, device: torch.device) -> bool:
-    """Returns whether networks compute in bf16; ``auto`` says yes where the device multiplies faster in it."""
+    """Returns whether networks would compute in bf16 on a device: by ``auto``, where it multiplies faster in it."""
     if precision != "auto":
         return precision == "bf16"
     if device.type == "cuda":

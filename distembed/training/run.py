@@ -68,7 +68,7 @@ def train_run(
     start = start or find_start(config, options, Collectives().on_first, say)
     config = start.config  # in which tables are as they have grown
     if start.resume:
-        precision = used_precision(config.train.precision, ranks.device)
+        precision = used_precision(config.train.precision, ranks)
         Collectives().on_first(lambda: require_same_precision(start.folder, precision))
     info = run_info(config, start)
     if ranks.is_first:

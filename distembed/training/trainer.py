@@ -57,6 +57,7 @@ class Trainer:
         console: Where rank 0 shows the progress; None for nowhere.
 
     Attributes:
+        precision: What the networks compute in: ``bf16``, ``tf32`` or ``fp32``.
         unreadable: What is wrong with each row group that any rank could not read, by its name.
 
     Raises:
@@ -89,6 +90,7 @@ class Trainer:
         self.num_steps = self._count_steps()
         has_validation = config.data.validation is not None
         self._due = DueSteps(config.train, self._reader.batches_per_epoch, self.num_steps, has_validation)
+        self.precision = used_precision(config.train.precision, ranks)
         blueprint = Blueprint.for_ranks(config, self._reader.schema, ranks, start.sse)
         self._state = build_training_state(blueprint, ranks, self.num_steps, start.plans)
         self._state.task.start(blueprint.task_context(self._dataset, ranks))
@@ -132,11 +134,6 @@ class Trainer:
     def best(self) -> BestEvaluation | None:
         """The best evaluation until now, where evaluations are compared."""
         return self._best if self._config.train.compares_evaluations else None
-
-    @property
-    def precision(self) -> str:
-        """The number format that the networks compute in: ``bf16``, ``tf32`` or ``fp32``."""
-        return used_precision(self._config.train.precision, self._ranks.device)
 
     def train(self) -> None:
         """Trains to the end, or until interrupted, and saves a checkpoint either way.

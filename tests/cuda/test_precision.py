@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from distembed.errors import UserError
+from distembed.ranks import Ranks
 from distembed.training import build
 from distembed.training.build import used_precision
 
@@ -22,12 +23,12 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 )
 def test_precision_of_a_gpu(precision: str, has_bf16: bool, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
-    assert used_precision(precision, CUDA) == expected
+    assert used_precision(precision, Ranks(0, 1, 1, CUDA)) == expected
 
 
 def test_tf32_is_refused_where_there_is_no_gpu() -> None:
     with pytest.raises(UserError, match=r"train\.precision is 'tf32'.* set train\.precision to fp32"):
-        used_precision("tf32", CPU)
+        used_precision("tf32", Ranks(0, 1, 1, CPU))
 
 
 @pytest.mark.parametrize(("precision", "expected"), [("tf32", "high"), ("fp32", "highest"), ("bf16", "highest")])

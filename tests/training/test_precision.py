@@ -7,10 +7,13 @@ import torch
 
 from distembed.doctor.facts import MachineFacts
 from distembed.doctor.findings import check_machine
+from distembed.ranks import Ranks
 from distembed.training import build
 from distembed.training.build import used_precision
+from tests.ranks import run_on_ranks
 
 CPU = torch.device("cpu")
+ALONE = Ranks(0, 1, 1, CPU)
 
 
 @pytest.mark.parametrize(
@@ -30,9 +33,21 @@ def test_bf16_is_taken_where_it_multiplies_faster(
     capabilities = {"l2_cache_size": 1, **{flag: flag in flags for flag in all_flags}}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     monkeypatch.setattr(build, "is_intel_processor", lambda: name.startswith("Intel"))
-    assert used_precision("auto", CPU) == expected
-    assert [used_precision(own, CPU) for own in ("bf16", "fp32")] == ["bf16", "fp32"]
+    assert used_precision("auto", ALONE) == expected
+    assert [used_precision(own, ALONE) for own in ("bf16", "fp32")] == ["bf16", "fp32"]
 
     machine = MachineFacts("Linux", 2, frozenset(flags), name.startswith("Intel"), 2**34, Path("."), 2**34)
     (found,) = [own for own in check_machine(machine) if own.subject == "processor bf16"]
     assert (found.status == "ok") == (expected == "bf16")
+
+
+@pytest.mark.parametrize("slow", [[], [0], [1], [0, 1]])
+def test_ranks_compute_alike_on_unlike_processors(slow: list[int]) -> None:
+    run_on_ranks(2, _require_one_precision, slow, "fp32" if slow else "bf16")
+
+
+def _require_one_precision(rank: int, world_size: int, slow: list[int], expected: str) -> None:
+    build.multiplies_faster_in_bf16 = lambda flags, is_intel: rank not in slow
+    ranks = Ranks(rank, world_size, world_size, CPU)
+    assert used_precision("auto", ranks) == expected
+    assert [used_precision(own, ranks) for own in ("bf16", "fp32")] == ["bf16", "fp32"]
