@@ -1,5 +1,7 @@
 """What a plan counts of an update's scratch against what the kernel asks for."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -11,43 +13,66 @@ from distembed.sharding.groups.fused import FusedGroup
 from distembed.sharding.groups.load import GroupLoad
 from distembed.sharding.table_slice import slice_table
 
-NUM_IDS, DIM = 40_000, 16
+NUM_IDS, DIM, NUM_ROWS = 40_000, 16, 2048
 
 
-@pytest.mark.parametrize("num_features", [1, 26])
+@pytest.fixture(params=[1, 2, 8])
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("features_of_tables", [[1], [26], [1, 3, 2, 2]])
 @pytest.mark.parametrize("scheme", [QuotientRemainder(NUM_IDS, collisions=4), MixedRadix(NUM_IDS, num_partitions=3)])
-def test_a_plan_counts_the_scratch_of_all_features_of_a_table(num_features: int, scheme: QuotientRemainder) -> None:
-    num_rows, names = 2048, [f"f{i}" for i in range(num_features)]
-    table = CompositionalEmbeddingBagConfig("clicks", NUM_IDS, DIM, names, scheme)
-    parts = table.partition_tables()
-    own = slice_table(table, parts, (0, DIM), ["fused"] * len(parts))
+def test_a_plan_counts_the_scratch_of_the_tables_that_are_updated_at_once(
+    features_of_tables: list[int], scheme: QuotientRemainder | MixedRadix, num_threads: int
+) -> None:
+    slices = []
+    for i, num_features in enumerate(features_of_tables):
+        table = CompositionalEmbeddingBagConfig(
+            f"t{i}", NUM_IDS, DIM, [f"f{i}_{j}" for j in range(num_features)], scheme
+        )
+        parts = table.partition_tables()
+        slices += [slice_table(table, parts, (0, DIM), ["fused"] * len(parts))] * num_features
     load = GroupLoad(
-        slices=[own] * num_features,
-        possible_ids=[NUM_IDS] * num_features,
-        num_ids_per_feature=[float(num_rows)] * num_features,
-        multi_hot=[False] * num_features,
-        num_rows=num_rows,
+        slices=slices,
+        possible_ids=[NUM_IDS] * len(slices),
+        num_ids_per_feature=[float(NUM_ROWS)] * len(slices),
+        multi_hot=[False] * len(slices),
+        num_rows=NUM_ROWS,
         averages_gradients=False,
     )
     planned = FusedGroup.lookup_memory(load, "cpu").update_bytes - load.output_bytes
 
-    storages = [Storage([torch.zeros(rows * DIM)], "sgd") for rows in scheme.num_rows]
-    digits = scheme.digits()
+    asked = sorted(_scratch_of_tables(scheme, features_of_tables), reverse=True)
+    assert len(asked) == len(features_of_tables)
+    assert 0.9 < planned / sum(asked[:num_threads]) < 1.1
+
+
+def _scratch_of_tables(scheme: QuotientRemainder | MixedRadix, features_of_tables: list[int]) -> list[int]:
+    """Returns how many bytes the kernel asks for to update each table, all of equal shape."""
+    digits, num_features = scheme.digits(), sum(features_of_tables)
     assert digits is not None
-    placed = [Part(digit, 0, rows) for digit, rows in zip(digits, scheme.num_rows, strict=True)]
-    formula = Formula([range(DIM)] * len(placed), True, True)
-    lookup = FusedLookup(formula, [placed] * num_features, [num_features], storages)
+    weights = [torch.zeros(len(features_of_tables) * rows * DIM, requires_grad=True) for rows in scheme.num_rows]
+    parts = [
+        [Part(digit, 0, rows, table * rows * DIM) for digit, rows in zip(digits, scheme.num_rows, strict=True)]
+        for table, count in enumerate(features_of_tables)
+        for _ in range(count)
+    ]
+    storages = [Storage([weight], "sgd") for weight in weights]
+    lookup = FusedLookup(Formula([range(DIM)] * len(digits), True, True), parts, features_of_tables, storages)
     asked: list[int] = []
     update = lookup._kernels.update
 
     def ask(job: int, first: int, end: int, scratch: int, num_bytes: int) -> int:
-        asked.append(update(job, first, end, scratch, num_bytes))
-        return asked[-1]
+        needed = update(job, first, end, scratch, num_bytes)
+        if scratch == 0:
+            asked.append(needed)
+        return needed
 
     lookup._kernels = lookup._kernels._replace(update=ask)
-    ids = torch.arange(num_rows * num_features) % NUM_IDS
-    for storage in storages:
-        storage.weights[0].requires_grad_()
-    outputs = lookup(ids, torch.arange(len(ids) + 1), None, storages)
-    outputs.sum().backward()
-    assert 0.9 < planned / asked[0] < 1.1
+    ids = torch.arange(NUM_ROWS * num_features) % NUM_IDS
+    lookup(ids, torch.arange(len(ids) + 1), None, storages).sum().backward()
+    return asked

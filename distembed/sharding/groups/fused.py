@@ -136,22 +136,22 @@ class FusedGroup(Group):
 
     @classmethod
     def lookup_memory(cls, load: GroupLoad, device_kind: str) -> LookupMemory:
-        """Returns the bytes of where bags begin, and of the sums of gradients of a table's distinct rows."""
+        """Returns the bytes of where bags begin, and of the sums of gradients of the distinct rows of tables.
+
+        On a CPU, each of this process's threads updates a table at a time.
+        """
         saved = (load.num_bags + load.num_ids) * LONG_BYTES
         if device_kind == "cuda":
             stacked = load.replicated_vector_bytes if load.stacks else 0
             tables = {table.name: table.scheme.num_rows for table in load.tables}.values()
             update = update_bytes(load.num_ids, [sum(rows) for rows in zip(*tables, strict=True)], load.dims)
             return LookupMemory(saved + stacked, 0, 0, update + load.output_bytes)
-        by_table: Counter[str] = Counter()  # a table's features are updated together
+        ids: Counter[str] = Counter()  # a table's features are updated together
         for table, own_ids in zip(load.tables, load.num_ids_per_feature, strict=True):
-            by_table[table.name] += math.ceil(own_ids)
-        num_ids = max(by_table.values())
-        update = 2 * LONG_BYTES * BLOCK_IDS * len(load.dims)  # where rows and sums are
-        for own, is_replicated in zip(load.slices[0].partitions, load.is_replicated, strict=True):
-            rows, dim = load.max_num_rows[own.partition], own.num_columns
-            if not is_replicated:  # a sum and a number for each distinct row, and the table in which it is found
-                update += min(rows, num_ids) * (dim + 1) * FLOAT_BYTES + (4 << place_bits(rows, num_ids))
+            ids[table.name] += math.ceil(own_ids)
+        rows_of = {table.name: table.scheme.num_rows for table in load.tables}
+        each = sorted((_update_bytes(load, rows, ids[name]) for name, rows in rows_of.items()), reverse=True)
+        update = sum(each[: torch.get_num_threads()])
         # the gradient of the vectors is there until all rows are updated
         return LookupMemory(saved, 0, 0, update + load.output_bytes)
 
@@ -169,6 +169,22 @@ class FusedGroup(Group):
     def launches(cls, load: TableLoad) -> Launches:
         """Returns the two passes, and what finds the tables."""
         return Launches(group=6, partition=2)
+
+
+def _update_bytes(load: GroupLoad, num_rows: Sequence[int], num_ids: int) -> int:
+    """Returns the bytes that a CPU's update of one table takes beside it.
+
+    Args:
+        load: What is looked up in its group.
+        num_rows: Rows of each of the table's partitions.
+        num_ids: Ids of all its features.
+    """
+    needed = 2 * LONG_BYTES * BLOCK_IDS * len(load.dims)  # where rows and sums are
+    for own, is_replicated in zip(load.slices[0].partitions, load.is_replicated, strict=True):
+        if not is_replicated:  # a sum and a number for each distinct row, and the table in which it is found
+            rows = num_rows[own.partition]
+            needed += min(rows, num_ids) * (own.num_columns + 1) * FLOAT_BYTES + (4 << place_bits(rows, num_ids))
+    return needed
 
 
 def reason_not_fused(table_slice: TableSlice, device_kind: str, optimizer: str | None) -> str | None:
