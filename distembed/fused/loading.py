@@ -38,7 +38,7 @@ class Kernels(NamedTuple):
 
     Attributes:
         compose: The forward pass, ``(job, share, num_shares, scratch)``.
-        update: The backward pass, ``(job, first_feature, last_feature, scratch, scratch_bytes)``.
+        update: The backward pass, ``(job, tables, num_tables, scratch, scratch_bytes)``.
     """
 
     compose: Callable[[int, int, int, int], None]

@@ -44,7 +44,8 @@ class FusedLookup:
     ) -> None:
         self.formula, self._num_features, self.updates = formula, len(parts), Updates()
         self._kernels = load(formula.lanes)
-        self._table_ends = np.cumsum(tables).tolist()
+        ends = np.cumsum(tables)
+        self._features_of_tables = np.stack([ends - tables, ends], 1)
         self._partitions = np.zeros((len(formula.columns), layout.PARTITION_FIELDS), np.int64)
         for own, columns, storage in zip(self._partitions, formula.columns, storages, strict=True):
             own[layout.NUM_COLUMNS], own[layout.COLUMN_START] = len(columns), columns.start
@@ -238,12 +239,11 @@ class FusedLookup:
         tables = self._tables_by_share(step, batch)
 
         def update(share: int, num_shares: int) -> None:
-            for first, end in tables[share]:
-                num_bytes = self._kernels.update(job.ctypes.data, first, end, 0, 0)
-                # which the allocator keeps from step to step
-                scratch = torch.empty(num_bytes, dtype=torch.uint8)
-                self._kernels.update(job.ctypes.data, first, end, scratch.data_ptr(), num_bytes)
-                del scratch  # before the next table's is taken
+            ranges, update_tables = tables[share], self._kernels.update
+            num_bytes = update_tables(job.ctypes.data, ranges.ctypes.data, len(ranges), 0, 0)
+            # which the allocator keeps from step to step
+            scratch = torch.empty(num_bytes, dtype=torch.uint8)
+            update_tables(job.ctypes.data, ranges.ctypes.data, len(ranges), scratch.data_ptr(), num_bytes)
 
         in_threads(update, len(tables))
         weights = [(weight, own.gradient_scale) for own in step.storages for weight in own.weights]
@@ -252,24 +252,22 @@ class FusedLookup:
             for own, (weight, scale) in zip(returned, weights, strict=True)
         ]
 
-    def _tables_by_share(self, step: "_Step", batch: "_Batch") -> list[list[tuple[int, int]]]:
-        """Returns the tables of each thread, as ranges of features, with about equally many ids."""
-        starts = [0, *self._table_ends[:-1]]
-        ranges = list(zip(starts, self._table_ends, strict=True))
+    def _tables_by_share(self, step: "_Step", batch: "_Batch") -> list[Any]:
+        """Returns the tables of each thread, as ranges of features ``[n, 2]``, with about equally many ids."""
+        ranges = self._features_of_tables
         num_threads = min(torch.get_num_threads(), len(ranges))
         if num_threads == 1:
             return [ranges]
-        first_bags = step.features[:, layout.FIRST_BAG]
         ends = batch.offsets.numpy()
-        begins = ends[first_bags[starts]]
-        num_ids = np.append(begins[1:], ends[-1]) - begins
-        shares: list[list[tuple[int, int]]] = [[] for _ in range(num_threads)]
+        begins = ends[step.features[ranges[:, 0], layout.FIRST_BAG]]
+        num_ids = np.diff(begins, append=ends[-1])
+        shares: list[list[int]] = [[] for _ in range(num_threads)]
         loads = [0] * num_threads
-        for table in np.argsort(-num_ids, kind="stable"):
+        for table in np.argsort(-num_ids, kind="stable").tolist():
             least = loads.index(min(loads))
             loads[least] += int(num_ids[table])
-            shares[least].append(ranges[table])
-        return shares
+            shares[least].append(table)
+        return [ranges[share] for share in shares]
 
     def _placed(self, storages: Sequence[Storage]) -> "_Placed":
         """Returns the tables with the addresses that their storages have now."""

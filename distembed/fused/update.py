@@ -235,50 +235,64 @@ def _update_rows(job: Any, feature: Any, j: Any, sums: Any, zeros: Any) -> None:
 
 
 @compiled
-def _update(job: Any, first_feature: Any, last_feature: Any, scratch: Any, scratch_bytes: Any, zeros: Any) -> Any:
-    num_ids = _end_id(job, last_feature - 1) - _first_id(job, first_feature)
-    num_partitions, needed = field(job, NUM_PARTITIONS), _scratch_bytes(job, first_feature, num_ids)
-    if num_ids == 0 or needed > scratch_bytes:
-        return needed
+def _update_table(job: Any, first_feature: Any, end_feature: Any, scratch: Any, num_ids: Any, zeros: Any) -> None:
+    """Updates the rows of the table that a range of features looks up."""
+    num_partitions = field(job, NUM_PARTITIONS)
     sums, scratch = scratch, _take(scratch, 8 * _SUMS_FIELDS * num_partitions)
     targets, scratch = scratch, _take(scratch, 8 * TARGET_FIELDS * BLOCK_IDS * num_partitions)
     products, scratch = scratch, _take(scratch, PRODUCT_BYTES * num_partitions)
     _make_sums(job, first_feature, sums, num_ids, scratch)
-    for feature in range(first_feature, last_feature):
+    for feature in range(first_feature, end_feature):
         _add_gradients(job, feature, sums, targets, products, zeros)
     for j in range(num_partitions):
         if field(sums, PLACES) != 0:
             _update_rows(job, first_feature, j, sums, zeros)
         sums += 8 * _SUMS_FIELDS
+
+
+@compiled
+def _update(job: Any, tables: Any, num_tables: Any, scratch: Any, scratch_bytes: Any, zeros: Any) -> Any:
+    needed = 0
+    for i in range(0, 2 * num_tables, 2):
+        first_feature, end_feature = field(tables, i), field(tables, i + 1)
+        num_ids = _end_id(job, end_feature - 1) - _first_id(job, first_feature)
+        needed = max(needed, _scratch_bytes(job, first_feature, num_ids))
+    if needed > scratch_bytes:
+        return needed
+    for i in range(0, 2 * num_tables, 2):
+        first_feature, end_feature = field(tables, i), field(tables, i + 1)
+        num_ids = _end_id(job, end_feature - 1) - _first_id(job, first_feature)
+        if num_ids > 0:
+            _update_table(job, first_feature, end_feature, scratch, num_ids, zeros)
     return needed
 
 
 @entry
-def update_16(job: int, first_feature: int, last_feature: int, scratch: int, scratch_bytes: int) -> int:
-    """Updates the rows of one table, or adds their gradients up where these go elsewhere.
+def update_16(job: int, tables: int, num_tables: int, scratch: int, scratch_bytes: int) -> int:
+    """Updates the rows of some tables, one after another, or adds their gradients up where these go elsewhere.
 
     All numbers of columns are multiples of 16.
 
     Args:
         job: Address of the job, whose vectors are gradients.
-        first_feature: The first of the features that look the table up.
-        last_feature: The one behind the last.
+        tables: Address of the range of features of each table, as its first and the one behind its last.
+        num_tables: Number of tables.
         scratch: Address of memory that is at a multiple of 64.
         scratch_bytes: How much there is.
 
     Returns:
-        How many bytes of it are needed. Where there are fewer, nothing is done.
+        How many bytes of it the table needs that needs most. Where there are fewer, nothing is done.
     """
-    return _update(job, first_feature, last_feature, scratch, scratch_bytes, zeros_16())
+    return _update(job, tables, num_tables, scratch, scratch_bytes, zeros_16())
 
 
 @entry
-def update_8(job: int, first_feature: int, last_feature: int, scratch: int, scratch_bytes: int) -> int:
+def update_8(job: int, tables: int, num_tables: int, scratch: int, scratch_bytes: int) -> int:
     """Does as :func:`update_16` where all numbers of columns are multiples of eight."""
-    return _update(job, first_feature, last_feature, scratch, scratch_bytes, zeros_8())
+    return _update(job, tables, num_tables, scratch, scratch_bytes, zeros_8())
 
 
 @entry
-def update_4(job: int, first_feature: int, last_feature: int, scratch: int, scratch_bytes: int) -> int:
+def update_4(job: int, tables: int, num_tables: int, scratch: int, scratch_bytes: int) -> int:
     """Does as :func:`update_16` where all numbers of columns are multiples of four."""
-    return _update(job, first_feature, last_feature, scratch, scratch_bytes, zeros_4())
+    return _update(job, tables, num_tables, scratch, scratch_bytes, zeros_4())

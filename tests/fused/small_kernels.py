@@ -20,6 +20,6 @@ def compose_8(job: int, share: int, num_shares: int, scratch: int) -> None:
 
 
 @entry
-def update_8(job: int, first_feature: int, last_feature: int, scratch: int, scratch_bytes: int) -> int:
+def update_8(job: int, tables: int, num_tables: int, scratch: int, scratch_bytes: int) -> int:
     """Computes something that can be checked."""
     return _sum_below(job) + scratch_bytes

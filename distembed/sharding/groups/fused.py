@@ -9,6 +9,7 @@ tables keep the weights and the states, so that checkpoints and plans do not dif
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -45,6 +46,7 @@ from distembed.sharding.table_slice import TableSlice, is_pooled
 _COMPUTE_KERNELS = {"cpu": (None, "fused"), "cuda": (None, "fused", "fused_uvm")}
 """TorchRec's kernels of partitions whose rows lie where the passes find them; None of those that every rank has."""
 _ITEMSIZES = {SparseType.FP32: 4, SparseType.FP16: 2}
+_optimizer_name = cache(fused_optimizer_name)  # asked for in every step
 
 
 class FusedGroup(Group):
@@ -281,7 +283,7 @@ def _readable(weights: list[Tensor]) -> list[Tensor]:
 
 def _storage(tbe: Any) -> Storage:
     """Returns where FBGEMM's tables have their rows and states."""
-    optimizer = fused_optimizer_name(tbe.optimizer)
+    optimizer = _optimizer_name(tbe.optimizer)
     states = None if tbe.optimizer == EmbOptimType.EXACT_SGD else _numbers(tbe, "momentum1")
     seed = (lambda: tbe.step % 2**31) if tbe.stochastic_rounding else None  # FBGEMM has it on CUDA alone
     weights = [_numbers(tbe, "weights")]
