@@ -14,7 +14,7 @@ from typing import Any
 import torch.multiprocessing as mp
 
 # What takes long to load, starts no thread and is not under test. torch loads its compiler with the first optimizer.
-LOADED = ["torch._dynamo", "torchrec", "torch.utils.tensorboard", "hypothesis", "pytest"]
+LOADED = ["tests.loaded"]
 SERVERS = [ForkServer(), ForkServer()]
 """They start when they are first needed, and end with this process."""
 

@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -44,6 +46,12 @@ _FLOAT32_RESOLUTION = 1e-6
 """A relative difference well above float32's rounding, 6e-8."""
 
 
+@cache
+def _quadrature() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Returns the nodes and weights, which take milliseconds to find."""
+    return np.polynomial.hermite_e.hermegauss(_NUM_NODES)
+
+
 def second_moment(activation: Callable[[Tensor], Tensor], variance: float, offset: float = 0.0) -> float:
     """Returns ``E[(activation(z) - offset)^2]`` for normal z with zero mean, by Gauss-Hermite quadrature in float64.
 
@@ -55,7 +63,7 @@ def second_moment(activation: Callable[[Tensor], Tensor], variance: float, offse
     Raises:
         UserError: The moment is not positive and finite, so that no weights after the activation give a variance.
     """
-    nodes, weights = np.polynomial.hermite_e.hermegauss(_NUM_NODES)
+    nodes, weights = _quadrature()
     values = activation(torch.from_numpy(nodes * variance**0.5)).numpy() - offset
     moment = float(weights @ values**2 / weights.sum())
     if not 0.0 < moment < math.inf:

@@ -1,0 +1,25 @@
+"""What the ranks of a test are forked with: loading it takes each of them seconds."""
+
+import gc
+import importlib
+
+from distembed.fused.loading import reason_not_compiled
+
+# Nothing of it starts a thread of Python's. torch loads its compiler with the first optimizer.
+MODULES = [
+    "torch._dynamo",
+    "torch.distributed.optim",
+    "torch.utils.tensorboard",
+    "torchrec",
+    "hypothesis",
+    "pytest",
+    "distembed.cli",
+    "distembed.training.run",
+]
+
+for name in MODULES:
+    importlib.import_module(name)
+for lanes in (16, 8, 4):
+    reason_not_compiled(lanes)
+gc.collect()
+gc.freeze()  # else every rank goes through all of it, again and again
