@@ -26,10 +26,11 @@ def free_port() -> int:
 
 def run_on_ranks(world_size: int, function: Callable[..., None], *arguments: Any) -> None:
     """Calls ``function(rank, world_size, *arguments)`` on every rank; raises what any of them raises."""
-    run_processes(world_size, _start, world_size, free_port(), function, arguments)
+    run_processes(world_size, start, world_size, free_port(), function, arguments)
 
 
-def _start(rank: int, world_size: int, port: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+def start(rank: int, world_size: int, port: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    """Is one of the ranks of :func:`run_on_ranks`, in a process that is there already, and ends it."""
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     dist.init_process_group("gloo", rank=rank, world_size=world_size)

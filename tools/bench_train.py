@@ -332,12 +332,12 @@ def main() -> None:
             f"{row.ratio_to_reference:.2f}x",
         )
     Console(width=110).print(table)
-    native = use_bf16("auto", torch.device("cpu"))
-    if not native:
+    faster = use_bf16("auto", torch.device("cpu"))
+    if not faster:
         print(
-            "This processor has no instructions for bf16 and emulates it: rows in bf16 say nothing about one that has."
+            "This processor multiplies no faster in bf16 than in fp32: rows in bf16 say nothing about one that does."
         )
-    here = {**surroundings(torch.device("cpu")), "native_bf16": native}
+    here = {**surroundings(torch.device("cpu")), "multiplies_faster_in_bf16": faster}
     result = {**here, "rows": [dataclasses.asdict(row) for row in rows]}
     print(json.dumps(result))
     if options.output is not None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing import spawn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.types import ShardingEnv
@@ -25,7 +26,7 @@ from distembed.partitions import Explicit, QuotientRemainder
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder
 from distembed.sharding.groups.fused import FusedGroup
 from distembed.sharding.lookup import sharded_lookups
-from tests.ranks import run_on_ranks
+from tests.ranks import free_port, run_on_ranks, start
 
 NUM_IDS = 64
 PLAIN: dict[str, Any] = {"partition": QuotientRemainder(NUM_IDS, collisions=4)}
@@ -128,7 +129,7 @@ def check_without_numba(rank: int, world_size: int) -> None:
 
 @pytest.mark.distributed
 def test_without_numba_fbgemm_looks_up() -> None:
-    run_on_ranks(1, check_without_numba)
+    spawn(start, (1, free_port(), check_without_numba, ()))  # not forked from one that has loaded it
 
 
 def check_without_compiler(rank: int, world_size: int) -> None:
@@ -139,6 +140,8 @@ def check_without_compiler(rank: int, world_size: int) -> None:
         tried.append(kernel)
         raise RuntimeError("no such target")
 
+    loading.load.cache_clear()
+    loading.reason_not_compiled.cache_clear()
     loading._compile = fail
     case: Case = (PLAIN, RATE, {}, "table_wise", "")
     auto, unfused = build(case, "auto"), build(case, "fbgemm")
