@@ -1,11 +1,14 @@
-"""What the ranks of a test are forked with: loading it takes each of them seconds."""
+"""What the ranks of a test are forked with: loading it takes each of them seconds.
+
+Nothing of it starts a thread of Python's, and of the package nothing is done but imported, and its kernels compiled.
+torch loads its compiler with the first optimizer.
+"""
 
 import gc
 import importlib
 
 from distembed.fused.loading import reason_not_compiled
 
-# Nothing of it starts a thread of Python's. torch loads its compiler with the first optimizer.
 MODULES = [
     "torch._dynamo",
     "torch.distributed.optim",

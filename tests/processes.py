@@ -1,4 +1,4 @@
-"""Ranks of their own for a test, forked from ones that have loaded torch, which takes each of them seconds.
+"""Ranks of their own for a test, forked from ones that have loaded what :mod:`tests.loaded` names, which takes seconds.
 
 They are forked from two such servers in turn. Each has a seed of its own for the hash of strings, as the ranks of a
 real run have, so that what depends on the order of a set differs between neighbouring ranks.
@@ -13,8 +13,6 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
-# What takes long to load, starts no thread and is not under test. torch loads its compiler with the first optimizer.
-LOADED = ["tests.loaded"]
 SERVERS = [ForkServer(), ForkServer()]
 """They start when they are first needed, and end with this process."""
 
@@ -29,7 +27,7 @@ def run_processes(count: int, function: Callable[..., None], *arguments: Any) ->
 def start_processes(count: int, function: Callable[..., None], *arguments: Any) -> mp.ProcessContext:
     """The same without waiting for them; they end with this process at the latest."""
     for server in SERVERS:
-        server.set_forkserver_preload(LOADED)
+        server.set_forkserver_preload(["tests.loaded"])
         server.ensure_running()
     turns = itertools.cycle(SERVERS)
     # multiprocessing knows of one server

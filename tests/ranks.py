@@ -30,7 +30,7 @@ def run_on_ranks(world_size: int, function: Callable[..., None], *arguments: Any
 
 
 def start(rank: int, world_size: int, port: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    """Is one of the ranks of :func:`run_on_ranks`, in a process that is there already, and ends it."""
+    """Joins the group as one of the ranks of :func:`run_on_ranks`, calls the function, and ends the process."""
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     dist.init_process_group("gloo", rank=rank, world_size=world_size)

@@ -84,7 +84,7 @@ def launch(*arguments: object, ranks: int = 1) -> None:
 
 
 def distembed(*arguments: object, ranks: int = 1, code: int = 0) -> subprocess.CompletedProcess[str]:
-    """Runs the command in processes that have torch already and checks its exit code; output and errors are text."""
+    """Runs the command in processes that have loaded it and checks its exit code; output and errors are text."""
     returned = 0
     with tempfile.TemporaryDirectory() as folder:
         try:

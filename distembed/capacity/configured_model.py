@@ -67,7 +67,8 @@ class ConfiguredModel(Plannable):
         sse = build_sse(config.sse, {feature.name: feature.num_embeddings for feature in features}, {})
         blueprint = Blueprint(config, schema, cluster.world_size, cluster.ranks_per_node, device, bf16, sse)
         require_networks_fit(config.model, blueprint.model_inputs, num_copies=1)
-        model, workload = blueprint.build_plannable(), blueprint.workload()
+        model = blueprint.build_plannable()
+        workload = blueprint.workload().on_machines_like_this(cluster.ranks_per_node)
         optimizers = table_optimizers(config.train)
         request = PlanRequest(model, blueprint.sharders, cluster, workload, config.plan, optimizers)
         is_step_known = workload.network is not None and workload.network.is_step_known

@@ -212,7 +212,7 @@ class OwnModel(Plannable):
             num_dense=0 if batch is None else max(0, batch.dense_numbers_per_row() - 1),  # labels are counted apart
             network=network,
             bf16=self.step.bf16,
-        )
+        ).on_machines_like_this(cluster.ranks_per_node)
         notes = [] if not unknown else [_UNKNOWN_STEP.format(unknown)]
         features = [feature for table in self.model.tables for feature in table.feature_names]
         unnamed = [feature for feature in dict.fromkeys(features) if feature not in workload.ids_per_row]

@@ -86,7 +86,7 @@ def convert_to_run(
     errors = from_stock(model, source, counts, names)
     states = _optimizer_states(model, config, source)
     info = run_info(config, RunStart(config, output, manifest, {}, uuid.uuid4().hex))
-    info |= {"world_size": 1, "device": "cpu", "precision": "bf16" if blueprint.bf16 else "fp32"}
+    info |= {"world_size": 1, "device": "cpu", "precision": blueprint.precision}
     with RunFolder(output).open(config.to_yaml(), info, 0) as folder:
         keep_dataset(output, dataset, manifest)
         steps = SavedCheckpoint.read(source.checkpoint).optimizer_steps if isinstance(source, RunAsStock) else 0

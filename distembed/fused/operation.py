@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
@@ -252,7 +253,7 @@ class FusedLookup:
             for own, (weight, scale) in zip(returned, weights, strict=True)
         ]
 
-    def _tables_by_share(self, step: "_Step", batch: "_Batch") -> list[Any]:
+    def _tables_by_share(self, step: "_Step", batch: "_Batch") -> list[npt.NDArray[np.int64]]:
         """Returns the tables of each thread, as ranges of features ``[n, 2]``, with about equally many ids."""
         ranges = self._features_of_tables
         num_threads = min(torch.get_num_threads(), len(ranges))

@@ -252,6 +252,7 @@ def _update_table(job: Any, first_feature: Any, end_feature: Any, scratch: Any, 
 
 @compiled
 def _update(job: Any, tables: Any, num_tables: Any, scratch: Any, scratch_bytes: Any, zeros: Any) -> Any:
+    """Updates tables one after another, each in the same scratch, if there is enough; returns how much is needed."""
     needed = 0
     for i in range(0, 2 * num_tables, 2):
         first_feature, end_feature = field(tables, i), field(tables, i + 1)

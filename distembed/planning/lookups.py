@@ -85,6 +85,7 @@ class RankLookups:
             multi_hot=[self._workload.has_bags(name) for _, name in features],
             num_rows=num_rows,
             averages_gradients=self._world_size > 1,
+            num_threads=self._workload.num_threads,
         )
 
 

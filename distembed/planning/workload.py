@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import torch
 
 from distembed.planning.networks import NetworkEstimate
 
@@ -20,6 +22,7 @@ class Workload:
         network: Memory and operations of the networks for a rank's share of B; None where nothing is known of them.
         bf16: Whether the networks compute in bf16.
         graph_bytes: Bytes of the knowledge graphs by which ids are replaced, on every rank, by table.
+        num_threads: Number of threads that a rank computes in on a CPU; as many as this process does unless given.
     """
 
     batch_size: int
@@ -29,6 +32,7 @@ class Workload:
     network: NetworkEstimate | None = None
     bf16: bool = False
     graph_bytes: Mapping[str, int] = field(default_factory=dict)
+    num_threads: int = field(default_factory=torch.get_num_threads)
 
     def has_bags(self, feature: str) -> bool:
         """Returns whether a row may have several ids of a feature."""
@@ -47,6 +51,10 @@ class Workload:
             "gradients": network.gradients if world_size > 1 else 0,
             "activations": network.peak,
         }
+
+    def on_machines_like_this(self, ranks_per_node: int) -> "Workload":
+        """Returns the step where as many ranks divide the threads of a machine, of which this process has all."""
+        return replace(self, num_threads=max(1, torch.get_num_threads() // ranks_per_node))
 
     def rows_of_rank(self, world_size: int) -> int:
         """Returns b, the most rows of a step on one rank."""

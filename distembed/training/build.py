@@ -66,6 +66,11 @@ class Blueprint:
         bf16 = all_use_bf16(config.train.precision, ranks)
         return cls(config, schema, ranks.world_size, ranks.local_world_size, ranks.device, bf16, sse)
 
+    @property
+    def precision(self) -> str:
+        """What the networks compute in: ``bf16``, ``tf32`` or ``fp32``."""
+        return _precision_name(self.config.train.precision, self.bf16)
+
     @cached_property
     def task(self) -> Task:
         """The task that the model learns."""
@@ -219,7 +224,8 @@ def build_training_state(
             inputs of a required plan differ.
         InsufficientMemory: The tables or the networks do not fit into the memory of the ranks.
     """
-    _set_matmul_precision(used_precision(blueprint.config.train.precision, ranks), ranks.device)
+    _require_precision(blueprint.config.train.precision, ranks.device)
+    _set_matmul_precision(blueprint.precision, ranks.device)
     require_networks_fit(blueprint.config.model, blueprint.model_inputs, ranks.local_world_size)
     torch.manual_seed(blueprint.config.train.seed)
     task_model, sharders = blueprint.build_plannable(), blueprint.sharders
@@ -265,12 +271,21 @@ def used_precision(precision: str, ranks: Ranks) -> str:
     Raises:
         UserError: It is TF32, and the device is no GPU.
     """
-    if precision == "tf32" and ranks.device.type != "cuda":
+    _require_precision(precision, ranks.device)
+    return _precision_name(precision, all_use_bf16(precision, ranks))
+
+
+def _precision_name(precision: str, bf16: bool) -> str:
+    return "bf16" if bf16 else "tf32" if precision == "tf32" else "fp32"
+
+
+def _require_precision(precision: str, device: torch.device) -> None:
+    """Refuses TF32 on a device that is no GPU."""
+    if precision == "tf32" and device.type != "cuda":
         raise UserError(
-            f"train.precision is 'tf32', which NVIDIA's GPUs compute in, but the device is {ranks.device.type!r}; set "
+            f"train.precision is 'tf32', which NVIDIA's GPUs compute in, but the device is {device.type!r}; set "
             "train.precision to fp32, bf16 or auto."
         )
-    return "bf16" if all_use_bf16(precision, ranks) else "tf32" if precision == "tf32" else "fp32"
 
 
 def _set_matmul_precision(precision: str, device: torch.device) -> None:

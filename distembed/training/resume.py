@@ -161,7 +161,7 @@ def require_same_precision(folder: Path, precision: str) -> None:
     if before != precision:
         raise UserError(
             f"--resume: the networks of {folder} were trained in {before}, and train.precision=auto chooses "
-            f"{precision} on this device, which gives other weights; set train.precision={before}."
+            f"{precision} on these ranks' devices, which gives other weights; set train.precision={before}."
         )
 
 

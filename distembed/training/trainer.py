@@ -27,7 +27,7 @@ from distembed.runs.folder import RunFolder
 from distembed.sse import set_step
 from distembed.tasks.base import BatchPosition, Outputs
 from distembed.training.best import BestEvaluation, require_comparable
-from distembed.training.build import Blueprint, build_training_state, used_precision
+from distembed.training.build import Blueprint, build_training_state
 from distembed.training.due import DueSteps
 from distembed.training.evaluation import score_split
 from distembed.training.interruption import Interruption
@@ -62,7 +62,7 @@ class Trainer:
 
     Raises:
         UserError: There are no rows to train on, the folder is in use, the place for checkpoints holds another run's,
-            or the inputs of a required plan differ.
+            the device does not compute in the precision that is asked for, or the inputs of a required plan differ.
         InsufficientMemory: The tables do not fit into the memory of the ranks.
     """
 
@@ -90,8 +90,8 @@ class Trainer:
         self.num_steps = self._count_steps()
         has_validation = config.data.validation is not None
         self._due = DueSteps(config.train, self._reader.batches_per_epoch, self.num_steps, has_validation)
-        self.precision = used_precision(config.train.precision, ranks)
         blueprint = Blueprint.for_ranks(config, self._reader.schema, ranks, start.sse)
+        self.precision = blueprint.precision
         self._state = build_training_state(blueprint, ranks, self.num_steps, start.plans)
         self._state.task.start(blueprint.task_context(self._dataset, ranks))
         if config.train.compares_evaluations:

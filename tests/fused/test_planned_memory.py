@@ -24,18 +24,21 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("num_ranges", [1, 2])
 @pytest.mark.parametrize("features_of_tables", [[1], [26], [1, 3, 2, 2]])
 @pytest.mark.parametrize("scheme", [QuotientRemainder(NUM_IDS, collisions=4), MixedRadix(NUM_IDS, num_partitions=3)])
 def test_a_plan_counts_the_scratch_of_the_tables_that_are_updated_at_once(
-    features_of_tables: list[int], scheme: QuotientRemainder | MixedRadix, num_threads: int
+    features_of_tables: list[int], scheme: QuotientRemainder | MixedRadix, num_ranges: int, num_threads: int
 ) -> None:
-    slices = []
+    """Ranges of a table's columns that one rank has are tables of their own there."""
+    slices, dim = [], DIM // num_ranges
     for i, num_features in enumerate(features_of_tables):
         table = CompositionalEmbeddingBagConfig(
             f"t{i}", NUM_IDS, DIM, [f"f{i}_{j}" for j in range(num_features)], scheme
         )
         parts = table.partition_tables()
-        slices += [slice_table(table, parts, (0, DIM), ["fused"] * len(parts))] * num_features
+        for start in range(0, DIM, dim):
+            slices += [slice_table(table, parts, (start, start + dim), ["fused"] * len(parts))] * num_features
     load = GroupLoad(
         slices=slices,
         possible_ids=[NUM_IDS] * len(slices),
@@ -43,26 +46,27 @@ def test_a_plan_counts_the_scratch_of_the_tables_that_are_updated_at_once(
         multi_hot=[False] * len(slices),
         num_rows=NUM_ROWS,
         averages_gradients=False,
+        num_threads=num_threads,
     )
     planned = FusedGroup.lookup_memory(load, "cpu").update_bytes - load.output_bytes
 
-    asked = _scratch_of_threads(scheme, features_of_tables)
-    assert len(asked) == min(num_threads, len(features_of_tables))
+    asked = _scratch_of_threads(scheme, [count for count in features_of_tables for _ in range(num_ranges)], dim)
+    assert len(asked) == min(num_threads, len(features_of_tables) * num_ranges)
     assert 0.9 < planned / sum(asked) < 1.1
 
 
-def _scratch_of_threads(scheme: QuotientRemainder | MixedRadix, features_of_tables: list[int]) -> list[int]:
+def _scratch_of_threads(scheme: QuotientRemainder | MixedRadix, features_of_tables: list[int], dim: int) -> list[int]:
     """Returns how many bytes the kernel asks for in each thread, of tables that are all of one shape."""
     digits, num_features = scheme.digits(), sum(features_of_tables)
     assert digits is not None
-    weights = [torch.zeros(len(features_of_tables) * rows * DIM, requires_grad=True) for rows in scheme.num_rows]
+    weights = [torch.zeros(len(features_of_tables) * rows * dim, requires_grad=True) for rows in scheme.num_rows]
     parts = [
-        [Part(digit, 0, rows, table * rows * DIM) for digit, rows in zip(digits, scheme.num_rows, strict=True)]
+        [Part(digit, 0, rows, table * rows * dim) for digit, rows in zip(digits, scheme.num_rows, strict=True)]
         for table, count in enumerate(features_of_tables)
         for _ in range(count)
     ]
     storages = [Storage([weight], "sgd") for weight in weights]
-    lookup = FusedLookup(Formula([range(DIM)] * len(digits), True, True), parts, features_of_tables, storages)
+    lookup = FusedLookup(Formula([range(dim)] * len(digits), True, True), parts, features_of_tables, storages)
     asked: list[int] = []
     update = lookup._kernels.update
 

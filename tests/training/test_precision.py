@@ -5,11 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from distembed.config import Config, TrainConfig
+from distembed.data.dataset.schema import Schema
 from distembed.doctor.facts import MachineFacts
 from distembed.doctor.findings import check_machine
 from distembed.ranks import Ranks
 from distembed.training import build
-from distembed.training.build import used_precision
+from distembed.training.build import Blueprint, used_precision
 from tests.ranks import run_on_ranks
 
 CPU = torch.device("cpu")
@@ -41,6 +43,7 @@ def test_bf16_is_taken_where_it_multiplies_faster(
     assert (found.status == "ok") == (expected == "bf16")
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("slow", [[], [0], [1], [0, 1]])
 def test_ranks_compute_alike_on_unlike_processors(slow: list[int]) -> None:
     run_on_ranks(2, _require_one_precision, slow, "fp32" if slow else "bf16")
@@ -51,3 +54,7 @@ def _require_one_precision(rank: int, world_size: int, slow: list[int], expected
     ranks = Ranks(rank, world_size, world_size, CPU)
     assert used_precision("auto", ranks) == expected
     assert [used_precision(own, ranks) for own in ("bf16", "fp32")] == ["bf16", "fp32"]
+    for precision, computed in (("auto", expected), ("bf16", "bf16"), ("fp32", "fp32")):
+        config = Config(train=TrainConfig(precision=precision))
+        blueprint = Blueprint.for_ranks(config, Schema("label", (), ()), ranks, {})
+        assert (blueprint.precision, blueprint.bf16) == (computed, computed == "bf16")

@@ -8,7 +8,7 @@ tables keep the weights and the states, so that checkpoints and plans do not dif
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import cache
 from itertools import accumulate
 from typing import Any
@@ -45,8 +45,9 @@ from distembed.sharding.table_slice import TableSlice, is_pooled
 
 _COMPUTE_KERNELS = {"cpu": (None, "fused"), "cuda": (None, "fused", "fused_uvm")}
 """TorchRec's kernels of partitions whose rows lie where the passes find them; None of those that every rank has."""
+_BLOCK_BYTES = 256
+"""Bytes of what a CPU's update writes down of a partition, with the gaps between."""
 _ITEMSIZES = {SparseType.FP32: 4, SparseType.FP16: 2}
-_optimizer_name = cache(fused_optimizer_name)  # asked for in every step
 
 
 class FusedGroup(Group):
@@ -140,7 +141,7 @@ class FusedGroup(Group):
     def lookup_memory(cls, load: GroupLoad, device_kind: str) -> LookupMemory:
         """Returns the bytes of where bags begin, and of the sums of gradients of the distinct rows of tables.
 
-        On a CPU, each of this process's threads updates a table at a time.
+        On a CPU, each thread of the rank updates a table at a time.
         """
         saved = (load.num_bags + load.num_ids) * LONG_BYTES
         if device_kind == "cuda":
@@ -148,12 +149,15 @@ class FusedGroup(Group):
             tables = {table.name: table.scheme.num_rows for table in load.tables}.values()
             update = update_bytes(load.num_ids, [sum(rows) for rows in zip(*tables, strict=True)], load.dims)
             return LookupMemory(saved + stacked, 0, 0, update + load.output_bytes)
-        ids: Counter[str] = Counter()  # a table's features are updated together
-        for table, own_ids in zip(load.tables, load.num_ids_per_feature, strict=True):
-            ids[table.name] += math.ceil(own_ids)
-        rows_of = {table.name: table.scheme.num_rows for table in load.tables}
-        each = sorted((_update_bytes(load, rows, ids[name]) for name, rows in rows_of.items()), reverse=True)
-        update = sum(each[: torch.get_num_threads()])
+        num_ids: Counter[Hashable] = Counter()  # of a table, whose features are updated together
+        num_rows: dict[Hashable, Sequence[int]] = {}
+        for own, own_ids in zip(load.slices, load.num_ids_per_feature, strict=True):
+            # a rank may have several ranges of a table's columns
+            table = (own.table.name, *[(each.partition, each.start) for each in own.partitions])
+            num_ids[table] += math.ceil(own_ids)
+            num_rows[table] = own.table.scheme.num_rows
+        table_bytes = sorted((_update_bytes(load, num_rows[table], num_ids[table]) for table in num_ids), reverse=True)
+        update = sum(table_bytes[: load.num_threads])
         # the gradient of the vectors is there until all rows are updated
         return LookupMemory(saved, 0, 0, update + load.output_bytes)
 
@@ -181,7 +185,7 @@ def _update_bytes(load: GroupLoad, num_rows: Sequence[int], num_ids: int) -> int
         num_rows: Rows of each of the table's partitions.
         num_ids: Ids of all its features.
     """
-    needed = 2 * LONG_BYTES * BLOCK_IDS * len(load.dims)  # where rows and sums are
+    needed = (2 * LONG_BYTES * BLOCK_IDS + _BLOCK_BYTES) * len(load.dims)  # where rows and sums are
     for own, is_replicated in zip(load.slices[0].partitions, load.is_replicated, strict=True):
         if not is_replicated:  # a sum and a number for each distinct row, and the table in which it is found
             rows = num_rows[own.partition]
@@ -279,6 +283,12 @@ def _readable(weights: list[Tensor]) -> list[Tensor]:
         if all((own.dtype, own.stride()) == (first.dtype, first.stride()) for own in weights):
             return weights
     return [own.float().contiguous() for own in weights]
+
+
+@cache
+def _optimizer_name(fused: EmbOptimType) -> str | None:
+    """Returns the name of FBGEMM's optimizer, which every step asks for."""
+    return fused_optimizer_name(fused)
 
 
 def _storage(tbe: Any) -> Storage:

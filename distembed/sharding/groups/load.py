@@ -45,6 +45,7 @@ class TableLoad:
         possible_ids: How many different ids of a feature can come to the rank.
         is_multi_hot: Whether a row may have more than one id of a feature.
         finds_distinct: Whether each distinct id is composed once, as on a CPU; else each occurrence is, as on a GPU.
+        num_threads: Number of threads that the rank computes in on a CPU.
     """
 
     slice: TableSlice
@@ -114,6 +115,7 @@ class GroupLoad:
         averages_gradients: Whether gradients of replicated weights go into buckets that are averaged over the ranks;
             else they become the weights' own.
         finds_distinct: Whether each distinct id is composed once, as on a CPU; else each occurrence is, as on a GPU.
+        num_threads: Number of threads that the rank computes in on a CPU.
     """
 
     slices: Sequence[TableSlice]
@@ -123,6 +125,7 @@ class GroupLoad:
     num_rows: int
     averages_gradients: bool
     finds_distinct: bool = True
+    num_threads: int = 1
 
     @property
     def table(self) -> CompositionalEmbeddingConfig:
