@@ -1,7 +1,7 @@
 """Making a plan for the memory that a cluster really has, and for what a training step takes of it."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ def make_plan(
     model: nn.Module,
     sharders: Sequence[ModuleSharder[Any]],
     ranks: Ranks,
-    workload: Workload,
+    workload: Workload | Callable[[], Workload],
     config: PlanConfig | None = None,
     optimizers: TableOptimizers | None = None,
 ) -> ShardingPlan:
@@ -35,7 +35,7 @@ def make_plan(
         model: Module that holds the collections, on the meta device.
         sharders: TorchRec's sharders of the collections to place.
         ranks: This rank among those that are planned for.
-        workload: Rows, ids and networks of a training step.
+        workload: Rows, ids and networks of a training step, or what finds them out, which rank 0 alone calls.
         config: Ways in which tables may be placed; the default config's unless given.
         optimizers: Optimizers of the compositional tables; what the tables declare unless given.
 
@@ -48,8 +48,8 @@ def make_plan(
     def plan_here() -> ShardingPlan:
         own_config = config or PlanConfig()
         cluster = cluster_here(ranks, own_config.device)
-        request = PlanRequest(model, sharders, cluster, workload, own_config, optimizers)
-        estimated = find_plan(request)
+        step = workload if isinstance(workload, Workload) else workload()
+        estimated = find_plan(PlanRequest(model, sharders, cluster, step, own_config, optimizers))
         if not estimated.fits:
             raise _step_does_not_fit(estimated)
         return estimated.plan

@@ -242,7 +242,7 @@ def build_training_state(
             task_model,
             sharders,
             ranks,
-            workload=blueprint.workload(),
+            workload=blueprint.workload,
             config=blueprint.config.plan,
             optimizers=tables_trained_by,
         )

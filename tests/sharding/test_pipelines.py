@@ -15,7 +15,7 @@ from torchrec.distributed.train_pipeline import (
     TrainPipelineSparseDist,
 )
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSparseDistLite
-from torchrec.distributed.types import ShardingEnv
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -79,8 +79,9 @@ def shard(
     device: torch.device = CPU,
     fused_params: dict[str, Any] | None = None,
     kernel: str | None = None,
+    plan: ShardingPlan | None = None,
 ) -> DistributedModelParallel:
-    """The tables placed in one way, or ``mixed``: in all ways in turn; they are trained by a fused SGD."""
+    """The tables placed in one way, ``mixed`` in all ways in turn, or by a plan; they are trained by a fused SGD."""
     collection = model.get_submodule("model.embeddings")
     vectors = collection.get_submodule("embedding_bags").parameters()
     apply_optimizer_in_backward(torch.optim.SGD, vectors, {"lr": RATE})
@@ -91,7 +92,7 @@ def shard(
     }
     sharders = [CompositionalEmbeddingBagCollectionSharder(fused_params, host_memory=kernel == "fused_uvm_caching")]
     world_size = dist.get_world_size()
-    plan = make_plan(
+    plan = plan or make_plan(
         model,
         sharders,
         Ranks(dist.get_rank(), world_size, world_size, device),
@@ -170,9 +171,10 @@ def check_pipelines(rank: int, kind: str, bags: str) -> None:
     reference, expected = train_unsharded(batches, weighted)
     with torch.no_grad():
         _, (_, unsharded) = reference(batches[0])
-    curves = []
+    curves, plan = [], None
     for make in PIPELINES:
-        model = shard(task("meta", 2, weighted), kind)
+        model = shard(task("meta", 2, weighted), kind, plan=plan)
+        plan = model.plan
         pipeline = make(model, optimizer_of(model), CPU)
         curves.append(losses_of(run(pipeline, own)))
         check_weights(model, reference)
