@@ -45,7 +45,6 @@ class TableLoad:
         possible_ids: How many different ids of a feature can come to the rank.
         is_multi_hot: Whether a row may have more than one id of a feature.
         finds_distinct: Whether each distinct id is composed once, as on a CPU; else each occurrence is, as on a GPU.
-        num_threads: Number of threads that the rank computes in on a CPU.
     """
 
     slice: TableSlice
