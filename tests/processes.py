@@ -17,10 +17,18 @@ SERVERS = [ForkServer(), ForkServer()]
 """They start when they are first needed, and end with this process."""
 
 
-def run_processes(count: int, function: Callable[..., None], *arguments: Any) -> None:
-    """Calls ``function(i, *arguments)`` in each process; raises what :func:`torch.multiprocessing.spawn` raises."""
+def run_processes(count: int, function: Callable[..., None], *arguments: Any, others_end: float | None = None) -> None:
+    """Calls ``function(i, *arguments)`` in each process; raises what :func:`torch.multiprocessing.spawn` raises.
+
+    Args:
+        count: Processes.
+        function: Named at the top of its file.
+        arguments: Of every process.
+        others_end: Seconds in which the others end by themselves after one has failed; at once they are terminated
+            unless given.
+    """
     started = start_processes(count, function, *arguments)
-    while not started.join():
+    while not started.join(grace_period=others_end):
         pass
 
 

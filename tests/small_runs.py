@@ -88,7 +88,8 @@ def distembed(*arguments: object, ranks: int = 1, code: int = 0) -> subprocess.C
     returned = 0
     with tempfile.TemporaryDirectory() as folder:
         try:
-            run_processes(ranks, run_command, arguments, Path(folder), ranks, free_port())
+            # each rank says by itself why it ends
+            run_processes(ranks, run_command, arguments, Path(folder), ranks, free_port(), others_end=30)
         except ProcessExitedException as ended:
             returned = ended.exit_code
         output, errors = ((Path(folder) / name).read_text() for name in ("output", "errors"))
