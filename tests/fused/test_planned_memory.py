@@ -8,6 +8,8 @@ import torch
 from distembed.embedding import CompositionalEmbeddingBagConfig
 from distembed.fused.operation import FusedLookup
 from distembed.fused.tables import Formula, Part, Storage
+from distembed.fused.triton_backward import update_bytes
+from distembed.fused.triton_tables import DeviceTables
 from distembed.partitions import MixedRadix, QuotientRemainder
 from distembed.sharding.groups.fused import FusedGroup
 from distembed.sharding.groups.load import GroupLoad
@@ -53,6 +55,44 @@ def test_a_plan_counts_the_scratch_of_the_tables_that_are_updated_at_once(
     asked = _scratch_of_threads(scheme, [count for count in features_of_tables for _ in range(num_ranges)], dim)
     assert len(asked) == min(num_threads, len(features_of_tables) * num_ranges)
     assert 0.9 < planned / sum(asked) < 1.1
+
+
+@pytest.mark.parametrize(
+    ("composition", "ranges"),
+    [("product", [(0, 16)]), ("product", [(0, 8), (8, 16)]), ("concat", [(0, 8)]), ("concat", [(8, 16)])],
+)
+def test_a_plan_counts_the_rows_of_each_range_of_columns_on_a_gpu(
+    composition: str, ranges: list[tuple[int, int]]
+) -> None:
+    """A range of a concatenation's columns may have some of the partitions alone."""
+    scheme, slices, features = QuotientRemainder(NUM_IDS, collisions=4), [], []
+    for name, num_features in [("single", 1), ("shared", 3)]:
+        table = CompositionalEmbeddingBagConfig(
+            name, NUM_IDS, DIM, [f"{name}_{j}" for j in range(num_features)], scheme, composition
+        )
+        parts = table.partition_tables()
+        for columns in ranges:
+            slices += [slice_table(table, parts, columns, ["fused"] * len(parts))] * num_features
+            features.append(num_features)
+    load = GroupLoad(
+        slices=slices,
+        possible_ids=[NUM_IDS] * len(slices),
+        num_ids_per_feature=[float(NUM_ROWS)] * len(slices),
+        multi_hot=[False] * len(slices),
+        num_rows=NUM_ROWS,
+        averages_gradients=False,
+        finds_distinct=False,
+    )
+    planned = FusedGroup.lookup_memory(load, "cuda").update_bytes - load.output_bytes
+
+    digits = scheme.digits()
+    assert digits is not None
+    own = slices[0].partitions
+    parts_of_feature = [Part(digits[each.partition], 0, scheme.num_rows[each.partition]) for each in own]
+    storages = [Storage([torch.zeros(scheme.num_rows[each.partition], each.num_columns)], "sgd") for each in own]
+    formula = Formula([range(each.num_columns) for each in own], composition == "product", True)
+    tables = DeviceTables(formula, [parts_of_feature] * len(slices), features, storages)
+    assert planned == update_bytes(NUM_ROWS * len(slices), tables.num_keys, [each.num_columns for each in own])
 
 
 def _scratch_of_threads(scheme: QuotientRemainder | MixedRadix, features_of_tables: list[int], dim: int) -> list[int]:

@@ -141,21 +141,20 @@ class FusedGroup(Group):
     def lookup_memory(cls, load: GroupLoad, device_kind: str) -> LookupMemory:
         """Returns the bytes of where bags begin, and of the sums of gradients of the distinct rows of tables.
 
-        On a CPU, each thread of the rank updates a table at a time.
+        On a CPU, each thread of the rank updates a table at a time; a GPU updates all at once.
         """
         saved = (load.num_bags + load.num_ids) * LONG_BYTES
-        if device_kind == "cuda":
-            stacked = load.replicated_vector_bytes if load.stacks else 0
-            tables = {table.name: table.scheme.num_rows for table in load.tables}.values()
-            update = update_bytes(load.num_ids, [sum(rows) for rows in zip(*tables, strict=True)], load.dims)
-            return LookupMemory(saved + stacked, 0, 0, update + load.output_bytes)
         num_ids: Counter[Hashable] = Counter()  # of a table, whose features are updated together
-        num_rows: dict[Hashable, Sequence[int]] = {}
+        num_rows: dict[Hashable, list[int]] = {}
         for own, own_ids in zip(load.slices, load.num_ids_per_feature, strict=True):
             # a rank may have several ranges of a table's columns
             table = (own.table.name, *[(each.partition, each.start) for each in own.partitions])
             num_ids[table] += math.ceil(own_ids)
-            num_rows[table] = own.table.scheme.num_rows
+            num_rows[table] = [own.table.scheme.num_rows[each.partition] for each in own.partitions]
+        if device_kind == "cuda":
+            stacked = load.replicated_vector_bytes if load.stacks else 0
+            update = update_bytes(load.num_ids, [sum(rows) for rows in zip(*num_rows.values(), strict=True)], load.dims)
+            return LookupMemory(saved + stacked, 0, 0, update + load.output_bytes)
         table_bytes = sorted((_update_bytes(load, num_rows[table], num_ids[table]) for table in num_ids), reverse=True)
         update = sum(table_bytes[: load.num_threads])
         # the gradient of the vectors is there until all rows are updated
@@ -182,13 +181,12 @@ def _update_bytes(load: GroupLoad, num_rows: Sequence[int], num_ids: int) -> int
 
     Args:
         load: What is looked up in its group.
-        num_rows: Rows of each of the table's partitions.
+        num_rows: Rows of each partition that the rank has of it.
         num_ids: Ids of all its features.
     """
     needed = (2 * LONG_BYTES * BLOCK_IDS + _BLOCK_BYTES) * len(load.dims)  # where rows and sums are
-    for own, is_replicated in zip(load.slices[0].partitions, load.is_replicated, strict=True):
+    for own, rows, is_replicated in zip(load.slices[0].partitions, num_rows, load.is_replicated, strict=True):
         if not is_replicated:  # a sum and a number for each distinct row, and the table in which it is found
-            rows = num_rows[own.partition]
             needed += min(rows, num_ids) * (own.num_columns + 1) * FLOAT_BYTES + (4 << place_bits(rows, num_ids))
     return needed
 
