@@ -140,6 +140,7 @@ def test_the_compressed_config_fits_and_uses_what_there_is() -> None:
     assert compress_config(config, cluster(80 * 10**9)) is config
 
 
+@pytest.mark.slow
 def test_a_model_of_more_than_a_terabyte_is_made_to_fit_eight_devices() -> None:
     config, there_is = load_config(KAGGLE, TERABYTE), Cluster(find_device("a100-80gb"), 1, 8)
     planned = assess_capacity(config, there_is)
@@ -155,10 +156,14 @@ def test_where_nothing_helps_it_says_so() -> None:
 @pytest.mark.parametrize(
     ("settings", "there_is"),
     [
-        ([PATH], cluster(2 * 10**8, gpus=2)),
+        pytest.param([PATH], cluster(2 * 10**8, gpus=2), marks=pytest.mark.slow),
         (["embedding.default.partition=naive"], cluster(3 * 10**8)),
         (["embedding.default.composition=concat", "embedding.default.partition=naive"], cluster(10**9)),
-        (["embedding.default={partition: naive, composition: concat, dims: [4, 4, 8]}"], cluster(10**9)),
+        pytest.param(
+            ["embedding.default={partition: naive, composition: concat, dims: [4, 4, 8]}"],
+            cluster(10**9),
+            marks=pytest.mark.slow,
+        ),
         (["embedding.default={partition: remainder, hash_seed: 3}"], cluster(10**8)),
     ],
 )

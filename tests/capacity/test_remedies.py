@@ -69,7 +69,7 @@ CASES: dict[str, tuple[list[str], list[str], Cluster, set[str]]] = {
 }
 
 
-SLOW = {"batches", "host memory"}
+SLOW = {"buckets", "batches", "host memory"}
 
 
 @pytest.mark.parametrize(
@@ -140,6 +140,7 @@ def test_tables_with_settings_of_their_own_keep_them(tmp_path: Path) -> None:
     assert not assess_capacity(load_config(file, shlex.split(fewer)), cluster("1GB")).fits
 
 
+@pytest.mark.slow
 def test_what_is_not_planned_would_not_have_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
     config, there_is = load_config(KAGGLE, [NAIVE]), cluster("400MB", 1, 2)
     bounded = find_remedies(ConfiguredModel(config), there_is, max_seconds=600)

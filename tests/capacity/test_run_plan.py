@@ -91,6 +91,7 @@ def test_what_does_not_fit_is_refused_with_remedies_that_hold() -> None:
     assert nodes > 1 and plan(*settings, "--memory", "2GB", "--nodes", nodes - 1)[0] == 3
 
 
+@pytest.mark.slow
 def test_constraints_that_leave_no_room_are_a_remedy_to_drop() -> None:
     constraints = ["plan.sharding_types=[table_wise]", "plan.tables={C3: {sharding_types: [data_parallel]}}"]
     settings = ["embedding.default.partition=naive", "--gpus", 4, "--memory", "1.8GB", *constraints]

@@ -291,10 +291,18 @@ HALF_CASES += [Case((layout,), sparse="amsgrad", data_type="fp16") for layout in
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-def test_steps_are_estimated_closely(world_size: int) -> None:
-    # without other ranks layouts differ little
-    run_on_ranks(world_size, check, MIXED_CASES + (CASES if world_size > 1 else CASES[::3]))
+@pytest.mark.parametrize(
+    ("world_size", "cases"),
+    [
+        # without other ranks layouts differ little
+        pytest.param(1, CASES[::3], id="1"),
+        pytest.param(2, CASES[::3], id="2"),
+        pytest.param(2, CASES, id="2, all", marks=pytest.mark.slow),
+        pytest.param(4, CASES, id="4", marks=pytest.mark.slow),
+    ],
+)
+def test_steps_are_estimated_closely(world_size: int, cases: list[Case]) -> None:
+    run_on_ranks(world_size, check, MIXED_CASES + cases)
 
 
 @pytest.mark.slow

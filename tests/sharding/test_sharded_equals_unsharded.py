@@ -248,12 +248,21 @@ def check_all_equal(rank: int, world_size: int, cases: list[tuple[str, str, str]
 
 SHARDING_TYPES = ["table_wise", "column_wise", "table_column_wise", "row_wise", "data_parallel"]
 ALL = list(itertools.product(SHARDING_TYPES, OPTIMIZERS, ["single", "ragged", "weighted"]))
-SOME = ALL[::8]
+MANY, SOME = ALL[::5], ALL[::7]
+"""Each sharding type with each kind of batches, and each optimizer."""
 
 
 # every case in one start of the ranks: starting them takes longer than all that they do
 @pytest.mark.distributed
-@pytest.mark.parametrize("world_size, cases", [(1, SOME), (2, ALL), (4, SOME)], ids=["1", "2", "4"])
+@pytest.mark.parametrize(
+    ("world_size", "cases"),
+    [
+        pytest.param(1, SOME, id="1"),
+        pytest.param(2, MANY, id="2"),
+        pytest.param(2, ALL, id="2, all", marks=pytest.mark.slow),
+        pytest.param(4, SOME, id="4"),
+    ],
+)
 def test_ranks_together_equal_one_module(world_size: int, cases: list[tuple[str, str, str]]) -> None:
     run_on_ranks(world_size, check_all_equal, cases)
 

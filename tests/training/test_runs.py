@@ -73,7 +73,7 @@ def test_two_ranks_give_the_losses_of_one_and_predict_in_order(config: Path, tmp
     # 65 rows a batch cannot be halved, and of the last batch's one row a rank has none
     overrides = ["train.batch_size=65", "train.epochs=2", "train.evaluate_every=20"]
     one, two = tmp_path / "one", tmp_path / "two"
-    launch("train", config, *overrides, "--run-dir", one)
+    distembed("train", config, *overrides, "--run-dir", one)
     launch("train", config, *overrides, "--run-dir", two, ranks=2)
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)
     assert [line["samples"] for line in metrics(two, "train")] == [line["samples"] for line in metrics(one, "train")]
