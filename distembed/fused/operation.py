@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from distembed.fused import layout
 from distembed.fused.loading import load
-from distembed.fused.tables import OPTIMIZERS, Formula, Part, Storage, Updates
+from distembed.fused.tables import OPTIMIZERS, Formula, Part, Storage, Updates, num_states
 from distembed.fused.threads import in_threads
 
 
@@ -50,8 +50,7 @@ class FusedLookup:
         self._partitions = np.zeros((len(formula.columns), layout.PARTITION_FIELDS), np.int64)
         for own, columns, storage in zip(self._partitions, formula.columns, storages, strict=True):
             own[layout.NUM_COLUMNS], own[layout.COLUMN_START] = len(columns), columns.start
-            states = {"adagrad": len(columns), "row_wise_adagrad": 1}.get(storage.optimizer or "", 0)
-            own[layout.STATE_ROW_BYTES] = 4 * states
+            own[layout.STATE_ROW_BYTES] = 4 * num_states(storage.optimizer, len(columns))
         self._table_of_feature = np.repeat(np.arange(len(tables)), tables)
         itemsizes = [storage.itemsize for storage in storages]  # of FBGEMM's: of others no part has a start
         self._parts = np.array(
@@ -63,11 +62,11 @@ class FusedLookup:
         self._waiting: WeakSet[_Step] = WeakSet()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns all but the steps that wait, which stay where they are."""
-        return {name: value for name, value in self.__dict__.items() if name != "_waiting"}
+        """Returns all but the steps that wait, and the kernels, which each process loads."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("_waiting", "_kernels")}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__dict__.update(state, _waiting=WeakSet())
+        self.__dict__.update(state, _waiting=WeakSet(), _kernels=load(state["formula"].lanes))
 
     def __call__(
         self,
@@ -87,7 +86,8 @@ class FusedLookup:
             counts: Number of ids of each feature, of sequences.
 
         Raises:
-            UserError: In a second backward pass: rows that gradients depend on have been updated by the first.
+            UserError: In the backward pass: rows that gradients depend on have been updated since, by another backward
+                pass of the same batch, or by an optimizer's step.
         """
         features = self._features.copy()
         width_bytes = 4 * self.formula.width
@@ -105,7 +105,7 @@ class FusedLookup:
         batch = _Batch(
             ids.contiguous(), offsets.contiguous(), None if weights is None else weights.float().contiguous()
         )
-        step = _Step(self, features, storages, shape, self.updates.number, batch)
+        step = _Step(self, features, storages, shape, self.updates.so_far(storages), batch)
         if self.formula.needs_rows:
             self._waiting.add(step)  # until its graph is gone
         all_weights = [weight for own in storages for weight in own.weights]
@@ -113,7 +113,7 @@ class FusedLookup:
         return vectors
 
     def backward(
-        self, step: "_Step", batch: "_Batch", gradients: Float[Tensor, "bags width"], of_ids: bool
+        self, step: "_Step", batch: "_Batch", gradients: Float[Tensor, "bags width"], needs_id_gradients: bool
     ) -> tuple[Float[Tensor, " ids"] | None, list[Tensor | None]]:
         """Updates the rows of a step's ids.
 
@@ -121,22 +121,21 @@ class FusedLookup:
             step: The step.
             batch: Its batch.
             gradients: Gradients of its composed vectors.
-            of_ids: Whether the ids' weights need gradients.
+            needs_id_gradients: Whether the ids' weights need gradients.
 
         Returns:
             The gradients of the ids' weights, and those of each storage's weights; None for what needs none.
         """
-        if step.kept is None and (self.formula.needs_rows or of_ids):
-            self.updates.require(step.num_updates)
+        if step.kept is None and (self.formula.needs_rows or needs_id_gradients):
+            self.updates.require(step.updates, step.storages)
         self._waiting.discard(step)
         step.batch = None
-        updates_rows = any(storage.optimizer is not None for storage in step.storages)
-        if updates_rows:
-            for other in self._waiting:
-                other.kept = self._rows_of_ids(other)
-            self._waiting.clear()
-            self.updates.number += 1
-        id_gradients = self._weight_gradients(step, batch, gradients) if of_ids else None
+        for other in self._waiting:  # weights that every rank has are updated after this pass
+            other.kept = self._rows_of_ids(other)
+        self._waiting.clear()
+        if any(storage.optimizer is not None for storage in step.storages):
+            self.updates.count()
+        id_gradients = self._weight_gradients(step, batch, gradients) if needs_id_gradients else None
         update = self.update if step.kept is None else self._update_by_kept
         return id_gradients, update(step, batch, gradients)
 
@@ -161,7 +160,7 @@ class FusedLookup:
         features[:, layout.FIRST_BAG] = begins.numpy()
         features[:, layout.NUM_BAGS] = torch.diff(begins, append=batch.offsets[-1:]).numpy()
         features[:, layout.VECTOR_START] = 4 * width * features[:, layout.FIRST_BAG]
-        each = _Step(self, features, step.storages, (len(batch.ids), width), step.num_updates)
+        each = _Step(self, features, step.storages, (len(batch.ids), width), step.updates)
         return each, _Batch(batch.ids, torch.arange(len(batch.ids) + 1), None)
 
     def _id_gradients(self, batch: "_Batch", gradients: Float[Tensor, "bags width"]) -> Float[Tensor, "ids width"]:
@@ -203,13 +202,13 @@ class FusedLookup:
         self, step: "_Step", batch: "_Batch", gradients: Float[Tensor, "bags width"]
     ) -> list[Tensor | None]:
         """Does as :meth:`update` for a product of rows as they were kept, partition by partition."""
-        of_ids = self._id_gradients(batch, gradients)
+        id_gradients = self._id_gradients(batch, gradients)
         if batch.weights is not None:
-            of_ids = of_ids * batch.weights[:, None]
+            id_gradients = id_gradients * batch.weights[:, None]
         assert step.kept is not None
         returned: list[Tensor | None] = []
         for j in range(len(step.kept)):
-            own = of_ids
+            own = id_gradients
             for other, rows in enumerate(step.kept):
                 own = own if other == j else own * rows
             lookup, each, ids = self._alone(j, step, batch)
@@ -242,7 +241,7 @@ class FusedLookup:
         def update(share: int, num_shares: int) -> None:
             ranges, update_tables = tables[share], self._kernels.update
             num_bytes = update_tables(job.ctypes.data, ranges.ctypes.data, len(ranges), 0, 0)
-            # which the allocator keeps from step to step
+            # which the allocator keeps from step to step, as process_group has it do
             scratch = torch.empty(num_bytes, dtype=torch.uint8)
             update_tables(job.ctypes.data, ranges.ctypes.data, len(ranges), scratch.data_ptr(), num_bytes)
 
@@ -324,7 +323,7 @@ class _Step:
         features: Blocks of the features.
         storages: Where each partition's rows lie.
         shape: Shape of the composed vectors.
-        num_updates: How many updates there had been.
+        updates: Which updates there had been, as of :meth:`Updates.so_far`.
         batch: The ids, until the backward pass.
         kept: Each id's row in each partition, ``[ids, width]``, where rows have been updated since.
     """
@@ -333,7 +332,7 @@ class _Step:
     features: Any
     storages: Sequence[Storage]
     shape: tuple[int, int]
-    num_updates: int
+    updates: tuple[int, ...]
     batch: _Batch | None = None
     kept: list[Tensor] | None = None
 
@@ -354,8 +353,9 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         step: _Step = ctx.step
-        batch, of_ids = _Batch(*ctx.saved_tensors), ctx.needs_input_grad[3]
-        id_gradients, returned = step.lookup.backward(step, batch, gradient, of_ids)
+        id_gradients, returned = step.lookup.backward(
+            step, _Batch(*ctx.saved_tensors), gradient, ctx.needs_input_grad[3]
+        )
         return None, None, None, id_gradients, *returned
 
 

@@ -14,6 +14,11 @@ OPTIMIZERS = {"sgd": layout.SGD, "adagrad": layout.ADAGRAD, "row_wise_adagrad": 
 MAX_ROWS = 2**31 - 1
 
 
+def num_states(optimizer: str | None, num_columns: int) -> int:
+    """Returns how many states an optimizer of :data:`OPTIMIZERS` keeps of a row; 0 where there is none."""
+    return {"adagrad": num_columns, "row_wise_adagrad": 1}.get(optimizer or "", 0)
+
+
 @dataclass(frozen=True)
 class Part:
     """A partition of one feature's table, and the rows of it that are here.
@@ -106,20 +111,31 @@ class Updates:
     """Counts the updates of tables, so that a backward pass knows whether rows are those of its forward pass."""
 
     def __init__(self) -> None:
-        self.number = 0
+        self._number = 0
 
-    def require(self, number: int) -> None:
+    def count(self) -> None:
+        """Counts an update of FBGEMM's rows."""
+        self._number += 1
+
+    def so_far(self, storages: Sequence[Storage]) -> tuple[int, ...]:
+        """Returns how often FBGEMM's rows have been updated, and each of the weights that are not FBGEMM's changed."""
+        others = [weight for own in storages if own.optimizer is None for weight in own.weights]
+        # torch counts no changes of tensors that were made for inference
+        return (self._number, *[0 if weight.is_inference() else weight._version for weight in others])
+
+    def require(self, updates: tuple[int, ...], storages: Sequence[Storage]) -> None:
         """Refuses a backward pass whose rows are others by now.
 
         Args:
-            number: How many updates there had been in its forward pass.
+            updates: What :meth:`so_far` gave in its forward pass.
+            storages: Where each partition's rows lie.
 
         Raises:
             UserError: There have been more since.
         """
-        if number != self.number:
+        if updates != self.so_far(storages):
             raise UserError(
-                "A batch's gradients depend on rows that a backward pass has updated since it was looked up, as where "
-                "a graph is retained and gone through twice. Call backward once after each lookup, or give the tables "
-                "kernel='fbgemm', which keeps rows."
+                "A batch's gradients depend on rows that have been updated since it was looked up, as where a graph is "
+                "retained and gone through twice, or an optimizer steps before the backward pass. Call backward once "
+                "after each lookup and before the next step, or give the tables kernel='fbgemm', which keeps rows."
             )

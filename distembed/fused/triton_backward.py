@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distembed.fused.tables import Storage
+from distembed.fused.tables import OPTIMIZERS, Storage
 from distembed.fused.triton_loading import load
 from distembed.fused.triton_tables import DeviceTables, TritonBatch, key_type, num_blocks, num_lanes, power_of_two
 
@@ -23,7 +23,6 @@ JOINED_NUMBERS = 4096
 _KEY_LANES = 128
 """How many bags, or ids, a program writes the keys of."""
 _FLOAT_BYTES, _OWNER_BYTES, _ORDER_BYTES = 4, 4, 8
-_ACTIONS = {"sgd": 0, "adagrad": 1, "row_wise_adagrad": 2}
 _WRITE_GRADIENT, _WRITE_AT_KEY, _WRITE_AT_PLACE = 3, 4, 5
 
 
@@ -115,7 +114,7 @@ class _Target:
         assert storage.optimizer is not None
         rounds = storage.rounding_seed is not None and rows.dtype == torch.float16
         seed = storage.rounding_seed() if rounds and storage.rounding_seed is not None else None
-        return cls(rows, _ACTIONS[storage.optimizer], storage.states, storage.learning_rate, storage.eps, seed)
+        return cls(rows, OPTIMIZERS[storage.optimizer], storage.states, storage.learning_rate, storage.eps, seed)
 
     @property
     def optimizer_arguments(self) -> tuple[Any, ...]:

@@ -40,7 +40,7 @@ class TritonLookup:
         tables: Sequence[int],
         storages: Sequence[Storage],
     ) -> None:
-        self._kernels = load()
+        load()
         self._tables, self.updates = DeviceTables(formula, parts, tables, storages), Updates()
 
     def __call__(
@@ -74,7 +74,7 @@ class TritonLookup:
         all_weights = [weight for own in storages for weight in own.weights]
         # FBGEMM's weights on CUDA are no parameters: something has to say that there is a backward pass
         placeholder = torch.empty(0, requires_grad=any(own.optimizer is not None for own in storages))
-        step = _Step(self, self._tables.num_features, rows, storages, self.updates.number)
+        step = _Step(self, self._tables.num_features, rows, storages, self.updates.so_far(storages))
         batch = (ids.contiguous(), offsets.contiguous(), weights)
         vectors: Tensor = _Fused.apply(step, placeholder, *batch, *all_weights)  # type: ignore[no-untyped-call]
         return vectors
@@ -96,7 +96,7 @@ class TritonLookup:
             return outputs
         groups = tables.column_groups()
         lanes = num_lanes(max(groups[4::5]))
-        self._kernels.compose[(num_blocks(num_vectors, lanes),)](
+        load().compose[(num_blocks(num_vectors, lanes),)](
             batch.ids,
             batch.offsets,
             batch.ids if batch.weights is None else batch.weights,
@@ -120,7 +120,8 @@ class TritonLookup:
 
     def update(self, batch: TritonBatch, storages: Sequence[Storage], gradients: Tensor) -> list[Tensor | None]:
         """Does what :func:`distembed.fused.triton_backward.update` does."""
-        self.updates.number += any(storage.optimizer is not None for storage in storages)
+        if any(storage.optimizer is not None for storage in storages):
+            self.updates.count()
         return triton_backward.update(self._tables, batch, storages, gradients)
 
 
@@ -133,14 +134,14 @@ class _Step:
         num_features: Number of features.
         rows: All rows of each partition.
         storages: Where each partition's rows lie.
-        num_updates: How many updates there had been.
+        updates: Which updates there had been, as of :meth:`Updates.so_far`.
     """
 
     lookup: TritonLookup
     num_features: int
     rows: tuple[Tensor, ...]
     storages: Sequence[Storage]
-    num_updates: int
+    updates: tuple[int, ...]
 
     def batch(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> TritonBatch:
         """Returns the batch of these ids."""
@@ -171,7 +172,7 @@ class _Fused(torch.autograd.Function):
         step: _Step = ctx.step
         batch, lookup = step.batch(*ctx.saved_tensors), step.lookup
         if lookup.formula.needs_rows:
-            lookup.updates.require(step.num_updates)
+            lookup.updates.require(step.updates, step.storages)
         return None, None, None, None, None, *lookup.update(batch, step.storages, gradient.float().contiguous())
 
 

@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from distembed.fused.tables import Formula, Part, Storage
+from distembed.fused.tables import Formula, Part, Storage, num_states
 
 TILE_NUMBERS = 1024
 """How many numbers a tile of vectors has, about."""
@@ -151,5 +151,5 @@ def _part_fields(part: Part, first_key: int, num_columns: int, optimizer: str | 
     fields = [part.digit.divisor, modulus, first_key - part.first_row]
     if optimizer is None:  # rows that every rank has are stacked in the order of their keys
         return [*fields, 0, 0]
-    num_states = {"adagrad": num_columns, "row_wise_adagrad": 1}.get(optimizer, 0)
-    return [*fields, part.weight_start - first_key * num_columns, part.state_start - first_key * num_states]
+    first_state = part.state_start - first_key * num_states(optimizer, num_columns)
+    return [*fields, part.weight_start - first_key * num_columns, first_state]

@@ -89,6 +89,55 @@ def test_a_product_may_be_looked_up_again_before_it_is_updated(order: tuple[int,
     torch.testing.assert_close(weights.grad, expected_weights.grad)
 
 
+def replicated_tables() -> tuple[FusedLookup, list[Storage]]:
+    """Returns the same tables, of weights that every rank has, which an optimizer updates elsewhere."""
+    generator = torch.Generator().manual_seed(0)
+    storages = [Storage([torch.rand(rows, DIM, generator=generator).requires_grad_()]) for rows in ROWS]
+    parts = [Part(digit, 0, rows) for digit, rows in zip(DIGITS, ROWS, strict=True)]
+    return FusedLookup(Formula([range(DIM)] * 2, True, True), [parts] * 2, [2], storages), storages
+
+
+def test_each_gradient_is_of_the_weights_that_were_looked_up_though_they_change_elsewhere() -> None:
+    lookup, storages = replicated_tables()
+    weights = [storage.weights[0] for storage in storages]
+    starts = [weight.detach().clone() for weight in weights]
+    batches = [IDS, IDS.flip(0)]
+    outputs = [lookup(ids, OFFSETS, None, storages) for ids in batches]
+    for ids, own in zip(batches, outputs, strict=True):
+        own.square().sum().backward()
+        rows = [one.clone().requires_grad_() for one in starts]
+        each = rows[0][ids % 25] * rows[1][ids // 25]
+        torch.stack([bag.sum(0) for bag in each.tensor_split(OFFSETS[1:-1])]).square().sum().backward()
+        for weight, one in zip(weights, rows, strict=True):
+            torch.testing.assert_close(weight.grad, one.grad)
+            with torch.no_grad():
+                weight.sub_(weight.grad)
+            weight.grad = None
+
+
+@pytest.mark.parametrize("graph_is_retained", [False, True])
+def test_weights_that_have_changed_since_they_were_looked_up_are_refused(graph_is_retained: bool) -> None:
+    lookup, storages = replicated_tables()
+    outputs = lookup(IDS, OFFSETS, None, storages)
+    if graph_is_retained:
+        outputs.sum().backward(retain_graph=True)
+    with torch.no_grad():
+        storages[1].weights[0].mul_(2)
+    with pytest.raises(UserError, match="an optimizer steps before the backward pass.*kernel='fbgemm'"):
+        outputs.sum().backward()
+
+
+def test_a_graph_may_be_gone_through_again_where_nothing_is_updated() -> None:
+    lookup, storages = replicated_tables()
+    outputs = lookup(IDS, OFFSETS, None, storages)
+    outputs.sum().backward(retain_graph=True)
+    once = [storage.weights[0].grad.clone() for storage in storages if storage.weights[0].grad is not None]
+    outputs.sum().backward()
+    assert len(once) == 2
+    for storage, gradient in zip(storages, once, strict=True):
+        torch.testing.assert_close(storage.weights[0].grad, 2 * gradient)
+
+
 def test_batches_that_are_let_go_are_not_kept() -> None:
     lookup, storages = tables()
     let_go = lookup(IDS, OFFSETS, None, storages)
@@ -144,6 +193,15 @@ def test_all_shares_have_ended_when_one_fails() -> None:
     with pytest.raises(KeyboardInterrupt):
         in_threads(share, 2)
     assert ended.is_set()
+
+
+def test_no_more_threads_are_started_than_there_are_cores() -> None:
+    shares: list[tuple[int, int]] = []
+    for number in range(1, 20):
+        in_threads(lambda share, num_shares: shares.append((share, num_shares)), number)
+    assert sorted(shares) == sorted((share, number) for number in range(1, 20) for share in range(number))
+    started = [thread for thread in threading.enumerate() if thread.name.startswith("distembed-fused")]
+    assert len(started) <= (os.cpu_count() or 1)
 
 
 def check_rates(rank: int, world_size: int) -> None:

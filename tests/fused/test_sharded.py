@@ -34,7 +34,7 @@ from tests.sharding import test_sequences as sequences
 from tests.sharding import test_sharded_equals_unsharded as bags
 from tests.sharding.test_sse import with_sse
 
-STEPS = 3
+STEPS = 5
 OPTIMIZERS: dict[str, tuple[Any, dict[str, float]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1}),
     "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "eps": 1e-2}),
@@ -59,6 +59,8 @@ SOME: list[Case] = [
     ("weighted", "row_wise", "row_wise_adagrad"),
     ("single", "column_wise", "row_wise_adagrad"),
     ("sequence", "row_wise", "adagrad"),
+    ("half", "grid_shard", "sgd"),
+    ("ragged", "data_parallel", "adagrad"),
 ]
 
 

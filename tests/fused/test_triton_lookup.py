@@ -1,12 +1,15 @@
 """The fused lookup on CUDA, by Triton's interpreter, against the plain computation that the one on a CPU has."""
 
+import copy
 import importlib.util
+import pickle
 from collections.abc import Iterator
 from itertools import product
 
 import pytest
 import torch
 
+from distembed.errors import UserError
 from distembed.fused.tables import OPTIMIZERS, Formula, Part, Storage
 from distembed.fused.triton_backward import CHUNK, JOINED_NUMBERS
 from distembed.fused.triton_lookup import TritonLookup
@@ -17,7 +20,7 @@ from tests.fused.interpreter import InterpretedLookup, Run, interpreter
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
-DIMS = (4, 16, 20, 64)
+DIMS = (4, 16, 20, 64, 256)
 KINDS = ("product", "sum", "columns")
 QUOTIENT_REMAINDER = Table([Digit(1, 25), Digit(25, None)], 30, 2, max_id=99)
 
@@ -46,7 +49,7 @@ def tables_of(k: int) -> list[Table]:
 
 
 def case_of(kind: str, k: int, optimizer: str, turn: int) -> Case:
-    columns, halves = columns_of(kind, DIMS[turn % 4], k), [turn % 3 == 0] * k
+    columns, halves = columns_of(kind, DIMS[turn % len(DIMS)], k), [turn % 3 == 0] * k
     batch = BATCHES[turn % len(BATCHES)]
     return Case(tables_of(k), columns, kind == "product", [optimizer] * k, halves, batch, seed=turn)
 
@@ -54,7 +57,7 @@ def case_of(kind: str, k: int, optimizer: str, turn: int) -> Case:
 @pytest.mark.parametrize(("turn", "kind"), list(enumerate(KINDS)))
 def test_it_equals_a_plain_computation(run: Run, turn: int, kind: str) -> None:
     for k, optimizer in zip((1, 2, 3), OPTIMIZERS, strict=True):
-        run(steps, case_of(kind, k, optimizer, 3 * turn + k))
+        run(steps, case_of(kind, k, optimizer, 3 * turn + k), 5)
 
 
 @pytest.mark.slow
@@ -62,7 +65,7 @@ def test_it_equals_a_plain_computation(run: Run, turn: int, kind: str) -> None:
 def test_it_equals_a_plain_computation_in_every_combination(run: Run, batch: str) -> None:
     for turn, (kind, k, optimizer) in enumerate(product(KINDS, (1, 2, 3), OPTIMIZERS)):
         for halves in (False, True):
-            columns = columns_of(kind, DIMS[(turn + halves) % 4], k)
+            columns = columns_of(kind, DIMS[(turn + halves) % len(DIMS)], k)
             run(
                 steps,
                 Case(tables_of(k), columns, kind == "product", [optimizer] * k, [halves] * k, batch, seed=turn),
@@ -218,3 +221,59 @@ def test_rounding_at_random_keeps_the_mean(run: Run, number: float) -> None:
     assert ((found == exact) | (found == below)).all()
     # 4 standard deviations
     assert abs(found.mean() - (exact - 0.25 * distance)) < 4 * distance * (0.1875 / len(found)) ** 0.5
+
+
+def product_of_two(optimizer: str | None) -> tuple[TritonLookup, list[Storage]]:
+    storages = [Storage([torch.rand(rows, 8, requires_grad=True)], optimizer) for rows in (25, 4)]
+    parts = [Part(digit, 0, rows) for digit, rows in zip(QUOTIENT_REMAINDER.digits, (25, 4), strict=True)]
+    return TritonLookup(Formula([range(8)] * 2, True, True), [parts], [1], storages), storages
+
+
+def refusals_of_changed_rows() -> list[str]:
+    """What a second backward pass says when the first has updated rows, and a first one when an optimizer has."""
+    said = []
+    for optimizer in ("sgd", None):
+        lookup, storages = product_of_two(optimizer)
+        outputs = lookup(torch.arange(100), torch.arange(101), None, storages)
+        outputs.sum().backward(retain_graph=True)
+        if optimizer is None:
+            with torch.no_grad():
+                storages[0].weights[0].mul_(2)
+        try:
+            outputs.sum().backward()
+        except UserError as error:
+            said.append(str(error))
+    return said
+
+
+def test_gradients_of_rows_that_have_changed_since_are_refused(run: Run) -> None:
+    said = run(refusals_of_changed_rows)
+    assert len(said) == 2 and all("kernel='fbgemm'" in own for own in said)
+
+
+def copies_and_outputs() -> list[torch.Tensor]:
+    lookup, storages = product_of_two(None)
+    batch = (torch.arange(100), torch.arange(101), None, storages)
+    outputs = [lookup(*batch)]
+    outputs += [own(*batch) for own in (copy.deepcopy(lookup), pickle.loads(pickle.dumps(lookup)))]
+    return [own.detach() for own in outputs]
+
+
+def test_a_lookup_that_was_used_is_copied(run: Run) -> None:
+    own, *copied = run(copies_and_outputs)
+    assert own.shape == (100, 8) and all(torch.equal(own, other) for other in copied)
+
+
+def numbers_of_optimizers() -> dict[str, int]:
+    from distembed.fused import triton_update as kernels
+
+    names = {
+        "sgd": kernels.UPDATE_SGD,
+        "adagrad": kernels.UPDATE_ADAGRAD,
+        "row_wise_adagrad": kernels.UPDATE_ROW_WISE_ADAGRAD,
+    }
+    return {name: number.value for name, number in names.items()}
+
+
+def test_optimizers_have_the_numbers_that_kernels_know_them_by(run: Run) -> None:
+    assert run(numbers_of_optimizers) == OPTIMIZERS

@@ -3,7 +3,7 @@
 It takes the place of the other kinds where all of these hold: the tables are on a CPU, or on a GPU with
 ``kernel="fused"``, their partitions are digits of ids, their composition is a product, or columns that are added or
 stand side by side, bags are summed, and the optimizer is one that the kernels have (:mod:`distembed.fused`). FBGEMM's
-tables keep the weights and the states, so that checkpoints and plans do not differ.
+tables keep the weights and the states, so that names and checkpoints do not differ.
 """
 
 import math
@@ -47,7 +47,7 @@ _COMPUTE_KERNELS = {"cpu": (None, "fused"), "cuda": (None, "fused", "fused_uvm")
 """TorchRec's kernels of partitions whose rows lie where the passes find them; None of those that every rank has."""
 _BLOCK_BYTES = 256
 """Bytes of what a CPU's update writes down of a partition, with the gaps between."""
-_ITEMSIZES = {SparseType.FP32: 4, SparseType.FP16: 2}
+_PRECISIONS = (SparseType.FP32, SparseType.FP16)
 
 
 class FusedGroup(Group):
@@ -266,7 +266,7 @@ def reason_against_settings(tbes: Sequence[Any]) -> str | None:
         if len(places) > 1 or EmbeddingLocation.MANAGED_CACHING in places:
             return f"rows are in {' and '.join(sorted(place.name for place in places))}, and the passes read no cache"
         own = tbe.optimizer_args
-        if tbe.weights_precision not in _ITEMSIZES or tbe.pooling_mode != PoolingMode.SUM:
+        if tbe.weights_precision not in _PRECISIONS or tbe.pooling_mode != PoolingMode.SUM:
             return f"the tables are of {tbe.weights_precision} and {tbe.pooling_mode}"
         for setting in ("weight_decay", "weight_decay_mode", "max_norm", "gradient_clipping"):
             if getattr(own, setting):
