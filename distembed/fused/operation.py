@@ -131,7 +131,8 @@ class FusedLookup:
         self._waiting.discard(step)
         step.batch = None
         for other in self._waiting:  # weights that every rank has are updated after this pass
-            other.kept = self._rows_of_ids(other)
+            if other.updates == self.updates.so_far(other.storages):  # else its own pass refuses
+                other.kept = self._rows_of_ids(other)
         self._waiting.clear()
         if any(storage.optimizer is not None for storage in step.storages):
             self.updates.count()

@@ -40,7 +40,7 @@ class TritonLookup:
         tables: Sequence[int],
         storages: Sequence[Storage],
     ) -> None:
-        load()
+        load()  # what is missing is told here, and not in the first step
         self._tables, self.updates = DeviceTables(formula, parts, tables, storages), Updates()
 
     def __call__(

@@ -127,6 +127,16 @@ def test_weights_that_have_changed_since_they_were_looked_up_are_refused(graph_i
         outputs.sum().backward()
 
 
+def test_rows_that_have_changed_are_not_kept_for_a_batch_that_waits() -> None:
+    lookup, storages = replicated_tables()
+    waits = lookup(IDS, OFFSETS, None, storages)
+    with torch.no_grad():
+        storages[0].weights[0].mul_(2)
+    lookup(IDS, OFFSETS, None, storages).sum().backward()
+    with pytest.raises(UserError, match="an optimizer steps before the backward pass"):
+        waits.sum().backward()
+
+
 def test_a_graph_may_be_gone_through_again_where_nothing_is_updated() -> None:
     lookup, storages = replicated_tables()
     outputs = lookup(IDS, OFFSETS, None, storages)
