@@ -26,22 +26,22 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("num_ranges", [1, 2])
-@pytest.mark.parametrize("features_of_tables", [[1], [26], [1, 3, 2, 2]])
-@pytest.mark.parametrize("scheme", [QuotientRemainder(NUM_IDS, collisions=4), MixedRadix(NUM_IDS, num_partitions=3)])
-def test_a_plan_counts_the_scratch_of_the_tables_that_are_updated_at_once(
-    features_of_tables: list[int], scheme: QuotientRemainder | MixedRadix, num_ranges: int, num_threads: int
-) -> None:
-    """Ranges of a table's columns that one rank has are tables of their own there."""
-    slices, dim = [], DIM // num_ranges
+def load_of(
+    scheme: QuotientRemainder | MixedRadix,
+    features_of_tables: list[int],
+    ranges: list[tuple[int, int]],
+    composition: str = "product",
+    num_threads: int = 1,
+) -> GroupLoad:
+    """One id a row of each feature, looked up in each range of the columns of a table."""
+    slices = []
     for i, num_features in enumerate(features_of_tables):
-        table = CompositionalEmbeddingBagConfig(
-            f"t{i}", NUM_IDS, DIM, [f"f{i}_{j}" for j in range(num_features)], scheme
-        )
+        features = [f"f{i}_{j}" for j in range(num_features)]
+        table = CompositionalEmbeddingBagConfig(f"t{i}", NUM_IDS, DIM, features, scheme, composition)
         parts = table.partition_tables()
-        for start in range(0, DIM, dim):
-            slices += [slice_table(table, parts, (start, start + dim), ["fused"] * len(parts))] * num_features
-    load = GroupLoad(
+        for columns in ranges:
+            slices += [slice_table(table, parts, columns, ["fused"] * len(parts))] * num_features
+    return GroupLoad(
         slices=slices,
         possible_ids=[NUM_IDS] * len(slices),
         num_ids_per_feature=[float(NUM_ROWS)] * len(slices),
@@ -50,6 +50,18 @@ def test_a_plan_counts_the_scratch_of_the_tables_that_are_updated_at_once(
         averages_gradients=False,
         num_threads=num_threads,
     )
+
+
+@pytest.mark.parametrize("num_ranges", [1, 2])
+@pytest.mark.parametrize("features_of_tables", [[1], [26], [1, 3, 2, 2]])
+@pytest.mark.parametrize("scheme", [QuotientRemainder(NUM_IDS, collisions=4), MixedRadix(NUM_IDS, num_partitions=3)])
+def test_a_plan_counts_the_scratch_of_the_tables_that_are_updated_at_once(
+    features_of_tables: list[int], scheme: QuotientRemainder | MixedRadix, num_ranges: int, num_threads: int
+) -> None:
+    """Ranges of a table's columns that one rank has are tables of their own there."""
+    dim = DIM // num_ranges
+    ranges = [(start, start + dim) for start in range(0, DIM, dim)]
+    load = load_of(scheme, features_of_tables, ranges, num_threads=num_threads)
     planned = FusedGroup.lookup_memory(load, "cpu").update_bytes - load.output_bytes
 
     asked = _scratch_of_threads(scheme, [count for count in features_of_tables for _ in range(num_ranges)], dim)
@@ -65,34 +77,19 @@ def test_a_plan_counts_the_rows_of_each_range_of_columns_on_a_gpu(
     composition: str, ranges: list[tuple[int, int]]
 ) -> None:
     """A range of a concatenation's columns may have some of the partitions alone."""
-    scheme, slices, features = QuotientRemainder(NUM_IDS, collisions=4), [], []
-    for name, num_features in [("single", 1), ("shared", 3)]:
-        table = CompositionalEmbeddingBagConfig(
-            name, NUM_IDS, DIM, [f"{name}_{j}" for j in range(num_features)], scheme, composition
-        )
-        parts = table.partition_tables()
-        for columns in ranges:
-            slices += [slice_table(table, parts, columns, ["fused"] * len(parts))] * num_features
-            features.append(num_features)
-    load = GroupLoad(
-        slices=slices,
-        possible_ids=[NUM_IDS] * len(slices),
-        num_ids_per_feature=[float(NUM_ROWS)] * len(slices),
-        multi_hot=[False] * len(slices),
-        num_rows=NUM_ROWS,
-        averages_gradients=False,
-        finds_distinct=False,
-    )
+    scheme, features_of_tables = QuotientRemainder(NUM_IDS, collisions=4), [1, 3]
+    load = load_of(scheme, features_of_tables, ranges, composition)
     planned = FusedGroup.lookup_memory(load, "cuda").update_bytes - load.output_bytes
 
     digits = scheme.digits()
     assert digits is not None
-    own = slices[0].partitions
+    own = load.slices[0].partitions
     parts_of_feature = [Part(digits[each.partition], 0, scheme.num_rows[each.partition]) for each in own]
     storages = [Storage([torch.zeros(scheme.num_rows[each.partition], each.num_columns)], "sgd") for each in own]
     formula = Formula([range(each.num_columns) for each in own], composition == "product", True)
-    tables = DeviceTables(formula, [parts_of_feature] * len(slices), features, storages)
-    assert planned == update_bytes(NUM_ROWS * len(slices), tables.num_keys, [each.num_columns for each in own])
+    features = [count for count in features_of_tables for _ in ranges]
+    tables = DeviceTables(formula, [parts_of_feature] * sum(features), features, storages)
+    assert planned == update_bytes(NUM_ROWS * sum(features), tables.num_keys, [each.num_columns for each in own])
 
 
 def _scratch_of_threads(scheme: QuotientRemainder | MixedRadix, features_of_tables: list[int], dim: int) -> list[int]:
