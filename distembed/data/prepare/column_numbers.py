@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 _MAX_KEY = 2**32 - 1
 _HEX_DIGITS = 8
-_NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,9})?$"
+_NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 _HEXADECIMAL = re.compile(f"[0-9a-fA-F]{{1,{_HEX_DIGITS}}}")
 _FEW = 32
 """Number of texts up to which Python reads them in less time than Arrow is called."""

@@ -212,12 +212,15 @@ def with_distinct_keys(column: CodedColumn, keys: Keys) -> tuple[CodedColumn, Ke
 
 
 def _with_distinct_keys(codes: NDArray[np.int32], keys: Keys) -> tuple[NDArray[np.int32], Keys]:
-    """Returns the keys each once, and the codes into these: several values may have one key, such as 0a and A."""
+    """Returns the keys each once, and the codes into these: several values may have one key, such as 0a and A.
+
+    The key of a malformed value is a placeholder, which is never joined with the key of a well-formed one.
+    """
     if (
         keys.are_distinct or keys.texts is not None or len(keys.keys) < 2
     ):  # two texts with one key are told apart where ids are given
         return codes, keys
-    encoded = pa.array(keys.keys).dictionary_encode()
+    encoded = pa.array(keys.keys, mask=keys.wrong).dictionary_encode("encode")
     if len(encoded.dictionary) == len(keys.keys):
         return codes, keys
     places = encoded.indices.to_numpy()
