@@ -14,6 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.embedding.config import CompositionalEmbeddingConfig, PartitionTable, perturbation, vector_names
 from distembed.embedding.ids import IdMapper
+from distembed.embedding.missing_sharder import NeedsSharder
 from distembed.embedding.quantizing import QuantizedByName
 from distembed.embedding.share import ShareColumns, ShareIds, ShareWeight, TableShare
 from distembed.embedding.variable_batches import lengths_by_feature
@@ -46,7 +47,7 @@ class EmbeddedFeature(Generic[TableT]):
     weights: Float[Tensor, " ids"] | None
 
 
-class CompositionalTables(QuantizedByName, nn.Module, Generic[TableT]):
+class CompositionalTables(QuantizedByName, NeedsSharder, Generic[TableT]):
     """Base of the collections.
 
     Attributes:

@@ -1,0 +1,76 @@
+"""Answers TorchRec where it shards a model and has no sharder for a compositional collection of it.
+
+``DistributedModelParallel`` leaves modules without a sharder to DDP, which puts all tables on every rank;
+``shard_modules`` leaves them as they are, a copy on every rank. Neither says a word. Both ask an unsharded module for
+its children, at no other time than when they have not sharded it, so that the collection sees them among its callers.
+"""
+
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from torch import nn
+
+from distembed.errors import UserError
+
+_SHARDING_FUNCTIONS = {
+    "torchrec.distributed.model_parallel": "_shard_modules_impl",
+    "torchrec.distributed.shard": "_replace",
+}
+"""TorchRec's functions that walk over a model, by their module."""
+
+
+class NeedsSharder(nn.Module):
+    """A collection that several ranks shard by a sharder of its own."""
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yields child modules by their names.
+
+        Raises:
+            UserError: TorchRec shards the model over several ranks and was given no sharder for this collection.
+        """
+        caller = sys._getframe(1)
+        if caller.f_code.co_name == _SHARDING_FUNCTIONS.get(caller.f_globals.get("__name__", "")):
+            _require_sharder(self, caller)
+        return super().named_children()
+
+
+def _require_sharder(module: nn.Module, caller: FrameType) -> None:
+    """Raises unless TorchRec was given a sharder for a module, or need not shard it.
+
+    It need not on a single rank, without a process group (copies for inference), and within a module that is already
+    wrapped in DDP or FSDP, which replicate or shard it deliberately.
+    """
+    given = caller.f_locals
+    if "self" in given:
+        envs, sharders, entry = given["self"]._env, given["self"]._sharder_map, "DistributedModelParallel"
+    else:
+        envs, sharders, entry = given["env"], given["sharder_map"], "shard_modules"
+    world_size = max(_num_ranks(env) for env in (envs.values() if isinstance(envs, dict) else [envs]))
+    if world_size == 1 or type(module) in sharders or _is_wrapped(caller):
+        return
+    name = type(module).__name__
+    raise UserError(
+        f"{entry} has no sharder for {name} and would put all of its tables on each of the {world_size} ranks; give it "
+        f"sharders=[{name}Sharder(), ...] of distembed.sharding. To replicate the tables deliberately, plan them "
+        "data_parallel with that sharder."
+    )
+
+
+def _num_ranks(env: Any) -> int:
+    """Returns how many ranks a sharding environment joins by a process group."""
+    return 1 if env.process_group is None else int(env.process_group.size())
+
+
+def _is_wrapped(caller: FrameType | None) -> bool:
+    """Returns whether a module over which TorchRec walks is wrapped in DDP or FSDP."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.nn.parallel import DistributedDataParallel
+
+    while caller is not None and caller.f_globals.get("__name__") in _SHARDING_FUNCTIONS:
+        walked = caller.f_locals.get("module", caller.f_locals.get("_model"))
+        if isinstance(walked, DistributedDataParallel | FullyShardedDataParallel):
+            return True
+        caller = caller.f_back
+    return False
