@@ -102,6 +102,7 @@ class CompositionalEmbeddingBagCollection(
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Returns TorchRec's config of every table, in which its models find features and dimensions."""
+        self._require_own_sharder()
         return torchrec_configs(EmbeddingBagConfig, self._tables, _pooling)
 
     def is_weighted(self) -> bool:

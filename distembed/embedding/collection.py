@@ -81,6 +81,7 @@ class CompositionalEmbeddingCollection(CompositionalTables[CompositionalEmbeddin
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """Returns TorchRec's config of every table, in which its models find features and dimensions."""
+        self._require_own_sharder()
         return torchrec_configs(EmbeddingConfig, self._tables)
 
     def embedding_dim(self) -> int:

@@ -1,8 +1,9 @@
 """Answers TorchRec where it shards a model and has no sharder for a compositional collection of it.
 
 ``DistributedModelParallel`` leaves modules without a sharder to DDP, which puts all tables on every rank;
-``shard_modules`` leaves them as they are, a copy on every rank. Neither says a word. Both ask an unsharded module for
-its children, at no other time than when they have not sharded it, so that the collection sees them among its callers.
+``shard_modules`` leaves them as they are, a copy on every rank. Neither says a word. Both ask a module for its children
+at no other time than when they have not sharded it, so that the collection sees them among its callers. TorchRec's
+sharder of its own collections, which modules around a collection use by default, asks it for the configs of its tables.
 """
 
 import sys
@@ -11,14 +12,17 @@ from types import FrameType
 from typing import Any
 
 from torch import nn
+from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
 from distembed.errors import UserError
 
-_SHARDING_FUNCTIONS = {
+_WALKING_FUNCTIONS = {
     "torchrec.distributed.model_parallel": "_shard_modules_impl",
     "torchrec.distributed.shard": "_replace",
 }
-"""TorchRec's functions that walk over a model, by their module."""
+"""TorchRec's functions that walk over a model and shard its modules, by their own module."""
+_SHARDED_COLLECTIONS = ("torchrec.distributed.embeddingbag", "torchrec.distributed.embedding")
+"""Where TorchRec shards its own collections."""
 
 
 class NeedsSharder(nn.Module):
@@ -31,9 +35,20 @@ class NeedsSharder(nn.Module):
             UserError: TorchRec shards the model over several ranks and was given no sharder for this collection.
         """
         caller = sys._getframe(1)
-        if caller.f_code.co_name == _SHARDING_FUNCTIONS.get(caller.f_globals.get("__name__", "")):
+        if caller.f_code.co_name == _WALKING_FUNCTIONS.get(caller.f_globals.get("__name__", "")):
             _require_sharder(self, caller)
         return super().named_children()
+
+    def _require_own_sharder(self) -> None:
+        """Raises if the caller, which is a method of the collection, was called by TorchRec's sharder of its own."""
+        if sys._getframe(2).f_globals.get("__name__") in _SHARDED_COLLECTIONS:
+            argument = "ebc_sharder" if isinstance(self, EmbeddingBagCollectionInterface) else "ec_sharder"
+            raise UserError(
+                f"TorchRec's sharder of its own collections was given a {type(self).__name__}. Give the sharder of the "
+                f"module around it {argument}={_sharder_text(self)} of distembed.sharding, and put it into sharders=, "
+                "such as FeatureProcessedEmbeddingBagCollectionSharder("
+                "ebc_sharder=CompositionalEmbeddingBagCollectionSharder())."
+            )
 
 
 def _require_sharder(module: nn.Module, caller: FrameType) -> None:
@@ -50,12 +65,18 @@ def _require_sharder(module: nn.Module, caller: FrameType) -> None:
     world_size = max(_num_ranks(env) for env in (envs.values() if isinstance(envs, dict) else [envs]))
     if world_size == 1 or type(module) in sharders or _is_wrapped(caller):
         return
-    name = type(module).__name__
     raise UserError(
-        f"{entry} has no sharder for {name} and would put all of its tables on each of the {world_size} ranks; give it "
-        f"sharders=[{name}Sharder(), ...] of distembed.sharding. To replicate the tables deliberately, plan them "
-        "data_parallel with that sharder."
+        f"{entry} has no sharder for {type(module).__name__} and would put all of its tables on each of the "
+        f"{world_size} ranks; give it sharders=[{_sharder_text(module)}, ...] of distembed.sharding. To replicate the "
+        "tables deliberately, plan them data_parallel with that sharder."
     )
+
+
+def _sharder_text(module: nn.Module) -> str:
+    """Returns the call that makes a collection's sharder; that of a subclass is a subclass too."""
+    kind = "Bag" if isinstance(module, EmbeddingBagCollectionInterface) else ""
+    own, name = f"CompositionalEmbedding{kind}Collection", type(module).__name__
+    return f"{own}Sharder()" if name == own else f"<a subclass of {own}Sharder whose module_type is {name}>"
 
 
 def _num_ranks(env: Any) -> int:
@@ -68,7 +89,7 @@ def _is_wrapped(caller: FrameType | None) -> bool:
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel
 
-    while caller is not None and caller.f_globals.get("__name__") in _SHARDING_FUNCTIONS:
+    while caller is not None and caller.f_globals.get("__name__") in _WALKING_FUNCTIONS:
         walked = caller.f_locals.get("module", caller.f_locals.get("_model"))
         if isinstance(walked, DistributedDataParallel | FullyShardedDataParallel):
             return True

@@ -61,10 +61,7 @@ class DistinctIds:
         pooling: Literal["sum", "max"],
         weights: Float[Tensor, " ids"] | None = None,
     ) -> Float[Tensor, "bags width"]:
-        """Pools the distinct ids' vectors over bags of the given ids, summed with these weights; an empty bag is zero.
-
-        No gradient flows to the weights.
-        """
+        """Pools the distinct ids' vectors over bags of the given ids, times weights; an empty bag is zero."""
         if pooling == "max":
             pooled = nn.functional.embedding_bag(self.inverse, vectors, offsets, mode="max", include_last_offset=True)
             return pooled
@@ -154,23 +151,29 @@ class _SumBags(torch.autograd.Function):
         weights: Tensor | None,
     ) -> Tensor:
         ctx.num_ids = len(inverse)
-        ctx.save_for_backward(offsets, order, starts, weights)
+        # the vectors are read for the gradients of weights alone
+        of_weights = (vectors, inverse) if weights is not None and weights.requires_grad else (None, None)
+        ctx.save_for_backward(offsets, order, starts, weights, *of_weights)
         return _sum_bags(inverse, vectors, offsets, weights)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None, None, None]:
-        offsets, order, starts, weights = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None, None, Tensor | None]:
+        offsets, order, starts, weights, vectors, inverse = ctx.saved_tensors
         bags = torch.arange(len(offsets) - 1, device=offsets.device)
         bag_of_id = torch.repeat_interleave(bags, offsets.diff(), output_size=ctx.num_ids)
+        weight_gradients = None
+        if vectors is not None:
+            products = vectors.index_select(0, inverse) * gradients[0].index_select(0, bag_of_id)
+            weight_gradients = products.sum(1).to(weights.dtype)
         if order is None:
             vector_gradients = gradients[0].index_select(0, bag_of_id)
             if weights is not None:
                 vector_gradients = vector_gradients * weights.to(vector_gradients.dtype).unsqueeze(1)
-            return vector_gradients, None, None, None, None, None
-        ends = nn.functional.pad(starts, (0, 1), value=len(order))
-        ordered_weights = None if weights is None else weights[order]
-        vector_gradients = _sum_bags(bag_of_id[order], gradients[0].contiguous(), ends, ordered_weights)
-        return vector_gradients, None, None, None, None, None
+        else:
+            ends = nn.functional.pad(starts, (0, 1), value=len(order))
+            ordered_weights = None if weights is None else weights[order]
+            vector_gradients = _sum_bags(bag_of_id[order], gradients[0].contiguous(), ends, ordered_weights)
+        return vector_gradients, None, None, None, None, weight_gradients
 
 
 def _sum_bags(rows: Tensor, vectors: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:

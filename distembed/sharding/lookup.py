@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbeddingBag
-from torchrec.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
+from torchrec.distributed.embedding_lookup import CommOpGradientScaling, GroupedPooledEmbeddingsLookup
 from torchrec.distributed.embedding_sharding import group_tables
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig, ShardedEmbeddingTable
 from torchrec.distributed.types import ShardedModule, ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.embedding.variable_batches import with_ids
 from distembed.sharding.groups import LocalTable, LookupRequest, group_key, make_group
 from distembed.sharding.table_slice import PartitionSlice
 
@@ -28,7 +29,8 @@ class CompositionalLookup(GroupedPooledEmbeddingsLookup):
         tables: What this rank holds; neighbours that agree in scheme, composition and dimensions form a group.
         replicated: Weights that are the same on every rank, by partition table's name.
         averages_ranks: Whether gradients that come back are of all ranks' rows, as those of TorchRec's dists; those of
-            replicated weights, which are averaged over the ranks once more, are then multiplied by their number.
+            replicated weights and of feature processors, which are averaged over the ranks once more, are then
+            multiplied by their number.
         env: The process group that the tables are sharded over.
         device: Device of the weights.
         pools: Whether ids are pooled over bags; else each gets its vector.
@@ -48,7 +50,7 @@ class CompositionalLookup(GroupedPooledEmbeddingsLookup):
         groups = [list(group) for _, group in groupby(tables, _local_key)]
         configs = [config for group in groups for config in _tbe_configs(group)]
         super().__init__(configs, pg=env.process_group, device=device, env=env)
-        scale = env.world_size if averages_ranks else 1
+        self._gradient_scale = scale = env.world_size if averages_ranks else 1
         tbes = iter(kernel.emb_module for kernel in self._emb_modules)
         kind = "cpu" if device is None else device.type
         self._groups = [
@@ -126,9 +128,13 @@ class CompositionalLookup(GroupedPooledEmbeddingsLookup):
             yield own, weight
 
     def _requests(self, features: KeyedJaggedTensor) -> list[LookupRequest]:
-        with torch.no_grad():
-            by_group = zip(self._groups, features.split(self._feature_splits), strict=True)
-            return [group.request(own) for group, own in by_group]
+        weights = features.weights_or_none()
+        if weights is not None and weights.requires_grad and self._gradient_scale > 1:
+            # of a feature processor on this rank, whose parameters DDP averages
+            scaled = CommOpGradientScaling.apply(weights, self._gradient_scale)
+            features = with_ids(features, features.values(), weights=scaled)
+        by_group = zip(self._groups, features.split(self._feature_splits), strict=True)
+        return [group.request(own) for group, own in by_group]
 
     def _tbes_of_groups(self) -> list[list[nn.Module]]:
         tbes = iter(kernel.emb_module for kernel in self._emb_modules)
