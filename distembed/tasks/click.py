@@ -22,7 +22,7 @@ from distembed.data.prepare.vocabulary import reserved_ids
 from distembed.data.reader.batch import Batch
 from distembed.runs.metrics import CLICK_METRICS, GROUPED_METRICS, headline_first
 from distembed.tasks.auc import grouped_auc
-from distembed.tasks.base import Outputs, Rows, Sums, Task, TaskContext
+from distembed.tasks.base import BatchPosition, Outputs, Rows, Sums, Task, TaskContext
 from distembed.tasks.binary_metrics import BinaryMetrics, calibration_bins, sigmoid
 from distembed.tasks.binned_auc import bin_counts, binned_auc
 from distembed.tasks.config import ClickConfig
@@ -45,7 +45,7 @@ class ClickTask(Task):
 
     def __init__(self, config: ClickConfig | None = None) -> None:
         config = config or ClickConfig()
-        self._group = config.group
+        self._config, self._group = config, config.group
         self._weights = RowWeights()
         self._no_groups: tuple[int, ...] = ()
         auc, *others = CLICK_METRICS
@@ -63,6 +63,17 @@ class ClickTask(Task):
         if self._group is not None:
             self.outputs = (*self.outputs, GROUPS)
             self._no_groups = reserved_ids(Manifest.load(context.dataset), self._group)
+
+    def prepare_batch(self, batch: Batch, position: BatchPosition | None) -> Batch:
+        """Returns the batch as it is.
+
+        Raises:
+            UserError: A label is neither 0 nor 1.
+        """
+        labels = batch[LABELS]
+        assert isinstance(labels, Tensor)
+        self._config.check_labels(labels.cpu().numpy(), "a batch of rows")
+        return batch
 
     def step(self, outputs: Float[Tensor, " batch"], batch: Batch) -> tuple[Tensor, Outputs]:
         logits, labels = outputs.float(), batch[LABELS]

@@ -16,8 +16,10 @@ from distembed.errors import UserError
 from distembed.names import STRICT, nearest
 from distembed.optim.config import NonNegativeNumber
 from distembed.runs.metrics import ranking_metric_names
+from distembed.units import enumerate_names
 
 if TYPE_CHECKING:
+    from distembed.tasks.auc import Floats
     from distembed.tasks.base import Task
 
 
@@ -58,6 +60,28 @@ class AddingTaskConfig(Protocol):
 
         Raises:
             UserError: The task cannot be learnt from such a dataset.
+        """
+
+
+@runtime_checkable
+class LabelTaskConfig(Protocol):
+    """A task's section that says which labels the task takes; of other tasks, any finite number is a label.
+
+    Attributes:
+        needs_both_labels: Whether the headline metric is defined only on rows of which some are 0 and others 1.
+    """
+
+    needs_both_labels: bool
+
+    def check_labels(self, labels: "Floats", where: str) -> None:
+        """Refuses labels that the task does not take.
+
+        Args:
+            labels: Labels of any rows [N]; NaN where a row's label is not known.
+            where: The place of the rows, for the error.
+
+        Raises:
+            UserError: A label is none that the task takes.
         """
 
 
@@ -105,6 +129,30 @@ class ClickConfig:
         from distembed.tasks.click import ClickTask
 
         return ClickTask(self)
+
+    @property
+    def needs_both_labels(self) -> bool:
+        """Whether the headline metric is defined only on rows of which some are clicked and others are not."""
+        return self.headline != "logloss"
+
+    def check_labels(self, labels: "Floats", where: str) -> None:
+        """Refuses labels other than 0 and 1; those between them too, of which no AUC is defined.
+
+        Args:
+            labels: Labels of any rows [N]; NaN where a row's label is not known.
+            where: The place of the rows, for the error.
+
+        Raises:
+            UserError: A label is neither 0 nor 1.
+        """
+        is_wrong = (labels != 0) & (labels != 1) & (labels == labels)
+        if is_wrong.any():
+            found = [f"{value:g}" for value in sorted(set(labels[is_wrong].tolist()))]
+            raise UserError(
+                f"task.name is 'click', which takes labels of 0 and 1, and {where} has {enumerate_names(found, most=5)}"
+                ". Prepare the data with `label: {column: ..., at_least: 4}` in the schema, which makes 0 and 1 of "
+                "numbers; or predict the number by task={name: rating} and model.name=mf."
+            )
 
     def batch_schema(self, schema: Schema) -> Schema:
         """Returns the columns of the dataset, which are all that the task needs.

@@ -2,6 +2,7 @@
 
 An evaluation is better than all before it where its metric improves by more than ``train.min_improvement`` (other
 libraries' ``min_delta``); training stops after ``train.stop_after_evaluations`` in a row that are not (``patience``).
+An evaluation whose metric is not defined, such as the AUC of one class, is passed over: it counts neither way.
 What was best is part of the training state, so that a resumed run stops where it would have stopped.
 """
 
@@ -24,7 +25,7 @@ class BestEvaluation:
         step: Number of steps after which it was; None before there is one.
         value: Its headline metric; None before there is one.
         last_step: Number of steps after which the last evaluation was; 0 before there is one.
-        evaluations_since: Number of evaluations since the best one.
+        evaluations_since: Number of evaluations since the best one whose metric is defined.
     """
 
     step: int | None = None
@@ -37,19 +38,19 @@ class BestEvaluation:
 
         Args:
             step: Number of steps after which the evaluation is.
-            value: Its headline metric, which may be NaN: that is never better.
+            value: Its headline metric; NaN where it is not defined.
             metric: The headline metric, which says what is better.
             min_improvement: What a better value exceeds the best one by.
         """
         if step <= self.last_step:
             return self
+        if math.isnan(value):
+            return dataclasses.replace(self, last_step=step)
         if self._is_better(value, metric.better, min_improvement):
             return BestEvaluation(step, value, last_step=step)
         return dataclasses.replace(self, last_step=step, evaluations_since=self.evaluations_since + 1)
 
     def _is_better(self, value: float, better: Literal["higher", "lower"] | None, min_improvement: float) -> bool:
-        if math.isnan(value):
-            return False
         if self.value is None:
             return True
         improvement = value - self.value if better == "higher" else self.value - value
@@ -57,7 +58,9 @@ class BestEvaluation:
 
     def is_reason_to_stop(self, train: TrainConfig) -> bool:
         """Returns whether training stops, since none of the last evaluations was better."""
-        return train.stop_after_evaluations is not None and self.evaluations_since >= train.stop_after_evaluations
+        if self.step is None or train.stop_after_evaluations is None:
+            return False
+        return self.evaluations_since >= train.stop_after_evaluations
 
     def reason_to_stop(self, metric: ReportedMetric) -> str:
         """Returns why training stops, in words."""

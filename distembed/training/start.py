@@ -27,7 +27,7 @@ from distembed.sse.config import build_sse, graph_fingerprints
 from distembed.tasks import batch_schema
 from distembed.training.initial_run import InitialRun, find_initial_run, grown_config, recorded, resumed_config
 from distembed.training.resume import load_run_plan, require_same_config, require_same_graphs
-from distembed.training.start_checks import require_splits
+from distembed.training.start_checks import require_trainable
 
 T = TypeVar("T")
 
@@ -137,7 +137,7 @@ def find_start(config: Config, options: RunOptions, on_first: OnFirst, say: Call
     config = on_first(lambda: _require_usable(folder, config, resume))
     plans = _choose_plans(config, options, folder, resume, on_first, say)
     dataset = config.data.require_path()
-    on_first(lambda: require_splits(dataset, config.data.splits()))
+    on_first(lambda: require_trainable(config, dataset, resume))
     manifest = Manifest.load(dataset)
     initial = on_first(lambda: _find_initial_run(config, folder, manifest, resume))
     init_from = on_first(lambda: recorded(folder)) if resume else None

@@ -1,10 +1,42 @@
-"""What a run needs and might find out only hours later: all splits whole, and room for checkpoints."""
+"""What a run needs and might find out only hours later: whole splits, labels of its task, evaluations to compare."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from distembed.config import Config
+from distembed.data.dataset.creation import CREATED_ELSEWHERE
 from distembed.data.dataset.manifest import Manifest
+from distembed.data.dataset.mirror import dataset_folder
+from distembed.data.dataset.row_groups import list_row_groups
 from distembed.data.dataset.verification import require_whole
-from distembed.errors import UserError
+from distembed.errors import RunError, UserError
+from distembed.tasks import TaskConfig
+from distembed.tasks.config import LabelTaskConfig
+
+_LOOKED_AT = 8
+"""Number of row groups of a split whose labels are looked at before anything is built."""
+
+
+def require_trainable(config: Config, dataset: str, resume: bool = False) -> None:
+    """Makes sure that a config can be trained on the splits that it names.
+
+    Args:
+        config: The whole config.
+        dataset: The dataset's folder.
+        resume: Whether the run goes on, in which case evaluations that cannot be compared are passed over.
+
+    Raises:
+        UserError: A split is missing or not whole, its labels are none of the task's, or evaluations are to be compared
+            by a metric that the validation split does not define.
+    """
+    splits = config.data.splits()
+    require_splits(dataset, splits)
+    require_labels(config.task, dataset, [name for name in splits.values() if name is not None])
+    if config.train.compares_evaluations and not resume:
+        _require_comparable(config, Manifest.load(dataset))
 
 
 def require_splits(dataset: str, splits: Mapping[str, str | None]) -> None:
@@ -26,3 +58,46 @@ def require_splits(dataset: str, splits: Mapping[str, str | None]) -> None:
                 f"{', '.join(known) or 'none'}. Set it to one of them{optional}."
             )
     require_whole(dataset, dict.fromkeys(name for name in splits.values() if name is not None))
+
+
+def require_labels(task: TaskConfig, dataset: str, splits: Sequence[str]) -> None:
+    """Makes sure that the labels of splits are those of a task, as far as a look at some row groups tells.
+
+    Labels that ``distembed prepare`` has made 0 and 1 are not looked at. The task checks all others once more as they
+    are read.
+
+    Raises:
+        UserError: A label is none that the task takes.
+    """
+    manifest = Manifest.load(dataset)
+    label, is_binary = manifest.schema.label, manifest.schema.label_kind == "binary"
+    is_known = is_binary and manifest.preparation.get("source") != CREATED_ELSEWHERE
+    if label is None or is_known or not isinstance(task, LabelTaskConfig):
+        return
+    for name in dict.fromkeys(splits):
+        groups = list_row_groups(dataset_folder(dataset), manifest, name)
+        for group in groups[:: max(1, len(groups) // _LOOKED_AT)]:
+            try:
+                labels = pc.cast(group.read([label]).column(0), pa.float64()).to_numpy()
+            except (UserError, RunError):
+                continue  # the reader says so, or takes other rows
+            task.check_labels(labels.astype(np.float32), f"the column {label!r} of {group}")
+
+
+def _require_comparable(config: Config, manifest: Manifest) -> None:
+    """Refuses a comparison of evaluations by a metric that the validation split does not define."""
+    name, task = config.data.validation, config.task
+    assert name is not None
+    split = manifest.splits[name]
+    if split.num_rows == 0:
+        found = "has no rows"
+    elif split.mean_weight == 0:
+        found = "has only rows of weight 0"
+    elif isinstance(task, LabelTaskConfig) and task.needs_both_labels and split.label_rate in (0.0, 1.0):
+        found = f"has only rows whose label is {split.label_rate:g}"
+    else:
+        return
+    raise UserError(
+        f"train.keep_best and train.stop_after_evaluations compare evaluations by the task's headline metric, which is "
+        f"not defined where data.validation is {name!r}: it {found}. Leave both out, or name a split that defines it."
+    )

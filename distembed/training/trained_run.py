@@ -11,7 +11,7 @@ from distembed.data.dataset.manifest import Manifest
 from distembed.errors import UserError
 from distembed.outputs import require_file
 from distembed.training.resume import choose_dataset, find_checkpoint, load_run_config
-from distembed.training.start_checks import require_splits
+from distembed.training.start_checks import require_labels, require_splits
 
 PREDICTION_FORMATS = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWriter}
 """Writer class by the suffix of a file of predictions."""
@@ -57,6 +57,7 @@ def find_trained_run(
     manifest = Manifest.load(dataset)
     if split is not None:
         require_splits(dataset, {"--split": split})
+        require_labels(config.task, dataset, [split])
     find_checkpoint(folder, config, checkpoint)
     return TrainedRun(folder, config, dataset, manifest, checkpoint)
 

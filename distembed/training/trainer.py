@@ -5,6 +5,7 @@ pipeline works ahead of the step it trains on; at the end of a segment it is emp
 training is left in it when the model is evaluated or saved.
 """
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -263,6 +264,8 @@ class Trainer:
         if self._config.train.compares_evaluations:
             metric = self._state.task.headline
             value = Collectives().on_first(lambda: float(values[metric.name]))
+            if math.isnan(value):
+                self._progress.say(f"note: {metric.name} is not defined on {split}; the evaluation is not compared")
             self._best = self._best.after(self._step, value, metric, self._config.train.min_improvement)
             if self.is_finished and self._window.loss is not None:
                 self._log()  # the line of the steps since the last one, which no further step completes

@@ -77,7 +77,7 @@ def check_dataset(config: "Config") -> Finding:
     """Checks that the dataset is there, with all files of its manifest, and that the config's splits are whole."""
     from distembed.data.dataset.manifest import Manifest
     from distembed.data.dataset.mirror import mirror_of
-    from distembed.training.start_checks import require_splits
+    from distembed.training.start_checks import require_trainable
 
     try:
         path = Path(config.data.require_path())
@@ -91,7 +91,7 @@ def check_dataset(config: "Config") -> Finding:
         lacks = f"{path} lacks {len(missing)} of its {len(files)} files, {missing[0]} first"
         return _wrong("dataset", lacks, "prepare it again")
     try:
-        require_splits(str(path), config.data.splits())
+        require_trainable(config, str(path))
     except (UserError, RunError) as error:
         return _wrong("dataset", str(error))
     return Finding("dataset", "ok", f"{config.data.path}: {len(files)} file(s)")

@@ -1,11 +1,14 @@
 """The best checkpoint and early stopping: which evaluation is the best, and that no interruption changes it."""
 
+import dataclasses
 import json
 import math
 import shutil
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -13,9 +16,13 @@ from distembed.checkpoints.places import checkpoint_names, checkpoint_place, cho
 from distembed.checkpoints.store import CheckpointStore, checkpoint_name, read_last_file
 from distembed.checksums import with_checksum
 from distembed.config import TrainConfig, load_config
+from distembed.data.dataset.creation import create_manifest
+from distembed.data.dataset.manifest import Manifest
+from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.errors import UserError
 from distembed.runs.metrics import ReportedMetric
 from distembed.training.best import BestEvaluation
+from distembed.training.start_checks import require_trainable
 from tests.small_runs import config_values, distembed
 
 LOGLOSS, AUC = ReportedMetric("logloss", "", better="lower"), ReportedMetric("auc", "", better="higher")
@@ -37,7 +44,8 @@ def follow(values: list[float], metric: ReportedMetric, min_improvement: float =
         ([0.5, 0.4, 0.45, 0.41], AUC, 0.0, 10, 3),
         ([0.5, 0.5], LOGLOSS, 0.0, 10, 1),  # as good is not better
         ([0.5, 0.45, 0.39], LOGLOSS, 0.1, 30, 0),  # the best of all counts, not the one before
-        ([math.nan, math.nan], LOGLOSS, 0.0, None, 2),
+        ([math.nan, math.nan], AUC, 0.0, None, 0),  # what is not defined counts neither way
+        ([math.nan, 0.5, math.nan, 0.4, math.nan], AUC, 0.0, 20, 1),
         ([0.5, math.nan, 0.4], LOGLOSS, 0.0, 30, 0),
     ],
 )
@@ -56,6 +64,8 @@ def test_when_to_stop() -> None:
     best = follow([0.5, 0.6, 0.7], LOGLOSS)
     stops = [best.is_reason_to_stop(TrainConfig(stop_after_evaluations=n)) for n in (1, 2, 3, None)]
     assert stops == [True, True, False, False]
+    undefined = BestEvaluation(last_step=20, evaluations_since=2)  # as earlier versions counted
+    assert not undefined.is_reason_to_stop(TrainConfig(stop_after_evaluations=1))
 
 
 def write_checkpoint(store: CheckpointStore, name: str, best: int | None) -> None:
@@ -110,6 +120,61 @@ def test_evaluations_are_compared_only_where_there_are_some() -> None:
     for override in ("train.keep_best=true", "train.stop_after_evaluations=2"):
         with pytest.raises(UserError, match="compare evaluations on the validation split"):
             load_config(None, ["data.validation=null", override])
+
+
+@pytest.mark.parametrize("labels", [[], [0] * 20, [1] * 20])
+def test_a_split_that_defines_no_headline_metric_is_refused(labels: list[int], tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    for name, own in (("train", [0, 1] * 20), ("validation", labels)):
+        columns = {"label": pa.array(own, pa.int8()), "C1": pa.array([0] * len(own), pa.int32())}
+        pq.write_table(pa.table(columns), data / f"{name}.parquet")
+    schema = Schema("label", (), (CategoricalFeature("C1", 1),))
+    create_manifest(data, schema, {name: [f"{name}.parquet"] for name in ("train", "validation")})
+    shared = [f"data.path={data}", "data.test=null"]
+    found = "it has only rows whose label is [01]" if labels else "it has no rows"
+    for compared in ("train.keep_best=true", "train.stop_after_evaluations=2"):
+        with pytest.raises(UserError, match=f"not defined where data.validation is 'validation': {found}"):
+            require_trainable(load_config(None, [*shared, compared]), str(data))
+        with_logloss = load_config(None, [*shared, compared, "task.headline=logloss"])
+        if labels:
+            require_trainable(with_logloss, str(data))  # which one class defines
+        else:
+            with pytest.raises(UserError, match=found):
+                require_trainable(with_logloss, str(data))
+        require_trainable(load_config(None, [*shared, compared]), str(data), resume=True)
+    require_trainable(load_config(None, shared), str(data))
+
+
+def test_evaluations_without_a_headline_metric_are_passed_over(dataset: Path, config: Path, tmp_path: Path) -> None:
+    """Every row is a group of its own, so that GAUC is never defined: all steps are trained, and the last is used."""
+    copy = tmp_path / "copy"
+    shutil.copytree(dataset, copy)
+    manifest = Manifest.load(dataset)
+    for split in manifest.splits:
+        table = pq.read_table(dataset / split / "part-0.parquet")
+        own = pa.array(range(len(table)), pa.int32())
+        pq.write_table(table.append_column("M1", own), copy / split / "part-0.parquet", row_group_size=256)
+    features = (*manifest.schema.categorical, CategoricalFeature("M1", 2000))
+    schema = dataclasses.replace(manifest.schema, categorical=features)
+    create_manifest(copy, schema, {split: [f"{split}/part-0.parquet"] for split in manifest.splits})
+    settings = [f"data.path={copy}", "task={group: M1, headline: gauc}", "train.max_steps=8", "train.evaluate_every=2"]
+    settings += ["train.keep_best=true", "train.stop_after_evaluations=1"]
+    run = tmp_path / "run"
+    done = distembed("train", config, *settings, "--run-dir", run)
+    assert done.stdout.count("note: gauc is not defined on validation; the evaluation is not compared") == 4
+    assert "stopped" not in done.stdout
+    record = json.loads((run / "run.json").read_text())
+    assert record["steps"] == 8 and record["best"]["step"] is None and record["best"]["evaluations_since"] == 0
+    final = json.loads((run / "evaluation.json").read_text())
+    assert final["gauc"] is None and final["gauc_groups"] == 0 and "checkpoint_step" not in final
+    assert [line["gauc"] for line in lines(run) if line.get("split") == "validation"] == [None] * 4
+    for text in [(run / "metrics.jsonl").read_text(), (run / "evaluation.json").read_text()]:
+        assert "NaN" not in text
+    # what is done with the run later takes the newest checkpoint
+    assert f"AUC {final['auc']:.4f}" in distembed("evaluate", run).stdout
+    distembed("train", config, *settings, "--run-dir", run, "--resume")
+    assert json.loads((run / "evaluation.json").read_text())["auc"] == final["auc"]
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,9 @@ from distembed.data.dataset.manifest import DataFile, Manifest, Split
 from distembed.data.dataset.schema import Schema
 from distembed.errors import UserError
 
+CREATED_ELSEWHERE = "create_manifest"
+"""The ``source`` in the preparation of a manifest whose files were made elsewhere."""
+
 
 def create_manifest(
     dataset_dir: str | os.PathLike[str],
@@ -34,7 +37,7 @@ def create_manifest(
     """
     folder = Path(dataset_dir)
     described = {name: _describe_split(folder, schema, files) for name, files in splits.items()}
-    manifest = Manifest(schema, described, {"source": "create_manifest"}, tool_version=__version__)
+    manifest = Manifest(schema, described, {"source": CREATED_ELSEWHERE}, tool_version=__version__)
     return manifest.save(folder)
 
 
