@@ -19,6 +19,7 @@ from distembed.commands.error_file import record_error, user_exit_code
 from distembed.commands.shared import errors
 from distembed.errors import InsufficientMemory, Interrupted, RunError, UserError
 from distembed.parent import end_with_parent
+from distembed.plugins import require_none_being_imported
 from distembed.quiet import silence_loggers
 from launch import commands as launch
 
@@ -91,6 +92,7 @@ def main() -> NoReturn:
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     end_with_parent()
     try:
+        require_none_being_imported()
         code = app(standalone_mode=False)
     except _WrongUsage as error:
         text = _usage_error(error)

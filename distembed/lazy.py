@@ -18,8 +18,11 @@ import importlib
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from distembed.errors import UserError
 
 if TYPE_CHECKING:
     import torch as torch
@@ -63,6 +66,20 @@ def imported(value: T | str) -> T:
     return pkgutil.resolve_name(value) if isinstance(value, str) else value
 
 
+_plugins: list[str] = []
+"""The plugins that are being imported, each by the one before it."""
+
+
+@contextmanager
+def registering(plugin: str) -> Iterator[None]:
+    """Has name tables note, within the block, that a plugin adds the names that are added to them."""
+    _plugins.append(plugin)
+    try:
+        yield
+    finally:
+        _plugins.remove(plugin)
+
+
 class NameTable(MutableMapping[str, T]):
     """A table of names, each of whose values is imported when it is first looked up; the names are known at once.
 
@@ -70,20 +87,38 @@ class NameTable(MutableMapping[str, T]):
 
     Args:
         values: The value of each name, which is no string, or where it is, ``"module:name"``.
+
+    Attributes:
+        added: Names that were added or replaced since, with the plugin that did so, or None outside of any.
     """
 
     def __init__(self, values: Mapping[str, T | str]) -> None:
         self._values = dict(values)
+        self.added: dict[str, str | None] = {}
 
     def __getitem__(self, name: str) -> T:
         value = self._values[name] = imported(self._values[name])
         return value
 
     def __setitem__(self, name: str, value: T | str) -> None:
+        """Adds a value; a plugin replaces none but its own.
+
+        Raises:
+            UserError: The name has another value, and a plugin that did not add it is being imported.
+        """
+        plugin = _plugins[-1] if _plugins else None
+        if plugin is not None and name in self._values and self._values[name] not in (value, imported(value)):
+            owner = self.added.get(name, "distembed")
+            if owner != plugin:
+                raise UserError(
+                    f"the name {name!r} is registered already, by {owner or 'this process'}; give it another name"
+                )
         self._values[name] = value
+        self.added[name] = plugin
 
     def __delitem__(self, name: str) -> None:
         del self._values[name]
+        self.added.pop(name, None)
 
     def __contains__(self, name: object) -> bool:
         return name in self._values

@@ -22,6 +22,7 @@ from distembed.capacity.remedies import find_remedies
 from distembed.config import load_config
 from distembed.data.reader.batch import Batch
 from distembed.describe import describe
+from distembed.lazy import NameTable
 from distembed.models import DLRM, MODELS, Model, ModelInputs
 from distembed.optim import OPTIMIZERS, NumberPer, OptimizerKind
 from distembed.partitions import PARTITIONS
@@ -243,13 +244,11 @@ def test_what_is_registered_outside_of_the_package_trains_on_two_ranks(tmp_path:
 
 @pytest.fixture
 def _names_as_before() -> Iterator[None]:
-    before: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        (names, dict(names)) for names in (OPTIMIZERS, PARTITIONS, TASKS, MODELS)
-    ]
     yield
-    for names, own in before:
-        names.clear()
-        names.update(own)
+    tables: list[NameTable[Any]] = [OPTIMIZERS, PARTITIONS, TASKS, MODELS]
+    for names in tables:
+        for name in names.added.copy():
+            del names[name]
 
 
 @pytest.mark.usefixtures("_names_as_before")

@@ -2,6 +2,7 @@
 
 A file has the top keys ``data``, ``model``, ``embedding``, ``train``, ``plan``, ``sse`` and ``task``, each a frozen
 dataclass beside the code that it configures. ``extends: other.yaml``, beside the file, gives what the file leaves out.
+``plugins`` names modules and files that are imported before anything is validated (:mod:`distembed.plugins`).
 ``dotted.key=value`` overrides are parsed as YAML. What is dumped reads back exactly.
 """
 
@@ -10,10 +11,10 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pydantic.dataclasses
-from pydantic import TypeAdapter, model_validator
+from pydantic import Field, TypeAdapter, model_validator
 
 from distembed.config.train import TrainConfig
 from distembed.data.dataset.config import DataConfig
@@ -24,6 +25,7 @@ from distembed.models import MODELS, DLRMConfig, ModelSection
 from distembed.models.config import DeclaringModelConfig
 from distembed.names import STRICT
 from distembed.planning import PlanConfig
+from distembed.plugins import import_plugins, is_file, refuse_files_of_run, with_absolute_files
 from distembed.sse.config import SSEConfig
 from distembed.tasks import TASKS, ClickConfig, TaskSection
 from distembed.tasks.config import DeclaringTaskConfig
@@ -43,6 +45,8 @@ class Config:
         plan: What the planner may do to place tables.
         sse: How ids are replaced in training.
         task: What the model learns.
+        plugins: Modules and files (``.py``) that register models, tasks, optimizers and schemes of one's own. In a YAML
+            file a relative path starts at that file, in an override at the working directory.
     """
 
     data: DataConfig = field(default_factory=DataConfig)
@@ -52,6 +56,7 @@ class Config:
     plan: PlanConfig = field(default_factory=PlanConfig)
     sse: SSEConfig = field(default_factory=SSEConfig)
     task: TaskSection = field(default_factory=ClickConfig)
+    plugins: list[Annotated[str, Field(min_length=1)]] = field(default_factory=list)
 
     @model_validator(mode="after")
     def _model_fits_task(self) -> "Config":
@@ -92,7 +97,9 @@ class Config:
 
     def to_yaml(self) -> str:
         """Returns YAML that :func:`load_config` reads back to an equal config."""
-        return format_yaml(dataclasses.asdict(self))
+        values = dataclasses.asdict(self)
+        plugins = values.pop("plugins")
+        return format_yaml({"plugins": plugins, **values} if plugins else values)
 
 
 _ADAPTER = TypeAdapter(Config)
@@ -113,6 +120,9 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
         raise UserError(f"the overrides have more than {MAX_BYTES:,} characters; write such settings into a file.")
     for override in overrides:
         _apply(values, override)
+    values = with_absolute_files(values, Path.cwd())
+    if path is not None:
+        refuse_files_of_run(values, path)
     return validate(values, str(path) if path is not None else "the overrides")
 
 
@@ -135,7 +145,8 @@ def input_paths(config: Config) -> list[str]:
             return [path for inner, own in value.items() for path in paths(inner, own)]
         return [value] if _is_path(key, value) else []
 
-    return list(dict.fromkeys(paths("", dataclasses.asdict(config))))
+    found = paths("", dataclasses.asdict(config)) + [plugin for plugin in config.plugins if is_file(plugin)]
+    return list(dict.fromkeys(found))
 
 
 def _is_path(key: str, value: Any) -> bool:
@@ -151,8 +162,9 @@ def validate(values: Mapping[str, Any], source: str) -> Config:
         source: Where the values are from, for the error.
 
     Raises:
-        UserError: The values are wrong; the error lists every mistake.
+        UserError: A plugin cannot be imported, or the values are wrong; the error lists every mistake.
     """
+    import_plugins(values.get("plugins"), source)
     return validated(_ADAPTER, Config, values, source)
 
 
@@ -177,7 +189,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 def _read_extended(path: Path, followed: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Returns the values of a file, and those of the file that it extends where it has none."""
-    values = _read_yaml(path)
+    values = with_absolute_files(_read_yaml(path), path.parent)
     base = values.pop("extends", None)
     if base is None:
         return values

@@ -3,13 +3,13 @@
 ``base.py`` says what a model is, and ``inputs.py`` what it is built from; ``embedded.py``, ``interaction.py``,
 ``mlp.py`` and ``soft_one_hot.py`` are the layers that models share.
 
-A model of one's own is a config with ``name`` and ``build``, registered by ``MODELS["mine"] = MyConfig``; see
-:class:`distembed.models.ModelConfig`.
+A model of one's own is a config with ``name`` and ``build``, which a plugin registers by ``MODELS["mine"] = MyConfig``;
+see :class:`distembed.models.ModelConfig`.
 """
 
 from typing import TYPE_CHECKING, Annotated
 
-from distembed.lazy import imports_on_demand
+from distembed.lazy import NameTable, imports_on_demand
 from distembed.models.config import (
     DCNConfig,
     DLRMConfig,
@@ -30,13 +30,15 @@ if TYPE_CHECKING:
     from distembed.models.next_items import NextItems
     from distembed.models.soft_one_hot import SoftOneHot, SoftOneHotSum
 
-MODELS: dict[str, type[ModelConfig]] = {
-    "dlrm": DLRMConfig,
-    "dcn": DCNConfig,
-    "mf": MFConfig,
-    "sasrec": SASRecConfig,
-    "gru": GRUConfig,
-}
+MODELS: NameTable[type[ModelConfig]] = NameTable(
+    {
+        "dlrm": DLRMConfig,
+        "dcn": DCNConfig,
+        "mf": MFConfig,
+        "sasrec": SASRecConfig,
+        "gru": GRUConfig,
+    }
+)
 """Config class by model name."""
 
 ModelSection = Annotated[ModelConfig, ByName(MODELS, "model", default="dlrm")]

@@ -19,7 +19,7 @@ from enum import Enum
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from distembed.lazy import imported
+from distembed.lazy import NameTable, imported
 
 if TYPE_CHECKING:
     import torch
@@ -168,34 +168,42 @@ _ADAM = {"exp_avg": NumberPer.WEIGHT, "exp_avg_sq": NumberPer.WEIGHT}
 _ROW_WISE_ADAGRAD = "torchrec.optim.rowwise_adagrad:RowWiseAdagrad"
 _PARTIAL_ROW_WISE = {"exp_avg": NumberPer.WEIGHT, "exp_avg_sq": NumberPer.ROW}
 
-OPTIMIZERS: dict[str, OptimizerKind] = {
-    "sgd": OptimizerKind(
-        {}, "torch.optim:SGD", {"momentum": 0}, counts_steps=False, has_eps=False, fused_class="torch.optim:SGD"
-    ),
-    "adagrad": OptimizerKind({"sum": NumberPer.WEIGHT}, "torch.optim:Adagrad", fused_class="torch.optim:Adagrad"),
-    "row_wise_adagrad": OptimizerKind({"sum": NumberPer.ROW}, _ROW_WISE_ADAGRAD, fused_class=_ROW_WISE_ADAGRAD),
-    "adam": OptimizerKind(
-        _ADAM,
-        "torch.optim:Adam",
-        {"amsgrad": False},
-        corrects_bias=True,
-        fused_class="torch.optim:Adam",
-        fused_needs_cuda=True,
-    ),
-    "adamw": OptimizerKind(
-        _ADAM, "torch.optim:AdamW", {"amsgrad": False}, corrects_bias=True, decouples_weight_decay=True
-    ),
-    "amsgrad": OptimizerKind(
-        {**_ADAM, "max_exp_avg_sq": NumberPer.WEIGHT}, "torch.optim:Adam", {"amsgrad": True}, corrects_bias=True
-    ),
-    "partial_row_wise_adam": OptimizerKind(
-        _PARTIAL_ROW_WISE, corrects_bias=True, fused_class="torchrec.optim:PartialRowWiseAdam", fused_needs_cuda=True
-    ),
-    "lamb": OptimizerKind(_ADAM, corrects_bias=True, fused_class="torchrec.optim:LAMB", fused_needs_cuda=True),
-    "partial_row_wise_lamb": OptimizerKind(
-        _PARTIAL_ROW_WISE, corrects_bias=True, fused_class="torchrec.optim:PartialRowWiseLAMB", fused_needs_cuda=True
-    ),
-}
+OPTIMIZERS: NameTable[OptimizerKind] = NameTable(
+    {
+        "sgd": OptimizerKind(
+            {}, "torch.optim:SGD", {"momentum": 0}, counts_steps=False, has_eps=False, fused_class="torch.optim:SGD"
+        ),
+        "adagrad": OptimizerKind({"sum": NumberPer.WEIGHT}, "torch.optim:Adagrad", fused_class="torch.optim:Adagrad"),
+        "row_wise_adagrad": OptimizerKind({"sum": NumberPer.ROW}, _ROW_WISE_ADAGRAD, fused_class=_ROW_WISE_ADAGRAD),
+        "adam": OptimizerKind(
+            _ADAM,
+            "torch.optim:Adam",
+            {"amsgrad": False},
+            corrects_bias=True,
+            fused_class="torch.optim:Adam",
+            fused_needs_cuda=True,
+        ),
+        "adamw": OptimizerKind(
+            _ADAM, "torch.optim:AdamW", {"amsgrad": False}, corrects_bias=True, decouples_weight_decay=True
+        ),
+        "amsgrad": OptimizerKind(
+            {**_ADAM, "max_exp_avg_sq": NumberPer.WEIGHT}, "torch.optim:Adam", {"amsgrad": True}, corrects_bias=True
+        ),
+        "partial_row_wise_adam": OptimizerKind(
+            _PARTIAL_ROW_WISE,
+            corrects_bias=True,
+            fused_class="torchrec.optim:PartialRowWiseAdam",
+            fused_needs_cuda=True,
+        ),
+        "lamb": OptimizerKind(_ADAM, corrects_bias=True, fused_class="torchrec.optim:LAMB", fused_needs_cuda=True),
+        "partial_row_wise_lamb": OptimizerKind(
+            _PARTIAL_ROW_WISE,
+            corrects_bias=True,
+            fused_class="torchrec.optim:PartialRowWiseLAMB",
+            fused_needs_cuda=True,
+        ),
+    }
+)
 """All optimizers by the names that configs, plans and checkpoints have for them."""
 
 

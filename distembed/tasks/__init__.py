@@ -3,13 +3,13 @@
 ``base.py`` says what a task is; ``binary_metrics.py`` holds the metrics of binary classifiers, and
 ``ranking_metrics.py`` those of rankings; ``recommendations.py`` has the best items of users as predictions.
 
-A task of one's own is a config with ``name`` and ``build``, registered by ``TASKS["mine"] = MyConfig``; see
-:class:`distembed.tasks.TaskConfig`.
+A task of one's own is a config with ``name`` and ``build``, which a plugin registers by ``TASKS["mine"] = MyConfig``;
+see :class:`distembed.tasks.TaskConfig`.
 """
 
 from typing import TYPE_CHECKING, Annotated
 
-from distembed.lazy import imports_on_demand
+from distembed.lazy import NameTable, imports_on_demand
 from distembed.names import ByName
 from distembed.tasks.config import (
     ClickConfig,
@@ -27,12 +27,14 @@ if TYPE_CHECKING:
     from distembed.tasks.ranking import RankingTask
     from distembed.tasks.rating import RatingTask
 
-TASKS: dict[str, type[TaskConfig]] = {
-    "click": ClickConfig,
-    "rating": RatingConfig,
-    "ranking": RankingConfig,
-    "next_item": NextItemConfig,
-}
+TASKS: NameTable[type[TaskConfig]] = NameTable(
+    {
+        "click": ClickConfig,
+        "rating": RatingConfig,
+        "ranking": RankingConfig,
+        "next_item": NextItemConfig,
+    }
+)
 """Config class by task name."""
 
 TaskSection = Annotated[TaskConfig, ByName(TASKS, "task", default="click")]

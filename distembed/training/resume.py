@@ -23,6 +23,7 @@ from distembed.planning.saved_plan import SavedPlan, read_saved_plan
 from distembed.runs.record import read_json_object
 
 _MAY_CHANGE = {
+    "plugins",
     "data.path",
     "data.schema",
     "data.validation",

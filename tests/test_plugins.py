@@ -1,0 +1,294 @@
+"""Plugins: models and schemes in a file of one's own, known to every command and rank of a run that names the file."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+import distembed
+from distembed.config import input_paths, load_config
+from distembed.errors import UserError
+from distembed.models import MODELS
+from distembed.training.resume import load_run_config
+from tests.processes import run_processes
+from tests.small_runs import ROWS, command, config_values
+from tests.small_runs import distembed as run_command
+
+MODEL = """
+from typing import Literal
+
+import pydantic.dataclasses
+import torch
+from torch import nn
+
+import {helper}
+from distembed.models import MODELS, Model
+
+
+class Linear(Model):
+    batch_fields = ("dense_features", "sparse_features")
+
+    def __init__(self, inputs, hidden):
+        super().__init__()
+        self.embeddings, self.names = inputs.pooled_embeddings()
+        num_numbers = inputs.num_dense + inputs.embedding_dim * len(self.names)
+        self.network = nn.Sequential(nn.Linear(num_numbers, hidden), nn.ReLU(), nn.Linear(hidden, 1))
+
+    def forward(self, dense_features, sparse_features):
+        vectors = self.embeddings(sparse_features)
+        return self.network(torch.cat([dense_features, *(vectors[name] for name in self.names)], 1)).squeeze(1)
+
+
+@pydantic.dataclasses.dataclass(frozen=True)
+class LinearConfig:
+    name: Literal["linear"] = "linear"
+    hidden: int = {helper}.HIDDEN
+
+    def build(self, inputs):
+        return Linear(inputs, self.hidden)
+
+
+MODELS["linear"] = LinearConfig
+
+if __name__ == "__main__":
+    from distembed.cli import main
+
+    main()
+"""
+
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a plugin, a module that it imports, and nothing else."""
+    folder = tmp_path_factory.mktemp("code")
+    (folder / "mine.py").write_text(MODEL.format(helper="sizes_of_mine"))
+    (folder / "sizes_of_mine.py").write_text("HIDDEN = 7\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(code: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks that was launched from another folder than the plugin's, which its config names."""
+    (code / "config.yaml").write_text(
+        yaml.safe_dump({**config_values(dataset), "model": {"name": "linear"}, "plugins": ["mine.py"]})
+    )
+    folder = tmp_path_factory.mktemp("elsewhere")
+    done = subprocess.run(
+        command(
+            "launch", code / "config.yaml", "train.max_steps=4", "-s", "local_cwd", "-j", "1x2", "--run-dir", "run"
+        ),
+        cwd=folder,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "run"
+
+
+@pytest.mark.distributed
+def test_a_launched_run_is_evaluated_predicts_and_is_loaded(run: Path, code: Path, tmp_path: Path) -> None:
+    """Each in a new process, in another working directory than the plugin's."""
+    assert yaml.safe_load((run / "config.yaml").read_text())["plugins"] == [str(code / "mine.py")]
+    evaluated = run_command("evaluate", run).stdout
+    assert f"({ROWS['test']} rows)" in evaluated
+    run_command("predict", run, "--output", tmp_path / "scores.parquet")
+    scores = pq.read_table(tmp_path / "scores.parquet").column("prediction").to_pylist()
+    assert len(scores) == ROWS["test"] and len(set(scores)) > 1
+    run_processes(1, load_and_evaluate, run, evaluated)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_launched_run_is_opened_by_the_other_commands(run: Path, tmp_path: Path) -> None:
+    run_command("materialise", run, "--output", tmp_path / "vectors", "--table", "C3")
+    run_command("check", run)
+    run_command("report", run, "--output", tmp_path / "report.html")
+    run_command("convert", run, "--output", tmp_path / "converted")
+    run_command("train", run / "config.yaml", "train.max_steps=6", "--run-dir", run, "--resume")
+    run_command("resume", run)
+
+
+def load_and_evaluate(_: int, run: Path, said: str) -> None:
+    assert "linear" not in MODELS
+    found = distembed.load(run, checkpoint=4).evaluate("test")
+    assert f"logloss {found['logloss']:.4f}" in said
+
+
+@pytest.mark.distributed
+def test_an_exported_model_needs_no_plugin(run: Path, tmp_path: Path) -> None:
+    run_command("export", run, "--output", tmp_path / "model")
+    check_sample = [sys.executable, "-S", "-c", _WITHOUT_DISTEMBED, str(tmp_path / "model" / "serving_example.py")]
+    done = subprocess.run(check_sample, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+_WITHOUT_DISTEMBED = f"""
+import runpy, sys
+sys.path[1:1] = {[path for path in sys.path if "site-packages" in path]!r}
+sys.modules["distembed"] = None  # its import fails
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path: Path) -> Iterator[Path]:
+    """A file for a plugin; the names that it registers are gone after the test."""
+    yield tmp_path / "plugin.py"
+    for name in MODELS.added.copy():
+        del MODELS[name]
+
+
+REGISTER = """
+from dataclasses import dataclass
+from distembed.models import MODELS
+
+@dataclass(frozen=True)
+class Config:
+    name: str = "own"
+
+MODELS["own"] = Config
+"""
+USE = ["model={name: own}"]
+
+
+def test_a_path_starts_at_the_file_that_has_it_and_in_an_override_at_the_working_directory(
+    plugin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin.write_text(REGISTER)
+    (tmp_path / "base.yaml").write_text("plugins: [plugin.py]")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.yaml").write_text("extends: ../base.yaml")
+    monkeypatch.chdir(tmp_path / "folder")
+    config = load_config(Path("config.yaml"), USE)
+    assert config.plugins == [str(plugin)]
+    assert load_config(None, ["plugins=[../plugin.py]", *USE]) == config
+    assert input_paths(config) == [str(plugin)], "what containers have to see"
+    (tmp_path / "dumped.yaml").write_text(config.to_yaml())
+    assert load_config(tmp_path / "dumped.yaml") == config
+    assert "plugins" not in load_config(None).to_yaml(), "the config of a run without any is as it was"
+
+
+def test_a_plugin_is_imported_once_in_a_process(plugin: Path, tmp_path: Path) -> None:
+    plugin.write_text(f"with open({str(tmp_path / 'imports')!r}, 'a') as file:\n    file.write('x')\n" + REGISTER)
+    first = load_config(None, [f"plugins=[{plugin}]", *USE])
+    os.symlink(plugin, tmp_path / "link.py")
+    assert load_config(None, [f"plugins=[{tmp_path / 'link.py'}]", *USE]).model == first.model
+    assert (tmp_path / "imports").read_text() == "x"
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("import torch\nimport no_such_module\n", "plugin.py, line 2: ModuleNotFoundError: No module named 'no_such"),
+        ("\n\ndef f(:\n", "plugin.py, line 3: SyntaxError: invalid syntax"),
+        ("def f():\n    raise KeyError('k')\n\nf()\n", "plugin.py, line 2: KeyError: 'k'"),
+        (
+            REGISTER.replace('"own"] =', '"dlrm"] ='),
+            "plugin.py, line 9: the name 'dlrm' is registered already, by dist",
+        ),
+    ],
+)
+def test_what_is_wrong_within_a_plugin_is_told_with_its_file_and_line(plugin: Path, text: str, error: str) -> None:
+    plugin.write_text(text)
+    dlrm = MODELS["dlrm"]
+    with pytest.raises(UserError) as found:
+        load_config(None, [f"plugins=[{plugin}]"])
+    assert f"the overrides: the plugin {plugin} cannot be imported: {plugin.parent}/{error}" in str(found.value)
+    assert MODELS["dlrm"] is dlrm
+    plugin.write_text(REGISTER)
+    assert load_config(None, [f"plugins=[{plugin}]", *USE]).model.name == "own", "once it is mended, it is imported"
+
+
+def test_two_plugins_do_not_register_one_name(plugin: Path, tmp_path: Path) -> None:
+    for path in (plugin, tmp_path / "other.py"):
+        path.write_text(REGISTER)
+    with pytest.raises(UserError, match=f"other.py, line 9: the name 'own' is registered already, by {plugin}"):
+        load_config(None, [f"plugins=[{plugin}, {tmp_path}/other.py]", *USE])
+
+
+@pytest.mark.parametrize(
+    ("plugins", "error"),
+    [
+        (
+            "[gone.py]",
+            "the plugin {folder}/gone.py cannot be imported: there is no such file: put it back, or name its ",
+        ),
+        ("[no.such]", "the plugin no.such cannot be imported: there is no module 'no.such' here: install its package,"),
+        ("mine.py", "plugins: Input should be a valid array; got 'mine.py'"),
+        ("[1]", "plugins.0: Input should be a valid string; got 1"),
+        ("['']", "plugins.0: "),
+        ("{a: b}", "plugins: Input should be a valid array"),
+        ('["a\\0.py"]', "plugins.0: "),
+    ],
+)
+def test_a_plugin_that_is_missing_is_told_with_the_file_that_names_it(plugins: str, error: str, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(f"plugins: {plugins}")
+    with pytest.raises(UserError) as found:
+        load_config(config)
+    assert str(config) in str(found.value) and error.format(folder=tmp_path) in str(found.value)
+
+
+def test_a_run_brings_no_code_along(plugin: Path, tmp_path: Path) -> None:
+    """Even if its config names a file in it, by whatever path."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.json").write_text("{}")
+    (run / "theirs.py").write_text("raise SystemExit('executed')")
+    os.symlink(run, tmp_path / "link")
+    for path in ("theirs.py", run / "theirs.py", tmp_path / "link" / "theirs.py", "../run/theirs.py"):
+        (run / "config.yaml").write_text(f"plugins: [{path}]\ndata: {{path: x}}")
+        with pytest.raises(UserError, match="lies within the run's folder.*Read the file, move it out"):
+            load_run_config(run)
+    plugin.write_text(REGISTER)
+    (run / "config.yaml").write_text(f"plugins: [{plugin}]\nmodel: {{name: own}}\ndata: {{path: x}}")
+    assert load_run_config(run).model.name == "own"
+
+
+def test_mistakes_end_commands_with_2(plugin: Path, tmp_path: Path) -> None:
+    """So does a script that calls main() whenever it is imported, as a job's ranks would."""
+    (tmp_path / "config.yaml").write_text("plugins: [plugin.py]\nmodel: {name: own}")
+    assert "there is no such file" in run_command("describe", tmp_path / "config.yaml", code=2).stderr
+    plugin.write_text(REGISTER + "from distembed.cli import main\nmain()\n")
+    told = run_command("describe", tmp_path / "config.yaml", code=2).stderr
+    assert f"the plugin {plugin} calls main() while it is imported" in " ".join(told.split())
+
+
+@pytest.mark.distributed
+def test_a_name_of_this_process_alone_is_not_launched(plugin: Path, tmp_path: Path, config: Path) -> None:
+    plugin.write_text(REGISTER + "from distembed.cli import main\nmain()\n")
+    arguments = [sys.executable, plugin, "launch", config, *USE, "--run-dir", tmp_path / "run"]
+    done = subprocess.run([*map(str, arguments)], capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 2 and not (tmp_path / "run").exists()
+    assert "'own' is registered in this process alone" in done.stderr and f"plugins=[{plugin}]" in done.stderr
+
+
+def test_installed_packages_name_their_plugins_by_entry_points(tmp_path: Path) -> None:
+    (tmp_path / "own_package.py").write_text(REGISTER)
+    information = tmp_path / "own_package-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: own-package\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text("[distembed.plugins]\nown = own_package\n")
+    run_processes(1, use_installed, tmp_path)
+    (tmp_path / "own_package.py").write_text("import no_such_module")
+    run_processes(1, use_broken, tmp_path)
+
+
+def use_installed(_: int, folder: Path) -> None:
+    sys.path.insert(0, str(folder))
+    assert load_config(None, USE).model.name == "own"
+
+
+def use_broken(_: int, folder: Path) -> None:
+    sys.path.insert(0, str(folder))
+    with pytest.raises(UserError, match="the installed package own-package.*own_package.py, line 1: ModuleNotFound"):
+        load_config(None)
