@@ -19,7 +19,7 @@ def number_changes(manifest: Manifest) -> dict[str, Change]:
     """Returns what is done to each column of numbers; nothing is known of datasets that were made elsewhere."""
     schema = _raw_schema(manifest)
     columns = {} if schema is None else schema.dense
-    return {name: _settings(columns.get(name)) | _learnt(manifest, name) for name in manifest.schema.dense}
+    return {name: _settings(schema, columns.get(name)) | _learnt(manifest, name) for name in manifest.schema.dense}
 
 
 def feature_changes(manifest: Manifest) -> dict[str, Change]:
@@ -29,7 +29,7 @@ def feature_changes(manifest: Manifest) -> dict[str, Change]:
     for name in manifest.schema.categorical_names:
         column = None if schema is None else schema.categorical.get(name)
         hashed = {} if schema is None or column is None else {"hash_size": schema.hash_size_of(column)}
-        found[name] = _settings(column) | hashed | _learnt(manifest, name)
+        found[name] = _settings(schema, column) | hashed | _learnt(manifest, name)
     return found
 
 
@@ -57,8 +57,10 @@ def _raw_schema(manifest: Manifest) -> TableSchema | None:
         return None
 
 
-def _settings(column: Any) -> dict[str, Any]:
-    return {} if column is None else dataclasses.asdict(column)
+def _settings(schema: TableSchema | None, column: Any) -> dict[str, Any]:
+    if schema is None or column is None:
+        return {}
+    return dataclasses.asdict(column) | {"missing_values": schema.text.missing_values}
 
 
 def _learnt(manifest: Manifest, name: str) -> dict[str, Any]:

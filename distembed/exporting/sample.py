@@ -13,6 +13,7 @@ from distembed.data.prepare.vocabulary import FIRST_ID, MISSING_ID
 from distembed.exported.manifest import ExportedFeature, ExportedNumber
 from distembed.exporting.raw_values import raw_number
 
+_CANDIDATES = 100
 SAMPLE_NAME = "sample.json"
 
 
@@ -32,7 +33,7 @@ def write_sample(
          "rows": [{"C1": "68fd1e64", "genres": ["drama"], "C2": null, "I1": 2.0}, ...]}
 
     A row has a value for each feature and each number, by its name in the dataset. Null is a missing one. Of a feature
-    with a vocabulary it is the raw value as the vocabulary has it, and an empty text where that has no id of its own;
+    with a vocabulary it is the raw value as the vocabulary has it, or a value of its kind that the vocabulary has not;
     of any other feature it is the id. A number is one that becomes the given one.
 
     Args:
@@ -64,7 +65,19 @@ def _raw_values(folder: Path, feature: ExportedFeature, ids: Sequence[int]) -> l
     """Returns the raw values of ids, reading a vocabulary of any size line by line; the ids, where there is none."""
     if feature.vocabulary is None:
         return list(ids)
-    wanted = set(ids)
+    wanted, known = set(ids), dict[int, Any]({MISSING_ID: None})
+    unknown = {_value(feature.change.get("kind"), number) for number in range(_CANDIDATES)}
     with (folder / feature.vocabulary).open(encoding="utf-8") as lines:
-        known = {number: json.loads(line) for number, line in enumerate(lines, FIRST_ID) if number in wanted}
-    return [None if each == MISSING_ID else known.get(each, "") for each in ids]
+        for number, line in enumerate(lines, FIRST_ID):
+            value = json.loads(line)
+            unknown.discard(value)
+            if number in wanted:
+                known[number] = value
+    return [known.get(each, min(unknown)) for each in ids]
+
+
+def _value(kind: str | None, number: int) -> str:
+    """Returns one of many values of a kind, of which a vocabulary rarely has some."""
+    if kind == "hexadecimal":
+        return f"{2**32 - 1 - number:08x}"
+    return f"{2**63 - 1 - number}" if kind in ("integer", "log_bins") else f"unknown {number}"

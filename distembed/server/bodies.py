@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -11,12 +13,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from distembed.data.table.given_values import json_values
 from distembed.server.arrow_messages import is_compressed
 from distembed.server.outputs import Outputs
-from distembed.server.rows import shown
 from distembed.server.scoring import Request
+from distembed.serving.given_rows import shown
 
 JSON_TYPE, ARROW_TYPE = "application/json", "application/vnd.apache.arrow.stream"
+_LONG_NUMBER = re.compile(rb"[0-9]{19}")
 _MOST_EXPANDED_BYTES = 256 << 20
 """Bytes of all columns once each row has a value of its own."""
 
@@ -68,8 +72,8 @@ def _require_rows(num_rows: int, most_rows: int) -> None:
 
 def _json_rows(body: bytes) -> Request:
     try:
-        values = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
+        values = _json_values(body)
+    except (ValueError, RecursionError) as error:
         raise BadBody(f"the body is no JSON: {error}") from error
     if isinstance(values, dict) and isinstance(values.get("columns"), dict) and "rows" not in values:
         return Request(_rows_of_columns(values["columns"]))
@@ -80,6 +84,19 @@ def _json_rows(body: bytes) -> Request:
         if not isinstance(row, dict):
             raise BadBody(f"row {number} is {shown(row)} and no object of values by their columns")
     return Request(rows)
+
+
+def _json_values(body: bytes) -> Any:
+    """Returns what a body has, by orjson where that suffices: it keeps 64 bits of an integer, and refuses NaN.
+
+    Raises:
+        ValueError: It is no JSON.
+        RecursionError: It is too deep.
+    """
+    if not _LONG_NUMBER.search(body):
+        with suppress(orjson.JSONDecodeError):
+            return orjson.loads(body)
+    return json_values(body)
 
 
 def _rows_of_columns(columns: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -15,20 +16,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distembed.data.dataset.manifest import Manifest
-from distembed.data.prepare.blocks import RejectedRow
 from distembed.errors import UserError
 from distembed.exported.manifest import ExportManifest
 from distembed.exported.programs import Program
 from distembed.server.outputs import Outputs, ProgramOutputs
 from distembed.server.raw_rows import raw_rows
-from distembed.server.rows import BadRow, RowJoiner, missing_columns, shown
+from distembed.serving.given_rows import given_rows, missing_columns
+from distembed.serving.row_decoder import BadRow, bad_rows, decode_rows
 
 DATASET_FOLDER = "dataset"
-_REASONS = {
-    "dense": "is no finite number",
-    "id": "is no value of this column's kind",
-    "user": "is no user of the dataset",
-}
 _MOST_NAMES = 1000
 """Columns of a request that are looked at for what a missing one may have been named."""
 
@@ -66,21 +62,6 @@ class Answer:
     problem: str | None = None
 
 
-@dataclass(frozen=True)
-class _Scored:
-    """The outputs of rows of a table.
-
-    Attributes:
-        outputs: Outputs of the rows that are good.
-        is_good: Which rows are.
-        rejected: The others.
-    """
-
-    outputs: dict[str, NDArray[Any]]
-    is_good: NDArray[np.bool_]
-    rejected: Sequence[RejectedRow]
-
-
 class Scorer:
     """Scores requests; any number of threads may use it.
 
@@ -100,7 +81,6 @@ class Scorer:
         self._rows = raw_rows(folder / DATASET_FOLDER, Manifest.load(folder / DATASET_FOLDER), manifest)
         self._columns = self._rows.columns
         self._needed = [name for name in self._columns.kinds if name not in self._rows.optional]
-        self._joiner = RowJoiner(self._rows.schema, self._columns)
         self._outputs = ProgramOutputs(folder, manifest)
 
     def score(self, requests: Sequence[Request]) -> list[Answer]:
@@ -144,58 +124,24 @@ class Scorer:
         if not request.num_rows:
             return Answer(self._outputs.columns({}, np.empty(0, bool)))
         try:
-            scored = self._score_table(request.table)
+            return self._score_rows(request.table)
         except UserError as error:
             return Answer(problem=str(error))
-        bad = [_bad_row(each, each.line, _value(request.table, each)) for each in scored.rejected]
-        return self._answer(scored.outputs, scored.is_good, bad)
 
-    def _score_rows(self, rows: Sequence[Mapping[str, Any]]) -> Answer:
-        """Returns the answer to rows of JSON."""
-        groups, bad = self._joiner.join(rows)
-        parts = [self._score_table(group.table) for group in groups]
-        if len(parts) == 1 and not bad and not parts[0].rejected:
-            return self._answer(parts[0].outputs, parts[0].is_good, ())
-        places = [np.arange(len(rows)) if group.rows is None else np.array(group.rows, np.int64) for group in groups]
-        for part, own in zip(parts, places, strict=True):
-            for each in part.rejected:
-                row = int(own[each.line])
-                bad.append(_bad_row(each, row, rows[row].get(each.column)))
-        is_good = np.zeros(len(rows), bool)
-        for part, own in zip(parts, places, strict=True):
-            is_good[own] = part.is_good
-        outputs = self._in_order(parts, places, is_good)
-        is_bad = np.zeros(len(rows), bool)
-        is_bad[[each.row for each in bad]] = True  # a value that no table has was null in it
-        outputs = {name: values[~is_bad[is_good]] for name, values in outputs.items()}
-        return self._answer(outputs, is_good & ~is_bad, bad)
-
-    def _in_order(
-        self, parts: Sequence[_Scored], places: Sequence[NDArray[np.int64]], is_good: NDArray[np.bool_]
-    ) -> dict[str, NDArray[Any]]:
-        """Returns the outputs of all good rows, in the order of the rows."""
-        order = np.argsort(np.concatenate([own[part.is_good] for part, own in zip(parts, places, strict=True)]))
-        return {
-            name: np.concatenate([part.outputs[name] for part in parts if part.outputs])[order]
-            for name in (self.manifest.network.outputs if is_good.any() else ())
-        }
-
-    def _answer(self, outputs: dict[str, NDArray[Any]], is_good: NDArray[np.bool_], bad: Sequence[BadRow]) -> Answer:
-        first = {each.row: each for each in reversed(bad)}
-        listed = sorted(first.values(), key=lambda each: each.row)
-        return Answer(self._outputs.columns(outputs, is_good), listed)
-
-    def _score_table(self, table: pa.Table) -> _Scored:
-        """Decodes and scores the rows of a table.
+    def _score_rows(self, rows: Sequence[Mapping[str, Any]] | pa.Table) -> Answer:
+        """Returns the answer to rows.
 
         Raises:
-            UserError: It lacks a column, or one is of a type that has no such values.
+            UserError: A table lacks a column, or one is of a type that has no such values.
         """
+        raw = given_rows(rows, self._columns)
+        table = raw.table
         for name in self._rows.optional - set(table.column_names):
             table = table.append_column(name, pa.nulls(table.num_rows))
-        decoded = self._rows.decode(table)
+        raw = dataclasses.replace(raw, table=table)
+        decoded = decode_rows(self._rows.decode, raw)
         outputs = self._run(self._rows.inputs(decoded.block, self._most_rows))
-        return _Scored(outputs, decoded.is_good, decoded.rejected)
+        return Answer(self._outputs.columns(outputs, decoded.is_good), bad_rows(raw, decoded.rejected, self._columns))
 
     def _run(self, batches: Iterable[Sequence[Tensor]]) -> dict[str, NDArray[Any]]:
         """Returns the outputs of the program for all rows of batches; nothing where there is none."""
@@ -208,15 +154,6 @@ class Scorer:
             name: torch.cat([outputs[place] for outputs in found]).numpy()
             for place, name in enumerate(self.manifest.network.outputs if found else ())
         }
-
-
-def _value(table: pa.Table, rejected: RejectedRow) -> Any:
-    """Returns the value for which a row of a table was rejected; None where it is of several columns."""
-    return table[rejected.column][rejected.line].as_py() if rejected.column in table.column_names else None
-
-
-def _bad_row(rejected: RejectedRow, row: int, value: Any) -> BadRow:
-    return BadRow(row, rejected.column, f"{shown(value)} {_REASONS.get(rejected.reason, rejected.reason)}")
 
 
 def _part(answer: Answer, start: int, num_rows: int) -> Answer:

@@ -1,51 +1,74 @@
-"""Rows as Python holds them, as a table of Arrow's: dictionaries, columns, pandas, Arrow."""
+"""Rows as Python and JSON hold them, as a table of Arrow's: dictionaries, columns, pandas, Arrow."""
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
+from itertools import islice
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
+from distembed.data.prepare.blocks import RejectedRow
+from distembed.data.prepare.table.raw_rows import RawRows
+from distembed.data.table.given_values import given_column
+from distembed.data.table.raw_columns import TableColumns
 from distembed.errors import UserError
 
 _KINDS = (
     "a list of dictionaries, one a row; a dictionary of columns, each a list or an array; a pandas DataFrame; an Arrow "
     "table or record batch; or a distembed Batch"
 )
+_MOST_NAMES = 1000
+"""Columns that are looked at for what a missing one may have been named."""
 
 
-def rows_table(rows: Any) -> pa.Table:
-    """Returns rows as a table.
+def given_rows(rows: Any, columns: TableColumns) -> RawRows:
+    """Returns rows as a table of the columns that are looked at, with the rows that no table has apart.
 
     Args:
         rows: Dictionaries, one a row, of which some may lack a value; a dictionary of columns; a pandas DataFrame; an
             Arrow table or record batch.
+        columns: The columns that are looked at, and of which types each may be.
 
     Raises:
-        UserError: They are none of these, or a column has values of several types.
+        UserError: They are none of these, or lack a column.
     """
-    if isinstance(rows, pa.Table):
-        return rows
-    if isinstance(rows, pa.RecordBatch):
-        return pa.Table.from_batches([rows])
+    if isinstance(rows, pa.Table | pa.RecordBatch):
+        table = rows if isinstance(rows, pa.Table) else pa.Table.from_batches([rows])
+        return RawRows(table, np.arange(len(table)), len(table))
     if isinstance(rows, Mapping):
-        return _of_columns(rows)
+        return _of_columns(rows, columns)
     if type(rows).__module__.partition(".")[0] == "pandas" and hasattr(rows, "columns"):
         _require_columns(rows, rows.columns)
-        return _of_columns({str(name): rows[name] for name in rows.columns})
+        return _of_columns({str(name): rows[name] for name in rows.columns}, columns)
     if isinstance(rows, Sequence) and not isinstance(rows, str | bytes):
-        return _of_dictionaries(rows)
+        return _of_dictionaries(rows, columns)
     raise UserError(f"rows is {_described(rows)}; give {_KINDS}.")
 
 
-def _of_dictionaries(rows: Sequence[Any]) -> pa.Table:
+def shown(value: Any) -> str:
+    """Returns a value as a short text, however large or deep it is."""
+    return reprlib.repr(value)
+
+
+def missing_columns(rows: Sequence[Mapping[str, Any]], columns: Iterable[str]) -> list[str]:
+    """Returns the columns that none of the rows has."""
+    first = rows[0] if rows else {}
+    return [name for name in columns if name not in first and not any(name in row for row in rows)]
+
+
+def _of_dictionaries(rows: Sequence[Any], columns: TableColumns) -> RawRows:
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise UserError(f"row {number} is {_described(row)}; give {_KINDS}.")
-    names = dict.fromkeys(name for row in rows for name in row)
+    missing = missing_columns(rows, columns.names)
+    names = [name for name in columns.names if name not in missing]
+    if missing:  # an error names the columns that are there
+        names = list(dict.fromkeys((*names, *islice((name for row in rows for name in row), _MOST_NAMES))))
     _require_columns(rows, names)
-    return _of_columns({name: [row.get(name) for row in rows] for name in names})
+    return _of_columns({name: [row.get(name) for row in rows] for name in names}, columns)
 
 
 def _require_columns(rows: Sized, names: Collection[Any]) -> None:
@@ -54,13 +77,21 @@ def _require_columns(rows: Sized, names: Collection[Any]) -> None:
         raise UserError(f"rows has {len(rows):,} rows and not one column; give each row's values by their columns.")
 
 
-def _of_columns(columns: Mapping[Any, Any]) -> pa.Table:
-    arrays = {_name(name): _array(name, values) for name, values in columns.items()}
-    lengths = {name: len(array) for name, array in arrays.items()}
+def _of_columns(given: Mapping[Any, Any], columns: TableColumns) -> RawRows:
+    lengths = {_name(name): _length(name, values) for name, values in given.items()}
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{name} {length:,}" for name, length in list(lengths.items())[:5])
         raise UserError(f"the columns of rows have unequally many values ({listed}, ...); give one a row.")
-    return pa.table(arrays)
+    num_rows = next(iter(lengths.values()), 0)
+    arrays = {}
+    bad: dict[int, RejectedRow] = {}
+    for name, values in given.items():
+        arrays[name], wrong = given_column(values, name, columns) if name in columns.kinds else (pa.nulls(num_rows), [])
+        for row in wrong:
+            text = shown(list(values)[row]).encode(errors="backslashreplace")
+            bad.setdefault(row, RejectedRow(row, "value", text, name))
+    kept = np.delete(np.arange(num_rows), sorted(bad))
+    return RawRows(pa.table(arrays).take(kept), kept, num_rows, tuple(bad[row] for row in sorted(bad)))
 
 
 def _name(name: Any) -> str:
@@ -69,22 +100,13 @@ def _name(name: Any) -> str:
     return name
 
 
-def _array(name: str, values: Any) -> pa.Array | pa.ChunkedArray:
-    if isinstance(values, pa.Array | pa.ChunkedArray):
-        return values
-    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+def _length(name: str, values: Any) -> int:
+    if isinstance(values, str | bytes) or not isinstance(values, Sized):
         raise UserError(
             f"the column {name!r} of rows is {_described(values)}; give a list or an array with a value a row, and a "
             "single row as a list of one dictionary."
         )
-    try:
-        is_pandas = type(values).__module__.partition(".")[0] == "pandas"
-        return pa.array(values, from_pandas=True) if is_pandas else pa.array(values)
-    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-        raise UserError(
-            f"the column {name!r} of rows has values of several types, or of one that is no text, number, time or list "
-            f"of these ({error})."
-        ) from error
+    return len(values)
 
 
 def _described(value: Any) -> str:

@@ -31,11 +31,11 @@ from distembed.errors import RunError, UserError
 from distembed.names import one_of
 from distembed.quiet import silenced_loggers
 from distembed.ranks import choose_device
-from distembed.serving.given_rows import rows_table
+from distembed.serving.given_rows import given_rows
 from distembed.serving.page import described_as_html
 from distembed.serving.raw_inputs import RawInputs
 from distembed.serving.requests import find_run_for_rows, row_decoder, unknown_columns
-from distembed.serving.row_decoder import RowDecoder, TableRowDecoder, batches_of, rejected_text
+from distembed.serving.row_decoder import RowDecoder, TableRowDecoder, bad_rows, bad_rows_text, batches_of, decode_rows
 from distembed.serving.whole_model import WholeModel, load_whole_model
 from distembed.training.evaluation import EVALUATION_BATCH_SIZE
 from distembed.training.prediction_columns import PredictionColumns, recommended_values
@@ -165,14 +165,15 @@ class LoadedModel:
         one_of("malformed", malformed, ("refuse", "null"))
         if isinstance(rows, Batch):
             return self._answer(self._score([rows]), None)
-        table = rows_table(rows)
-        if not len(table):  # of no dictionaries the columns are not known
+        raw = given_rows(rows, self._rows.columns)
+        if not raw.num_lines:  # of no dictionaries the columns are not known
             return self._answer(self._score([]), None)
-        decoded = self._rows.decode(table)
+        decoded = decode_rows(self._rows.decode, raw)
         if decoded.rejected and malformed == "refuse":
+            bad = bad_rows(raw, decoded.rejected, self._rows.columns)
             raise UserError(
-                f"{len(decoded.rejected)} of {len(decoded.is_good)} rows are malformed: "
-                f"{rejected_text(decoded.rejected)}. Mend them, or give malformed='null' for predictions of NaN."
+                f"{len(bad)} of {raw.num_lines} rows are malformed: {bad_rows_text(bad)}. Mend them, or give "
+                "malformed='null' for predictions of NaN."
             )
         batches = batches_of(self.schema, decoded.block, EVALUATION_BATCH_SIZE)
         return self._answer(self._score(batches), decoded.is_good)
@@ -277,9 +278,11 @@ class LoadedModel:
             source = TableSource(find_inputs([os.fspath(on)]), decoder.schema)
             blocks = [piece.block for piece in RawInputs(source, decoder, max_rejected=max_rejected).pieces()]
         else:
-            decoded = decoder.decode(rows_table(on))
-            if len(decoded.rejected) > max_rejected * len(decoded.is_good):
-                raise UserError(f"{len(decoded.rejected)} rows are malformed: {rejected_text(decoded.rejected)}.")
+            raw = given_rows(on, decoder.columns)
+            decoded = decode_rows(decoder.decode, raw)
+            if len(decoded.rejected) > max_rejected * raw.num_lines:
+                bad = bad_rows(raw, decoded.rejected, decoder.columns)
+                raise UserError(f"{len(bad)} rows are malformed: {bad_rows_text(bad)}.")
             blocks = [decoded.block]
         task = self._model.task
         batches = (batch for block in blocks for batch in batches_of(self.schema, block, EVALUATION_BATCH_SIZE))

@@ -25,7 +25,7 @@ from distembed.data.prepare.rejected_rows import rejected_rows
 from distembed.data.prepare.table.raw_rows import RawRows
 from distembed.data.prepare.table.source import TableSource
 from distembed.data.reader.decode import Block
-from distembed.serving.row_decoder import RowDecoder
+from distembed.serving.row_decoder import RowDecoder, decode_rows
 
 _BLOCK_BYTES = 4 << 20
 _WHOLE = 1 << 62
@@ -101,16 +101,14 @@ class RawInputs:
             if num_lines:
                 rejected.require_few(num_lines)
 
-    def _piece(self, raw: RawRows) -> tuple[ScoredPiece, list[RejectedRow]]:
+    def _piece(self, raw: RawRows) -> tuple[ScoredPiece, Sequence[RejectedRow]]:
         """Returns a block's lines, and the malformed ones."""
-        decoded = self._decoder.decode(raw.table)
-        bad = [RejectedRow(int(raw.lines[row.line]), row.reason, row.text) for row in decoded.rejected]
+        decoded = decode_rows(self._decoder.decode, raw)
         places = np.full(raw.num_lines, -1, np.int64)
         places[raw.lines] = np.arange(len(raw.lines))
         index = pa.array(places, mask=places < 0)
         keys = pa.table({name: self._key(name, raw.table[name]).take(index) for name in self.keys})
-        piece = ScoredPiece(raw.num_lines, raw.lines[decoded.is_good], keys, decoded.block)
-        return piece, sorted([*raw.bad, *bad], key=lambda row: row.line)
+        return ScoredPiece(raw.num_lines, np.flatnonzero(decoded.is_good), keys, decoded.block), decoded.rejected
 
     def _key(self, name: str, column: pa.ChunkedArray) -> Any:
         """Returns a key column in the type of its first values: those of JSON may differ from block to block."""

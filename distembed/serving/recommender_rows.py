@@ -51,11 +51,13 @@ class _NamedRows:
         assert not parsed.rejected, "every text is a value"
         return self._encoder.encode(parsed)
 
-    def _known(self, table: pa.Table, block: Block, is_good: NDArray[np.bool_]) -> DecodedRows:
+    def _known(self, reason: str, table: pa.Table, block: Block, is_good: NDArray[np.bool_]) -> DecodedRows:
         """Returns the rows that are good, and the others as rejected ones."""
         names = self._parser.columns.names
         rejected = [
-            RejectedRow(row, "id", " ".join(str(table[name][row].as_py()) for name in names).encode(), " ".join(names))
+            RejectedRow(
+                row, reason, " ".join(str(table[name][row].as_py()) for name in names).encode(), " ".join(names)
+            )
             for row in np.flatnonzero(~is_good).tolist()
         ]
         return DecodedRows(is_good, block.gather(np.flatnonzero(is_good)), tuple(rejected))
@@ -71,7 +73,7 @@ class UserRowDecoder(_NamedRows):
         """Returns the rows of a table, as :meth:`~distembed.serving.row_decoder.RowDecoder.decode` says."""
         block = self._encoded(table)
         place = [feature.name for feature in self._records.single].index(USER)
-        return self._known(table, block, block.records[:, place] >= FIRST_ID)
+        return self._known("user", table, block, block.records[:, place] >= FIRST_ID)
 
 
 class SequenceRowDecoder(_NamedRows):
@@ -100,4 +102,4 @@ class SequenceRowDecoder(_NamedRows):
         is_known = items.values >= FIRST_ID
         rows = np.repeat(np.arange(len(items.lengths)), items.lengths)[is_known]
         known = Jagged.from_lengths(items.values[is_known], np.bincount(rows, minlength=len(items.lengths)))
-        return self._known(table, Block(block.records, {ITEM: known}), known.lengths > 0)
+        return self._known("sequence", table, Block(block.records, {ITEM: known}), known.lengths > 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -15,14 +15,25 @@ from numpy.typing import NDArray
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import Schema
 from distembed.data.prepare.blocks import RejectedRow
+from distembed.data.prepare.table.raw_rows import RawRows
 from distembed.data.reader import Batch
 from distembed.data.reader.assemble import BatchAssembler
 from distembed.data.reader.decode import Block
 from distembed.data.table.encoder import RowEncoder, raw_schema
 from distembed.data.table.parser import TableParser
-from distembed.data.table.raw_columns import TableColumns
+from distembed.data.table.raw_columns import TableColumns, as_lists, one_array, plain_array
 from distembed.data.table.schema import TableSchema
+from distembed.serving.given_rows import shown
 
+_REASONS = {
+    "label": "is no label",
+    "weight": "is no weight of 0 or more",
+    "dense": "is no finite number",
+    "id": "is no value of this column's kind",
+    "user": "is no user of the dataset",
+    "sequence": "has no item of the dataset",
+    "value": "is no text, number or truth value, nor a list of these where the column has lists",
+}
 Extra = Literal["label", "weight"]
 """What raw rows may have beside the columns that a model is shown."""
 
@@ -126,9 +137,65 @@ def batches_of(schema: Schema, block: Block, batch_size: int) -> Iterator[Batch]
         yield from assembler.assemble([part], [len(rows)])
 
 
-def rejected_text(rejected: Sequence[RejectedRow], most: int = 5) -> str:
-    """Returns the numbers of malformed rows with their reasons, and the values of the first of them."""
-    shown = ", ".join(f"{row.line} ({' of '.join(filter(None, (row.reason, row.column)))})" for row in rejected[:most])
-    more = f" and {len(rejected) - most} more" if len(rejected) > most else ""
-    first: Any = rejected[0].text.decode(errors="backslashreplace")
-    return f"row {shown}{more}; row {rejected[0].line} is {first[:200]!r}"
+def decode_rows(decode: Callable[[pa.Table], DecodedRows], raw: RawRows) -> DecodedRows:
+    """Returns rows as the columns of the dataset; those that are no rows of the table are rejected too.
+
+    Args:
+        decode: :meth:`RowDecoder.decode`.
+        raw: The rows.
+
+    Raises:
+        UserError: The table lacks a column, or one is of a type that has no such values.
+    """
+    decoded = decode(raw.table)
+    is_good = np.zeros(raw.num_lines, bool)
+    is_good[raw.lines[decoded.is_good]] = True
+    rejected = [dataclasses.replace(row, line=int(raw.lines[row.line])) for row in decoded.rejected]
+    return DecodedRows(is_good, decoded.block, tuple(sorted([*raw.bad, *rejected], key=lambda row: row.line)))
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row that cannot be scored.
+
+    Attributes:
+        row: Its number, from 0.
+        field: Name of the column.
+        reason: The value, and what is wrong with it.
+    """
+
+    row: int
+    field: str
+    reason: str
+
+
+def bad_rows(raw: RawRows, rejected: Sequence[RejectedRow], columns: TableColumns) -> list[BadRow]:
+    """Returns what is wrong with rejected rows; a value is shown as its text, which does not depend on other rows.
+
+    Args:
+        raw: The rows that were decoded.
+        rejected: The rejected ones.
+        columns: The columns of their table.
+    """
+    found = []
+    for row in rejected:
+        value = row.text.decode(errors="replace")
+        if row.reason != "value":
+            place = int(np.searchsorted(raw.lines, row.line))
+            value = _shown_text(raw.table[row.column].slice(place, 1), row.column, columns)
+        found.append(BadRow(row.line, row.column, f"{value} {_REASONS[row.reason]}"))
+    return found
+
+
+def bad_rows_text(bad: Sequence[BadRow], most: int = 5) -> str:
+    """Returns what is wrong with rows in a sentence."""
+    listed = "; ".join(f"row {each.row}, column {each.field!r}: {each.reason}" for each in bad[:most])
+    return listed + (f"; and {len(bad) - most} more" if len(bad) > most else "")
+
+
+def _shown_text(column: pa.ChunkedArray, name: str, columns: TableColumns) -> str:
+    """Returns the text of the one value of a column, or those of its list."""
+    value = plain_array(one_array(column))
+    if columns.takes_lists(name):
+        return shown(as_lists(value, columns.separators[name]).flatten().cast(pa.string()).drop_null().to_pylist())
+    return shown(value.cast(pa.string())[0].as_py())

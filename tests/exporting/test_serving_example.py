@@ -54,11 +54,11 @@ def test_the_environment_has_torch_alone(python: Path) -> None:
         assert done.returncode == 1 and f"No module named '{name}'" in done.stderr
 
 
-def test_the_example_has_at_most_forty_lines_and_imports_torch_and_the_standard_library(model: Path) -> None:
+def test_the_example_has_at_most_a_hundred_lines_and_imports_torch_and_the_standard_library(model: Path) -> None:
     text = (model / EXAMPLE_NAME).read_text()
-    assert len(text.splitlines()) <= 40
+    assert len(text.splitlines()) <= 100
     imported = [line.split()[1] for line in text.splitlines() if line.startswith(("import ", "from "))]
-    assert imported == ["json", "math", "pathlib", "torch"]
+    assert imported == ["json", "math", "re", "decimal", "pathlib", "torch"]
 
 
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["one program", "shards"])

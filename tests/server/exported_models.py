@@ -13,9 +13,11 @@ from tests.small_runs import config_values, distembed
 NUM_ROWS = 300
 
 
-def trained_run(folder: Path, schema: dict[str, Any] | None = None, **sections: Any) -> Path:
+def trained_run(
+    folder: Path, schema: dict[str, Any] | None = None, rows: list[dict[str, Any]] | None = None, **sections: Any
+) -> Path:
     """Prepares rows as ``dataset``, trains for three steps, and returns the run's folder."""
-    prepare_table(draw_rows(NUM_ROWS), folder / "dataset", schema)
+    prepare_table(rows or draw_rows(NUM_ROWS), folder / "dataset", schema)
     (folder / "config.yaml").write_text(yaml.safe_dump({**config_values(folder / "dataset"), **sections}))
     distembed("train", folder / "config.yaml", "train.max_steps=3", "--run-dir", folder / "run")
     return folder / "run"

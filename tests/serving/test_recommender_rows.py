@@ -87,7 +87,7 @@ def test_users_get_the_best_items_that_they_do_not_have(runs: Path, tmp_path: Pa
             assert shown[:num_left] == [items[item] for item in order][:num_left]
             assert shown[num_left:] == [None] * (10 - num_left) if num_left < 10 else True
             np.testing.assert_allclose(of_user[:num_left], expected[row, order][:num_left], rtol=1e-5, atol=1e-6)
-    with pytest.raises(UserError, match=r"1 of 2 rows are malformed: row 1 \(id of user\); row 1 is 'nobody'"):
+    with pytest.raises(UserError, match="1 of 2 rows are malformed: row 1, column 'user': 'nobody' is no user"):
         model.predict([rows[0], {"user": "nobody"}])
     assert model.predict([{"user": "nobody"}], malformed="null")["item_1"].to_pylist() == [None]
 
@@ -115,7 +115,9 @@ def test_sequences_get_the_items_of_the_split(runs: Path, tmp_path: Path, kind: 
     assert pq.read_table(tmp_path / "raw.parquet")["who"].to_pylist() == expected["user"].to_pylist()
     one, with_unknown = model.predict([raw[0]]), model.predict([{"item": ["?", *raw[0]["item"], None]}])
     assert one.equals(with_unknown)
-    with pytest.raises(UserError, match=r"2 of 3 rows are malformed: row 1 \(id of item\), 2 \(id of item\)"):
+    with pytest.raises(
+        UserError, match=r"2 of 3 rows are malformed: row 1, column 'item': \[\] has no item .*; row 2, "
+    ):
         model.predict([raw[0], {"item": []}, {"item": ["?"]}])
 
 

@@ -5,6 +5,7 @@
 - ``parser.py`` turns a table of raw columns into a block of a dataset's columns, and sets the malformed rows aside:
   ``raw_columns.py`` finds the columns, ``numbers.py`` reads labels, times and numbers, ``keys.py`` the values that get
   ids, and ``text_keys.py`` has the hashes of texts.
+- ``given_values.py`` makes columns of values of JSON and Python.
 - ``encoder.py`` gives a parsed block the ids and transforms of a dataset that is there, by its ``vocabularies.py``.
 - It is shared by preparing (:mod:`distembed.data.prepare`) and by scoring raw rows.
 """

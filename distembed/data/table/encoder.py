@@ -25,6 +25,7 @@ from distembed.data.prepare.blocks import BlockLayout, IdColumn, ParsedBlock
 from distembed.data.prepare.learnt_numbers import bin_ids, number_change
 from distembed.data.prepare.vocabulary import MISSING_ID
 from distembed.data.reader.decode import Block, RecordLayout
+from distembed.data.table.given_values import given_column
 from distembed.data.table.keys import KEY_KINDS, coded, id_column
 from distembed.data.table.raw_columns import VALUE_TYPES, type_kind
 from distembed.data.table.schema import CategoricalColumn, DenseColumn, LabelColumn, TableSchema
@@ -93,10 +94,9 @@ class RowEncoder:
             )
         if isinstance(values, str | bytes):
             raise UserError(f"the values of {feature!r} are the one text {values!r}; give a list with it.")
-        try:
-            given = pa.array(values)
-        except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-            raise UserError(f"the values of {feature!r} are not all of one type ({error}).") from error
+        given, bad = given_column(values, feature)
+        if bad:
+            raise UserError(f"value {bad[0]} of {feature!r} is {values[bad[0]]!r}, which is no text or number.")
         allowed = VALUE_TYPES[kinds[feature]]
         if type_kind(given.type) not in (*allowed, None):
             raise UserError(

@@ -36,15 +36,34 @@ def is_missing(column: pa.Array) -> Bools:
     return result
 
 
+def has_missing_text(column: pa.Array, missing: pa.Array) -> Bools:
+    """Returns which values have a text that stands for a missing value; no typed value has an empty one."""
+    if not pa.types.is_string(column.type) and not any(missing.to_pylist()):
+        return np.zeros(len(column), bool)
+    result: Bools = pc.is_in(column.cast(pa.string()), value_set=missing).to_numpy(zero_copy_only=False)
+    return result
+
+
 def number_values(column: pa.Array) -> tuple[NDArray[np.float64], Bools]:
     """Returns numbers, NaN where they are missing; a value that is there and no finite number is malformed."""
     numbers, not_finite = finite_numbers(column)
     return numbers, not_finite & ~is_missing(column) if not_finite.any() else not_finite
 
 
+def values_as_numbers(column: pa.Array) -> tuple[NDArray[np.float64], Bools]:
+    """Returns numbers as :func:`number_values` does, and 1 and 0 for true and false, texts in either case included."""
+    numbers, wrong = number_values(column)
+    if wrong.any() and pa.types.is_string(column.type):
+        lower = pc.utf8_lower(column)
+        for text, number in (("true", 1.0), ("false", 0.0)):
+            found = pc.fill_null(pc.equal(lower, text), False).to_numpy(zero_copy_only=False)
+            numbers, wrong = np.where(found, number, numbers), wrong & ~found
+    return numbers, wrong
+
+
 def dense_values(column: pa.Array, transform: str) -> tuple[Floats, Bools]:
     """Returns numbers in float32, NaN where they are missing; with ``log``, log(1 + x), and 0 for negative ones."""
-    numbers, wrong = number_values(column)
+    numbers, wrong = values_as_numbers(column)
     with np.errstate(over="ignore", invalid="ignore"):
         values = numbers.astype(np.float32)
         wrong |= np.isinf(values)
@@ -63,7 +82,7 @@ def weight_values(column: pa.Array) -> tuple[Floats, Bools]:
 def label_values(column: pa.Array, label: LabelColumn) -> tuple[NDArray[np.int8] | Floats, Bools]:
     """Returns labels, int8 for those of 0 and 1 and float32 for numbers; a missing one is malformed."""
     if label.at_least is not None:
-        numbers, wrong = number_values(column)
+        numbers, wrong = values_as_numbers(column)
         return (numbers >= label.at_least).astype(np.int8), wrong | np.isnan(numbers)
     if label.kind == "number":
         values, wrong = dense_values(column, "none")
@@ -99,12 +118,8 @@ def _by_distinct_value(
 
 
 def _binary_values(distinct: pa.Array) -> tuple[NDArray[np.int8], Bools]:
-    """Returns 0 and 1 for numbers that are these, and for false and true in letters of either case."""
-    if pa.types.is_string(distinct.type):
-        lower = pc.utf8_lower(distinct)
-        distinct = pc.replace_substring_regex(lower, "^true$", "1")
-        distinct = pc.replace_substring_regex(distinct, "^false$", "0")
-    numbers, wrong = number_values(distinct)
+    """Returns 0 and 1 for values that are these."""
+    numbers, wrong = values_as_numbers(distinct)
     return (numbers == 1).astype(np.int8), wrong | ~((numbers == 0) | (numbers == 1))
 
 

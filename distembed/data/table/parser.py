@@ -1,7 +1,8 @@
 """Rows of a table to the columns of a dataset, as a schema says; malformed rows are set aside.
 
 What is parsed is an Arrow table of the columns that the schema names. They are texts, as of CSV files, or typed, as of
-Parquet: the text of a number and the number are the same value. A row is malformed, for the first of these reasons:
+Parquet: a number or a truth value and its text are the same value, and true is 1 where a number is wanted. A row is
+malformed, for the first of these reasons:
 
 - ``label``: the label is missing, or none of its kind;
 - ``weight``: the weight is missing, negative, or no finite number;
@@ -48,6 +49,7 @@ from distembed.data.table.keys import (
 from distembed.data.table.numbers import (
     Bools,
     dense_values,
+    has_missing_text,
     label_values,
     time_values,
     weight_values,
@@ -161,11 +163,9 @@ class TableParser:
             yield reason, column, found[place]
 
     def _present(self, column: pa.Array) -> pa.Array:
-        """Returns a column in which texts that stand for a missing value are null."""
-        if not pa.types.is_string(column.type):
-            return column
-        missing = pc.is_in(column, value_set=self._missing)
-        return pc.if_else(missing, pa.scalar(None, column.type), column) if pc.any(missing).as_py() else column
+        """Returns a column in which values with a text that stands for a missing value are null."""
+        missing = has_missing_text(column, self._missing)
+        return pc.if_else(pa.array(missing), pa.scalar(None, column.type), column) if missing.any() else column
 
     def _keys(self, columns: Mapping[str, pa.Array], num_rows: int) -> Iterator[tuple[str, CodedColumn, Keys]]:
         """Yields the columns of values that get ids with what they are of in the table, in the layout's order."""

@@ -21,7 +21,7 @@ _NUMERIC = (TEXT, NUMBER, INTEGER, BOOLEAN)
 VALUE_TYPES = {
     "string": (*_NUMERIC, TIME),
     "integer": _NUMERIC,
-    "hexadecimal": (TEXT, INTEGER),
+    "hexadecimal": _NUMERIC,
     "log_bins": _NUMERIC,
     "quantile_bins": _NUMERIC,
 }
@@ -37,11 +37,13 @@ class TableColumns:
     Attributes:
         kinds: Kinds of types that each column may be of, by the column's name.
         numbers: The columns that are nothing but numbers.
+        separators: What separates the values of a list in a text, by the name of each column that has lists.
     """
 
     def __init__(self, schema: TableSchema) -> None:
         uses: list[tuple[str, Sequence[str]]] = []
         entries: dict[str, Sequence[str]] = {}  # of lists
+        self.separators: dict[str, str | None] = {}
         uses += [(each.column, _NUMERIC) for each in (schema.label, schema.weight) if each is not None]
         uses += [(schema.time.column, (TEXT, NUMBER, INTEGER, TIME))] if schema.time is not None else []
         uses += [(column, _NUMERIC) for column in schema.dense_columns.values()]
@@ -49,7 +51,10 @@ class TableColumns:
             allowed: Sequence[str] = VALUE_TYPES[schema.categorical[name].kind]
             if schema.categorical[name].holds_lists:
                 entries[columns[0]] = [kind for kind in entries.get(columns[0], allowed) if kind in allowed]
-                allowed = (LIST, TEXT, INTEGER)
+                separator = schema.categorical[name].separator
+                # a column with two separators has texts alone: a list beside a text could be divided by neither
+                if self.separators.setdefault(columns[0], separator) == separator:
+                    allowed = (LIST, *allowed)
             uses += [(column, allowed) for column in columns]
         uses += [(schema.split_column, VALUE_TYPES["string"])] if schema.split_column is not None else []
         keyed, others = _uses_as_keys(schema)
@@ -157,6 +162,8 @@ def as_lists(column: pa.Array, separator: str | None) -> pa.Array:
         return column
     if separator is None:
         return pa.ListArray.from_arrays(pa.array(range(len(column) + 1), pa.int32()), column)
+    if pa.types.is_floating(column.type):
+        column = pc.if_else(pc.is_nan(column), pa.scalar(None, column.type), column)  # missing, and no text
     return pc.split_pattern(column.cast(pa.string()), separator)
 
 

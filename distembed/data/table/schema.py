@@ -157,9 +157,9 @@ class CategoricalColumn:
 
     Attributes:
         column: The table's column; null for the dataset's name.
-        kind: ``string``; ``integer`` of 64 bits; ``hexadecimal`` of up to 8 digits; ``log_bins``: the square of the
-            logarithm of a number above 2, rounded down, and lower numbers rounded down themselves; or
-            ``quantile_bins``: bins of equally many training rows, as far as equal numbers allow.
+        kind: ``string``; ``integer`` of 64 bits; ``hexadecimal`` of up to 8 digits, which those of a number are too;
+            ``log_bins``: the square of the logarithm of a number above 2, rounded down, and lower numbers rounded down
+            themselves; or ``quantile_bins``: bins of equally many training rows, as far as equal numbers allow.
         min_count: Values seen fewer times in the training rows share the out-of-vocabulary id; null for the schema's.
         hash_size: Size of the table that values are hashed into; null for the schema's.
         hash_seed: Seed of the hash.

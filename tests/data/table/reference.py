@@ -28,6 +28,8 @@ def number(text: str | None) -> float:
     """Returns a finite number in 32 bits, or NaN for a missing value."""
     if text is None:
         return math.nan
+    if text.lower() in ("true", "false"):
+        return float(text.lower() == "true")
     if not _NUMBER.fullmatch(text) or abs(float(text)) >= 2.0**128 * (1 - 2**-25):
         raise Malformed
     return float(text)
@@ -66,6 +68,11 @@ def key(text: str, kind: str) -> str | int:
         value = number(text)
         return math.floor(math.log(value) ** 2 if value > 2 else value)
     pattern, base = (_HEX, 16) if kind == "hexadecimal" else (_INTEGER, 10)
+    if kind == "integer" and not _INTEGER.fullmatch(text):
+        value = number(text)
+        if value != math.floor(value) or abs(value) > 2**53:
+            raise Malformed
+        return int(value)
     if not pattern.fullmatch(text):
         raise Malformed
     value = int(text.split(".")[0], base)
@@ -95,9 +102,7 @@ def parse(row: Row, schema: TableSchema) -> dict[str, Any] | str:
     try:
         reason = "label"
         if schema.label is not None:
-            label = number(
-                {"true": "1", "false": "0"}.get(str(row[schema.label.column]).lower(), row[schema.label.column])
-            )
+            label = number(row[schema.label.column])
             if schema.label.at_least is not None and not math.isnan(label):
                 label = float(label >= schema.label.at_least)
             if math.isnan(label) or (schema.label.kind == "binary" and label not in (0, 1)):

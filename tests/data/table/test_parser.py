@@ -1,5 +1,6 @@
 """The parser of tables against one that reads value after value, and the laws that it holds."""
 
+import math
 import random
 from datetime import date, timedelta
 from typing import Any
@@ -8,6 +9,7 @@ import pyarrow as pa
 import pytest
 
 from distembed.data.table.parser import TableParser
+from distembed.data.table.raw_columns import VALUE_TYPES
 from distembed.data.table.schema import TableSchema
 from distembed.errors import UserError
 from tests.data.table import reference
@@ -39,10 +41,16 @@ POOLS: dict[str, tuple[list[str | None], list[str]]] = {
         ["0", "1413849600", "2014-10-21", "2014-10-21T01:02:03", "2014-10-21 01:02:03.9+01:00"],
         ["soon", "", "2014-13-01"],
     ),
-    "price": ([None, "0", "-3", "17", "1e6", "2", "3.5", "+4"], ["free", "0x1f", "1_0", "infinity", "1e999"]),
+    "price": (
+        [None, "0", "-3", "17", "1e6", "2", "3.5", "+4", "true", "FALSE"],
+        ["free", "0x1f", "1_0", "infinity", "1e999"],
+    ),
     "age": ([None, "20", "30.5", "99"], ["old", "--1", "1e39"]),
     "site": ([None, "a", "b", "sité", "a|b", "a\\", "NA"], ["\u2028"]),
-    "number": ([None, "0", "-7", "7.0", "007", "9223372036854775807"], ["9223372036854775808", "7.5", "x", "1e3", "-"]),
+    "number": (
+        [None, "0", "-7", "7.0", "007", "1e3", "True", "9223372036854775807"],
+        ["9223372036854775808", "7.5", "x", "1e16", "-"],
+    ),
     "hash": ([None, "0a", "A", "ffffffff", "0000000a"], ["123456789", "xyz", "-1", "0x1"]),
     "genres": ([None, "a", "a|b", "b||c", "|", "x|a|b|c"], ["|||"]),
     "numbers": ([None, "1", "1 2", "3 2 1", " "], ["1 x", "1.5"]),
@@ -150,7 +158,7 @@ def test_typed_columns_are_as_their_texts() -> None:
             "age": pa.array([20, 30, None], pa.int16()),
             "site": pa.array(["a", None, "a"], pa.large_string()).dictionary_encode(),
             "number": pa.array([7.0, None, -1.0]),
-            "hash": pa.array([10, 2**32 - 1, None]),
+            "hash": pa.array([10, 12345678, None]),
             "genres": pa.array([["a", None, "b"], None, []], pa.large_list(pa.string())),
             "numbers": pa.array([[1, 2, 3], [], None], pa.list_(pa.int32())),
             "genres_text": pa.array([b"x", None, b"y"]),
@@ -165,7 +173,7 @@ def test_typed_columns_are_as_their_texts() -> None:
             "age": ["20", "30", None],
             "site": ["a", None, "a"],
             "number": ["7", None, "-1"],
-            "hash": ["a", "ffffffff", None],
+            "hash": ["10", "12345678", None],
             "genres": ["a|b", None, ""],
             "numbers": ["1 2 3", None, None],
             "genres_text": ["x", None, "y"],
@@ -173,6 +181,37 @@ def test_typed_columns_are_as_their_texts() -> None:
     )
     parser = TableParser(SCHEMA)
     assert str(reference.rows_of(parser, parser.parse(typed))) == str(reference.rows_of(parser, parser.parse(texts)))
+
+
+TYPED = (
+    *(pa.array([0, 1, 10, -3, 12345678, 123456789, 2**53 + 1, -(2**63)]), pa.array([2**63, 2**64 - 1, 7], pa.uint64())),
+    *(pa.array([True, False]), pa.array([0.5, 1, 3], pa.float32())),
+    pa.array([0.0, -0.0, 1.0, 10.0, 2.5, 1e10, 1e15, 2.0**53, 2.0**53 + 2, 1e39, 1e300, 1e-7, 5e-324]),
+    pa.array([math.inf, -math.inf]),
+)
+
+
+@pytest.mark.parametrize("missing", [[""], ["-3", "0", "true"]])
+@pytest.mark.parametrize(
+    "settings", [{"kind": kind} for kind in VALUE_TYPES] + [{"is_list": True}, {"cross": ["v", "w"]}, {}]
+)
+def test_a_typed_value_has_the_verdict_and_the_key_of_its_text(settings: dict[str, Any], missing: list[str]) -> None:
+    """Typed or as a text, alone or with others."""
+    values: dict[str, Any] = {"categorical": {"c": {"column": "v", **settings}}} if settings else {"dense": {"v": {}}}
+    values["categorical"] = values.get("categorical", {}) | {"w": {}}
+    if "cross" in settings:
+        del values["categorical"]["c"]["column"]
+    parser = TableParser(TableSchema.from_json(values | {"text": {"missing_values": missing}}, "the test"))
+    for typed in TYPED:
+        for column in (typed, *(typed.slice(place, 1) for place in range(len(typed)))):
+            texts = pa.concat_arrays([column.cast(pa.string()), pa.array(["x"])])
+            one, other = (parser.parse(pa.table({"v": each, "w": ["a"] * len(each)})) for each in (column, texts))
+            verdicts = [
+                [(row.line, row.reason) for row in block.rejected if row.line < len(column)] for block in (one, other)
+            ]
+            assert verdicts[0] == verdicts[1], column
+            found, wanted = ([str(row) for row in reference.rows_of(parser, block)] for block in (one, other))
+            assert found == wanted[: len(found)], column
 
 
 @pytest.mark.parametrize(
@@ -259,7 +298,7 @@ def test_tables_of_other_columns_are_refused(change, words: list[str]) -> None:
     assert all(word in str(error.value) for word in words), error.value
 
 
-@pytest.mark.parametrize("kind, entries", [("hexadecimal", [1.5]), ("integer", [date(2014, 1, 1)])])
+@pytest.mark.parametrize("kind, entries", [("hexadecimal", [date(2014, 1, 1)]), ("integer", [date(2014, 1, 1)])])
 def test_lists_of_entries_of_another_kind_are_refused(kind: str, entries: list[Any]) -> None:
     schema = TableSchema.from_json({"categorical": {"c": {"kind": kind, "is_list": True}}}, "the test")
     with pytest.raises(UserError, match="the schema takes lists of text or"):

@@ -5,7 +5,7 @@ value is wanted, or with a list where one value is. A key that a line lacks is a
 is one that a whole file lacks; that another has it is made sure of elsewhere (``source.py``).
 
 Arrow parses a block whose values are all of the types of its first lines, and Python any other, value by value, 20
-times slower: it gives texts, of which a number's is that of its decimal digits, so that both give the same rows.
+times slower; a value means the same by both (:mod:`distembed.data.table.given_values`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.json as pjson
 
 from distembed.data.prepare.blocks import RejectedRow
 from distembed.data.prepare.table.raw_rows import Lines, RawRows
+from distembed.data.table.given_values import given_column, json_values
 from distembed.data.table.raw_columns import TableColumns
 
 _FIRST_LINES = 20
+_EXACT = 2.0**53
 _TYPES: dict[type, pa.DataType] = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
 
 
@@ -45,18 +48,22 @@ class JsonBlock:
         table = _typed(self.text, lines, columns, self.wanted)
         if table is not None:
             return RawRows(table, np.arange(len(lines)), len(lines), line_text=lines.line)
-        takes_lists = {name: self.wanted is None or self.wanted.takes_lists(name) for name in columns}
         values: list[list[Any]] = []
-        kept, bad = [], []
+        bad = set[int]()
         for number in range(len(lines)):
             try:
-                row = json.loads(lines.line(number), parse_constant=_refuse)
-                values.append([_as_text(row.get(name), takes_lists[name]) for name in columns])
-                kept.append(number)
+                row = json_values(lines.line(number))
+                values.append([row.get(name) for name in columns])
             except (ValueError, AttributeError, RecursionError):
-                bad.append(RejectedRow(number, "json", lines.line(number)))
-        table = pa.table({name: _column([row[place] for row in values]) for place, name in enumerate(columns)})
-        return RawRows(table, np.array(kept, np.int64), len(lines), tuple(bad), lines.line)
+                values.append([None] * len(columns))
+                bad.add(number)
+        arrays = {}
+        for place, name in enumerate(columns):
+            arrays[name], wrong = given_column([row[place] for row in values], name, self.wanted)
+            bad.update(wrong)
+        kept = np.delete(np.arange(len(lines)), sorted(bad))
+        rejected = tuple(RejectedRow(number, "json", lines.line(number)) for number in sorted(bad))
+        return RawRows(pa.table(arrays).take(kept), kept, len(lines), rejected, lines.line)
 
 
 def keys_of_lines(text: bytes) -> list[str]:
@@ -90,6 +97,8 @@ def _typed(text: bytes, lines: Lines, columns: Sequence[str], wanted: TableColum
         )
     except (ValueError, KeyError, AttributeError, RecursionError, pa.ArrowException):  # Python finds the lines at fault
         return None
+    if any(_loses_digits(table[name]) for name in columns if wanted is None or name not in wanted.numbers):
+        return None
     # Arrow passes over empty lines
     return table.select(list(columns)) if table.num_rows == len(lines) else None
 
@@ -110,37 +119,10 @@ def _arrow_type(values: Sequence[Any]) -> pa.DataType:
     return pa.list_(kind) if isinstance(values[0], list) else kind
 
 
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
-
-
-def _as_text(value: Any, takes_lists: bool) -> str | list[str] | None:
-    """Returns a value as text, or the entries of a list.
-
-    Raises:
-        ValueError: It is an object or a list of lists, or a list where none is taken, or holds what no text is.
-    """
-    if value is None:
-        return None
-    if isinstance(value, list):
-        if not takes_lists:
-            raise ValueError("a list where one value is wanted")
-        entries = [_as_text(entry, takes_lists=False) for entry in value]
-        return [entry for entry in entries if isinstance(entry, str)]
-    if isinstance(value, dict):
-        raise ValueError("an object")
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, float):
-        return str(pa.scalar(value).cast(pa.string()))
-    text = str(value)
-    text.encode()  # half of a pair of surrogates is no character
-    return text
-
-
-def _column(values: list[Any]) -> pa.Array:
-    """Returns texts, or lists of texts where one value is a list."""
-    if any(isinstance(value, list) for value in values):
-        lists = [value if isinstance(value, list) else [] if value is None else [value] for value in values]
-        return pa.array(lists, pa.list_(pa.string()))
-    return pa.array(values, pa.string()) if any(value is not None for value in values) else pa.nulls(len(values))
+def _loses_digits(column: pa.ChunkedArray) -> bool:
+    """Returns whether numbers may have been integers whose digits a float has not: large ones, and 0 with a sign."""
+    column = pc.list_flatten(column) if pa.types.is_list(column.type) else column
+    if not pa.types.is_floating(column.type):
+        return False
+    numbers = column.to_numpy()
+    return bool(((np.abs(numbers) >= _EXACT) | ((numbers == 0) & np.signbit(numbers))).any())

@@ -1,0 +1,250 @@
+"""A row has one answer, a score or the column at fault, by every path that scores it and beside any other rows."""
+
+import json
+import math
+import runpy
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import distembed
+from distembed.data.table.given_values import value_text
+from distembed.errors import UserError
+from distembed.exported.programs import load_programs
+from distembed.exported.reading import read_manifest
+from distembed.server.app import ServerSettings, make_app
+from distembed.server.scoring import Scorer
+from distembed.serving.raw_inputs import RawInputs, ScoredPiece
+from distembed.serving.requests import RawRequest
+from distembed.serving.row_decoder import batches_of
+from distembed.training.trained_run import find_trained_run
+from tests.server.asgi import post
+from tests.server.exported_models import exported, trained_run
+
+Row = dict[str, Any]
+Answers = list[Any]
+
+SCHEMA: dict[str, Any] = {
+    "label": {"column": "click"},
+    "dense": {"price": {"transform": "log"}, "age": {"transform": "standardize"}, "rate": {}},
+    "categorical": {
+        "site": {"min_count": 1},
+        "number": {"kind": "integer", "min_count": 1},
+        "code": {"kind": "hexadecimal", "min_count": 1},
+        "genres": {"separator": "|", "max_length": 3, "min_count": 1},
+        "places": {"kind": "integer", "is_list": True, "min_count": 1},
+        "codes": {"column": "code_list", "kind": "hexadecimal", "is_list": True, "min_count": 1},
+    },
+    "split": "0.8,0.1,0.1",
+}
+COLUMNS = [*SCHEMA["dense"], "site", "number", "code", "genres", "places", "code_list"]
+KNOWN = [
+    "0",
+    "1",
+    "10",
+    "7",
+    "a",
+    "1f",
+    "true",
+    "1e+15",
+    "2.5",
+    "-3",
+    "inf",
+    "9223372036854775807",
+    "18446744073709551616",
+]
+"""Values that the vocabularies have, as far as they are of the column's kind: a score tells which was read."""
+SINGLE: list[Any] = [
+    *(None, True, False, 0, 1, 10, -3, 2**53 + 1, 2**63 - 1, 2**63, 2**64, -(2**63), -(2**63) - 1, 10**40),
+    *(0.0, -0.0, 1.0, 2.5, 10.0, 1e10, 1e15, 1e16, 1e39, -1e39, 1e300, 1e-7, 5e-324, math.nan, math.inf, -math.inf),
+    *("", "0", "00", "10", "1f", "1F", "a", "true", "TRUE", "1e15", "1e39", "2.50", "+7", " 7", "7.0", "nan", "inf"),
+    *("NA", "x" * 30, "\ud800", "a\udfff", "é", "\0", "18446744073709551616", "9" * 30, "g|a", "|", "None"),
+]
+ODD: list[Any] = [*SINGLE, {}, {"a": 1}, [], [[]], [[1]], [{}], ["\ud800"], ["1|f", "a"]]
+
+
+def train_rows() -> list[Row]:
+    def of_kind(column: str, text: str) -> Any:
+        try:
+            if column in ("number", "places"):
+                return str(int(float(text))) if abs(float(text)) < 2**53 else "9223372036854775807"
+            return f"{int(text, 16) % 2**32:x}" if column in ("code", "code_list") else text
+        except (ValueError, OverflowError):
+            return "5"
+
+    rows = []
+    for place in range(120):
+        text = KNOWN[place % len(KNOWN)]
+        row: Row = {name: of_kind(name, text) for name in COLUMNS[3:]}
+        row |= {"places": [row["places"]], "code_list": [row["code_list"]], "click": place % 3 % 2}
+        rows.append(row | {"price": place / 7, "age": float(place % 50), "rate": (place % 9 - 4) / 3})
+    return rows
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """A loaded model, its run, a server of it, and the ``score`` function of ``serving_example.py``."""
+    folder = tmp_path_factory.mktemp("paths")
+    run = trained_run(folder, SCHEMA, rows=train_rows())
+    model = exported(run, folder / "model")
+    manifest = read_manifest(model)
+    scorer = Scorer(model, manifest, load_programs(model, manifest), 64)
+    example = runpy.run_path(str(model / "serving_example.py"))["score"]
+    app = make_app(scorer, ServerSettings())
+    loaded, trained = distembed.load(run), find_trained_run(run, None)
+    return SimpleNamespace(model=loaded, run=trained, app=app, example=example, folder=folder)
+
+
+def by_predict(paths: SimpleNamespace, rows: Any) -> Answers:
+    """Returns the score of each row, or None where it is refused."""
+    scores = paths.model.predict(rows, malformed="null").tolist()
+    return [None if math.isnan(score) else score for score in scores]
+
+
+def refusals(paths: SimpleNamespace, row: Row) -> str:
+    """Returns why a row is refused; nothing where it is not."""
+    try:
+        paths.model.predict([row])
+    except UserError as error:
+        return str(error).partition("row 0, column ")[2].partition(". Mend them")[0]
+    return ""
+
+
+def by_server(paths: SimpleNamespace, rows: list[Row]) -> Answers:
+    reply = post(paths.app, rows, "?malformed=null")
+    assert reply.status == 200, reply.body
+    found: Answers = reply.json()["prediction"]
+    return found
+
+
+def refused_by_server(paths: SimpleNamespace, rows: list[Row]) -> list[str]:
+    reply = post(paths.app, rows)
+    found = [""] * len(rows)
+    for each in reply.json().get("rows", ()):
+        found[each["row"]] = f"{each['field']!r}: {each['reason']}"
+    return found
+
+
+def by_file(paths: SimpleNamespace, name: str, write: Callable[[Path], Any]) -> Answers:
+    """Returns the scores of a file's rows, read as ``distembed predict --input`` reads them."""
+    file = paths.folder / name
+    write(file)
+    inputs = RawRequest([str(file)], max_rejected=1.0).open(paths.run)
+    found: Answers = []
+    for piece in _all_pieces(inputs):
+        own = np.full(piece.num_lines, None, object)
+        scores = [paths.model.predict(batch) for batch in batches_of(paths.model.schema, piece.block, 8192)]
+        own[piece.rows] = np.concatenate([np.empty(0), *scores])
+        found += own.tolist()
+    return found
+
+
+def _all_pieces(inputs: RawInputs) -> Iterator[ScoredPiece]:
+    """Yields the pieces; that no row at all was well-formed is an error after the last one."""
+    try:
+        yield from inputs.pieces()
+    except UserError as error:
+        assert "rows" in str(error)
+
+
+def by_example(paths: SimpleNamespace, row: Row) -> Any:
+    feature_row = {("codes" if name == "code_list" else name): value for name, value in row.items()}
+    try:
+        return paths.example([feature_row]).item()
+    except ValueError as error:
+        return str(error)
+
+
+def agree(found: Answers, wanted: Answers, rows: Sequence[Row]) -> None:
+    assert len(found) == len(wanted)
+    for one, other, row in zip(found, wanted, rows, strict=True):
+        assert (one is None) == (other is None) and (one is None or one == pytest.approx(other, abs=2e-6)), (
+            row,
+            one,
+            other,
+        )
+
+
+entries = st.one_of(st.sampled_from(SINGLE), st.integers(-(2**65), 2**65), st.floats(), st.text(max_size=3))
+odd_values = st.one_of(st.sampled_from(ODD), entries, st.lists(entries, max_size=3))
+
+
+@st.composite
+def drawn_rows(draw: st.DrawFn) -> list[Row]:
+    """Draws rows with an odd value in one column each, often of the same column."""
+    columns = draw(st.lists(st.sampled_from(COLUMNS), min_size=1, max_size=2))
+    base = {name: row[name] for row in train_rows()[3:4] for name in COLUMNS}
+    num_rows = draw(st.integers(1, 5))
+    return [{**base, draw(st.sampled_from(columns)): draw(odd_values)} for _ in range(num_rows)]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(rows=drawn_rows())
+def test_all_paths_give_a_row_one_answer(paths: SimpleNamespace, rows: list[Row]) -> None:
+    require_one_answer(paths, rows)
+
+
+@pytest.mark.slow
+def test_each_odd_value_has_one_answer_in_each_column(paths: SimpleNamespace) -> None:
+    base = {name: row[name] for row in train_rows()[3:4] for name in COLUMNS}
+    for name in COLUMNS:
+        require_one_answer(paths, [{**base, name: value} for value in ODD])
+
+
+def require_one_answer(paths: SimpleNamespace, rows: list[Row]) -> None:
+    alone = [by_predict(paths, [row])[0] for row in rows]
+    reasons = [refusals(paths, row) for row in rows]
+    assert [not reason for reason in reasons] == [answer is not None for answer in alone]
+    agree(by_predict(paths, rows), alone, rows)
+    agree(by_predict(paths, {name: [row[name] for row in rows] for name in COLUMNS}), alone, rows)
+    agree(by_server(paths, rows), alone, rows)
+    assert refused_by_server(paths, rows) == reasons
+    lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+    agree(by_file(paths, "rows.jsonl", lambda file: file.write_text(lines)), alone, rows)
+    for row, answer, reason in zip(rows, alone, reasons, strict=True):
+        own = by_example(paths, row)
+        if answer is None:
+            named = reason.partition(":")[0].replace("code_list", "codes")
+            assert isinstance(own, str) and f"column {named}" in own, (row, own)
+        else:
+            agree([own], [answer], [row])
+            texts = {name: value if isinstance(value, list) else value_text(value) for name, value in row.items()}
+            agree(by_predict(paths, [texts]), [answer], [row])
+        columns = {name: typed(value) for name, value in row.items()}
+        if None not in columns.values():
+            by_arrow(paths, pa.table(columns), row, answer)
+
+
+def by_arrow(paths: SimpleNamespace, table: pa.Table, row: Row, answer: Any) -> None:
+    """Makes sure that a row has its answer in columns with types, in memory and in a Parquet file."""
+    try:
+        found = by_predict(paths, table)
+    except UserError as error:  # the type of a column, such as that of an object, is refused
+        assert answer is None and "its type is" in str(error), row
+        return
+    agree(found, [answer], [row])
+    agree(by_file(paths, "rows.parquet", lambda file: pq.write_table(table, file)), [answer], [row])
+
+
+def typed(value: Any) -> pa.Array | None:
+    """Returns a column of one value as Arrow types it; None where it has no type."""
+    try:
+        return pa.array([value])
+    except (pa.ArrowException, ValueError, OverflowError, TypeError):
+        return None
+
+
+def test_pandas_columns_have_the_answers_of_their_rows(paths: SimpleNamespace) -> None:
+    pandas = pytest.importorskip("pandas")
+    base = {name: row[name] for row in train_rows()[3:4] for name in COLUMNS}
+    for name in COLUMNS:
+        rows = [{**base, name: value} for value in ODD]
+        agree(by_predict(paths, pandas.DataFrame(rows)), by_predict(paths, rows), rows)
