@@ -4,6 +4,9 @@ import os
 
 # before torch is imported anywhere; the workers share the cores already
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# rows outside of their tables raise, whatever reads them
+os.environ.setdefault("DISTEMBED_CHECK_ROWS", "1")
+os.environ.setdefault("FBGEMM_TBE_BOUNDS_CHECK_MODE", "0")
 
 from pathlib import Path
 

@@ -37,6 +37,7 @@ from distembed.fused.rows import (
     feature_block,
     field,
     inline,
+    is_outside,
     part_block,
     partition_block,
     read,
@@ -58,7 +59,7 @@ from distembed.fused.simd import (
 
 
 @compiled
-def _compose_features(job: Any, share: Any, num_shares: Any, scratch: Any, zeros: Any) -> None:
+def _compose_features(job: Any, share: Any, num_shares: Any, scratch: Any, zeros: Any) -> Any:
     num_features, most_bags = field(job, NUM_FEATURES), 0
     for feature in range(num_features):
         most_bags = max(most_bags, field(feature_block(job, feature), NUM_BAGS))
@@ -67,13 +68,14 @@ def _compose_features(job: Any, share: Any, num_shares: Any, scratch: Any, zeros
     for start in range(first, last, BLOCK_IDS):
         for feature in range(num_features):
             stop = min(start + BLOCK_IDS, last, field(feature_block(job, feature), NUM_BAGS))
-            if start < stop:
-                _compose_bags(job, feature, start, stop, scratch, zeros)
+            if start < stop and not _compose_bags(job, feature, start, stop, scratch, zeros):
+                return 1 + feature
+    return 0
 
 
 @inline
-def _compose_bags(job: Any, feature: Any, first: Any, last: Any, rows: Any, zeros: Any) -> None:
-    """Composes the bags of a feature from ``first`` until ``last``."""
+def _compose_bags(job: Any, feature: Any, first: Any, last: Any, rows: Any, zeros: Any) -> Any:
+    """Composes the bags of a feature from ``first`` until ``last``; returns whether all rows were inside."""
     own, stride, width, weights = (
         feature_block(job, feature),
         field(job, STRIDE),
@@ -86,7 +88,8 @@ def _compose_bags(job: Any, feature: Any, first: Any, last: Any, rows: Any, zero
     target = field(job, VECTORS) + field(own, VECTOR_START) + (first - 1) * stride
     while start < end:
         stop = min(start + BLOCK_IDS, end)
-        _find_rows(job, feature, start, stop, rows)
+        if not _find_rows(job, feature, start, stop, rows):
+            return False
         i = start
         while i < stop:
             is_first = i >= bag_end
@@ -111,22 +114,30 @@ def _compose_bags(job: Any, feature: Any, first: Any, last: Any, rows: Any, zero
     while target < final:
         clear(target, width, zeros)
         target += stride
+    return True
 
 
 @inline
-def _find_rows(job: Any, feature: Any, start: Any, stop: Any, rows: Any) -> None:
-    """Writes the address of each id's row in every partition, and asks for the row."""
-    ids = field(job, IDS)
+def _find_rows(job: Any, feature: Any, start: Any, stop: Any, rows: Any) -> Any:
+    """Writes the address of each id's row in every partition, and asks for the row.
+
+    Returns:
+        Whether all rows are among those that are here. If not, none may be read.
+    """
+    ids, outside = field(job, IDS), 0
     for j in range(field(job, NUM_PARTITIONS)):
         part, partition = part_block(job, feature, j), partition_block(job, j)
         row_bytes = field(partition, ROW_BYTES)
         base = field(partition, WEIGHT_ADDRESS) + field(part, WEIGHT_START)
         place = rows + 8 * BLOCK_IDS * j
         for i in range(start, stop):
-            address = base + row_of(read_long(ids + 8 * i), part) * row_bytes
+            row = row_of(read_long(ids + 8 * i), part)
+            outside |= is_outside(row, part)
+            address = base + row * row_bytes
             write(place, address)
             place += 8
             ask_for(address, row_bytes)
+    return outside >= 0
 
 
 @inline
@@ -192,7 +203,7 @@ def _compose_ids(job: Any, target: Any, rows: Any, num_ids: Any, weights: Any, i
 
 
 @entry
-def compose_16(job: int, share: int, num_shares: int, scratch: int) -> None:
+def compose_16(job: int, share: int, num_shares: int, scratch: int) -> int:
     """Composes one share of every feature's bags.
 
     All numbers of columns are multiples of 16.
@@ -202,17 +213,20 @@ def compose_16(job: int, share: int, num_shares: int, scratch: int) -> None:
         share: Which share.
         num_shares: How many shares there are.
         scratch: Address of 8 bytes for each partition and each id of a block, ``BLOCK_IDS``.
+
+    Returns:
+        0, or 1 + the number of a feature with an id whose row is not among those that are here; none is read then.
     """
-    _compose_features(job, share, num_shares, scratch, zeros_16())
+    return _compose_features(job, share, num_shares, scratch, zeros_16())
 
 
 @entry
-def compose_8(job: int, share: int, num_shares: int, scratch: int) -> None:
+def compose_8(job: int, share: int, num_shares: int, scratch: int) -> int:
     """Does as :func:`compose_16` where all numbers of columns are multiples of eight."""
-    _compose_features(job, share, num_shares, scratch, zeros_8())
+    return _compose_features(job, share, num_shares, scratch, zeros_8())
 
 
 @entry
-def compose_4(job: int, share: int, num_shares: int, scratch: int) -> None:
+def compose_4(job: int, share: int, num_shares: int, scratch: int) -> int:
     """Does as :func:`compose_16` where all numbers of columns are multiples of four."""
-    _compose_features(job, share, num_shares, scratch, zeros_4())
+    return _compose_features(job, share, num_shares, scratch, zeros_4())

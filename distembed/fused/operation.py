@@ -3,9 +3,9 @@
 The weights and the optimizers' states stay where they are, in FBGEMM's tables. Rows that every rank has are not updated
 here: their gradients come out of the backward pass, dense, as those of any parameter.
 
-The rows are read again in the backward pass, so that nothing but the ids is kept for it. Where gradients depend on rows
-and another backward pass of the same tables is about to update them, as where a collection is called twice in a step,
-they are copied for those batches that still wait for theirs.
+The rows are read again in the backward pass, so that nothing but the ids is kept for it. Gradients of a product's rows
+and of the ids' weights depend on rows. Where another backward pass of the same tables is about to update these, as
+where a collection is called twice in a step, they are copied for the batches whose backward pass is still to come.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,8 +22,11 @@ from torch.autograd.function import once_differentiable
 
 from distembed.fused import layout
 from distembed.fused.loading import load
+from distembed.fused.operands import as_operand
 from distembed.fused.tables import OPTIMIZERS, Formula, Part, Storage, Updates, num_states
 from distembed.fused.threads import in_threads
+
+_CPU = torch.device("cpu")
 
 
 class FusedLookup:
@@ -103,10 +106,13 @@ class FusedLookup:
             features[:, layout.VECTOR_START] = features[:, layout.FIRST_BAG] * width_bytes
             shape = (len(ids), self.formula.width)
         batch = _Batch(
-            ids.contiguous(), offsets.contiguous(), None if weights is None else weights.float().contiguous()
+            as_operand(ids, _CPU, torch.int64),
+            as_operand(offsets, _CPU, torch.int64),
+            None if weights is None else as_operand(weights.float(), _CPU, torch.float32),
         )
         step = _Step(self, features, storages, shape, self.updates.so_far(storages), batch)
-        if self.formula.needs_rows:
+        needs_id_gradients = weights is not None and weights.requires_grad and torch.is_grad_enabled()
+        if self.formula.needs_rows or needs_id_gradients:
             self._waiting.add(step)  # until its graph is gone
         all_weights = [weight for own in storages for weight in own.weights]
         vectors: Tensor = _Fused.apply(step, *batch, *all_weights)  # type: ignore[no-untyped-call]
@@ -132,12 +138,13 @@ class FusedLookup:
         step.batch = None
         for other in self._waiting:  # weights that every rank has are updated after this pass
             if other.updates == self.updates.so_far(other.storages):  # else its own pass refuses
-                other.kept = self._rows_of_ids(other)
+                other.kept = self._vectors_of_ids(other)
         self._waiting.clear()
         if any(storage.optimizer is not None for storage in step.storages):
             self.updates.count()
         id_gradients = self._weight_gradients(step, batch, gradients) if needs_id_gradients else None
-        update = self.update if step.kept is None else self._update_by_kept
+        by_kept = step.kept is not None and self.formula.needs_rows
+        update = self._update_by_kept if by_kept else self.update
         return id_gradients, update(step, batch, gradients)
 
     def compose(self, step: "_Step", batch: "_Batch") -> Float[Tensor, "bags width"]:
@@ -149,11 +156,27 @@ class FusedLookup:
 
         def compose(share: int, num_shares: int) -> None:
             scratch = torch.empty(scratch_bytes, dtype=torch.uint8)
-            self._kernels.compose(job.ctypes.data, share, num_shares, scratch.data_ptr())
+            outside = self._kernels.compose(job.ctypes.data, share, num_shares, scratch.data_ptr())
+            if outside:
+                raise self._row_outside(outside - 1, step, batch)
 
         most_bags = int(step.features[:, layout.NUM_BAGS].max(initial=0))
         in_threads(compose, max(1, min(torch.get_num_threads(), most_bags // layout.BLOCK_IDS)))
         return outputs
+
+    def _row_outside(self, feature: int, step: "_Step", batch: "_Batch") -> IndexError:
+        """Returns the error of a feature that has an id whose row is not among those that are here."""
+        first, num_bags = step.features[feature, [layout.FIRST_BAG, layout.NUM_BAGS]].tolist()
+        for own_id in batch.ids[batch.offsets[first] : batch.offsets[first + num_bags]].tolist():
+            for j, part in enumerate(self._given_parts[feature]):
+                row = own_id % 2**64 // part.digit.divisor % (part.digit.modulus or 2**64)
+                if not part.first_row <= row < part.first_row + part.num_rows:
+                    return IndexError(
+                        f"id {own_id} of feature {feature} of a fused lookup has row {row} in partition {j}, of which "
+                        f"rows {part.first_row} to {part.first_row + part.num_rows - 1} are on this rank; the id lies "
+                        "outside of its table, or was sent to a rank that does not have its row."
+                    )
+        return IndexError(f"ids of feature {feature} of a fused lookup changed while it ran; give it a copy of them.")
 
     def _each_id(self, step: "_Step", batch: "_Batch", width: int) -> tuple["_Step", "_Batch"]:
         """Returns a step and a batch in which each id is a bag of its own, of vectors of so many columns."""
@@ -193,9 +216,11 @@ class FusedLookup:
         each, ids = self._each_id(step, batch, width)
         return lookup, replace(each, lookup=lookup, storages=[step.storages[j]]), ids
 
-    def _rows_of_ids(self, step: "_Step") -> list[Float[Tensor, "ids width"]]:
-        """Returns the row of each id of a step in each partition, as it is now."""
+    def _vectors_of_ids(self, step: "_Step") -> list[Float[Tensor, "ids width"]]:
+        """Returns vectors whose product is each id's vector as it is now: its rows where gradients depend on them."""
         assert step.batch is not None
+        if not self.formula.needs_rows:
+            return [self.compose(*self._each_id(step, step.batch, self.formula.width))]
         alone = [self._alone(j, step, step.batch) for j in range(len(step.storages))]
         return [lookup.compose(each, ids) for lookup, each, ids in alone]
 
@@ -234,8 +259,8 @@ class FusedLookup:
             placed.parts[:, j, layout.GRADIENT_START] = addresses[self._table_of_feature] - addresses[0]
             returned += sums
         gradients = gradients.float()
-        if gradients.stride(1) != 1 or not self.formula.pools:
-            gradients = gradients.contiguous()
+        if gradients.stride(1) != 1 or not self.formula.pools:  # the kernels know the stride from bag to bag
+            gradients = as_operand(gradients, _CPU, torch.float32)
         job = self._job(step, batch, placed, gradients)
         tables = self._tables_by_share(step, batch)
 
@@ -244,7 +269,9 @@ class FusedLookup:
             num_bytes = update_tables(job.ctypes.data, ranges.ctypes.data, len(ranges), 0, 0)
             # which the allocator keeps from step to step, as process_group has it do
             scratch = torch.empty(num_bytes, dtype=torch.uint8)
-            update_tables(job.ctypes.data, ranges.ctypes.data, len(ranges), scratch.data_ptr(), num_bytes)
+            done = update_tables(job.ctypes.data, ranges.ctypes.data, len(ranges), scratch.data_ptr(), num_bytes)
+            if done < 0:
+                raise self._row_outside(-done - 1, step, batch)
 
         in_threads(update, len(tables))
         weights = [(weight, own.gradient_scale) for own in step.storages for weight in own.weights]
@@ -326,7 +353,7 @@ class _Step:
         shape: Shape of the composed vectors.
         updates: Which updates there had been, as of :meth:`Updates.so_far`.
         batch: The ids, until the backward pass.
-        kept: Each id's row in each partition, ``[ids, width]``, where rows have been updated since.
+        kept: Vectors ``[ids, width]`` whose product is each id's vector, where rows have been updated since.
     """
 
     lookup: FusedLookup

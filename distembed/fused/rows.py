@@ -14,6 +14,7 @@ from distembed.fused.layout import (
     MODULUS,
     MODULUS_RECIPROCAL,
     NUM_PARTITIONS,
+    NUM_ROWS,
     PART_FIELDS,
     PARTITION_FIELDS,
     PARTITIONS,
@@ -76,6 +77,12 @@ def row_of(own_id: Any, part: Any) -> Any:
     if modulus != 0:
         row -= _divide(row, modulus, field(part, MODULUS_RECIPROCAL)) * modulus
     return row - field(part, FIRST_ROW)
+
+
+@inline
+def is_outside(row: Any, part: Any) -> Any:
+    """Returns a number whose sign bit says that a row is none of those that are here; numbers are joined by ``|``."""
+    return row | (field(part, NUM_ROWS) - 1 - row)
 
 
 @inline

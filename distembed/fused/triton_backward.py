@@ -61,6 +61,31 @@ def update(
     return [gradient for j, own in enumerate(storages) for gradient in _gradients_of_weights(own, dense.get(j))]
 
 
+def find_keys(tables: DeviceTables, batch: TritonBatch) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Returns the key of each id in each partition, -1 where its row is not here; and the number of its vector.
+
+    Where each id has a vector of its own, the number is that of its feature.
+    """
+    ids, pools = batch.ids, tables.formula.pools
+    keys = tuple(torch.empty(len(ids), dtype=tables.key_type(j), device=ids.device) for j in range(len(batch.rows)))
+    owners = torch.empty(len(ids), dtype=torch.int32, device=ids.device)
+    load().write_keys[(num_blocks(batch.num_vectors(pools), _KEY_LANES),)](
+        ids,
+        batch.offsets,
+        tables.parts(ids.device),
+        keys,
+        owners,
+        len(ids),
+        batch.num_bags,
+        tables.num_features,
+        RULES=tables.rules,
+        POOLS=pools,
+        LANES=_KEY_LANES,
+        PADDED_FEATURES=power_of_two(tables.num_features),
+    )
+    return keys, owners
+
+
 def update_bytes(num_ids: int, num_keys: Sequence[int], num_columns: Sequence[int]) -> int:
     """Returns the bytes that a backward pass takes at most, beside the gradients that come and go.
 
@@ -171,24 +196,8 @@ class _Backward:
     @classmethod
     def of(cls, tables: DeviceTables, batch: TritonBatch, gradients: Tensor) -> "_Backward":
         """Writes the keys of all ids."""
-        ids, pools, parts = batch.ids, tables.formula.pools, tables.parts(batch.ids.device)
-        keys = tuple(torch.empty(len(ids), dtype=tables.key_type(j), device=ids.device) for j in range(len(batch.rows)))
-        owners = torch.empty(len(ids), dtype=torch.int32, device=ids.device)
-        load().write_keys[(num_blocks(batch.num_vectors(pools), _KEY_LANES),)](
-            ids,
-            batch.offsets,
-            parts,
-            keys,
-            owners,
-            len(ids),
-            batch.num_bags,
-            tables.num_features,
-            RULES=tables.rules,
-            POOLS=pools,
-            LANES=_KEY_LANES,
-            PADDED_FEATURES=power_of_two(tables.num_features),
-        )
-        return cls(tables, batch, gradients, parts, keys, owners)
+        keys, owners = find_keys(tables, batch)
+        return cls(tables, batch, gradients, tables.parts(batch.ids.device), keys, owners)
 
     def sum_rows(self, j: int) -> _Sums:
         """Adds up the gradients of each row of a partition."""

@@ -10,10 +10,12 @@ import triton.language as tl
 # of a part, which is one partition of one feature's table; all numbers are int64
 DIVISOR = tl.constexpr(0)
 MODULUS = tl.constexpr(1)
-SHIFT = tl.constexpr(2)  # what is added to a row for its key
-WEIGHT_START = tl.constexpr(3)  # place of key 0's numbers within all rows, be it outside of them
-STATE_START = tl.constexpr(4)
-PART_FIELDS = tl.constexpr(5)
+FIRST_ROW = tl.constexpr(2)  # of the rows that are here
+NUM_ROWS = tl.constexpr(3)  # that are here
+FIRST_KEY = tl.constexpr(4)  # of these rows
+WEIGHT_START = tl.constexpr(5)  # place of key 0's numbers within all rows, be it outside of them
+STATE_START = tl.constexpr(6)
+PART_FIELDS = tl.constexpr(7)
 
 NO_KEY = tl.constexpr(-1)
 
@@ -39,22 +41,27 @@ def part_field(parts, features, j: tl.constexpr, field: tl.constexpr, NUM_PARTIT
 
 @triton.jit
 def _keys(ids, features, parts, j: tl.constexpr, RULE: tl.constexpr, NUM_PARTITIONS: tl.constexpr):
-    """Returns the keys of ids in partition ``j``; ``RULE`` is as :class:`.triton_tables.DeviceTables` has it."""
-    keys = ids
+    """Returns the keys of ids in partition ``j``; ``RULE`` is as :class:`.triton_tables.DeviceTables` has it.
+
+    A row that is not here has no key, so that no memory outside of the tables is read or written.
+    """
+    rows = ids
     if RULE % 2 == 1:
-        keys = _divide(keys, part_field(parts, features, j, DIVISOR, NUM_PARTITIONS))
+        rows = _divide(rows, part_field(parts, features, j, DIVISOR, NUM_PARTITIONS))
     if RULE >= 2:
         modulus = part_field(parts, features, j, MODULUS, NUM_PARTITIONS)
-        keys -= _divide(keys, modulus) * modulus
-    return keys + part_field(parts, features, j, SHIFT, NUM_PARTITIONS)
+        rows -= _divide(rows, modulus) * modulus
+    rows -= part_field(parts, features, j, FIRST_ROW, NUM_PARTITIONS)
+    are_here = (rows >= 0) & (rows < part_field(parts, features, j, NUM_ROWS, NUM_PARTITIONS))
+    return tl.where(are_here, rows + part_field(parts, features, j, FIRST_KEY, NUM_PARTITIONS), NO_KEY)
 
 
 @triton.jit
 def read_rows(weights, starts, keys, are_ids, NUM_COLUMNS: tl.constexpr, PADDED: tl.constexpr):
-    """Returns the rows of keys in float32, and zeros for lanes without an id."""
+    """Returns the rows of keys in float32, and zeros for lanes without an id or a key."""
     columns = tl.arange(0, PADDED)
     places = (starts + keys * NUM_COLUMNS)[:, None] + columns[None, :]
-    mask = are_ids[:, None] & (columns < NUM_COLUMNS)[None, :]
+    mask = (are_ids & (keys >= 0))[:, None] & (columns < NUM_COLUMNS)[None, :]
     return tl.load(weights + places, mask=mask, other=0.0).to(tl.float32)
 
 

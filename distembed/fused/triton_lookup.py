@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from distembed.errors import UserError
 from distembed.fused import triton_backward
+from distembed.fused.operands import INTEGERS, as_operand, checks_rows
 from distembed.fused.tables import Formula, Part, Storage, Updates
 from distembed.fused.triton_loading import load
 from distembed.fused.triton_tables import DeviceTables, TritonBatch, num_blocks, num_lanes, power_of_two
@@ -69,13 +70,16 @@ class TritonLookup:
                 "The weights of ids need a gradient, which lookups in one pass do not have on a GPU; detach them, or "
                 "give the tables kernel='fbgemm'."
             )
-        weights = None if weights is None else weights.float().contiguous()
         rows = tuple(_rows(own) for own in storages)
         all_weights = [weight for own in storages for weight in own.weights]
         # FBGEMM's weights on CUDA are no parameters: something has to say that there is a backward pass
         placeholder = torch.empty(0, requires_grad=any(own.optimizer is not None for own in storages))
         step = _Step(self, self._tables.num_features, rows, storages, self.updates.so_far(storages))
-        batch = (ids.contiguous(), offsets.contiguous(), weights)
+        batch = (
+            as_operand(ids, ids.device, torch.int64),
+            as_operand(offsets, ids.device, *INTEGERS),
+            None if weights is None else as_operand(weights.float(), ids.device, torch.float32),
+        )
         vectors: Tensor = _Fused.apply(step, placeholder, *batch, *all_weights)  # type: ignore[no-untyped-call]
         return vectors
 
@@ -94,6 +98,8 @@ class TritonLookup:
         num_vectors = batch.num_vectors(formula.pools)
         if num_vectors == 0:
             return outputs
+        if checks_rows():
+            self._require_rows(batch)
         groups = tables.column_groups()
         lanes = num_lanes(max(groups[4::5]))
         load().compose[(num_blocks(num_vectors, lanes),)](
@@ -117,6 +123,19 @@ class TritonLookup:
             PADDED_FEATURES=power_of_two(tables.num_features),
         )
         return outputs
+
+    def _require_rows(self, batch: TritonBatch) -> None:
+        """Raises an :class:`IndexError` where the row of an id is not here; waits for the device."""
+        keys, _ = triton_backward.find_keys(self._tables, batch)
+        for j, own in enumerate(keys):
+            missing = (own[: int(batch.offsets[-1])] < 0).nonzero()
+            if len(missing) > 0:
+                position = int(missing[0])
+                raise IndexError(
+                    f"id {int(batch.ids[position])} at position {position} of a fused lookup has a row in partition "
+                    f"{j} that is not on this rank; the id lies outside of its table, or was sent to a rank that does "
+                    "not have its row."
+                )
 
     def update(self, batch: TritonBatch, storages: Sequence[Storage], gradients: Tensor) -> list[Tensor | None]:
         """Does what :func:`distembed.fused.triton_backward.update` does."""

@@ -146,9 +146,9 @@ def _rule(parts: Sequence[Part]) -> int:
 
 
 def _part_fields(part: Part, first_key: int, num_columns: int, optimizer: str | None) -> list[int]:
-    """Returns divisor, modulus, what is added to a row for its key, and the places of key 0's numbers and states."""
+    """Returns divisor, modulus, the rows that are here and their keys, and the places of key 0's numbers and states."""
     modulus = part.digit.modulus if part.digit.modulus is not None else 2**63 - 1
-    fields = [part.digit.divisor, modulus, first_key - part.first_row]
+    fields = [part.digit.divisor, modulus, part.first_row, part.num_rows, first_key]
     if optimizer is None:  # rows that every rank has are stacked in the order of their keys
         return [*fields, 0, 0]
     first_state = part.state_start - first_key * num_states(optimizer, num_columns)

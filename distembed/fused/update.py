@@ -54,6 +54,7 @@ from distembed.fused.rows import (
     feature_block,
     field,
     inline,
+    is_outside,
     part_block,
     partition_block,
     read,
@@ -138,8 +139,12 @@ def _make_sums(job: Any, feature: Any, sums: Any, num_ids: Any, scratch: Any) ->
 
 
 @inline
-def _write_targets(job: Any, feature: Any, sums: Any, start: Any, stop: Any, targets: Any, zeros: Any) -> None:
-    """Writes where the rows of some ids are, and the sums of their gradients, and asks for both."""
+def _write_targets(job: Any, feature: Any, sums: Any, start: Any, stop: Any, targets: Any, zeros: Any) -> Any:
+    """Writes where the rows of some ids are, and the sums of their gradients, and asks for both.
+
+    Returns:
+        Whether all rows are among those that are here. If not, none may be read or written.
+    """
     ids, num_partitions = field(job, IDS) + 8 * start, field(job, NUM_PARTITIONS)
     step, num_ids = 8 * TARGET_FIELDS * num_partitions, stop - start
     for j in range(num_partitions):
@@ -147,12 +152,15 @@ def _write_targets(job: Any, feature: Any, sums: Any, start: Any, stop: Any, tar
         row_bytes, num_columns = field(partition, ROW_BYTES), field(partition, NUM_COLUMNS)
         base = field(partition, WEIGHT_ADDRESS) + field(part, WEIGHT_START)
         target = targets + 8 * TARGET_FIELDS * j
-        own_sums = target + 8 * TARGET_SUM
+        own_sums, outside = target + 8 * TARGET_SUM, 0
         for i in range(num_ids):
             row = row_of(read_long(ids + 8 * i), part)
+            outside |= is_outside(row, part)
             write(target + 8 * TARGET_ROW + step * i, base + row * row_bytes)
             write(own_sums + step * i, row)
             ask_for(base + row * row_bytes, row_bytes)
+        if outside < 0:
+            return False
         first_sum, sum_bytes = field(sums, _SUMS), field(sums, _SUM_BYTES)
         if field(sums, PLACES) != 0:
             num_slots = field(sums, NUM_SLOTS)
@@ -164,11 +172,12 @@ def _write_targets(job: Any, feature: Any, sums: Any, start: Any, stop: Any, tar
             write(own_sums + step * i, place)
             ask_for(place, sum_bytes)
         sums += 8 * _SUMS_FIELDS
+    return True
 
 
 @compiled
-def _add_gradients(job: Any, feature: Any, sums: Any, targets: Any, products: Any, zeros: Any) -> None:
-    """Adds the gradients of all ids of a feature to the sums."""
+def _add_gradients(job: Any, feature: Any, sums: Any, targets: Any, products: Any, zeros: Any) -> Any:
+    """Adds the gradients of all ids of a feature to the sums; returns whether all rows were inside."""
     own, stride, gradient_bytes = feature_block(job, feature), field(job, STRIDE), 4 * field(job, WIDTH)
     weights, target_bytes = field(job, WEIGHTS), 8 * TARGET_FIELDS * field(job, NUM_PARTITIONS)
     gradient = field(job, VECTORS) + field(own, VECTOR_START) - stride
@@ -177,7 +186,8 @@ def _add_gradients(job: Any, feature: Any, sums: Any, targets: Any, products: An
     bag_end = start
     while start < end:
         stop, target = min(start + BLOCK_IDS, end), targets
-        _write_targets(job, feature, sums, start, stop, targets, zeros)
+        if not _write_targets(job, feature, sums, start, stop, targets, zeros):
+            return False
         for i in range(start, stop):
             while i >= bag_end:
                 gradient, bag = gradient + stride, bag + 8
@@ -187,6 +197,7 @@ def _add_gradients(job: Any, feature: Any, sums: Any, targets: Any, products: An
             add_gradient(job, target, products, gradient, weight, zeros)
             target += target_bytes
         start = stop
+    return True
 
 
 @compiled
@@ -235,24 +246,34 @@ def _update_rows(job: Any, feature: Any, j: Any, sums: Any, zeros: Any) -> None:
 
 
 @compiled
-def _update_table(job: Any, first_feature: Any, end_feature: Any, scratch: Any, num_ids: Any, zeros: Any) -> None:
-    """Updates the rows of the table that a range of features looks up."""
+def _update_table(job: Any, first_feature: Any, end_feature: Any, scratch: Any, num_ids: Any, zeros: Any) -> Any:
+    """Updates the rows of the table that a range of features looks up.
+
+    Returns:
+        0, or 1 + the number of a feature with an id whose row is not among those that are here; none is updated then.
+    """
     num_partitions = field(job, NUM_PARTITIONS)
     sums, scratch = scratch, _take(scratch, 8 * _SUMS_FIELDS * num_partitions)
     targets, scratch = scratch, _take(scratch, 8 * TARGET_FIELDS * BLOCK_IDS * num_partitions)
     products, scratch = scratch, _take(scratch, PRODUCT_BYTES * num_partitions)
     _make_sums(job, first_feature, sums, num_ids, scratch)
     for feature in range(first_feature, end_feature):
-        _add_gradients(job, feature, sums, targets, products, zeros)
+        if not _add_gradients(job, feature, sums, targets, products, zeros):
+            return 1 + feature
     for j in range(num_partitions):
         if field(sums, PLACES) != 0:
             _update_rows(job, first_feature, j, sums, zeros)
         sums += 8 * _SUMS_FIELDS
+    return 0
 
 
 @compiled
 def _update(job: Any, tables: Any, num_tables: Any, scratch: Any, scratch_bytes: Any, zeros: Any) -> Any:
-    """Updates tables one after another, each in the same scratch, if there is enough; returns how much is needed."""
+    """Updates tables one after another, each in the same scratch, if there is enough.
+
+    Returns:
+        As :func:`update_16`.
+    """
     needed = 0
     for i in range(0, 2 * num_tables, 2):
         first_feature, end_feature = field(tables, i), field(tables, i + 1)
@@ -264,7 +285,9 @@ def _update(job: Any, tables: Any, num_tables: Any, scratch: Any, scratch_bytes:
         first_feature, end_feature = field(tables, i), field(tables, i + 1)
         num_ids = _end_id(job, end_feature - 1) - _first_id(job, first_feature)
         if num_ids > 0:
-            _update_table(job, first_feature, end_feature, scratch, num_ids, zeros)
+            outside = _update_table(job, first_feature, end_feature, scratch, num_ids, zeros)
+            if outside != 0:
+                return -outside
     return needed
 
 
@@ -282,7 +305,8 @@ def update_16(job: int, tables: int, num_tables: int, scratch: int, scratch_byte
         scratch_bytes: How much there is.
 
     Returns:
-        How many bytes of it the table needs that needs most. Where there are fewer, nothing is done.
+        How many bytes of scratch the largest table needs. Where there are fewer, nothing is done. A negative number is
+        -1 - the number of a feature with an id whose row is not among those that are here; its table is left as it is.
     """
     return _update(job, tables, num_tables, scratch, scratch_bytes, zeros_16())
 

@@ -70,12 +70,16 @@ class FeatureRows:
         self._constants = self._scheme.constants(self._partitions)
 
     def __call__(self, ids: Int64[Tensor, " ids"], counts: IdCounts) -> Int64[Tensor, "k ids"]:
-        """Returns the row of each id in each partition.
+        """Returns the row of each id in each partition, contiguous.
 
         Args:
             ids: Ids, feature after feature.
             counts: How many there are of each feature.
         """
+        # broadcasting may return rows with gaps, as of single ids; operators read an address and a number of elements
+        return self._map(ids, counts).contiguous()
+
+    def _map(self, ids: Int64[Tensor, " ids"], counts: IdCounts) -> Int64[Tensor, "k ids"]:
         if self._constants is None:
             return self._by_table(ids, counts)
         if self._constants.device != ids.device:

@@ -16,6 +16,7 @@ from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist, RwS
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from distembed.fused.operands import FLOATS, INTEGERS, as_operand
 from distembed.partitions import Partition
 from distembed.sharding.feature_rows import FeatureRows, IdCounts
 
@@ -88,12 +89,12 @@ def sort_by_row_block(
         The ids of all features in the first block, then those in the second, and so on, with lengths and weights; and
         where each id of the batch went.
     """
-    ids = features.values()
+    ids, weights = features.values(), features.weights_or_none()
     by_row = KeyedJaggedTensor(
         features.keys(),
-        rows,
-        weights=features.weights_or_none(),
-        lengths=features.lengths(),
+        as_operand(rows, ids.device, *INTEGERS),
+        weights=None if weights is None else as_operand(weights, ids.device, *FLOATS),
+        lengths=as_operand(features.lengths(), ids.device, *INTEGERS),
         stride=features.stride(),
     )
     sorted_rows, places = bucketize_kjt_before_all2all(by_row, num_blocks, rows_per_block, output_permute=True)

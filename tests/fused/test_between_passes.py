@@ -65,9 +65,10 @@ def test_a_graph_that_is_gone_through_twice_is_refused() -> None:
     assert all(torch.equal(own.weights[0], one) for own, one in zip(storages, before, strict=True))
 
 
+@pytest.mark.parametrize("is_product", [True, False])
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
-def test_a_product_may_be_looked_up_again_before_it_is_updated(order: tuple[int, ...]) -> None:
-    lookup, storages = tables(rate=0.05)
+def test_tables_may_be_looked_up_again_before_they_are_updated(order: tuple[int, ...], is_product: bool) -> None:
+    lookup, storages = tables(is_product, rate=0.05)
     starts = [storage.weights[0].detach().clone().view(-1, DIM) for storage in storages]
     batches = [IDS, IDS.flip(0), (7 * IDS) % 100]
     weights = torch.rand(len(IDS), generator=torch.Generator().manual_seed(3)).requires_grad_()
@@ -78,7 +79,8 @@ def test_a_product_may_be_looked_up_again_before_it_is_updated(order: tuple[int,
         outputs[number].square().sum().backward()
         rows = [one.clone().requires_grad_() for one in starts]
         ids = batches[number]
-        each = rows[0][ids % 25] * rows[1][ids // 25] * expected_weights[:, None]
+        first, second = rows[0][ids % 25], rows[1][ids // 25]
+        each = (first * second if is_product else first + second) * expected_weights[:, None]
         bags = torch.stack([bag.sum(0) for bag in each.tensor_split(OFFSETS[1:-1])])
         bags.square().sum().backward()
         for own, one in zip(expected, rows, strict=True):

@@ -15,13 +15,14 @@ def partitions(name: str) -> list[Partition]:
 
 
 @pytest.mark.parametrize("name", PARTITIONS)
-@pytest.mark.parametrize("counts", [(4, 4, 4), (5, 0, 2), (0, 0, 0), (0, 7, 0)])
+@pytest.mark.parametrize("counts", [(4, 4, 4), (1, 1, 1), (5, 0, 2), (0, 0, 0), (0, 7, 0)])
 def test_rows_of_all_features_are_those_of_each(name: str, counts: tuple[int, ...]) -> None:
     tables = partitions(name)
     ids = [torch.randint(0, n, (count,)) for n, count in zip(SIZES, counts, strict=True)]
     expected = torch.cat([table.rows(own) for table, own in zip(tables, ids, strict=True)], dim=1)
     of_ids = IdCounts(counts, torch.tensor(counts))
-    assert torch.equal(FeatureRows(tables)(torch.cat(ids), of_ids), expected)
+    rows = FeatureRows(tables)(torch.cat(ids), of_ids)
+    assert torch.equal(rows, expected) and rows.is_contiguous()
     constants = type(tables[0]).constants(tables)
     if constants is not None:  # which a GPU repeats for each id, where features have unequal numbers of them
         assert torch.equal(type(tables[0]).rows_by_constants(torch.cat(ids), of_ids.of_each_id(constants)), expected)

@@ -14,6 +14,7 @@ from torchrec.distributed.embedding_types import ShardedEmbeddingTable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.embedding.config import CompositionalEmbeddingConfig
+from distembed.fused.operands import FLOATS, as_operand
 from distembed.sharding.bucket_pool import Buckets
 from distembed.sharding.distinct import DistinctIds
 from distembed.sharding.feature_rows import FeatureRows, IdCounts
@@ -198,11 +199,7 @@ class Group(ABC):
         return [
             self._sum_replicated(position, request)
             if position in self._stacks
-            else next(remaining)(
-                indices=request.rows[position],
-                offsets=request.offsets[position],
-                per_sample_weights=request.weights[position],
-            ).unflatten(1, (self.num_features, -1))
+            else next(remaining)(**_operands(request, position)).unflatten(1, (self.num_features, -1))
             for position in range(self.num_slices)
         ]
 
@@ -212,9 +209,8 @@ class Group(ABC):
         own_tbes: Sequence[Any] = tbes
         for position, tbe in zip(positions, own_tbes, strict=True):
             if tbe is not None:
-                tbe.prefetch(
-                    indices=request.rows[position], offsets=request.offsets[position], forward_stream=forward_stream
-                )
+                operands = _operands(request, position)
+                tbe.prefetch(operands["indices"], operands["offsets"], forward_stream=forward_stream)
 
     def _sum_replicated(self, position: int, request: LookupRequest) -> Tensor:
         weight, row = self._stacks[position].rows(), request.rows[position]
@@ -281,6 +277,16 @@ class Group(ABC):
     @abstractmethod
     def launches(cls, load: TableLoad) -> Launches:
         """Returns how many operations the group starts in a step that has this load of one of its tables."""
+
+
+def _operands(request: LookupRequest, position: int) -> dict[str, Tensor | None]:
+    """Returns the tensors of a slice's lookup by the names of FBGEMM's arguments."""
+    indices, offsets, weights = request.rows[position], request.offsets[position], request.weights[position]
+    return {
+        "indices": as_operand(indices, indices.device, torch.int64),
+        "offsets": as_operand(offsets, indices.device, torch.int64),
+        "per_sample_weights": None if weights is None else as_operand(weights, indices.device, *FLOATS),
+    }
 
 
 def composing_bytes(table_slice: TableSlice, num_composed: float) -> float:

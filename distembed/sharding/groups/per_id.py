@@ -15,6 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from distembed.composition import Composition, PathComposition, Product
 from distembed.sharding.distinct import DistinctIds, distinct_ids, every_id, take_once
 from distembed.sharding.feature_rows import IdCounts
+from distembed.sharding.groups.bag_sums import BAG_SUMS_LAUNCHES, bag_sums_memory, bag_sums_work
 from distembed.sharding.groups.base import Group, LookupRequest, composing_bytes
 from distembed.sharding.groups.functions import functions_memory
 from distembed.sharding.groups.load import (
@@ -26,7 +27,6 @@ from distembed.sharding.groups.load import (
     LookupWork,
     TableLoad,
 )
-from distembed.sharding.groups.pooled import BAG_SUMS_LAUNCHES, bag_sums_memory, bag_sums_work
 
 _FINDING_BYTES = 400
 """Bytes that are read and written for each id to find the distinct ones: sorting, and twenty passes over numbers."""
@@ -156,8 +156,11 @@ class PerIdGroup(DistinctGroup):
     """
 
     def request(self, features: KeyedJaggedTensor) -> LookupRequest:
-        """Asks for each bag where no bag has more than one id, else for each distinct id."""
-        if self.has_at_most_one_id_each(features):
+        """Asks for each bag where no bag has more than one id, else for each distinct id.
+
+        Weights that need gradients are applied to distinct ids' vectors as well (:mod:`.pooled` says why).
+        """
+        if not weights_need_gradients(features) and self.has_at_most_one_id_each(features):
             # a product is weighted by weighting one of its factors
             return self.request_each_bag(features, [features.weights_or_none(), *[None] * (self.num_slices - 1)])
         return self.request_distinct(features)
@@ -180,6 +183,12 @@ class PerIdGroup(DistinctGroup):
     def launches(cls, load: TableLoad) -> Launches:
         """Returns the operations of whichever the batches ask for."""
         return super().launches(load) if load.is_multi_hot else BAG_SUMS_LAUNCHES
+
+
+def weights_need_gradients(features: KeyedJaggedTensor) -> bool:
+    """Returns whether the weights of a batch's ids have gradients."""
+    weights = features.weights_or_none()
+    return weights is not None and weights.requires_grad
 
 
 def zeros_stay_zero(combine: Composition) -> bool:

@@ -13,10 +13,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.sharding.bucket_pool import buckets_are_faster, count_buckets_per_bag, split_bags
 from distembed.sharding.feature_rows import IdCounts
+from distembed.sharding.groups.bag_sums import embedding_bag_bytes
 from distembed.sharding.groups.base import LocalTable, LookupRequest
 from distembed.sharding.groups.load import FLOAT_BYTES, LONG_BYTES, GroupLoad, LookupMemory, LookupWork, TableLoad
-from distembed.sharding.groups.per_id import PerIdGroup
-from distembed.sharding.groups.pooled import embedding_bag_bytes
+from distembed.sharding.groups.per_id import PerIdGroup, weights_need_gradients
 
 _SPLITTING_BYTES = 300
 """Bytes that are read and written for each id to split bags: sorting keys, and fifteen passes over numbers."""
@@ -36,7 +36,8 @@ class ProductGroup(PerIdGroup):
         """Asks for the sums over buckets where these are faster, else for each distinct id."""
         ids, lengths = features.values().long(), features.lengths()
         # a GPU would be waited for, to know which buckets are filled
-        if ids.device.type != "cpu" or not buckets_are_faster(len(ids), len(lengths), self._num_codes):
+        is_slower = ids.device.type != "cpu" or not buckets_are_faster(len(ids), len(lengths), self._num_codes)
+        if is_slower or weights_need_gradients(features):
             return super().request_distinct(features)
         rows = self.rows(ids, IdCounts.of_batch(features))
         buckets = split_bags(rows, lengths.view(self.num_features, -1), self._num_rows, self._shifts)
