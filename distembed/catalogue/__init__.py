@@ -9,7 +9,16 @@ bias (Inan et al., ICLR 2017; Press and Wolf, EACL 2017). ``catalogue.py`` holds
 from distembed.catalogue.catalogue import Catalogue
 from distembed.catalogue.negatives import NegativeDraws, item_weights
 from distembed.catalogue.queries import Queries
-from distembed.catalogue.ranking import CatalogueRanking, RankedItems
+from distembed.catalogue.ranking import NOT_RANKED, CatalogueRanking, RankedItems
 from distembed.catalogue.user_items import UserItems
 
-__all__ = ["Catalogue", "CatalogueRanking", "NegativeDraws", "Queries", "RankedItems", "UserItems", "item_weights"]
+__all__ = [
+    "NOT_RANKED",
+    "Catalogue",
+    "CatalogueRanking",
+    "NegativeDraws",
+    "Queries",
+    "RankedItems",
+    "UserItems",
+    "item_weights",
+]

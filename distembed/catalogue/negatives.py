@@ -14,13 +14,15 @@ which those that a user excludes are taken out; a number u below what is left is
 How many of the user's items are in front is one binary search among the keys ``user * total + left over before it`` of
 all pairs. Trade-off: 8 bytes a pair beside those of :class:`UserItems`. A draw favours some items by at most
 ``total / 2^63`` of their probability, which is below 2^-22.
+
+A user who excludes every item has no negatives: its draws are item 0, which :meth:`NegativeDraws.has_items` tells.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from distembed.catalogue.user_items import UserItems
@@ -55,8 +57,11 @@ class NegativeDraws:
         seed: Seed of the run.
         name: Name of the draws; another name gives other items.
 
+    Attributes:
+        users_without_items: The users who exclude all items that have a weight, ascending.
+
     Raises:
-        UserError: A user excludes all items that have a weight.
+        UserError: No item has a weight, or every user with an excluded item excludes all items.
     """
 
     def __init__(
@@ -70,10 +75,17 @@ class NegativeDraws:
         if self.total == 0:
             raise UserError(f"none of {len(weights)} items has a weight above 0: there is no item to draw.")
         self._first_item = _first_of_uniform(self._cumulative)
+        self.users_without_items = torch.zeros(0, dtype=torch.int64)
         if self._excluded is not None:
             device = self._excluded.keys.device
             self._cumulative = self._cumulative.to(device)
             self._left_before, self._left = _left_over(self._cumulative, self._excluded)
+            self.users_without_items = (self._left <= 0).nonzero().flatten()
+            if len(self.users_without_items) == int((self._excluded.offsets.diff() > 0).sum()):
+                raise UserError(
+                    f"every user has all {int((weights > 0).sum()):,} items, so no negative can be drawn for anyone; "
+                    "give the catalogue items that some users do not have."
+                )
 
     def draw(self, step: int, first_row: int, users: Int64[Tensor, " rows"], slots: int) -> Int64[Tensor, "rows slots"]:
         """Returns items for the rows of some users, on their device, none of which is excluded for its user.
@@ -82,7 +94,7 @@ class NegativeDraws:
             step: Number of the step over all epochs.
             first_row: Number of the first row among the rows of the step on all ranks.
             users: User of each row.
-            slots: Number of items of each row. Several may be the same.
+            slots: Number of items of each row. Several may be the same; 0 for a user who has no negatives.
         """
         if self._excluded is None:
             return self.draw_for_all(step, first_row, len(users), slots)
@@ -102,7 +114,7 @@ class NegativeDraws:
         words = self._words(step, numbers)
         if self._excluded is None:
             return self._items(words % self.total)
-        left = words % self._left[users]
+        left = words % self._left[users].clamp(min=1)
         keys = users * self.total + left
         num_until = torch.searchsorted(self._left_before, keys, right=True)
         # the last excluded item in front: all of the user's weights up to it are passed over
@@ -111,7 +123,13 @@ class NegativeDraws:
         is_past = num_until > self._excluded.offsets[users]
         end = self._cumulative[torch.where(is_past, items, 0) + 1]
         passed = end - (self._left_before[last] - users * self.total)
-        return self._items(left + torch.where(is_past, passed, 0))
+        drawn = self._items(left + torch.where(is_past, passed, 0))
+        # past all items of a user without negatives lies the end of the catalogue, which is no item
+        return torch.where(self.has_items(users), drawn, 0) if len(self.users_without_items) else drawn
+
+    def has_items(self, users: Int64[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
+        """Returns whether there is an item to draw for each user."""
+        return torch.ones_like(users, dtype=torch.bool) if self._excluded is None else self._left[users] > 0
 
     def draw_for_all(self, step: int, first_row: int, num_rows: int, slots: int) -> Int64[Tensor, "rows slots"]:
         """Returns items for rows that exclude none, such as those that all rows of a batch have in common."""
@@ -120,7 +138,7 @@ class NegativeDraws:
     def log_probabilities(
         self, items: Int64[Tensor, "rows slots"], users: Int64[Tensor, " rows"] | None = None
     ) -> Float[Tensor, "rows slots"]:
-        """Returns the logarithm of each item's probability, which is -inf for one that is never drawn.
+        """Returns the logarithm of each item's probability; -inf for one that is never drawn, or has no such user.
 
         Args:
             items: Any items; one that its user excludes counts as if it were not excluded.
@@ -129,7 +147,8 @@ class NegativeDraws:
         units = (self._cumulative[items + 1] - self._cumulative[items]).double()
         if users is None or self._excluded is None:
             return (units / self.total).log().float()
-        return (units / self._left[users].unsqueeze(1)).log().float()
+        left = self._left[users].unsqueeze(1)
+        return torch.where(left > 0, units / left.clamp(min=1), 0.0).log().float()
 
     def _numbers(self, first_row: int, num_rows: int, slots: int) -> Int64[Tensor, "rows slots"]:
         """Returns the number of each slot of each row among all slots of a step."""
@@ -173,11 +192,7 @@ def _first_of_uniform(cumulative: Int64[Tensor, " items_plus_1"]) -> int | None:
 def _left_over(
     cumulative: Int64[Tensor, " items_plus_1"], excluded: UserItems
 ) -> tuple[Int64[Tensor, " pairs"], Int64[Tensor, " users"]]:
-    """Returns for each pair ``user * total`` and what is left over before its item; and what is left over of each user.
-
-    Raises:
-        UserError: Nothing is left over of a user.
-    """
+    """Returns for each pair ``user * total`` and what is left before its item; and what is left of each user."""
     total = cumulative[-1]
     lengths = excluded.offsets.diff()
     users = torch.repeat_interleave(torch.arange(excluded.num_users, device=lengths.device), lengths)
@@ -186,11 +201,5 @@ def _left_over(
     taken = torch.cat([total.new_zeros(1), (cumulative[items + 1] - cumulative[items]).cumsum(0)])
     taken_before_user = taken[excluded.offsets]
     left = total - taken_before_user.diff()
-    if bool((left <= 0).any()):
-        user = int((left <= 0).nonzero()[0])
-        raise UserError(
-            f"user {user} has all {excluded.num_items:,} items: no negative can be drawn. Leave the user out of the "
-            "data, or count fewer of its items."
-        )
     left_before = cumulative[items] - (taken[:-1] - taken_before_user[users])
     return users * total + left_before, left

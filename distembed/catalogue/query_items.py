@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from jaxtyping import Int64
+from jaxtyping import Bool, Int64
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
@@ -50,6 +50,11 @@ class QueryItems:
             ranks: Numbers of pairs.
         """
         return QueryItems(ranks.gather(self.queries + first_query), ranks.gather(self.items))
+
+    def are_in(self, others: QueryItems) -> Bool[Tensor, " pairs"]:
+        """Returns which of the pairs are among others; items are below 2^32, and queries below 2^31."""
+        keys, other_keys = ((pairs.queries << 32) + pairs.items for pairs in (self, others))
+        return torch.isin(keys, other_keys)
 
     def in_chunk(self, ids: Int64[Tensor, " ids"]) -> tuple[Int64[Tensor, " found"], Int64[Tensor, " found"]]:
         """Returns the numbers of the pairs whose items are among some ids, and the place of each one's item there."""

@@ -7,9 +7,10 @@ only counts and the best items go back::
     queries of rank 0  | chunk | chunk |      | chunk | chunk |      scores of a block of queries and a chunk
     queries of rank 1  | chunk | chunk |      | chunk | chunk |      are made, compared and dropped
 
-The rank of a relevant item is the number of items ahead of it: those of a higher score and, since a model that scores
-all alike has no claim to a good rank, irrelevant ones of the same score. Of relevant ones with equal scores the first
-that was given is ahead. A score that is no number puts a relevant item behind all.
+The rank of a relevant item is the number of candidates ahead of it: those of a higher score and, since a model that
+scores all alike has no claim to a good rank, irrelevant ones of the same score. Of relevant ones with equal scores the
+first that was given is ahead. A score that is no number puts a relevant item behind all. A relevant item that is
+excluded is no candidate and has no rank: what is relevant must not decide what is ranked.
 
 Scores are products in float64, rounded to float32: so items with the same vector and bias have the same score, whatever
 product they were in, and ranks do not depend on the number of ranks. Trade-off: such a product takes twice the time.
@@ -36,13 +37,17 @@ _MOST_SCORES_ON_CPU, _MOST_SCORES = 2**20, 2**26
 _MOST_IDS = 2**16
 _PAIRS_AT_ONCE = 2**14
 
+NOT_RANKED = -1
+"""In the place of the rank of a relevant item that is excluded."""
+
 
 @dataclass(frozen=True)
 class RankedItems:
     """What a ranking says of the queries of this rank.
 
     Attributes:
-        ranks: Number of items ahead of each relevant one, in the order in which these were given.
+        ranks: Number of candidates ahead of each relevant item, in the order in which these were given; ``NOT_RANKED``
+            for one that is excluded.
         best: The best items of each query, the best first; -1 where there are fewer.
         best_scores: Their scores, -inf where there are fewer.
     """
@@ -74,7 +79,7 @@ class CatalogueRanking:
 
         Args:
             vectors: The queries of this rank, which may be none.
-            relevant: The relevant items of each query, distinct; they are ranked even where they are excluded.
+            relevant: The relevant items of each query, distinct.
             excluded: The items of each query that are not ranked, such as those that its user has.
         """
         pairs = QueryItems.of(relevant), QueryItems.of(excluded)
@@ -148,7 +153,8 @@ class CatalogueRanking:
 
     def _rank_block(self, block: _Block) -> tuple[Int64[Tensor, " relevant"], Int64[Tensor, "queries best"]]:
         """Returns the ranks of this rank's relevant items of a block, and the keys of the best; all ranks call it."""
-        scores = self._pair_scores(block)
+        is_excluded = block.relevant.are_in(block.excluded)
+        scores = self._pair_scores(block).masked_fill(is_excluded, -torch.inf)
         ahead = torch.zeros_like(block.relevant.items)
         best = BestItems(len(block.vectors), self.num_best, ahead.device)
         for chunk in self._chunks(block):
@@ -163,6 +169,7 @@ class CatalogueRanking:
             ahead += _count_not_below(rows, block.relevant.queries, scores)
         own = block.of_relevant.own_place
         ranks = block.of_relevant.sum_own(ahead) + _places_among_relevant(block.relevant.queries[own], scores[own])
+        ranks = ranks.masked_fill(is_excluded[own], NOT_RANKED)
         keys = block.of_queries.own_of_all(best.keys)
         return ranks, best_keys(keys.transpose(0, 1).flatten(1), self.num_best)
 

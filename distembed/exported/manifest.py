@@ -92,12 +92,15 @@ class RecommendedItems:
 
     Attributes:
         feature: The feature whose ids ``items`` are, and whose vocabulary has their raw values. The model takes it too,
-            as a list: a row's own items are left out of those that are recommended.
+            as a list.
         num_best: Number of items of each row, the best first. Where there are fewer, ids are -1 and scores -inf.
+        excludes_seen: Whether the model was evaluated without the items that a user has, as ``task.exclude_seen`` says.
+            A model of next items leaves out those of the history then; a model of users leaves out those it is given.
     """
 
     feature: str
     num_best: int
+    excludes_seen: bool = True
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,9 @@ from distembed.exporting.parity import ParityCheck
 from distembed.exporting.recommended_parity import RecommendedCheck
 from distembed.exporting.recommenders import RecommendingModel
 from distembed.exporting.score_program import ScoredModel
+from distembed.models import Model
 from distembed.serving.whole_model import WholeModel
+from distembed.tasks import NextItemConfig, RankingConfig
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,18 @@ def _scored(whole: WholeModel, manifest: Manifest, num_best: int) -> ScoredModel
 
 
 def _next_items(whole: WholeModel, manifest: Manifest, num_best: int) -> RecommendingModel:
-    return RecommendingModel.of_next_items(whole.module.model, reserved_ids(manifest, ITEM), num_best)
+    return RecommendingModel.of_next_items(*_recommended(whole, manifest, num_best))
 
 
 def _rankings(whole: WholeModel, manifest: Manifest, num_best: int) -> RecommendingModel:
-    return RecommendingModel.of_rankings(whole.module.model, reserved_ids(manifest, ITEM), num_best)
+    return RecommendingModel.of_rankings(*_recommended(whole, manifest, num_best))
+
+
+def _recommended(whole: WholeModel, manifest: Manifest, num_best: int) -> tuple[Model, tuple[int, ...], int, bool]:
+    """Returns the model, the ids that stand for no item, the number of items, and whether seen ones are left out."""
+    task = whole.blueprint.config.task
+    assert isinstance(task, NextItemConfig | RankingConfig)
+    return whole.module.model, reserved_ids(manifest, ITEM), num_best, task.excludes_seen
 
 
 EXPORTERS: dict[str, Exporter] = {

@@ -2,8 +2,7 @@
 
 The trained model's items are found by :class:`~distembed.catalogue.CatalogueRanking`, which its evaluations use too, as
 many as the program returns and without the same items. Both are judged by the NDCG of these items alone, as a program
-says nothing of the ranks behind them. It is the task's ``ndcg@k`` but where a row's target is among the row's own items
-already: an evaluation ranks it all the same, and neither of the two here recommends it.
+says nothing of the ranks behind them. It is the task's ``ndcg@k`` for one target a row.
 """
 
 from __future__ import annotations

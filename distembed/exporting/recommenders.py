@@ -1,8 +1,9 @@
 """The programs of models that recommend items: which comes next in a sequence, and which a user takes.
 
 Both map plain tensors to the best items of each row and their scores. ``item`` is a list of either one's rows: of a
-next item the history, the earliest first, of which the network sees the last ones; of a user the items that it has.
-Its items are not recommended, as the trainer's ``predict`` leaves them out, and an empty list is a list too.
+next item the history, the earliest first, of which the network sees the last ones; of a user the items to leave out.
+A history's items are not recommended where ``task.exclude_seen`` leaves them out, as in the trainer's ``predict``. An
+empty list is a list too.
 """
 
 from __future__ import annotations
@@ -57,16 +58,22 @@ class NextItemProgram(nn.Module):
         features: The features that it looks up, items first.
         lookups: The table of each, alone in its group.
         choice: The items to choose from.
+        excludes_seen: Whether a history's items are left out.
     """
 
     def __init__(
-        self, model: NextItems, features: Sequence[PlainFeature], lookups: Sequence[TableGroup], choice: ItemChoice
+        self,
+        model: NextItems,
+        features: Sequence[PlainFeature],
+        lookups: Sequence[TableGroup],
+        choice: ItemChoice,
+        excludes_seen: bool,
     ) -> None:
         super().__init__()
         self.tokens = model.network.tokens
         self.states: Any = model.network.states
         self.lookups, self.choice = nn.ModuleList(lookups), choice
-        self._features = features
+        self._features, self._excludes_seen = features, excludes_seen
 
     def forward(self, values: Int64[Tensor, " ids"], lengths: Int64[Tensor, "features batch"]) -> Recommended:
         """Returns the best items of each row."""
@@ -77,7 +84,8 @@ class NextItemProgram(nn.Module):
             embedded[feature.name] = _Vectors(lookup(recent, [0])[0])
         vectors = self.tokens(embedded, None)
         queries = self.states.on_slots(vectors, _layout(lengths[0], most))
-        best: Recommended = self.choice(queries, *_left_out(features))
+        owners, ids, is_item = _left_out(features)
+        best: Recommended = self.choice(queries, owners, ids, is_item if self._excludes_seen else is_item & False)
         return best
 
 
@@ -133,7 +141,8 @@ class RecommendingModel:
         reserved: Ids that stand for no item.
         num_best: Number of items of each row.
         make_program: Makes the program, with tables as they are stored.
-        lists: Returns the features of a batch's rows, of which items are those that the rows leave out.
+        lists: Returns the features of a batch's rows, of which items are those that the rows may leave out.
+        excludes_seen: Whether a row's items are left out.
     """
 
     outputs = ("items", "scores")
@@ -145,15 +154,19 @@ class RecommendingModel:
     num_best: int
     make_program: Callable[[TableStorage], nn.Module]
     lists: Callable[[Batch], Mapping[str, JaggedTensor]]
+    excludes_seen: bool
 
     @classmethod
-    def of_next_items(cls, model: Model, reserved: Sequence[int], num_best: int) -> RecommendingModel:
+    def of_next_items(
+        cls, model: Model, reserved: Sequence[int], num_best: int, excludes_seen: bool = True
+    ) -> RecommendingModel:
         """Returns a model of the next item as its program is made of it.
 
         Args:
             model: The model with its weights.
             reserved: Ids that stand for no item.
             num_best: Number of items of each row.
+            excludes_seen: Whether a history's items are left out.
 
         Raises:
             UserError: The model has parts that such programs do not have, or there are fewer items than wanted.
@@ -171,13 +184,18 @@ class RecommendingModel:
         def make(storage: TableStorage) -> nn.Module:
             groups = stored.groups(storage)
             lookups = [groups[stored.table_of(each.name)] for each in features]
-            return NextItemProgram(model, features, lookups, stored.choice(groups, reserved))
+            return NextItemProgram(model, features, lookups, stored.choice(groups, reserved), excludes_seen)
 
-        return cls(features, stored.tables, reserved, num_best, make, _histories)
+        return cls(features, stored.tables, reserved, num_best, make, _histories, excludes_seen)
 
     @classmethod
-    def of_rankings(cls, model: Model, reserved: Sequence[int], num_best: int) -> RecommendingModel:
-        """Returns a model of users and items so; arguments and errors as :meth:`of_next_items`."""
+    def of_rankings(
+        cls, model: Model, reserved: Sequence[int], num_best: int, excludes_seen: bool = True
+    ) -> RecommendingModel:
+        """Returns a model of users and items so; arguments and errors as :meth:`of_next_items`.
+
+        Its program leaves out the items that it is given, which are none where seen items are candidates.
+        """
         if not isinstance(model, MF):
             raise _unknown_model(model, "mf")
         stored = _StoredTables(model, model.network.catalogue, num_best)
@@ -187,12 +205,12 @@ class RecommendingModel:
             choice = stored.choice(groups, reserved)
             return RankingProgram(groups[stored.table_of(USER)], choice, model.biases)
 
-        return cls(RankingProgram.features, stored.tables, reserved, num_best, make, _users)
+        return cls(RankingProgram.features, stored.tables, reserved, num_best, make, _users, excludes_seen)
 
     @property
     def recommends(self) -> RecommendedItems:
         """What the manifest says of the outputs."""
-        return RecommendedItems(feature=ITEM, num_best=self.num_best)
+        return RecommendedItems(ITEM, self.num_best, self.excludes_seen)
 
     def inputs(self, batch: Batch) -> ProgramInputs:
         """Returns the inputs of the program for the rows of a batch, as the task prepares one or as it is drawn."""
@@ -204,7 +222,10 @@ class RecommendingModel:
 
     def left_out(self, batch: Batch) -> JaggedTensor:
         """Returns the items that are not recommended to each row of a batch."""
-        return self.lists(batch)[ITEM]
+        items = self.lists(batch)[ITEM]
+        if self.excludes_seen:
+            return items
+        return JaggedTensor(items.values()[:0], lengths=torch.zeros_like(items.lengths()))
 
     def whole_program(self, storage: TableStorage) -> nn.Module:
         """Returns the program that has all tables."""

@@ -144,8 +144,9 @@ class LoadedModel:
         """Returns what the task predicts of each row: click probabilities or ratings [rows], or items for users.
 
         Recommended items are an Arrow table with a row for each row: ``user`` (where rows are users), ``item_1`` to
-        ``item_k`` from the best on, as raw values, and ``score_1`` to ``score_k``. Users are ranked items for without
-        those that they have in the run's dataset, where it still is; sequences, without those that are in them.
+        ``item_k`` from the best on, as raw values, and ``score_1`` to ``score_k``. Items that users have in the
+        splits before the test, where the run's dataset still is, or that are in a sequence, are left out where
+        ``task.exclude_seen`` says so.
 
         The same rows in the same batches of up to 8,192 have the same predictions to the bit as those of
         ``distembed predict``, where a feature has one value a row.

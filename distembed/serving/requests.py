@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def find_run_for_rows(folder: Path, data: str | None, checkpoint: str | None = None) -> TrainedRun:
     """Finds a run to score raw rows with: what it keeps of its dataset is enough.
 
-    A run that ranks items for users has its dataset where that is still there: items that users have are left out.
+    A run that ranks items for users has its dataset where that is still there: items that users have may be left out.
 
     Args:
         folder: The run's folder.

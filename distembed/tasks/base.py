@@ -106,6 +106,10 @@ class Task(ABC):
     def start(self, context: TaskContext) -> None:  # noqa: B027  (a task may have nothing to start)
         """Takes what the task needs beside batches, such as each user's items; called once, before the first batch."""
 
+    def start_lines(self) -> list[str]:
+        """Returns what a run says of the task before its first step; all ranks call it, after :meth:`start`."""
+        return []
+
     def prepare_batch(self, batch: Batch, position: BatchPosition | None) -> Batch:
         """Returns a batch with what the task adds to it, such as negative items, which its config declares.
 

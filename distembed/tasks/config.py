@@ -34,6 +34,12 @@ NEXT_ITEM_KINDS = ("ndcg", "hr", "mrr")
 SAMPLED_KINDS = ("ndcg", "hr")
 """Kinds of metrics that tasks report: of the ranking task; of next items, among all items and among drawn ones."""
 
+ExcludeSeen = Literal["auto"] | bool
+"""Whether evaluations and predictions leave out items that a user has; see :mod:`distembed.tasks.seen_items`.
+
+A run's config has the decision in the place of ``auto``. Runs of earlier versions have none: they exclude seen items.
+"""
+
 Cutoffs = Annotated[list[Count], Field(min_length=1), AfterValidator(_rising)]
 """The numbers k of metrics of the best k items."""
 
@@ -232,6 +238,8 @@ class RankingConfig:
         negative_exponent: Power of an item's number of users with which negative items are drawn: 0 for uniformly, 1
             for by frequency.
         cutoffs: The numbers k of the metrics, in rising order.
+        exclude_seen: Whether evaluations and predictions leave out the items that the user has in the splits before the
+            one to predict; ``auto`` leaves them out unless users repeat items.
         headline: Name of the metric by which models are compared; null for the NDCG at the last cutoff.
     """
 
@@ -241,12 +249,18 @@ class RankingConfig:
     num_negatives: Annotated[int, Field(gt=0, le=10_000)] = 1
     negative_exponent: NonNegativeNumber = 0.0
     cutoffs: Cutoffs = dataclasses.field(default_factory=lambda: [1, 5, 10])
+    exclude_seen: ExcludeSeen = "auto"
     headline: str | None = None
 
     @model_validator(mode="after")
     def _headline_is_computed(self) -> "RankingConfig":
         _require_among(self.headline, ranking_metric_names(RANKING_KINDS, self.cutoffs))
         return self
+
+    @property
+    def excludes_seen(self) -> bool:
+        """Whether seen items are left out, in a run that has started."""
+        return self.exclude_seen is not False
 
     def build(self) -> "Task":
         """Builds the task."""
@@ -289,9 +303,11 @@ class NextItemConfig:
         num_negatives: Number of drawn negatives of each target.
         negative_exponent: Power of an item's number of users with which negatives are drawn: 0 for uniformly, 1 for by
             frequency.
-        sampled_candidates: Number of items, uniformly drawn from those that the user does not have, among which targets
-            are ranked in evaluations, beside the ranking among all; 0 for none.
+        sampled_candidates: Number of items, uniformly drawn from all candidates but the target, among which targets are
+            ranked in evaluations, beside the ranking among all; 0 for none.
         cutoffs: The numbers k of the metrics, in rising order.
+        exclude_seen: Whether evaluations and predictions leave out the items that precede the one to predict; ``auto``
+            leaves them out unless users repeat items.
         headline: Name of the metric by which models are compared; null for the NDCG at the last cutoff.
     """
 
@@ -304,6 +320,7 @@ class NextItemConfig:
     negative_exponent: NonNegativeNumber = 0.0
     sampled_candidates: Annotated[int, Field(ge=0, le=10_000)] = 100
     cutoffs: Cutoffs = dataclasses.field(default_factory=lambda: [1, 5, 10])
+    exclude_seen: ExcludeSeen = "auto"
     headline: str | None = None
 
     @model_validator(mode="after")
@@ -329,6 +346,11 @@ class NextItemConfig:
     def draws_negatives(self) -> bool:
         """Whether negatives are drawn for each target."""
         return self.loss != "softmax" and self.negatives == "drawn"
+
+    @property
+    def excludes_seen(self) -> bool:
+        """Whether seen items are left out, in a run that has started."""
+        return self.exclude_seen is not False
 
     def build(self) -> "Task":
         """Builds the task."""
@@ -392,4 +414,6 @@ def _require_no_weights(task: str, schema: Schema) -> None:
 def _require_below(cutoffs: list[int], num_items: int) -> None:
     """Refuses metrics of longer lists than there are items."""
     if cutoffs[-1] > num_items:
-        raise UserError(f"task.cutoffs has {cutoffs[-1]:,}, and this dataset has {num_items:,} items; lower it.")
+        raise UserError(
+            f"task.cutoffs has {cutoffs[-1]:,}, above the {num_items:,} ids of this dataset's items; lower it."
+        )

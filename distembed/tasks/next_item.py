@@ -1,7 +1,7 @@
 """Which item comes next in a user's sequence (Kang and McAuley, ICDM 2018; Hidasi et al., ICLR 2016).
 
 A model returns a query for each target of its rows. Their scores are trained by one of three losses; evaluations rank
-the last item of each row among all items that its user has not seen, and among some that are drawn.
+the last item of each row among all items, or all that do not precede it, and among some that are drawn of these.
 
 The loss of a row is the sum over its targets, divided by the mean number of targets of a training row: so every target
 weighs the same, on any number of ranks, and the loss of a batch is about the mean over its targets.
@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from distembed.catalogue import CatalogueRanking, NegativeDraws, Queries, UserItems, item_weights
+from distembed.catalogue import NOT_RANKED, CatalogueRanking, NegativeDraws, Queries, UserItems, item_weights
 from distembed.catalogue.sampled import drawn_cross_entropy, in_batch_cross_entropy
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import (
@@ -44,7 +44,10 @@ from distembed.tasks.recommendations import (
     prediction_columns,
     predictions,
     recommendations,
+    seen_items_metrics,
+    without_negatives_lines,
 )
+from distembed.tasks.seen_items import seen_items_rule
 from distembed.tasks.sequence_batches import Cuts, columns, cut_lists, item_lengths, jagged
 
 SEEN = "seen"
@@ -84,7 +87,7 @@ class NextItemTask(Task):
             coverage_metric(self._num_best),
         )
         self.reported_metrics = headline_first(reported, config.headline)
-        self.outputs = ("metrics", *RECOMMENDATIONS, *(("sampled",) if self._sampled else ()))
+        self.outputs = ("metrics", "excluded_targets", *RECOMMENDATIONS, *(("sampled",) if self._sampled else ()))
         self.prediction_columns, self.id_columns = prediction_columns(self._num_best), id_columns(self._num_best)
         self._targets_per_row = 1.0
         self._context: TaskContext | None = None
@@ -121,7 +124,7 @@ class NextItemTask(Task):
         """The draws of negatives in training.
 
         Raises:
-            UserError: A user has all items there.
+            UserError: Every user has all items there.
         """
         weights = item_weights(self._taken.users_of_items(), self._config.negative_exponent, self._reserved)
         return NegativeDraws(weights, self._taken, self._started.seed)
@@ -136,6 +139,12 @@ class NextItemTask(Task):
     def _uniform(self) -> Float[Tensor, " items"]:
         """Weights by which all items but reserved ones are drawn alike."""
         return item_weights(torch.zeros(self._num_items), 0.0, self._reserved)
+
+    def start_lines(self) -> list[str]:
+        """Returns which users have no negatives."""
+        if not self._config.draws_negatives:
+            return []
+        return without_negatives_lines(self._draws.users_without_items, self._started.dataset)
 
     def prepare_batch(self, batch: Batch, position: BatchPosition | None) -> Batch:
         """Returns a batch of what the model is shown, with targets, and with negatives where the loss needs them."""
@@ -224,16 +233,23 @@ class NextItemTask(Task):
     def _binary_losses(self, queries: Queries, batch: Batch) -> Float[Tensor, " queries"]:
         """Returns ``-log sigmoid(s_target) - sum log(1 - sigmoid(s_negative))`` (Kang and McAuley, equation 6)."""
         target, negatives = queries.scores(ITEM_TARGET), queries.scores(ITEM_NEGATIVE)
-        return nn.functional.softplus(-target).sum(1) + nn.functional.softplus(negatives).sum(1)
+        of_negatives = nn.functional.softplus(negatives).masked_fill(
+            self._log_probabilities(queries, batch) == -torch.inf, 0.0
+        )
+        return nn.functional.softplus(-target).sum(1) + of_negatives.sum(1)
 
     def _drawn_losses(self, queries: Queries, batch: Batch) -> Float[Tensor, " queries"]:
         """Returns the sampled softmax's loss of each target with its own negatives."""
+        return drawn_cross_entropy(queries, ITEM_TARGET, ITEM_NEGATIVE, self._log_probabilities(queries, batch))
+
+    def _log_probabilities(self, queries: Queries, batch: Batch) -> Float[Tensor, "queries negatives"]:
+        """Returns the logarithm of the probability of each negative, -inf for one that counts nothing."""
         # a plan's example of a batch was not drawn
-        log_probabilities = batch.fields.get(
+        found = batch.fields.get(
             LOG_PROBABILITIES, queries.vectors.new_zeros(len(queries.vectors), self._config.num_negatives)
         )
-        assert isinstance(log_probabilities, Tensor)
-        return drawn_cross_entropy(queries, ITEM_TARGET, ITEM_NEGATIVE, log_probabilities)
+        assert isinstance(found, Tensor)
+        return found
 
     def _in_batch_losses(self, queries: Queries, batch: Batch) -> Float[Tensor, " queries"]:
         """Returns the sampled softmax's loss of each target with the others of this rank as negatives."""
@@ -249,7 +265,10 @@ class NextItemTask(Task):
         targets, has_target = feature_values(features, ITEM_TARGET), feature_lengths(features, ITEM_TARGET) > 0
         # rows without a target have seen nothing
         lengths = feature_lengths(seen, ITEM)[has_target].long()
-        excluded, ones = JaggedTensor(seen.values(), lengths=lengths), torch.ones_like(lengths)
+        ones = torch.ones_like(lengths)
+        excluded = JaggedTensor(seen.values(), lengths=lengths)
+        if not self._config.excludes_seen:
+            excluded = JaggedTensor(seen.values()[:0], lengths=lengths * 0)
         ranking = CatalogueRanking(outputs.catalogue, self._reserved, self._num_best)
         if NO_TARGETS in batch.fields:
             ranked = ranking.rank(vectors, JaggedTensor(targets[:0], lengths=ones * 0), excluded)
@@ -257,38 +276,42 @@ class NextItemTask(Task):
         ranked = ranking.rank(vectors, JaggedTensor(targets, lengths=ones), excluded)
         users = feature_values(features, USER)[has_target]
         recommended = recommendations(users, outputs, ranked)
-        found = {"metrics": self._metrics.of_queries(ranked.ranks, ones), **recommended}
+        is_excluded = ranked.ranks == NOT_RANKED
+        metrics = self._metrics.of_queries(ranked.ranks, ones)
+        found = {"metrics": metrics, "excluded_targets": is_excluded.long(), **recommended}
         if self._sampled is not None:
-            candidates, has_any = self._candidates(users, targets, excluded)
-            ranks = ranking.rank_among(vectors, targets, candidates)
-            found["sampled"] = self._sampled.of_queries(ranks, ones).masked_fill(~has_any.unsqueeze(1), torch.nan)
+            candidates, has_enough = self._candidates(users, targets, excluded)
+            ranks = ranking.rank_among(vectors, targets, candidates).masked_fill(is_excluded, NOT_RANKED)
+            found["sampled"] = self._sampled.of_queries(ranks, ones).masked_fill(~has_enough.unsqueeze(1), torch.nan)
         return found
 
     def _candidates(
-        self, users: Int64[Tensor, " queries"], targets: Int64[Tensor, " queries"], seen: JaggedTensor
+        self, users: Int64[Tensor, " queries"], targets: Int64[Tensor, " queries"], excluded: JaggedTensor
     ) -> tuple[Int64[Tensor, "queries candidates"], Bool[Tensor, " queries"]]:
-        """Returns items that are drawn for each user, the same in all evaluations, from those that it does not have.
+        """Returns items that are drawn for each query from its candidates but the target, the same in all evaluations.
 
-        Beside them is whether there are such items: those of a user who has all items mean nothing.
+        Beside them is whether there are as many to draw from: the items of a query that has fewer mean nothing.
         """
         rows = torch.arange(len(users), device=users.device)
-        row_of_seen = rows.repeat_interleave(seen.lengths(), output_size=len(seen.values()))
-        owners, items = torch.cat([rows, row_of_seen]), torch.cat([targets, seen.values()])
+        row_of_excluded = rows.repeat_interleave(excluded.lengths(), output_size=len(excluded.values()))
+        owners, items = torch.cat([rows, row_of_excluded]), torch.cat([targets, excluded.values()])
         owners, items = owners.cpu(), items.cpu()
         has = UserItems.from_pairs(owners, items, len(users), self._num_items)
-        has_any = has.offsets.diff() < self._num_items - len(self._reserved)
-        if not has_any.all():
-            is_drawn_for = has_any[owners]
+        num_left = self._num_items - len(self._reserved) - has.offsets.diff()
+        has_enough = num_left >= self._config.sampled_candidates
+        if not has_enough.all():
+            is_drawn_for = has_enough[owners]
             has = UserItems.from_pairs(owners[is_drawn_for], items[is_drawn_for], len(users), self._num_items)
         draws = NegativeDraws(self._uniform, has.to(users.device), self._started.seed, "candidates")
         slots = torch.arange(self._config.sampled_candidates, device=users.device)
         numbers = users.unsqueeze(1) * len(slots) + slots
         drawn = draws.draw_numbered(0, numbers, rows.unsqueeze(1).expand_as(numbers))
-        return drawn, has_any.to(users.device)
+        return drawn, has_enough.to(users.device)
 
     def metrics(self, rows: Rows) -> dict[str, float]:
-        found: dict[str, float] = {"rows": len(rows["users"]), **self._metrics.means(rows["metrics"])}
+        found = seen_items_metrics(self._config.excludes_seen, rows) | self._metrics.means(rows["metrics"])
         if self._sampled is not None:
+            found["sampled_rows"] = self._sampled.num_known(rows["sampled"])
             found |= self._sampled.means(rows["sampled"])
         num_items = self._num_items - len(self._reserved)
         return found | {f"coverage@{self._num_best}": coverage(rows["best"], self._num_best, num_items)}
@@ -302,12 +325,14 @@ class NextItemTask(Task):
         return {}
 
     def predictions(self, rows: Rows) -> dict[str, npt.NDArray[Any]]:
-        """Returns the best items of each row that has a target, without what its user has; -1 where there are fewer."""
+        """Returns the best candidates of each row that has a target; -1 where there are fewer."""
         return predictions(rows, self._num_best)
 
     def describe(self, metrics: Mapping[str, Any]) -> str:
         shown = [f"{each.heading} {metrics[each.name]:.4f}" for each in self.reported_metrics if each.in_terminal]
-        return f"{'  '.join(shown)}  ({metrics['rows']:,} rows)"
+        lacking = metrics["rows"] - metrics.get("sampled_rows", metrics["rows"])
+        few = f"; {lacking:,} have fewer than {self._config.sampled_candidates} others" if lacking else ""
+        return f"{'  '.join(shown)}  ({metrics['rows']:,} rows; {seen_items_rule(self._config.excludes_seen)}{few})"
 
     def describe_training(self, metrics: Mapping[str, Any]) -> str:
         return ""

@@ -3,8 +3,9 @@
 A row of the dataset is a user and an item that the user took. The loss of a row is the mean over drawn negative items j
 of ``-log sigmoid(s_i - s_j)``, and ``lambda`` times the squares of the vectors that the row looks up.
 
-In an evaluation a row is a user of the split: the user's items of the split are relevant, those of the splits before it
-are left out, and all others are ranked among the relevant ones.
+In an evaluation a row is a user of the split, and the user's items of the split are relevant. All items are ranked but
+those that the user has in the splits before it, where ``exclude_seen`` leaves them out: a relevant one among these is a
+miss.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from jaxtyping import Int64
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from distembed.catalogue import CatalogueRanking, NegativeDraws, Queries, UserItems, item_weights
+from distembed.catalogue import NOT_RANKED, CatalogueRanking, NegativeDraws, Queries, UserItems, item_weights
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import ITEM, ITEM_NEGATIVE, SPARSE_FEATURES, USER
 from distembed.data.prepare.vocabulary import reserved_ids
@@ -34,10 +35,15 @@ from distembed.tasks.recommendations import (
     prediction_columns,
     predictions,
     recommendations,
+    seen_items_metrics,
+    without_negatives_lines,
 )
+from distembed.tasks.seen_items import seen_items_rule
 
 RELEVANT, EXCLUDED = "relevant", "excluded"
 """Names of the fields of an evaluation's batch that have the items of each user that are searched and left out."""
+HAS_NEGATIVES = "has_negatives"
+"""Name of the field, one boolean a row, of batches of a run in which some users have no negatives."""
 
 
 class RankingTask(Task):
@@ -49,7 +55,7 @@ class RankingTask(Task):
 
     batch_fields = (SPARSE_FEATURES,)
     scored_tables = (ITEM,)
-    outputs = ("metrics", *RECOMMENDATIONS)
+    outputs = ("metrics", "excluded_targets", *RECOMMENDATIONS)
 
     def __init__(self, config: RankingConfig) -> None:
         self._config = config
@@ -73,7 +79,7 @@ class RankingTask(Task):
         """The draws of negative items, which know what every user took in training.
 
         Raises:
-            UserError: A user took all items.
+            UserError: Every user took all items.
         """
         taken = self._items_of([self._context.data.train])
         weights = item_weights(taken.users_of_items(), self._config.negative_exponent, self._reserved)
@@ -85,6 +91,10 @@ class RankingTask(Task):
         if key not in self._items:
             self._items[key] = UserItems.of_splits(self._context.dataset, splits)
         return self._items[key]
+
+    def start_lines(self) -> list[str]:
+        """Returns which users have no negatives."""
+        return without_negatives_lines(self._negatives.users_without_items, self._context.dataset)
 
     def prepare_batch(self, batch: Batch, position: BatchPosition | None) -> Batch:
         """Returns the batch with negative items, drawn on the device of this rank."""
@@ -104,22 +114,28 @@ class RankingTask(Task):
             length_per_key=counts,
             offset_per_key=list(accumulate(counts, initial=0)),
         )
-        return Batch({**batch.fields, SPARSE_FEATURES: with_negatives}, batch.global_batch_size)
+        fields = {**batch.fields, SPARSE_FEATURES: with_negatives}
+        if len(self._negatives.users_without_items):
+            fields[HAS_NEGATIVES] = self._negatives.has_items(users)
+        return Batch(fields, batch.global_batch_size)
 
     def step(self, outputs: Queries, batch: Batch) -> tuple[Tensor, Outputs]:
         margins = (outputs.scores(ITEM) - outputs.scores(ITEM_NEGATIVE)).float()
-        loss = -nn.functional.logsigmoid(margins).sum() / self._config.num_negatives
+        ordered = (margins > 0).sum(1) / self._config.num_negatives
+        losses = nn.functional.logsigmoid(margins)
+        if HAS_NEGATIVES in batch.fields:
+            has_negatives = batch[HAS_NEGATIVES]
+            losses = losses.masked_fill(~has_negatives.unsqueeze(1), 0.0)
+            ordered = ordered.masked_fill(~has_negatives, torch.nan)
+        loss = -losses.sum() / self._config.num_negatives
         if self._config.regularization:
             loss = loss + self._config.regularization * squares(outputs)
-        return loss, {"ordered": (margins > 0).sum(1) / self._config.num_negatives}
+        return loss, {"ordered": ordered}
 
     def evaluation_batches(self, split: str, batch_size: int) -> Iterator[Batch]:
         """Returns this rank's batches of the users that have an item in the split."""
-        data, ranks = self._context.data, self._context.ranks
-        in_order = [name for name in (data.train, data.validation, data.test) if name is not None]
-        earlier = in_order[: in_order.index(split)] if split in in_order else in_order
-        known = Manifest.load(self._context.dataset).splits
-        taken = self._items_of([name for name in earlier if name in known])
+        ranks = self._context.ranks
+        taken = self._seen_before(split)
         relevant = self._items_of([split])
         users = (relevant.offsets.diff() > 0).nonzero().flatten()
         steps = BatchShares(len(users), batch_size, ranks.world_size).steps(ranks.rank)
@@ -133,12 +149,11 @@ class RankingTask(Task):
             yield Batch(fields, max(len(users), 1))
 
     def prediction_batch(self, batch: Batch) -> Batch:
-        """Returns the batch of the rows' users, without the items that they have in the dataset, if that has rows."""
+        """Returns the batch of the rows' users, whose candidates are those of the test split."""
         features = batch[SPARSE_FEATURES]
         assert isinstance(features, KeyedJaggedTensor)
         users = features[USER].values().long()
-        manifest = Manifest.load(self._context.dataset)
-        taken = self._items_of([] if manifest.is_without_rows else list(manifest.splits))
+        taken = self._seen_before(self._context.data.test)
         none = JaggedTensor(users[:0], lengths=torch.zeros_like(users))
         fields = {
             SPARSE_FEATURES: self._user_features(users),
@@ -146,6 +161,18 @@ class RankingTask(Task):
             EXCLUDED: _of_items(taken.of(users)),
         }
         return Batch(fields, batch.global_batch_size)
+
+    def _seen_before(self, split: str | None) -> UserItems:
+        """Returns the items that are left out where a split is predicted, or what follows all splits.
+
+        They are none where seen items are candidates, and where the dataset is not here with its rows.
+        """
+        data, manifest = self._context.data, Manifest.load(self._context.dataset)
+        in_order = [name for name in (data.train, data.validation, data.test) if name is not None]
+        earlier = in_order[: in_order.index(split)] if split in in_order else in_order
+        if not self._config.excludes_seen or manifest.is_without_rows:
+            earlier = []
+        return self._items_of([name for name in earlier if name in manifest.splits])
 
     def _user_features(self, users: Int64[Tensor, " users"]) -> KeyedJaggedTensor:
         """Returns ids of users; other single-valued features have the id 0, which is not looked at."""
@@ -168,17 +195,27 @@ class RankingTask(Task):
         ranking = CatalogueRanking(outputs.catalogue, self._reserved, self._num_best)
         ranked = ranking.rank(outputs.vectors.float(), relevant[ITEM], excluded[ITEM])
         metrics = self._metrics.of_queries(ranked.ranks, relevant.lengths().long())
-        return {"metrics": metrics, **recommendations(features[USER].values(), outputs, ranked)}
+        is_excluded = (ranked.ranks == NOT_RANKED).long()
+        of_queries = torch.arange(len(metrics), device=metrics.device).repeat_interleave(
+            relevant.lengths().long(), output_size=len(is_excluded)
+        )
+        excluded_targets = torch.zeros_like(features[USER].values()).long().index_add(0, of_queries, is_excluded)
+        return {
+            "metrics": metrics,
+            "excluded_targets": excluded_targets,
+            **recommendations(features[USER].values(), outputs, ranked),
+        }
 
     def metrics(self, rows: Rows) -> dict[str, float]:
         num_items, most = self._num_items - len(self._reserved), self._num_best
-        found: dict[str, float] = {"rows": len(rows["users"]), **self._metrics.means(rows["metrics"])}
+        found = seen_items_metrics(self._config.excludes_seen, rows) | self._metrics.means(rows["metrics"])
         return found | {f"coverage@{most}": coverage(rows["best"], most, num_items)}
 
     def training_sums(self, outputs: Outputs) -> Outputs:
         """Returns the sum of each row's share of drawn negative items that are behind its item, and the rows."""
         shares = outputs["ordered"].double()
-        return {"ordered": torch.stack([shares.sum(), shares.new_full((), len(shares))])}
+        has_negatives = ~shares.isnan()
+        return {"ordered": torch.stack([shares.nansum(), has_negatives.sum().double()])}
 
     def training_metrics(self, sums: Sums) -> dict[str, float]:
         """Returns the share of drawn negative items that are behind the item of their row."""
@@ -191,7 +228,7 @@ class RankingTask(Task):
 
     def describe(self, metrics: Mapping[str, Any]) -> str:
         shown = [f"{metric.heading} {metrics[metric.name]:.4f}" for metric in self.reported_metrics]
-        return f"{'  '.join(shown)}  ({metrics['rows']:,} users)"
+        return f"{'  '.join(shown)}  ({metrics['rows']:,} users; {seen_items_rule(self._config.excludes_seen)})"
 
     def describe_training(self, metrics: Mapping[str, Any]) -> str:
         return f"ordered {metrics['ordered']:.4f}"

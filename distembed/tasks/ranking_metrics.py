@@ -11,9 +11,10 @@ mrr         1 / (1 + lowest rank)
 coverage@k  share of all items that are among the best k of any query; see :func:`coverage`
 =========== ==================================================================================================
 
-Each is the mean over the queries that have a relevant item (Järvelin, Kekäläinen, ACM TOIS 2002, for NDCG with a gain
-of 1; He et al., WWW 2017, for HR@k). Where a target is ranked among drawn items only, names say among how many:
-``ndcg@10_of_101`` is that of a target and 100 others, which says nothing of a ranking of all items.
+A relevant item that is no candidate has no rank: it is a miss, and one of the R. Each metric is the mean over the
+queries that have a relevant item (Järvelin, Kekäläinen, ACM TOIS 2002, for NDCG with a gain of 1; He et al., WWW 2017,
+for HR@k). Where a target is ranked among drawn items only, names say among how many: ``ndcg@10_of_101`` is that of a
+target and 100 others, which says nothing of a ranking of all items.
 """
 
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from distembed.catalogue import NOT_RANKED
 from distembed.runs.metrics import ReportedMetric, ranking_metric_names
 
 _HEADINGS = {"ndcg": "NDCG", "hr": "HR", "precision": "P", "recall": "recall", "mrr": "MRR", "coverage": "coverage"}
@@ -59,22 +61,28 @@ class RankingMetrics:
         """Returns the metrics of each query; NaN for a query that has no relevant item.
 
         Args:
-            ranks: Number of items ahead of each relevant one, query after query.
+            ranks: Number of items ahead of each relevant one, query after query; ``NOT_RANKED`` for one that is no
+                candidate.
             lengths: Number of relevant items of each query.
         """
         queries = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
         numbers, nothing = lengths.double(), torch.zeros(len(lengths), dtype=torch.float64, device=lengths.device)
-        gains = 1 / (ranks + 2).double().log2()
+        is_ranked = ranks != NOT_RANKED
+        gains = torch.where(is_ranked, 1 / (ranks + 2).double().log2(), 0.0)
         columns = []
         for k in self.cutoffs:
-            is_hit = (ranks < k).double()
+            is_hit = (is_ranked & (ranks < k)).double()
             hits = nothing.index_add(0, queries, is_hit)
             gain = nothing.index_add(0, queries, is_hit * gains)
             columns += [(hits > 0).double(), hits / k, hits / numbers, gain / _most_gain(k, lengths)]
-        reciprocal = 1 / (ranks + 1).double()
+        reciprocal = torch.where(is_ranked, 1 / (ranks + 1).double(), 0.0)
         columns.append(nothing.scatter_reduce(0, queries, reciprocal, "amax"))
         values = torch.stack(columns, 1)
         return values.masked_fill((lengths == 0).unsqueeze(1), torch.nan).float()
+
+    def num_known(self, values: npt.NDArray[np.float32]) -> int:
+        """Returns the number of queries ``[queries, metrics]`` that :meth:`means` are of."""
+        return int(np.count_nonzero(~np.isnan(values[:, 0]))) if values.size else 0
 
     def means(self, values: npt.NDArray[np.float32]) -> dict[str, float]:
         """Returns each metric's mean over queries ``[queries, metrics]`` with a relevant item; NaN without any."""

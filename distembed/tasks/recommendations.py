@@ -12,11 +12,15 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from distembed.catalogue import Queries, RankedItems
+from distembed.data.dataset.manifest import Manifest
+from distembed.data.dataset.mirror import dataset_folder
 from distembed.data.dataset.schema import ITEM, USER
+from distembed.data.table.vocabularies import raw_values, take_values
 from distembed.tasks.base import Outputs, Rows
 
 RECOMMENDATIONS = ("users", "best", "best_scores")
 """Names of the outputs of :func:`recommendations`."""
+_MOST_NAMED = 3
 
 
 def recommendations(users: Int64[Tensor, " queries"], queries: Queries, ranked: RankedItems) -> Outputs:
@@ -25,6 +29,32 @@ def recommendations(users: Int64[Tensor, " queries"], queries: Queries, ranked: 
     if queries.offsets is not None:
         scores = scores + queries.offsets.float().unsqueeze(1)
     return dict(zip(RECOMMENDATIONS, (users, ranked.best, scores), strict=True))
+
+
+def seen_items_metrics(excludes_seen: bool, rows: Rows) -> dict[str, float]:
+    """Returns what an evaluation says of its candidates: whether seen items are left out, and how many targets so miss.
+
+    Args:
+        excludes_seen: Whether seen items are left out.
+        rows: The outputs of all rows, with ``excluded_targets``.
+    """
+    excluded_targets = int(rows["excluded_targets"].sum())
+    return {"rows": len(rows["users"]), "exclude_seen": excludes_seen, "excluded_targets": excluded_targets}
+
+
+def without_negatives_lines(users: Int64[Tensor, " users"], dataset: str) -> list[str]:
+    """Returns a line on users for whom no negative can be drawn, the first by their raw values; no line for none."""
+    if not len(users):
+        return []
+    named, manifest = users[:_MOST_NAMED].cpu().numpy(), Manifest.load(dataset)
+    names = [f"id {user}" for user in named.tolist()]
+    if USER in manifest.vocabularies:
+        names = take_values(raw_values(dataset_folder(dataset), manifest, USER), named).to_pylist()
+    more = f" and {len(users) - len(named):,} more" if len(users) > len(named) else ""
+    return [
+        f"note: {len(users):,} user(s) have every item, so no negative can be drawn, and their rows have no loss "
+        f"against negatives: {', '.join(map(str, names))}{more}"
+    ]
 
 
 def id_columns(num_best: int) -> tuple[str, ...]:

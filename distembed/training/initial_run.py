@@ -150,10 +150,13 @@ def resumed_config(config: Config, folder: Path) -> Config:
             changed, so that it is found to differ.
         folder: The run's folder.
     """
+    started_with = load_run_config(folder)
+    if getattr(config.task, "exclude_seen", None) == "auto" and config.task.name == started_with.task.name:
+        decided = started_with.task.exclude_seen  # type: ignore[attr-defined]
+        config = dataclasses.replace(config, task=dataclasses.replace(config.task, exclude_seen=decided))
     given = _recorded_embedding(folder, _GIVEN)
     if given is None:
         return config
-    started_with = load_run_config(folder)
     init_from = started_with.train.init_from if config.train.init_from is None else _absolute(config.train.init_from)
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, init_from=init_from))
     if config.embedding == given:
@@ -161,9 +164,9 @@ def resumed_config(config: Config, folder: Path) -> Config:
     return config
 
 
-def recorded(folder: Path) -> Mapping[str, Any] | None:
-    """Returns what ``run.json`` says of the run that a run began with; None where it began with initial weights."""
-    record = read_json_object(folder / "run.json").get(RECORD)
+def recorded(folder: Path, key: str = RECORD) -> Mapping[str, Any] | None:
+    """Returns an object of ``run.json``, such as that of the run that a run began with; None where it has none."""
+    record = read_json_object(folder / "run.json").get(key)
     return record if isinstance(record, Mapping) else None
 
 

@@ -19,6 +19,7 @@ from distembed.graph.verification import missing_checksums_note as graph_note
 from distembed.ranks import Collectives, Ranks
 from distembed.runs.folder import RunFolder
 from distembed.sse.config import graph_fingerprints, graph_paths
+from distembed.tasks.seen_items import SEEN_ITEMS
 from distembed.training.build import used_precision
 from distembed.training.initial_run import RECORD
 from distembed.training.resume import require_same_precision
@@ -115,6 +116,7 @@ def run_info(config: Config, start: RunStart) -> dict[str, Any]:
         "batch_size": config.train.batch_size,
         "id_fingerprint": id_fingerprint(config.data.require_path(), start.manifest),
         **({} if start.init_from is None else {RECORD: start.init_from}),
+        **({} if start.seen_items is None else {SEEN_ITEMS: start.seen_items}),
         "graphs": graph_fingerprints(start.sse),
         "assignments": assignment_checksums(config.embedding),
         "kept_full": description.full_table_lines(),

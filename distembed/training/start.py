@@ -3,6 +3,7 @@
 A process that trains alone finds it before it loads torch, so that a folder that does not exist is told at once.
 """
 
+import dataclasses
 import os
 import uuid
 from collections.abc import Callable, Mapping
@@ -25,6 +26,7 @@ from distembed.runs.record import read_json_object
 from distembed.sse import SSE
 from distembed.sse.config import build_sse, graph_fingerprints
 from distembed.tasks import batch_schema
+from distembed.tasks.seen_items import SEEN_ITEMS, decided_task
 from distembed.training.initial_run import InitialRun, find_initial_run, grown_config, recorded, resumed_config
 from distembed.training.resume import load_run_plan, require_same_config, require_same_graphs
 from distembed.training.start_checks import require_trainable
@@ -99,6 +101,8 @@ class RunStart:
         initial: The run whose weights training begins with; None for initial weights, and for a run that is resumed
             from a checkpoint of its own.
         init_from: What ``run.json`` says of such a run, however often the new one is resumed; None for initial weights.
+        seen_items: What ``run.json`` says of ``task.exclude_seen``; None where the task excludes no items, and for a
+            run that an earlier version started.
     """
 
     config: Config
@@ -111,6 +115,7 @@ class RunStart:
     wait_seconds: float = 0.0
     initial: InitialRun | None = None
     init_from: Mapping[str, Any] | None = None
+    seen_items: Mapping[str, Any] | None = None
 
 
 class OnFirst(Protocol):
@@ -144,12 +149,17 @@ def find_start(config: Config, options: RunOptions, on_first: OnFirst, say: Call
     if initial is not None and not resume:
         init_from = initial.record(config.embedding)
         config = grown_config(config, initial, manifest.schema)
+    if resume:
+        seen_items = on_first(lambda: recorded(folder, SEEN_ITEMS))
+    else:
+        task, seen_items = on_first(lambda: decided_task(config.task, dataset, manifest, config.data.train))
+        config = dataclasses.replace(config, task=task)
     sse = _replaced_ids(config, dataset, manifest)
     if resume:
         on_first(lambda: require_same_graphs(folder, graph_fingerprints(sse)))
     run_id = on_first(lambda: _run_id(folder, resume))
     wait_seconds = DEAD_MACHINE_SECONDS if options.resume_or_start else 0.0
-    return RunStart(config, folder, manifest, sse, run_id, resume, plans, wait_seconds, initial, init_from)
+    return RunStart(config, folder, manifest, sse, run_id, resume, plans, wait_seconds, initial, init_from, seen_items)
 
 
 def find_start_alone(config: Config, options: RunOptions, say: Callable[[str], None]) -> RunStart | None:

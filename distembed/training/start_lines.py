@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from distembed.planning import describe_plan
+from distembed.tasks.seen_items import describe_seen_items
 from distembed.training.build import TrainingState
 from distembed.training.start import RunStart
 
@@ -18,3 +19,6 @@ def start_lines(start: RunStart, state: TrainingState) -> Iterator[str]:
     if start.sse:
         rates = sorted({rule.p0 for rule in start.sse.values()})
         yield f"ids replaced: {len(start.sse)} tables, p0 {', '.join(map(str, rates))}"
+    if start.seen_items is not None:
+        yield describe_seen_items(start.seen_items)
+    yield from state.task.start_lines()

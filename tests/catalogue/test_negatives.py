@@ -105,10 +105,34 @@ def test_keys_fit_into_62_bits_however_many_users_there_are(num_users: int) -> N
     assert int(units[-1]) * num_users < 2**62 and bool((units.diff() > 0).all())
 
 
-def test_a_user_who_has_all_items_is_refused() -> None:
-    pairs = UserItems.from_pairs([1] * 10, range(2, NUM_ITEMS), 3, NUM_ITEMS)
-    with pytest.raises(UserError, match="user 1 has all 12 items"):
-        draws(0.0, excluded=pairs)
+@pytest.mark.parametrize("exponent", [0.0, 0.5])
+@pytest.mark.parametrize("reserved", [(), (0, 1), (11,)])
+def test_users_who_have_all_items_draw_none_and_change_nothing_for_others(
+    exponent: float, reserved: tuple[int, ...]
+) -> None:
+    weights = item_weights(torch.arange(NUM_ITEMS) ** 2, exponent, reserved)
+    whole = [(user, item) for user in (1, 6) for item in range(NUM_ITEMS)]
+    users, items = zip(*(pair for pair in PAIRS if pair[0] not in (1, 6)), strict=True)
+    found, expected = (
+        NegativeDraws(weights, UserItems.from_pairs(*pairs, len(OWN), NUM_ITEMS), 0)
+        for pairs in (zip(*whole, *zip(users, items, strict=True), strict=True), (users, items))
+    )
+    asked = torch.arange(7).repeat(50)
+    is_whole = (asked == 1) | (asked == 6)
+    assert found.users_without_items.tolist() == [1, 6] and not len(expected.users_without_items)
+    assert torch.equal(found.has_items(asked), ~is_whole)
+    drawn = found.draw(2, 0, asked, 4)
+    assert torch.equal(drawn[~is_whole], expected.draw(2, 0, asked, 4)[~is_whole]) and not drawn[is_whole].any()
+    logarithms = found.log_probabilities(drawn, asked)
+    assert bool((logarithms[is_whole] == -torch.inf).all()) and bool((logarithms[~is_whole] > -torch.inf).all())
+
+
+def test_draws_without_any_item_are_refused() -> None:
+    for num_items in (NUM_ITEMS, 3):  # of the three one is no reserved id
+        pairs = UserItems.from_pairs([1] * (num_items - 2), range(2, num_items), 3, num_items)
+        weights = item_weights(torch.ones(num_items), 0.0, RESERVED)
+        with pytest.raises(UserError, match=f"every user has all {num_items - 2} items"):
+            NegativeDraws(weights, pairs, 0)
     with pytest.raises(UserError, match="no item to draw"):
         NegativeDraws(torch.zeros(3), None, 0)
 

@@ -166,7 +166,7 @@ def test_a_user_who_has_all_items_is_ranked_among_all_alone(tmp_path: Path) -> N
 
 
 def test_other_datasets_and_settings_are_refused() -> None:
-    with pytest.raises(UserError, match="cutoffs has 21.*20 items"):
+    with pytest.raises(UserError, match="cutoffs has 21, above the 20 ids of this dataset's items"):
         batch_schema(NextItemConfig(cutoffs=[21]), SCHEMA)
     single = Schema(None, (), (CategoricalFeature("item", 5),))
     with pytest.raises(UserError, match="no lists of the feature 'item'.*prepare sequences"):

@@ -13,12 +13,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.config import load_config
 from distembed.data.dataset.config import DataConfig
 from distembed.data.dataset.creation import create_manifest
 from distembed.data.dataset.schema import SPARSE_FEATURES, CategoricalFeature, Schema
-from distembed.data.reader import BatchOrder, BatchReader
+from distembed.data.reader import Batch, BatchOrder, BatchReader
 from distembed.embedding import (
     CompositionalEmbeddingBagCollection,
     CompositionalEmbeddingCollection,
@@ -120,40 +121,49 @@ def test_a_step_equals_one_in_float64(tmp_path: Path, num_negatives: int) -> Non
         np.testing.assert_allclose(value.grad.to_dense().numpy(), expected[name], atol=1e-5)
 
 
-def expected_metrics(splits: Pairs, split: str, users: npt.NDArray[Any], items: npt.NDArray[Any]) -> dict[str, float]:
+def expected_metrics(
+    splits: Pairs, split: str, users: npt.NDArray[Any], items: npt.NDArray[Any], exclude_seen: bool
+) -> dict[str, float]:
     """Returns metrics by loops over users and items."""
     order = list(splits)
-    seen = {pair for name in order[: order.index(split)] for pair in splits[name]}
+    seen = {pair for name in order[: order.index(split)] for pair in splits[name] if exclude_seen}
     found: dict[str, list[float]] = {"hr@3": [], "precision@3": [], "ndcg@3": [], "mrr": []}
+    excluded_targets = len(seen & set(splits[split]))
     for user in sorted({user for user, _ in splits[split]}):
         relevant = {item for own, item in splits[split] if own == user}
-        candidates = [item for item in range(NUM_ITEMS) if item in relevant or (user, item) not in seen]
+        candidates = [item for item in range(NUM_ITEMS) if (user, item) not in seen]
         scores = {item: users[user] @ items[item] for item in candidates}
         ranked = sorted(scores, key=lambda item: -scores[item])
         hits = [place for place, item in enumerate(ranked) if item in relevant]
         gain = sum(1 / math.log2(place + 2) for place in hits if place < 3)
-        found["hr@3"].append(float(hits[0] < 3))
+        found["hr@3"].append(float(any(place < 3 for place in hits)))
         found["precision@3"].append(sum(place < 3 for place in hits) / 3)
         found["ndcg@3"].append(gain / sum(1 / math.log2(place + 2) for place in range(min(3, len(relevant)))))
-        found["mrr"].append(1 / (hits[0] + 1))
-    return {"rows": len(found["mrr"]), **{name: float(np.mean(values)) for name, values in found.items()}}
+        found["mrr"].append(1 / (hits[0] + 1) if hits else 0.0)
+    counts = {"rows": len(found["mrr"]), "excluded_targets": excluded_targets, "exclude_seen": exclude_seen}
+    return {**counts, **{name: float(np.mean(values)) for name, values in found.items()}}
 
 
+@pytest.mark.parametrize("exclude_seen", [True, False])
 @pytest.mark.parametrize("split", ["train", "validation", "test"])
-def test_evaluations_equal_loops(tmp_path: Path, split: str) -> None:
+def test_evaluations_equal_loops(tmp_path: Path, split: str, exclude_seen: bool) -> None:
     splits = draw_pairs()
-    task, model = make_task(write_pairs(tmp_path, splits), cutoffs=[1, 3])
+    splits["test"] += splits["train"][:20] + splits["validation"][:10]  # which their users take again
+    splits["validation"] += splits["train"][10:30]
+    splits = {name: list(dict.fromkeys(pairs)) for name, pairs in splits.items()}
+    task, model = make_task(write_pairs(tmp_path, splits), cutoffs=[1, 3], exclude_seen=exclude_seen)
     model.eval()
     parts = [task.evaluate(model(batch[SPARSE_FEATURES]), batch) for batch in task.evaluation_batches(split, 5)]
     rows = {name: torch.cat([part[name] for part in parts]).detach().numpy() for name in task.outputs}
     users, items = (weights(model)[name].detach().numpy().astype(np.float64) for name in ("user", "item"))
     biases, users = users[:, -1], np.c_[users[:, :-1], np.ones(NUM_USERS)]
     metrics = task.metrics(rows)
-    for name, value in expected_metrics(splits, split, users, items).items():
+    for name, value in expected_metrics(splits, split, users, items, exclude_seen).items():
         assert metrics[name] == pytest.approx(value, abs=1e-6), name
     assert 3 / NUM_ITEMS <= metrics["coverage@3"] <= 1
     require_best_scores(task.predictions(rows), users, items, biases)
     assert "NDCG@3" in task.describe(metrics)
+    assert ("seen items are excluded" if exclude_seen else "seen items are candidates") in task.describe(metrics)
 
 
 def require_best_scores(
@@ -184,19 +194,40 @@ def test_a_split_without_rows_has_no_metrics(tmp_path: Path) -> None:
 def test_bad_settings_and_datasets_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cutoffs is \[5, 1\]; give each number once, in rising order"):
         load_config(None, ["model.name=mf", "task={name: ranking, cutoffs: [5, 1]}"])
-    with pytest.raises(UserError, match=r"task.cutoffs has 32, and this dataset has 31 items; lower it"):
+    with pytest.raises(UserError, match=r"task.cutoffs has 32, above the 31 ids of this dataset's items; lower it"):
         RankingConfig(cutoffs=[32]).batch_schema(SCHEMA)
     with pytest.raises(UserError, match="takes one item of each row, and the rows of this dataset have none"):
         RankingConfig().batch_schema(dataclasses.replace(SCHEMA, categorical=SCHEMA.categorical[:1]))
     lists = dataclasses.replace(SCHEMA.categorical[1], multi_hot=True)
     with pytest.raises(UserError, match="have several; make a dataset with `distembed prepare ratings`"):
         RankingConfig().batch_schema(dataclasses.replace(SCHEMA, categorical=(SCHEMA.categorical[0], lists)))
-    everything = [(1, item) for item in range(NUM_ITEMS)]
+    everything = [(user, item) for user in (1, 2) for item in range(NUM_ITEMS)]
     task, _ = make_task(write_pairs(tmp_path, {"train": everything}))
-    reader = BatchReader(str(tmp_path), "train", BatchOrder(16), rank=0, world_size=1)
-    with pytest.raises(UserError, match="user 1 has all 31 items"):
-        task.prepare_batch(next(iter(reader)), BatchPosition(0, 0))
-    reader.close()
+    with pytest.raises(UserError, match="every user has all 31 items, so no negative can be drawn"):
+        task.start_lines()
+
+
+@pytest.mark.parametrize("num_negatives", [1, 3])
+def test_rows_of_a_user_who_has_all_items_have_no_pairwise_loss(tmp_path: Path, num_negatives: int) -> None:
+    others = [(user, item) for user, item in draw_pairs()["train"] if user != 7]
+    everything = [(7, item) for item in range(NUM_ITEMS)]
+    task, model = make_task(write_pairs(tmp_path, {"train": everything + others}), num_negatives=num_negatives)
+    (line,) = task.start_lines()
+    assert "1 user(s) have every item" in line and line.endswith(": id 7")
+    sums = []
+    for rows in (slice(0, len(everything)), slice(len(everything), None)):
+        users, items = (torch.tensor(ids) for ids in zip(*(everything + others)[rows], strict=True))
+        features = KeyedJaggedTensor(
+            ["user", "item"], torch.cat([users, items]), lengths=torch.ones(2 * len(users)).int()
+        )
+        batch = task.prepare_batch(Batch({SPARSE_FEATURES: features}, len(users)), BatchPosition(0, 0))
+        loss, outputs = task.step(model(batch[SPARSE_FEATURES]), batch)
+        sums.append((loss, task.training_sums(outputs)["ordered"].tolist()))
+    (none, (no_share, no_rows)), (loss, (_, num_rows)) = sums
+    assert (none.item(), no_share, no_rows) == (0, 0, 0) and loss.item() > 0 and num_rows == len(others)
+    none.backward()
+    assert all(not value.grad.to_dense().any() for value in weights(model).values())
+    assert math.isnan(task.training_metrics({"ordered": np.zeros(2)})["ordered"])
 
 
 @pytest.mark.distributed
