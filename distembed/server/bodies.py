@@ -20,7 +20,8 @@ from distembed.server.scoring import Request
 from distembed.serving.given_rows import shown
 
 JSON_TYPE, ARROW_TYPE = "application/json", "application/vnd.apache.arrow.stream"
-_LONG_NUMBER = re.compile(rb"[0-9]{19}")
+_LONG_NUMBER = re.compile(rb"[0-9]{20}|-[0-9]{19}")
+"""Integers that may have more than 64 bits."""
 _MOST_EXPANDED_BYTES = 256 << 20
 """Bytes of all columns once each row has a value of its own."""
 

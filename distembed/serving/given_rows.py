@@ -90,8 +90,8 @@ def _of_columns(given: Mapping[Any, Any], columns: TableColumns) -> RawRows:
         for row in wrong:
             text = shown(list(values)[row]).encode(errors="backslashreplace")
             bad.setdefault(row, RejectedRow(row, "value", text, name))
-    kept = np.delete(np.arange(num_rows), sorted(bad))
-    return RawRows(pa.table(arrays).take(kept), kept, num_rows, tuple(bad[row] for row in sorted(bad)))
+    table, kept = pa.table(arrays), np.delete(np.arange(num_rows), sorted(bad))
+    return RawRows(table.take(kept) if bad else table, kept, num_rows, tuple(bad[row] for row in sorted(bad)))
 
 
 def _name(name: Any) -> str:

@@ -44,6 +44,7 @@ SCHEMA: dict[str, Any] = {
         "codes": {"column": "code_list", "kind": "hexadecimal", "is_list": True, "min_count": 1},
     },
     "split": "0.8,0.1,0.1",
+    "text": {"missing_values": ["", "NA", "-3"]},
 }
 COLUMNS = [*SCHEMA["dense"], "site", "number", "code", "genres", "places", "code_list"]
 KNOWN = [

@@ -61,9 +61,9 @@ class JsonBlock:
         for place, name in enumerate(columns):
             arrays[name], wrong = given_column([row[place] for row in values], name, self.wanted)
             bad.update(wrong)
-        kept = np.delete(np.arange(len(lines)), sorted(bad))
+        table, kept = pa.table(arrays), np.delete(np.arange(len(lines)), sorted(bad))
         rejected = tuple(RejectedRow(number, "json", lines.line(number)) for number in sorted(bad))
-        return RawRows(pa.table(arrays).take(kept), kept, len(lines), rejected, lines.line)
+        return RawRows(table.take(kept) if bad else table, kept, len(lines), rejected, lines.line)
 
 
 def keys_of_lines(text: bytes) -> list[str]:
