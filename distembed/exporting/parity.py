@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -116,7 +117,8 @@ def require_close_metric(heading: str, split: str, values: tuple[float, float], 
         RunError: The values differ by more than :data:`MOST_METRIC_DIFFERENCE`.
     """
     found, wanted = values
-    if abs(found - wanted) > MOST_METRIC_DIFFERENCE:
+    is_undefined = math.isnan(found) and math.isnan(wanted)  # such as the AUC of one class
+    if not (is_undefined or abs(found - wanted) <= MOST_METRIC_DIFFERENCE):
         raise RunError(
             f"the exported model's {heading} on {split} is {found:.6f}, and the trained one's {wanted:.6f}: more than "
             f"{MOST_METRIC_DIFFERENCE} apart, so that nothing was written. Choose another --precision than {precision}."

@@ -88,6 +88,7 @@ class RunFolder:
             write_text(self.path / "config.yaml", config_yaml)
             metrics = self.path / "metrics.jsonl"
             write_text(metrics, "".join(f"{line}\n" for line in _metrics_until(metrics, resumed_step, is_at_end)))
+            (self.path / "evaluation.json").unlink(missing_ok=True)  # that of fewer steps
             self._info = {
                 "name": self.path.name,
                 **info,

@@ -53,7 +53,8 @@ def _cells(group: RunGroup, metrics: Sequence[ReportedMetric], base: RunGroup | 
     cells = []
     for metric in metrics:
         sample = group.sample(metric.name)
-        cells.append(_sample_text(sample, metric.number_format))
+        known = f" ({sample.number} of {group.num_seeds})" if 0 < sample.number < group.num_seeds else ""
+        cells.append(f"{_sample_text(sample, metric.number_format)}{known}")
         if group is base:
             cells.append("baseline")
         elif base is not None:

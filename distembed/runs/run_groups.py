@@ -24,7 +24,7 @@ class Sample:
     """The values of a metric in the runs of a group.
 
     Attributes:
-        number: Number of runs in which the metric is known.
+        number: Number of values that are known, such as those of the seeds of a group.
         mean: Their mean; NaN without any.
         standard_deviation: Their standard deviation, with ``number - 1`` in the denominator; NaN of fewer than two.
     """
@@ -53,7 +53,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class RunGroup:
-    """Runs whose configs differ in ``train.seed`` alone, and that were evaluated on the same split.
+    """Runs whose configs differ in ``train.seed`` alone, of one dataset's ids and evaluated on the same split.
 
     Attributes:
         name: What the names of its runs have in common, or the first one's.
@@ -74,15 +74,20 @@ class RunGroup:
         return len({run.info.seed for run in self.runs})
 
     def sample(self, metric: str) -> Sample:
-        """Returns the values of a metric."""
-        return Sample.of([run.metric(metric) for run in self.runs])
+        """Returns the values of a metric, one for each seed; those of one seed are averaged, as they are not chance."""
+        by_seed: dict[int | None, list[float]] = {}
+        for run in self.runs:
+            by_seed.setdefault(run.info.seed, []).append(run.metric(metric))
+        return Sample.of([Sample.of(values).mean for values in by_seed.values()])
 
 
 def group_runs(summaries: Sequence[RunSummary]) -> list[RunGroup]:
     """Returns the groups in the order of their first runs, each run in one."""
-    by_recipe: dict[tuple[str, str], list[RunSummary]] = {}
+    by_recipe: dict[tuple[str | None, ...], list[RunSummary]] = {}
     for run in summaries:
-        by_recipe.setdefault((without_seed(run.config_yaml), run.evaluated_on), []).append(run)
+        # a path in two configs may be that of two datasets
+        recipe = (without_seed(run.config_yaml), run.evaluated_on, run.info.id_fingerprint)
+        by_recipe.setdefault(recipe, []).append(run)
     groups = list(by_recipe.values())
     names = [_common_name([run.name for run in runs]) for runs in groups]
     return [

@@ -124,7 +124,7 @@ class IdCounter:
             slots, _ = self._slots(np.array([reserved]))
             plain[slots] = 0
         ordered = np.sort(plain[plain > 0])[::-1]
-        total = max(int(self._counts.sum()), 1)
+        total = int(self._counts.sum())
         cumulated = np.cumsum(ordered)
         commonest = np.argsort(-self._counts, kind="stable")[:_NUM_COMMONEST]
         sampled = 1 / self._one_in
@@ -133,15 +133,24 @@ class IdCounter:
             cardinality=round(len(ordered) / sampled),
             sampled=sampled,
             top_shares={
-                size: float(cumulated[min(size, len(ordered)) - 1]) / total if len(ordered) else 0.0
-                for size in TOP_SIZES
+                size: self._most_of(cumulated, size * sampled) / total if len(ordered) else 0.0 for size in TOP_SIZES
             },
-            entropy_bits=_entropy_bits(self._counts[self._counts > 0]),
+            # each id stands for so many of its count
+            entropy_bits=_entropy_bits(self._counts[self._counts > 0]) + (math.log2(self._one_in) if total else 0.0),
             zipf_exponent=_zipf_exponent(ordered),
-            counts_by_rank={2**power: int(ordered[2**power - 1]) for power in range(len(ordered).bit_length())},
+            counts_by_rank={
+                self._one_in * 2**power: int(ordered[2**power - 1]) for power in range(len(ordered).bit_length())
+            },
             commonest=tuple(self._common(int(slot), has_labels) for slot in commonest if self._counts[slot]),
             splits={name: self._of_split(counts, sampled) for name, counts in self._splits.items()},
         )
+
+    @staticmethod
+    def _most_of(cumulated: NDArray[np.int64], num_ids: float) -> float:
+        """Returns the sum of the counts of the commonest ids in the share; NaN for less than one of them."""
+        if num_ids < 1:
+            return math.nan
+        return float(np.interp(num_ids, np.arange(1, len(cumulated) + 1), cumulated))
 
     def _common(self, slot: int, has_labels: bool) -> CommonId:
         count = int(self._counts[slot])

@@ -48,9 +48,9 @@ class NumberCounter:
         """Returns what the numbers are like."""
         kept = np.concatenate([np.zeros(0, np.float32), *self._kept]).astype(np.float64)
         missing = 1 - self._num_numbers / self._num_rows if self._num_rows else math.nan
-        if not len(kept):
+        if not self._num_numbers:
             return NumbersOfSplit(missing, math.nan, math.nan, (math.nan,) * len(QUANTILES), self._every)
-        inner = np.quantile(kept, QUANTILES[1:-1]).tolist()
+        inner = np.quantile(kept if len(kept) else [math.nan], QUANTILES[1:-1]).tolist()
         deviation = math.sqrt(self._squares / self._num_numbers)
         quantiles = (float(self._lowest), *inner, float(self._highest))
         return NumbersOfSplit(missing, self._mean, deviation, quantiles, self._every)

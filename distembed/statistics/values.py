@@ -72,10 +72,12 @@ class FeatureStatistics:
         num_embeddings: Number of ids of its table.
         cardinality: Number of distinct ids in training, but for those of missing and unknown values.
         sampled: Share of the ids that counts are of; below 1, numbers of distinct ids, and shares, are estimates.
-        top_shares: Share of all ids in training that the 1, 10, 100 and 1000 commonest have, but for those two.
+        top_shares: Share of all ids in training that the 1, 10, 100 and 1000 commonest have, but for those two; NaN
+            where counts are of too small a share to tell.
         entropy_bits: Entropy of all ids in training; 2 to its power is a number of equally common ids.
         zipf_exponent: Slope s of the counts, by rank to the power -s; None for fewer than three ids.
-        counts_by_rank: Counts of the ids at ranks 1, 2, 4, 8 and so on, the commonest first.
+        counts_by_rank: Counts of the ids at ranks 1, 2, 4, 8 and so on, the commonest first; where counts are of a
+            share of the ids, at ranks of 1, 2, 4 and so on over the share.
         commonest: The commonest ids in training.
         splits: The ids by split.
     """

@@ -38,13 +38,13 @@ class BestEvaluation:
 
         Args:
             step: Number of steps after which the evaluation is.
-            value: Its headline metric; NaN where it is not defined.
+            value: Its headline metric; NaN or infinite where it is not defined.
             metric: The headline metric, which says what is better.
             min_improvement: What a better value exceeds the best one by.
         """
         if step <= self.last_step:
             return self
-        if math.isnan(value):
+        if not math.isfinite(value):
             return dataclasses.replace(self, last_step=step)
         if self._is_better(value, metric.better, min_improvement):
             return BestEvaluation(step, value, last_step=step)

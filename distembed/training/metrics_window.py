@@ -8,7 +8,8 @@ next line of a run that goes on from there is, to the bit, the one that it would
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +48,13 @@ class MetricsWindow:
     def seconds(self) -> float:
         """The seconds spent on training, without evaluations and checkpoints."""
         return time.perf_counter() - self.started - self.paused
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leaves the time of the block out of :attr:`seconds`."""
+        started = time.perf_counter()
+        yield
+        self.paused += time.perf_counter() - started
 
     def add(self, loss: Tensor, sums: Outputs, rows: int) -> None:
         """Adds a step with its loss, what the task has summed up of it on this rank, and its rows on all ranks."""

@@ -238,16 +238,15 @@ class Trainer:
         Args:
             has_evaluated: Whether the evaluation is recorded already.
         """
-        started = time.perf_counter()
         evaluates_first = self._due.evaluation_before_checkpoint(self._step)
         if evaluates_first and not has_evaluated:
             self._validate()
         is_best = self._config.train.keep_best and self._best.step == self._step
         if self._due.checkpoint(self._step) or is_best or self.is_finished:
-            self._save()
+            with self._window.pause():
+                self._save()
         if self._due.evaluation(self._step) and not evaluates_first and not has_evaluated:
             self._validate()
-        self._window.paused += time.perf_counter() - started
 
     def _has_evaluated(self) -> bool:
         """Returns whether the evaluation after this step is recorded already; all ranks call it."""
@@ -258,13 +257,14 @@ class Trainer:
         """Evaluates on the validation split, and shows the metrics; all ranks call it."""
         split = self._config.data.validation
         assert split is not None
-        values = self.evaluate(split)
+        with self._window.pause():
+            values = self.evaluate(split)
         if values:
             self._progress.say(f"step {self._step}/{self.num_steps}  {split}: {self._state.task.describe(values)}")
         if self._config.train.compares_evaluations:
             metric = self._state.task.headline
             value = Collectives().on_first(lambda: float(values[metric.name]))
-            if math.isnan(value):
+            if not math.isfinite(value):
                 self._progress.say(f"note: {metric.name} is not defined on {split}; the evaluation is not compared")
             self._best = self._best.after(self._step, value, metric, self._config.train.min_improvement)
             if self.is_finished and self._window.loss is not None:

@@ -1,7 +1,9 @@
 """Runs that recommend items, exported: against the run's own predictions and metrics; and what a check finds."""
 
+import contextlib
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from distembed.exported.reading import read_manifest, require_sample, require_un
 from distembed.exporting.batches import SplitRows
 from distembed.exporting.export_run import ExportOptions, export_run
 from distembed.exporting.exporters import EXPORTERS
+from distembed.exporting.parity import require_close_metric
 from distembed.exporting.recommended_parity import RecommendedCheck
 from distembed.exporting.table_groups import TableStorage
 from distembed.serving.whole_model import load_whole_model
@@ -150,3 +153,19 @@ def test_other_items_or_scores_are_found(runs: Path, kind: str) -> None:
     wrong = dataclasses.replace(check, program=lambda *inputs: tuple(each.roll(1, 0) for each in program(*inputs)))
     with pytest.raises(RunError, match=r"NDCG@10 on test is \d.*, and the trained one's .* apart, so that nothing was"):
         wrong.on_split(rows, 1000)
+
+
+@pytest.mark.parametrize(
+    ("exported", "trained", "is_close"),
+    [
+        (0.5, 0.5004, True),
+        (math.nan, math.nan, True),
+        (math.nan, 0.5, False),
+        (0.5, math.nan, False),
+        (0.5, 0.6, False),
+    ],
+)
+def test_a_metric_that_one_model_alone_has_is_another(exported: float, trained: float, is_close: bool) -> None:
+    """Scores that are no numbers have no metric; that of rows of one class is not defined for either model."""
+    with contextlib.nullcontext() if is_close else pytest.raises(RunError, match="nothing was written"):
+        require_close_metric("AUC", "test", (exported, trained), "int8")

@@ -20,6 +20,7 @@ from rich.console import Console
 from distembed.errors import RunError, UserError
 from distembed.runs.columns import report_columns
 from distembed.runs.config_differences import ConfigDifferences
+from distembed.runs.folder import RunFolder
 from distembed.runs.labels import LabelledPoint, place_labels, text_width
 from distembed.runs.metrics import CLICK_METRICS, ReportedMetric, parse_metrics
 from distembed.runs.record import RunRecord, RunSummary
@@ -376,3 +377,13 @@ def test_metrics_are_those_that_the_runs_tasks_report(tmp_path: Path) -> None:
     for wrong in (None, "rmse", [3], [{"name": "rmse"}], [{**asdict(metric), "number_format": "what"}]):
         assert parse_metrics(wrong) == CLICK_METRICS
     assert parse_metrics([asdict(metric), {"name": 3}]) == (metric,)
+
+
+def test_a_run_that_goes_on_has_no_final_evaluation_of_fewer_steps(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    folder = RunFolder(run)
+    folder.require_free()
+    with folder.open("model: {}\n", {}, 30):
+        _, (summary,) = report(tmp_path, run)
+    assert summary.evaluation is not None
+    assert (summary.evaluated_on, summary.evaluation.step) == ("validation", 30)

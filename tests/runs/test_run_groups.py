@@ -19,11 +19,14 @@ from distembed.runs.run_groups import Sample, group_runs, without_seed
 METRICS = ReportedMetric("rmse", "RMSE", better="lower"), ReportedMetric("mae", "MAE", in_terminal=False)
 
 
-def make_run(folder: Path, rate: float, seed: int, rmse: float | None, split: str = "test") -> Path:
+def make_run(
+    folder: Path, rate: float, seed: int, rmse: float | None, split: str = "test", fingerprint: str | None = None
+) -> Path:
     folder.mkdir(parents=True)
     config = {"model": {"seed": rate}, "train": {"epochs": 3, "seed": seed, "sparse_optimizer": {"rate": rate}}}
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     info = {"name": folder.name, "seed": seed, "status": "finished", "metrics": [asdict(metric) for metric in METRICS]}
+    info["id_fingerprint"] = fingerprint
     (folder / "run.json").write_text(json.dumps(info))
     if rmse is not None:
         (folder / "evaluation.json").write_text(json.dumps({"split": split, "rmse": rmse, "mae": rmse / 2}))
@@ -134,3 +137,26 @@ def test_runs_that_are_named_by_their_seed_alone_have_a_name_in_common(tmp_path:
     runs = [make_run(tmp_path / f"seed={seed}", 0.1, seed, 1.0 + seed) for seed in (0, 1, 12)]
     summaries = write_run_report(runs, tmp_path / "report.html")
     assert [(group.name, group.num_seeds) for group in group_runs(summaries)] == [("run", 3)]
+
+
+def test_runs_of_one_seed_tell_nothing_of_chance(tmp_path: Path) -> None:
+    """Seed 0 has three runs, of which one is a copy to the bit: its mean is one value among those of two seeds."""
+    found = [(0, 1.0), (0, 1.0), (0, 1.6), (1, 1.4)]
+    runs = [make_run(tmp_path / f"run{i}", 0.1, seed, rmse) for i, (seed, rmse) in enumerate(found)]
+    (group,) = group_runs(write_run_report(runs, tmp_path / "report.html"))
+    sample = group.sample("rmse")
+    assert (group.num_seeds, sample.number, sample.mean) == (2, 2, pytest.approx(1.3))
+    assert sample.standard_deviation == pytest.approx(math.sqrt(0.02))
+
+
+def test_a_mean_of_fewer_seeds_than_there_are_says_so(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / f"run{seed}", 0.1, seed, rmse) for seed, rmse in enumerate([1.0, math.inf, 1.2])]
+    assert "1.1000 ± 0.1414 (2 of 3)" in "\n".join(terminal(tmp_path, runs, None))
+
+
+def test_runs_of_two_datasets_are_two_groups(tmp_path: Path) -> None:
+    """Though their configs name them by one path."""
+    prints = ["a", "a", "b", None]
+    runs = [make_run(tmp_path / f"run{i}", 0.1, i, 1.0, fingerprint=own) for i, own in enumerate(prints)]
+    groups = group_runs(write_run_report(runs, tmp_path / "report.html"))
+    assert [[run.info.seed for run in group.runs] for group in groups] == [[0, 1], [2], [3]]

@@ -228,6 +228,16 @@ def test_what_is_estimated_is_near_and_says_so(tmp_path: Path, monkeypatch: pyte
     assert feature.sampled == pytest.approx(0.1) and found.equal_rows.sampled == 1 / 11
     assert feature.cardinality == pytest.approx(len(set(ids.tolist())), rel=0.1)
     exact = Counter(table["id"].to_pylist())
+    ordered, total = sorted(exact.values(), reverse=True), table.num_rows
+    entropy = -sum(count / total * math.log2(count / total) for count in ordered)
+    assert feature.entropy_bits == pytest.approx(entropy, abs=0.3)
+    assert math.isnan(feature.top_shares[1])  # of ten ids, one is counted
+    for size in (100, 1000):
+        assert feature.top_shares[size] == pytest.approx(sum(ordered[:size]) / total, rel=0.25)
+    for rank, count in feature.counts_by_rank.items():
+        assert rank in [10 * 2**power for power in range(20)] and rank <= len(ordered)
+        if rank >= 80:
+            assert count == pytest.approx(ordered[rank - 1], rel=0.25)
     assert all(each.count == exact[each.id] for each in feature.commonest)
     assert feature.splits["test"].unseen == 0.0
     assert found.equal_rows.repeated == pytest.approx(num_rows // 4 + 1000, rel=0.15)
@@ -304,3 +314,12 @@ def test_rates_say_whether_they_are_weighted(tmp_path: Path, rows: dict[str, lis
         assert f"train: {len(rows['train'])} rows, {of_ids} {plain:.4f}" in " ".join(
             describe_dataset(Manifest.load(folder), folder)
         )
+
+
+def test_a_number_between_those_that_are_kept_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numbers, "MOST_KEPT", 2)
+    counter = numbers.NumberCounter(6)
+    counter.add(np.array([np.nan, 4.0, np.nan, np.nan, 6.0, np.nan], np.float32))  # every third is kept for quantiles
+    found = counter.result()
+    assert (found.missing, found.mean, found.deviation) == (pytest.approx(4 / 6), 5.0, 1.0)
+    assert (found.quantiles[0], found.quantiles[-1]) == (4.0, 6.0) and math.isnan(found.quantiles[4])

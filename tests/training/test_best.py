@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from distembed import cli
 from distembed.checkpoints.places import checkpoint_names, checkpoint_place, chosen_checkpoint
 from distembed.checkpoints.store import CheckpointStore, checkpoint_name, read_last_file
 from distembed.checksums import with_checksum
@@ -21,6 +23,7 @@ from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.errors import UserError
 from distembed.runs.metrics import ReportedMetric
+from distembed.training import trainer
 from distembed.training.best import BestEvaluation
 from distembed.training.start_checks import require_trainable
 from tests.small_runs import config_values, distembed
@@ -46,7 +49,7 @@ def follow(values: list[float], metric: ReportedMetric, min_improvement: float =
         ([0.5, 0.45, 0.39], LOGLOSS, 0.1, 30, 0),  # the best of all counts, not the one before
         ([math.nan, math.nan], AUC, 0.0, None, 0),  # what is not defined counts neither way
         ([math.nan, 0.5, math.nan, 0.4, math.nan], AUC, 0.0, 20, 1),
-        ([0.5, math.nan, 0.4], LOGLOSS, 0.0, 30, 0),
+        ([math.inf, 0.5, math.nan, 0.4], LOGLOSS, 0.0, 40, 0),
     ],
 )
 def test_the_best_of_some_evaluations(
@@ -175,6 +178,30 @@ def test_evaluations_without_a_headline_metric_are_passed_over(dataset: Path, co
     assert f"AUC {final['auc']:.4f}" in distembed("evaluate", run).stdout
     distembed("train", config, *settings, "--run-dir", run, "--resume")
     assert json.loads((run / "evaluation.json").read_text())["auc"] == final["auc"]
+
+
+def test_the_last_evaluation_is_no_time_of_training(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps since the last line of metrics are recorded after it, and it takes 1,000 s by the clock."""
+    clock, score_split, passed = time.perf_counter, trainer.score_split, [0.0]
+
+    def score_slowly(*arguments: Any) -> Any:
+        passed[0] += 1000
+        return score_split(*arguments)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + passed[0])
+    monkeypatch.setattr(trainer, "score_split", score_slowly)
+    settings = ["train.evaluate_every=2", "train.stop_after_evaluations=1", "train.min_improvement=1.0"]
+    arguments = ["train", config, *settings, "train.log_every=50", "--run-dir", tmp_path / "run"]
+    cli.app([str(each) for each in arguments], standalone_mode=False)
+    (line,) = [
+        each
+        for each in map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+        if each["kind"] == "train"
+    ]
+    assert line["step"] == 4 and line["seconds"] < 1000
+    assert line["samples_per_second"] == pytest.approx(4 * 64 / line["seconds"])
 
 
 @pytest.fixture(scope="module")
