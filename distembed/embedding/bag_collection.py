@@ -5,6 +5,7 @@ that the sharder places, on the meta device too, under the names ``embedding_bag
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -103,6 +104,14 @@ class CompositionalEmbeddingBagCollection(
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Returns TorchRec's config of every table, in which its models find features and dimensions."""
         self._require_own_sharder()
+        return self._shown_configs
+
+    def embedding_configs(self) -> list[EmbeddingBagConfig]:
+        """Returns the same configs under the name by which TorchRec's managed collision asks for them."""
+        return self.embedding_bag_configs()
+
+    @cached_property
+    def _shown_configs(self) -> list[EmbeddingBagConfig]:
         return torchrec_configs(EmbeddingBagConfig, self._tables, _pooling)
 
     def is_weighted(self) -> bool:

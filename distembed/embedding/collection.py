@@ -1,6 +1,7 @@
 """The unsharded module for sequences: KeyedJaggedTensor of ids -> one composed embedding for each id."""
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +83,10 @@ class CompositionalEmbeddingCollection(CompositionalTables[CompositionalEmbeddin
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """Returns TorchRec's config of every table, in which its models find features and dimensions."""
         self._require_own_sharder()
+        return self._shown_configs
+
+    @cached_property
+    def _shown_configs(self) -> list[EmbeddingConfig]:
         return torchrec_configs(EmbeddingConfig, self._tables)
 
     def embedding_dim(self) -> int:

@@ -3,7 +3,7 @@
 ``DistributedModelParallel`` leaves modules without a sharder to DDP, which puts all tables on every rank;
 ``shard_modules`` leaves them as they are, a copy on every rank. Neither says a word. Both ask a module for its children
 at no other time than when they have not sharded it, so that the collection sees them among its callers. TorchRec's
-sharder of its own collections, which modules around a collection use by default, asks it for the configs of its tables.
+sharder of its own collections, which modules around a collection use by default, asks for parameters and for configs.
 """
 
 import sys
@@ -41,14 +41,37 @@ class NeedsSharder(nn.Module):
 
     def _require_own_sharder(self) -> None:
         """Raises if the caller, which is a method of the collection, was called by TorchRec's sharder of its own."""
-        if sys._getframe(2).f_globals.get("__name__") in _SHARDED_COLLECTIONS:
-            argument = "ebc_sharder" if isinstance(self, EmbeddingBagCollectionInterface) else "ec_sharder"
-            raise UserError(
-                f"TorchRec's sharder of its own collections was given a {type(self).__name__}. Give the sharder of the "
-                f"module around it {argument}={_sharder_text(self)} of distembed.sharding, and put it into sharders=, "
-                "such as FeatureProcessedEmbeddingBagCollectionSharder("
-                "ebc_sharder=CompositionalEmbeddingBagCollectionSharder())."
-            )
+        _refuse_stock_sharder(sys._getframe(2))
+
+
+class LookupModules(nn.ModuleDict):
+    """The modules that hold the partitions' vectors, which TorchRec's planner asks for parameters."""
+
+    def named_parameters(self, *arguments: Any, **keywords: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields parameters by their names.
+
+        Raises:
+            UserError: TorchRec's sharder of its own collections shows them to a planner.
+        """
+        caller = sys._getframe(1)
+        if caller.f_code.co_name == "shardable_parameters":
+            _refuse_stock_sharder(caller)
+        return super().named_parameters(*arguments, **keywords)
+
+
+def _refuse_stock_sharder(caller: FrameType) -> None:
+    """Raises if a caller of a collection is TorchRec's sharder of its own collections."""
+    if caller.f_globals.get("__name__") not in _SHARDED_COLLECTIONS:
+        return
+    kind = "Bag" if caller.f_globals["__name__"].endswith("bag") else ""
+    processed = (
+        "FeatureProcessedEmbeddingBagCollectionSharder(ebc_sharder=CompositionalEmbeddingBagCollectionSharder())"
+    )
+    raise UserError(
+        f"TorchRec's Embedding{kind}CollectionSharder was given a compositional collection. Put the sharder that takes "
+        f"it, or the module around it, into sharders=: CompositionalEmbedding{kind}CollectionSharder(), "
+        f"CompositionalManagedCollisionEmbedding{kind}CollectionSharder()" + (f", {processed}." if kind else ".")
+    )
 
 
 def _require_sharder(module: nn.Module, caller: FrameType) -> None:

@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.embedding.config import CompositionalEmbeddingConfig, PartitionTable, perturbation, vector_names
 from distembed.embedding.ids import IdMapper
-from distembed.embedding.missing_sharder import NeedsSharder
+from distembed.embedding.missing_sharder import LookupModules, NeedsSharder
 from distembed.embedding.quantizing import QuantizedByName
 from distembed.embedding.share import ShareColumns, ShareIds, ShareWeight, TableShare
 from distembed.embedding.variable_batches import lengths_by_feature
@@ -82,7 +82,7 @@ class CompositionalTables(QuantizedByName, NeedsSharder, Generic[TableT]):
 
     def _make_lookups(self, make: Callable[[Tensor], nn.Module]) -> nn.ModuleDict:
         """Returns a module for each partition that holds vectors; ``make`` builds it from its weight."""
-        return nn.ModuleDict(
+        return LookupModules(
             {
                 part.name: make(empty_weight(part, self._device, table.dtype))
                 for table in self._tables

@@ -1,11 +1,16 @@
 """Compositional tables under TorchRec's ``DistributedModelParallel``: the sharders and what they make.
 
 Drop :class:`CompositionalEmbeddingBagCollectionSharder` and :class:`CompositionalEmbeddingCollectionSharder` into the
-list of sharders of any ``DistributedModelParallel`` and ``EmbeddingShardingPlanner``.
+list of sharders of any ``DistributedModelParallel`` and ``EmbeddingShardingPlanner``. The sharders of managed collision
+take TorchRec's modules that give raw ids slots (ZCH, MPZCH) around a compositional collection.
 """
 
 from distembed.sharding.bag_collection import ShardedCompositionalEmbeddingBagCollection
 from distembed.sharding.collection import ShardedCompositionalEmbeddingCollection
+from distembed.sharding.managed_collision import (
+    CompositionalManagedCollisionEmbeddingBagCollectionSharder,
+    CompositionalManagedCollisionEmbeddingCollectionSharder,
+)
 from distembed.sharding.sharder import (
     CompositionalEmbeddingBagCollectionSharder,
     CompositionalEmbeddingCollectionSharder,
@@ -15,6 +20,8 @@ from distembed.sharding.sharder import (
 __all__ = [
     "CompositionalEmbeddingBagCollectionSharder",
     "CompositionalEmbeddingCollectionSharder",
+    "CompositionalManagedCollisionEmbeddingBagCollectionSharder",
+    "CompositionalManagedCollisionEmbeddingCollectionSharder",
     "ShardedCompositionalEmbeddingBagCollection",
     "ShardedCompositionalEmbeddingCollection",
     "default_sharders",

@@ -1,5 +1,6 @@
 """The sharders: show the planner what there is to place, and build the sharded module from its plan."""
 
+import sys
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from distembed.embedding.bag_collection import CompositionalEmbeddingBagCollecti
 from distembed.embedding.collection import CompositionalEmbeddingCollection
 from distembed.embedding.exchange import VectorExchange
 from distembed.embedding.tables import CompositionalTables
+from distembed.errors import UserError
 from distembed.sharding.bag_collection import ShardedCompositionalEmbeddingBagCollection
 from distembed.sharding.collection import ShardedCompositionalEmbeddingCollection
 from distembed.sharding.exchange import codecs_registry, output_settings
@@ -57,7 +59,16 @@ class _CompositionalSharder(BaseEmbeddingSharder[Module]):
         Each declares the class of its table's fused optimizer, from which planners count its state. Where the module
         declares none, it is the one that ``fused_params`` names, which TorchRec's planner would else count as nothing.
         Functions of path-based tables are replicated: there is nothing to place.
+
+        Raises:
+            UserError: The sharder is within TorchRec's sharder of managed collision.
         """
+        if sys._getframe(1).f_globals.get("__name__") == "torchrec.distributed.mc_embedding_modules":
+            name = type(self).__name__.removeprefix("Compositional")
+            raise UserError(
+                f"TorchRec's ManagedCollision{name} takes no compositional tables, whose rows do not lie with their "
+                f"slots; use CompositionalManagedCollision{name}() of distembed.sharding in its place."
+            )
         units = unit_parameters(module)
         named = emb_opt_type_to_optimizer_class((self.fused_params or {}).get("optimizer"))
         for unit in units.values() if named is not None else ():

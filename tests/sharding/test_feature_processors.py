@@ -251,10 +251,11 @@ def test_processors_of_full_tables_take_the_steps_of_stock_ones() -> None:
 
 
 def check_wrong_sharder(rank: int, world_size: int) -> None:
+    plan = shard_ours(tables("auto"), "row_wise", by_feature=False).plan if world_size > 1 else None
     for sharders in (None, [FeatureProcessedEmbeddingBagCollectionSharder()]):
         model = Model(CompositionalEmbeddingBagCollection(tables("auto"), is_weighted=True))
         with pytest.raises(UserError, match=r"ebc_sharder=CompositionalEmbeddingBagCollectionSharder\(\)"):
-            DistributedModelParallel(model, device=CPU, sharders=sharders)
+            DistributedModelParallel(model, device=CPU, plan=plan, sharders=sharders)
 
 
 @pytest.mark.distributed
