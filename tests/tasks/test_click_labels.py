@@ -1,5 +1,6 @@
 """Which labels clicks take: 0 and 1 alone, in the dataset before anything is built and in every batch that is read."""
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,6 +65,16 @@ def test_a_single_wrong_label_is_found_when_its_batch_is_read(tmp_path: Path) ->
             assert task.prepare_batch(batch, None) is batch
             num_read += 1
     assert num_read == 4
+
+
+@pytest.mark.parametrize("label", [math.nan, math.inf, -math.inf])
+def test_labels_that_are_not_finite_leave_the_manifest_readable(label: float, tmp_path: Path) -> None:
+    """The reader refuses them, for every task."""
+    folder = write(tmp_path / "data", [1.0, label, 0.0])
+    manifest = json.loads((folder / "manifest.json").read_text(), parse_constant=pytest.fail)
+    assert manifest["splits"]["train"]["label_rate"] is None
+    with pytest.raises(UserError, match="row 1 is .*every value must be a finite number"):
+        list(BatchReader(folder, "train", BatchOrder(4)))
 
 
 @pytest.mark.distributed

@@ -149,6 +149,18 @@ def test_a_split_that_defines_no_headline_metric_is_refused(labels: list[int], t
     require_trainable(load_config(None, shared), str(data))
 
 
+def test_a_split_of_no_weight_defines_no_metric(tmp_path: Path) -> None:
+    for name, weight in (("train", 1.0), ("validation", 0.0)):
+        columns = {"label": [0, 1] * 5, "weight": [weight] * 10, "C1": [0] * 10}
+        pq.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
+    schema = Schema("label", (), (CategoricalFeature("C1", 1),), weight="weight")
+    create_manifest(tmp_path, schema, {name: [f"{name}.parquet"] for name in ("train", "validation")})
+    for headline in ("auc", "logloss"):
+        settings = [f"data.path={tmp_path}", "data.test=null", "train.keep_best=true", f"task.headline={headline}"]
+        with pytest.raises(UserError, match="it has only rows of weight 0"):
+            require_trainable(load_config(None, settings), str(tmp_path))
+
+
 def test_evaluations_without_a_headline_metric_are_passed_over(dataset: Path, config: Path, tmp_path: Path) -> None:
     """Every row is a group of its own, so that GAUC is never defined: all steps are trained, and the last is used."""
     copy = tmp_path / "copy"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -52,8 +53,10 @@ def _describe_split(folder: Path, schema: Schema, paths: Sequence[str | os.PathL
         sums = {name: total + file_sums.get(name, 0.0) for name, total in sums.items()}
         files.append(DataFile(relative, num_rows, file.stat().st_size))
     num_rows = sum(file.num_rows for file in files)
+    # a label may be NaN or infinite, which the reader refuses and JSON does not hold
     label_rate, mean_weight = (
-        sums[name] / num_rows if num_rows and name is not None else None for name in (schema.label, schema.weight)
+        sums[name] / num_rows if num_rows and name is not None and math.isfinite(sums[name]) else None
+        for name in (schema.label, schema.weight)
     )
     return Split(num_rows, label_rate, tuple(files), mean_weight)
 

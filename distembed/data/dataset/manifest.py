@@ -64,7 +64,7 @@ class Split:
 
     Attributes:
         num_rows: Number of rows in all files.
-        label_rate: Mean of the label; None without rows, and where rows have no label.
+        label_rate: Mean of the label; None without rows, and where rows have no label or one that is not finite.
         files: Parquet files, in the order of their rows.
         mean_weight: Mean of the rows' weights; None without rows, and where rows have no weights.
     """
