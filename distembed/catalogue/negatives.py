@@ -61,7 +61,7 @@ class NegativeDraws:
         users_without_items: The users who exclude all items that have a weight, ascending.
 
     Raises:
-        UserError: No item has a weight, or every user with an excluded item excludes all items.
+        UserError: No item has a weight.
     """
 
     def __init__(
@@ -81,11 +81,6 @@ class NegativeDraws:
             self._cumulative = self._cumulative.to(device)
             self._left_before, self._left = _left_over(self._cumulative, self._excluded)
             self.users_without_items = (self._left <= 0).nonzero().flatten()
-            if len(self.users_without_items) == int((self._excluded.offsets.diff() > 0).sum()):
-                raise UserError(
-                    f"every user has all {int((weights > 0).sum()):,} items, so no negative can be drawn for anyone; "
-                    "give the catalogue items that some users do not have."
-                )
 
     def draw(self, step: int, first_row: int, users: Int64[Tensor, " rows"], slots: int) -> Int64[Tensor, "rows slots"]:
         """Returns items for the rows of some users, on their device, none of which is excluded for its user.

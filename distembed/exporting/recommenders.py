@@ -274,7 +274,7 @@ class _StoredTables:
 
     def __init__(self, model: Model, catalogue: Catalogue, num_best: int) -> None:
         if not 1 <= num_best <= catalogue.num_items:
-            raise UserError(f"--num-best is {num_best}, and it is from 1 to the {catalogue.num_items:,} items.")
+            raise UserError(f"--num-best is {num_best}, and it is from 1 to the {catalogue.num_items:,} ids of items.")
         self._catalogue, self._num_best = catalogue, num_best
         self._modules: dict[str, CompositionalTables[Any]] = {}
         self.tables: list[CompositionalEmbeddingConfig] = []

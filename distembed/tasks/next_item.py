@@ -121,11 +121,7 @@ class NextItemTask(Task):
 
     @cached_property
     def _draws(self) -> NegativeDraws:
-        """The draws of negatives in training.
-
-        Raises:
-            UserError: Every user has all items there.
-        """
+        """The draws of negatives in training."""
         weights = item_weights(self._taken.users_of_items(), self._config.negative_exponent, self._reserved)
         return NegativeDraws(weights, self._taken, self._started.seed)
 

@@ -76,11 +76,7 @@ class RankingTask(Task):
 
     @cached_property
     def _negatives(self) -> NegativeDraws:
-        """The draws of negative items, which know what every user took in training.
-
-        Raises:
-            UserError: Every user took all items.
-        """
+        """The draws of negative items, which know what every user took in training."""
         taken = self._items_of([self._context.data.train])
         weights = item_weights(taken.users_of_items(), self._config.negative_exponent, self._reserved)
         return NegativeDraws(weights, taken.to(self._context.ranks.device), self._context.seed)

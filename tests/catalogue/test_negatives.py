@@ -127,12 +127,13 @@ def test_users_who_have_all_items_draw_none_and_change_nothing_for_others(
     assert bool((logarithms[is_whole] == -torch.inf).all()) and bool((logarithms[~is_whole] > -torch.inf).all())
 
 
+def test_of_one_item_only_users_without_it_draw_it() -> None:
+    found = NegativeDraws(item_weights(torch.ones(3), 0.0, RESERVED), UserItems.from_pairs([1], [2], 3, 3), 0)
+    assert found.draw(0, 0, torch.arange(3), 4).tolist() == [[2] * 4, [0] * 4, [2] * 4]
+    assert found.users_without_items.tolist() == [1]
+
+
 def test_draws_without_any_item_are_refused() -> None:
-    for num_items in (NUM_ITEMS, 3):  # of the three one is no reserved id
-        pairs = UserItems.from_pairs([1] * (num_items - 2), range(2, num_items), 3, num_items)
-        weights = item_weights(torch.ones(num_items), 0.0, RESERVED)
-        with pytest.raises(UserError, match=f"every user has all {num_items - 2} items"):
-            NegativeDraws(weights, pairs, 0)
     with pytest.raises(UserError, match="no item to draw"):
         NegativeDraws(torch.zeros(3), None, 0)
 

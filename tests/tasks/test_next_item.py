@@ -11,6 +11,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from distembed.catalogue import Queries
+from distembed.catalogue.queries import Items
 from distembed.data import create_manifest
 from distembed.data.dataset.config import DataConfig
 from distembed.data.dataset.schema import CategoricalFeature, Schema
@@ -163,6 +164,33 @@ def test_a_user_who_has_all_items_is_ranked_among_all_alone(tmp_path: Path) -> N
     assert not found["metrics"].isnan().any()
     metrics = task.metrics({name: values.numpy() for name, values in found.items()})
     assert metrics["hr@1"] >= 0.5 and metrics["mrr_of_8"] == found["sampled"][1, -1]
+
+
+@pytest.mark.parametrize("loss", ["binary", "sampled_softmax"])
+def test_targets_of_a_user_who_has_all_items_have_no_loss_against_negatives(
+    tmp_path: Path, loss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everything = [*ROWS[:3], list(range(NUM_ITEMS)), ROWS[4]]
+    monkeypatch.setattr("tests.tasks.test_next_item.ROWS", everything)
+    monkeypatch.setattr("tests.tasks.test_next_item.HOURS", [[0.5] * len(row) for row in everything])
+    task = started(write_dataset(tmp_path), loss=loss, max_length=3, num_negatives=2)
+    (line,) = task.start_lines()
+    assert line.startswith("note: 1 user(s) have every item") and line.endswith(": id 4")
+    batch = task.prepare_batch(make_batch(), BatchPosition(0, 0))
+    features: Any = batch["sparse_features"]
+    is_whole = torch.tensor([False] * 3 + [True] * 3 + [False] * 3)  # three targets each of rows 1, 4 and 5
+    generator, found = torch.Generator().manual_seed(0), {}
+    for feature in ("item_target", "item_negative"):
+        ids = features[feature].values()
+        vectors = torch.randn(len(ids), 4, generator=generator).requires_grad_()
+        found[feature] = Items(ids, vectors)
+    catalogue: Any = FakeCatalogue(torch.zeros(NUM_ITEMS, 4), None, 8)
+    task.step(Queries(torch.randn(9, 4, generator=generator), catalogue, found), batch)[0].backward()
+    target, negatives = (found[name].vectors.grad for name in ("item_target", "item_negative"))
+    assert target is not None and negatives is not None
+    assert (negatives.view(9, -1) != 0).all(1).tolist() == (~is_whole).tolist()
+    assert not negatives.view(9, -1)[is_whole].any()
+    assert bool(target[is_whole].any()) == (loss == "binary")
 
 
 def test_other_datasets_and_settings_are_refused() -> None:
