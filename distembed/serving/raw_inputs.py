@@ -25,6 +25,7 @@ from distembed.data.prepare.rejected_rows import rejected_rows
 from distembed.data.prepare.table.raw_rows import RawRows
 from distembed.data.prepare.table.source import TableSource
 from distembed.data.reader.decode import Block
+from distembed.errors import UserError
 from distembed.serving.row_decoder import RowDecoder, decode_rows
 
 _BLOCK_BYTES = 4 << 20
@@ -111,11 +112,16 @@ class RawInputs:
         return ScoredPiece(raw.num_lines, np.flatnonzero(decoded.is_good), keys, decoded.block), decoded.rejected
 
     def _key(self, name: str, column: pa.ChunkedArray) -> Any:
-        """Returns a key column in the type of its first values: those of JSON may differ from block to block."""
+        """Returns a key column in the type of its first values: those of JSON may differ from block to block.
+
+        Raises:
+            UserError: They are of another type.
+        """
         wanted = self._key_types.setdefault(name, pa.string() if pa.types.is_null(column.type) else column.type)
         try:
             return column.cast(wanted)
-        except pa.ArrowException:
-            return pa.chunked_array([[None if value is None else str(value) for value in column.to_pylist()]]).cast(
-                wanted
-            )
+        except pa.ArrowException as error:
+            raise UserError(
+                f"--key {name!r} has values of type {wanted}, and later ones of type {column.type} ({error}); write "
+                "all of them as texts."
+            ) from error

@@ -157,6 +157,8 @@ def test_what_can_not_be_scored_is_refused(table: Path, tmp_path: Path) -> None:
     as_parquet([{**row, "prediction": 1} for row in draw_rows(5)], tmp_path / "taken.parquet")
     twice = pa.Table.from_pylist(draw_rows(5))
     pq.write_table(twice.append_column("unused", twice["unused"]), tmp_path / "twice.parquet")
+    as_json_lines([{**row, "key": 1} for row in draw_rows(5)], tmp_path / "1.jsonl")
+    as_json_lines([{**row, "key": "a"} for row in draw_rows(5)], tmp_path / "2.jsonl")
     output = tmp_path / "found.parquet"
     cases: list[tuple[tuple[object, ...], str]] = [
         (("--input", tmp_path / "lacks.parquet"), "no column 'code'"),
@@ -167,6 +169,10 @@ def test_what_can_not_be_scored_is_refused(table: Path, tmp_path: Path) -> None:
         (("--key", "site"), "--key names columns of --input"),
         (("--input", tmp_path / "rows.parquet", "--max-rejected", "2"), "--max-rejected is 2"),
         (("--input", tmp_path / "taken.parquet", "--key", "prediction"), "--key is 'prediction', which a column of"),
+        (
+            ("--input", tmp_path / "1.jsonl", "--input", tmp_path / "2.jsonl", "--key", "key"),
+            "--key 'key' has values of type int64, and later ones of type string",
+        ),
         (("--input", tmp_path / "twice.parquet", "--key", "unused"), "several columns named 'unused'"),
     ]
     for arguments, said in cases:
