@@ -49,7 +49,7 @@ def key(how, x):  # a value as the vocabulary has it; None for a missing one
         return f"{int(re.fullmatch('[0-9a-fA-F]{1,8}', x)[0], 16):08x}"
     digits = re.fullmatch(r"([+-]?[0-9]+)(\.0*)?", x)
     whole = int(digits[1]) if digits else int(number(how, x))
-    if not -(2**63) <= whole < 2**63 or not digits and (whole != number(how, x) or abs(whole) > 2**53):
+    if not -(2**63) <= whole < 2**63 or not digits and (whole != number(how, x) or abs(whole) >= 2**53):
         raise ValueError("no integer of 64 bits")
     return str(whole)
 

@@ -171,6 +171,9 @@ def test_vectors_of_raw_values_are_those_of_their_ids(folder: Path, model: Loade
         unknown = {"site": "?", "number": 123, "code": "ffffffff"}[feature]
         found = model.embed(feature, values=[*keys, unknown, None])
         assert np.array_equal(found, model.embed(feature, ids=ids)), feature
+        typed = pa.chunked_array([pa.array(keys).dictionary_encode()])
+        assert np.array_equal(model.embed(feature, values=typed), found[:3])
+        assert np.array_equal(model.embed(feature, values=["", float("nan")]), found[[-1, -1]])
     assert model.embed("hashed", values=["a", "b"]).shape == (2, 8)
     cases: list[tuple[Callable[[], Any], str]] = [
         (lambda: model.embed("site", ids=[1], values=["a"]), "ids= or values="),

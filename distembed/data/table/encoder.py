@@ -27,7 +27,7 @@ from distembed.data.prepare.vocabulary import MISSING_ID
 from distembed.data.reader.decode import Block, RecordLayout
 from distembed.data.table.given_values import given_column
 from distembed.data.table.keys import KEY_KINDS, coded, id_column
-from distembed.data.table.raw_columns import VALUE_TYPES, type_kind
+from distembed.data.table.raw_columns import VALUE_TYPES, one_array, plain_array, type_kind
 from distembed.data.table.schema import CategoricalColumn, DenseColumn, LabelColumn, TableSchema
 from distembed.data.table.vocabularies import column_id_map
 from distembed.errors import UserError
@@ -56,6 +56,7 @@ class RowEncoder:
         self._layout, self._records = layout, RecordLayout.from_schema(manifest.schema)
         self._learnt: Mapping[str, Any] = manifest.preparation.get("learnt", {})
         self._weight = manifest.schema.weight
+        self._missing = pa.array(raw_schema(manifest).text.missing_values, pa.string())
         self._changes = {each.name: number_change(each, self._learnt.get(each.name)) for each in layout.numbers}
         self._keys = [column for column in layout.ids if column.role == "feature"]
         self._id_maps = {column.name: column_id_map(folder, manifest, column) for column in self._keys}
@@ -81,7 +82,7 @@ class RowEncoder:
         return Block(self._fill(block.num_rows, numbers, ids), lists)
 
     def ids_of(self, feature: str, values: Sequence[Any]) -> NDArray[np.int64]:
-        """Returns the ids of raw values of a feature; None is a missing value.
+        """Returns the ids of raw values of a feature; None and texts that stand for a missing value are missing ones.
 
         Raises:
             UserError: No column of values has ids in the feature's table, or a value is none of its kind.
@@ -95,6 +96,7 @@ class RowEncoder:
         if isinstance(values, str | bytes):
             raise UserError(f"the values of {feature!r} are the one text {values!r}; give a list with it.")
         given, bad = given_column(values, feature)
+        given = plain_array(one_array(given) if isinstance(given, pa.ChunkedArray) else given)
         if bad:
             raise UserError(f"value {bad[0]} of {feature!r} is {values[bad[0]]!r}, which is no text or number.")
         allowed = VALUE_TYPES[kinds[feature]]
@@ -102,7 +104,7 @@ class RowEncoder:
             raise UserError(
                 f"the values of {feature!r} are of type {given.type}; give a list of {' or '.join(allowed)}."
             )
-        found = coded(given, pa.array([], pa.string()))
+        found = coded(given, self._missing)
         keys = KEY_KINDS[kinds[feature]](found.distinct)
         if keys.wrong.any():
             place = int(np.argmax(np.concatenate([[False], keys.wrong])[found.codes]))

@@ -27,7 +27,8 @@ from distembed.data.table.text_keys import text_keys
 _DIGITS = r"^[+-]?[0-9]+(\.0*)?$"
 _FRACTION = r"\.0*$"
 _CROSS_SEPARATOR, _ESCAPE = "|", "\\"
-_LARGEST_EXACT = 2**53
+_LARGEST_EXACT = 2**53 - 1
+"""Above it, another integer may have been rounded to a number in floating point."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,8 @@ def integer_keys(distinct: pa.Array) -> Keys:
 
     A text may have a fraction of zeros, as pandas writes integers of which some are missing, or an exponent.
     """
-    if pa.types.is_string(distinct.type):
-        return _written_integers(distinct)
+    if pa.types.is_string(distinct.type) or pa.types.is_decimal(distinct.type):
+        return _written_integers(distinct.cast(pa.string()))
     if not pa.types.is_integer(distinct.type):
         return _whole_numbers(distinct)
     values = distinct.to_numpy(zero_copy_only=False)

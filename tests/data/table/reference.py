@@ -70,7 +70,7 @@ def key(text: str, kind: str) -> str | int:
     pattern, base = (_HEX, 16) if kind == "hexadecimal" else (_INTEGER, 10)
     if kind == "integer" and not _INTEGER.fullmatch(text):
         value = number(text)
-        if value != math.floor(value) or abs(value) > 2**53:
+        if value != math.floor(value) or abs(value) >= 2**53:
             raise Malformed
         return int(value)
     if not pattern.fullmatch(text):

@@ -3,6 +3,7 @@
 import math
 import random
 from datetime import date, timedelta
+from decimal import Decimal
 from typing import Any
 
 import pyarrow as pa
@@ -183,11 +184,13 @@ def test_typed_columns_are_as_their_texts() -> None:
     assert str(reference.rows_of(parser, parser.parse(typed))) == str(reference.rows_of(parser, parser.parse(texts)))
 
 
+DECIMALS = [Decimal(number) for number in (0, -3, 10, 2**53 + 1, 2**63 - 1, 2**63)]
 TYPED = (
     *(pa.array([0, 1, 10, -3, 12345678, 123456789, 2**53 + 1, -(2**63)]), pa.array([2**63, 2**64 - 1, 7], pa.uint64())),
     *(pa.array([True, False]), pa.array([0.5, 1, 3], pa.float32())),
-    pa.array([0.0, -0.0, 1.0, 10.0, 2.5, 1e10, 1e15, 2.0**53, 2.0**53 + 2, 1e39, 1e300, 1e-7, 5e-324]),
+    pa.array([0.0, -0.0, 1.0, 10.0, 2.5, 1e10, 1e15, 2.0**53 - 1, 2.0**53, 2.0**53 + 2, 1e39, 1e300, 1e-7, 5e-324]),
     pa.array([math.inf, -math.inf]),
+    *(pa.array(DECIMALS, type_) for type_ in (pa.decimal128(38, 0), pa.decimal256(50, 2))),
 )
 
 
