@@ -6,6 +6,7 @@ differ.
 
 import difflib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -70,7 +71,41 @@ def complete_tables(values: Any, complete: Callable[[Values, Values], dict[str, 
     return {**values, "tables": completed}
 
 
-class ByName:
+def require_mapping(section: Any) -> None:
+    """Refuses a section that has no keys.
+
+    Raises:
+        PydanticCustomError: It is no mapping.
+    """
+    from pydantic_core import PydanticCustomError
+
+    if not isinstance(section, Mapping):
+        raise PydanticCustomError("section_type", "Input should be an object")
+
+
+class ByValues(ABC):
+    """Marks a section of a config whose dataclass depends on its values."""
+
+    def __get_pydantic_core_schema__(self, _source: Any, _handler: Any) -> Any:
+        from pydantic_core import core_schema  # this module is needed where pydantic is not
+
+        return core_schema.no_info_plain_validator_function(self.validate)
+
+    @abstractmethod
+    def class_of(self, section: Any) -> Any:
+        """Returns a dataclass with all keys that a section may have; None where its values decide for none."""
+
+    @abstractmethod
+    def validate(self, section: Any) -> Any:
+        """Returns a section as an instance of its dataclass, from plain values or as the instance that it is already.
+
+        Raises:
+            PydanticCustomError: The values decide for no dataclass.
+            ValidationError: A value of the section is wrong.
+        """
+
+
+class ByName(ByValues):
     """Marks a section of a config that is one of several dataclasses, told apart by its key ``name``.
 
     The table of names is looked at when a config is validated, so that what a user registers is known at once.
@@ -84,30 +119,19 @@ class ByName:
     def __init__(self, known: Mapping[str, Any], kind: str, default: str) -> None:
         self.known, self.kind, self.default = known, kind, default
 
-    def __get_pydantic_core_schema__(self, _source: Any, _handler: Any) -> Any:
-        from pydantic_core import core_schema  # this module is needed where pydantic is not
-
-        return core_schema.no_info_plain_validator_function(self.validate)
-
     def class_of(self, section: Any) -> Any:
         """Returns the dataclass of a section in plain values; None where it names none that is known."""
         name = section.get("name", self.default) if isinstance(section, Mapping) else self.default
         return self.known.get(name) if isinstance(name, str) else None
 
     def validate(self, section: Any) -> Any:
-        """Returns the section as an instance of its dataclass; one that is an instance already is left as it is.
-
-        Raises:
-            PydanticCustomError: The name is not known.
-            ValidationError: A value of the section is wrong.
-        """
+        """Returns the section as an instance of the dataclass of its name."""
         from pydantic import TypeAdapter
         from pydantic_core import PydanticCustomError
 
         if type(section) in self.known.values():
             return section
-        if not isinstance(section, Mapping):
-            raise PydanticCustomError("section_type", "Input should be an object")
+        require_mapping(section)
         chosen = self.class_of(section)
         if chosen is None:
             names = ", ".join(self.known)

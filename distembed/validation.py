@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from distembed.errors import UserError
-from distembed.names import ByName, nearest
+from distembed.names import ByValues, nearest
 
 if typing.TYPE_CHECKING:  # this module is imported where pydantic is not needed yet
     from pydantic import TypeAdapter
@@ -110,11 +110,14 @@ def _describe(mistake: dict[str, Any], kind: type, values: Mapping[str, Any]) ->
 
 def _keys_at(path: Sequence[str], kind: Any, values: Mapping[str, Any]) -> list[str]:
     """Returns the keys that are valid within the section at ``path`` of these values."""
+    section: Any = values
     for part in path:
-        if not dataclasses.is_dataclass(kind):
+        section = section.get(part) if isinstance(section, Mapping) else None
+        if dataclasses.is_dataclass(kind):
+            kind = typing.get_type_hints(kind, include_extras=True).get(part)
+        else:
             kind = typing.get_args(kind)[-1] if typing.get_origin(kind) is dict else None
-            continue
-        kind = _section(typing.get_type_hints(kind, include_extras=True).get(part), values.get(part))
+        kind = _section(kind, section)
     return [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
 
 
@@ -122,7 +125,7 @@ def _section(kind: Any, values: Any) -> Any:
     """Returns the type of a section, whose annotation may name several."""
     if typing.get_origin(kind) is typing.Annotated:
         kind, *marks = typing.get_args(kind)
-        kind = next((mark.class_of(values) for mark in marks if isinstance(mark, ByName)), kind)
+        kind = next((mark.class_of(values) for mark in marks if isinstance(mark, ByValues)), kind)
     if isinstance(kind, types.UnionType):
         return next(arg for arg in typing.get_args(kind) if arg is not type(None))
     return kind

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxtyping import Float, Int64
 
 from distembed.composition.initial import Distribution
 from distembed.lazy import torch
+from distembed.partitions.settings import SchemeSettings, setting_names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,23 +23,29 @@ class Composition(ABC):
 
     Attributes:
         name: The name in :data:`distembed.composition.COMPOSITIONS`.
-        settings: The keywords of the constructor; all have defaults.
+        settings: The class of the settings that a table may give in a config. Its fields are keywords of the
+            constructor, which have defaults, and attributes of an instance.
         commutes_with_sum: Whether composing the sums over a bag equals summing the composed vectors of its ids. Then a
             bag may be pooled partition by partition; else every id has to be composed before pooling.
     """
 
     name: ClassVar[str]
-    settings: ClassVar[tuple[str, ...]] = ()
+    settings: ClassVar[type[SchemeSettings]] = SchemeSettings
     commutes_with_sum: ClassVar[bool]
 
     def __eq__(self, other: object) -> bool:
         """Returns whether another one is of the same class and has the same settings."""
         if type(self) is not type(other):
             return NotImplemented
-        return all(getattr(self, name) == getattr(other, name) for name in self.settings)
+        return self.setting_values() == other.setting_values()
 
     def __hash__(self) -> int:
         return hash(type(self))
+
+    def setting_values(self) -> dict[str, Any]:
+        """Returns the constructor's keywords by name, with which another instance is equal to this one."""
+        values = {name: getattr(self, name) for name in setting_names(self.settings)}
+        return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
     @abstractmethod
     def partition_dims(self, embedding_dim: int, num_partitions: int) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from jaxtyping import Float
 
 from distembed.composition.base import Composition
 from distembed.composition.initial import Distribution, Uniform
+from distembed.composition.settings import ConcatSettings
 from distembed.errors import UserError
 from distembed.lazy import torch
 from distembed.partitions.base import require_positive
@@ -34,7 +35,7 @@ class Concat(Composition):
     """
 
     name = "concat"
-    settings = ("dims",)
+    settings = ConcatSettings
     commutes_with_sum = True
 
     def __init__(self, dims: Sequence[int] | None = None) -> None:

@@ -21,6 +21,7 @@ from distembed.composition.base import Composition, look_up
 from distembed.composition.grouped import evaluate_grouped
 from distembed.composition.initial import Distribution, Uniform
 from distembed.composition.layers import PackedLayers
+from distembed.composition.settings import PathMLPSettings
 from distembed.errors import UserError
 from distembed.names import one_of
 from distembed.partitions.base import require_positive
@@ -142,7 +143,7 @@ class PathMLP(PathComposition):
     """
 
     name = "path_mlp"
-    settings = ("hidden", "activation")
+    settings = PathMLPSettings
 
     def __init__(self, hidden: Sequence[int] = (64,), activation: str | Callable[[Tensor], Tensor] = "relu") -> None:
         if isinstance(hidden, (str, int)) or not hidden:

@@ -2,9 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from distembed.composition import COMPOSITIONS
 from distembed.data.dataset.schema import CategoricalFeature
@@ -13,12 +10,9 @@ from distembed.embedding.settings import EmbeddingConfig, TableConfig
 from distembed.errors import UserError
 from distembed.names import one_of
 from distembed.partitions import PARTITIONS, KeyedHash, Naive, Partition
+from distembed.partitions.settings import setting_names
 from distembed.sse import SSE
 
-if TYPE_CHECKING:
-    from distembed.partitions import Explicit
-
-_DEFAULT_COLLISIONS = 4
 _DATA_TYPES: dict[str, DataType] = {"fp32": "FP32", "fp16": "FP16", "bf16": "BF16"}
 
 
@@ -76,7 +70,7 @@ def _table(
 ) -> CompositionalEmbeddingBagConfig:
     """Returns a feature's table with a given partition."""
     composition = COMPOSITIONS["product" if partition.name == "naive" else settings.composition]
-    chosen = {name: getattr(settings, name) for name in composition.settings}
+    chosen = {name: getattr(settings, name) for name in setting_names(composition.settings)}
     return CompositionalEmbeddingBagConfig(
         name=feature.name,
         num_embeddings=feature.num_embeddings,
@@ -98,32 +92,7 @@ def _make_partition(feature: CategoricalFeature, settings: TableConfig) -> Parti
     Raises:
         UserError: The scheme's settings are not valid; the error names the table.
     """
-    scheme = PARTITIONS[settings.partition]
     try:
-        if settings.partition == "explicit":
-            return _read_explicit(feature.num_embeddings, settings)
-        chosen = {name: getattr(settings, name) for name in scheme.settings}
-        if "collisions" in chosen and settings.collisions is None and settings.num_buckets is None:
-            chosen["collisions"] = _DEFAULT_COLLISIONS
-        return scheme(feature.num_embeddings, **{name: value for name, value in chosen.items() if value is not None})
+        return PARTITIONS[settings.partition].from_settings(feature.num_embeddings, settings)
     except UserError as error:
         raise UserError(f"embedding, table {feature.name!r}: {error}") from None
-
-
-def _read_explicit(num_embeddings: int, settings: TableConfig) -> "Explicit":
-    """Returns the explicit partitions of a table's file, or raises a :class:`UserError` where none is set."""
-    if settings.assignments is None or settings.columns is None:
-        raise UserError("partition explicit needs assignments, a Parquet file, and columns, its columns.")
-    path = Path(settings.assignments)
-    modified_ns = path.stat().st_mtime_ns if path.exists() else 0
-    return _explicit(num_embeddings, path, tuple(settings.columns), settings.allow_collisions, modified_ns)
-
-
-@lru_cache(maxsize=64)
-def _explicit(
-    num_embeddings: int, path: Path, columns: tuple[str, ...], allow_collisions: bool, modified_ns: int
-) -> "Explicit":
-    """Reads and checks a file once for each time of its modification, not whenever a table is described or built."""
-    from distembed.partitions import Explicit
-
-    return Explicit.from_parquet(num_embeddings, path, columns, allow_collisions)

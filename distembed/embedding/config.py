@@ -319,8 +319,8 @@ def common_id_dtype(tables: Iterable[CompositionalEmbeddingConfig]) -> "torch.dt
 
 def meaning_of_weights(table: CompositionalEmbeddingConfig) -> str:
     """Returns one line, which is the same for two tables if they give the same vectors for the same weights."""
-    values = {name: getattr(table.combine, name) for name in table.combine.settings}
-    settings = {name: getattr(value, "__qualname__", value) for name, value in values.items()}
+    values = table.combine.setting_values().items()
+    settings = {name: getattr(value, "__qualname__", value) for name, value in values}
     parts = [table.scheme.name, table.scheme.description, f"{table.combine.name} {settings}"]
     parts += [f"pooling {table.pooling}"] if isinstance(table, CompositionalEmbeddingBagConfig) else []
     parts += [f"ids hashed with seed {table.pre_hash.seed}"] if table.pre_hash is not None else []

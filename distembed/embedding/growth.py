@@ -83,9 +83,9 @@ def require_same_settings(
             continue
         old, new = (_relevant(embedding.for_table(feature.name)) for embedding in (before, now))
         differences += [
-            f"embedding, table {feature.name!r}: {key} was {old[key]!r} and is {new[key]!r}"
-            for key in old
-            if old[key] != new[key]
+            f"embedding, table {feature.name!r}: {key} was {old.get(key)!r} and is {new.get(key)!r}"
+            for key in old | new
+            if old.get(key) != new.get(key)
         ]
     if differences:
         raise UserError(
@@ -139,8 +139,8 @@ def _pinned_settings(feature: CategoricalFeature, settings: TableConfig, num_emb
         grown = _scheme(feature, settings).grown_settings(num_embeddings)
     except UserError as error:
         raise UserError(f"embedding, table {feature.name!r}: {error}") from None
-    computed = dict.fromkeys(PARTITIONS[settings.partition].settings)
-    return {**computed, **grown, "force": True}
+    unset = dataclasses.asdict(PARTITIONS[settings.partition].settings())
+    return {**unset, **grown, "force": True}
 
 
 def _scheme(feature: CategoricalFeature, settings: TableConfig) -> "Partition":

@@ -1,19 +1,30 @@
 """The ``embedding`` section of a config, read and checked without torch."""
 
+import dataclasses
 import hashlib
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import field
-from typing import Annotated, Any, Literal
+from functools import cache
+from typing import Annotated, Any, Literal, cast
 
 import pydantic.dataclasses
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, TypeAdapter, field_validator, model_validator
 
-from distembed.bounds import Width, Widths
-from distembed.composition import ACTIVATIONS, COMPOSITIONS
+from distembed.bounds import Width
+from distembed.composition import COMPOSITIONS
+from distembed.composition.settings import ConcatSettings, PathMLPSettings
 from distembed.embedding.exchange import OutputDtype
 from distembed.errors import UserError
-from distembed.names import STRICT, complete_tables, one_of, over_default
+from distembed.names import STRICT, ByValues, complete_tables, one_of, over_default, require_mapping
 from distembed.partitions import PARTITIONS
+from distembed.partitions.settings import (
+    BucketSettings,
+    ExplicitSettings,
+    ModuliSettings,
+    SchemeSettings,
+    setting_names,
+)
 
 IdPolicy = Literal["error", "clip_to_oov", "modulo"]
 ID_POLICIES: tuple[IdPolicy, ...] = ("error", "clip_to_oov", "modulo")
@@ -21,31 +32,50 @@ Pooling = Literal["sum", "mean", "max"]
 POOLINGS: tuple[Pooling, ...] = ("sum", "mean", "max")
 LookupKernel = Literal["auto", "fused", "fbgemm"]
 KERNELS: tuple[LookupKernel, ...] = ("auto", "fused", "fbgemm")
-_AtLeastTwo = Annotated[int, Field(ge=2)]
-_ALTERNATIVES = (("collisions", "num_buckets"), ("num_partitions", "moduli"))
-_Moduli = Annotated[list[PositiveInt], Field(min_length=1)]
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
-class TableConfig:
-    """The settings of a table in a YAML file; each scheme and composition reads those that concern it.
+class _PartitionName:
+    """The name of a table's partition scheme, which precedes the settings of schemes."""
+
+    partition: str = "naive"
+
+    @field_validator("partition")
+    @classmethod
+    def _known_partition(cls, value: str) -> str:
+        return one_of("partition", value, PARTITIONS)
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class _CompositionName:
+    """The name of a table's composition, which precedes the settings of compositions."""
+
+    composition: str = "product"
+
+    @field_validator("composition")
+    @classmethod
+    def _known_composition(cls, value: str) -> str:
+        return one_of("composition", value, COMPOSITIONS)
+
+
+# a dataclass has the fields of its last base first: this is the order in which configs are written
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class TableConfig(
+    PathMLPSettings,
+    ConcatSettings,
+    _CompositionName,
+    ExplicitSettings,
+    ModuliSettings,
+    BucketSettings,
+    _PartitionName,
+):
+    """The settings of a table in a YAML file; schemes and compositions own theirs, and ignore those of others.
+
+    A table that uses a scheme or composition of one's own is of a subclass that has its settings too.
 
     Attributes:
         partition: A name of ``PARTITIONS``; ``naive`` is the full table, ``remainder`` the hashing trick.
-        collisions: How many ids share a row of the first partition, for ``remainder`` and ``quotient_remainder``; 4
-            unless it or ``num_buckets`` is given.
-        num_buckets: The rows of the first partition of the same two schemes, in place of ``collisions``.
-        num_partitions: The number of partitions, for ``mixed_radix`` and ``chinese_remainder``, whose moduli are then
-            computed.
-        moduli: The moduli themselves, for the same two schemes, in place of ``num_partitions``.
-        assignments: The Parquet file of ``explicit``, with a row for each id; a relative path starts at the working
-            directory.
-        columns: The columns of that file, each of which is a partition.
-        allow_collisions: Whether ``explicit`` accepts ids with the same rows.
         composition: A name of ``COMPOSITIONS``; ignored where there is one partition only.
-        dims: The dimension of each partition's vectors, for ``concat``; equal shares unless given.
-        hidden: The hidden sizes of each function, for ``path_mlp``.
-        activation: The activation between the layers of a function, for ``path_mlp``.
         embedding_dim: The dimension of the composed vector; it is the same in all tables.
         pooling: The pooling of multi-hot features: ``sum``, ``mean`` or ``max``.
         threshold: The largest number of ids of a table that stays full.
@@ -56,18 +86,6 @@ class TableConfig:
             optimizers have their states, in float32.
     """
 
-    partition: str = "naive"
-    collisions: PositiveInt | None = None
-    num_buckets: PositiveInt | None = None
-    num_partitions: _AtLeastTwo | None = None
-    moduli: _Moduli | None = None
-    assignments: str | None = None
-    columns: Annotated[list[str], Field(min_length=1)] | None = None
-    allow_collisions: bool = False
-    composition: str = "product"
-    dims: Widths | None = None
-    hidden: Widths = field(default_factory=lambda: [64])
-    activation: str = "relu"
     embedding_dim: Width = 16
     pooling: Pooling = "sum"
     threshold: int = Field(default=200, ge=0)
@@ -76,20 +94,80 @@ class TableConfig:
     hash_seed: int | None = Field(default=None, ge=0, le=2**63 - 1)
     data_type: Literal["fp32", "fp16", "bf16"] = "fp32"
 
-    @field_validator("partition")
-    @classmethod
-    def _known_partition(cls, value: str) -> str:
-        return one_of("partition", value, PARTITIONS)
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles the settings by their values, as a subclass has no name that it could be imported by."""
+        return _BY_SCHEME.validate, (dataclasses.asdict(self),)
 
-    @field_validator("composition")
-    @classmethod
-    def _known_composition(cls, value: str) -> str:
-        return one_of("composition", value, COMPOSITIONS)
 
-    @field_validator("activation")
-    @classmethod
-    def _known_activation(cls, value: str) -> str:
-        return one_of("activation", value, ACTIVATIONS)
+class _ByScheme(ByValues):
+    """Marks the settings of a table, which are a :class:`TableConfig` with the settings of schemes of one's own."""
+
+    def class_of(self, section: Any) -> type[TableConfig]:
+        """Returns the class with the settings of every scheme: a table may have them, though it uses none."""
+        return _table_class((), tuple(kind for _, _, kind in _added_settings()))
+
+    def validate(self, section: Any) -> TableConfig:
+        """Returns the settings of a table, of a class with the settings of the schemes that it uses or has keys of."""
+        values = dataclasses.asdict(section) if isinstance(section, TableConfig) else section
+        require_mapping(values)
+        kind = _table_class(*_own_settings(values))
+        if type(section) is kind:
+            return section
+        return TypeAdapter(kind).validate_json(json.dumps(values, default=str))
+
+
+_BY_SCHEME = _ByScheme()
+TableSection = Annotated[TableConfig, _BY_SCHEME]
+"""The settings of a table within the ``embedding`` section of a config."""
+
+
+def _added_settings() -> Iterator[tuple[str, str, type[SchemeSettings]]]:
+    """Yields key, name and settings class of each scheme and composition that has other settings than distembed's."""
+    for key, names in (("partition", PARTITIONS), ("composition", COMPOSITIONS)):
+        for name in names.added:
+            kind = names[name].settings
+            if not issubclass(TableConfig, kind):
+                yield key, name, kind
+
+
+def _own_settings(values: Mapping[str, Any]) -> tuple[tuple[type, ...], tuple[type, ...]]:
+    """Returns the settings classes of schemes of one's own that a table uses, and others that it has keys of."""
+    used, others = [], []
+    for key, name, kind in _added_settings():
+        if values.get(key) == name:
+            used.append(kind)
+        elif not values.keys().isdisjoint(setting_names(kind)):
+            others.append(kind)
+    return tuple(dict.fromkeys(used)), tuple(kind for kind in dict.fromkeys(others) if kind not in used)
+
+
+@cache
+def _table_class(used: tuple[type, ...], others: tuple[type, ...]) -> type[TableConfig]:
+    """Returns :class:`TableConfig` with further settings; of two fields of one name, that of a used scheme counts.
+
+    Raises:
+        UserError: Settings are no dataclass with defaults, or have a name that every table has.
+    """
+    for kind in (*used, *others):
+        if not dataclasses.is_dataclass(kind) or not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+            raise UserError(f"{kind.__qualname__}, the settings of a scheme, is no frozen dataclass; make it one.")
+        for each in dataclasses.fields(kind):
+            if each.name in _OF_EVERY_TABLE:
+                raise UserError(f"{kind.__qualname__}.{each.name} is a setting that every table has; rename it.")
+            if each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING:
+                raise UserError(
+                    f"{kind.__qualname__}.{each.name} has no default, and tables may leave it out; add one."
+                )
+    if not used and not others:
+        return TableConfig
+    kind = type("TableConfig", (*used, TableConfig, *others), {"__module__": __name__})
+    return cast(type[TableConfig], pydantic.dataclasses.dataclass(frozen=True, config=STRICT)(kind))
+
+
+_OF_SCHEMES = {
+    name for kind in TableConfig.__bases__ if issubclass(kind, SchemeSettings) for name in setting_names(kind)
+}
+_OF_EVERY_TABLE = frozenset(setting_names(TableConfig)) - _OF_SCHEMES
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
@@ -107,8 +185,8 @@ class EmbeddingConfig:
             looked up in one pass is refused with ``fused``, and looked up by FBGEMM with ``auto``.
     """
 
-    default: TableConfig = field(default_factory=TableConfig)
-    tables: dict[str, TableConfig] = field(default_factory=dict)
+    default: TableSection = field(default_factory=TableConfig)
+    tables: dict[str, TableSection] = field(default_factory=dict)
     output_dtype: OutputDtype = "fp32"
     kernel: LookupKernel = "auto"
 
@@ -134,7 +212,10 @@ class EmbeddingConfig:
 
 def _complete(default: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the default's settings with a table's own in their place; one of two alternatives replaces the other."""
-    replaced = {other for pair in _ALTERNATIVES for name, other in (pair, pair[::-1]) if name in table}
+    used, others = _own_settings({**default, **table})
+    bases = {base for kind in (TableConfig, *used, *others) for base in kind.__mro__}
+    pairs = [pair for base in bases for pair in vars(base).get("alternatives", ())]
+    replaced = {other for pair in pairs for name, other in (pair, pair[::-1]) if name in table}
     inherited = {key: value for key, value in default.items() if key not in replaced}
     return over_default(inherited, table)
 

@@ -81,7 +81,7 @@ class StoredTable:
     def likeness(self) -> tuple[Any, ...]:
         """What tables of a group have in common."""
         config, combine = self.config, self.config.combine
-        settings = tuple(getattr(combine, name) for name in combine.settings)
+        settings = tuple(combine.setting_values().values())
         shape = tuple(weight.shape[1] for weight in self.weights)
         return type(config.scheme), type(combine), settings, shape, config.pre_hash is not None, config.id_policy
 

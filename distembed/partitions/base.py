@@ -11,6 +11,7 @@ from jaxtyping import Int64
 
 from distembed.errors import UserError
 from distembed.lazy import torch
+from distembed.partitions.settings import SchemeSettings, setting_names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,18 +55,33 @@ class Partition(ABC):
 
     Attributes:
         name: The scheme's name in :data:`distembed.partitions.PARTITIONS`.
-        settings: The constructor's keywords beside ``num_embeddings``.
+        settings: The class of the settings that a table may give in a config, whose fields are keywords of the
+            constructor.
         num_embeddings: The number of ids, n.
         num_rows: The number of rows of each of the k partitions; partition j gives rows in ``[0, num_rows[j])``.
     """
 
     name: ClassVar[str]
-    settings: ClassVar[tuple[str, ...]] = ()
+    settings: ClassVar[type[SchemeSettings]] = SchemeSettings
     num_embeddings: int
     num_rows: tuple[int, ...]
 
     def __init__(self, num_embeddings: int) -> None:
         self.num_embeddings = require_positive("num_embeddings", num_embeddings, "Give the number of distinct ids.")
+
+    @classmethod
+    def from_settings(cls, num_embeddings: int, settings: Any) -> Self:
+        """Builds the scheme as a table's settings say.
+
+        Args:
+            num_embeddings: The number of ids, n.
+            settings: An object with the attributes of :attr:`settings`; the constructor's defaults replace None.
+
+        Raises:
+            UserError: The settings are not valid.
+        """
+        values = {name: getattr(settings, name) for name in setting_names(cls.settings)}
+        return cls(num_embeddings, **{name: value for name, value in values.items() if value is not None})
 
     def __eq__(self, other: object) -> bool:
         """Returns whether another scheme is of the same class and was made with the same numbers."""

@@ -6,7 +6,7 @@ is known only once every id has been looked at.
 """
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from distembed.errors import UserError
 from distembed.partitions.base import Partition, require_positive
 from distembed.partitions.complementarity import count_tuples, find_collision
 from distembed.partitions.parquet_columns import read_assignments
+from distembed.partitions.settings import ExplicitSettings
 
 _STORED_AS = (np.uint8, np.int16, np.int32, np.int64)
 _CHUNK_IDS = 2**14
@@ -42,7 +43,7 @@ class Explicit(Partition):
     """
 
     name = "explicit"
-    settings = ("assignments",)
+    settings = ExplicitSettings
 
     def __init__(
         self,
@@ -89,6 +90,19 @@ class Explicit(Partition):
         num_embeddings = require_positive("num_embeddings", num_embeddings, "Give the number of distinct ids.")
         assignments, num_rows = read_assignments(path, columns, num_embeddings)
         return cls(num_embeddings, assignments, num_rows, allow_collisions)
+
+    @classmethod
+    def from_settings(cls, num_embeddings: int, settings: Any) -> "Explicit":
+        """Builds the partitions of a Parquet file as :meth:`from_parquet` does, once for each time of its modification.
+
+        Raises:
+            UserError: No file or no columns are set, or :meth:`from_parquet` raises it.
+        """
+        if settings.assignments is None or settings.columns is None:
+            raise UserError("partition explicit needs assignments, a Parquet file, and columns, its columns.")
+        path = Path(settings.assignments)
+        modified_ns = path.stat().st_mtime_ns if path.exists() else 0
+        return _read(num_embeddings, path, tuple(settings.columns), settings.allow_collisions, modified_ns)
 
     @property
     def description(self) -> str:
@@ -178,6 +192,14 @@ class Explicit(Partition):
                 ids, nodes = ids[found], nodes[found]
             node_ids[nodes] = ids
         return node_ids[node].view(rows.shape[1:]).to(rows.device)
+
+
+@lru_cache(maxsize=64)
+def _read(
+    num_embeddings: int, path: Path, columns: tuple[str, ...], allow_collisions: bool, modified_ns: int
+) -> Explicit:
+    """Reads and checks a file once for each time of its modification, not whenever a table is described or built."""
+    return Explicit.from_parquet(num_embeddings, path, columns, allow_collisions)
 
 
 def _checked_copy(

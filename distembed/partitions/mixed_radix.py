@@ -26,6 +26,7 @@ from distembed.partitions.moduli import (
     require_num_partitions,
     suggest_moduli,
 )
+from distembed.partitions.settings import ModuliSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,7 +49,7 @@ class MixedRadix(Partition):
     """
 
     name = "mixed_radix"
-    settings = ("num_partitions", "moduli")
+    settings = ModuliSettings
 
     def __init__(
         self, num_embeddings: int, num_partitions: int | None = None, moduli: Sequence[int] | None = None

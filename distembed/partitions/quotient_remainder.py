@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from jaxtyping import Int64
 
@@ -18,9 +18,12 @@ from distembed.lazy import torch
 from distembed.partitions.base import Digit, Partition, require_positive
 from distembed.partitions.digits import colliding_digits, from_digits, to_digits
 from distembed.partitions.remainder import rows_for_collisions
+from distembed.partitions.settings import BucketSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_DEFAULT_COLLISIONS = 4
 
 
 class QuotientRemainder(Partition):
@@ -38,7 +41,7 @@ class QuotientRemainder(Partition):
     """
 
     name = "quotient_remainder"
-    settings = ("collisions", "num_buckets")
+    settings = BucketSettings
 
     def __init__(self, num_embeddings: int, collisions: int | None = None, num_buckets: int | None = None) -> None:
         super().__init__(num_embeddings)
@@ -58,6 +61,13 @@ class QuotientRemainder(Partition):
             )
             quotients = rows_for_collisions(n, self.modulus)
         self.num_rows = (self.modulus, quotients)
+
+    @classmethod
+    def from_settings(cls, num_embeddings: int, settings: Any) -> Self:
+        """Builds the scheme as a table's settings say, at 4 collisions where they say nothing."""
+        if settings.collisions is None and settings.num_buckets is None:
+            return cls(num_embeddings, collisions=_DEFAULT_COLLISIONS)
+        return super().from_settings(num_embeddings, settings)
 
     @property
     def description(self) -> str:

@@ -14,6 +14,7 @@ from jaxtyping import Int64
 from distembed.errors import UserError
 from distembed.lazy import torch
 from distembed.partitions.base import Digit, Partition, require_positive
+from distembed.partitions.settings import BucketSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +39,7 @@ class Remainder(Partition):
     """
 
     name = "remainder"
-    settings = ("collisions", "num_buckets")
+    settings = BucketSettings
 
     def __init__(self, num_embeddings: int, collisions: int | None = None, num_buckets: int | None = None) -> None:
         super().__init__(num_embeddings)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from distembed.composition import COMPOSITIONS, Composition, Feature, Product
+from distembed.partitions.settings import setting_names
 
 COMMUTING = {"product": False, "sum": True, "concat": True, "feature": True, "path_linear": False, "path_mlp": False}
 
@@ -100,9 +101,10 @@ def test_composed_mean_and_variance_are_those_asked_for(name: str, k: int, varia
 
 def test_settings_are_keywords_of_the_constructor_with_defaults() -> None:
     for composition in COMPOSITIONS.values():
-        chosen = {name: getattr(composition(), name) for name in composition.settings}
+        chosen = composition().setting_values()
+        assert tuple(chosen) == setting_names(composition.settings)
         again = composition(**chosen)
-        assert {name: getattr(again, name) for name in composition.settings} == chosen
+        assert again.setting_values() == chosen
         assert again.partition_dims(16, 2) == composition().partition_dims(16, 2)
 
 

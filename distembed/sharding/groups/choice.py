@@ -102,7 +102,7 @@ def lookup_formula(table: CompositionalEmbeddingConfig) -> tuple[Hashable, ...]:
     """Returns what tables of one group have in common before they are placed."""
     combine = table.combine
     # where there is nothing to compose, compositions do not differ
-    formula = (combine.name, *[getattr(combine, name) for name in combine.settings])
+    formula = (combine.name, *combine.setting_values().values())
     return (
         table.scheme.name,
         len(table.scheme.num_rows),
