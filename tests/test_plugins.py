@@ -1,9 +1,12 @@
 """Plugins: models and schemes in a file of one's own, known to every command and rank of a run that names the file."""
 
+import dataclasses
 import os
+import pickle
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -11,9 +14,15 @@ import pytest
 import yaml
 
 import distembed
+from distembed.composition import COMPOSITIONS
 from distembed.config import input_paths, load_config
+from distembed.data.dataset.schema import CategoricalFeature
+from distembed.embedding import EmbeddingConfig, build_tables
+from distembed.embedding.growth import grown_embedding
 from distembed.errors import UserError
+from distembed.lazy import NameTable
 from distembed.models import MODELS
+from distembed.partitions import PARTITIONS
 from distembed.training.resume import load_run_config
 from tests.processes import run_processes
 from tests.small_runs import ROWS, command, config_values
@@ -27,7 +36,10 @@ import torch
 from torch import nn
 
 import {helper}
+from distembed.composition import COMPOSITIONS, Sum
 from distembed.models import MODELS, Model
+from distembed.partitions import PARTITIONS, Partition
+from distembed.partitions.settings import SchemeSettings
 
 
 class Linear(Model):
@@ -55,6 +67,60 @@ class LinearConfig:
 
 MODELS["linear"] = LinearConfig
 
+
+@pydantic.dataclasses.dataclass(frozen=True)
+class StripedSettings(SchemeSettings):
+    alternatives = (("stripe", "num_stripes"),)
+    stripe: int = 5
+    num_stripes: int | None = None
+
+
+class Striped(Partition):
+    name = "striped"
+    settings = StripedSettings
+
+    def __init__(self, num_embeddings, stripe=5, num_stripes=None):
+        super().__init__(num_embeddings)
+        self.stripe = stripe if num_stripes is None else -(-num_embeddings // num_stripes)
+        self.num_rows = (-(-num_embeddings // self.stripe), self.stripe)
+
+    @property
+    def description(self):
+        return f"p_1(x) = x // {{self.stripe}}, p_2(x) = x mod {{self.stripe}}"
+
+    def rows(self, ids):
+        return torch.stack([ids // self.stripe, ids % self.stripe])
+
+    def colliding_ids(self):
+        return None
+
+    def _candidates(self, rows):
+        return rows[0] * self.stripe + rows[1]
+
+    def grown_settings(self, num_embeddings):
+        return {{"stripe": self.stripe}}
+
+
+@pydantic.dataclasses.dataclass(frozen=True)
+class ScaledSettings(SchemeSettings):
+    scales: list[float] | None = None
+
+
+class Scaled(Sum):
+    name = "scaled"
+    settings = ScaledSettings
+
+    def __init__(self, scales=None):
+        self.scales = scales
+
+    def compose(self, vectors):
+        scales = self.scales or [1.0] * len(vectors)
+        return sum(scale * vector for scale, vector in zip(scales, vectors))
+
+
+PARTITIONS["striped"] = Striped
+COMPOSITIONS["scaled"] = Scaled
+
 if __name__ == "__main__":
     from distembed.cli import main
 
@@ -77,9 +143,15 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(code: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two ranks that was launched from another folder than the plugin's, which its config names."""
-    (code / "config.yaml").write_text(
-        yaml.safe_dump({**config_values(dataset), "model": {"name": "linear"}, "plugins": ["mine.py"]})
-    )
+    values = {**config_values(dataset), "model": {"name": "linear"}, "plugins": ["mine.py"]}
+    values["embedding"]["default"] |= {
+        "partition": "striped",
+        "stripe": 4,
+        "composition": "scaled",
+        "scales": [0.5, 2.0],
+    }
+    values["embedding"]["tables"] = {"C2": {"num_stripes": 50}, "M": {"partition": "quotient_remainder", "force": True}}
+    (code / "config.yaml").write_text(yaml.safe_dump(values))
     folder = tmp_path_factory.mktemp("elsewhere")
     done = subprocess.run(
         command(
@@ -112,15 +184,15 @@ def test_a_launched_run_is_opened_by_the_other_commands(run: Path, tmp_path: Pat
     run_command("materialise", run, "--output", tmp_path / "vectors", "--table", "C3")
     run_command("check", run)
     run_command("report", run, "--output", tmp_path / "report.html")
-    run_command("convert", run, "--output", tmp_path / "converted")
-    run_command("train", run / "config.yaml", "train.max_steps=6", "--run-dir", run, "--resume")
+    run_command("convert", run, "embedding={default: {embedding_dim: 8}}", "--output", tmp_path / "full")
     run_command("resume", run)
+    run_command("train", run / "config.yaml", "train.max_steps=6", "--run-dir", run, "--resume")
 
 
 def load_and_evaluate(_: int, run: Path, said: str) -> None:
     assert "linear" not in MODELS
     found = distembed.load(run, checkpoint=4).evaluate("test")
-    assert f"logloss {found['logloss']:.4f}" in said
+    assert f"logloss {found['logloss']:.4f}" in said, (found, said)
 
 
 @pytest.mark.distributed
@@ -143,8 +215,10 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 def plugin(tmp_path: Path) -> Iterator[Path]:
     """A file for a plugin; the names that it registers are gone after the test."""
     yield tmp_path / "plugin.py"
-    for name in MODELS.added.copy():
-        del MODELS[name]
+    tables: list[NameTable[Any]] = [MODELS, PARTITIONS, COMPOSITIONS]
+    for names in tables:
+        for name in names.added.copy():
+            del names[name]
 
 
 REGISTER = """
@@ -292,3 +366,92 @@ def use_broken(_: int, folder: Path) -> None:
     sys.path.insert(0, str(folder))
     with pytest.raises(UserError, match="the installed package own-package.*own_package.py, line 1: ModuleNotFound"):
         load_config(None)
+
+
+@pytest.fixture
+def read(plugin: Path, tmp_path: Path) -> Callable[[str], EmbeddingConfig]:
+    """Reads the section ``embedding`` with the schemes of :data:`MODEL`, and checks that it is read back."""
+    plugin.write_text(MODEL.format(helper="sizes_of_mine"))
+    (tmp_path / "sizes_of_mine.py").write_text("HIDDEN = 7\n")
+
+    def read(text: str) -> EmbeddingConfig:
+        config = load_config(None, [f"plugins=[{plugin}]", f"embedding={text}"])
+        (tmp_path / "config.yaml").write_text(config.to_yaml())
+        assert load_config(tmp_path / "config.yaml") == config == pickle.loads(pickle.dumps(config))
+        return config.embedding
+
+    return read
+
+
+def rows(config: EmbeddingConfig) -> list[tuple[int, ...]]:
+    features = [CategoricalFeature("small", 300), CategoricalFeature("large", 1000)]
+    return [table.scheme.num_rows for table in build_tables(features, config)]
+
+
+def test_own_schemes_have_settings_of_their_own(read: Callable[[str], EmbeddingConfig]) -> None:
+    """They are keys beside the others, inherited, replaced by their alternatives, and ignored by other schemes."""
+    assert rows(read("{default: {partition: striped}}")) == [(60, 5), (200, 5)]
+    own = read("{default: {partition: striped, stripe: 10, collisions: 7}, tables: {large: {num_stripes: 20}}}")
+    assert rows(own) == [(30, 10), (20, 50)]
+    others = read("{default: {partition: striped, stripe: 10}, tables: {large: {partition: remainder, collisions: 8}}}")
+    assert rows(others) == [(30, 10), (125,)]
+    assert rows(read("{default: {stripe: 10}, tables: {large: {partition: striped}}}")) == [(300,), (100, 10)]
+    scaled = read("{default: {partition: striped, composition: scaled, scales: [1.0, 3.0]}}")
+    (table, _) = build_tables([CategoricalFeature("small", 300), CategoricalFeature("large", 1000)], scaled)
+    assert table.combine.setting_values() == {"scales": (1.0, 3.0)}
+
+
+def test_a_config_without_an_own_scheme_has_none_of_its_settings(read: Callable[[str], EmbeddingConfig]) -> None:
+    with_plugin = read("{default: {partition: remainder}}")
+    assert not {"stripe", "scales"} & set(dataclasses.asdict(with_plugin)["default"])
+    assert load_config(None, ["embedding.default.partition=remainder"]).embedding == with_plugin
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (
+            "{default: {partition: striped, stirpe: 3}}",
+            "embedding.default.stirpe: unknown key; did you mean embedding.d",
+        ),
+        (
+            "{default: {}, tables: {large: {stirpe: 3}}}",
+            "large.stirpe: unknown key; did you mean embedding.tables.large.s",
+        ),
+        ("{default: {partition: striped, stripe: x}}", "embedding.default.stripe: Input should be a valid integer"),
+        ("{default: {stripe: x}}", "embedding.default.stripe: Input should be a valid integer"),
+        (
+            "{default: {partition: stripped}}",
+            "embedding.default.partition is 'stripped', which is not known. Did you mean",
+        ),
+    ],
+)
+def test_mistakes_in_own_settings_are_told(read: Callable[[str], EmbeddingConfig], text: str, error: str) -> None:
+    with pytest.raises(UserError, match="1 mistake in the overrides") as found:
+        read(text)
+    assert error in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "frozen", "error"),
+    [
+        ("threshold: int = 3", True, "Own.threshold is a setting that every table has; rename it"),
+        ("own: int", True, "Own.own has no default"),
+        ("own: int = 3", False, "Own, the settings of a scheme, is no frozen dataclass; make it one"),
+    ],
+)
+def test_a_settings_class_that_cannot_be_used_is_refused(plugin: Path, field: str, frozen: bool, error: str) -> None:
+    plugin.write_text(
+        "from dataclasses import dataclass\nfrom distembed.partitions import PARTITIONS, Naive\n"
+        f"@dataclass(frozen={frozen})\nclass Own:\n    {field}\n"
+        "class Mine(Naive):\n    name = 'mine'\n    settings = Own\nPARTITIONS['mine'] = Mine\n"
+    )
+    with pytest.raises(UserError, match=re.escape(f"embedding.default: {error}")):
+        load_config(None, [f"plugins=[{plugin}]", "embedding.default.partition=mine"])
+
+
+def test_tables_of_an_own_scheme_grow(read: Callable[[str], EmbeddingConfig]) -> None:
+    config = read("{default: {partition: striped, num_stripes: 20}}")
+    before, now = [CategoricalFeature("large", 1000)], [CategoricalFeature("large", 1020)]
+    (table,) = build_tables(now, grown_embedding(config, before, config, now))
+    assert table.scheme.num_rows == (21, 50), "stripes are of the length that they had"

@@ -8,6 +8,7 @@ dataclass beside the code that it configures. ``extends: other.yaml``, beside th
 
 import dataclasses
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
@@ -16,14 +17,18 @@ from typing import Annotated, Any
 import pydantic.dataclasses
 from pydantic import Field, TypeAdapter, model_validator
 
+from distembed.composition import COMPOSITIONS
 from distembed.config.train import TrainConfig
 from distembed.data.dataset.config import DataConfig
 from distembed.embedding.settings import EmbeddingConfig
 from distembed.errors import UserError
 from distembed.files import read_regular_file
+from distembed.lazy import NameTable
 from distembed.models import MODELS, DLRMConfig, ModelSection
 from distembed.models.config import DeclaringModelConfig
 from distembed.names import STRICT
+from distembed.optim import OPTIMIZERS
+from distembed.partitions import PARTITIONS
 from distembed.planning import PlanConfig
 from distembed.plugins import import_plugins, is_file, refuse_files_of_run, with_absolute_files
 from distembed.sse.config import SSEConfig
@@ -147,6 +152,32 @@ def input_paths(config: Config) -> list[str]:
 
     found = paths("", dataclasses.asdict(config)) + [plugin for plugin in config.plugins if is_file(plugin)]
     return list(dict.fromkeys(found))
+
+
+def require_plugins(config: Config) -> None:
+    """Refuses names that this process alone has registered, such as a script that calls distembed's ``main``.
+
+    Raises:
+        UserError: The ranks would not know a name.
+    """
+    if config.plugins:
+        return
+    tables = [config.embedding.default, *config.embedding.tables.values()]
+    used: list[tuple[NameTable[Any], str]] = [
+        (MODELS, config.model.name),
+        (TASKS, config.task.name),
+        (OPTIMIZERS, config.train.dense_optimizer.name),
+        (OPTIMIZERS, config.train.sparse_optimizer.name),
+        *((PARTITIONS, table.partition) for table in tables),
+        *((COMPOSITIONS, table.composition) for table in tables),
+    ]
+    for names, name in used:
+        if name in names.added and names.added[name] is None:
+            script = os.path.realpath(getattr(sys.modules["__main__"], "__file__", None) or "mine.py")
+            raise UserError(
+                f"{name!r} is registered in this process alone, and the ranks of a job are others: name the file or "
+                f"module that registers it, such as plugins=[{script if script.endswith('.py') else 'mine.py'}]."
+            )
 
 
 def _is_path(key: str, value: Any) -> bool:

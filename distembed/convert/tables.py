@@ -105,7 +105,7 @@ def require_fit(table: CompositionalEmbeddingConfig) -> None:
         why = (
             f"gives the model {num_partitions} vectors an id, where a full table gives one"
             if table.num_vectors > 1
-            else "has functions in the place of vectors, for which there is no least squares fit"
+            else "has no least squares fit"
         )
         raise UserError(
             f"table {table.name!r} has composition {name!r}, which {why}; convert to {', '.join(_FITS)}, or train it "

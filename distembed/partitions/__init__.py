@@ -27,7 +27,8 @@ reaches n; ``explicit`` takes longer assignments that begin with the old ones.
 
 For ids that arrive as strings or as unbounded integers, :func:`hash_strings` and :class:`KeyedHash` come first.
 
-A new scheme is one file and one line in :data:`PARTITIONS`; law tests run over every entry.
+A new scheme is one file, its settings in ``settings.py`` and one line in :data:`PARTITIONS`; law tests run over every
+entry.
 """
 
 from typing import TYPE_CHECKING

@@ -4,7 +4,6 @@ Nothing is written or submitted before every check is passed.
 """
 
 import dataclasses
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,18 +12,12 @@ from typing import TYPE_CHECKING, Any
 import typer
 from torchx.runner import get_runner
 
-from distembed.composition import COMPOSITIONS
-from distembed.config import Config, load_config, with_absolute_paths
+from distembed.config import Config, load_config, require_plugins, with_absolute_paths
 from distembed.doctor import Finding
 from distembed.errors import UserError
-from distembed.lazy import NameTable
-from distembed.models import MODELS
-from distembed.optim import OPTIMIZERS
-from distembed.partitions import PARTITIONS
 from distembed.planning import describe_plan
 from distembed.planning.cluster import Cluster
 from distembed.planning.devices import DEVICES, find_device
-from distembed.tasks import TASKS
 from launch.apps.shape import parse_shape
 from launch.jobs import preflight
 from launch.jobs.control import require_ended
@@ -80,7 +73,7 @@ def start(job: Job, config: Config, *, dry_run: bool, detach: bool, say: Say) ->
     from distembed.training.initial_run import begun_config
 
     config = with_absolute_paths(config)
-    _require_plugins(config)
+    require_plugins(config)
     with get_runner() as runner:
         request = job.dry_run(runner)
         _require_resource(job)
@@ -106,32 +99,6 @@ def start(job: Job, config: Config, *, dry_run: bool, detach: bool, say: Say) ->
         if not dry_run:
             job.prepare(config.to_yaml(), assessment_as_json(assessment))
             submit_and_follow(job, runner, detach=detach, say=say)
-
-
-def _require_plugins(config: Config) -> None:
-    """Refuses names that this process alone has registered, such as a script that calls distembed's ``main``.
-
-    Raises:
-        UserError: The ranks would not know a name.
-    """
-    if config.plugins:
-        return
-    tables = [config.embedding.default, *config.embedding.tables.values()]
-    used: list[tuple[NameTable[Any], str]] = [
-        (MODELS, config.model.name),
-        (TASKS, config.task.name),
-        (OPTIMIZERS, config.train.dense_optimizer.name),
-        (OPTIMIZERS, config.train.sparse_optimizer.name),
-        *((PARTITIONS, table.partition) for table in tables),
-        *((COMPOSITIONS, table.composition) for table in tables),
-    ]
-    for names, name in used:
-        if name in names.added and names.added[name] is None:
-            script = os.path.realpath(getattr(sys.modules["__main__"], "__file__", None) or "mine.py")
-            raise UserError(
-                f"{name!r} is registered in this process alone, and the ranks of a job are others: name the file or "
-                f"module that registers it, such as plugins=[{script if script.endswith('.py') else 'mine.py'}]."
-            )
 
 
 def _require_resource(job: Job) -> None:

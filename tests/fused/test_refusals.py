@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.composition import PathMLP
+from distembed.composition import PathMLP, Sum
 from distembed.embedding import CompositionalEmbeddingBagCollection, CompositionalEmbeddingBagConfig
 from distembed.errors import UserError
 from distembed.fused import loading
@@ -34,7 +34,19 @@ EXPLICIT = Explicit(NUM_IDS, [torch.arange(NUM_IDS) // 8, torch.arange(NUM_IDS) 
 RATE = {"lr": 0.1, "eps": 1e-2}
 Case = tuple[dict[str, Any], dict[str, Any], dict[str, Any], str, str]
 """Settings of the table, of the optimizer and of FBGEMM's tables; the sharding type; the reason that is given."""
+
+
+class Doubled(Sum):
+    """A composition of one's own, which the formula of its base is not."""
+
+    name = "doubled"
+
+    def compose(self, vectors: Sequence[Tensor]) -> Tensor:
+        return 2 * super().compose(vectors)
+
+
 CASES: list[Case] = [
+    (PLAIN | {"composition": Doubled()}, RATE, {}, "table_wise", "the kernels have no formula of doubled"),
     (PLAIN | {"pooling": "max"}, RATE, {}, "table_wise", "pooling is max"),
     (
         PLAIN | {"composition": PathMLP(hidden=[5])},

@@ -54,7 +54,7 @@ def unfused_group_type(table: CompositionalEmbeddingConfig) -> type[Group]:
     takes_max = getattr(table, "pooling", None) == "max"
     if not takes_max and (table.combine.commutes_with_sum or len(table.scheme.num_rows) == 1):
         return PooledGroup
-    if not takes_max and isinstance(table.combine, Product):
+    if not takes_max and type(table.combine) is Product:
         return ProductGroup
     return PerIdGroup if zeros_stay_zero(table.combine) else DistinctGroup
 

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from distembed.composition import Product
+from distembed.composition import Concat, Feature, PathLinear, PathMLP, Product, Sum
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.errors import UserError
 from distembed.fused.layout import BLOCK_IDS, place_bits
@@ -43,6 +43,8 @@ from distembed.sharding.groups.load import (
 )
 from distembed.sharding.table_slice import TableSlice, is_pooled
 
+_COMPOSED = (Product, Sum, Concat, Feature, PathLinear, PathMLP)
+"""Compositions whose formula the kernels have, paths for one partition; a subclass may compose in another way."""
 _COMPUTE_KERNELS = {"cpu": (None, "fused"), "cuda": (None, "fused", "fused_uvm")}
 """TorchRec's kernels of partitions whose rows lie where the passes find them; None of those that every rank has."""
 _BLOCK_BYTES = 256
@@ -204,6 +206,8 @@ def reason_not_fused(table_slice: TableSlice, device_kind: str, optimizer: str |
         return "the tables are on a GPU, on which it has not been measured to be faster"
     if table.scheme.digits() is None:
         return f"rows of {table.scheme.name} are not digits of ids"
+    if type(table.combine) not in _COMPOSED:
+        return f"the kernels have no formula of {table.combine.name}"
     if table.function_tables() or columns_of_partitions(table_slice) is None:
         return f"{table.combine.name} does not compose column by column"
     if getattr(table, "pooling", None) == "max":

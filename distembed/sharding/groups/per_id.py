@@ -193,4 +193,4 @@ def weights_need_gradients(features: KeyedJaggedTensor) -> bool:
 
 def zeros_stay_zero(combine: Composition) -> bool:
     """Returns whether a composition makes zeros of zeros, whatever its parameters."""
-    return combine.commutes_with_sum or isinstance(combine, Product)
+    return combine.commutes_with_sum or type(combine) is Product
