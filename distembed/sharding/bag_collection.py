@@ -38,8 +38,12 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
 
     Ids are checked, mapped and, in training, replaced in ``input_dist``, before the all-to-all. Keys of the output are
     in the order of the unsharded module, whatever the plan. All ranks construct and call it together.
+
+    Attributes:
+        weights_come_later: Whether a feature processor computes the ids' weights after the input dist.
     """
 
+    weights_come_later: bool = False
     _lookup_attribute = "embedding_bags"
 
     def __init__(
@@ -119,6 +123,11 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
         features = maybe_td_to_kjt(features)
         self._follow_keys(features.keys(), self._embedding_shardings)
         self._follow_single_ids(features)
+        if self._is_weighted and not self.weights_come_later and features.weights_or_none() is None:
+            raise UserError(
+                "The collection has is_weighted=True, but the KeyedJaggedTensor has no weights; make it with "
+                "weights=, or the collection without is_weighted."
+            )
         mapped = self._map_ids(features)  # which looks whether the batch is whole
         require_bags_for_rows(mapped)
         equal = with_equal_numbers_of_bags(mapped if self._is_weighted else without_weights(mapped))
@@ -134,25 +143,8 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
 
     def compute_and_output_dist(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> LazyAwaitable[KeyedTensor]:
         """Looks up, composes and sends; all ranks call it."""
-        self._require_weights(input)
         zero = self._zero_of_unused()
         return self._finish(ctx, zero, super().compute_and_output_dist(ctx, input))
-
-    def compute(self, ctx: EmbeddingBagCollectionContext, dist_input: KJTList) -> list[Tensor]:
-        """Looks up and composes."""
-        self._require_weights(dist_input)
-        return super().compute(ctx, dist_input)
-
-    def _require_weights(self, features: KJTList) -> None:
-        """Raises unless ids have the weights that they are pooled with.
-
-        They may come after the input dist: TorchRec's feature processors compute them on the rank that looks ids up.
-        """
-        if self._is_weighted and any(own.keys() and own.weights_or_none() is None for own in features):
-            raise UserError(
-                "The collection has is_weighted=True, but the KeyedJaggedTensor has no weights; make it with "
-                "weights=, or the collection without is_weighted."
-            )
 
     def _finish(
         self, ctx: EmbeddingBagCollectionContext, zero: Tensor | None, embedded: LazyAwaitable[KeyedTensor]

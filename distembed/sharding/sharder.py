@@ -106,6 +106,9 @@ class CompositionalEmbeddingBagCollectionSharder(_CompositionalSharder[Compositi
         sharded = ShardedCompositionalEmbeddingBagCollection(
             module, params, env, self.fused_params, device, self.qcomm_codecs_registry, module_fqn
         )
+        # TorchRec's sharded feature processors say by nothing else that batches need no weights
+        caller = sys._getframe(1).f_globals.get("__name__")
+        sharded.weights_come_later = caller == "torchrec.distributed.fp_embeddingbag"
         sharded.widens_outputs = self._widens_outputs
         return sharded
 

@@ -153,9 +153,9 @@ def shard_ours(tables: list[CompositionalEmbeddingBagConfig], kind: str, by_feat
     return shard(Model(bags, by_feature), CompositionalEmbeddingBagCollectionSharder(), kind)
 
 
-def check_sharded(rank: int, world_size: int, folder: Path, kernel: str, by_feature: bool) -> None:
+def check_sharded(rank: int, world_size: int, folder: Path, kernel: str, by_feature: bool, kinds: list[str]) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
-    for kind in KINDS:
+    for kind in kinds:
         model = shard_ours(tables(kernel), kind, by_feature)
         reference = ByHand(CompositionalEmbeddingBagCollection(tables(kernel)))
         for step in range(2):
@@ -187,9 +187,19 @@ def check_sharded(rank: int, world_size: int, folder: Path, kernel: str, by_feat
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("kernel", "by_feature"), [("auto", False), ("fbgemm", True)])
-def test_sharded_processors_take_the_steps_of_weighting_by_hand(tmp_path: Path, kernel: str, by_feature: bool) -> None:
-    run_on_ranks(2, check_sharded, tmp_path, kernel, by_feature)
+@pytest.mark.parametrize(
+    ("kernel", "by_feature", "kinds"),
+    [
+        ("auto", False, ["row_wise"]),
+        ("fbgemm", True, KINDS),
+        # which loads a kernel for each formula
+        pytest.param("auto", False, KINDS, marks=pytest.mark.slow),
+    ],
+)
+def test_sharded_processors_take_the_steps_of_weighting_by_hand(
+    tmp_path: Path, kernel: str, by_feature: bool, kinds: list[str]
+) -> None:
+    run_on_ranks(2, check_sharded, tmp_path, kernel, by_feature, kinds)
 
 
 def stock_bags() -> EmbeddingBagCollection:
