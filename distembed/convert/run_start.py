@@ -35,6 +35,7 @@ from distembed.optim.kinds import OPTIMIZERS, NumberPer
 from distembed.optim.tables import table_parameters
 from distembed.ranks import Collectives, Ranks
 from distembed.runs.folder import RunFolder, require_new_or_resume
+from distembed.tasks.seen_items import decided_task
 from distembed.training.build import Blueprint
 from distembed.training.run import run_info
 from distembed.training.start import RunStart
@@ -73,8 +74,10 @@ def convert_to_run(
         RunError: The checkpoint cannot be written.
     """
     require_new_or_resume(output, resume=False)
+    task, seen_items = decided_task(config.task, dataset, manifest, config.data.train)
     config = dataclasses.replace(
         config,
+        task=task,
         data=dataclasses.replace(config.data, path=dataset),
         train=dataclasses.replace(config.train, init_from=None, checkpoint_dir=None),
     )
@@ -85,7 +88,7 @@ def convert_to_run(
     counts = id_counts(dataset, manifest, tables)
     errors = from_stock(model, source, counts, names)
     states = _optimizer_states(model, config, source)
-    info = run_info(config, RunStart(config, output, manifest, {}, uuid.uuid4().hex))
+    info = run_info(config, RunStart(config, output, manifest, {}, uuid.uuid4().hex, seen_items=seen_items))
     info |= {"world_size": 1, "device": "cpu", "precision": blueprint.precision}
     with RunFolder(output).open(config.to_yaml(), info, 0) as folder:
         keep_dataset(output, dataset, manifest)

@@ -49,7 +49,8 @@ def decided_task(
         split: Name of the training split.
 
     Returns:
-        The section, and the decision in plain values; None for a task that excludes nothing.
+        The section, and the decision in plain values; None for a task that excludes nothing. Nothing is decided where
+        the training split is not at hand.
 
     Raises:
         UserError: The task cannot be learnt from the dataset, or the training split cannot be read.
@@ -59,6 +60,8 @@ def decided_task(
     if task.exclude_seen != "auto":
         return task, {"excluded": task.exclude_seen, "decided_by": "config"}
     task.batch_schema(manifest.schema)
+    if manifest.is_without_rows or split not in manifest.splits:
+        return task, None
     repeats, items = _count_repeats(dataset, manifest, split)
     excluded = repeats <= MOST_REPEATS * items
     record = {"excluded": excluded, "decided_by": "auto", "repeats": repeats, "items": items}
