@@ -41,13 +41,17 @@ BAG_TYPES += ("data_parallel",)
 SEQUENCE_TYPES = ("table_wise", "column_wise", "row_wise", "data_parallel")
 BATCHES = ((1, 1), (0, 1), (1, 0), (0, 0), (2, 1))
 """Number of rows of each rank."""
+CONFIGS: dict[str, tuple[Any, Any]] = {
+    "bags": (CompositionalEmbeddingBagConfig, CompositionalEmbeddingBagCollection),
+    "sequences": (CompositionalEmbeddingConfig, CompositionalEmbeddingCollection),
+}
 Case = tuple[str, str, LookupKernel]
 """``bags`` or ``sequences``, sharding type and kernel."""
 ALL: list[Case] = [
     *(("bags", own, kernel) for kernel in ("auto", "fbgemm") for own in BAG_TYPES),
     *(("sequences", own, kernel) for kernel in ("auto", "fbgemm") for own in SEQUENCE_TYPES),
 ]
-SOME: list[Case] = [("bags", "row_wise", "auto"), ("bags", "grid_shard", "fbgemm"), ("sequences", "row_wise", "auto")]
+SOME: list[Case] = [("bags", "row_wise", "auto"), ("sequences", "row_wise", "auto")]
 
 
 def tables(config: Any, kernel: LookupKernel) -> list[Any]:
@@ -65,18 +69,16 @@ def tables(config: Any, kernel: LookupKernel) -> list[Any]:
 
 
 class Model(nn.Module):
-    """Collections of all tables; sequences of feature generation, whose vectors are wider, have their own."""
+    """A collection for each scheme and width: where several schemes are in one, their rows are copied side by side."""
 
     def __init__(self, kind: str, kernel: LookupKernel, device: str) -> None:
         super().__init__()
         self.kind = kind
-        if kind == "bags":
-            own = tables(CompositionalEmbeddingBagConfig, kernel)
-            self.collections = nn.ModuleList([CompositionalEmbeddingBagCollection(own, device=device)])
-            return
-        own = tables(CompositionalEmbeddingConfig, kernel)
-        by_width = [[table for table in own if (table.num_vectors > 1) == is_wide] for is_wide in (False, True)]
-        self.collections = nn.ModuleList([CompositionalEmbeddingCollection(some, device=device) for some in by_width])
+        config, collection = CONFIGS[kind]
+        groups: dict[Any, list[Any]] = {}
+        for table in tables(config, kernel):
+            groups.setdefault((table.scheme.name, table.num_vectors), []).append(table)
+        self.collections = nn.ModuleList([collection(own, device=device) for own in groups.values()])
 
     def tables(self) -> list[Any]:
         return [table for collection in self.collections for table in collection.tables()]
