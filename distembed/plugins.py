@@ -2,8 +2,8 @@
 
 A config names them under ``plugins``; installed packages name theirs by entry points of the group
 ``distembed.plugins``. A file is imported from the path that the config records and from nowhere else. Importing a
-plugin runs it with the rights of the user, so that a plugin within the folder of a run is refused: a run that was
-copied from somebody else brings no code along.
+plugin runs it with the rights of the user, so that a run names files by absolute paths outside of its own folder, or is
+refused: a run that was copied from somebody else brings no code along.
 """
 
 import importlib
@@ -47,21 +47,24 @@ def with_absolute_files(values: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {**values, "plugins": absolute}
 
 
-def refuse_files_of_run(values: Mapping[str, Any], config: Path) -> None:
-    """Refuses plugins within the folder of a run, whose config names them.
+def refuse_files_of_run(values: Mapping[str, Any], config: Path, run: Path) -> None:
+    """Refuses plugins that may have come along with a run: files of its folder, and those of relative paths.
+
+    Args:
+        values: Values as they stand in a file.
+        config: The file: the config of the run, or one that it extends.
+        run: The run's folder.
 
     Raises:
-        UserError: The config is that of a run, and a plugin lies within the run's folder.
+        UserError: A plugin may have come along.
     """
-    if config.name != "config.yaml" or not (config.parent / "run.json").exists():
-        return
-    run = Path(os.path.realpath(config.parent))
+    folder = os.path.realpath(run)
     for plugin in _names(values.get("plugins")):
-        if is_file(plugin) and Path(os.path.realpath(plugin)).is_relative_to(run):
+        came_along = not os.path.isabs(plugin) or Path(os.path.realpath(plugin)).is_relative_to(folder)
+        if is_file(plugin) and came_along:
             raise UserError(
-                f"{config}: plugins names {plugin}, which lies within the run's folder; a run brings no code along, as "
-                "opening somebody else's would execute it. Read the file, move it out of the folder, and name its "
-                "new place there."
+                f"{config}: plugins names {plugin}, which may have come along with the run, and opening somebody "
+                "else's would execute it. Read the file, move it out of the run's folder, and name its absolute path."
             )
 
 

@@ -313,16 +313,19 @@ def test_a_plugin_that_is_missing_is_told_with_the_file_that_names_it(plugins: s
 
 
 def test_a_run_brings_no_code_along(plugin: Path, tmp_path: Path) -> None:
-    """Even if its config names a file in it, by whatever path."""
+    """Even if its config names a file in or near it, by whatever path, or extends one that does."""
     run = tmp_path / "run"
     run.mkdir()
     (run / "run.json").write_text("{}")
     (run / "theirs.py").write_text("raise SystemExit('executed')")
     os.symlink(run, tmp_path / "link")
-    for path in ("theirs.py", run / "theirs.py", tmp_path / "link" / "theirs.py", "../run/theirs.py"):
-        (run / "config.yaml").write_text(f"plugins: [{path}]\ndata: {{path: x}}")
-        with pytest.raises(UserError, match="lies within the run's folder.*Read the file, move it out"):
-            load_run_config(run)
+    os.symlink(run / "theirs.py", tmp_path / "beside.py")
+    for path in ("theirs.py", run / "theirs.py", tmp_path / "link" / "theirs.py", "../run/theirs.py", "../beside.py"):
+        for file in ("config.yaml", "base.yaml"):
+            (run / "config.yaml").write_text("extends: base.yaml")
+            (run / file).write_text(f"plugins: [{path}]\ndata: {{path: x}}")
+            with pytest.raises(UserError, match="may have come along with the run.*Read the file, move it out"):
+                load_run_config(run)
     plugin.write_text(REGISTER)
     (run / "config.yaml").write_text(f"plugins: [{plugin}]\nmodel: {{name: own}}\ndata: {{path: x}}")
     assert load_run_config(run).model.name == "own"

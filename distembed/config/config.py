@@ -120,14 +120,13 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     Raises:
         UserError: The config is wrong; the error lists the path of every mistake and the nearest name of unknown keys.
     """
-    values = _read_extended(path) if path is not None else {}
+    is_run = path is not None and path.name == "config.yaml" and (path.parent / "run.json").exists()
+    values = _read_extended(path, path.parent if is_run else None) if path is not None else {}
     if sum(map(len, overrides)) > MAX_BYTES:
         raise UserError(f"the overrides have more than {MAX_BYTES:,} characters; write such settings into a file.")
     for override in overrides:
         _apply(values, override)
     values = with_absolute_files(values, Path.cwd())
-    if path is not None:
-        refuse_files_of_run(values, path)
     return validate(values, str(path) if path is not None else "the overrides")
 
 
@@ -218,9 +217,18 @@ def _apply(values: dict[str, Any], override: str) -> None:
     section[path[-1]] = parse_yaml(text, source)
 
 
-def _read_extended(path: Path, followed: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Returns the values of a file, and those of the file that it extends where it has none."""
-    values = with_absolute_files(_read_yaml(path), path.parent)
+def _read_extended(path: Path, run: Path | None, followed: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Returns the values of a file, and those of the file that it extends where it has none.
+
+    Args:
+        path: The file.
+        run: Folder of the run whose config is read; None for the config of no run.
+        followed: The files that extend this one.
+    """
+    values = _read_yaml(path)
+    if run is not None:
+        refuse_files_of_run(values, path, run)
+    values = with_absolute_files(values, path.parent)
     base = values.pop("extends", None)
     if base is None:
         return values
@@ -233,7 +241,7 @@ def _read_extended(path: Path, followed: tuple[Path, ...] = ()) -> dict[str, Any
         raise UserError(f"{path}: extends {base!r}, which in turn extends this file; break the circle.")
     if len(followed) == _MOST_FILES:
         raise UserError(f"{path}: extends {base!r}, but {_MOST_FILES} files extend one another already; merge some.")
-    return _merge(_read_extended(path.parent / base, followed), values)
+    return _merge(_read_extended(path.parent / base, run, followed), values)
 
 
 def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
