@@ -172,7 +172,8 @@ class Description:
     @property
     def full_embedding_bytes(self) -> int:
         """The bytes of the weights that the tables would have if none were compressed."""
-        return sum(round(table.config.memory_bytes * table.compression) for table in self.tables)
+        tables = [table.config for table in self.tables]
+        return sum(own.num_embeddings * own.embedding_dim * own.bytes_per_number for own in tables)
 
     @property
     def num_dense_parameters(self) -> int:

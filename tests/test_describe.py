@@ -155,6 +155,17 @@ def test_totals_are_the_sums_of_the_parts(composition: str) -> None:
     assert found["parameters"] == tables + sum(layer["parameters"] for layer in found["dense"])
 
 
+@pytest.mark.parametrize(("data_type", "itemsize"), [("fp32", 4), ("fp16", 2)])
+@pytest.mark.parametrize("composition", ["product", "path_mlp"])
+def test_full_tables_bytes_are_those_of_a_number_for_each_id_and_column(
+    composition: str, data_type: str, itemsize: int
+) -> None:
+    """Functions of paths are float32, whatever the vectors are, and full tables have none."""
+    settings = [f"embedding.default.composition={composition}", f"embedding.default.data_type={data_type}"]
+    described = describe(load_config(KAGGLE, [*FORCED, *settings]))
+    assert described.full_embedding_bytes == sum(CRITEO_KAGGLE_CARDINALITIES) * 16 * itemsize
+
+
 def test_json_has_the_promised_keys() -> None:
     command = [sys.executable, "-m", "distembed", "describe", str(KAGGLE), *FORCED, "--json"]
     found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
