@@ -8,7 +8,9 @@ from typing import Any
 
 from distembed.capacity.assessment import AssessedRank, AssessedTable, Assessment
 from distembed.capacity.report import CapacityReport
+from distembed.capacity.smallest import Smallest
 from distembed.planning.alternatives import Alternative
+from distembed.planning.cluster import Cluster
 from distembed.planning.saved_plan import saved_plan_as_json
 from distembed.planning.storage import TableStorage
 from distembed.planning.workload import pipeline_depth
@@ -17,7 +19,8 @@ from distembed.planning.workload import pipeline_depth
 def report_as_json(report: CapacityReport) -> dict[str, Any]:
     """Returns the values of an assessment, with all notes and the remedies."""
     values = assessment_as_json(report.assessment)
-    return {**values, "notes": list(report.notes), "remedies": list(report.remedies.arguments)}
+    smallest = {} if report.smallest is None else {"smallest": _smallest_values(report.smallest)}
+    return {**values, "notes": list(report.notes), "remedies": list(report.remedies.arguments), **smallest}
 
 
 def assessment_as_json(assessment: Assessment) -> dict[str, Any]:
@@ -43,6 +46,24 @@ def assessment_as_json(assessment: Assessment) -> dict[str, Any]:
         "notes": list(assessment.notes),
         **saved_plan_as_json(assessment.plan_inputs, assessment.plan),
     }
+
+
+def _smallest_values(smallest: Smallest) -> dict[str, Any]:
+    """Returns how the smallest cluster was looked for; null where none was found, or none is smaller."""
+    found, one_less = smallest.assessment, smallest.one_less
+    return {
+        "found": None if found is None else _cluster_values(found.cluster),
+        "proven": smallest.is_proven,
+        "tried": [{**_cluster_values(cluster), "fits": fits} for cluster, fits in smallest.tried],
+        "untried": smallest.num_untried,
+        "one_less": None if one_less is None else _cluster_values(one_less),
+        "shortage": list(smallest.shortage),
+    }
+
+
+def _cluster_values(cluster: Cluster) -> dict[str, int]:
+    """Returns the size of a cluster."""
+    return {"nodes": cluster.nodes, "gpus": cluster.ranks_per_node}
 
 
 def _rank_values(rank: AssessedRank) -> dict[str, Any]:

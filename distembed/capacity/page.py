@@ -29,6 +29,7 @@ def render_capacity_page(report: CapacityReport) -> str:
     quantities = quantities_by_rank(assessment) if assessment.ranks else None
     lines = [*shortage_lines(assessment), *host_lines(assessment)]
     lines += [*step_lines(*quantities), *bound_lines(assessment)] if quantities else []
+    lines += report.smallest.lines if report.smallest is not None else []
     lines += [f"fits with {argument}" for argument in report.remedies.arguments]
     sections = [f'<p class="{kind}">{escape(verdict(assessment))}</p>\n{_paragraphs(lines)}']
     sections += map(_rank_section, quantities) if quantities else [_demand_section(assessment)]

@@ -22,7 +22,8 @@ from distembed.units import exact_bytes
 MAX_SECONDS = 20.0
 """Seconds after which the search begins no other plan."""
 
-_MAX_RANKS = 4096
+MAX_RANKS = 4096
+"""Ranks up to which a search plans larger clusters."""
 _MAX_NODES_FACTOR = 64
 _MAX_GPUS = 8
 _MAX_COLLISIONS = 2**20
@@ -40,6 +41,22 @@ class Remedies:
 
     arguments: tuple[str, ...] = ()
     is_complete: bool = True
+
+
+def max_table_bytes(plannable: Plannable, assessment: Assessment, cluster: Cluster) -> int:
+    """Returns the bytes that all ranks would have for tables if a batch had no rows, which is more than they do.
+
+    Args:
+        plannable: Model to plan.
+        assessment: Plan of the model for any cluster.
+        cluster: The ranks.
+    """
+    workload = assessment.workload
+    network = workload.network or NetworkEstimate()
+    beside = network.parameters + network.buffers + network.optimizer_state + network.gradients
+    beside += sum(workload.graph_bytes.values()) + reserve_bytes(assessment.reserve, cluster)
+    host_bytes = cluster.host_bytes_per_rank if plannable.plan.host_memory else 0
+    return (max(0, cluster.rank_bytes - beside) + host_bytes) * cluster.world_size
 
 
 class _OutOfTimeError(Exception):
@@ -202,23 +219,14 @@ class _Search:
         """
         plannable, cluster = plannable or self._plannable, cluster or self._cluster
         try:
-            if plannable.table_bytes() > self._max_table_bytes(cluster):
+            if plannable.table_bytes() > max_table_bytes(self._plannable, self.assessment, cluster):
                 return False
-            if cluster.world_size > _MAX_RANKS or time.monotonic() >= self.deadline:
+            if cluster.world_size > MAX_RANKS or time.monotonic() >= self.deadline:
                 self.was_cut_short = True
                 raise _OutOfTimeError
             return assess(plannable, cluster).fits
         except UserError:
             return False
-
-    def _max_table_bytes(self, cluster: Cluster) -> int:
-        """Returns the bytes that all ranks would have for tables if a batch had no rows, which is more than they do."""
-        workload = self.assessment.workload
-        network = workload.network or NetworkEstimate()
-        beside = network.parameters + network.buffers + network.optimizer_state + network.gradients
-        beside += sum(workload.graph_bytes.values()) + reserve_bytes(self.assessment.reserve, cluster)
-        host_bytes = cluster.host_bytes_per_rank if self._plannable.plan.host_memory else 0
-        return (max(0, cluster.rank_bytes - beside) + host_bytes) * cluster.world_size
 
     def _least(self, fits: Callable[[int], bool], too_few: int, most: int) -> int | None:
         """Returns the least number above ``too_few`` and up to ``most`` that fits, by doubling and then bisecting."""

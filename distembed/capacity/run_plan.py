@@ -13,7 +13,7 @@ from distembed.capacity.compression import compress_config
 from distembed.capacity.configured_model import ConfiguredModel
 from distembed.capacity.plan_files import PlanFiles
 from distembed.capacity.plannable import Plannable
-from distembed.capacity.report import CapacityReport, report_capacity
+from distembed.capacity.report import CapacityReport, report_capacity, report_smallest
 from distembed.capacity.terminal import print_capacity_report
 from distembed.errors import InsufficientMemory
 from distembed.files import write_text
@@ -26,6 +26,7 @@ def run_plan(
     files: PlanFiles,
     *,
     memory_is_given: bool,
+    smallest: bool,
     as_json: bool,
     console: Console,
     errors: Console,
@@ -37,6 +38,7 @@ def run_plan(
         cluster: Cluster to plan for.
         files: Files to write, which were found to be writable.
         memory_is_given: Whether ``--memory`` says what a device has, so that no other device would have more.
+        smallest: Whether the smallest cluster that fits is looked for, with at most as many ranks a node.
         as_json: Whether JSON is printed, in place of tables.
         console: Console that tables are printed to.
         errors: Console that says which files are not written.
@@ -52,7 +54,7 @@ def run_plan(
             plannable = ConfiguredModel(compress_config(plannable.config, cluster))
         except InsufficientMemory as error:
             reason = str(error)  # then the config is planned as it is
-    report = report_capacity(plannable, cluster, memory_is_given)
+    report = (report_smallest if smallest else report_capacity)(plannable, cluster, memory_is_given)
     if as_json:
         print(_json_text(report), flush=True)
     else:

@@ -95,6 +95,10 @@ def plan_command(
     cluster: ClusterOptions,
     own: ModelOptions,
     files: FileOptions,
+    smallest: Annotated[
+        bool,
+        typer.Option("--smallest", help="Find the fewest GPUs that fit: up to --gpus on one node, then whole nodes."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Plan a config, or a model of one's own, for a cluster that need not be there: where tables go, what ranks hold.
@@ -107,6 +111,8 @@ def plan_command(
     from distembed.capacity.plan_files import PlanFiles
 
     cluster.cluster()  # whose mistakes are told before torch is loaded
+    if smallest:
+        _require_searchable(cluster, files)
     arguments = [] if config is None else [config, *(overrides or [])]
     to_write = PlanFiles(files.output, files.compress, files.report, files.overwrite)
     plannable = (
@@ -119,12 +125,28 @@ def plan_command(
         cluster.cluster(plannable.plan.device),
         to_write,
         memory_is_given=cluster.memory is not None,
+        smallest=smallest,
         as_json=as_json,
         console=console,
         errors=errors,
     )
     if not fits:
         raise typer.Exit(3)
+
+
+def _require_searchable(cluster: ClusterOptions, files: FileOptions) -> None:
+    """Refuses options that say what ``--smallest`` is to find, or that change it.
+
+    Raises:
+        UserError: There are several nodes, or tables are to be compressed.
+    """
+    if cluster.nodes != 1:
+        raise UserError(f"--smallest finds the number of nodes, and --nodes is {cluster.nodes}; leave one of them out.")
+    if files.compress is not None:
+        raise UserError(
+            "--compress compresses tables for a given number of GPUs, and --smallest looks for that number; leave one "
+            "of them out."
+        )
 
 
 def _calibrate(file: Path, overwrite: bool, is_planned: bool) -> None:

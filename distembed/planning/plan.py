@@ -98,6 +98,17 @@ def find_plan(request: PlanRequest) -> EstimatedPlan:
     return estimate_plan(request, Search(request).best())
 
 
+def require_room(request: PlanRequest) -> None:
+    """Refuses a model whose bytes that stay from step to step do not fit, without a search.
+
+    Raises:
+        InsufficientMemory: The tables do not fit, or a rank has no room beside them.
+        UserError: The config names a table that does not exist, or allows no way for one that does.
+    """
+    _require_room_beside_tables(request)
+    Search(request).require_room()
+
+
 def _require_room_beside_tables(request: PlanRequest) -> None:
     """Refuses a step that has no room without any tables.
 

@@ -76,7 +76,7 @@ class Search:
         Raises:
             InsufficientMemory: Weights and optimizer states alone are more than the ranks have.
         """
-        self._require_room()
+        self.require_room()
         solution = self._fitting()
         fits = solution is not None
         if solution is None:
@@ -92,8 +92,12 @@ class Search:
             alternatives=others.best(),
         )
 
-    def _require_room(self) -> None:
-        """Refuses tables of which the weights and states alone do not fit, in whatever way they are placed."""
+    def require_room(self) -> None:
+        """Refuses tables of which the weights and states alone do not fit, in whatever way they are placed.
+
+        Raises:
+            InsufficientMemory: They do not fit.
+        """
         request, problem = self._request, self._tables.problem
         least, world_size, capacity = 0.0, problem.world_size, self._memory.capacity
         for planned, number in zip(self._tables.tables, problem.class_of, strict=True):
