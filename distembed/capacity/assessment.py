@@ -16,7 +16,6 @@ from distembed.config import Config
 from distembed.embedding.config import CompositionalEmbeddingConfig
 from distembed.embedding.modules import embedding_modules, table_configs
 from distembed.errors import RunError, UserError
-from distembed.optim.declared import TableOptimizers
 from distembed.optim.kinds import OPTIMIZERS
 from distembed.planning import Workload
 from distembed.planning.alternatives import Alternative
@@ -25,7 +24,7 @@ from distembed.planning.estimated_plan import EstimatedPlan
 from distembed.planning.memory import RankMemory
 from distembed.planning.plan import find_plan
 from distembed.planning.plan_inputs import PlanInputs
-from distembed.planning.storage import TableStorage, table_storage, total, whole_table_storage
+from distembed.planning.storage import TableStorage, total, whole_table_storage
 from distembed.planning.times import StepTime
 from distembed.sharding.placement import Placement, place_tables
 from distembed.sharding.table_slice import width
@@ -229,7 +228,7 @@ def assess(plannable: Plannable, cluster: Cluster) -> Assessment:
         cluster=cluster,
         workload=workload,
         reserve=reserve,
-        tables=_assessed_tables(tables, one_copies, workload, _table_placements(planned, placements, optimizers)),
+        tables=_assessed_tables(tables, one_copies, workload, _table_placements(planned, placements)),
         ranks=() if planned is None else _assessed_ranks(planned, cluster, reserve_bytes(reserve, cluster)),
         plan=None if planned is None else planned.plan,
         planner_error=planner_error,
@@ -270,22 +269,17 @@ def _assessed_tables(
     )
 
 
-def _table_placements(
-    planned: EstimatedPlan | None, placements: Sequence[Placement], optimizers: TableOptimizers
-) -> dict[str, TablePlacement]:
+def _table_placements(planned: EstimatedPlan | None, placements: Sequence[Placement]) -> dict[str, TablePlacement]:
     """Returns by table where it goes and what it takes there; nothing where there is no plan."""
     if planned is None:
         return {}
-    return {placement.table.name: _table_placement(placement, planned, optimizers) for placement in placements}
+    return {placement.table.name: _table_placement(placement, planned) for placement in placements}
 
 
-def _table_placement(placement: Placement, planned: EstimatedPlan, optimizers: TableOptimizers) -> TablePlacement:
+def _table_placement(placement: Placement, planned: EstimatedPlan) -> TablePlacement:
     """Returns where a table goes, and what it takes there."""
     name, unit, columns = placement.table.name, placement.unit, _column_ranges(placement)
-    tables_of_ranks: Sequence[Mapping[str, TableStorage]] = [memory.tables for memory in planned.memory]
-    if not any(name in tables for tables in tables_of_ranks):  # one of TorchRec's own, which are counted together
-        tables_of_ranks = table_storage([placement], len(planned.memory), optimizers)
-    storages = [tables[name] for tables in tables_of_ranks if name in tables]
+    storages = [memory.tables[name] for memory in planned.memory if name in memory.tables]
     return TablePlacement(
         sharding_type=unit.sharding_type,
         compute_kernel=unit.compute_kernel,

@@ -25,7 +25,7 @@ class MemoryByRank(RankQuantity):
     name, unit = "memory", ""
     extremes = "fullest", "emptiest"
     _all_items = (
-        RankItem("tables", lambda rank: rank.storage.weights + rank.memory.plain_tables),
+        RankItem("tables", lambda rank: rank.storage.weights),
         RankItem("optimizer", lambda rank: rank.storage.optimizer_state),
         RankItem("cache", lambda rank: rank.storage.cache, is_rare=True),
         RankItem("SSE graphs", lambda rank: rank.memory.graph_bytes, is_rare=True),

@@ -25,7 +25,7 @@ from distembed.embedding.modules import embedding_modules, table_configs
 from distembed.errors import UserError
 from distembed.names import one_of
 from distembed.optim.declared import TableOptimizers, declared_optimizers, largest_optimizer
-from distembed.optim.kinds import OPTIMIZERS, sparse_names
+from distembed.optim.kinds import OPTIMIZERS, sparse_names, stateless_name
 from distembed.planning import PlanConfig, PlanRequest, Workload
 from distembed.planning.cluster import Cluster
 from distembed.planning.example_step import ExampleBatch, OnDevice, estimate_own_networks
@@ -176,7 +176,7 @@ class OwnModel(Plannable):
             tables=table_plan_inputs(self.model.tables),
             exchange=common_exchange(sharders).as_json(),
         )
-        return ModelOnCluster(request, plan_inputs, notes)
+        return ModelOnCluster(request, plan_inputs, [*notes, *self._optimizer_notes()])
 
     def table_bytes(self) -> int:
         optimizers = self.table_optimizers
@@ -192,6 +192,19 @@ class OwnModel(Plannable):
     def with_sparse_optimizer(self, name: str) -> "tuple[OwnModel, str]":
         step = dataclasses.replace(self.step, sparse_optimizer=name)
         return dataclasses.replace(self, step=step), f"--sparse-optimizer {name}"
+
+    def _optimizer_notes(self) -> list[str]:
+        """Returns that some tables are counted with more states than they have, where tables differ in optimizers."""
+        counted = self.table_optimizers.sparse
+        undeclared = self.step.sparse_optimizer or stateless_name()
+        declared = self.model.declared_optimizers.items()
+        others = [name for name, own in declared if (own or undeclared) != counted]
+        if not others:
+            return []
+        return [
+            f"the states of all tables are counted as those of {counted}, the largest that a table declares; those of "
+            f"{enumerate_names(others)} are smaller"
+        ]
 
     def _workload(self, cluster: Cluster) -> tuple[Workload, list[str]]:
         """Returns the step on a cluster, and what is not known of it, a sentence each."""

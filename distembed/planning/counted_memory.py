@@ -1,14 +1,11 @@
 """The memory of every rank under an assignment, counted as it is reported."""
 
-from dataclasses import replace
-
 import numpy as np
 
 from distembed.planning.fastest.loads import Loads
 from distembed.planning.fastest.problem import Assignment, Floats
 from distembed.planning.memory import PlanMemory, RankMemory
 from distembed.planning.request import PlanRequest
-from distembed.planning.storage import TableStorage
 from distembed.planning.table_problem import TableProblem
 from distembed.sharding.placement import Placement, place_table
 
@@ -23,7 +20,6 @@ class CountedMemory:
 
     def __init__(self, request: PlanRequest, tables: TableProblem) -> None:
         self._request, self._tables = request, tables
-        self._plain = {table.name for table in request.plain_tables}
         self._counted: PlanMemory | None = None
         self._assignment = Assignment.empty(len(tables.tables))
 
@@ -37,7 +33,7 @@ class CountedMemory:
     def ranks(self, assignment: Assignment) -> list[RankMemory]:
         """Returns the memory of every rank."""
         counted = self._placed(assignment)
-        return [self._with_plain_apart(counted.rank(rank)) for rank in range(self._request.cluster.world_size)]
+        return [counted.rank(rank) for rank in range(self._request.cluster.world_size)]
 
     def excess(self, assignment: Assignment) -> tuple[float, float]:
         """Returns the bytes that the fullest rank lacks, and the capacity at which it would not.
@@ -81,10 +77,3 @@ class CountedMemory:
         planned = self._tables.tables[table]
         unit = self._tables.sharding(assignment, table)
         return place_table(planned.table, unit, self._request.cluster.world_size, planned.collection)
-
-    def _with_plain_apart(self, rank: RankMemory) -> RankMemory:
-        if not self._plain:
-            return rank
-        plain = sum((held for name, held in rank.tables.items() if name in self._plain), TableStorage())
-        own = {name: held for name, held in rank.tables.items() if name not in self._plain}
-        return replace(rank, tables=own, plain_tables=plain.total - plain.gradients)

@@ -17,8 +17,7 @@ class RankMemory:
     """Memory of one rank.
 
     Attributes:
-        tables: Storage of compositional tables, which stays from step to step, by table.
-        plain_tables: Bytes of TorchRec's own tables, which stay from step to step; their gradients are the step's.
+        tables: Storage of all tables, TorchRec's own included, which stays from step to step, by table.
         network: Memory of the networks, the same on every rank.
         graph_bytes: Bytes of all knowledge graphs.
         step: Bytes beside these at the fullest moment of a step, with all gradients.
@@ -26,7 +25,6 @@ class RankMemory:
     """
 
     tables: Mapping[str, TableStorage]
-    plain_tables: int
     network: NetworkEstimate
     graph_bytes: int
     step: StepBuffers
@@ -39,7 +37,6 @@ class RankMemory:
             "table_weights": tables.weights,
             "table_optimizer_state": tables.optimizer_state,
             "table_cache": tables.cache,
-            "plain_tables": self.plain_tables,
             "sse_graphs": self.graph_bytes,
             "network_weights": self.network.parameters + self.network.buffers,
             "network_optimizer_state": self.network.optimizer_state,
@@ -67,25 +64,22 @@ def rank_memories(
     workload: Workload,
     optimizers: TableOptimizers,
     device_kind: str,
-    plain_tables: Sequence[int] | None = None,
     cache_ratio: float = DEFAULT_CACHE_RATIO,
     exchanges: Mapping[str, VectorExchange] | None = None,
 ) -> list[RankMemory]:
     """Returns the memory of every rank.
 
     Args:
-        placements: Placements of all compositional tables.
+        placements: Placements of all tables, TorchRec's own as the full tables that they are.
         world_size: Number of ranks.
         workload: Rows, ids and networks of a training step.
         optimizers: Optimizers of the tables.
         device_kind: ``cuda`` or ``cpu``.
-        plain_tables: Bytes of each rank's tables that are not compositional; None where there are none.
         cache_ratio: Slots of a cache to rows of a table that lies in host memory.
         exchanges: How vectors are sent, by collection's path; in float32 those of collections that are not named.
     """
     memory = PlanMemory(placements, world_size, workload, optimizers, device_kind, cache_ratio, exchanges)
-    plain = plain_tables if plain_tables is not None else [0] * world_size
-    return [memory.rank(rank, plain[rank]) for rank in range(world_size)]
+    return [memory.rank(rank) for rank in range(world_size)]
 
 
 class PlanMemory:
@@ -94,7 +88,7 @@ class PlanMemory:
     A rank is counted when it is asked for, so that after a change only those that matter take time.
 
     Args:
-        placements: Placements of all compositional tables.
+        placements: Placements of all tables, TorchRec's own as the full tables that they are.
         world_size: Number of ranks.
         workload: Rows, ids and networks of a training step.
         optimizers: Optimizers of the tables.
@@ -123,16 +117,11 @@ class PlanMemory:
         self._step.place(placement)
         self._storage[placement.table.name] = self._storage_by_rank(placement)
 
-    def rank(self, rank: int, plain_tables: int = 0) -> RankMemory:
-        """Returns the memory of one rank.
-
-        Args:
-            rank: Number of the rank.
-            plain_tables: Bytes of the rank's tables that are not compositional.
-        """
+    def rank(self, rank: int) -> RankMemory:
+        """Returns the memory of one rank."""
         tables = {name: by_rank[rank] for name, by_rank in self._storage.items() if rank in by_rank}
         step, sent = self._step.buffers(rank), self._step.sent_bytes(rank)
-        return RankMemory(tables, plain_tables, self._network, self._graph_bytes, step, sent)
+        return RankMemory(tables, self._network, self._graph_bytes, step, sent)
 
     def _storage_by_rank(self, placement: Placement) -> dict[int, TableStorage]:
         return storage_by_rank(placement, self._world_size, self._optimizers, self._cache_ratio)

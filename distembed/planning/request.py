@@ -78,16 +78,6 @@ class PlanRequest:
         return [table for collection in self.collections.values() for table in collection.tables()]
 
     @cached_property
-    def plain_tables(self) -> list[CompositionalEmbeddingConfig]:
-        """Tables of TorchRec's own collections, described as the full tables that they are."""
-        return [
-            table
-            for path, tables in self.tables_by_collection.items()
-            if path not in self.collections
-            for table in tables
-        ]
-
-    @cached_property
     def tables_by_collection(self) -> dict[str, Sequence[CompositionalEmbeddingConfig]]:
         """Tables of all collections, those of TorchRec's own as the full tables that they are, by collection's path."""
         return {

@@ -122,6 +122,14 @@ def declared() -> nn.Module:
     return made
 
 
+def declared_apart() -> nn.Module:
+    made = dlrm()
+    bags = made.model.sparse_arch.embedding_bag_collection.embedding_bags
+    apply_optimizer_in_backward(torch.optim.Adagrad, bags["t_item"].parameters(), {"lr": 0.1})
+    apply_optimizer_in_backward(torch.optim.SGD, bags["t_shop"].parameters(), {"lr": 0.1})
+    return made
+
+
 def with_sharders() -> tuple[nn.Module, list[Any]]:
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
 

@@ -108,7 +108,6 @@ def mostly_free(rank: AssessedRank) -> AssessedRank:
     memory = dataclasses.replace(
         memory,
         tables={name: TableStorage(*divided(dataclasses.astuple(own))) for name, own in memory.tables.items()},
-        plain_tables=memory.plain_tables // 99,
         network=NetworkEstimate(parameters, buffers, optimizer_state=optimizer_state),
         step=StepBuffers(moment, *divided(step_buffers)),
     )
@@ -157,8 +156,7 @@ def _rank(rank: int, draw: random.Random, host_memory: bool) -> AssessedRank:
 
     host = (draw.randrange(GIB, 9 * GIB), draw.randrange(GIB, 9 * GIB)) if host_memory else (0, 0)
     memory = RankMemory(
-        tables={"C1": TableStorage(size(), size(), 0, size() if host_memory else 0, *host)},
-        plain_tables=size(),
+        tables={"C1": TableStorage(size() + size(), size(), 0, size() if host_memory else 0, *host)},
         network=NetworkEstimate(parameters=size(), buffers=size(), optimizer_state=size()),
         graph_bytes=0,
         step=StepBuffers("output gradients", size(), size(), size(), size(), size()),

@@ -30,6 +30,7 @@ from distembed.planning.networks import estimate_network
 from distembed.ranks import Ranks
 from distembed.sharding import default_sharders
 from distembed.tasks import ClickTask
+from distembed.units import format_bytes
 from tests.capacity import own_models
 from tests.ranks import run_on_ranks
 
@@ -74,6 +75,43 @@ def test_tables_networks_and_ids_are_those_of_the_model(name: str) -> None:
         assert rank["memory"]["network_optimizer_state"] == 2 * num_bytes(networks) + 4 * len(networks)
         assert rank["milliseconds"]["networks"] > 0
     assert planned["made_for"]["model"] == {"function": f"tests.capacity.own_models:{name}"}
+
+
+@pytest.mark.parametrize(("name", "states"), [("sgd", 0), ("adagrad", 8), ("row_wise_adagrad", 1), ("adam", 16)])
+def test_stock_tables_show_weights_and_states_apart(
+    name: str, states: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one rank, of every row so many numbers, in the text, in the JSON and on the page."""
+    monkeypatch.setenv("COLUMNS", "200")
+    num_rows = sum(own_models.SIZES.values())
+    weights, kept = 4 * own_models.DIM * num_rows, 4 * states * num_rows
+    report = tmp_path / "plan.html"
+    options = ("--gpus", 1, "--sparse-optimizer", name, "plan.sharding_types=[table_wise]")
+    _, planned = plan("dlrm", *options, "--report", report)
+    (rank,) = planned["ranks"]
+    assert (rank["memory"]["table_weights"], rank["memory"]["table_optimizer_state"]) == (weights, kept)
+    assert rank["total"] == sum(rank["memory"].values())
+    assert {key: own["weights"] for key, own in rank["tables"].items()} == {
+        f"t_{key}": 4 * own_models.DIM * size for key, size in own_models.SIZES.items()
+    }
+    shown = [format_bytes(weights), format_bytes(kept)]
+    for cell in shown:
+        assert f">{cell}</td>" in report.read_text(encoding="utf-8")
+    line = ["plan", "--model", "tests.capacity.own_models:dlrm", "--batch-size", "64", *map(str, options)]
+    cli.app(line, standalone_mode=False)
+    text = capsys.readouterr().out.split("memory by rank")[1]
+    (printed,) = [row for row in text.split("time by rank")[0].splitlines() if row.split()[:1] == ["0"]]
+    assert " ".join(shown) in " ".join(printed.split())
+
+
+def test_tables_with_other_optimizers_than_the_largest_are_named() -> None:
+    """One declares Adagrad, one SGD, and one has the option's."""
+    for option, named in ((("--sparse-optimizer", "adagrad"), ["t_shop"]), ((), ["t_shop", "t_words"])):
+        _, planned = plan("declared_apart", *example(), "--gpus", 1, *option)
+        (note,) = [note for note in planned["notes"] if "counted as those of adagrad" in note]
+        assert [name for name in ("t_item", "t_shop", "t_words") if name in note] == named
+    _, planned = plan("declared", *example(), "--gpus", 1)
+    assert not planned["notes"]
 
 
 def test_a_step_takes_what_it_takes_in_a_config() -> None:

@@ -45,7 +45,7 @@ from tests.capacity.plan_values import (
 
 SVG = "{http://www.w3.org/2000/svg}"
 ITEMS = {  # from the bottom
-    "tables": ("table_weights", "plain_tables"),
+    "tables": ("table_weights",),
     "optimizer": ("table_optimizer_state",),
     "cache": ("table_cache",),
     "networks": ("network_weights", "network_optimizer_state"),

@@ -1,5 +1,7 @@
 """One plan for a model of several collections: two of bags, one of sequences, and TorchRec's own."""
 
+import contextlib
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv
+from torchrec.modules.embedding_configs import DataType as TorchrecDataType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -21,16 +24,24 @@ from distembed.embedding import (
     CompositionalEmbeddingCollection,
     CompositionalEmbeddingConfig,
 )
-from distembed.errors import UserError
+from distembed.errors import InsufficientMemory, UserError
+from distembed.optim.declared import TableOptimizers
+from distembed.optim.kinds import OPTIMIZERS
 from distembed.partitions import QuotientRemainder
 from distembed.planning import PlanConfig, PlanRequest, Workload, make_plan, plan_as_json
 from distembed.planning.cluster import Cluster
 from distembed.planning.config import TablePlanConfig
 from distembed.planning.devices import find_device
 from distembed.planning.estimated_plan import EstimatedPlan
+from distembed.planning.networks import NetworkEstimate
 from distembed.planning.plan import cluster_here, find_plan
+from distembed.planning.storage import TableStorage
 from distembed.ranks import Ranks
-from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, CompositionalEmbeddingCollectionSharder
+from distembed.sharding import (
+    CompositionalEmbeddingBagCollectionSharder,
+    CompositionalEmbeddingCollectionSharder,
+    default_sharders,
+)
 from tests.ranks import run_on_ranks
 
 DIM, ROWS = 8, 6
@@ -108,15 +119,13 @@ def local_bytes(value: Any) -> int:
 
 
 def check_weights(model: nn.Module, rank: int, estimated: EstimatedPlan) -> None:
-    """Memory counts each compositional table to the byte, on its rank, and the plain ones somewhere."""
+    """Memory counts each table to the byte, on its rank, TorchRec's own included."""
     weights = model.state_dict()
-    compositional = [value for name, value in weights.items() if not name.startswith("plain.")]
-    counted = estimated.memory[rank].items()
-    assert counted["table_weights"] == sum(map(local_bytes, compositional))
-    plain = sum(local_bytes(value) for name, value in weights.items() if name.startswith("plain."))
-    # what an optimizer keeps of them is counted with them
-    assert counted["plain_tables"] >= plain
-    assert (counted["plain_tables"] == 0) == (plain == 0)
+    memory = estimated.memory[rank]
+    assert memory.items()["table_weights"] == sum(map(local_bytes, weights.values()))
+    for name in PLAIN_TABLES:
+        counted = memory.tables[name].weights if name in memory.tables else 0
+        assert counted == local_bytes(weights[f"plain.embedding_bags.{name}.weight"])
 
 
 def check_model(rank: int, world_size: int, sharding_types: list[str] | None) -> None:
@@ -156,9 +165,16 @@ def request(model: nn.Module, own_sharders: list[Any], gpus: int = 8) -> PlanReq
     return PlanRequest(model, own_sharders, Cluster(find_device("a100-80gb"), 1, gpus), Workload(4096))
 
 
-def test_plain_tables_are_counted_where_they_lie() -> None:
-    plain: Any = EmbeddingBagConfig(name="plain", embedding_dim=64, num_embeddings=10**6, feature_names=["p"])
-    model = nn.ModuleDict(
+def stock_model(num_rows: int, dim: int, data_type: str = "FP32") -> nn.Module:
+    """Our tables beside one of TorchRec's."""
+    plain: Any = EmbeddingBagConfig(
+        name="plain",
+        embedding_dim=dim,
+        num_embeddings=num_rows,
+        feature_names=["p"],
+        data_type=TorchrecDataType[data_type],
+    )
+    return nn.ModuleDict(
         {
             "ours": CompositionalEmbeddingBagCollection(
                 [CompositionalEmbeddingBagConfig(name, 4000, 16, [name]) for name in ("a", "b", "c")], device="meta"
@@ -166,14 +182,102 @@ def test_plain_tables_are_counted_where_they_lie() -> None:
             "theirs": EmbeddingBagCollection([plain], device=torch.device("meta")),
         }
     )
-    estimated = find_plan(request(model, sharders()))
-    assert list(plan_as_json(estimated.plan)["theirs"]) == ["plain"]
-    assert list(plan_as_json(estimated.plan)["ours"]) == ["a", "b", "c"]
-    assert list(estimated.why) == ["a", "b", "c", "plain"]
-    ranks = plan_as_json(estimated.plan)["theirs"]["plain"]["ranks"]
-    plain_bytes = [memory.items()["plain_tables"] for memory in estimated.memory]
-    assert sum(plain_bytes) >= 10**6 * 64 * 4
-    assert {rank for rank, num_bytes in enumerate(plain_bytes) if num_bytes} == set(ranks)
+
+
+STATES = {  # numbers for each weight, for each row of a shard, and for a parameter that torch updates
+    "sgd": (0, 0, 0),
+    "adagrad": (1, 0, 1),
+    "row_wise_adagrad": (0, 1, 1),
+    "adam": (2, 0, 1),
+    "amsgrad": (3, 0, 1),
+    "partial_row_wise_adam": (1, 1, 0),
+}
+
+
+def expected_storage(planned: dict[str, Any], rank: int, shape: tuple[int, int], itemsize: int, name: str) -> list[int]:
+    """Bytes of weights, of states and of weights in host memory on a rank, from the shards of a plan alone."""
+    shards = [own["size"] for own in planned["shards"] if own["rank"] == rank]
+    is_replicated = planned["sharding_type"] == "data_parallel"
+    if is_replicated:
+        shards = [list(shape)]
+    by_weight, by_row, by_parameter = STATES[name]
+    numbers, rows = sum(rows * columns for rows, columns in shards), sum(rows for rows, columns in shards if columns)
+    by_torch = is_replicated or planned["compute_kernel"] == "dense"
+    states = [by_weight * numbers, by_row * rows, by_parameter * by_torch * bool(numbers)]
+    if "uvm" not in planned["compute_kernel"]:
+        return [numbers * itemsize, 4 * sum(states), 0]
+    # states of rows stay on the device
+    return [0, 4 * states[1], numbers * itemsize + 4 * states[0]]
+
+
+def check_stock_storage(found: EstimatedPlan, name: str, shape: tuple[int, int], itemsize: int) -> set[str]:
+    """Of each rank, weights and states of the one stock table; returns its compute kernel."""
+    planned = plan_as_json(found.plan)["theirs"]["plain"]
+    for rank, memory in enumerate(found.memory):
+        own = memory.tables.get("plain", TableStorage())
+        counted = [own.weights, own.optimizer_state, own.host]
+        assert counted == expected_storage(planned, rank, shape, itemsize, name), (rank, planned)
+        items = memory.items()
+        assert "plain_tables" not in items
+        assert items["table_weights"] == sum(table.weights for table in memory.tables.values())
+        assert items["table_optimizer_state"] == sum(table.optimizer_state for table in memory.tables.values())
+        assert items["table_cache"] == sum(table.cache for table in memory.tables.values())
+        assert memory.total == sum(items.values())
+        assert memory.host == sum(table.host for table in memory.tables.values())
+    return {planned["compute_kernel"]}
+
+
+SHARDING_TYPES = ["table_wise", "column_wise", "row_wise", "table_row_wise", "grid_shard", "data_parallel"]
+
+
+@pytest.mark.parametrize(("name", "data_type"), [*((name, "FP32") for name in STATES), ("adagrad", "FP16")])
+def test_weights_and_states_of_stock_tables_are_counted_apart(name: str, data_type: str) -> None:
+    """Of an odd number of rows, and with fewer rows than ranks."""
+    itemsize = {"FP32": 4, "FP16": 2}[data_type]
+    optimizers = TableOptimizers(name, is_fused=OPTIMIZERS[name].fused_class is not None)
+    cluster = Cluster(find_device("a100-80gb"), 2, 2)
+    for sharding_type in SHARDING_TYPES:
+        if sharding_type == "data_parallel" and OPTIMIZERS[name].torch_class is None:
+            continue  # torch has none for what every rank has
+        shape = (3, 64) if sharding_type in ("row_wise", "column_wise") else (1001, 64)
+        config = PlanConfig(tables={"plain": TablePlanConfig([sharding_type], min_partition=16)})
+        made = PlanRequest(stock_model(*shape, data_type), sharders(), cluster, Workload(64), config, optimizers)
+        check_stock_storage(find_plan(made), name, shape, itemsize)
+
+
+@pytest.mark.parametrize("name", ["adagrad", "row_wise_adagrad", "partial_row_wise_adam"])
+def test_stock_tables_in_host_memory_count_as_host_memory(name: str) -> None:
+    """The device has no room for them, and the host has; with less than they take there, the plan does not fit."""
+    shape = (10**6, 64)
+    taken = expected_storage(
+        {"shards": [{"rank": 0, "size": shape}], "sharding_type": "table_wise", "compute_kernel": "uvm"},
+        0,
+        shape,
+        4,
+        name,
+    )[2]
+    config = PlanConfig(host_memory=True, reserve=0)
+    device = dataclasses.replace(find_device("a100-80gb"), memory_bytes=100 * 10**6)
+
+    def planned(host_bytes: int) -> EstimatedPlan:
+        cluster = Cluster(device, 1, 1, host_bytes)
+        own_sharders = default_sharders(host_memory=True)
+        made = PlanRequest(
+            stock_model(*shape),
+            own_sharders,
+            cluster,
+            Workload(64, network=NetworkEstimate()),
+            config,
+            TableOptimizers(name),
+        )
+        return find_plan(made)
+
+    found = planned(taken)
+    assert found.fits and found.host_excess == 0
+    assert check_stock_storage(found, name, shape, 4) <= {"fused_uvm", "fused_uvm_caching"}
+    assert found.memory[0].host == taken
+    with contextlib.suppress(InsufficientMemory):
+        assert not planned(taken - 1).fits
 
 
 def test_collections_side_by_side_take_what_they_take_alone() -> None:
