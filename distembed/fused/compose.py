@@ -38,6 +38,7 @@ from distembed.fused.rows import (
     field,
     inline,
     is_outside,
+    last_row,
     part_block,
     partition_block,
     read,
@@ -129,10 +130,10 @@ def _find_rows(job: Any, feature: Any, start: Any, stop: Any, rows: Any) -> Any:
         part, partition = part_block(job, feature, j), partition_block(job, j)
         row_bytes = field(partition, ROW_BYTES)
         base = field(partition, WEIGHT_ADDRESS) + field(part, WEIGHT_START)
-        place = rows + 8 * BLOCK_IDS * j
+        place, last = rows + 8 * BLOCK_IDS * j, last_row(part)
         for i in range(start, stop):
             row = row_of(read_long(ids + 8 * i), part)
-            outside |= is_outside(row, part)
+            outside |= is_outside(row, last)
             address = base + row * row_bytes
             write(place, address)
             place += 8

@@ -80,9 +80,15 @@ def row_of(own_id: Any, part: Any) -> Any:
 
 
 @inline
-def is_outside(row: Any, part: Any) -> Any:
+def last_row(part: Any) -> Any:
+    """Returns the last row of a part, counted from the first row that is here."""
+    return field(part, NUM_ROWS) - 1
+
+
+@inline
+def is_outside(row: Any, last: Any) -> Any:
     """Returns a number whose sign bit says that a row is none of those that are here; numbers are joined by ``|``."""
-    return row | (field(part, NUM_ROWS) - 1 - row)
+    return row | (last - row)
 
 
 @inline

@@ -55,6 +55,7 @@ from distembed.fused.rows import (
     field,
     inline,
     is_outside,
+    last_row,
     part_block,
     partition_block,
     read,
@@ -152,10 +153,10 @@ def _write_targets(job: Any, feature: Any, sums: Any, start: Any, stop: Any, tar
         row_bytes, num_columns = field(partition, ROW_BYTES), field(partition, NUM_COLUMNS)
         base = field(partition, WEIGHT_ADDRESS) + field(part, WEIGHT_START)
         target = targets + 8 * TARGET_FIELDS * j
-        own_sums, outside = target + 8 * TARGET_SUM, 0
+        own_sums, outside, last = target + 8 * TARGET_SUM, 0, last_row(part)
         for i in range(num_ids):
             row = row_of(read_long(ids + 8 * i), part)
-            outside |= is_outside(row, part)
+            outside |= is_outside(row, last)
             write(target + 8 * TARGET_ROW + step * i, base + row * row_bytes)
             write(own_sums + step * i, row)
             ask_for(base + row * row_bytes, row_bytes)
