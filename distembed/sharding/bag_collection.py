@@ -123,11 +123,8 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
         features = maybe_td_to_kjt(features)
         self._follow_keys(features.keys(), self._embedding_shardings)
         self._follow_single_ids(features)
-        if self._is_weighted and not self.weights_come_later and features.weights_or_none() is None:
-            raise UserError(
-                "The collection has is_weighted=True, but the KeyedJaggedTensor has no weights; make it with "
-                "weights=, or the collection without is_weighted."
-            )
+        if self._is_weighted and not self.weights_come_later:
+            self._require_weights(features.weights_or_none())
         mapped = self._map_ids(features)  # which looks whether the batch is whole
         require_bags_for_rows(mapped)
         equal = with_equal_numbers_of_bags(mapped if self._is_weighted else without_weights(mapped))
@@ -135,6 +132,20 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
         sent = super().input_dist(ctx, self._perturb_ids(ctx, equal))
         ctx.inverse_indices = features.inverse_indices_or_none()
         return sent
+
+    def _require_weights(self, weights: Tensor | None) -> None:
+        """Raises unless a batch has weights, and they need no gradients: input dists bring none back."""
+        if weights is None:
+            raise UserError(
+                "The collection has is_weighted=True, but the KeyedJaggedTensor has no weights; make it with "
+                "weights=, or the collection without is_weighted."
+            )
+        if weights.requires_grad and torch.is_grad_enabled():
+            raise UserError(
+                "The weights of the KeyedJaggedTensor need gradients, which no sharded collection sends back to the "
+                "rows' ranks; detach the weights, or compute them by TorchRec's FeatureProcessedEmbeddingBagCollection "
+                "around the collection, which does so where ids are looked up."
+            )
 
     def output_dist(self, ctx: EmbeddingBagCollectionContext, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
         """Sends composed vectors to the rows' ranks; all ranks call it."""

@@ -153,6 +153,31 @@ def shard_ours(tables: list[CompositionalEmbeddingBagConfig], kind: str, by_feat
     return shard(Model(bags, by_feature), CompositionalEmbeddingBagCollectionSharder(), kind)
 
 
+class Twice(Model):
+    """Looks two batches up before there is a backward pass."""
+
+    def forward(self, features: KeyedJaggedTensor, others: KeyedJaggedTensor) -> Tensor:
+        return super().forward(features)[0] + super().forward(others)[0]
+
+
+def check_two_lookups(rank: int, world_size: int) -> None:
+    """Rows are updated by the backward pass of one lookup before that of the other begins."""
+    for kernel, kind in (("auto", "table_wise"), ("fbgemm", "table_wise"), ("fbgemm", "row_wise")):
+        bags = CompositionalEmbeddingBagCollection(tables(kernel), is_weighted=True)
+        model = shard(Twice(bags), CompositionalEmbeddingBagCollectionSharder(), kind)
+        reference = ByHand(CompositionalEmbeddingBagCollection(tables(kernel)))
+        model(draw(rank), draw(world_size + rank)).backward()
+        (sum(reference(draw(other))[0] for other in range(2 * world_size)) / world_size).backward()
+        for name in SIZES:
+            found, expected = model.module.position_weight(name).grad, reference.position_weights[name].grad
+            torch.testing.assert_close(found, expected, msg=f"{kernel}, {kind}: {name}")
+
+
+@pytest.mark.distributed
+def test_weights_have_gradients_of_the_rows_that_were_looked_up_though_these_change_meanwhile() -> None:
+    run_on_ranks(2, check_two_lookups)
+
+
 def check_sharded(rank: int, world_size: int, folder: Path, kernel: str, by_feature: bool, kinds: list[str]) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
     for kind in kinds:

@@ -275,6 +275,7 @@ def check_odd_batches(rank: int, world_size: int) -> None:
     check_bad_id()
     check_missing_feature()
     check_no_weights()
+    check_weights_with_gradients()
 
 
 @pytest.mark.distributed
@@ -329,6 +330,16 @@ def check_no_weights() -> None:
     model = shard(Head("meta", weighted=True), torch.optim.SGD, {"lr": 0.5})
     with pytest.raises(UserError, match="is_weighted=True, but the KeyedJaggedTensor has no weights"):
         model(draw(2, "single", torch.Generator().manual_seed(0)))
+
+
+def check_weights_with_gradients() -> None:
+    model = shard(Head("meta", weighted=True), torch.optim.SGD, {"lr": 0.5})
+    features = draw(2, "weighted", torch.Generator().manual_seed(0))
+    features.weights().requires_grad_()
+    with pytest.raises(UserError, match=r"weights .* need gradients.*detach the weights"):
+        model(features)
+    with torch.no_grad():
+        model(features)
 
 
 def test_the_planner_sees_one_unit_a_table() -> None:
