@@ -136,6 +136,9 @@ class FusedLookup:
             self.updates.require(step.updates, step.storages)
         self._waiting.discard(step)
         step.batch = None
+        if all(storage.is_frozen for storage in step.storages):
+            nothing: list[Tensor | None] = [None for storage in step.storages for _ in storage.weights]
+            return self._weight_gradients(step, batch, gradients) if needs_id_gradients else None, nothing
         for other in self._waiting:  # weights that every rank has are updated after this pass
             if other.updates == self.updates.so_far(other.storages):  # else its own pass refuses
                 other.kept = self._vectors_of_ids(other)

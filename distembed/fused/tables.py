@@ -52,6 +52,7 @@ class Storage:
         gradient_scale: Factor of the gradients that are returned.
         rounding_seed: Gives the seed by which float16 rows are rounded at random when they are updated, on CUDA; they
             are rounded to the nearest number where it is None, and on a CPU.
+        is_frozen: Whether the rows are never updated and have no gradients.
     """
 
     weights: Sequence[Tensor]
@@ -61,6 +62,7 @@ class Storage:
     eps: float = 0.0
     gradient_scale: int = 1
     rounding_seed: Callable[[], int] | None = None
+    is_frozen: bool = False
 
     @property
     def itemsize(self) -> int:

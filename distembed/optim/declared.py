@@ -47,13 +47,13 @@ def declared_optimizer(table: str, unit: nn.Parameter, shared: Any = None) -> st
         shared: The class of the optimizer of all tables that declare none themselves.
 
     Returns:
-        The name; None where the table declares none, so that FBGEMM takes SGD, which keeps no state.
+        The name; None where the table is frozen or declares none, so that it has no optimizer state.
 
     Raises:
         UserError: The table declares several optimizers, or one whose states are not known.
     """
     declared: list[Any] = getattr(unit, "_optimizer_classes", [] if shared is None else [shared])
-    if not declared:
+    if not declared or not unit.requires_grad:
         return None
     fused = fused_type(declared[0])
     name = None if fused is None else fused_optimizer_name(fused)

@@ -51,7 +51,8 @@ def fuse_sparse_optimizer(
             f"{device.type}; use one of {elsewhere}."
         )
     if kind.fused_class is not None:
-        apply_optimizer_in_backward(imported(kind.fused_class), parameters, _sparse_settings(config))
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        apply_optimizer_in_backward(imported(kind.fused_class), trained, _sparse_settings(config))
 
 
 def _sparse_settings(config: SparseOptimizerConfig) -> dict[str, float]:

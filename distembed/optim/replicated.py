@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_embedding_codegen_lookup_invokers.lookup_args import OptimizerArgs
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizer
 
@@ -62,6 +64,13 @@ def fused_optimizer(fused_params: Mapping[str, Any], weight_name: str) -> tuple[
     if kind.corrects_bias:
         settings["betas"] = (fused_params.get("beta1", 0.9), fused_params.get("beta2", 0.999))
     return name, settings
+
+
+def frozen_settings(fused_params: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns FBGEMM's settings of a table without its optimizer: SGD at a rate of 0, which keeps no state."""
+    of_optimizers = {*OptimizerArgs._fields, "counter_based_regularization", "cowclip_regularization"}
+    kept = {setting: value for setting, value in fused_params.items() if setting not in of_optimizers}
+    return {**kept, "optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.0}
 
 
 class ReplicatedOptimizer(FusedOptimizer):
@@ -192,6 +201,9 @@ class BackwardUpdates:
         for buffer in self._buffers:
             buffer.div_(num_ranks)  # first: a sum may be beyond half precision where the mean is not
             dist.all_reduce(buffer, group=self._group)
+        for weight in self._weights:
+            if not weight.requires_grad:  # frozen since it was sharded: a gradient of 0 would move it by its momentum
+                weight.grad = None
         for optimizer in self._optimizers:
             optimizer.update()
             optimizer.has_gradients = False

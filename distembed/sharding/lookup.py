@@ -6,6 +6,7 @@ from itertools import groupby, islice
 from typing import Any
 
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import DenseTableBatchedEmbeddingBagsCodegen
 from torch import Tensor, nn
 from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbeddingBag
 from torchrec.distributed.embedding_lookup import CommOpGradientScaling, GroupedPooledEmbeddingsLookup
@@ -58,7 +59,11 @@ class CompositionalLookup(GroupedPooledEmbeddingsLookup):
         ]
         self._feature_splits = [group.num_features for group in self._groups]
         self._shards = [shard for group in groups for tbe_shards in _shards_by_tbe(group) for shard in tbe_shards]
-        self._pools, self._output_dtype = pools, output_dtype
+        self._pools, self._output_dtype, self._averages_ranks = pools, output_dtype, averages_ranks
+        for group, own in zip(self._groups, self._tbes_of_groups(), strict=True):
+            for tbe in own:
+                if group.is_frozen and isinstance(tbe, DenseTableBatchedEmbeddingBagsCodegen):
+                    tbe.weights.requires_grad_(False)
         self.replicated_names = {
             part.name
             for local in tables
@@ -71,7 +76,11 @@ class CompositionalLookup(GroupedPooledEmbeddingsLookup):
     def forward(self, sparse_features: KeyedJaggedTensor) -> Tensor:
         """Looks up, composes and pools a batch's ids, as they came from all ranks."""
         # of one dtype on all ranks, those too that have nothing to look up
-        return self._look_up(sparse_features).to(self._output_dtype or torch.float32)
+        vectors = self._look_up(sparse_features).to(self._output_dtype or torch.float32)
+        if self._averages_ranks and torch.is_grad_enabled() and not vectors.requires_grad:
+            # of frozen tables: other ranks' backward passes wait for this rank's part of their collectives
+            vectors.requires_grad_()
+        return vectors
 
     def _look_up(self, sparse_features: KeyedJaggedTensor) -> Tensor:
         if not self._groups:
@@ -166,11 +175,11 @@ def _weights_of_kernel(kernel: Any) -> list[Tensor]:
 
 
 def _local_key(local: LocalTable) -> Hashable:
-    """Returns what tables of one group share: beside the group's key, the settings of their TBEs."""
-    first = next(iter(local.shards.values()), None)
+    """Returns what tables of one group share: the group's key, whether they are frozen, the settings of their TBEs."""
+    first, key = next(iter(local.shards.values()), None), (group_key(local.slice), local.is_frozen)
     if first is None:
-        return group_key(local.slice), None
-    return group_key(local.slice), tuple(sorted((key, str(value)) for key, value in (first.fused_params or {}).items()))
+        return *key, None
+    return *key, tuple(sorted((key, str(value)) for key, value in (first.fused_params or {}).items()))
 
 
 def _shards_by_tbe(group: Sequence[LocalTable]) -> list[list[tuple[PartitionSlice, ShardedEmbeddingTable]]]:

@@ -4,6 +4,7 @@ TorchRec's constructors see the units (:mod:`distembed.sharding.units`); from th
 they see the partition tables instead, under the names of the unsharded module.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -26,7 +27,7 @@ from distembed.embedding.tables import CompositionalTables, empty_weight, lookup
 from distembed.embedding.variable_batches import with_ids
 from distembed.errors import UserError
 from distembed.names import one_of
-from distembed.optim.replicated import BackwardUpdates, ReplicatedOptimizer, fused_optimizer
+from distembed.optim.replicated import BackwardUpdates, ReplicatedOptimizer, frozen_settings, fused_optimizer
 from distembed.sharding.column_ranges import column_range, shard_rank
 from distembed.sharding.groups import lookup_formula
 from distembed.sharding.lookup import CompositionalLookup
@@ -98,6 +99,10 @@ class ShardedParameters:
             for placement in self._placements.values()
             for part in placement.replicated
         }
+        for table in tables:
+            for part, weight in zip(table.partition_tables(), module.weights(table.name), strict=True):
+                if part.name in self._replicated:
+                    self._replicated[part.name].requires_grad_(weight.requires_grad)
         self._fused_params: dict[str, Mapping[str, Any]] = {}
         self._updated_in_backward: dict[str, nn.Parameter] = {}
         self._map_ids = IdMapper(tables)
@@ -185,9 +190,22 @@ class ShardedParameters:
         self.functions = functions
 
     def _note_settings(self, infos: Iterable[EmbeddingShardingInfo]) -> None:
-        """Notes FBGEMM's settings of tables, among which is their optimizer."""
+        """Notes FBGEMM's settings of tables, among them the optimizer, and freezes tables that nothing trains.
+
+        Without an optimizer FBGEMM would take one of its own for sharded tables.
+        """
         for info in infos:
-            self._fused_params[info.embedding_config.name] = info.fused_params or {}
+            name, fused_params = info.embedding_config.name, info.fused_params or {}
+            placement = self._placements[name]
+            is_sharded = placement.unit.sharding_type != ShardingType.DATA_PARALLEL.value
+            has_trainer = _names_optimizer(fused_params) or not (is_sharded and _updates_backward(placement))
+            if not (info.param.requires_grad and has_trainer):
+                info.fused_params = frozen_settings(fused_params)
+                self._placements[name] = dataclasses.replace(placement, is_frozen=True)
+                for part in placement.replicated:
+                    if not part.is_function:
+                        self._replicated[part.name].requires_grad_(False)
+            self._fused_params[name] = info.fused_params or {}
 
     def _train_replicated(self) -> None:
         """Has replicated vectors updated by their tables' fused optimizers, within the backward pass.
@@ -305,15 +323,33 @@ class ShardedParameters:
             for name in (*placement.sharded, *(part.name for part in placement.replicated)):
                 if name in placement.sharded or name in self._updated_in_backward:
                     yield append_prefix(prefix, f"{self._lookup_attribute}.{name}.weight")
+        for name, weight in self._replicated.items():  # frozen ones: torch's wrapper would miss their gradients
+            if not weight.requires_grad:
+                is_function = name in self.functions
+                path = f"functions.{name}" if is_function else f"{self._lookup_attribute}.{name}.weight"
+                yield append_prefix(prefix, path)
+
+
+def _names_optimizer(fused_params: Mapping[str, Any]) -> bool:
+    """Returns whether FBGEMM's settings name an optimizer, or the learning rate of FBGEMM's own choice."""
+    return fused_params.get("optimizer") is not None or "learning_rate" in fused_params
 
 
 def _is_fused(placement: Placement, fused_params: Mapping[str, Any]) -> bool:
     """Returns whether the vectors of a table are updated within the backward pass."""
+    if placement.is_frozen:
+        return False
+    if placement.unit.sharding_type == ShardingType.DATA_PARALLEL.value and not _names_optimizer(fused_params):
+        return False
+    return _updates_backward(placement)
+
+
+def _updates_backward(placement: Placement) -> bool:
+    """Returns whether the kernel of a table's placement leaves its vectors to a fused optimizer, if there is one."""
     if placement.table.dense_gradient:
         return False
-    if placement.unit.sharding_type == ShardingType.DATA_PARALLEL.value:
-        return fused_params.get("optimizer") is not None
-    return placement.unit.compute_kernel != EmbeddingComputeKernel.DENSE.value
+    is_replicated = placement.unit.sharding_type == ShardingType.DATA_PARALLEL.value
+    return is_replicated or placement.unit.compute_kernel != EmbeddingComputeKernel.DENSE.value
 
 
 def _require_nodes(placements: Iterable[Placement], world_size: int) -> None:

@@ -85,6 +85,7 @@ class Placement:
             each; all others are replicated.
         divided: Number of the partition that is divided by rows, or None.
         collection: Path of the table's collection within the model; collections communicate one after the other.
+        is_frozen: Whether the table's vectors are never updated.
     """
 
     table: CompositionalEmbeddingConfig
@@ -92,6 +93,7 @@ class Placement:
     sharded: dict[str, ParameterSharding]
     divided: int | None = None
     collection: str = ""
+    is_frozen: bool = False
 
     @cached_property
     def parts(self) -> list[PartitionTable]:

@@ -73,7 +73,7 @@ class _CompositionalSharder(BaseEmbeddingSharder[Module]):
         named = emb_opt_type_to_optimizer_class((self.fused_params or {}).get("optimizer"))
         for unit in units.values() if named is not None else ():
             # the planner's copy alone: a sharded module makes its own units, and still reads fused_params
-            if not hasattr(unit, "_optimizer_classes"):
+            if unit.requires_grad and not hasattr(unit, "_optimizer_classes"):
                 unit._optimizer_classes = [named]  # type: ignore[attr-defined]
         return units
 

@@ -112,7 +112,7 @@ class _Compositional:
             for own in columns.partitions
             if own.partition in columns.sharded
         }
-        return LocalTable(columns, shards, first_row)
+        return LocalTable(columns, shards, first_row, placement.is_frozen)
 
     def _describe_shard(
         self, unit: ShardedEmbeddingTable, placement: Placement, own: PartitionSlice

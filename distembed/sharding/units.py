@@ -23,20 +23,45 @@ from distembed.sharding.table_slice import unit_size, width
 def unit_parameters(module: CompositionalTables[Any]) -> dict[str, nn.Parameter]:
     """Returns, by table, a meta parameter of the unit's size that declares the optimizer of the table's vectors.
 
+    The parameter of a frozen table requires no gradient and declares no optimizer.
+
     Raises:
-        UserError: The partitions of a table declare different optimizers.
+        UserError: The partitions of a table declare different optimizers, or some of them are frozen.
     """
     return {table.name: _unit_parameter(module, table) for table in module.tables()}
 
 
 def _unit_parameter(module: CompositionalTables[Any], table: CompositionalEmbeddingConfig) -> nn.Parameter:
-    unit = nn.Parameter(torch.empty(unit_size(table), device="meta", dtype=table.dtype))
+    trained = _requires_gradient(module, table)
+    unit = nn.Parameter(torch.empty(unit_size(table), device="meta", dtype=table.dtype), requires_grad=trained)
+    if not trained:
+        return unit
     _require_one_optimizer(module, table)
     # the planner counts optimizer state, and plans by hand choose the kernel, from these attributes alone
     for attribute in ("_optimizer_classes", "_optimizer_kwargs", "_in_backward_optimizers"):
         if hasattr(module.weights(table.name)[0], attribute):
             setattr(unit, attribute, getattr(module.weights(table.name)[0], attribute))
     return unit
+
+
+def _requires_gradient(module: CompositionalTables[Any], table: CompositionalEmbeddingConfig) -> bool:
+    """Returns whether a table's vectors require gradients; functions of path-based tables decide for themselves.
+
+    Raises:
+        UserError: The vectors of some partitions require gradients, and the vectors of others do not.
+    """
+    trained = {
+        part.name: weight.requires_grad
+        for part, weight in zip(table.partition_tables(), module.weights(table.name), strict=True)
+        if not part.is_function
+    }
+    if len(set(trained.values())) > 1:
+        found = "; ".join(f"{name}: requires_grad={own}" for name, own in trained.items())
+        raise UserError(
+            f"table {table.name!r} is placed and trained as one, but only some of its partitions are frozen: {found}. "
+            "Call requires_grad_(False) on all vectors of a table, or on none."
+        )
+    return all(trained.values())
 
 
 def _require_one_optimizer(module: CompositionalTables[Any], table: CompositionalEmbeddingConfig) -> None:

@@ -42,11 +42,13 @@ class LocalTable:
         slice: The columns of the output, and those of the partitions that compose them.
         shards: TorchRec's description of the shard in a TBE, by partition; other partitions are replicated.
         first_row: First row of the shard of the partition that is divided by rows.
+        is_frozen: Whether the table's vectors are never updated.
     """
 
     slice: TableSlice
     shards: Mapping[int, ShardedEmbeddingTable]
     first_row: int = 0
+    is_frozen: bool = False
 
     @property
     def table(self) -> CompositionalEmbeddingConfig:
@@ -126,6 +128,7 @@ class Group(ABC):
 
     Attributes:
         has_single_ids: Whether no bag of any rank has more than one id, as far as is known before a batch is looked at.
+        is_frozen: Whether the tables' vectors are never updated.
 
     Args:
         tables: What the rank holds of each table; all share one key of a group.
@@ -138,6 +141,7 @@ class Group(ABC):
     ) -> None:
         self.has_single_ids = False
         first = tables[0]
+        self.is_frozen = first.is_frozen
         per_feature = [local for local in tables for _ in local.table.feature_names]
         self.partitions = [local.table.scheme for local in per_feature]
         self._map = FeatureRows(self.partitions)
@@ -199,7 +203,7 @@ class Group(ABC):
         return [
             self._sum_replicated(position, request)
             if position in self._stacks
-            else next(remaining)(**_operands(request, position)).unflatten(1, (self.num_features, -1))
+            else self._sum_sharded(next(remaining), position, request)
             for position in range(self.num_slices)
         ]
 
@@ -211,6 +215,24 @@ class Group(ABC):
             if tbe is not None:
                 operands = _operands(request, position)
                 tbe.prefetch(operands["indices"], operands["offsets"], forward_stream=forward_stream)
+
+    def trains(self, weights: Tensor | None) -> bool:
+        """Returns whether a lookup has a backward pass: a frozen table's has one for the gradients of weights alone."""
+        needs_pass = not self.is_frozen or (weights is not None and weights.requires_grad)
+        return torch.is_grad_enabled() and needs_pass
+
+    def _sum_sharded(self, tbe: Any, position: int, request: LookupRequest) -> Tensor:
+        operands = _operands(request, position)
+        trains = self.trains(operands["per_sample_weights"])
+        if self.is_frozen and trains and hasattr(tbe, "set_learning_rate"):
+            tbe.set_learning_rate(0.0)  # which a schedule may have set
+        with torch.set_grad_enabled(trains):
+            vectors: Tensor = tbe(**operands)
+        if self.is_frozen and vectors.requires_grad:
+            vectors.register_hook(
+                _finite
+            )  # FBGEMM updates in the pass that gives gradients, and 0 * inf would move rows
+        return vectors.unflatten(1, (self.num_features, -1))
 
     def _sum_replicated(self, position: int, request: LookupRequest) -> Tensor:
         weight, row = self._stacks[position].rows(), request.rows[position]
@@ -287,6 +309,11 @@ def _operands(request: LookupRequest, position: int) -> dict[str, Tensor | None]
         "offsets": as_operand(offsets, indices.device, torch.int64),
         "per_sample_weights": None if weights is None else as_operand(weights, indices.device, *FLOATS),
     }
+
+
+def _finite(gradient: Tensor) -> Tensor:
+    """Returns a gradient without numbers that are not finite, and without numbers whose sums would not be."""
+    return gradient.nan_to_num(nan=1e30).clamp(-1e30, 1e30)
 
 
 def composing_bytes(table_slice: TableSlice, num_composed: float) -> float:

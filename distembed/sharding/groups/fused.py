@@ -81,16 +81,22 @@ class FusedGroup(Group):
             self._lookup = self._make_lookup(storages, tbes)
         ids = features.values().long()
         weights = features.weights_or_none() if self._pools else None
-        if isinstance(self._lookup, TritonLookup):  # which finds an id's feature by where bags begin
-            vectors = self._lookup(ids, features.offsets(), weights, storages)
-        elif self._pools:
-            vectors = self._lookup(ids, features.offsets().long(), weights, storages)
-        else:
-            vectors = self._lookup(ids, torch.arange(len(ids) + 1), None, storages, features.length_per_key())
+        with torch.set_grad_enabled(self.trains(weights)):
+            vectors = self._vectors(ids, weights, features, storages)
         if vectors.requires_grad:
             for tbe in tbes:
                 _count_step(tbe)
         return [vectors]
+
+    def _vectors(
+        self, ids: Tensor, weights: Tensor | None, features: KeyedJaggedTensor, storages: Sequence[Storage]
+    ) -> Tensor:
+        if isinstance(self._lookup, TritonLookup):  # which finds an id's feature by where bags begin
+            return self._lookup(ids, features.offsets(), weights, storages)
+        assert self._lookup is not None
+        if self._pools:
+            return self._lookup(ids, features.offsets().long(), weights, storages)
+        return self._lookup(ids, torch.arange(len(ids) + 1), None, storages, features.length_per_key())
 
     def finish(self, request: LookupRequest, vectors: Sequence[Tensor]) -> Float[Tensor, "..."]:
         """Returns what was looked up, which is composed already."""
@@ -102,9 +108,9 @@ class FusedGroup(Group):
         remaining = iter(tbes)
         stacks = [self._stacks.get(position) for position in range(self.num_slices)]
         return [
-            _storage(next(remaining))
+            _storage(next(remaining), self.is_frozen)
             if stack is None
-            else Storage(_readable(stack.weights()), gradient_scale=stack.gradient_scale)
+            else Storage(_readable(stack.weights()), gradient_scale=stack.gradient_scale, is_frozen=self.is_frozen)
             for stack in stacks
         ]
 
@@ -293,13 +299,14 @@ def _optimizer_name(fused: EmbOptimType) -> str | None:
     return fused_optimizer_name(fused)
 
 
-def _storage(tbe: Any) -> Storage:
+def _storage(tbe: Any, is_frozen: bool) -> Storage:
     """Returns where FBGEMM's tables have their rows and states."""
     optimizer = _optimizer_name(tbe.optimizer)
     states = None if tbe.optimizer == EmbOptimType.EXACT_SGD else _numbers(tbe, "momentum1")
     seed = (lambda: tbe.step % 2**31) if tbe.stochastic_rounding else None  # FBGEMM has it on CUDA alone
     weights = [_numbers(tbe, "weights")]
-    return Storage(weights, optimizer, states, tbe.get_learning_rate(), tbe.optimizer_args.eps, rounding_seed=seed)
+    rate, eps = tbe.get_learning_rate(), tbe.optimizer_args.eps
+    return Storage(weights, optimizer, states, rate, eps, rounding_seed=seed, is_frozen=is_frozen)
 
 
 def _numbers(tbe: Any, name: str) -> Tensor:
