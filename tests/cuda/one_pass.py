@@ -78,6 +78,7 @@ def one_pass(launched: "Counter[str]") -> Iterator[None]:
     """
     kernels = TritonKernels(*[StandInKernel(name, launched) for name in TritonKernels._fields])
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DISTEMBED_CHECK_ROWS", "0")  # as in training: the check waits for the device
         for module in (triton_lookup, triton_backward):
             patch.setattr(module, "load", lambda: kernels)
         patch.setattr(fused, "SplitTableBatchedEmbeddingBagsCodegen", StandInStorage)
