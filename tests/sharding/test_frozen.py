@@ -34,6 +34,7 @@ from distembed.errors import UserError
 from distembed.optim.declared import declared_optimizers
 from distembed.partitions import QuotientRemainder
 from distembed.sharding import CompositionalEmbeddingBagCollectionSharder, CompositionalEmbeddingCollectionSharder
+from distembed.sharding.lookup import sharded_lookups
 from distembed.sharding.placement import can_be_placed
 from tests.ranks import run_on_ranks
 
@@ -209,6 +210,44 @@ def check(rank: int, world_size: int, cases: list[Case]) -> None:
 @pytest.mark.parametrize("number", range(2))
 def test_frozen_tables_stay_and_others_are_trained_as_unsharded(number: int) -> None:
     run_on_ranks(2, check, SOME[number::2])
+
+
+def check_weights(rank: int, world_size: int) -> None:
+    for kernel in ("auto", "fbgemm"):
+        features = [f"frozen_{name}" for name in ("product", "sum", "concat")]
+        tables: list[Any] = [
+            CompositionalEmbeddingBagConfig(
+                name, NUM_IDS, DIM, [name], QuotientRemainder(NUM_IDS, collisions=4), name[7:], kernel=kernel
+            )
+            for name in features
+        ]
+        bags = batch(0, features, 0, ROWS)
+        plain_weights = torch.linspace(0.5, 2, len(bags.values())).requires_grad_()
+        id_weights = plain_weights.detach().clone().requires_grad_()
+        plain = CompositionalEmbeddingBagCollection(tables, is_weighted=True).requires_grad_(False)
+        with_weights = KeyedJaggedTensor(features, bags.values(), plain_weights, lengths=bags.lengths())
+        plain(with_weights).values().square().sum().backward()
+        model = nn.ModuleDict(
+            {"embeddings": CompositionalEmbeddingBagCollection(tables, device="meta", is_weighted=True)}
+        )
+        sharded = shard(model, ("bags", "table_wise", kernel, NO_GRADIENT))
+        for group in sharded.fused_optimizer.param_groups:
+            group["lr"] = 1.0  # as a schedule does
+        sharded.fused_optimizer.step()
+        before = list(weights(sharded))
+        (lookup,) = sharded_lookups(sharded)  # dists send no gradients of weights
+        with_weights = KeyedJaggedTensor(features, bags.values(), id_weights, lengths=bags.lengths())
+        lookup(with_weights).square().sum().backward()
+        torch.testing.assert_close(id_weights.grad, plain_weights.grad)
+        for factor in (torch.nan, torch.inf, 3e38):
+            (lookup(with_weights) * factor).sum().backward()
+        for (name, _, first), (_, _, last) in zip(before, weights(sharded), strict=True):
+            assert torch.equal(first, last), (kernel, name)
+
+
+@pytest.mark.distributed
+def test_gradients_of_ids_weights_pass_through_frozen_tables_and_do_not_move_them() -> None:
+    run_on_ranks(1, check_weights)
 
 
 def check_stock(rank: int, world_size: int) -> None:
