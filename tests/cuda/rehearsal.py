@@ -165,8 +165,8 @@ def rehearsed(cell: Cell, world_size: int = WORLD_SIZE) -> Iterator[Rehearsed]:
         made.watch = stack.enter_context(pretend_cuda(made.may_copy))
         stack.enter_context(answered(lambda name: ROWS * made.ids_per_row[name], made.waited))
         sharders: list[Any] = [
-            CompositionalEmbeddingBagCollectionSharder(),
-            CompositionalEmbeddingCollectionSharder(),
+            CompositionalEmbeddingBagCollectionSharder({"learning_rate": 0.01}),  # by FBGEMM's SGD: trained, not frozen
+            CompositionalEmbeddingCollectionSharder({"learning_rate": 0.01}),
         ]
         huge = 2**40
         topology = Topology(
