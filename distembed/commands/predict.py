@@ -54,7 +54,7 @@ def predict_command(
     if not input:
         _predict_split(run, output, split or "test", data, checkpoint, ids)
         return
-    from distembed.serving.requests import RawRequest, find_run_for_rows
+    from distembed.serving.requests import RawRequest, find_run_for_rows, seen_items_note
 
     request = RawRequest(input, key or [], max_rejected)
     found = find_run_for_rows(run, data, checkpoint)
@@ -66,6 +66,7 @@ def predict_command(
         if loaded.ranks.is_first:
             for text in loaded.notes():
                 note(text)
+            note(seen_items_note(found))
         scoring = RawScoring.of_run(loaded, found, raw_values=not ids)
         written = scoring.write(lambda: request.open(found), output)
         if written is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
+import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import cached_property
@@ -34,7 +35,7 @@ from distembed.ranks import choose_device
 from distembed.serving.given_rows import given_rows
 from distembed.serving.page import described_as_html
 from distembed.serving.raw_inputs import RawInputs
-from distembed.serving.requests import find_run_for_rows, row_decoder, unknown_columns
+from distembed.serving.requests import find_run_for_rows, row_decoder, seen_items_note, unknown_columns
 from distembed.serving.row_decoder import RowDecoder, TableRowDecoder, bad_rows, bad_rows_text, batches_of, decode_rows
 from distembed.serving.whole_model import WholeModel, load_whole_model
 from distembed.training.evaluation import EVALUATION_BATCH_SIZE
@@ -134,6 +135,7 @@ class LoadedModel:
         self._process = os.getpid()
         self._reading = threading.Lock()
         self._decoder: RowDecoder | None = None
+        self._note = seen_items_note(run)
 
     @property
     def device(self) -> torch.device:
@@ -145,8 +147,8 @@ class LoadedModel:
 
         Recommended items are an Arrow table with a row for each row: ``user`` (where rows are users), ``item_1`` to
         ``item_k`` from the best on, as raw values, and ``score_1`` to ``score_k``. Items that users have in the
-        splits before the test, where the run's dataset still is, or that are in a sequence, are left out where
-        ``task.exclude_seen`` says so.
+        splits before the test, or that are in a sequence, are left out where ``task.exclude_seen`` says so. Where the
+        run's dataset is gone, what users have is not known: their items are not left out, and a warning says so once.
 
         The same rows in the same batches of up to 8,192 have the same predictions to the bit as those of
         ``distembed predict``, where a feature has one value a row.
@@ -164,6 +166,9 @@ class LoadedModel:
         """
         self._require_usable()
         one_of("malformed", malformed, ("refuse", "null"))
+        if self._note is not None:
+            warnings.warn(self._note, stacklevel=2)
+            self._note = None
         if isinstance(rows, Batch):
             return self._answer(self._score([rows]), None)
         raw = given_rows(rows, self._rows.columns)

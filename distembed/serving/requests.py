@@ -15,6 +15,7 @@ from distembed.data.prepare.table.source import TableSource
 from distembed.data.remote import is_url
 from distembed.data.table.encoder import raw_schema
 from distembed.errors import UserError
+from distembed.tasks.config import RankingConfig
 from distembed.training.resume import load_run_config
 from distembed.training.trained_run import TrainedRun, find_trained_run
 
@@ -41,6 +42,17 @@ def find_run_for_rows(folder: Path, data: str | None, checkpoint: str | None = N
         path = config.data.require_path()
         data = path if config.task.name == "ranking" and Path(path).exists() else None
     return find_trained_run(folder, data, checkpoint=checkpoint)
+
+
+def seen_items_note(run: TrainedRun) -> str | None:
+    """Returns a note where the items that users have should be left out of their recommendations, but are not known."""
+    task = run.config.task
+    if not (isinstance(task, RankingConfig) and task.excludes_seen and run.manifest.is_without_rows):
+        return None
+    return (
+        f"the dataset {run.config.data.path} is not here, so items that users have are recommended to them, although "
+        "task.exclude_seen leaves them out in evaluations; say where the dataset is with --data, or data= of load()"
+    )
 
 
 def row_decoder(run: TrainedRun) -> RowDecoder:

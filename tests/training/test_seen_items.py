@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +141,33 @@ def test_a_decision_is_kept_on_resume_and_old_runs_exclude_seen_items(
         call("evaluate", run, "--json")
         found = json.loads(capsys.readouterr().out)
         assert found["exclude_seen"] is True and found["excluded_targets"] > 0
+
+
+@pytest.mark.parametrize("exclude_seen", ["true", "false"])
+def test_a_ranking_without_its_dataset_says_that_seen_items_are_not_left_out(
+    exclude_seen: str, datasets: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "ratings"
+    shutil.copytree(datasets["ratings"], copy)
+    run = train("ranking", {**datasets, "ratings": copy}, tmp_path, f"task.exclude_seen={exclude_seen}")
+    (tmp_path / "rows.csv").write_text("user\nu1\nu3\n")
+    arguments = ("predict", run, "--input", tmp_path / "rows.csv", "--overwrite", "--output", tmp_path / "best.csv")
+
+    def notes(*options: Any) -> list[str]:
+        capsys.readouterr()
+        call(*arguments, *options)
+        printed = [line for line in capsys.readouterr().err.splitlines() if "not here" in line]
+        model = distembed.load(run, data=options[1] if options else None)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                model.predict([{"user": "u1"}])
+        warned = [str(each.message) for each in caught if "not here" in str(each.message)]
+        assert printed == [f"note: {text}" for text in warned]
+        return warned
+
+    assert notes() == []
+    copy.rename(tmp_path / "away")
+    found = notes()
+    assert len(found) == (exclude_seen == "true") and all(f"the dataset {copy} is not here" in each for each in found)
+    assert notes("--data", str(tmp_path / "away")) == []
