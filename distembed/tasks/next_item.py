@@ -39,6 +39,7 @@ from distembed.tasks.base import BatchPosition, Outputs, Rows, Sums, Task, TaskC
 from distembed.tasks.config import NEXT_ITEM_KINDS, SAMPLED_KINDS, NextItemConfig
 from distembed.tasks.ranking_metrics import RankingMetrics, coverage, coverage_metric
 from distembed.tasks.recommendations import (
+    HAS_NEGATIVES,
     RECOMMENDATIONS,
     id_columns,
     prediction_columns,
@@ -158,6 +159,9 @@ class NextItemTask(Task):
             found[ITEM_NEGATIVE], log_probabilities = self._negatives(users, cuts.targets.counts, position)
             if position is not None:
                 fields[LOG_PROBABILITIES] = log_probabilities
+                if len(self._draws.users_without_items):
+                    counts = torch.from_numpy(cuts.targets.counts)
+                    fields[HAS_NEGATIVES] = self._draws.has_items(users).repeat_interleave(counts)
         num_rows = features.stride()
         fields[SPARSE_FEATURES] = jagged(found, num_rows)
         if DENSE_SEQUENCES in fields:
@@ -229,23 +233,19 @@ class NextItemTask(Task):
     def _binary_losses(self, queries: Queries, batch: Batch) -> Float[Tensor, " queries"]:
         """Returns ``-log sigmoid(s_target) - sum log(1 - sigmoid(s_negative))`` (Kang and McAuley, equation 6)."""
         target, negatives = queries.scores(ITEM_TARGET), queries.scores(ITEM_NEGATIVE)
-        of_negatives = nn.functional.softplus(negatives).masked_fill(
-            self._log_probabilities(queries, batch) == -torch.inf, 0.0
-        )
-        return nn.functional.softplus(-target).sum(1) + of_negatives.sum(1)
+        negative_losses = nn.functional.softplus(negatives)
+        if HAS_NEGATIVES in batch.fields:
+            negative_losses = negative_losses.masked_fill(~batch[HAS_NEGATIVES].unsqueeze(1), 0.0)
+        return nn.functional.softplus(-target).sum(1) + negative_losses.sum(1)
 
     def _drawn_losses(self, queries: Queries, batch: Batch) -> Float[Tensor, " queries"]:
         """Returns the sampled softmax's loss of each target with its own negatives."""
-        return drawn_cross_entropy(queries, ITEM_TARGET, ITEM_NEGATIVE, self._log_probabilities(queries, batch))
-
-    def _log_probabilities(self, queries: Queries, batch: Batch) -> Float[Tensor, "queries negatives"]:
-        """Returns the logarithm of the probability of each negative, -inf for one that counts nothing."""
         # a plan's example of a batch was not drawn
-        found = batch.fields.get(
+        log_probabilities = batch.fields.get(
             LOG_PROBABILITIES, queries.vectors.new_zeros(len(queries.vectors), self._config.num_negatives)
         )
-        assert isinstance(found, Tensor)
-        return found
+        assert isinstance(log_probabilities, Tensor)
+        return drawn_cross_entropy(queries, ITEM_TARGET, ITEM_NEGATIVE, log_probabilities)
 
     def _in_batch_losses(self, queries: Queries, batch: Batch) -> Float[Tensor, " queries"]:
         """Returns the sampled softmax's loss of each target with the others of this rank as negatives."""

@@ -30,6 +30,7 @@ from distembed.tasks.config import RANKING_KINDS, RankingConfig, batch_schema
 from distembed.tasks.ranking_metrics import RankingMetrics, coverage, coverage_metric
 from distembed.tasks.rating import squares
 from distembed.tasks.recommendations import (
+    HAS_NEGATIVES,
     RECOMMENDATIONS,
     id_columns,
     prediction_columns,
@@ -42,8 +43,6 @@ from distembed.tasks.seen_items import seen_items_rule
 
 RELEVANT, EXCLUDED = "relevant", "excluded"
 """Names of the fields of an evaluation's batch that have the items of each user that are searched and left out."""
-HAS_NEGATIVES = "has_negatives"
-"""Name of the field, one boolean a row, of batches of a run in which some users have no negatives."""
 
 
 class RankingTask(Task):
@@ -192,10 +191,10 @@ class RankingTask(Task):
         ranked = ranking.rank(outputs.vectors.float(), relevant[ITEM], excluded[ITEM])
         metrics = self._metrics.of_queries(ranked.ranks, relevant.lengths().long())
         is_excluded = (ranked.ranks == NOT_RANKED).long()
-        of_queries = torch.arange(len(metrics), device=metrics.device).repeat_interleave(
+        queries = torch.arange(len(metrics), device=metrics.device).repeat_interleave(
             relevant.lengths().long(), output_size=len(is_excluded)
         )
-        excluded_targets = torch.zeros_like(features[USER].values()).long().index_add(0, of_queries, is_excluded)
+        excluded_targets = torch.zeros_like(features[USER].values()).long().index_add(0, queries, is_excluded)
         return {
             "metrics": metrics,
             "excluded_targets": excluded_targets,

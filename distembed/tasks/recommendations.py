@@ -20,6 +20,8 @@ from distembed.tasks.base import Outputs, Rows
 
 RECOMMENDATIONS = ("users", "best", "best_scores")
 """Names of the outputs of :func:`recommendations`."""
+HAS_NEGATIVES = "has_negatives"
+"""Name of the field of a training batch, one boolean a row or target: whether there is a negative for its user."""
 _MOST_NAMED = 3
 
 
@@ -32,7 +34,7 @@ def recommendations(users: Int64[Tensor, " queries"], queries: Queries, ranked: 
 
 
 def seen_items_metrics(excludes_seen: bool, rows: Rows) -> dict[str, float]:
-    """Returns what an evaluation says of its candidates: whether seen items are left out, and how many targets so miss.
+    """Returns the number of ranked rows, whether seen items are left out, and the number of targets missed by that.
 
     Args:
         excludes_seen: Whether seen items are left out.

@@ -1,5 +1,6 @@
 """What the task of next items makes of batches, by hand, and its losses and metrics against loops."""
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from distembed.catalogue import Queries
 from distembed.catalogue.queries import Items
 from distembed.data import create_manifest
 from distembed.data.dataset.config import DataConfig
+from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.data.reader.batch import Batch
 from distembed.errors import UserError
@@ -191,6 +193,26 @@ def test_targets_of_a_user_who_has_all_items_have_no_loss_against_negatives(
     assert (negatives.view(9, -1) != 0).all(1).tolist() == (~is_whole).tolist()
     assert not negatives.view(9, -1)[is_whole].any()
     assert bool(target[is_whole].any()) == (loss == "binary")
+
+
+def test_a_negative_that_replaces_another_has_a_binary_loss_though_it_is_never_drawn(tmp_path: Path) -> None:
+    """Item 0 stands for no item here, so that it is not drawn, but SSE may put it in the place of one that is."""
+    folder = write_dataset(tmp_path)
+    dataclasses.replace(Manifest.load(folder), preparation={"schema": {}}).write(tmp_path)
+    task = started(folder, {"item_negative": SSE(p0=0.9)}, loss="binary", num_negatives=40, negative_exponent=1.0)
+    batch = task.prepare_batch(make_batch(), BatchPosition(0, 0))
+    features: Any = batch["sparse_features"]
+    generator, found = torch.Generator().manual_seed(0), {}
+    for feature in ("item_target", "item_negative"):
+        ids = features[feature].values()
+        found[feature] = Items(ids, torch.randn(len(ids), 4, generator=generator))
+    assert (found["item_negative"].ids == 0).any()
+    vectors, catalogue = torch.randn(8, 4, generator=generator), FakeCatalogue(torch.zeros(NUM_ITEMS, 4), None, 8)
+    loss, _ = task.step(Queries(vectors, catalogue, found), batch)  # type: ignore[arg-type]
+    negatives = found["item_negative"].vectors.view(8, 40, 4)
+    expected = -(vectors * found["item_target"].vectors).sum(1).sigmoid().log().sum()
+    expected -= (1 - (vectors.unsqueeze(1) * negatives).sum(2).sigmoid()).log().sum()
+    assert float(loss) == pytest.approx(float(expected) / task._targets_per_row, rel=1e-5)
 
 
 def test_other_datasets_and_settings_are_refused() -> None:
