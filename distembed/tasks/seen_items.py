@@ -62,6 +62,8 @@ def decided_task(
     task.batch_schema(manifest.schema)
     if manifest.is_without_rows or split not in manifest.splits:
         return task, None
+    if manifest.preparation.get("duplicates") in _WITHOUT_DUPLICATES:  # no item is looked at, so none is counted
+        return dataclasses.replace(task, exclude_seen=True), {"excluded": True, "decided_by": "auto", "repeats": 0}
     repeats, items = _count_repeats(dataset, manifest, split)
     excluded = repeats <= MOST_REPEATS * items
     record = {"excluded": excluded, "decided_by": "auto", "repeats": repeats, "items": items}
@@ -73,6 +75,8 @@ def describe_seen_items(record: Mapping[str, Any]) -> str:
     rule = f"{seen_items_rule(record['excluded'])} (task.exclude_seen={str(record['excluded']).lower()}"
     if "repeats" not in record:
         return f"{rule})"
+    if "items" not in record:
+        return f"{rule}, by auto: the dataset was prepared without repeats)"
     return f"{rule}, by auto: {record['repeats']:,} of {record['items']:,} training items are repeats)"
 
 
@@ -83,8 +87,6 @@ def seen_items_rule(excluded: bool) -> str:
 
 def _count_repeats(dataset: str, manifest: Manifest, split: str) -> tuple[int, int]:
     """Returns how many items of a split repeat an earlier one of their user, and the number of items looked at."""
-    if manifest.preparation.get("duplicates") in _WITHOUT_DUPLICATES:
-        return 0, manifest.split(split).num_rows
     item = next(each for each in manifest.schema.categorical if each.name == ITEM)
     reserved = reserved_ids(manifest, ITEM)  # several missing or unknown items are not the same one
 

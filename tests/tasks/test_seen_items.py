@@ -73,7 +73,7 @@ def metrics(task: NextItemTask, outputs: dict[str, torch.Tensor]) -> dict[str, f
     return task.metrics({name: values.numpy() for name, values in outputs.items()})
 
 
-def of_rank(rank: int | None) -> dict[str, float]:
+def rank_metrics(rank: int | None) -> dict[str, float]:
     """Returns the metrics of a query whose target has this many candidates ahead of it; None for no candidate."""
     found = {f"hr@{k}": float(rank is not None and rank < k) for k in CUTOFFS}
     found |= {f"ndcg@{k}": 0.0 if rank is None or rank >= k else 1 / math.log2(rank + 2) for k in CUTOFFS}
@@ -106,14 +106,14 @@ def test_metrics_equal_loops_over_explicit_candidates(
         num_excluded += target not in left
         own = scores[row]
         ahead = {item for item in left - {target} if own[item] >= own[target]}
-        rows.append(of_rank(len(ahead) if target in left else None))
+        rows.append(rank_metrics(len(ahead) if target in left else None))
         best = sorted(left, key=lambda item: (-own[item], item))[: CUTOFFS[-1]]
         assert outputs["best"][row].tolist() == best + [-1] * (CUTOFFS[-1] - len(best))
         assert bool(has_enough[row]) == (len(left - {target}) >= SAMPLED)
         if has_enough[row]:
             assert set(drawn[row]) <= left - {target}
             num_ahead = sum(bool(own[item] >= own[target]) for item in drawn[row])
-            sampled_rows.append(of_rank(num_ahead if target in left else None))
+            sampled_rows.append(rank_metrics(num_ahead if target in left else None))
     assert 0 < num_excluded < len(histories) if exclude_seen else num_excluded == 0
     assert found["excluded_targets"] == num_excluded and found["exclude_seen"] is exclude_seen
     assert 0 < found["sampled_rows"] == len(sampled_rows) <= found["rows"] == len(histories)
@@ -138,13 +138,13 @@ class Process:
 
     def optimum(self) -> dict[str, float]:
         """Returns the most that metrics can be on average: the four are in front, in any order."""
-        return mean([of_rank(rank) for rank in range(4)])
+        return mean([rank_metrics(rank) for rank in range(4)])
 
     def sampled_optimum(self) -> dict[str, float]:
         """Returns it among uniform draws from all items but the target: only drawn ones of the four are in the way."""
         others = self.rng.integers(0, NUM_ITEMS - 1, (20_000, SAMPLED))
         num_own = [(row[:, None] == np.arange(3)).any(0).sum() for row in others]  # the first three are of the four
-        return mean([of_rank(int(self.rng.integers(0, found + 1))) for found in num_own], f"_of_{SAMPLED + 1}")
+        return mean([rank_metrics(int(self.rng.integers(0, found + 1))) for found in num_own], f"_of_{SAMPLED + 1}")
 
     def scorers(self) -> dict[str, torch.Tensor]:
         """Returns scores of a model that knows the process, of some that exploit the rows, and of one that guesses."""
@@ -209,5 +209,6 @@ def test_a_setting_and_a_dataset_without_duplicates_decide_without_reading(tmp_p
         )
     prepared = dataclasses.replace(manifest, preparation={"duplicates": "first"})
     _, record = decided_task(LIST, str(tmp_path), prepared, "train")
-    assert record is not None and record["excluded"] and record["repeats"] == 0
+    assert record == {"excluded": True, "decided_by": "auto", "repeats": 0}  # no items, which nobody has counted
+    assert describe_seen_items(record).endswith("=true, by auto: the dataset was prepared without repeats)")
     assert decided_task(ClickConfig(), str(tmp_path), manifest, "train") == (ClickConfig(), None)
