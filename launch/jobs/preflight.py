@@ -73,8 +73,13 @@ def check_capacity(assessment: "Assessment", shape: Shape) -> Finding:
     return Finding("plan", "ok", f"fits {where}{fewest}: {rank_memory}")
 
 
-def check_dataset(config: "Config") -> Finding:
-    """Checks that the dataset is there, with all files of its manifest, and that the config's splits are whole."""
+def check_dataset(config: "Config", is_new: bool = True) -> Finding:
+    """Checks that the dataset is there, with all files of its manifest, and that the config can be trained on it.
+
+    Args:
+        config: The training's config.
+        is_new: Whether the run was never submitted; one that resumes passes over evaluations that cannot be compared.
+    """
     from distembed.data.dataset.manifest import Manifest
     from distembed.data.dataset.mirror import mirror_of
     from distembed.training.start_checks import require_trainable
@@ -91,7 +96,7 @@ def check_dataset(config: "Config") -> Finding:
         lacks = f"{path} lacks {len(missing)} of its {len(files)} files, {missing[0]} first"
         return _wrong("dataset", lacks, "prepare it again")
     try:
-        require_trainable(config, str(path))
+        require_trainable(config, str(path), resume=not is_new)
     except (UserError, RunError) as error:
         return _wrong("dataset", str(error))
     return Finding("dataset", "ok", f"{config.data.path}: {len(files)} file(s)")

@@ -162,7 +162,7 @@ def _checks(job: Job, request: Any, config: Config, assessment: "Assessment") ->
         *preflight.check_trio(),
         preflight.check_device(config, assessment.cluster.device.kind),
         preflight.check_capacity(fewest, shape),
-        preflight.check_dataset(config),
+        preflight.check_dataset(config, is_new=not job.submissions),
         preflight.check_writable("run folder", folder),
         preflight.check_checkpoints(config, folder, is_new=not job.submissions),
     ]

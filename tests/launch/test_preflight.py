@@ -1,5 +1,6 @@
 """What is looked at before a job is submitted, each with what makes it go wrong."""
 
+import dataclasses
 import json
 import stat
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from torchx import specs
 
 from distembed.capacity.assessment import assess_capacity
 from distembed.config import Config, validate
+from distembed.data.dataset.manifest import Manifest
 from distembed.planning.cluster import Cluster
 from distembed.planning.devices import find_device
 from launch.apps.shape import parse_shape
@@ -147,6 +149,17 @@ def test_a_dataset_without_a_file_of_its_manifest_is_refused(tmp_path: Path) -> 
     manifest.write_text(json.dumps({}))
     assert check_dataset(config_of(folder)).status == "wrong"
     assert check_dataset(config_of(tmp_path / "none")).status == "wrong"
+
+
+def test_a_resumed_job_may_compare_evaluations_without_a_metric_and_a_new_one_may_not(tmp_path: Path) -> None:
+    folder = write_dataset(tmp_path / "dataset")
+    manifest = Manifest.load(folder)
+    one_kind = dataclasses.replace(manifest.splits["validation"], label_rate=1.0)
+    dataclasses.replace(manifest, splits={**manifest.splits, "validation": one_kind}).write(folder)
+    config = config_of(folder, keep_best=True)
+    new = check_dataset(config, is_new=True)
+    assert new.status == "wrong" and "it has only rows whose label is 1" in new.detail
+    assert check_dataset(config, is_new=False).status == "ok"
 
 
 def test_folders_must_take_files(tmp_path: Path) -> None:
