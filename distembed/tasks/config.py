@@ -87,7 +87,7 @@ class LabelTaskConfig(Protocol):
             where: The place of the rows, for the error.
 
         Raises:
-            UserError: A label is none that the task takes.
+            UserError: A label is not valid for the task.
         """
 
 
@@ -325,10 +325,7 @@ class NextItemConfig:
 
     @model_validator(mode="after")
     def _headline_is_computed(self) -> "NextItemConfig":
-        known = ranking_metric_names(NEXT_ITEM_KINDS, self.cutoffs)
-        if self.sampled_candidates:
-            known += ranking_metric_names(SAMPLED_KINDS, self.cutoffs, self.sampled_candidates + 1)
-        _require_among(self.headline, known)
+        _require_among(self.headline, ranking_metric_names(NEXT_ITEM_KINDS, self.cutoffs) + self._sampled_metrics)
         return self
 
     @model_validator(mode="after")
@@ -341,6 +338,16 @@ class NextItemConfig:
                 f"{self.cutoffs[-1]} of cutoffs; draw more candidates, or give 0 for none"
             )
         return self
+
+    @property
+    def _sampled_metrics(self) -> list[str]:
+        num_ranked = self.sampled_candidates + 1
+        return ranking_metric_names(SAMPLED_KINDS, self.cutoffs, num_ranked) if self.sampled_candidates else []
+
+    @property
+    def headline_is_sampled(self) -> bool:
+        """Whether the headline metric ranks targets among sampled candidates."""
+        return self.headline in self._sampled_metrics
 
     @property
     def draws_negatives(self) -> bool:

@@ -11,10 +11,12 @@ from distembed.data.dataset.creation import CREATED_ELSEWHERE
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.mirror import dataset_folder
 from distembed.data.dataset.row_groups import list_row_groups
+from distembed.data.dataset.schema import ITEM
 from distembed.data.dataset.verification import require_whole
+from distembed.data.prepare.vocabulary import reserved_ids
 from distembed.errors import RunError, UserError
 from distembed.tasks import TaskConfig
-from distembed.tasks.config import LabelTaskConfig
+from distembed.tasks.config import LabelTaskConfig, NextItemConfig
 
 _LOOKED_AT = 8
 """Number of row groups of a split whose labels are looked at before anything is built."""
@@ -29,8 +31,8 @@ def require_trainable(config: Config, dataset: str, resume: bool = False) -> Non
         resume: Whether the run goes on, in which case evaluations that cannot be compared are passed over.
 
     Raises:
-        UserError: A split is missing or not whole, its labels are none of the task's, or evaluations are to be compared
-            by a metric that the validation split does not define.
+        UserError: A split is missing or not whole, a label is not valid for the task, or evaluations
+            are to be compared by a metric that the dataset does not define.
     """
     splits = config.data.splits()
     require_splits(dataset, splits)
@@ -67,7 +69,7 @@ def require_labels(task: TaskConfig, dataset: str, splits: Sequence[str]) -> Non
     are read.
 
     Raises:
-        UserError: A label is none that the task takes.
+        UserError: A label is not valid for the task.
     """
     manifest = Manifest.load(dataset)
     label, is_binary = manifest.schema.label, manifest.schema.label_kind == "binary"
@@ -85,8 +87,10 @@ def require_labels(task: TaskConfig, dataset: str, splits: Sequence[str]) -> Non
 
 
 def _require_comparable(config: Config, manifest: Manifest) -> None:
-    """Refuses a comparison of evaluations by a metric that the validation split does not define."""
+    """Refuses a comparison of evaluations by a metric that the dataset does not define."""
     name, task = config.data.validation, config.task
+    if isinstance(task, NextItemConfig) and task.headline_is_sampled:
+        _require_enough_items(task, manifest)
     assert name is not None
     split = manifest.splits[name]
     if split.num_rows == 0:
@@ -101,3 +105,18 @@ def _require_comparable(config: Config, manifest: Manifest) -> None:
         f"train.keep_best and train.stop_after_evaluations compare evaluations by the task's headline metric, which is "
         f"not defined where data.validation is {name!r}: it {found}. Leave both out, or name a split that defines it."
     )
+
+
+def _require_enough_items(task: NextItemConfig, manifest: Manifest) -> None:
+    """Refuses a headline metric that ranks each target among more items than there are beside it."""
+    items = next((feature for feature in manifest.schema.categorical if feature.name == ITEM), None)
+    if items is None:
+        return  # the task refuses the dataset
+    most = max(items.num_embeddings - len(reserved_ids(manifest, ITEM)) - 1, 0)
+    if task.sampled_candidates > most:
+        raise UserError(
+            f"train.keep_best and train.stop_after_evaluations compare evaluations by task.headline={task.headline!r}, "
+            f"which ranks each target among task.sampled_candidates={task.sampled_candidates} other items, but this "
+            f"dataset has {most} other items. Lower task.sampled_candidates to at most {most}, or set task.headline to "
+            f"a metric among all items, such as 'ndcg@{task.cutoffs[-1]}'."
+        )

@@ -170,6 +170,12 @@ class Trainer:
             if self._step < self.num_steps:
                 reason = self._best.reason_to_stop(self._state.task.headline)
                 self._progress.say(f"step {self._step}/{self.num_steps}  {reason}")
+            if self._config.train.keep_best and self._best.step is None:
+                name = self._state.task.headline.name
+                self._progress.say(
+                    f"note: {name} was not defined in any evaluation, so train.keep_best kept no best checkpoint; the "
+                    "last weights are used"
+                )
         self._reader.close()
 
     def load_best(self) -> None:

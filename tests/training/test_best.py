@@ -161,6 +161,31 @@ def test_a_split_of_no_weight_defines_no_metric(tmp_path: Path) -> None:
             require_trainable(load_config(None, settings), str(tmp_path))
 
 
+@pytest.mark.parametrize("compared", ["train.keep_best=true", "train.stop_after_evaluations=2"])
+def test_a_headline_metric_among_more_items_than_there_are_is_refused(compared: str, tmp_path: Path) -> None:
+    """Of 30 ids two stand for no item, and one is the target's: 27 are left."""
+    rows = "".join(f"u{user},i{item},{time}\n" for user in range(4) for time, item in enumerate(range(user, 28)))
+    (tmp_path / "rows.csv").write_text("user,item,time\n" + rows)
+    arguments = ["--time", "time", "--split", "last-two", "-o", str(tmp_path / "data")]
+    cli.app(["prepare", "sequences", str(tmp_path / "rows.csv"), *arguments], standalone_mode=False)
+    manifest = Manifest.load(tmp_path / "data")
+    assert next(each for each in manifest.schema.categorical if each.name == "item").num_embeddings == 30
+
+    def require(num_sampled: int, headline: str, *settings: str, resume: bool = False) -> None:
+        task = f"task={{name: next_item, sampled_candidates: {num_sampled}, headline: {headline}}}"
+        config = load_config(None, [f"data.path={tmp_path / 'data'}", task, "model={name: sasrec}", *settings])
+        require_trainable(config, str(tmp_path / "data"), resume=resume)
+
+    for num_sampled in (100, 28):
+        name = f"ndcg@10_of_{num_sampled + 1}"
+        with pytest.raises(UserError, match=f"={num_sampled} other items, but this dataset has 27.*at most 27"):
+            require(num_sampled, name, compared)
+        require(num_sampled, name, compared, resume=True)
+        require(num_sampled, name)
+        require(num_sampled, "ndcg@10", compared)
+    require(27, "ndcg@10_of_28", compared)
+
+
 def test_evaluations_without_a_headline_metric_are_passed_over(dataset: Path, config: Path, tmp_path: Path) -> None:
     """Every row is a group of its own, so that GAUC is never defined: all steps are trained, and the last is used."""
     copy = tmp_path / "copy"
@@ -179,6 +204,7 @@ def test_evaluations_without_a_headline_metric_are_passed_over(dataset: Path, co
     done = distembed("train", config, *settings, "--run-dir", run)
     assert done.stdout.count("note: gauc is not defined on validation; the evaluation is not compared") == 4
     assert "stopped" not in done.stdout
+    assert done.stdout.count("note: gauc was not defined in any evaluation, so train.keep_best kept no best") == 1
     record = json.loads((run / "run.json").read_text())
     assert record["steps"] == 8 and record["best"]["step"] is None and record["best"]["evaluations_since"] == 0
     final = json.loads((run / "evaluation.json").read_text())
