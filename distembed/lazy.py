@@ -15,8 +15,10 @@ computes with tensors and is needed without as well takes :data:`torch` from her
 
 import ast
 import importlib
+import os
 import pkgutil
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from types import ModuleType
@@ -72,7 +74,7 @@ _plugins: list[str] = []
 
 @contextmanager
 def registering(plugin: str) -> Iterator[None]:
-    """Has name tables note, within the block, that a plugin adds the names that are added to them."""
+    """Names the plugin that is being imported in the block: name tables record it as the owner of each name it adds."""
     _plugins.append(plugin)
     try:
         yield
@@ -90,11 +92,14 @@ class NameTable(MutableMapping[str, T]):
 
     Attributes:
         added: Names that were added or replaced since, with the plugin that did so, or None outside of any.
+        added_by_files: For each name that was added outside of any plugin, the real paths of the Python files whose
+            top level was running: the script, and modules that were being imported.
     """
 
     def __init__(self, values: Mapping[str, T | str]) -> None:
         self._values = dict(values)
         self.added: dict[str, str | None] = {}
+        self.added_by_files: dict[str, set[str]] = {}
 
     def __getitem__(self, name: str) -> T:
         value = self._values[name] = imported(self._values[name])
@@ -115,6 +120,10 @@ class NameTable(MutableMapping[str, T]):
                 )
         self._values[name] = value
         self.added[name] = plugin
+        if plugin is None:
+            running = {frame.f_code for frame, _ in traceback.walk_stack(sys._getframe())}
+            top_levels = {code.co_filename for code in running if code.co_name == "<module>"}
+            self.added_by_files[name] = {os.path.realpath(file) for file in top_levels}
 
     def __delitem__(self, name: str) -> None:
         del self._values[name]

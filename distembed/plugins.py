@@ -2,8 +2,8 @@
 
 A config names them under ``plugins``; installed packages name theirs by entry points of the group
 ``distembed.plugins``. A file is imported from the path that the config records and from nowhere else. Importing a
-plugin runs it with the rights of the user, so that a run names files by absolute paths outside of its own folder, or is
-refused: a run that was copied from somebody else brings no code along.
+plugin runs it with the rights of the user, so that a run names modules and absolute paths outside of its own folder, or
+is refused: a run that was copied from somebody else brings no code along.
 """
 
 import importlib
@@ -14,6 +14,7 @@ import traceback
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from importlib.machinery import PathFinder
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,8 @@ def with_absolute_files(values: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {**values, "plugins": absolute}
 
 
-def refuse_files_of_run(values: Mapping[str, Any], config: Path, run: Path) -> None:
-    """Refuses plugins that may have come along with a run: files of its folder, and those of relative paths.
+def refuse_code_in_run(values: Mapping[str, Any], config: Path, run: Path) -> None:
+    """Refuses plugins that may have come along with a run: files and modules in its folder, and relative paths.
 
     Args:
         values: Values as they stand in a file.
@@ -60,12 +61,47 @@ def refuse_files_of_run(values: Mapping[str, Any], config: Path, run: Path) -> N
     """
     folder = os.path.realpath(run)
     for plugin in _names(values.get("plugins")):
-        came_along = not os.path.isabs(plugin) or Path(os.path.realpath(plugin)).is_relative_to(folder)
-        if is_file(plugin) and came_along:
+        places = [plugin] if is_file(plugin) else _module_places(plugin)
+        inside = any(Path(os.path.realpath(place)).is_relative_to(folder) for place in places)
+        if inside or (is_file(plugin) and not os.path.isabs(plugin)):
             raise UserError(
                 f"{config}: plugins names {plugin}, which may have come along with the run, and opening somebody "
                 "else's would execute it. Read the file, move it out of the run's folder, and name its absolute path."
             )
+
+
+def _module_places(name: str) -> list[str]:
+    """Returns the files and folders that importing a module would execute code from, and imports nothing for it.
+
+    Its packages are included. A module that cannot be found has none.
+    """
+    top, *inner = name.split(".")
+    places: list[str] = []
+    try:
+        spec = importlib.util.find_spec(top)
+        while spec is not None:
+            # the folder of a file too: a link in it may have compiled code next to it, which is what is executed
+            places += [spec.origin, os.path.dirname(spec.origin)] if spec.has_location and spec.origin else []
+            folders = list(spec.submodule_search_locations or ())
+            if not inner:
+                return places + folders  # a package's modules are imported from them
+            # find_spec() of a dotted name would import its packages
+            spec = PathFinder.find_spec(inner.pop(0), folders)
+    except (ImportError, ValueError):  # ValueErrors are names that no module can have, and modules without a spec
+        pass
+    return places
+
+
+def plugin_files(plugins: Sequence[str]) -> set[str]:
+    """Returns the real paths of the files of plugins: a config's, which are imported, and installed packages'.
+
+    Args:
+        plugins: The plugins of the config.
+    """
+    files = {os.path.realpath(plugin) for plugin in plugins if is_file(plugin)}
+    names = [plugin for plugin in plugins if not is_file(plugin)] + [point.module for point in _entry_points()]
+    origins = [getattr(sys.modules.get(name), "__file__", None) for name in names]
+    return files | {os.path.realpath(origin) for origin in origins if origin is not None}
 
 
 def require_none_being_imported() -> None:

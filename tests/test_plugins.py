@@ -312,23 +312,55 @@ def test_a_plugin_that_is_missing_is_told_with_the_file_that_names_it(plugins: s
     assert str(config) in str(found.value) and error.format(folder=tmp_path) in str(found.value)
 
 
-def test_a_run_brings_no_code_along(plugin: Path, tmp_path: Path) -> None:
-    """Even if its config names a file in or near it, by whatever path, or extends one that does."""
+def test_a_run_brings_no_code_along(plugin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if its config names a file or a module in or near it, by any path, or extends a config that does."""
     run = tmp_path / "run"
     run.mkdir()
     (run / "run.json").write_text("{}")
     (run / "theirs.py").write_text("raise SystemExit('executed')")
     os.symlink(run, tmp_path / "link")
     os.symlink(run / "theirs.py", tmp_path / "beside.py")
-    for path in ("theirs.py", run / "theirs.py", tmp_path / "link" / "theirs.py", "../run/theirs.py", "../beside.py"):
+    for package in ("package/inner", "space/inner"):
+        (run / package).mkdir(parents=True)
+    for module in ("package/__init__.py", "package/inner/__init__.py", "package/inner/code.py", "space/inner/code.py"):
+        (run / module).write_text("raise SystemExit('executed')")
+    # a link to a harmless file executes compiled code that lies next to the link and is never compared with the file
+    (run / "linked.py").symlink_to(tmp_path / "harmless.py")
+    (tmp_path / "harmless.py").write_text("")
+    (tmp_path / "beside").symlink_to(run / "package")
+    (tmp_path / "around").mkdir()
+    (tmp_path / "around" / "run").symlink_to(run)
+    for folder in (run, tmp_path, tmp_path / "link"):
+        monkeypatch.syspath_prepend(folder)
+    modules = ["theirs", "package", "package.inner", "package.inner.code", "space", "space.inner.code", "linked"]
+    # these have a parent package that is outside of the run
+    modules += ["run", "run.theirs", "run.space.inner.code", "around.run.theirs", "beside", "beside.inner.code"]
+    files = ["theirs.py", run / "theirs.py", tmp_path / "link" / "theirs.py", "../run/theirs.py", "../beside.py"]
+    for path in files + modules:
         for file in ("config.yaml", "base.yaml"):
             (run / "config.yaml").write_text("extends: base.yaml")
             (run / file).write_text(f"plugins: [{path}]\ndata: {{path: x}}")
             with pytest.raises(UserError, match="may have come along with the run.*Read the file, move it out"):
                 load_run_config(run)
     plugin.write_text(REGISTER)
-    (run / "config.yaml").write_text(f"plugins: [{plugin}]\nmodel: {{name: own}}\ndata: {{path: x}}")
-    assert load_run_config(run).model.name == "own"
+    outside = tmp_path / "own_module_of_this_machine.py"
+    outside.write_text("")
+    (run / "config.yaml").write_text(f"plugins: [{plugin}, {outside.stem}, sys, json.tool]\ndata: {{path: x}}")
+    assert load_run_config(run).plugins[1:] == [outside.stem, "sys", "json.tool"] and "own" in MODELS
+    for missing in ("no_such_module", "sys.no", "json.no_such", ".theirs", "__main__.no"):
+        (run / "config.yaml").write_text(f"plugins: [{missing}]\ndata: {{path: x}}")
+        with pytest.raises(UserError, match=f"the plugin {re.escape(missing)} cannot be imported"):
+            load_run_config(run)
+
+
+def test_a_command_in_a_run_folder_executes_no_plugin_of_the_run(tmp_path: Path) -> None:
+    """``python -m`` looks for modules in the working directory, which is the run here."""
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "theirs.py").write_text("raise SystemExit('executed')")
+    (tmp_path / "config.yaml").write_text("plugins: [theirs]\ndata: {path: x}")
+    arguments = [sys.executable, "-m", "distembed", "evaluate", "."]
+    done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 2 and "theirs, which may have come along" in " ".join(done.stderr.split()), done.stderr
 
 
 def test_mistakes_end_commands_with_2(plugin: Path, tmp_path: Path) -> None:
@@ -347,6 +379,48 @@ def test_a_name_of_this_process_alone_is_not_launched(plugin: Path, tmp_path: Pa
     done = subprocess.run([*map(str, arguments)], capture_output=True, text=True, env=ENVIRONMENT)
     assert done.returncode == 2 and not (tmp_path / "run").exists()
     assert "'own' is registered in this process alone" in done.stderr and f"plugins=[{plugin}]" in done.stderr
+
+
+LAUNCH = """
+import sys
+from distembed.config import load_config, require_plugins
+from distembed.errors import UserError
+for plugins in sys.argv[1:]:
+    config = load_config(None, [f"plugins={plugins}", "model={name: own}"])
+    try:
+        require_plugins(config)
+        print("accepted")
+    except UserError as error:
+        print(error)
+"""
+
+
+def test_each_name_has_to_be_registered_by_a_plugin(tmp_path: Path) -> None:
+    """A plugin may be the script, or a module that the script has imported; that there are others is not enough."""
+    (tmp_path / "other.py").write_text("")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("from package import models")
+    (tmp_path / "package" / "models.py").write_text(REGISTER)
+    script = tmp_path / "script.py"
+    for registers, registering in (
+        (REGISTER, ["[script.py]", "[other.py, script.py]"]),
+        ("import package", ["[script.py]", "[package]", "[other.py, package.models]"]),
+        ("", ["[package]", "[other.py, package]"]),
+    ):
+        script.write_text(registers + LAUNCH)
+        others = ["[]", "[json]", "[other.py]"] if registers else []
+        done = subprocess.run(
+            [sys.executable, script, *others, *registering],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            env=ENVIRONMENT,
+        )
+        told = done.stdout.splitlines()
+        assert told[len(others) :] == ["accepted"] * len(registering), (registers, told, done.stderr)
+        assert all("'own' is registered in this process alone" in each for each in told[: len(others)])
+        if others:
+            assert f"such as plugins=[{tmp_path}/other.py, {script}]." in told[2]
 
 
 def test_installed_packages_name_their_plugins_by_entry_points(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from distembed.names import STRICT
 from distembed.optim import OPTIMIZERS
 from distembed.partitions import PARTITIONS
 from distembed.planning import PlanConfig
-from distembed.plugins import import_plugins, is_file, refuse_files_of_run, with_absolute_files
+from distembed.plugins import import_plugins, is_file, plugin_files, refuse_code_in_run, with_absolute_files
 from distembed.sse.config import SSEConfig
 from distembed.tasks import TASKS, ClickConfig, TaskSection
 from distembed.tasks.config import DeclaringTaskConfig
@@ -154,13 +154,15 @@ def input_paths(config: Config) -> list[str]:
 
 
 def require_plugins(config: Config) -> None:
-    """Refuses names that this process alone has registered, such as a script that calls distembed's ``main``.
+    """Refuses names that no plugin registers, but only this process, such as a script that calls distembed's ``main``.
+
+    A plugin registers the names that are added while its file runs: as it is imported, by the config or before, or as
+    the script of this process.
 
     Raises:
         UserError: The ranks would not know a name.
     """
-    if config.plugins:
-        return
+    files = plugin_files(config.plugins)
     tables = [config.embedding.default, *config.embedding.tables.values()]
     used: list[tuple[NameTable[Any], str]] = [
         (MODELS, config.model.name),
@@ -171,11 +173,12 @@ def require_plugins(config: Config) -> None:
         *((COMPOSITIONS, table.composition) for table in tables),
     ]
     for names, name in used:
-        if name in names.added and names.added[name] is None:
+        if name in names.added and names.added[name] is None and files.isdisjoint(names.added_by_files[name]):
             script = os.path.realpath(getattr(sys.modules["__main__"], "__file__", None) or "mine.py")
+            named = ", ".join([*config.plugins, script if script.endswith(".py") else "mine.py"])
             raise UserError(
                 f"{name!r} is registered in this process alone, and the ranks of a job are others: name the file or "
-                f"module that registers it, such as plugins=[{script if script.endswith('.py') else 'mine.py'}]."
+                f"module that registers it, such as plugins=[{named}]."
             )
 
 
@@ -227,7 +230,7 @@ def _read_extended(path: Path, run: Path | None, followed: tuple[Path, ...] = ()
     """
     values = _read_yaml(path)
     if run is not None:
-        refuse_files_of_run(values, path, run)
+        refuse_code_in_run(values, path, run)
     values = with_absolute_files(values, path.parent)
     base = values.pop("extends", None)
     if base is None:
