@@ -87,8 +87,9 @@ def _of_columns(given: Mapping[Any, Any], columns: TableColumns) -> RawRows:
     bad: dict[int, RejectedRow] = {}
     for name, values in given.items():
         arrays[name], wrong = given_column(values, name, columns) if name in columns.kinds else (pa.nulls(num_rows), [])
+        own_values = list(values) if wrong else []
         for row in wrong:
-            text = shown(list(values)[row]).encode(errors="backslashreplace")
+            text = shown(own_values[row]).encode(errors="backslashreplace")
             bad.setdefault(row, RejectedRow(row, "value", text, name))
     table, kept = pa.table(arrays), np.delete(np.arange(num_rows), sorted(bad))
     return RawRows(table.take(kept) if bad else table, kept, num_rows, tuple(bad[row] for row in sorted(bad)))

@@ -1,7 +1,7 @@
 """Raw rows in Python are scored as the prepared rows are, to the bit, whatever holds them."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,10 @@ import distembed
 from distembed import LoadedModel
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.reader import BatchOrder, BatchReader
+from distembed.data.table.raw_columns import TableColumns
+from distembed.data.table.schema import TableSchema
 from distembed.errors import UserError
+from distembed.serving.given_rows import given_rows
 from distembed.serving.row_decoder import TableRowDecoder, batches_of
 from tests.criteo_runs import NUM_LINES, criteo_run
 from tests.serving.arrow_rows import SCHEMA, draw_rows, prepare_table
@@ -39,6 +42,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def model(folder: Path) -> LoadedModel:
     return distembed.load(folder / "run")
+
+
+def test_bad_values_of_a_column_are_shown_without_reading_it_once_each() -> None:
+    class Column(list[Any]):
+        times_read = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            self.times_read += 1
+            return super().__iter__()
+
+    columns = TableColumns(TableSchema.from_json({"categorical": {"site": {}}}, "the test"))
+    one, many = Column([{}, *["a"] * 99]), Column([{}] * 50 + ["a"] * 50)
+    found = [given_rows({"site": column}, columns) for column in (one, many)]
+    assert [len(each.bad) for each in found] == [1, 50] and found[1].bad[49].text == b"{}"
+    assert one.times_read == many.times_read
 
 
 def test_rows_are_encoded_as_they_were_prepared(folder: Path) -> None:
