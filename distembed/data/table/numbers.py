@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from distembed.data.prepare.column_numbers import finite_numbers
+from distembed.data.table.raw_columns import BOOLEAN, INTEGER, NUMBER, type_kind
 from distembed.data.table.schema import LabelColumn, TimeColumn
 
 Bools = NDArray[np.bool_]
@@ -37,11 +38,25 @@ def is_missing(column: pa.Array) -> Bools:
 
 
 def has_missing_text(column: pa.Array, missing: pa.Array) -> Bools:
-    """Returns which values have a text that stands for a missing value; no typed value has an empty one."""
-    if not pa.types.is_string(column.type) and not any(missing.to_pylist()):
-        return np.zeros(len(column), bool)
+    """Returns which values have a text that stands for a missing value.
+
+    Numbers and truth values are cast to texts only where a missing text may be the text of one: the cast is slow.
+    """
+    if type_kind(column.type) in (NUMBER, INTEGER, BOOLEAN):
+        missing = missing.filter(pa.array([_is_plain_text(text) for text in missing.to_pylist()], pa.bool_()))
+        if not len(missing):
+            return np.zeros(len(column), bool)
     result: Bools = pc.is_in(column.cast(pa.string()), value_set=missing).to_numpy(zero_copy_only=False)
     return result
+
+
+def _is_plain_text(text: str) -> bool:
+    """Returns whether a text may be that of a number, infinity and NaN included, or of a truth value."""
+    try:
+        float(text)
+    except ValueError:
+        return text in ("true", "false")
+    return True
 
 
 def number_values(column: pa.Array) -> tuple[NDArray[np.float64], Bools]:

@@ -9,6 +9,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from distembed.data.table import numbers
+from distembed.data.table.numbers import has_missing_text
 from distembed.data.table.parser import TableParser
 from distembed.data.table.raw_columns import VALUE_TYPES
 from distembed.data.table.schema import TableSchema
@@ -274,6 +276,17 @@ def test_rows_to_predict_need_no_label() -> None:
         reference.rows_of(parser, block), reference.rows_of(complete, complete.parse(rows)), strict=True
     ):
         assert str(row) == str({name: whole[name] for name in row})
+
+
+@pytest.mark.parametrize("missing", [[], ["", "NA"], ["NA", "-3"], ["true", "2.5"], ["inf", "nan"], ["1e+15"]])
+def test_missing_texts_are_those_of_typed_values(missing: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = [pa.array([-3, 0, None]), pa.array([2.5, 1e15, math.inf, math.nan]), pa.array([True, False])]
+    for column in (*typed, pa.array(["-3", "NA", "", None])):
+        wanted = [text in missing for text in column.cast(pa.string()).to_pylist()]
+        assert has_missing_text(column, pa.array(missing, pa.string())).tolist() == wanted
+    if not set(missing) - {"", "NA"}:
+        monkeypatch.setattr(numbers, "pc", None)  # no text of theirs is looked at
+        assert not any(has_missing_text(column, pa.array(missing, pa.string())).any() for column in typed)
 
 
 def test_missing_values_are_those_that_the_schema_says() -> None:
