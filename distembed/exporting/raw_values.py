@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.table.encoder import raw_schema
@@ -48,6 +50,24 @@ def raw_number(change: Change, number: float) -> float | None:
         raw: float = number * change["std"] + change["mean"]
         return raw
     return number
+
+
+def raw_quantile(edges: Sequence[float], bin_: int) -> float:
+    """Returns a number in a bin of ``quantile_bins``: the edge at which it begins, or a number below the first edge.
+
+    Args:
+        edges: The edges, ascending.
+        bin_: The bin, from 1 on; bins past the last one have its number.
+    """
+    if not edges:
+        return 0.0
+    below = float(np.nextafter(np.float32(edges[0]), np.float32(-np.inf)))
+    return [below, *edges][min(bin_ - 1, len(edges))]
+
+
+def raw_log(bin_: int) -> float:
+    """Returns a number in a bin of ``log_bins``: the square of its logarithm is a quarter above the bin."""
+    return float(bin_) if bin_ <= 2 else math.exp(math.sqrt(bin_ + 0.25))
 
 
 def _raw_schema(manifest: Manifest) -> TableSchema | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from distembed.data.prepare.vocabulary import FIRST_ID, MISSING_ID
 from distembed.exported.manifest import ExportedFeature, ExportedNumber
-from distembed.exporting.raw_values import raw_number
+from distembed.exporting.raw_values import raw_log, raw_number, raw_quantile
 
 _CANDIDATES = 100
 SAMPLE_NAME = "sample.json"
@@ -32,9 +32,10 @@ def write_sample(
          "outputs": {"prediction": [0.21, ...]},
          "rows": [{"C1": "68fd1e64", "genres": ["drama"], "C2": null, "I1": 2.0}, ...]}
 
-    A row has a value for each feature and each number, by its name in the dataset. Null is a missing one. Of a feature
-    with a vocabulary it is the raw value as the vocabulary has it, or a value of its kind that the vocabulary has not;
-    of any other feature it is the id. A number is one that becomes the given one.
+    A row has a value for each feature and each number, by its name in the dataset. Null is a missing value. For a
+    feature with a vocabulary, it is the raw value as written in the vocabulary, or a value of the same kind that the
+    vocabulary lacks. For bins it is a number in the bin, and for any other feature the id. For a number, it is a raw
+    number that becomes the given number.
 
     Args:
         folder: The folder of the exported model, with its vocabularies.
@@ -63,21 +64,27 @@ def write_sample(
 
 def _raw_values(folder: Path, feature: ExportedFeature, ids: Sequence[int]) -> list[Any]:
     """Returns the raw values of ids, reading a vocabulary of any size line by line; the ids, where there is none."""
+    kind = feature.change.get("kind")
+    if kind == "quantile_bins":
+        return [None if each == MISSING_ID else raw_quantile(feature.change["edges"], each) for each in ids]
     if feature.vocabulary is None:
         return list(ids)
     wanted, known = set(ids), dict[int, Any]({MISSING_ID: None})
-    unknown = {_value(feature.change.get("kind"), number) for number in range(_CANDIDATES)}
+    unknown = {_value(kind, number) for number in range(_CANDIDATES)}
     with (folder / feature.vocabulary).open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, FIRST_ID):
             value = json.loads(line)
             unknown.discard(value)
             if number in wanted:
                 known[number] = value
-    return [known.get(each, min(unknown)) for each in ids]
+    found = [known.get(each, min(unknown)) for each in ids]
+    return [None if each is None else raw_log(int(each)) for each in found] if kind == "log_bins" else found
 
 
 def _value(kind: str | None, number: int) -> str:
     """Returns one of many values of a kind, of which a vocabulary rarely has some."""
     if kind == "hexadecimal":
         return f"{2**32 - 1 - number:08x}"
-    return f"{2**63 - 1 - number}" if kind in ("integer", "log_bins") else f"unknown {number}"
+    if kind == "log_bins":
+        return f"{1 - 2**53 + number}"
+    return f"{2**63 - 1 - number}" if kind == "integer" else f"unknown {number}"

@@ -47,6 +47,8 @@ def key(how, x):  # a value as the vocabulary has it; None for a missing one
         return x
     if how["kind"] == "hexadecimal":
         return f"{int(re.fullmatch('[0-9a-fA-F]{1,8}', x)[0], 16):08x}"
+    if how["kind"] == "log_bins":
+        return key({"kind": "integer"}, float(math.floor(math.log(x) ** 2 if (x := number(how, x)) > 2 else x)))
     digits = re.fullmatch(r"([+-]?[0-9]+)(\.0*)?", x)
     whole = int(digits[1]) if digits else int(number(how, x))
     if not -(2**63) <= whole < 2**63 or not digits and (whole != number(how, x) or abs(whole) >= 2**53):
@@ -56,8 +58,11 @@ def key(how, x):  # a value as the vocabulary has it; None for a missing one
 
 def ids(feature, value):
     how, known = feature["change"], KNOWN.get(feature["vocabulary"])
-    if known is None:  # ids are given
-        return [each or 0 for each in ((value or []) if feature["is_list"] else [value])]
+    if how.get("kind") == "quantile_bins":
+        x = torch.tensor(dense(how | {"missing": "keep"}, value))
+        return [0 if x.isnan() else 1 + int((torch.tensor(how["edges"]) <= x).sum())]
+    if known is None:  # ids are given; a TypeError where one is no integer
+        return [int.__index__(each or 0) for each in ((value or []) if feature["is_list"] else [value])]
     if not feature["is_list"]:
         return [0 if (own := key(how, value)) is None else known.get(own, 1)]
     if not isinstance(value, (list, tuple)):
@@ -69,6 +74,8 @@ def ids(feature, value):
 
 def score(rows):  # such as [{"C1": "68fd1e64", "genres": ["drama", "war"], "I1": 3.0}]
     def made(make, about, name, row):
+        if name not in rows[row] and (cross := about.get("change", {}).get("cross")):
+            raise ValueError(f"row {row}, column {name!r} is not there: give {'|'.join(cross)} as one text, or None")
         try:
             return make(about, rows[row].get(name))
         except (ValueError, TypeError, OverflowError) as error:

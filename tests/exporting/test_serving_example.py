@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import math
+import runpy
 import subprocess
 import venv
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from distembed.data.reader import BatchOrder, BatchReader
 from distembed.exported.reading import read_manifest
 from distembed.exporting.export_run import EXAMPLE_NAME
+from distembed.exporting.raw_values import raw_log, raw_quantile
 from tests.server.exported_models import NUM_ROWS
 from tests.serving.arrow_rows import draw_rows
 
@@ -79,16 +82,38 @@ def test_the_example_scores_the_sample_and_raw_rows_as_the_trainer(
 
 
 def raw(row: dict[str, Any], drawn: dict[str, Any]) -> dict[str, Any]:
-    """Returns a row as it was drawn, but for what is computed of several columns, hashed or a bin."""
-    computed = {name: row[name] for name in ("hashed", "price_bin", "age_bin", "site_x_code")}
+    """Returns a row as it was drawn, but for hashed columns and crosses."""
+    computed = {name: row[name] for name in ("hashed", "site_x_code")}
     code, genres = drawn["code"], drawn["genres"]
     return {
         **{name: drawn[name] for name in ("price", "age", "rate", "site", "number")},
         "code": None if code is None else f"{int(code, 16):08x}",
         "genres": None if genres is None else [each for each in genres.split("|") if each][-3:],
         "places": drawn["places"],
+        "price_bin": drawn["price"],
+        "age_bin": drawn["age"],
         **computed,
     }
+
+
+@pytest.mark.parametrize("name, value", [("hashed", "site"), ("hashed", 7.5), ("age_bin", "x"), ("price_bin", "x")])
+def test_the_example_takes_no_raw_value_for_an_id(model: Path, name: str, value: Any) -> None:
+    score = runpy.run_path(str(model / EXAMPLE_NAME))["score"]
+    row = json.loads((model / "sample.json").read_text())["rows"][0]
+    with pytest.raises(ValueError, match=f"row 0, column '{name}'"):
+        score([{**row, name: value}])
+    del row["site_x_code"]
+    with pytest.raises(ValueError, match=r"column 'site_x_code' is not there: give site\|code as one text"):
+        score([row])
+
+
+def test_raw_numbers_of_bins_are_in_their_bins() -> None:
+    for bin_ in (-7, 0, 1, 2, 3, 21, 503_791):
+        number = raw_log(bin_)
+        assert math.floor(math.log(number) ** 2 if number > 2 else number) == bin_
+    for edges in ([], [0.0], [-1.5, 2.0, 7.0]):
+        for bin_ in range(1, len(edges) + 2):
+            assert 1 + sum(edge <= raw_quantile(edges, bin_) for edge in edges) == bin_
 
 
 def test_numbers_of_the_sample_become_those_that_the_trainer_reads(run: Path, model: Path) -> None:

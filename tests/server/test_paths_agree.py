@@ -39,6 +39,8 @@ SCHEMA: dict[str, Any] = {
         "site": {"min_count": 1},
         "number": {"kind": "integer", "min_count": 1},
         "code": {"kind": "hexadecimal", "min_count": 1},
+        "magnitude": {"kind": "log_bins", "min_count": 1},
+        "amount": {"kind": "quantile_bins", "num_bins": 6},
         "genres": {"separator": "|", "max_length": 3, "min_count": 1},
         "places": {"kind": "integer", "is_list": True, "min_count": 1},
         "codes": {"column": "code_list", "kind": "hexadecimal", "is_list": True, "min_count": 1},
@@ -46,7 +48,7 @@ SCHEMA: dict[str, Any] = {
     "split": "0.8,0.1,0.1",
     "text": {"missing_values": ["", "NA", "-3"]},
 }
-COLUMNS = [*SCHEMA["dense"], "site", "number", "code", "genres", "places", "code_list"]
+COLUMNS = [*SCHEMA["dense"], "site", "number", "code", "magnitude", "amount", "genres", "places", "code_list"]
 KNOWN = [
     "0",
     "1",
@@ -66,7 +68,27 @@ KNOWN = [
 SINGLE: list[Any] = [
     *(None, True, False, 0, 1, 10, -3, 2**53 + 1, 2**63 - 1, 2**63, 2**64, -(2**63), -(2**63) - 1, 10**40),
     *(0.0, -0.0, 1.0, 2.5, 10.0, 1e10, 1e15, 1e16, 1e39, -1e39, 1e300, 1e-7, 5e-324, math.nan, math.inf, -math.inf),
-    *("", "0", "00", "10", "1f", "1F", "a", "true", "TRUE", "1e15", "1e39", "2.50", "+7", " 7", "7.0", "nan", "inf"),
+    *(
+        "",
+        "0",
+        "00",
+        "10",
+        "1f",
+        "1F",
+        "a",
+        "true",
+        "TRUE",
+        "1e15",
+        "1e39",
+        "2.50",
+        "100",
+        "7.5",
+        "+7",
+        " 7",
+        "7.0",
+        "nan",
+        "inf",
+    ),
     *("NA", "x" * 30, "\ud800", "a\udfff", "é", "\0", "18446744073709551616", "9" * 30, "g|a", "|", "None"),
 ]
 ODD: list[Any] = [*SINGLE, {}, {"a": 1}, [], [[]], [[1]], [{}], ["\ud800"], ["1|f", "a"]]
@@ -77,6 +99,8 @@ def train_rows() -> list[Row]:
         try:
             if column in ("number", "places"):
                 return str(int(float(text))) if abs(float(text)) < 2**53 else "9223372036854775807"
+            if column in ("magnitude", "amount"):
+                return text if math.isfinite(float(text)) else "5"
             return f"{int(text, 16) % 2**32:x}" if column in ("code", "code_list") else text
         except (ValueError, OverflowError):
             return "5"
@@ -198,6 +222,13 @@ def test_each_odd_value_has_one_answer_in_each_column(paths: SimpleNamespace) ->
     base = {name: row[name] for row in train_rows()[3:4] for name in COLUMNS}
     for name in COLUMNS:
         require_one_answer(paths, [{**base, name: value} for value in ODD])
+
+
+@pytest.mark.parametrize("column", ["magnitude", "amount"])
+def test_numbers_have_their_bins_in_every_path(paths: SimpleNamespace, column: str) -> None:
+    base = {name: row[name] for row in train_rows()[3:4] for name in COLUMNS}
+    values = [-2.5, 0, True, 2, 2.5, 7.5, 100, "1e15", 1e300, 1e39, -1e39, None, "NA", "x", [1]]
+    require_one_answer(paths, [{**base, column: value} for value in values])
 
 
 def require_one_answer(paths: SimpleNamespace, rows: list[Row]) -> None:
