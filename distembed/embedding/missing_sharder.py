@@ -2,8 +2,8 @@
 
 ``DistributedModelParallel`` leaves modules without a sharder to DDP, which puts all tables on every rank;
 ``shard_modules`` leaves them as they are, a copy on every rank. Neither says a word. Both ask a module for its children
-at no other time than when they have not sharded it, so that the collection sees them among its callers. TorchRec's
-sharder of its own collections, which modules around a collection use by default, asks for parameters and for configs.
+only if they have not sharded it, which is when the collection looks at its callers. Modules around a collection, such
+as feature processors, use TorchRec's sharder of its own collections by default: it asks for parameters and configs.
 """
 
 import sys
@@ -86,8 +86,14 @@ def _require_sharder(module: nn.Module, caller: FrameType) -> None:
     else:
         envs, sharders, entry = given["env"], given["sharder_map"], "shard_modules"
     world_size = max(_num_ranks(env) for env in (envs.values() if isinstance(envs, dict) else [envs]))
-    if world_size == 1 or type(module) in sharders or _is_wrapped(caller):
+    if world_size == 1 or _is_wrapped(caller):
         return
+    if type(module) in sharders:
+        raise UserError(
+            f"the plan that {entry} was given has no entry for a {type(module).__name__} of the model, all of whose "
+            f"tables would be put on each of the {world_size} ranks; make the plan of this model with this sharder. "
+            "To replicate the tables deliberately, plan them data_parallel."
+        )
     raise UserError(
         f"{entry} has no sharder for {type(module).__name__} and would put all of its tables on each of the "
         f"{world_size} ranks; give it sharders=[{_sharder_text(module)}, ...] of distembed.sharding. To replicate the "

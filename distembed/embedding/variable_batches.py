@@ -49,6 +49,24 @@ def with_ids(
     )
 
 
+def without_gaps(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Returns a batch whose elements lie side by side, as collectives and operators read them; a copy where not."""
+    given = (features.values(), features.lengths(), features.weights_or_none())
+    if all(own is None or own.is_contiguous() for own in given):
+        return features
+    values, lengths, weights = (None if own is None else own.contiguous() for own in given)
+    is_variable = features.variable_stride_per_key()
+    return KeyedJaggedTensor(
+        features.keys(),
+        values,
+        weights=weights,
+        lengths=lengths,
+        stride=None if is_variable else features.stride(),
+        stride_per_key_per_rank=features._stride_per_key_per_rank if is_variable else None,
+        inverse_indices=features.inverse_indices_or_none(),
+    )
+
+
 def with_equal_numbers_of_bags(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """Returns a batch in which features with fewer bags than others have empty ones behind these.
 

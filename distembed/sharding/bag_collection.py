@@ -24,7 +24,12 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from distembed.embedding.bag_collection import CompositionalEmbeddingBagCollection
 from distembed.embedding.config import perturbation
-from distembed.embedding.variable_batches import bags_of_rows, require_bags_for_rows, with_equal_numbers_of_bags
+from distembed.embedding.variable_batches import (
+    bags_of_rows,
+    require_bags_for_rows,
+    with_equal_numbers_of_bags,
+    without_gaps,
+)
 from distembed.errors import UserError
 from distembed.sharding.parameters import ShardedParameters, order_by_group, without_weights
 from distembed.sharding.release import release_promptly
@@ -84,7 +89,7 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
     ) -> EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]:
         """Makes the sharding of all tables placed in one way."""
-        self._note_settings(sharding_infos)
+        self._note_settings(sharding_infos, env.rank)
         keywords: dict[str, Any] = {"qcomm_codecs_registry": qcomm_codecs_registry}
         if sharding_infos[0].param_sharding.sharding_type in (
             ShardingType.COLUMN_WISE.value,
@@ -120,7 +125,7 @@ class ShardedCompositionalEmbeddingBagCollection(ShardedParameters, ShardedEmbed
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
         """Brings ids inside their tables, replaces some in training, sends each to its owner; all ranks call it."""
-        features = maybe_td_to_kjt(features)
+        features = without_gaps(maybe_td_to_kjt(features))
         self._follow_keys(features.keys(), self._embedding_shardings)
         self._follow_single_ids(features)
         if self._is_weighted and not self.weights_come_later:

@@ -26,6 +26,7 @@ from distembed.embedding.variable_batches import (
     jagged_vectors,
     lengths_by_feature,
     with_equal_numbers_of_bags,
+    without_gaps,
 )
 from distembed.errors import UserError
 from distembed.sharding.parameters import ShardedParameters, order_by_group, without_weights
@@ -97,7 +98,7 @@ class ShardedCompositionalEmbeddingCollection(ShardedParameters, ShardedEmbeddin
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
     ) -> EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]:
         """Makes the sharding of all tables placed in one way."""
-        self._note_settings(sharding_infos)
+        self._note_settings(sharding_infos, env.rank)
         return make_sharding(
             self._placements,
             self._replicated,
@@ -115,7 +116,7 @@ class ShardedCompositionalEmbeddingCollection(ShardedParameters, ShardedEmbeddin
 
     def input_dist(self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
         """Brings ids inside their tables, replaces some in training, sends each to its owner; all ranks call it."""
-        features = maybe_td_to_kjt(features)
+        features = without_gaps(maybe_td_to_kjt(features))
         self._follow_keys(features.keys(), self._sharding_type_to_sharding.values())
         self._follow_single_ids(features)
         ctx.raw_features = features

@@ -96,6 +96,12 @@ class ShardedManagedCompositionalCollection(ShardedEmbeddingModule[KJTList, KJTL
         module_fqn: str | None = None,
     ) -> None:
         super().__init__()
+        for own in module._managed_collision_collection.modules():
+            if getattr(own, "_disable_fallback", False) and not getattr(own, "_no_bag", False):
+                raise UserError(
+                    "disable_fallback=True drops ids that have no slot, which sharded compositional tables do not "
+                    "take; set disable_fallback=False, or no_bag=True."
+                )
         collection: Any = module._embedding_module
         self._embedding_module = sharder.shard(collection, plan, env, device, module_fqn)
         slots = RwSequenceEmbeddingSharding(
@@ -136,11 +142,6 @@ class ShardedManagedCompositionalCollection(ShardedEmbeddingModule[KJTList, KJTL
         """Gives raw ids their slots on the rank that has these."""
         slots = self._managed_collision_collection.compute(ctx, dist_input)
         self._managed_collision_collection.evict()  # which it demands before the next batch
-        if [len(own.values()) for own in slots] != [len(own.values()) for own in dist_input]:
-            raise UserError(
-                "a module of managed collision has dropped ids that have no slot (disable_fallback=True), which "
-                "sharded compositional tables do not take; set disable_fallback=False, or no_bag=True."
-            )
         return slots
 
     def output_dist(self, ctx: ManagedIdsContext, output: KJTList) -> Any:
@@ -170,7 +171,7 @@ class ShardedManagedCompositionalCollection(ShardedEmbeddingModule[KJTList, KJTL
 
 
 class _ManagedCollisionSharder:
-    """Shards managed collision around a compositional collection; what it offers is the collection's sharder's."""
+    """Shards managed collision around a compositional collection; offers the layouts of the collection's sharder."""
 
     _e_sharder: Any
     _mc_sharder: ManagedCollisionCollectionSharder

@@ -5,6 +5,7 @@ they see the partition tables instead, under the names of the unsharded module.
 """
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -34,6 +35,7 @@ from distembed.sharding.lookup import CompositionalLookup
 from distembed.sharding.placement import BY_COLUMNS, BY_ROWS, WITHIN_NODES, Placement, place_tables, without_memory
 from distembed.sharding.share import ColumnShare, OwnedIds, ids_of_block
 from distembed.sse import FeaturePerturbation
+from distembed.units import enumerate_names
 
 
 class ShardedParameters:
@@ -189,16 +191,20 @@ class ShardedParameters:
                     vectors[part.name].register_parameter("weight", self._replicated[part.name])
         self.functions = functions
 
-    def _note_settings(self, infos: Iterable[EmbeddingShardingInfo]) -> None:
+    def _note_settings(self, infos: Iterable[EmbeddingShardingInfo], rank: int) -> None:
         """Notes FBGEMM's settings of tables, among them the optimizer, and freezes tables that nothing trains.
 
-        Without an optimizer FBGEMM would take one of its own for sharded tables.
+        Without an optimizer FBGEMM would take one of its own for sharded tables. Rank 0 warns of tables that need
+        gradients and have none.
         """
+        untrained = []
         for info in infos:
             name, fused_params = info.embedding_config.name, info.fused_params or {}
             placement = self._placements[name]
             is_sharded = placement.unit.sharding_type != ShardingType.DATA_PARALLEL.value
             has_trainer = _names_optimizer(fused_params) or not (is_sharded and _updates_backward(placement))
+            if info.param.requires_grad and not has_trainer:
+                untrained.append(name)
             if not (info.param.requires_grad and has_trainer):
                 info.fused_params = frozen_settings(fused_params)
                 self._placements[name] = dataclasses.replace(placement, is_frozen=True)
@@ -206,6 +212,14 @@ class ShardedParameters:
                     if not part.is_function:
                         self._replicated[part.name].requires_grad_(False)
             self._fused_params[name] = info.fused_params or {}
+        if untrained and rank == 0:
+            warnings.warn(
+                f"tables without an optimizer are not trained: {enumerate_names(untrained)}. Call "
+                "apply_optimizer_in_backward(torch.optim.Adagrad, collection.embedding_bags.parameters(), {'lr': 0.1}) "
+                "before the model is sharded (embeddings in the place of embedding_bags for sequences), or "
+                "requires_grad_(False) if they are to stay as they are.",
+                stacklevel=2,
+            )
 
     def _train_replicated(self) -> None:
         """Has replicated vectors updated by their tables' fused optimizers, within the backward pass.

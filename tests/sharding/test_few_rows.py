@@ -141,9 +141,8 @@ def check_case(rank: int, world_size: int, case: Case) -> None:
         start = sum(rows[:rank])
         own = batch(list(sizes), ids, start, start + rows[rank])
         # a view into memory with gaps between the ids, as a column of a matrix is
-        own = KeyedJaggedTensor(
-            own.keys(), own.values().repeat_interleave(2)[::2], lengths=own.lengths(), stride=rows[rank]
-        )
+        values, lengths = (given.repeat_interleave(2)[::2] for given in (own.values(), own.lengths()))
+        own = KeyedJaggedTensor(own.keys(), values, lengths=lengths, stride=rows[rank])
         found = model(own)
         torch.testing.assert_close(found, reference(batch(list(sizes), ids, start, start + rows[rank])))
         functions.zero_grad()

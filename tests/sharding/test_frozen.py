@@ -3,6 +3,7 @@
 All else of the model, functions of frozen tables too, is trained as in the unsharded model.
 """
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -181,7 +182,12 @@ def check(rank: int, world_size: int, cases: list[Case]) -> None:
         settings = {"weight_decay": 0.5} if case[3] == DECAY else {}
         tables = torch.optim.Adagrad(vectors(plain, "free"), lr=RATE, eps=EPS, **settings)
         others = torch.optim.SGD(functions, lr=RATE)
-        sharded = shard(make_model(case, "meta"), case)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            sharded = shard(make_model(case, "meta"), case)
+        untrained = [str(own.message) for own in warned if "without an optimizer are not trained" in str(own.message)]
+        assert bool(untrained) == (rank == 0 and case[3] == NO_OPTIMIZER), (case, untrained)
+        assert all("frozen_" in text and "free_" not in text for text in untrained)
         before = list(weights(sharded))
         dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
         used = [own for name, own in dense.items() if ".functions." in name]

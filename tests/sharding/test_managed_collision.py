@@ -381,6 +381,11 @@ def check_wrong_sharders(rank: int, world_size: int) -> None:
             DistributedModelParallel(
                 Model(manage(stock_collection(bags), bags)), device=CPU, sharders=[our_sharder(bags)]
             )
+        drops = manage(collection(bags), bags, by_hash=True)
+        for own in drops._managed_collision_collection._managed_collision_modules.values():
+            own._disable_fallback = True
+        with pytest.raises(UserError, match=r"disable_fallback=True drops ids.*no_bag=True"):
+            shard(Model(drops), our_sharder(bags))
 
 
 @pytest.mark.distributed

@@ -89,6 +89,8 @@ def check_refused(rank: int, world_size: int) -> None:
                 way(make)
             assert f"sharders=[{sharder.__name__}(), ...]" in str(raised.value), name
             assert "each of the 2 ranks" in str(raised.value)
+        with pytest.raises(UserError, match=r"the plan .* has no entry for a Compositional.* of the 2 ranks"):
+            DistributedModelParallel(Model(make("cpu")), device=CPU, plan=ShardingPlan(plan={}), sharders=[sharder()])
 
 
 @pytest.mark.distributed

@@ -222,16 +222,9 @@ class Group(ABC):
         return torch.is_grad_enabled() and needs_pass
 
     def _sum_sharded(self, tbe: Any, position: int, request: LookupRequest) -> Tensor:
-        operands = _operands(request, position)
-        trains = self.trains(operands["per_sample_weights"])
-        if self.is_frozen and trains and hasattr(tbe, "set_learning_rate"):
-            tbe.set_learning_rate(0.0)  # which a schedule may have set
-        with torch.set_grad_enabled(trains):
-            vectors: Tensor = tbe(**operands)
-        if self.is_frozen and vectors.requires_grad:
-            vectors.register_hook(
-                _finite
-            )  # FBGEMM updates in the pass that gives gradients, and 0 * inf would move rows
+        # weights that need gradients are not FBGEMM's: whoever has such weights looks ids up one by one
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.is_frozen):
+            vectors: Tensor = tbe(**_operands(request, position))
         return vectors.unflatten(1, (self.num_features, -1))
 
     def _sum_replicated(self, position: int, request: LookupRequest) -> Tensor:
@@ -309,11 +302,6 @@ def _operands(request: LookupRequest, position: int) -> dict[str, Tensor | None]
         "offsets": as_operand(offsets, indices.device, torch.int64),
         "per_sample_weights": None if weights is None else as_operand(weights, indices.device, *FLOATS),
     }
-
-
-def _finite(gradient: Tensor) -> Tensor:
-    """Returns a gradient without numbers that are not finite, and without numbers whose sums would not be."""
-    return gradient.nan_to_num(nan=1e30).clamp(-1e30, 1e30)
 
 
 def composing_bytes(table_slice: TableSlice, num_composed: float) -> float:
