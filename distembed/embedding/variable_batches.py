@@ -51,16 +51,23 @@ def with_ids(
 
 def without_gaps(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """Returns a batch whose elements lie side by side, as collectives and operators read them; a copy where not."""
-    given = (features.values(), features.lengths(), features.weights_or_none())
+    given = (
+        features.values(),
+        features.weights_or_none(),
+        # not those that follow from one another, which a batch that is not whole may not have
+        features.lengths_or_none(),
+        features.offsets_or_none(),
+    )
     if all(own is None or own.is_contiguous() for own in given):
         return features
-    values, lengths, weights = (None if own is None else own.contiguous() for own in given)
+    values, weights, lengths, offsets = (None if own is None else own.contiguous() for own in given)
     is_variable = features.variable_stride_per_key()
     return KeyedJaggedTensor(
         features.keys(),
         values,
         weights=weights,
         lengths=lengths,
+        offsets=offsets,
         stride=None if is_variable else features.stride(),
         stride_per_key_per_rank=features._stride_per_key_per_rank if is_variable else None,
         inverse_indices=features.inverse_indices_or_none(),
