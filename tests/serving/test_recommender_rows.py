@@ -121,6 +121,25 @@ def test_sequences_get_the_items_of_the_split(runs: Path, tmp_path: Path, kind: 
         model.predict([raw[0], {"item": []}, {"item": ["?"]}])
 
 
+@pytest.mark.parametrize(
+    ("kind", "rows", "reason"),
+    [("ranking", ["user", "{user}", "ghost", ""], "user 1"), ("softmax", ["item", "{item}", "?", '""'], "sequence 2")],
+)
+def test_files_may_have_rows_of_which_nothing_is_known(
+    runs: Path, tmp_path: Path, kind: str, rows: list[str], reason: str
+) -> None:
+    user, item = values(runs / "ratings", "user")[5], values(runs / "sequences", "item")[5]
+    (tmp_path / "rows.csv").write_text("".join(f"{row.format(user=user, item=item)}\n" for row in rows if row))
+    arguments = ("predict", runs / kind, "--input", tmp_path / "rows.csv", "--output", tmp_path / "found.parquet")
+    said = command(*arguments, "--max-rejected", "0.9")
+    assert f"are null for malformed rows ({reason})" in said.stdout
+    found = pq.read_table(tmp_path / "found.parquet")["item_1"].to_pylist()
+    assert found[0] is not None and set(found[1:]) == {None}
+    refused = command(*arguments[:-1], tmp_path / "refused.parquet", code=2)
+    assert f"rows are malformed ({reason})" in refused.stderr and "Traceback" not in refused.stderr
+    assert not (tmp_path / "refused.parquet").exists()
+
+
 def test_ids_are_written_where_they_are_asked_for(runs: Path, tmp_path: Path) -> None:
     command("predict", runs / "ranking", "--output", tmp_path / "values.parquet")
     command("predict", runs / "ranking", "--ids", "--output", tmp_path / "ids.parquet")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,7 +32,8 @@ class RejectedRows:
         folder: Folder that gets ``rejected.tsv``.
         sources: Input files, or where they are in words.
         names: Their names in the dataset.
-        reasons: Why a row can be malformed, in the order of the manifest.
+        reasons: Why a row can be malformed, in the order of the manifest; others, which whoever decodes the rows of a
+            source may have, come last.
         max_rejected: Largest share of malformed rows that is no error.
         wanted: What a row is, in a sentence, for errors.
         hints: What may be at fault, in a sentence, where most malformed rows are so by a reason.
@@ -55,7 +57,7 @@ class RejectedRows:
         self._path = folder / REJECTED_NAME
         self._file: BinaryIO | None = None
         self._sources, self._names = sources, names
-        self._reasons = dict.fromkeys(reasons, 0)
+        self._reasons = Counter(dict.fromkeys(reasons, 0))
         self._max_rejected, self._wanted, self._hints = max_rejected, wanted, hints
         self._examples: list[tuple[int, int, str, str]] = []
 
@@ -80,7 +82,7 @@ class RejectedRows:
 
     def summary(self) -> dict[str, Any]:
         """Returns how many there are by reason and the first ones, in plain values that :meth:`merge` takes."""
-        return {"by_reason": self._reasons, "examples": self._examples}
+        return {"by_reason": dict(self._reasons), "examples": self._examples}
 
     def merge(self, source: int, summary: Mapping[str, Any], lines_before: int) -> None:
         """Counts the malformed rows of a part of a file, which are listed elsewhere.
