@@ -10,7 +10,7 @@ only counts and the best items go back::
 The rank of a relevant item is the number of candidates ahead of it: those of a higher score and, since a model that
 scores all alike has no claim to a good rank, irrelevant ones of the same score. Of relevant ones with equal scores the
 first that was given is ahead. A score that is no number puts a relevant item behind all. A relevant item that is
-excluded is no candidate and has no rank: what is relevant must not decide what is ranked.
+excluded is no candidate and has no rank: the target must not decide which items are ranked.
 
 Scores are products in float64, rounded to float32: so items with the same vector and bias have the same score, whatever
 product they were in, and ranks do not depend on the number of ranks. Trade-off: such a product takes twice the time.

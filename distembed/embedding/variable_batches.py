@@ -54,7 +54,7 @@ def without_gaps(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     given = (
         features.values(),
         features.weights_or_none(),
-        # not those that follow from one another, which a batch that is not whole may not have
+        # lengths and offsets as they were given: computing one from the other fails for batches that are not whole
         features.lengths_or_none(),
         features.offsets_or_none(),
     )

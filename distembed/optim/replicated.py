@@ -68,8 +68,8 @@ def fused_optimizer(fused_params: Mapping[str, Any], weight_name: str) -> tuple[
 
 def frozen_settings(fused_params: Mapping[str, Any]) -> dict[str, Any]:
     """Returns FBGEMM's settings of a table without its optimizer: SGD at a rate of 0, which keeps no state."""
-    of_optimizers = {*OptimizerArgs._fields, "counter_based_regularization", "cowclip_regularization"}
-    kept = {setting: value for setting, value in fused_params.items() if setting not in of_optimizers}
+    optimizer_settings = {*OptimizerArgs._fields, "counter_based_regularization", "cowclip_regularization"}
+    kept = {setting: value for setting, value in fused_params.items() if setting not in optimizer_settings}
     return {**kept, "optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.0}
 
 

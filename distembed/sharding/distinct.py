@@ -152,8 +152,8 @@ class _SumBags(torch.autograd.Function):
     ) -> Tensor:
         ctx.num_ids = len(inverse)
         # the vectors are read for the gradients of weights alone
-        of_weights = (vectors, inverse) if weights is not None and weights.requires_grad else (None, None)
-        ctx.save_for_backward(offsets, order, starts, weights, *of_weights)
+        kept = (vectors, inverse) if weights is not None and weights.requires_grad else (None, None)
+        ctx.save_for_backward(offsets, order, starts, weights, *kept)
         return _sum_bags(inverse, vectors, offsets, weights)
 
     @staticmethod

@@ -24,7 +24,7 @@ _MOST_DIGITS = 4000
 
 
 def given_column(values: Any, name: str, wanted: TableColumns | None = None) -> tuple[pa.Array, list[int]]:
-    """Returns values as a column, and the rows of those that are no value: objects, lists, and halves of characters.
+    """Returns values as a column, and the rows without a valid value: objects, lists, lone surrogates.
 
     Args:
         values: A value a row: texts, numbers, truth values, times, lists of these, None and NaN for missing ones; or
@@ -50,7 +50,7 @@ def given_column(values: Any, name: str, wanted: TableColumns | None = None) -> 
 
 
 def _column(values: Sequence[Any]) -> tuple[pa.Array, list[int]]:
-    """Returns single values as a column, and the places of those that are none."""
+    """Returns single values as a column, and the places that have no valid value."""
     types = set(map(type, values)) - {type(None)}
     if not types:
         return pa.nulls(len(values)), []
