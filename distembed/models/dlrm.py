@@ -5,6 +5,7 @@ without self-products, go into a top network that ends in one logit. The sum of 
 takes the place of the bottom network's vector, or is added to it.
 """
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -35,6 +36,8 @@ class DLRM(Model):
         soft_one_hot: Maps dense features to the sum of their vectors, with ``embedding_dim`` numbers; beside it, the
             bottom network takes 0 where a number is missing.
 
+    Warns of a single categorical feature without dense ones: there is no pair to multiply.
+
     Raises:
         UserError: There is neither a dense nor a categorical feature.
     """
@@ -62,6 +65,12 @@ class DLRM(Model):
         self.soft_one_hot = soft_one_hot
         self.interactions = PairwiseDots(num_vectors)
         top_in = (embedding_dim if has_dense else 0) + self.interactions.num_pairs
+        if top_in == 0:
+            warnings.warn(
+                "DLRM multiplies pairs of vectors, and the data set has one categorical feature and no dense one: all "
+                "rows get the same prediction. Use model={name: dcn}, which takes vectors as they are.",
+                stacklevel=2,
+            )
         self.top = MLP(top_in, [*top, 1], last_is_linear=True)
 
     def forward(

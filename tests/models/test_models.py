@@ -121,6 +121,13 @@ def test_a_model_of_nothing_is_refused() -> None:
         DLRM(nn.Identity(), [], 16, 0)
 
 
+def test_dlrm_warns_where_it_has_no_pair_to_multiply() -> None:
+    vectors = {"a": torch.randn(3, 4)}
+    with pytest.warns(UserWarning, match="DLRM multiplies pairs of vectors.*model={name: dcn}"):
+        model = DLRM(FakeEmbeddings("a", vectors), ["a"], 4, 0)
+    assert len(model(torch.empty(3, 0), ids(3)).unique()) == 1
+
+
 NUMBERS = torch.tensor([[1.0, 2.0], [math.nan, 0.5], [7.0, math.nan]])
 SETTINGS = SoftOneHotConfig(bins=4, value_range=[0.0, 3.0])
 
