@@ -123,7 +123,7 @@ def _find_rows(job: Any, feature: Any, start: Any, stop: Any, rows: Any) -> Any:
     """Writes the address of each id's row in every partition, and asks for the row.
 
     Returns:
-        Whether all rows are among those that are here. If not, none may be read.
+        Whether this rank has all of the rows. If not, none may be read.
     """
     ids, outside = field(job, IDS), 0
     for j in range(field(job, NUM_PARTITIONS)):

@@ -144,7 +144,7 @@ def _write_targets(job: Any, feature: Any, sums: Any, start: Any, stop: Any, tar
     """Writes where the rows of some ids are, and the sums of their gradients, and asks for both.
 
     Returns:
-        Whether all rows are among those that are here. If not, none may be read or written.
+        Whether this rank has all of the rows. If not, none may be read or written.
     """
     ids, num_partitions = field(job, IDS) + 8 * start, field(job, NUM_PARTITIONS)
     step, num_ids = 8 * TARGET_FIELDS * num_partitions, stop - start
