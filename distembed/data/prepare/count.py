@@ -1,0 +1,131 @@
+"""SQL on Arrow batches in bounded memory: the only module that talks to DuckDB.
+
+What is counted, ranked or joined over all rows is a query on temporary tables, which are filled from streams of Arrow
+batches. DuckDB keeps them within a memory limit, and puts what exceeds it into files of a folder::
+
+    with Database(folder, memory_bytes=1 << 30) as database:
+        database.add("pairs", batches)                               key, num_rows of each block
+        database.run("create table counted as select key, sum(num_rows)::bigint as num_rows from pairs group by key")
+        for batch in database.batches("select key, num_rows from counted order by num_rows desc, key"):
+            ...
+
+Queries name the order that they need: DuckDB's joins and groups have none. Texts are ordered by their bytes in UTF-8.
+
+Trade-off: the limit is DuckDB's own; of 400 MB, 500 were measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+
+from distembed.errors import RunError
+
+_LEAST_BYTES = 64 << 20
+BATCH_ROWS = 131_072
+
+
+class Database:
+    """Temporary tables, which are gone when the database is closed.
+
+    Args:
+        folder: Folder for what does not fit in memory; it is made when it is needed.
+        memory_bytes: Memory that tables and queries may take.
+        threads: Threads of a query.
+    """
+
+    def __init__(self, folder: Path, memory_bytes: int, threads: int = 1) -> None:
+        self._connection = duckdb.connect(
+            config={
+                "memory_limit": f"{max(_LEAST_BYTES, memory_bytes) >> 20}MiB",
+                "temp_directory": str(folder),
+                "threads": threads,
+                "preserve_insertion_order": False,  # of a table: it would be kept in memory
+            }
+        )
+
+    def __enter__(self) -> Database:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._connection.close()
+
+    def add(self, table: str, batches: Iterable[pa.RecordBatch], schema: pa.Schema, query: str | None = None) -> None:
+        """Makes a table of a stream, which is read once and never as a whole in memory.
+
+        Args:
+            table: Name of the table.
+            batches: The rows.
+            schema: Their columns.
+            query: What becomes of the rows, which it names ``given``; None keeps them as they are.
+
+        Raises:
+            Exception: What ``batches`` raised.
+            RunError: The disk is full.
+        """
+        raised: list[Exception] = []
+
+        def watched() -> Iterator[pa.RecordBatch]:
+            try:
+                yield from batches
+            except Exception as error:
+                raised.append(error)
+                raise
+
+        self._connection.register("given", pa.RecordBatchReader.from_batches(schema, watched()))
+        try:
+            self.run(f"create table {table} as {query or 'select * from given'}")
+        except Exception:
+            if raised:
+                raise raised[0] from None
+            raise
+        finally:
+            self._connection.unregister("given")
+
+    def run(self, query: str, *values: Any) -> None:
+        """Runs a statement, with values in place of its question marks.
+
+        Raises:
+            RunError: The memory limit or the disk does not suffice.
+        """
+        with _explained():
+            self._connection.execute(query, list(values))
+
+    def row(self, query: str, *values: Any) -> tuple[Any, ...]:
+        """Returns the only row of a query's result.
+
+        Raises:
+            RunError: The memory limit or the disk does not suffice.
+        """
+        with _explained():
+            (found,) = self._connection.execute(query, list(values)).fetchall()
+        return tuple(found)
+
+    def batches(self, query: str, *values: Any, rows: int = BATCH_ROWS) -> Iterator[pa.RecordBatch]:
+        """Yields the rows of a query's result, at most so many at a time; other queries wait until all were taken.
+
+        Raises:
+            RunError: The memory limit or the disk does not suffice.
+        """
+        with _explained():
+            yield from self._connection.sql(query, params=list(values) or None).to_arrow_reader(rows)
+
+
+class _explained:
+    """Within the block, DuckDB's errors of memory and disk become errors that say what to do."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, duckdb.OutOfMemoryException):
+            raise RunError(f"the memory limit is too small for counting ({error}); allow more (--memory-limit)") from error
+        if isinstance(error, duckdb.IOException):
+            raise OSError(28 if "No space left" in str(error) else 5, str(error)) from error
