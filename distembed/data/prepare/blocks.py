@@ -64,6 +64,8 @@ class KeyColumn:
         hash_size: Size of the table that values are hashed into; None builds a vocabulary.
         hash_seed: Seed of the hash.
         max_length: Most values of a list, as the parser has cut them; None where there is no bound.
+        vocabulary: Name of the feature whose vocabulary or hash, and table, this one shares; None for its own. That
+            feature is of the same kind, shares none itself, and has the same ``min_count`` and hash settings.
     """
 
     name: str
@@ -74,6 +76,7 @@ class KeyColumn:
     hash_size: int | None = None
     hash_seed: int = 0
     max_length: int | None = None
+    vocabulary: str | None = None
 
     @property
     def key_dtype(self) -> np.dtype[Any]:

@@ -235,15 +235,17 @@ def table_layout(schema: TableSchema) -> BlockLayout:
 
 def _key_column(name: str, schema: TableSchema) -> KeyColumn:
     column = schema.categorical[name]
+    owner = schema.categorical[column.vocabulary or name]
     return KeyColumn(
         name,
         "feature",
         KEY_KIND[column.kind],
         is_list=column.holds_lists,
-        min_count=column.min_count or schema.min_count,
-        hash_size=schema.hash_size_of(column),
-        hash_seed=column.hash_seed,
+        min_count=owner.min_count or schema.min_count,
+        hash_size=schema.hash_size_of(owner),
+        hash_seed=owner.hash_seed,
         max_length=column.max_length,
+        vocabulary=column.vocabulary,
     )
 
 

@@ -170,6 +170,8 @@ class CategoricalColumn:
         cross: Names of two or more other columns of the table, whose values, as they are written there, are one value
             together; it is missing where one of them is.
         num_bins: Number of bins of ``quantile_bins``.
+        vocabulary: Name of another categorical column of the dataset, whose vocabulary or hash, and whose table in a
+            model, this column shares: a value has one id in both. The values of both are counted together.
     """
 
     column: str | None = None
@@ -182,6 +184,7 @@ class CategoricalColumn:
     max_length: Annotated[int, Field(ge=1)] | None = None
     cross: Annotated[list[str], Field(min_length=2)] | None = None
     num_bins: _Bins = 32
+    vocabulary: str | None = None
 
     @property
     def holds_lists(self) -> bool:
@@ -207,6 +210,12 @@ class CategoricalColumn:
             mistakes.append(f"kind is {self.kind!r}, whose bins are too few to be hashed; leave hash_size out")
         if self.kind == "quantile_bins" and self.min_count is not None:
             mistakes.append("kind is 'quantile_bins', of which all bins are kept; leave min_count out")
+        if self.vocabulary is not None:
+            if self.kind in BINS:
+                mistakes.append(f"kind is {self.kind!r}, whose bins are a column's own; leave vocabulary out")
+            own = {"min_count": self.min_count, "hash_size": self.hash_size, "hash_seed": self.hash_seed or None}
+            if given := [name for name, value in own.items() if value is not None]:
+                mistakes.append(f"{', '.join(given)}: those of vocabulary {self.vocabulary!r} apply; leave them out")
         if self.max_length is not None and not self.holds_lists:
             mistakes.append("max_length is of lists; give a separator or is_list: true too, or leave it out")
         if mistakes:
@@ -339,6 +348,7 @@ def _inconsistencies(schema: TableSchema) -> Iterator[str]:
     for name, columns in schema.categorical_columns.items():
         if len(columns) > 1 and (crossed := [column for column in columns if column in lists]):
             yield f"categorical.{name}.cross: {crossed[0]!r} has lists, and a cross has one value of each column"
+    yield from _unshared_vocabularies(schema)
     if schema.label is not None:
         inputs: dict[str, tuple[str, ...]] = {f"dense.{name}": (each,) for name, each in schema.dense_columns.items()}
         inputs |= {f"categorical.{name}": columns for name, columns in schema.categorical_columns.items()}
@@ -354,6 +364,23 @@ def _inconsistencies(schema: TableSchema) -> Iterator[str]:
         yield "text.columns: files with a header name their columns themselves; add `header: false`, or leave it out"
     if schema.text.separator is not None and schema.text.separator == schema.text.quote:
         yield f"text.quote: {schema.text.quote!r} separates fields too; give another, or null"
+
+
+def _unshared_vocabularies(schema: TableSchema) -> Iterator[str]:
+    """Yields a line for each column that names a vocabulary it cannot share."""
+    for name, column in schema.categorical.items():
+        place, shared = f"categorical.{name}.vocabulary", column.vocabulary
+        owner = schema.categorical.get(shared or name)
+        if owner is None:
+            guess = nearest(str(shared), [other for other in schema.categorical if other != name])
+            hint = f"; did you mean {guess!r}?" if guess else ""
+            yield f"{place}: the schema has no categorical column {shared!r}{hint}"
+        elif shared == name:
+            yield f"{place}: {shared!r} is the column itself; leave it out"
+        elif shared is not None and owner.vocabulary is not None:
+            yield f"{place}: {shared!r} shares the vocabulary of {owner.vocabulary!r}; name {owner.vocabulary!r}"
+        elif owner.kind != column.kind:
+            yield f"{place}: kind is {column.kind!r}, and that of {shared!r} is {owner.kind!r}; give both the same"
 
 
 def _repeated_names(schema: TableSchema) -> Iterator[str]:

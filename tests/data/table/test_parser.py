@@ -319,3 +319,19 @@ def test_lists_of_entries_of_another_kind_are_refused(kind: str, entries: list[A
     schema = TableSchema.from_json({"categorical": {"c": {"kind": kind, "is_list": True}}}, "the test")
     with pytest.raises(UserError, match="the schema takes lists of text or"):
         TableParser(schema).parse(pa.table({"c": [entries, []]}))
+
+
+def test_a_shared_vocabulary_is_of_its_owners_settings() -> None:
+    schema = TableSchema.from_json(
+        {
+            "categorical": {
+                "seen": {"kind": "integer", "is_list": True, "vocabulary": "item"},
+                "item": {"kind": "integer", "min_count": 3, "hash_size": 100, "hash_seed": 5},
+            }
+        },
+        "the test",
+    )
+    seen, item = TableParser(schema).layout.ids
+    assert (seen.vocabulary, item.vocabulary) == ("item", None)
+    assert (seen.min_count, seen.hash_size, seen.hash_seed) == (3, 100, 5) == (item.min_count, item.hash_size, 5)
+    assert TableSchema.from_json(schema.to_json(), "the test") == schema

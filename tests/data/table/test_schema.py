@@ -40,6 +40,18 @@ FEATURES: dict[str, Any] = {"categorical": {"site": {}}}
         ({"categorical": {"x": {"kind": "log_bins", "hash_size": 10}}}, ["categorical.x", "leave hash_size out"]),
         ({"categorical": {"x": {"kind": "quantile_bins", "min_count": 2}}}, ["categorical.x", "leave min_count out"]),
         ({"categorical": {"x": {"kind": "log_bins", "is_list": True}}}, ["categorical.x", "one number a row"]),
+        ({"categorical": {"item": {}, "seen": {"vocabulary": "items"}}}, ["seen.vocabulary", "did you mean 'item'?"]),
+        ({"categorical": {"item": {}, "seen": {"vocabulary": "seen"}}}, ["seen.vocabulary", "the column itself"]),
+        ({"categorical": {"item": {}, "seen": {"kind": "integer", "vocabulary": "item"}}}, ["give both the same"]),
+        (
+            {"categorical": {"a": {}, "b": {"vocabulary": "a"}, "c": {"vocabulary": "b"}}},
+            ["categorical.c.vocabulary", "name 'a'"],
+        ),
+        (
+            {"categorical": {"a": {}, "b": {"vocabulary": "a", "min_count": 2, "hash_seed": 3}}},
+            ["categorical.b", "min_count, hash_seed: those of vocabulary 'a' apply"],
+        ),
+        ({"categorical": {"a": {}, "b": {"vocabulary": "a", "kind": "log_bins"}}}, ["categorical.b", "column's own"]),
         ({"categorical": {"x": {"max_length": 3}}}, ["categorical.x", "max_length is of lists"]),
         ({"text": {"columns": ["a", "a"], "header": False}, **FEATURES}, ["text.columns", "more than once"]),
         ({"text": {"columns": ["a", "b"]}, **FEATURES}, ["text.columns", "add `header: false`"]),
