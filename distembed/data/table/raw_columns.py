@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 import pyarrow as pa
@@ -38,7 +38,10 @@ class TableColumns:
         kinds: Kinds of types that each column may be of, by the column's name.
         numbers: The columns that are nothing but numbers.
         separators: What separates the values of a list in a text, by the name of each column that has lists.
+        wanted_by: Who names the columns, for errors.
     """
+
+    wanted_by = "the schema"
 
     def __init__(self, schema: TableSchema) -> None:
         uses: list[tuple[str, Sequence[str]]] = []
@@ -106,7 +109,7 @@ class TableColumns:
             hint = f" Did you mean {' and '.join(hints)}?" if hints else ""
             raise UserError(
                 f"{source} has no column {enumerate_names([repr(name) for name in missing])}, which "
-                f"{_who_names(missing, self.kinds)}.{hint} It has "
+                f"{self._who_names(missing)}.{hint} It has "
                 f"{enumerate_names([repr(name) for name in names]) or 'no columns'}.{remedy}"
             )
         for name in dict.fromkeys((*self.kinds, *wanted)):
@@ -118,9 +121,16 @@ class TableColumns:
                 is_of_lists = type_kind(type_) == LIST and self.takes_lists(name)
                 takes = f"lists of {' or '.join(self._entries[name])}" if is_of_lists else " or ".join(allowed)
                 raise UserError(
-                    f"{source}, column {name!r}: its type is {type_}; the schema takes {takes} there"
+                    f"{source}, column {name!r}: its type is {type_}; {self.wanted_by} takes {takes} there"
                     f"{'' if is_of_lists else _list_hint(type_kind(type_))}."
                 )
+
+    def _who_names(self, missing: Sequence[str]) -> str:
+        """Returns why a table has to have the missing columns, of which some may be others than the schema's."""
+        others = [repr(name) for name in missing if name not in self.kinds]
+        if len(others) == len(missing):
+            return "is to be kept"
+        return f"{self.wanted_by} names" + (f" ({enumerate_names(others)} is to be kept)" if others else "")
 
     def taken_from(self, table: pa.Table) -> dict[str, pa.Array]:
         """Returns the columns of a table as arrays: texts as Arrow's string, and lists of these.
@@ -186,14 +196,6 @@ def type_kind(type_: pa.DataType) -> str | None:
 
 
 _BINARY = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view, pa.types.is_fixed_size_binary)
-
-
-def _who_names(missing: Sequence[str], kinds: Mapping[str, object]) -> str:
-    """Returns what a table has to have the missing columns for, of which some may be others than the schema's."""
-    others = [repr(name) for name in missing if name not in kinds]
-    if len(others) == len(missing):
-        return "is to be kept"
-    return f"the schema names ({enumerate_names(others)} is to be kept)" if others else "the schema names"
 
 
 def _list_hint(kind: str | None) -> str:

@@ -37,8 +37,11 @@ _FORMATS = {
     ".parquet": PARQUET,
     ".pq": PARQUET,
 }
+_RECBOLE = (".inter", ".user", ".item", ".kg", ".link")
+"""Ends of RecBole's files: interactions, users and items, knowledge graphs."""
+_FORMATS |= dict.fromkeys(_RECBOLE, TEXT)
 _COMPRESSIONS = (".gz", ".zst")
-_SEPARATORS = {".csv": ",", ".tsv": "\t"}
+_SEPARATORS = {".csv": ",", **dict.fromkeys((".tsv", *_RECBOLE), "\t")}
 _PARQUET_MAGIC = b"PAR1"
 _FIRST_BYTES = 16
 

@@ -37,6 +37,7 @@ class TableSource:
         needs_label: Whether rows have what only training needs (:class:`~distembed.data.table.parser.TableParser`).
         others: Columns that raw blocks have besides those of the schema.
         may_lack: The column that text files without a header may lack, as rows to predict lack the label.
+        wanted_by: Who names the columns, for errors.
 
     Attributes:
         inputs: The inputs' names, places and sizes.
@@ -58,10 +59,12 @@ class TableSource:
         needs_label: bool = True,
         others: Sequence[str] = (),
         may_lack: str | None = None,
+        wanted_by: str = "the schema",
     ) -> None:
         self._tables, self._text, self._may_lack = list(inputs), schema.text, may_lack
         self.inputs = [each.raw for each in inputs]
         self.parser = TableParser(schema, needs_label)
+        self.parser.columns.wanted_by = wanted_by
         self.layout = self.parser.layout
         self.columns = tuple(dict.fromkeys((*self.parser.columns.names, *others)))
         self.wanted = f"A row has {_wanted(self.parser.columns)}."

@@ -23,6 +23,7 @@ from distembed.errors import UserError
 MOST_LINE_BYTES = 16 << 20
 _FIRST_BYTES = 1 << 20
 """What is read of an input to learn its columns."""
+_RECBOLE_TYPES = ("token", "token_seq", "float", "float_seq")
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class TextLayout:
         first_row_byte: Number of bytes before the first row: a mark of the byte order, and a header.
         header_lines: Number of lines before the first row.
         wanted: Says of which types columns of JSON lines may be; None where they may be of any.
+        lists: Columns whose values are words with blanks between them, in RecBole's files.
     """
 
     columns: tuple[str, ...]
@@ -42,6 +44,7 @@ class TextLayout:
     first_row_byte: int
     header_lines: int
     wanted: TableColumns | None = None
+    lists: tuple[str, ...] = ()
 
     @property
     def record_quote(self) -> bytes | None:
@@ -61,6 +64,8 @@ def text_layout(
     wanted: TableColumns | None = None,
 ) -> TextLayout:
     """Returns how a text input is read.
+
+    RecBole's files have a type after each name of their header, as ``user_id:token``, and no quotation marks.
 
     Args:
         source: The input.
@@ -92,15 +97,21 @@ def text_layout(
             "or text.separator too"
         )
     fields = _fields(line, separator, text.quote)
+    quote, lists = text.quote, list[str]()
     if text.header:
         columns, first_row = fields, end
+        typed = [field.rpartition(":")[::2] for field in fields]
+        if typed and all(name and kind in _RECBOLE_TYPES for name, kind in typed):
+            known = wanted.names if wanted is not None else ()
+            columns = [field if field in known else name for field, (name, _) in zip(fields, typed, strict=True)]
+            quote, lists = None, [name for name, kind in typed if kind == "token_seq"]
     else:
         columns, first_row = text.columns or [str(number) for number in range(1, len(fields) + 1)], mark
         if len(fields) == len(columns) - 1:
             columns = [name for name in columns if name != may_lack]
     missing = tuple(text.missing_values)
-    dialect = Dialect(tuple(columns), separator, text.quote, text.newlines_in_values, missing)
-    return TextLayout(tuple(columns), dialect, first_row, int(text.header and end > mark))
+    dialect = Dialect(tuple(columns), separator, quote, text.newlines_in_values, missing)
+    return TextLayout(tuple(columns), dialect, first_row, int(text.header and end > mark), lists=tuple(lists))
 
 
 def _format_of(line: bytes, text: TextFormat) -> str:

@@ -1,0 +1,198 @@
+"""Rows of named columns, read once and in order: the reader of interactions and of graphs.
+
+Files, folders, patterns, URLs and pipes are read as the inputs of a table are (``source.py``). A JSON file may also be
+one object of lists: ``{"a": [1, 2]}`` has the rows ``a 1`` and ``a 2`` of two columns.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from distembed.data.dataset.manifest import SourceFile
+from distembed.data.prepare.blocks import RejectedRow
+from distembed.data.prepare.input_bytes import InputBytes
+from distembed.data.prepare.progress import ProgressCallback, ProgressUpdate
+from distembed.data.prepare.table.inputs import JSON_LINES, TableInput
+from distembed.data.prepare.table.json_lines import keys_of_lines
+from distembed.data.prepare.table.parquet_rows import ParquetBlock
+from distembed.data.prepare.table.raw_rows import RawBlock, RawRows
+from distembed.data.prepare.table.source import TableSource
+from distembed.data.prepare.table.text_inputs import TextPart, first_bytes
+from distembed.data.table.given_values import json_values
+from distembed.data.table.schema import TableSchema
+from distembed.errors import UserError
+
+_WHOLE_INPUT = 1 << 62
+_MOST_JSON_BYTES = 1 << 28
+"""Size of the largest object of lists, which is in memory as a whole."""
+# These characters would begin another field or line of rejected.tsv.
+_ESCAPED = {ord("\t"): "\\t", ord("\n"): "\\n", ord("\r"): "\\r"}
+
+
+@dataclass(frozen=True)
+class NamedRows:
+    """Rows of an input.
+
+    Attributes:
+        source: Number of the input, from 0.
+        columns: The schema's columns by name: plain arrays, or a dictionary's where the schema has single keys.
+        lines: Number of the line of each row in the input, from 1; in Parquet, number of the row.
+        bad: Lines that are no rows, with their numbers in the input.
+        raw: The rows as they were read.
+    """
+
+    source: int
+    columns: Mapping[str, pa.Array]
+    lines: NDArray[np.int64]
+    bad: tuple[RejectedRow, ...]
+    raw: RawRows
+
+    @property
+    def num_lines(self) -> int:
+        """Number of rows and bad lines."""
+        return len(self.lines) + len(self.bad)
+
+    def text(self, row: int) -> bytes:
+        """Returns the line of a row; its values with tabs between them where rows are no lines."""
+        if self.raw.line_text is not None:
+            return self.raw.line_text(int(self.raw.lines[row]))
+        values = (column[row].as_py() for column in self.columns.values())
+        text = "\t".join("" if value is None else str(value).translate(_ESCAPED) for value in values)
+        return text.encode(errors="backslashreplace")
+
+
+class RowReader:
+    """Reads the columns of a schema from inputs.
+
+    Args:
+        inputs: The inputs, from :func:`~distembed.data.prepare.table.inputs.find_inputs`.
+        schema: The columns, and how text is read. Files whose lines have one value each are a text column with a
+            separator that no line has.
+
+    Attributes:
+        inputs: The inputs.
+        num_lines: Number of rows and bad lines read so far, by input.
+
+    Raises:
+        UserError: An input lacks a column, or cannot be read.
+    """
+
+    def __init__(self, inputs: Sequence[TableInput], schema: TableSchema) -> None:
+        self.inputs = list(inputs)
+        self.num_lines = [0] * len(inputs)
+        self._checksums: list[tuple[int, str]] = []
+        is_pair = len(schema.categorical) == 2 and not schema.dense and schema.time is None
+        self._objects = {n for n, each in enumerate(inputs) if is_pair and _is_object_of_lists(each, schema)}
+        rows = [each for n, each in enumerate(inputs) if n not in self._objects]
+        self._source = TableSource(rows, schema, wanted_by="the command")
+
+    def blocks(self, block_bytes: int, report: ProgressCallback) -> Iterator[NamedRows]:
+        """Yields all rows, and reports each block after it has been dealt with.
+
+        Args:
+            block_bytes: About how many bytes of text a block has.
+            report: Function that is called with the progress.
+
+        Raises:
+            UserError: An input cannot be read, is damaged, or has a column with other values.
+        """
+        sizes = [each.raw.num_bytes for each in self.inputs]
+        total = None if None in sizes else sum(size or 0 for size in sizes)
+        parts = iter(self._source.parts(_WHOLE_INPUT))
+        for number, each in enumerate(self.inputs):
+            before = sum(size for size, _ in self._checksums)
+            if number in self._objects:
+                table, size, checksum = _object_of_lists(each, self._source.columns)
+                yield self._named(number, ParquetBlock(table), 0)
+                self._checksums.append((size, checksum))
+                continue
+            opened, lines_before = self._source.open(next(parts), block_bytes), 0
+            for raw in opened.raw_blocks():
+                rows = self._named(number, raw, lines_before + opened.header_lines)
+                if isinstance(opened, TextPart):
+                    rows = self._with_lists(rows, opened.layout.lists)
+                yield rows
+                lines_before += rows.raw.num_lines
+                report(ProgressUpdate("read", before + opened.bytes_read, total, sum(self.num_lines)))
+            self._checksums.append((opened.bytes_read, opened.sha256 or ""))
+
+    def sources(self, num_rejected: Sequence[int] | None = None) -> tuple[SourceFile, ...]:
+        """Returns what a manifest says of the inputs, once all rows were read.
+
+        Args:
+            num_rejected: Number of malformed rows of each; None for 0.
+        """
+        counts = zip(self.inputs, self._checksums, self.num_lines, num_rejected or [0] * len(self.inputs), strict=True)
+        return tuple(SourceFile(each.raw.name, *checksum, *numbers) for each, checksum, *numbers in counts)
+
+    def _named(self, number: int, block: RawBlock, lines_before: int) -> NamedRows:
+        """Returns the rows of a block; an empty line is none."""
+        wanted = self._source.parser.columns
+        raw = block.rows(self._source.columns, wanted.numbers)
+        bad = tuple(replace(row, line=lines_before + row.line + 1) for row in raw.bad if row.text.strip())
+        rows = NamedRows(number, wanted.taken_from(raw.table), raw.lines + lines_before + 1, bad, raw)
+        self.num_lines[number] += rows.num_lines
+        return rows
+
+    def _with_lists(self, rows: NamedRows, lists: Sequence[str]) -> NamedRows:
+        """Returns rows with lists in place of texts of several words, in columns where the schema has lists."""
+        found = [name for name in lists if name in self._source.parser.columns.separators]
+        words = {name: pc.ascii_split_whitespace(rows.columns[name]) for name in found}
+        return replace(rows, columns={**rows.columns, **words}) if words else rows
+
+
+def _is_object_of_lists(given: TableInput, schema: TableSchema) -> bool:
+    """Returns whether the first lines of a JSON file are no objects with a value for a column."""
+    if given.format != JSON_LINES or given.is_pipe:
+        return False
+    first = first_bytes(given).removeprefix(codecs.BOM_UTF8)
+    keys = keys_of_lines(first[: first.rfind(b"\n") + 1 or len(first)])
+    if any(column in keys for (column,) in schema.categorical_columns.values()):
+        return False
+    return not keys or all(isinstance(value, list) for value in _object(first.partition(b"\n")[0]).values())
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    """Returns the object on a line; an empty one where there is none."""
+    try:
+        value = json_values(line)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _object_of_lists(given: TableInput, columns: Sequence[str]) -> tuple[pa.Table, int, str]:
+    """Returns the rows of a JSON object of lists, and the size and the checksum of the input."""
+    place, whole = given.place, InputBytes(given.place)
+    text = bytearray()
+    for piece in whole.pieces():
+        text += piece
+        if len(text) > _MOST_JSON_BYTES:
+            raise UserError(f"{place} has more than {_MOST_JSON_BYTES:,} bytes of JSON; give its rows as JSON lines")
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"{place} is neither JSON lines nor one JSON value ({error}); write one object a line"
+        ) from error
+    lists = value.items() if isinstance(value, dict) else ()
+    if not lists or not all(isinstance(entries, list) for _, entries in lists):
+        raise UserError(
+            f'{place} is no JSON object of lists, such as {{"item": [1, 2]}}, and no JSON lines, which have an object '
+            "on each line; write a list of objects so, such as with `jq -c '.[]'`"
+        )
+    rows = [(key, entry) for key, entries in lists for entry in entries]
+    odd = next((f"{key!r}: {entry!r}" for key, entry in rows if type(entry) not in (int, str)), None)
+    if odd is not None:
+        raise UserError(f"{place} has {odd} in a list; entries must be integers or texts")
+    texts = [pa.array([str(row[column]) for row in rows], pa.string()) for column in (0, 1)]
+    return pa.table(texts, names=list(columns)), whole.bytes_read, whole.sha256
