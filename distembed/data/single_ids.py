@@ -26,7 +26,8 @@ def mark_single_ids(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
             f"a bag of the batch has {int(lengths.max())} ids; mark_single_ids is for batches whose bags have at most "
             "one each. Leave others unmarked."
         )
-    return _mark(features)
+    setattr(features, _MARK, True)
+    return features
 
 
 def has_single_ids(features: KeyedJaggedTensor) -> bool:
@@ -36,9 +37,5 @@ def has_single_ids(features: KeyedJaggedTensor) -> bool:
 
 def carry_single_ids(before: KeyedJaggedTensor, after: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """Marks a copy of a batch as the batch is, and returns it."""
-    return _mark(after) if has_single_ids(before) else after
-
-
-def _mark(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    setattr(features, _MARK, True)
-    return features
+    setattr(after, _MARK, has_single_ids(before))
+    return after

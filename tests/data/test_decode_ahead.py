@@ -11,7 +11,7 @@ from distembed.data import Schema
 from distembed.data.dataset.config import DataConfig
 from distembed.data.reader import order
 from distembed.data.reader.decode import Block, Decoder
-from distembed.data.reader.decode_ahead import DecodeAhead, windows_in_need_order
+from distembed.data.reader.epoch_part import DecodeAhead, windows_in_need_order
 from distembed.data.reader.order import BatchOrder, EpochOrder
 from distembed.errors import UserError
 from tests.data.small_dataset import SCHEMA, SINGLE, make_dataset, open_reader, rows_of
@@ -45,16 +45,16 @@ def test_windows_come_in_the_order_in_which_batches_need_them(world_size: int, f
     epoch_order = EpochOrder((7, 13, 2, 40, 5, 33, 1, 19, 30), BatchOrder(15, seed=4))
     for rank in range(world_size):
         needed = windows_in_need_order(epoch_order, 1, rank, world_size, first_batch)
-        windows = {(lane, window.index): position for position, (lane, window) in enumerate(needed)}
+        windows = {(lane, window.number): position for position, (lane, window) in enumerate(needed)}
         assert len(windows) == len(needed) and (needed or first_batch == epoch_order.num_batches)
         before = -1
         for batch in range(first_batch, epoch_order.num_batches - 1):  # the last batch is short
             asked = []
-            for part in order.rank_parts(epoch_order, batch, rank, world_size):
+            for part in epoch_order.rank_parts(batch, rank, world_size):
                 overlapping = [
-                    windows[part.lane, window.index]
+                    windows[part.lane, window.number]
                     for window in epoch_order.lane_windows(1, part.lane)
-                    if window.start < part.stop and window.start + window.num_rows > part.start
+                    if window.start < part.stop and window.stop > part.start
                 ]
                 asked += overlapping
             new = [position for position in asked if position > before]
@@ -82,7 +82,7 @@ def test_no_more_windows_wait_than_may(tmp_path: Path) -> None:
             with changed:
                 assert changed.wait_for(lambda expected=expected: len(decoded) >= expected, timeout=60)
                 assert len(decoded) == expected
-            assert len(ahead.block(lane, window).records) == window.num_rows
+            assert len(ahead.block(lane, window).records) == window.stop - window.start
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("distembed-decode")]
 
 

@@ -101,31 +101,25 @@ def _jagged_fields(schema: Schema, ids: NDArray[np.int64], blocks: Sequence[Bloc
         blocks: The rows, in order; there may be none.
     """
     num_rows = ids.shape[1]
+    single = (feature.name for feature in schema.categorical if not feature.multi_hot)
     ones = np.ones(num_rows, np.int64)
-    columns = {
-        feature.name: [Jagged.from_lengths(values, ones)]
-        for feature, values in zip((each for each in schema.categorical if not each.multi_hot), ids, strict=True)
-    }
-    lists = (name for field in schema.fields if field.is_jagged for name in field.columns if name not in columns)
-    columns |= {name: [block.jagged[name] for block in blocks] for name in lists}
-    dtypes = {SPARSE_FEATURES: np.int64, DENSE_SEQUENCES: np.float32}
-    return {
-        field.name: _keyed_jagged(field.columns, columns, num_rows, np.dtype(dtypes[field.name]))
-        for field in schema.fields
-        if field.is_jagged
-    }
+    columns = {name: [Jagged.from_lengths(values, ones)] for name, values in zip(single, ids, strict=True)}
+    fields = {}
+    for field in (each for each in schema.fields if each.is_jagged):
+        parts = {name: columns.get(name) or [block.jagged[name] for block in blocks] for name in field.columns}
+        dtype = np.dtype(np.float32 if field.name == DENSE_SEQUENCES else np.int64)
+        fields[field.name] = _keyed_jagged(parts, num_rows, dtype)
+    return fields
 
 
-def _keyed_jagged(
-    names: Sequence[str], columns: Mapping[str, list[Jagged]], num_rows: int, dtype: np.dtype[Any]
-) -> KeyedJaggedTensor:
+def _keyed_jagged(columns: Mapping[str, list[Jagged]], num_rows: int, dtype: np.dtype[Any]) -> KeyedJaggedTensor:
     """Returns columns, each in parts that are end to end, as one tensor with values of this dtype."""
-    parts = [part for name in names for part in columns[name]]
+    parts = [part for each in columns.values() for part in each]
     values = np.concatenate([np.zeros(0, dtype), *(part.values for part in parts)])
     lengths = np.concatenate([np.zeros(0, np.int64), *(part.lengths for part in parts)])
-    counts = [sum(len(part.values) for part in columns[name]) for name in names]
+    counts = [sum(len(part.values) for part in each) for each in columns.values()]
     return KeyedJaggedTensor(
-        list(names),
+        list(columns),
         torch.from_numpy(values),
         lengths=torch.from_numpy(lengths.astype(np.int32)),
         stride=num_rows,

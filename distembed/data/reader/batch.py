@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeGuard
 
 import numpy as np
 import torch
@@ -90,15 +90,17 @@ class Batch(Pipelineable):
 
     def _each(self, change: Callable[[Field], Field]) -> Batch:
         """Returns a batch of the changed fields."""
-        return Batch(
-            {name: _keep_mark(field, change(field)) for name, field in self.fields.items()}, self.global_batch_size
-        )
+        fields = {}
+        for name, field in self.fields.items():
+            changed = fields[name] = change(field)
+            if isinstance(field, KeyedJaggedTensor) and isinstance(changed, KeyedJaggedTensor):
+                carry_single_ids(field, changed)
+        return Batch(fields, self.global_batch_size)
 
 
 def _move(field: Field, device: torch.device, non_blocking: bool) -> Field:
     if device.type == "cpu" or not _has_unit_bags(field):
         return field.to(device=device, non_blocking=non_blocking)
-    assert isinstance(field, KeyedJaggedTensor)
     values = field.values().to(device, non_blocking=non_blocking)
     return _with_bags(field, values, *unit_bags(values.numel(), device))
 
@@ -109,11 +111,10 @@ def _pin(field: Field) -> Field:
         return field
     if not _has_unit_bags(field):
         return field.pin_memory()
-    assert isinstance(field, KeyedJaggedTensor)
     return _with_bags(field, field.values().pin_memory(), field.lengths(), field.offsets())
 
 
-def _has_unit_bags(field: Field) -> bool:
+def _has_unit_bags(field: Field) -> TypeGuard[KeyedJaggedTensor]:
     """Returns whether each bag of a field is known to have one id: at most one each, and as many ids as bags."""
     if not isinstance(field, KeyedJaggedTensor) or not has_single_ids(field) or field.weights_or_none() is not None:
         return False
@@ -142,9 +143,3 @@ def unit_bags(num_bags: int, device: torch.device) -> tuple[Tensor, Tensor]:
     if device.type == "cuda":  # once, so that batches on other streams may use them
         torch.cuda.current_stream(device).synchronize()
     return made
-
-
-def _keep_mark(before: Field, after: Field) -> Field:
-    if isinstance(before, KeyedJaggedTensor) and isinstance(after, KeyedJaggedTensor):
-        return carry_single_ids(before, after)
-    return after

@@ -22,7 +22,7 @@ from distembed.data.dataset.row_groups import RowGroup
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.data.jagged import Jagged
 from distembed.data.reader.group_rows import GroupRows
-from distembed.data.reader.order import require_at_least
+from distembed.data.reader.order import Segment, require_at_least
 from distembed.data.reader.unreadable import Unreadable
 from distembed.errors import RunError, UserError
 
@@ -136,11 +136,8 @@ class Decoder:
     groups: tuple[RowGroup, ...]
     unreadable: Unreadable = field(default_factory=lambda: Unreadable(0))
 
-    def decode(self, segments: Sequence[tuple[int, int, int]]) -> Block:
-        """Reads rows into one block.
-
-        Args:
-            segments: Rows as (number of the row group, first row, row after the last one), end to end.
+    def decode(self, segments: Sequence[Segment]) -> Block:
+        """Reads rows, of which there is at least one, into one block.
 
         Raises:
             UserError: More row groups are damaged than may be; or a value is missing, not finite, or an id outside its
@@ -149,16 +146,14 @@ class Decoder:
         """
         layout = RecordLayout.from_schema(self.schema)
         records = np.empty((sum(stop - start for _, start, stop in segments), layout.width), layout.dtype)
-        multi_hot = [feature.name for feature in layout.multi_hot]
-        parts: dict[str, list[Jagged]] = {name: [] for name in (*multi_hot, *layout.dense_sequences)}
+        lists: list[dict[str, Jagged]] = []
         filled = 0
         for index, start, stop in segments:
             rows = self._rows(index, start, stop)
             _fill_records(records[filled : filled + stop - start], rows, layout)
-            for name, column in rows.lists().items():
-                parts[name].append(column)
+            lists.append(rows.lists())
             filled += stop - start
-        return Block(records, {name: Jagged.concatenate(columns) for name, columns in parts.items()})
+        return Block(records, {name: Jagged.concatenate([each[name] for each in lists]) for name in lists[0]})
 
     def _rows(self, index: int, start: int, stop: int) -> GroupRows:
         """Reads rows of one row group, or as many of the next that can be read."""

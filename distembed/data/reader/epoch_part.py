@@ -1,8 +1,17 @@
-"""What one rank reads of one epoch: windows of lanes are decoded, and batches are gathered from them."""
+"""What one rank reads of one epoch: windows of lanes are decoded, and batches are gathered from them.
+
+Threads decode the windows that batches need next, while batches are gathered from those before. The order of rows is
+settled before anything is decoded, so that batches are the same for any number of threads.
+
+Trade-off: with threads, as many windows wait as the rank has lanes, so that it holds two windows a lane in place of
+one. Windows of all lanes end at about the same time, so that fewer would leave batches waiting for most of them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,8 +19,7 @@ from numpy.typing import NDArray
 from distembed.data.reader.assemble import BatchAssembler
 from distembed.data.reader.batch import Batch
 from distembed.data.reader.decode import Block, Decoder
-from distembed.data.reader.decode_ahead import DecodeAhead, windows_in_need_order
-from distembed.data.reader.order import EpochOrder, LanePart, Window, rank_parts
+from distembed.data.reader.order import EpochOrder, Window
 
 # Batches of fewer rows than this are made several at a time.
 _ROWS_AT_ONCE = 4096
@@ -34,11 +42,14 @@ class EpochPart:
         """Yields the batches, in order; windows are decoded ahead in so many threads."""
         needed = windows_in_need_order(self._order, self._epoch, self._rank, self._world_size, self._first_batch)
         most_waiting = max(len({lane for lane, _ in needed}), decode_threads)
-        with DecodeAhead(self._decoder, needed, decode_threads, most_waiting) as self._ahead:
+        with DecodeAhead(self._decoder, needed, decode_threads, most_waiting) as self._decoded:
             batch = self._first_batch
             while batch < self._order.num_batches:
                 count = self._num_at_once(batch)
-                yield from self._make(batch, count)
+                parts = self._order.rank_parts(batch, self._rank, self._world_size)
+                blocks = [self._lane_rows(part.lane, part.start, part.stop, count) for part in parts]
+                sizes = [self._order.batch_rows(index) for index in range(batch, batch + count)]
+                yield from self._assembler.assemble(blocks, sizes)
                 batch += count
 
     def _num_at_once(self, batch: int) -> int:
@@ -48,17 +59,67 @@ class EpochPart:
         rows_each = -(-batch_size // self._world_size)
         return 1 if self._assembler.layout.has_lists else max(1, min(full_batches, _ROWS_AT_ONCE // rows_each))
 
-    def _make(self, batch: int, count: int) -> Iterator[Batch]:
-        rows = [self._lane_rows(part, count) for part in rank_parts(self._order, batch, self._rank, self._world_size)]
-        sizes = [self._order.batch_rows(index) for index in range(batch, batch + count)]
-        return self._assembler.assemble(rows, sizes)
+    def _lane_rows(self, lane: int, start: int, stop: int, count: int) -> Block:
+        """Returns a lane's rows of ``count`` batches, batch by batch; they are ``[start, stop)`` in the first."""
+        if lane not in self._lanes:
+            self._lanes[lane] = _LaneCursor(self._order, self._decoded, self._epoch, lane)
+        batch_starts = self._order.lane_start(lane, 1) * np.arange(count)[:, None]
+        return self._lanes[lane].gather((batch_starts + np.arange(start, stop)).reshape(-1))
 
-    def _lane_rows(self, part: LanePart, count: int) -> Block:
-        """Returns one lane's rows of ``count`` batches, batch by batch."""
-        if part.lane not in self._lanes:
-            self._lanes[part.lane] = _LaneCursor(self._order, self._ahead, self._epoch, part.lane)
-        starts = self._order.lane_start(part.lane, 1) * np.arange(count)[:, None]
-        return self._lanes[part.lane].gather((starts + np.arange(part.start, part.stop)).reshape(-1))
+
+class DecodeAhead(ExitStack):
+    """Decodes windows in the order in which batches need them; used as a context, which ends its threads.
+
+    Args:
+        decoder: Reads row groups.
+        needed: Lanes and windows, in the order in which they are needed.
+        num_threads: Number of threads; 0 decodes each window when it is needed, in the caller's thread.
+        most_waiting: Most windows that are decoded, or being decoded, before they are needed.
+    """
+
+    def __init__(self, decoder: Decoder, needed: list[tuple[int, Window]], num_threads: int, most_waiting: int) -> None:
+        super().__init__()
+        self._decoder, self._needed, self._most_waiting = decoder, iter(needed), most_waiting
+        self._waiting: dict[tuple[int, int], Future[Block]] = {}
+        self._threads = ThreadPoolExecutor(num_threads, "distembed-decode") if num_threads else None
+        if self._threads is not None:
+            self.callback(self._threads.shutdown, cancel_futures=True)
+            self._submit(self._threads)
+
+    def block(self, lane: int, window: Window) -> Block:
+        """Returns the rows of a window, which is asked for once.
+
+        Raises:
+            UserError: A row group is damaged, or a value cannot be used.
+        """
+        decoded = self._waiting.pop((lane, window.number), None)
+        if self._threads is not None:
+            self._submit(self._threads)
+        return self._decoder.decode(window.segments) if decoded is None else decoded.result()
+
+    def _submit(self, threads: ThreadPoolExecutor) -> None:
+        """Starts to decode further windows, as many as may wait."""
+        while len(self._waiting) < self._most_waiting and (need := next(self._needed, None)):
+            lane, window = need
+            self._waiting[lane, window.number] = threads.submit(self._decoder.decode, window.segments)
+
+
+def windows_in_need_order(
+    order: EpochOrder, epoch: int, rank: int, world_size: int, first_batch: int
+) -> list[tuple[int, Window]]:
+    """Returns the lanes and windows that a rank needs from a batch on, in the order in which it needs them.
+
+    The last batch, which may be short, may need another lane's window at its end, which is not among them.
+    """
+    if first_batch >= order.num_batches:
+        return []
+    found = []
+    for part in order.rank_parts(first_batch, rank, world_size):
+        rows_a_batch = max(order.lane_start(part.lane, 1), 1)
+        for window in order.lane_windows(epoch, part.lane):
+            if window.stop > part.start:
+                found.append(((window.start - part.start) // rows_a_batch, part.lane, window))
+    return [(lane, window) for _, lane, window in sorted(found)]
 
 
 class _LaneCursor:
@@ -67,7 +128,7 @@ class _LaneCursor:
     def __init__(self, order: EpochOrder, decoded: DecodeAhead, epoch: int, lane: int) -> None:
         self._order, self._decoded, self._epoch, self._lane = order, decoded, epoch, lane
         self._windows = iter(order.lane_windows(epoch, lane))
-        self._window = Window(-1, 0, ())
+        self._window = Window(-1, 0, 0, ())
         self._block: Block | None = None
         self._permutation: NDArray[np.int64] | None = None
 
@@ -76,18 +137,18 @@ class _LaneCursor:
         gathered = []
         while len(positions):
             block = self._reach(int(positions[0]))
-            here = int(np.searchsorted(positions, self._window.start + self._window.num_rows))
+            here = int(np.searchsorted(positions, self._window.stop))
             rows = positions[:here] - self._window.start
             gathered.append(block.gather(rows if self._permutation is None else self._permutation[rows]))
             positions = positions[here:]
         return gathered[0] if len(gathered) == 1 else Block.concatenate(gathered)
 
     def _reach(self, position: int) -> Block:
-        """Decodes windows until the one that holds a row, and returns its block."""
-        while self._block is None or position >= self._window.start + self._window.num_rows:
+        """Returns the block of the window that holds a row, which it decodes; it skips the windows before."""
+        while self._block is None or position >= self._window.stop:
             self._block = None  # before the next is decoded, so that two are not held
             self._window = next(self._windows)
-            if position < self._window.start + self._window.num_rows:
+            if position < self._window.stop:
                 self._block = self._decoded.block(self._lane, self._window)
                 self._permutation = self._order.window_permutation(self._epoch, self._lane, self._window)
         return self._block

@@ -62,29 +62,28 @@ class GroupRows:
         Raises:
             UserError: A value is infinite, is missing where it must not be, or is no label or weight.
         """
-        is_label = name == self._schema.label
-        values = self._finite(self._column(name), name, self._schema.missing_dense and name in self._schema.dense)
-        if name == self._schema.weight and (values < 0).any():
-            row = int(np.argmax(values < 0))
-            raise UserError(f"{self._where(name)}: row {self._start + row} is {values[row]}; a weight is 0 or more")
-        wrong = (values != 0) & (values != 1)
-        if is_label and self._schema.label_kind == "binary" and wrong.any():
-            row = int(np.argmax(wrong))
-            raise UserError(
-                f"{self._where(name)}: row {self._start + row} is {values[row]}; a label is 0 or 1, unless the "
-                "manifest's schema has label_kind 'number'"
-            )
+        schema = self._schema
+        values = self._finite(self._column(name), name, schema.missing_dense and name in schema.dense)
+        if name == schema.weight:
+            self._refuse(name, values, values < 0, "a weight is 0 or more")
+        if name == schema.label and schema.label_kind == "binary":
+            law = "a label is 0 or 1, unless the manifest's schema has label_kind 'number'"
+            self._refuse(name, values, (values != 0) & (values != 1), law)
         return values
 
     def lists(self) -> dict[str, Jagged]:
         """Returns the columns of lists by their names: the ids of multi-hot features, then the lists of numbers.
 
         Raises:
-            UserError: A value is as :meth:`ids` and :meth:`numbers` refuse it, or a row has lists of other lengths
-                beside a list of numbers.
+            UserError: A value is as :meth:`ids` and :meth:`numbers` refuse it, or a list of numbers has another length
+                than the row's other lists.
         """
         columns = {feature.name: self._id_lists(feature) for feature in self._schema.categorical if feature.multi_hot}
-        columns |= {name: self._number_lists(name) for name in self._schema.dense_sequences}
+        for name in self._schema.dense_sequences:
+            column = self._column(name)
+            lengths = _list_lengths(column)
+            numbers = self._finite(column.flatten(), name, self._schema.missing_dense, lengths)
+            columns[name] = Jagged.from_lengths(numbers, lengths)
         for name in self._schema.dense_sequences:
             self._check_aligned(name, columns)
         return columns
@@ -98,12 +97,6 @@ class GroupRows:
         self._check_ids(values, feature)
         return Jagged.from_lengths(values.astype(np.int64), _list_lengths(column))
 
-    def _number_lists(self, name: str) -> Jagged:
-        column = self._column(name)
-        lengths = _list_lengths(column)
-        values = self._finite(column.flatten(), name, self._schema.missing_dense, lengths)
-        return Jagged.from_lengths(values, lengths)
-
     def _finite(
         self, column: pa.Array, name: str, may_miss: bool, lengths: NDArray[np.int64] | None = None
     ) -> NDArray[np.float32]:
@@ -116,15 +109,25 @@ class GroupRows:
         with np.errstate(over="ignore"):  # what is beyond float32 is infinite, and refused
             values: NDArray[np.float32] = column.to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
         wrong = np.isinf(values) if may_miss else ~np.isfinite(values)
-        if wrong.any():
-            place = int(np.argmax(wrong))
-            row = place if lengths is None else int(np.searchsorted(np.cumsum(lengths), place, side="right"))
-            suffix = f"; {remedy}" if np.isnan(values[place]) else ""
-            raise UserError(
-                f"{self._where(name)}: row {self._start + row} is {values[place]}; every value must be a finite "
-                f"number{suffix}"
-            )
+        self._refuse(name, values, wrong, "every value must be a finite number", remedy, lengths)
         return values
+
+    def _refuse(
+        self,
+        name: str,
+        values: NDArray[np.float32],
+        wrong: NDArray[np.bool_],
+        law: str,
+        missing_remedy: str = "",
+        lengths: NDArray[np.int64] | None = None,
+    ) -> None:
+        """Refuses the first value that is wrong; ``lengths`` says how many values each row has, if not one."""
+        if not wrong.any():
+            return
+        place = int(np.argmax(wrong))
+        row = place if lengths is None else int(np.searchsorted(np.cumsum(lengths), place, side="right"))
+        suffix = f"; {missing_remedy}" if np.isnan(values[place]) else ""
+        raise UserError(f"{self._where(name)}: row {self._start + row} is {values[place]}; {law}{suffix}")
 
     def _check_aligned(self, name: str, columns: Mapping[str, Jagged]) -> None:
         """Refuses a row of a column of numbers that has more or fewer values than another list of the row."""

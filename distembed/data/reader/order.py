@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,44 +67,29 @@ def require_at_least(name: str, value: int, least: int) -> None:
         raise UserError(f"{name} is {value}: it must be {least} or more")
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Rows ``[start, stop)`` of one row group.
-
-    Attributes:
-        group: Number of the row group.
-        start: First row.
-        stop: Row after the last one.
-    """
+class Segment(NamedTuple):
+    """Rows ``[start, stop)`` of one row group."""
 
     group: int
     start: int
     stop: int
 
-    @property
-    def num_rows(self) -> int:
-        """Number of rows."""
-        return self.stop - self.start
 
+class LanePart(NamedTuple):
+    """Rows ``[start, stop)`` of one lane, which one rank takes of one batch."""
 
-@dataclass(frozen=True)
-class Window:
-    """Segments that are decoded and shuffled together: rows ``[start, start + num_rows)`` of their lane.
-
-    Attributes:
-        index: Number of the window in its lane.
-        start: First row.
-        segments: Parts of row groups that the window is made of.
-    """
-
-    index: int
+    lane: int
     start: int
-    segments: tuple[Segment, ...]
+    stop: int
 
-    @property
-    def num_rows(self) -> int:
-        """Number of rows."""
-        return sum(segment.num_rows for segment in self.segments)
+
+class Window(NamedTuple):
+    """Segments that are decoded and shuffled together: rows ``[start, stop)`` of their lane, its window ``number``."""
+
+    number: int
+    start: int
+    stop: int
+    segments: tuple[Segment, ...]
 
 
 @dataclass(frozen=True)
@@ -154,60 +140,51 @@ class EpochOrder:
         """Returns the number of rows of this lane in an epoch: the sum of its slots over the batches."""
         full, rest = divmod(self.num_rows, self.batches.batch_size)
         last = 0 if self.batches.drop_last else _slot_rows(lane, self.num_lanes, rest)
-        return full * _slot_rows(lane, self.num_lanes, self.batches.batch_size) + last
+        return self.lane_start(lane, full) + last
 
     def lane_start(self, lane: int, batch: int) -> int:
-        """Returns the row of its lane where a batch's slot begins."""
-        # only the last batch can be short, so no sum over the batches is needed
+        """Returns the row of its lane where a batch's slot begins; only the last batch can be short."""
         return batch * _slot_rows(lane, self.num_lanes, self.batches.batch_size)
 
     def lane_windows(self, epoch: int, lane: int) -> list[Window]:
-        """Returns what this lane decodes in this epoch, in order."""
+        """Returns the windows of this lane in this epoch: of at least WINDOW_ROWS rows each, but for the last."""
         first = 0 if self.rows is None else self.rows.start
-        start = first + sum(self.lane_rows(earlier) for earlier in range(lane))
-        segments = _cut(self._group_order(epoch), self.group_rows, start, start + self.lane_rows(lane))
-        return _windows(segments)
+        lane_start = first + sum(self.lane_rows(earlier) for earlier in range(lane))
+        windows: list[Window] = []
+        waiting: list[Segment] = []
+        start = stop = 0
+        for segment in _cut(self._group_order(epoch), self.group_rows, lane_start, lane_start + self.lane_rows(lane)):
+            waiting.append(segment)
+            stop += segment.stop - segment.start
+            if stop - start >= WINDOW_ROWS:
+                windows.append(Window(len(windows), start, stop, tuple(waiting)))
+                waiting, start = [], stop
+        return windows + ([Window(len(windows), start, stop, tuple(waiting))] if waiting else [])
 
     def window_permutation(self, epoch: int, lane: int, window: Window) -> NDArray[np.int64] | None:
         """Returns the order of the rows within a window, None where they stay as they are."""
         if not self.batches.shuffle:
             return None
-        generator = np.random.default_rng([self.batches.seed, epoch, _WINDOW_ORDER, lane, window.index])
-        return generator.permutation(window.num_rows)
+        generator = np.random.default_rng([self.batches.seed, epoch, _WINDOW_ORDER, lane, window.number])
+        return generator.permutation(window.stop - window.start)
+
+    def rank_parts(self, batch: int, rank: int, world_size: int) -> list[LanePart]:
+        """Returns what this rank takes of this batch, lane by lane; nothing where there are more ranks than rows."""
+        rows, num_lanes = self.batch_rows(batch), self.num_lanes
+        first, last = rank * rows // world_size, (rank + 1) * rows // world_size
+        parts = []
+        for lane in range(num_lanes):
+            slot = lane * rows // num_lanes
+            low, high = max(first, slot), min(last, slot + _slot_rows(lane, num_lanes, rows))
+            if low < high:
+                start = self.lane_start(lane, batch) - slot
+                parts.append(LanePart(lane, start + low, start + high))
+        return parts
 
     def _group_order(self, epoch: int) -> NDArray[np.int64]:
         if not self.batches.shuffle:
             return np.arange(len(self.group_rows))
         return np.random.default_rng([self.batches.seed, epoch, _GROUP_ORDER]).permutation(len(self.group_rows))
-
-
-@dataclass(frozen=True)
-class LanePart:
-    """The rows of one lane that one rank takes of one batch.
-
-    Attributes:
-        lane: Number of the lane.
-        start: First row, counted in the lane.
-        stop: Row after the last one.
-    """
-
-    lane: int
-    start: int
-    stop: int
-
-
-def rank_parts(order: EpochOrder, batch: int, rank: int, world_size: int) -> list[LanePart]:
-    """Returns what this rank takes of this batch, lane by lane; nothing where there are more ranks than rows."""
-    rows, num_lanes = order.batch_rows(batch), order.num_lanes
-    first, last = rank * rows // world_size, (rank + 1) * rows // world_size
-    parts = []
-    for lane in range(num_lanes):
-        slot = lane * rows // num_lanes
-        low, high = max(first, slot), min(last, slot + _slot_rows(lane, num_lanes, rows))
-        if low < high:
-            start = order.lane_start(lane, batch) - slot
-            parts.append(LanePart(lane, start + low, start + high))
-    return parts
 
 
 def _slot_rows(lane: int, num_lanes: int, rows: int) -> int:
@@ -224,19 +201,3 @@ def _cut(groups: NDArray[np.int64], group_rows: Sequence[int], start: int, stop:
             segments.append(Segment(group, low, high))
         position += group_rows[group]
     return segments
-
-
-def _windows(segments: Sequence[Segment]) -> list[Window]:
-    """Returns the segments in windows of at least WINDOW_ROWS rows, but for the last; no segment is divided."""
-    windows: list[Window] = []
-    waiting: list[Segment] = []
-    start = 0
-    for segment in segments:
-        waiting.append(segment)
-        rows = sum(part.num_rows for part in waiting)
-        if rows >= WINDOW_ROWS:
-            windows.append(Window(len(windows), start, tuple(waiting)))
-            waiting, start = [], start + rows
-    if waiting:
-        windows.append(Window(len(windows), start, tuple(waiting)))
-    return windows

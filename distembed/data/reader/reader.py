@@ -67,8 +67,10 @@ class BatchReader:
         decoding: Decoding | None = None,
         rows: range | None = None,
     ) -> None:
-        _check_settings(rank, world_size)
+        require_at_least("world_size", world_size, 1)
         require_at_least("prefetch_batches", prefetch_batches, 0)
+        if not 0 <= rank < world_size:
+            raise UserError(f"rank is {rank}: it must be in [0, {world_size}), the number of ranks")
         decoding = decoding or Decoding()
         folder = dataset_folder(dataset_dir)
         manifest = Manifest.load(folder)
@@ -76,9 +78,7 @@ class BatchReader:
         groups = list_row_groups(folder, manifest, split)
         self._order = EpochOrder(tuple(group.num_rows for group in groups), order, rows)
         self._decoder = Decoder(manifest.schema, groups, Unreadable(decoding.skip_unreadable))
-        self._rank, self._world_size = rank, world_size
-        self._prefetch_batches, self._decode_threads = prefetch_batches, decoding.threads
-        self._pins = decoding.pins
+        self._ranks, self._prefetch_batches, self._decoding = (rank, world_size), prefetch_batches, decoding
         self._identity = {
             "dataset": hashlib.sha256((folder / MANIFEST_NAME).read_bytes()).hexdigest()[:16],
             "split": split,
@@ -112,7 +112,7 @@ class BatchReader:
     @property
     def unreadable(self) -> dict[str, str]:
         """What is wrong with each row group that this rank could not read, by its name."""
-        return self._decoder.unreadable.found
+        return dict(self._decoder.unreadable.found)
 
     def __iter__(self) -> Iterator[Batch]:
         """Yields the rest of the current epoch; an earlier iteration that is still under way ends."""
@@ -136,9 +136,8 @@ class BatchReader:
                 self.close()
 
     def _start(self) -> Iterator[Batch]:
-        ranks, start = (self._rank, self._world_size), (self._epoch, self._batch)
-        part = EpochPart(self._order, self._decoder, ranks, start)
-        make_batches = partial(_make_batches, part, self._decode_threads, self._pins)
+        part = EpochPart(self._order, self._decoder, self._ranks, (self._epoch, self._batch))
+        make_batches = partial(_make_batches, part, self._decoding)
         if not self._prefetch_batches:
             return make_batches()
         self._prefetcher = Prefetcher(make_batches, self._prefetch_batches)
@@ -192,13 +191,7 @@ class BatchReader:
             prefetcher.close()
 
 
-def _make_batches(part: EpochPart, decode_threads: int, pins: bool) -> Iterator[Batch]:
+def _make_batches(part: EpochPart, decoding: Decoding) -> Iterator[Batch]:
     """Yields a part's batches; they are pinned where they are made, which may be in a thread."""
-    for batch in part.batches(decode_threads):
-        yield batch.pin_memory() if pins else batch
-
-
-def _check_settings(rank: int, world_size: int) -> None:
-    require_at_least("world_size", world_size, 1)
-    if not 0 <= rank < world_size:
-        raise UserError(f"rank is {rank}: it must be in [0, {world_size}), the number of ranks")
+    for batch in part.batches(decoding.threads):
+        yield batch.pin_memory() if decoding.pins else batch

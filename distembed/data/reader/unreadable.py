@@ -20,11 +20,14 @@ class Unreadable:
 
     Args:
         most: Most of them that are allowed.
+
+    Attributes:
+        found: What is wrong with each row group that could not be read, by its name.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._found: dict[str, str] = {}
+        self.found: dict[str, str] = {}
         self._lock = threading.Lock()
 
     def allow(self, group: str, error: UserError | RunError) -> None:
@@ -35,18 +38,12 @@ class Unreadable:
             RunError: The error itself, where none is allowed.
         """
         with self._lock:
-            self._found.setdefault(group, str(error))
-            num_found = len(self._found)
+            self.found.setdefault(group, str(error))
+            num_found = len(self.found)
         if not self._most:
             raise error
         if num_found > self._most:
             raise UserError(too_many_unreadable(num_found, self._most, str(error))) from error
-
-    @property
-    def found(self) -> dict[str, str]:
-        """What is wrong with each row group that could not be read, by its name."""
-        with self._lock:
-            return dict(self._found)
 
 
 def too_many_unreadable(num_found: int, most: int, error: str) -> str:
