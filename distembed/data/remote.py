@@ -1,11 +1,11 @@
 """Files at URLs: object stores and web servers, read and written with retries, by fsspec.
 
-What fails for a while is tried again after 0.5, 1, 2 and 4 seconds; what was read of a file is not read again, but for
-servers that cannot begin in the middle of one. What cannot succeed, such as a name that is not there, fails at once.
-Packages for protocols are fsspec's own: ``s3fs`` for ``s3://``, ``gcsfs`` for ``gs://``, ``aiohttp`` for ``https://``.
+What fails for a while is retried after 0.5, 1, 2 and 4 seconds; a file that breaks while it is read is resumed where it
+broke. What cannot succeed, such as a name that is not there, fails at once. Packages for protocols are fsspec's own:
+``s3fs`` for ``s3://``, ``gcsfs`` for ``gs://``, ``aiohttp`` for ``https://``.
 
-Beneath, clients of object stores try again by themselves; this takes over where they give up, or know nothing of it,
-as when a connection breaks within an answer.
+Every function that asks a server raises a :class:`UserError` where the file is not there or may not be read or written,
+and a :class:`TemporaryFailure` where five tries failed.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from __future__ import annotations
 import io
 import os
 import shutil
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
+
+from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential
 
 from distembed.errors import RunError, TemporaryFailure, UserError, one_line
 from distembed.files import whole_file
@@ -80,19 +82,13 @@ def file_system(
 
 
 def join_url(url: str, name: str) -> str:
-    """Returns the URL of what has this name, which may have slashes, within the folder of a URL."""
+    """Returns the URL of a name, which may have slashes, within the folder of a URL."""
     return f"{url.rstrip('/')}/{name}"
 
 
 def find_remote(url: str) -> RemoteFile:
-    """Returns what is known of one file.
-
-    Raises:
-        UserError: There is no such file.
-        TemporaryFailure: The server does not answer.
-    """
-    files, path = file_system(url)
-    return _remote_file(url, retried(url, "be found", lambda: _info(files, path)))
+    """Returns what is known of one file."""
+    return _retried(url, "be found", partial(_find, *file_system(url), url))
 
 
 def list_remote(url: str) -> list[RemoteFile]:
@@ -102,60 +98,34 @@ def list_remote(url: str) -> list[RemoteFile]:
 
     Args:
         url: URL of a file or folder, or with ``*`` and ``[...]`` in it.
-
-    Raises:
-        UserError: There is nothing there.
-        TemporaryFailure: The server does not answer.
     """
-    files, path = file_system(url)
-    return retried(url, "be listed", lambda: _list(files, path, url))
+    return _retried(url, "be listed", partial(_list, *file_system(url), url))
 
 
 def walk_remote(url: str) -> list[RemoteFile]:
-    """Returns all files in a folder and in its folders, by name; none where there is no such folder.
-
-    Raises:
-        UserError: The folder may not be read.
-        TemporaryFailure: The server does not answer.
-    """
+    """Returns all files in a folder and in its folders, by name; none where there is no such folder."""
     files, path = file_system(url)
 
-    def walk() -> list[dict[str, Any]]:
+    def walk() -> list[RemoteFile]:
         files.invalidate_cache()
-        return list(files.find(path, detail=True).values())
+        return _described(files, files.find(path, detail=True).values())
 
-    found = retried(url, "be listed", walk)
-    return sorted((_described(files, entry) for entry in found), key=lambda file: file.url)
+    return _retried(url, "be listed", walk)
 
 
 def open_remote(url: str) -> io.BufferedReader:
-    """Opens a file for reading from anywhere; what breaks while it is read is resumed at the byte where it broke.
-
-    Raises:
-        UserError: There is no such file.
-        TemporaryFailure: The server does not answer.
-    """
+    """Opens a file for reading from anywhere; what breaks while it is read is resumed at the byte where it broke."""
     return io.BufferedReader(_ResumingReader(url), _COPY_BYTES)
 
 
 def read_remote(url: str) -> bytes:
-    """Returns the bytes of a small file.
-
-    Raises:
-        UserError: There is no such file.
-        TemporaryFailure: The server does not answer.
-    """
+    """Returns the bytes of a small file."""
     with open_remote(url) as file:
         return file.read()
 
 
 def read_range(url: str, start: int, stop: int) -> bytes:
-    """Returns the bytes ``[start, stop)`` of a file, in one request.
-
-    Raises:
-        UserError: There is no such file.
-        RunError: The server does not answer, or the file ends before.
-    """
+    """Returns the bytes ``[start, stop)`` of a file, in one request."""
     files, path = file_system(url)
 
     def read() -> bytes:
@@ -164,15 +134,13 @@ def read_range(url: str, start: int, stop: int) -> bytes:
             raise OSError(f"{len(data):,} bytes came where {stop - start:,} were asked for")
         return data
 
-    return retried(url, "be read", read)
+    return _retried(url, "be read", read)
 
 
 def fetch(url: str, path: Path) -> None:
     """Copies a remote file to a local one, which appears whole or not at all.
 
     Raises:
-        UserError: There is no such file.
-        TemporaryFailure: The server does not answer.
         RunError: The local file cannot be written.
     """
     with open_remote(url) as source, whole_file(path) as temporary, open(temporary, "wb") as target:
@@ -180,89 +148,73 @@ def fetch(url: str, path: Path) -> None:
 
 
 def upload(path: Path, url: str) -> None:
-    """Copies a local file to a URL, and makes sure that as many bytes have arrived.
-
-    Raises:
-        UserError: The URL may not be written.
-        TemporaryFailure: The server does not answer.
-    """
+    """Copies a local file to a URL, and makes sure that as many bytes have arrived."""
     files, target = file_system(url)
 
     def put() -> None:
         files.makedirs(target.rpartition("/")[0], exist_ok=True)
         files.put_file(str(path), target)
 
-    retried(url, "be written", put)
+    _retried(url, "be written", put)
     arrived, sent = find_remote(url).num_bytes, path.stat().st_size
     if arrived != sent:
         raise RunError(f"{url} has {arrived} bytes where {sent} were sent; begin the same command again.")
 
 
 def remove_remote(url: str) -> None:
-    """Removes a file, if it is there.
-
-    Raises:
-        UserError: It may not be removed.
-        TemporaryFailure: The server does not answer.
-    """
+    """Removes a file, if it is there."""
     files, path = file_system(url)
 
     def remove() -> None:
         with suppress(FileNotFoundError):  # perhaps a try before this one has removed it
             files.rm_file(path)
 
-    retried(url, "be removed", remove)
+    _retried(url, "be removed", remove)
 
 
-def retried(url: str, action: str, do: Callable[[], T]) -> T:
-    """Returns what a function returns, which is called up to five times, with growing pauses, while it fails.
-
-    Args:
-        url: What it reads or writes, for errors.
-        action: What it does, in words that follow "cannot", for errors.
-        do: The function, which may be called again after it failed.
-
-    Raises:
-        UserError: It failed in a way that no further call would mend.
-        TemporaryFailure: It failed each time.
-    """
-    for attempt in range(1, TRIES + 1):
-        try:
-            return do()
-        except UserError:
-            raise
-        except Exception as raised:
-            error = _beneath(url, raised)
-            if _is_permanent(error):
-                raise UserError(f"{url} cannot {action}: {_reason(error)}.") from error
-            if attempt == TRIES:
-                raise TemporaryFailure(
-                    f"{url} cannot {action}: {TRIES} tries failed, the last with {one_line(error)}; see whether the "
-                    "server can be reached, and begin the same command again."
-                ) from error
-            time.sleep(FIRST_WAIT_SECONDS * 2 ** (attempt - 1))
-    raise AssertionError("the last try returns or raises")
+def _retried(url: str, action: str, do: Callable[[], T]) -> T:
+    """Returns what a function returns, which is called up to five times, with growing pauses, while it fails."""
+    retrying = Retrying(
+        stop=stop_after_attempt(TRIES),
+        wait=wait_exponential(FIRST_WAIT_SECONDS),
+        retry=retry_if_exception(lambda raised: not _is_permanent(_cause(url, raised))),
+        reraise=True,
+    )
+    try:
+        return retrying(do)
+    except UserError:
+        raise
+    except Exception as raised:
+        error = _cause(url, raised)
+        if _is_permanent(error):
+            is_missing = isinstance(error, FileNotFoundError) or getattr(error, "status", None) == _NOT_FOUND
+            reason = "it does not exist" if is_missing else one_line(error)
+            raise UserError(f"{url} cannot {action}: {reason}.") from error
+        raise TemporaryFailure(
+            f"{url} cannot {action}: {TRIES} tries failed, the last with {one_line(error)}; see whether the server can "
+            "be reached, and begin the same command again."
+        ) from error
 
 
 class _ResumingReader(io.RawIOBase):
-    """Reads a remote file without a buffer, and opens it anew where it broke."""
+    """Reads a remote file without a buffer, and opens it anew where it broke, if it is still the same file."""
 
     def __init__(self, url: str) -> None:
         super().__init__()
-        self._url = url
-        self._files, self._path = file_system(url)
-        self._position = 0
-        self._opened: Any = None
-        self._is_broken = False
+        self._url, self._position = url, 0
         self._found = find_remote(url)
+        self._opened: Any = None
 
     def _open(self) -> Any:
         """Opens the file where reading stopped."""
-        opened = self._files.open(self._path, "rb", block_size=_BLOCK_BYTES)
-        left = self._position
-        if left and opened.seekable():
-            opened.seek(left)
+        files, path = file_system(self._url)
+        if _find(files, path, self._url) != self._found:
+            raise UserError(f"{self._url} was changed while it was read; begin the same command again.")
+        opened = files.open(path, "rb", block_size=_BLOCK_BYTES)
+        if opened.seekable():
+            opened.seek(self._position)
             return opened
+        left = self._position
         while left and (skipped := opened.read(min(left, _COPY_BYTES))):
             left -= len(skipped)
         return opened
@@ -277,67 +229,41 @@ class _ResumingReader(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        if not self.seekable():
+        if self._found.num_bytes is None:
             raise io.UnsupportedOperation(f"{self._url} has no known size")
-        from_where = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._found.num_bytes or 0}[whence]
-        if from_where + offset != self._position:
-            self._position = from_where + offset
-            if self._opened is not None and self._opened.seekable():
-                self._opened.seek(self._position)
+        position = offset + (0, self._position, self._found.num_bytes)[whence]
+        if self._opened is not None and position != self._position:
+            if self._opened.seekable():
+                self._opened.seek(position)
             else:
-                self._close()
-        return self._position
+                self._opened = None
+        self._position = position
+        return position
 
     def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer)
-        data = retried(self._url, "be read", lambda: self._read(len(view)))
-        view[: len(data)] = data
+        data = _retried(self._url, "be read", partial(self._read, len(buffer)))
+        buffer[: len(data)] = data
         self._position += len(data)
         return len(data)
 
     def _read(self, size: int) -> bytes:
-        """Reads on, from a file that is opened anew where the last try broke."""
         total = self._found.num_bytes
         if total is not None and self._position >= total:
             return b""
         try:
-            if self._opened is None:
-                if self._is_broken:
-                    self._require_same()
-                self._opened = self._open()
+            self._opened = self._opened or self._open()
             data = bytes(self._opened.read(size))
             if not data and total is not None:
                 raise OSError(f"it ended after {self._position:,} bytes of {total:,}")
         except Exception:
-            self._is_broken = True
-            self._close()
+            self._opened = None
             raise
         return data
 
-    def _require_same(self) -> None:
-        """Makes sure that the file is still the one that was opened first.
 
-        Raises:
-            UserError: It was replaced meanwhile.
-        """
-        found = _remote_file(self._url, _info(self._files, self._path))
-        if found != self._found:
-            raise UserError(f"{self._url} was changed while it was read; begin the same command again.")
-
-    def _close(self) -> None:
-        opened, self._opened = self._opened, None
-        if opened is not None:
-            with suppress(Exception):  # of a broken connection
-                opened.close()
-
-    def close(self) -> None:
-        self._close()
-        super().close()
-
-
-def _info(files: Any, path: str) -> dict[str, Any]:
+def _find(files: Any, path: str, url: str) -> RemoteFile:
     files.invalidate_cache()
-    return dict(files.info(path))
+    return _remote_file(url, files.info(path))
 
 
 def _remote_file(url: str, info: dict[str, Any]) -> RemoteFile:
@@ -347,45 +273,36 @@ def _remote_file(url: str, info: dict[str, Any]) -> RemoteFile:
     return RemoteFile(url, info.get("size"), version)
 
 
-def _described(files: Any, entry: dict[str, Any]) -> RemoteFile:
-    """Returns what a listing says of a file."""
-    return _remote_file(str(files.unstrip_protocol(entry["name"])), entry)
+def _described(files: Any, entries: Iterable[dict[str, Any]]) -> list[RemoteFile]:
+    """Returns what a listing says of its files, by name."""
+    found = (_remote_file(str(files.unstrip_protocol(entry["name"])), entry) for entry in entries)
+    return sorted(found, key=lambda file: file.url)
 
 
 def _list(files: Any, path: str, url: str) -> list[RemoteFile]:
     files.invalidate_cache()
     if "*" in path or "[" in path:
-        found = list(files.glob(path, detail=True).values())
-        nothing = "matches no file"
-    elif (info := _info(files, path)).get("type") != "directory":
-        return [_remote_file(url, info)]
+        entries, nothing = files.glob(path, detail=True).values(), "matches no file"
+    elif files.info(path).get("type") != "directory":
+        return [_find(files, path, url)]
     else:
-        found = [entry for entry in files.ls(path, detail=True) if not _name(entry).startswith((".", "_"))]
-        nothing = "is a folder without files"
-    remote = [_described(files, entry) for entry in found if entry["type"] == "file"]
-    if not remote:
+        entries, nothing = files.ls(path, detail=True), "is a folder without files"
+        entries = [entry for entry in entries if not PurePosixPath(entry["name"]).name.startswith((".", "_"))]
+    found = _described(files, [entry for entry in entries if entry["type"] == "file"])
+    if not found:
         raise UserError(f"{url} {nothing}; name what is there.")
-    return sorted(remote, key=lambda file: file.url)
+    return found
 
 
-def _name(entry: dict[str, Any]) -> str:
-    return str(entry["name"]).rstrip("/").rpartition("/")[2]
-
-
-def _is_permanent(error: Exception) -> bool:
+def _is_permanent(error: BaseException) -> bool:
     """Returns whether the same call would fail again: a file that is not there, an answer that denies it."""
     status = getattr(error, "status", None)
     if isinstance(status, int) and 400 <= status < 500:
         return status not in _TRANSIENT_STATUS
-    return isinstance(error, _PERMANENT) or "Credential" in type(error).__name__
+    return isinstance(error, _PERMANENT) or not isinstance(error, Exception) or "Credential" in type(error).__name__
 
 
-def _beneath(url: str, error: Exception) -> Exception:
+def _cause(url: str, error: BaseException) -> BaseException:
     """Returns why a server did not answer, where fsspec says of any failure that there is no such file."""
     is_any_failure = isinstance(error, FileNotFoundError) and url.startswith(("http://", "https://"))
     return error.__cause__ if is_any_failure and isinstance(error.__cause__, Exception) else error
-
-
-def _reason(error: Exception) -> str:
-    is_missing = isinstance(error, FileNotFoundError) or getattr(error, "status", None) == _NOT_FOUND
-    return "it does not exist" if is_missing else one_line(error)

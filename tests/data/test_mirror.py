@@ -137,6 +137,6 @@ def test_a_config_knows_a_url_by_its_cache(tmp_path: Path) -> None:
         local = Path(config.require_path())
         assert local.parent == tmp_path / "own"
         found = mirror_of(local)
-        assert found is not None and (found.url, found.cache._most_bytes) == (URL, 12345)
+        assert found is not None and (found.url, found.cache.most_bytes) == (URL, 12345)
         assert Manifest.load(local) == Manifest.load(folder)
     assert mirror_of(folder) is None and DataConfig(path=str(folder)).require_path() == str(folder)

@@ -16,24 +16,21 @@ Everything is held against the checksums of the manifest, whether it comes from 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 from distembed.checksums import checksum_of
-from distembed.data.dataset.piece_cache import PieceCache
+from distembed.data.dataset.piece_cache import PieceCache, locked
 from distembed.data.remote import fetch, find_remote, is_url, join_url, read_range, read_remote
 from distembed.errors import RunError, UserError
 from distembed.files import read_json, whole_file, write_text
 
 MIRROR_FILE = "mirror.json"
 DEFAULT_CACHE_BYTES = 100 << 30
-_MANIFEST = "manifest.json"
+_MANIFEST, _LOCK = "manifest.json", ".lock"
 
 
 @dataclass(frozen=True)
@@ -69,34 +66,17 @@ class RemotePieces:
     cache: PieceCache
 
     def read(self, start: int, stop: int, checksum: str) -> bytes | None:
-        """Returns the bytes ``[start, stop)`` of the file; None where they have another checksum.
+        """Returns the bytes ``[start, stop)`` of the file, from the cache if it has them; None for another checksum.
 
         Raises:
             UserError: There is no such file.
             RunError: The server does not answer.
         """
-        data = self._cached(checksum)
-        if data is not None:
-            return data
-        with self.cache.fetching(checksum):
-            data = self._cached(checksum)  # where another process has fetched it meanwhile
-            if data is None:
-                data = self.read_uncached(start, stop, checksum)
-                if data is not None:
-                    self.cache.write(checksum, data)
-        return data
-
-    def _cached(self, checksum: str) -> bytes | None:
-        """Returns the bytes from the cache; None where it has not got them, or has them damaged."""
-        data = self.cache.read(checksum)
-        if data is None or checksum_of(data) == checksum:
-            return data
-        self.cache.remove(checksum)
-        return None
+        return self.cache.get(checksum, partial(self.read_uncached, start, stop, checksum))
 
     def read_uncached(self, start: int, stop: int, checksum: str) -> bytes | None:
-        """Returns the same as it is at the URL now."""
-        for _ in range(2):  # what was damaged on its way is whole the second time
+        """Returns the bytes that are at the URL now."""
+        for _ in range(2):  # bytes that were damaged on their way are whole the second time
             data = read_range(self.url, start, stop)
             if checksum_of(data) == checksum:
                 return data
@@ -132,7 +112,7 @@ class Mirror:
             UserError: The dataset lacks it.
             RunError: It cannot be fetched or written.
         """
-        with _locked(self.folder):
+        with locked(self.folder / _LOCK):
             if again or not (self.folder / file).exists():
                 fetch(join_url(self.url, file), self.folder / file)
 
@@ -163,7 +143,7 @@ def _mirror_folder(url: str, cache: CacheSettings) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunError(f"data.cache_dir: {folder} cannot be made ({error}); give another folder.") from error
-    with _locked(folder):
+    with locked(folder / _LOCK):
         with whole_file(folder / _MANIFEST) as temporary:
             Path(temporary).write_bytes(manifest)
         where = {"url": url, "cache": str(cache.path / "pieces"), "cache_bytes": cache.most_bytes}
@@ -191,14 +171,3 @@ def is_remote_dataset(url: str) -> bool:
     except UserError:
         return False
     return True
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Keeps other processes out of the same block for this folder, where its file system has locks."""
-    with (folder / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:
-            pass  # files are written whole: two processes fetch the same one, to no harm
-        yield

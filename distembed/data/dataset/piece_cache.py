@@ -2,16 +2,15 @@
 
 ::
 
-    FOLDER/size            what the pieces take, in decimal digits; locked while it is changed
-    FOLDER/3f/a1...        a piece, whole: it was written under another name
-    FOLDER/fetch-3f        empty; locked by whoever fetches a piece of that folder
-    FOLDER/new-...         a piece that is being written, of its final size, locked by its writer
+    FOLDER/size            bytes of all pieces, in decimal digits; locked while pieces are changed
+    FOLDER/3f/a1...        a piece, whole: it was written as FOLDER/new
+    FOLDER/fetch-3f        empty; locked by the process that fetches a piece of that folder
 
-A piece counts from before it is written, so that the limit holds at every moment. Whoever reads a piece that is removed
-meanwhile reads on, as files on POSIX systems do. What a killed process has left is removed when room is made.
+A piece counts before it is written, so that the limit holds at every moment; a process that is killed meanwhile leaves
+a count that is too large, until room is made.
 
-Trade-off: room is made by a look at all pieces, for a tenth of the limit at a time; there is no list of them, which a
-kill might leave wrong.
+Trade-off: one process at a time writes, at the speed of memory, and room is made by a look at all pieces, for a tenth
+of the limit at a time; there is no list of them, which a kill might leave wrong.
 """
 
 from __future__ import annotations
@@ -20,22 +19,23 @@ import fcntl
 import hashlib
 import os
 import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+from distembed.checksums import checksum_of
 from distembed.errors import RunError
 
 _SPARE_BYTES = 1 << 30
 """Room on the disk that is left to others."""
-_NEW = "new-"
 
 
+@dataclass(frozen=True)
 class PieceCache:
-    """Keeps bytes by their keys; several processes of a machine may use one folder.
+    """Keeps bytes by their checksums; several processes of a machine may use one folder.
 
-    Args:
+    Attributes:
         folder: Where the pieces are; made where it is missing.
         most_bytes: Most bytes of all pieces; 0 keeps none.
 
@@ -43,140 +43,88 @@ class PieceCache:
         RunError: The folder cannot be made.
     """
 
-    def __init__(self, folder: Path, most_bytes: int) -> None:
-        self._folder, self._most_bytes = folder, most_bytes
+    folder: Path
+    most_bytes: int
+
+    def __post_init__(self) -> None:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise RunError(f"data.cache_dir: {folder} cannot be made ({error}); give another folder.") from error
+            raise RunError(f"data.cache_dir: {self.folder} cannot be made ({error}); give another folder.") from error
 
-    def read(self, key: str) -> bytes | None:
-        """Returns a piece that is there, which then counts as used last; None for one that is not."""
-        path = self._path(key)
-        try:
-            with path.open("rb") as file:
-                os.utime(file.fileno())
-                return file.read()
-        except OSError:  # whatever is wrong with the disk, the piece can be had from where it comes from
-            return None
+    def get(self, checksum: str, fetch: Callable[[], bytes | None]) -> bytes | None:
+        """Returns the bytes that have a checksum: those of the cache, or fetched ones, which are kept if there is room.
 
-    def write(self, key: str, data: bytes) -> None:
+        Args:
+            checksum: The checksum.
+            fetch: Returns the bytes, or None; one process or thread at a time calls it for a piece.
+        """
+        path = self._path(checksum)
+        data = _read(path, checksum)
+        if data is None:
+            with locked(self.folder / f"fetch-{path.parent.name}"):
+                data = _read(path, checksum)  # another process may have fetched it meanwhile
+                if data is None and (data := fetch()) is not None:
+                    with suppress(OSError):  # a full disk, or one without locks: the next reader fetches it again
+                        self._write(path, data)
+        return data
+
+    def _path(self, checksum: str) -> Path:
+        name = hashlib.sha256(checksum.encode()).hexdigest()[:40]
+        return self.folder / name[:2] / name[2:]
+
+    def _write(self, path: Path, data: bytes) -> None:
         """Keeps a piece, if the limit and the disk have room for it once others made way."""
-        try:
-            temporary = self._reserve(len(data))
-            if temporary is None:
-                return
-            descriptor, name = temporary
-            path = self._path(key)
-            with open(descriptor, "wb") as file:  # which keeps the file's lock until it is closed
-                file.write(data)
-                file.flush()
+        with open(os.open(self.folder / "size", os.O_RDWR | os.O_CREAT, 0o666), "r+") as size:
+            fcntl.flock(size, fcntl.LOCK_EX)
+            if path.exists():  # damaged
+                path.unlink()
+                size.truncate(0)
+            text = size.read()
+            num_bytes = int(text) if text.isdecimal() else self._make_room(0)
+            if num_bytes + len(data) > self.most_bytes:
+                num_bytes = self._make_room(len(data))
+            free = shutil.disk_usage(self.folder).free
+            is_kept = num_bytes + len(data) <= self.most_bytes and free >= len(data) + _SPARE_BYTES
+            size.seek(0)
+            size.write(str(num_bytes + is_kept * len(data)))
+            size.truncate()
+            size.flush()
+            if is_kept:
                 path.parent.mkdir(exist_ok=True)
-                with self._locked_size() as size:
-                    size.num_bytes -= path.stat().st_size if path.exists() else 0
-                    os.replace(name, path)
-        except OSError:  # a full disk, or one that has no locks: the piece is read from where it comes from again
-            return
-
-    @contextmanager
-    def fetching(self, key: str) -> Iterator[None]:
-        """Lets one process or thread at a time fetch a piece, so that others find it in the cache afterwards."""
-        path = self._path(key)
-        try:
-            file = (self._folder / f"fetch-{path.parent.name}").open("w")
-        except OSError:  # a disk that is full or read-only: each fetches for itself
-            yield
-            return
-        with file:
-            with suppress(OSError):  # a file system without locks
-                fcntl.flock(file, fcntl.LOCK_EX)
-            yield
-
-    def remove(self, key: str) -> None:
-        """Removes a piece, which is damaged."""
-        path = self._path(key)
-        with suppress(OSError), self._locked_size() as size:
-            num_bytes = path.stat().st_size
-            path.unlink()
-            size.num_bytes -= num_bytes
-
-    def _path(self, key: str) -> Path:
-        name = hashlib.sha256(key.encode()).hexdigest()[:40]
-        return self._folder / name[:2] / name[2:]
-
-    def _reserve(self, num_bytes: int) -> tuple[int, str] | None:
-        """Returns a locked file of this size and its name; None where there is no room."""
-        with self._locked_size() as size:
-            if size.num_bytes + num_bytes > self._most_bytes:
-                size.num_bytes = self._make_room(num_bytes)
-            free = shutil.disk_usage(self._folder).free
-            if size.num_bytes + num_bytes > self._most_bytes or free < num_bytes + _SPARE_BYTES:
-                return None
-            descriptor, name = tempfile.mkstemp(prefix=_NEW, dir=self._folder)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            os.truncate(descriptor, num_bytes)
-            size.num_bytes += num_bytes
-            return descriptor, name
-
-    @contextmanager
-    def _locked_size(self) -> Iterator[_Size]:
-        """Yields what the pieces take, to be changed within the block, in which no other process changes it."""
-        descriptor = os.open(self._folder / "size", os.O_RDWR | os.O_CREAT, 0o666)
-        with open(descriptor, "r+") as file:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            text = file.read()
-            size = _Size(int(text) if text.isdecimal() else self._make_room(0))
-            yield size
-            file.seek(0)
-            file.write(str(size.num_bytes))
-            file.truncate()
+                (self.folder / "new").write_bytes(data)
+                os.replace(self.folder / "new", path)
 
     def _make_room(self, num_bytes: int) -> int:
-        """Removes what was used longest ago, if there is not room for this much, and returns what is left."""
-        pieces, total = [], 0
-        for entry in _files(self._folder):
-            with suppress(FileNotFoundError):
-                found = entry.stat()
-                if not (entry.name.startswith(_NEW) and _is_abandoned(Path(entry.path))):
-                    total += found.st_size
-                    if not entry.name.startswith(_NEW):
-                        pieces.append((found.st_mtime_ns, found.st_size, entry.path))
-        if total + num_bytes <= self._most_bytes:
+        """Removes the pieces used longest ago, if there is not room for this much, and returns the bytes left."""
+        found = [(path.stat(), path) for path in self.folder.glob("??/*")]
+        total = sum(status.st_size for status, _ in found)
+        if total + num_bytes <= self.most_bytes:
             return total
-        wanted = self._most_bytes - max(num_bytes, self._most_bytes // 10)
-        for _, size, path in sorted(pieces):
+        wanted = self.most_bytes - max(num_bytes, self.most_bytes // 10)
+        for status, path in sorted(found, key=lambda each: each[0].st_mtime_ns):
             if total <= wanted:
                 break
-            with suppress(FileNotFoundError):
-                os.unlink(path)
-            total -= size
+            path.unlink()
+            total -= status.st_size
         return total
 
 
-class _Size:
-    """The bytes of all pieces."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-
-
-def _files(folder: Path) -> Iterator[os.DirEntry[str]]:
-    """Yields the pieces, and those that are being written."""
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                with os.scandir(entry.path) as pieces:
-                    yield from pieces
-            elif entry.name.startswith(_NEW):
-                yield entry
+def _read(path: Path, checksum: str) -> bytes | None:
+    """Returns a piece, which then counts as used last; None for one that is missing or damaged."""
+    try:
+        with path.open("rb") as file:
+            os.utime(file.fileno())
+            data = file.read()
+    except OSError:  # even if the disk is broken, the piece can be fetched
+        return None
+    return data if checksum_of(data) == checksum else None
 
 
-def _is_abandoned(path: Path) -> bool:
-    """Removes a file that a killed process was writing, and returns whether it was one."""
-    with path.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-    path.unlink(missing_ok=True)
-    return True
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keeps other processes and threads out of the block of the same file, where the disk has room and locks."""
+    with ExitStack() as opened:
+        with suppress(OSError):
+            fcntl.flock(opened.enter_context(path.open("w")), fcntl.LOCK_EX)
+        yield
