@@ -31,10 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from distembed.config import load_config
-from distembed.data.prepare.criteo import CriteoOptions
-from distembed.data.prepare.criteo_rows import CriteoSource
-from distembed.data.prepare.options import PrepareOptions
-from distembed.data.prepare.pipeline import prepare_rows
+from distembed.data.prepare.criteo import CriteoOptions, prepare_criteo
 from distembed.files import write_json
 from distembed.ranks import Ranks, process_group
 from distembed.training.inference import evaluate_split, load_training_state
@@ -105,13 +102,7 @@ def prepare(
     files: Sequence[Path], output: Path, min_count: int, vocabulary: Path | None = None, grow: bool = False
 ) -> Path:
     """Makes a dataset without validation and test of some days."""
-    options = CriteoOptions(min_count=min_count)
-    recorded = {"source": "criteo", **options.to_json()}
-    prepare_rows(
-        CriteoSource(files, options),
-        output,
-        PrepareOptions("none", vocabulary=vocabulary, grow=grow, recorded=recorded),
-    )
+    prepare_criteo(files, output, CriteoOptions(min_count=min_count, split="none", vocabulary=vocabulary, grow=grow))
     return output
 
 

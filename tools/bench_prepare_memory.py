@@ -27,8 +27,9 @@ from rich.console import Console
 from rich.table import Table
 
 from distembed.data.prepare import CriteoOptions, ResourceLimits
-from distembed.data.prepare.criteo_rows import CriteoSource
+from distembed.data.prepare.criteo import criteo_inputs
 from distembed.data.prepare.space import estimate
+from distembed.data.prepare.table.source import TableSource
 from distembed.files import write_json
 from distembed.units import parse_bytes
 
@@ -110,7 +111,7 @@ def main() -> None:
             command = [sys.executable, "-m", "distembed", "synthesize", str(source), "--rows", str(arguments.rows)]
             subprocess.run(command, check=True)
         chosen = ResourceLimits(threads=1)
-        estimated = estimate(CriteoSource([source], CriteoOptions()), chosen).core_seconds
+        estimated = estimate(TableSource(criteo_inputs([source]), CriteoOptions().schema()), chosen).core_seconds
         for limit in arguments.limits:
             for processes in arguments.processes:
                 found = measure(source, Path(folder) / "dataset", limit, processes)

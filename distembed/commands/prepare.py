@@ -91,8 +91,10 @@ class EdgeOptions:
 @flattened
 def prepare_criteo_command(
     inputs: Annotated[
-        list[Path],
-        typer.Argument(metavar="INPUT...", help="TSV files or pipes, plain, gzip or zstd, or folders; - is stdin."),
+        list[str],
+        typer.Argument(
+            metavar="INPUT...", help="TSV, plain, gzip or zstd: files, folders, patterns, URLs, pipes; - is stdin."
+        ),
     ],
     output: OutputOption,
     *,

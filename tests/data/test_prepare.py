@@ -1,6 +1,7 @@
 """Preparing Criteo rows, against an independent computation that goes line by line."""
 
 import gzip
+import random
 from collections import Counter
 from pathlib import Path
 
@@ -12,15 +13,22 @@ from hypothesis import strategies as st
 
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare import CriteoOptions, ProgressUpdate, ResourceLimits, prepare_criteo, write_parquet
-from distembed.data.prepare.parse_rows import parse_block
+from distembed.data.prepare.blocks import ParsedBlock
+from distembed.data.prepare.table.criteo_rows import parse_regular
+from distembed.data.prepare.table.delimited import DelimitedBlock, Dialect
+from distembed.data.prepare.table.source import TableSource
 from distembed.data.reader import BatchOrder, BatchReader
 from distembed.errors import UserError
 from tests.data import reference
 from tests.data.reference import folder_bytes
+from tests.data.table.mutations import mutated
 
 SPLITS = ("train", "validation", "test")
 CATEGORICAL = [f"C{i}" for i in range(1, 27)]
 DENSE = [f"I{i}" for i in range(1, 14)]
+SOURCE = TableSource([], CriteoOptions().schema())
+DIALECT = Dialect(("label", *DENSE, *CATEGORICAL), "\t", None, False, ("",))
+FEW, MANY = 200, 1000
 
 
 def read_split(dataset: Path, manifest: Manifest, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -100,15 +108,15 @@ def test_every_row_is_in_one_split_or_rejected(
     ]
 
 
-@settings(max_examples=60)
-@given(st.lists(st.tuples(st.integers(0, 2**32), st.sampled_from(["good", "short", "malformed"])), max_size=12))
-def test_a_block_is_parsed_as_its_lines_are(drawn: list[tuple[int, str]]) -> None:
-    import random
+def parse_block(text: bytes) -> ParsedBlock:
+    """Parses lines as a preparation does, in whichever way the block takes."""
+    return SOURCE.parse(DelimitedBlock(text, DIALECT))
 
-    makers = {"good": reference.good_line, "short": reference.short_ids_line, "malformed": reference.malformed_line}
-    lines = [makers[kind](random.Random(seed)) for seed, kind in drawn]
-    block = parse_block(b"".join(line + b"\n" for line in lines) or b"\n")
-    lines = lines or [b""]
+
+def check_block(text: bytes) -> ParsedBlock:
+    """Returns the block of some lines, once each is found to be the row, or malformed by the reason, of the line."""
+    block = parse_block(text)
+    lines = reference.lines_of(text)
     expected = [reference.parse(line) for line in lines]
     rows = [row for row in expected if isinstance(row, reference.Row)]
     assert block.num_lines == len(lines)
@@ -118,8 +126,57 @@ def test_a_block_is_parsed_as_its_lines_are(drawn: list[tuple[int, str]]) -> Non
         assert keys == [row.keys[feature] for row in rows]
     for column, values in enumerate(block.numbers[1:]):
         np.testing.assert_allclose(values, [row.dense[column] for row in rows], rtol=3e-7)
-    wrong = [(n, why, line) for n, (line, why) in enumerate(zip(lines, expected, strict=True)) if isinstance(why, str)]
+    wrong = [
+        (number, why, line.removesuffix(b"\r"))
+        for number, (line, why) in enumerate(zip(lines, expected, strict=True))
+        if isinstance(why, str)
+    ]
     assert [(row.line, row.reason, row.text) for row in block.rejected] == wrong
+    return block
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.integers(0, 2**32), st.sampled_from(["good", "short", "malformed"])), max_size=12))
+def test_a_block_is_parsed_as_its_lines_are(drawn: list[tuple[int, str]]) -> None:
+    makers = {"good": reference.good_line, "short": reference.short_ids_line, "malformed": reference.malformed_line}
+    check_block(b"".join(makers[kind](random.Random(seed)) + b"\n" for seed, kind in drawn) or b"\n")
+
+
+def fuzz(num_inputs: int, seed: int) -> None:
+    """Checks mutated blocks; some are regular still, and are parsed to the bit as beside a row that is not."""
+    rng = random.Random(seed)
+    num_regular = num_rejected = 0
+    for number in range(num_inputs):
+        text = reference.content(
+            rng.choice([1, 5, 30]),
+            seed * num_inputs + number,
+            malformed=rng.choice([0, 0, 0.1]),
+            short=rng.choice([0, 0, 0.1]),
+            newline=rng.choice([b"\n", b"\r\n"]),
+        )
+        text = (mutated(text, rng) if rng.random() < 0.8 else text) or b"\n"
+        num_rejected += len(check_block(text).rejected)
+        regular = parse_regular(text)
+        if regular is not None:
+            num_regular += 1
+            beside = parse_block(b"\n" + text)
+            assert len(beside.rejected) == 1 and beside.num_rows == regular.num_rows
+            assert all(map(np.array_equal, map(bits, beside.numbers), map(bits, regular.numbers)))
+    assert min(num_regular, num_rejected) > num_inputs / 10
+
+
+def bits(values: np.ndarray) -> np.ndarray:
+    return values.view(np.uint8)
+
+
+def test_mutated_rows_are_kept_or_rejected() -> None:
+    fuzz(FEW, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_many_mutated_rows_are_kept_or_rejected(seed: int) -> None:
+    fuzz(MANY, seed)
 
 
 @pytest.mark.parametrize("value", [b"9223372036854775807", b"-9223372036854775808", b"000000000000000000000000012"])
@@ -297,7 +354,7 @@ def test_another_kind_of_file_is_not_read_to_its_end(tmp_path: Path, monkeypatch
 
 
 def test_a_file_of_one_endless_line(tmp_path: Path) -> None:
-    (tmp_path / "a.tsv").write_bytes(b"\0" * (3 << 20))
+    (tmp_path / "a.tsv").write_bytes(b"\0" * (20 << 20))
     with pytest.raises(UserError, match="line of more than"):
         prepare_criteo([tmp_path / "a.tsv"], tmp_path / "out", limits=ResourceLimits(224 << 20, threads=6))
 

@@ -10,11 +10,16 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from distembed.data import remote
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare import CriteoOptions, criteo, prepare_criteo
-from distembed.data.prepare.first_line import split_first_line
+from distembed.data.prepare.blocks import Part
+from distembed.data.prepare.criteo import criteo_inputs
+from distembed.data.prepare.table.source import TableSource
 from distembed.errors import UserError
 from tests.data import reference
 from tests.data.reference import HEADER, folder_bytes
@@ -83,11 +88,13 @@ def test_lines_are_numbered_with_the_header(tmp_path: Path) -> None:
         (b"", False),
     ],
 )
-def test_what_counts_as_a_header(line: bytes, is_header: bool) -> None:
+def test_what_counts_as_a_header(line: bytes, is_header: bool, tmp_path: Path) -> None:
     for end in (b"\n", b"\r\n"):
-        header, rows = split_first_line(line + end + ROWS)
-        assert (header is not None) == is_header
-        assert rows == (ROWS if is_header else line + end + ROWS)
+        (tmp_path / "rows.tsv").write_bytes(line + end + ROWS)
+        source = TableSource(criteo_inputs([tmp_path / "rows.tsv"]), CriteoOptions().schema())
+        opened = source.open(Part(0), 1 << 20)
+        assert b"".join(block.text for block in opened.raw_blocks()) == (ROWS if is_header else line + end + ROWS)
+        assert opened.header_lines == len(opened.notes()) == is_header
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
@@ -235,7 +242,7 @@ def test_a_file_without_rows_among_others_is_said(tmp_path: Path) -> None:
         ("loop", "symbolic links"),
         ("dangling", "is a link to nowhere, which does not exist"),
         ("missing.tsv", "does not exist"),
-        ("day_*.tsv", "prepare table"),
+        ("day_*.tsv", "no file matches"),
         ("rows.tsv/x", "Not a directory"),
         ("x" * 300, "File name too long"),
         ("a\0b", "null byte"),
@@ -282,6 +289,20 @@ def test_a_name_of_any_bytes_is_written_down(tmp_path: Path) -> None:
         assert len(lines) == 3 and len(lines[1].split(b"\t")) == 4
 
 
-def test_a_url_says_what_reads_it(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="s3:/days/day_0.gz does not exist.*prepare table.*--schema criteo"):
-        prepare_criteo([Path("s3://days/day_0.gz")], tmp_path / "out")
+def test_patterns_and_urls_are_read(tmp_path: Path, plain: dict[str, bytes]) -> None:
+    lines = ROWS.splitlines(keepends=True)
+    for day, own in ((2, lines[:150]), (10, lines[150:])):
+        (tmp_path / f"day_{day}.tsv").write_bytes(HEADER + b"\n" + b"".join(own))
+        remote.upload(tmp_path / f"day_{day}.tsv", f"memory://criteo/day_{day}.tsv")
+    for name, inputs in (("pattern", str(tmp_path / "day_*.tsv")), ("url", "memory://criteo/day_*.tsv")):
+        prepare_criteo([inputs], tmp_path / name)
+        assert without_manifest(tmp_path / name) == plain
+
+
+def test_files_are_text_whatever_their_names_end_in(tmp_path: Path, plain: dict[str, bytes]) -> None:
+    (tmp_path / "rows.json").write_bytes(ROWS)
+    prepare_criteo([tmp_path / "rows.json"], tmp_path / "json")
+    assert without_manifest(tmp_path / "json") == plain
+    pq.write_table(pa.table({"label": [1]}), tmp_path / "rows.parquet")
+    with pytest.raises(UserError, match="rows.parquet is a Parquet file.*into a pipe"):
+        prepare_criteo([tmp_path / "rows.parquet"], tmp_path / "out")

@@ -23,9 +23,10 @@ from distembed.data.prepare import (
     staging,
     synthesize_criteo,
 )
-from distembed.data.prepare.criteo_rows import CriteoSource
+from distembed.data.prepare.criteo import criteo_inputs
 from distembed.data.prepare.limits import LEAST_MEMORY_BYTES, MOST_THREADS
 from distembed.data.prepare.staging import staged_folder
+from distembed.data.prepare.table.source import TableSource
 from distembed.errors import RunError, UserError
 from distembed.files import nearest_folder, require_free_space
 from tests.data import reference
@@ -186,8 +187,9 @@ def test_where_there_is_plenty_of_room_nothing_is_estimated(
     give_free(10**12)
     opened: list[object] = []
     notes: list[str] = []
-    monkeypatch.setattr(CriteoSource, "open", lambda *part: opened.append(part))
-    space.require_space(CriteoSource([rows], CriteoOptions()), tmp_path / "out", ResourceLimits(), notes.append)
+    monkeypatch.setattr(TableSource, "open", lambda *part: opened.append(part))
+    source = TableSource(criteo_inputs([rows]), CriteoOptions().schema())
+    space.require_space(source, tmp_path / "out", ResourceLimits(), notes.append)
     assert opened == [] and notes == []
 
 
@@ -200,7 +202,7 @@ def test_rows_and_disk_are_estimated_by_the_first_block(
     (tmp_path / "all").mkdir()
     file = tmp_path / "all" / name
     file.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
-    source = CriteoSource([file, rows], CriteoOptions())
+    source = TableSource(criteo_inputs([file, rows]), CriteoOptions().schema())
     found = space.estimate(source, ResourceLimits())
     num_rows = sum(each.num_rows - each.num_rejected for each in prepare_criteo([rows], tmp_path / "out").sources)
     assert found.num_rows == pytest.approx(2 * num_rows, rel=1e-6)
@@ -213,7 +215,10 @@ def test_rows_and_disk_are_estimated_by_the_first_block(
 
 
 def test_what_is_written_already_needs_no_room(tmp_path: Path, rows: Path, give_free: Callable[[float], None]) -> None:
-    source, needed = CriteoSource([rows], CriteoOptions()), peak_bytes(rows, tmp_path / "measured")
+    source, needed = (
+        TableSource(criteo_inputs([rows]), CriteoOptions().schema()),
+        peak_bytes(rows, tmp_path / "measured"),
+    )
     give_free(needed / 5)
     with pytest.raises(RunError, match="out would not fit"):
         space.require_space(source, tmp_path / "out", ResourceLimits(), print)

@@ -12,11 +12,23 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from distembed.data.prepare.first_line import OTHER_KINDS
-from distembed.data.prepare.input_bytes import MAGIC, lines_between
+from distembed.data.prepare import CriteoOptions
+from distembed.data.prepare.blocks import Part
+from distembed.data.prepare.criteo import criteo_inputs
+from distembed.data.prepare.input_bytes import MAGIC, OTHER_KINDS, InputBytes, lines_between
 from distembed.data.prepare.inputs import input_names
-from distembed.data.prepare.source_files import SourceReader, list_sources
+from distembed.data.prepare.table.source import TableSource
 from distembed.errors import UserError
+
+
+def read(path: Path, block_bytes: int, start: int = 0, stop: int | None = None) -> list[bytes]:
+    """Returns the blocks of a file, or of a range of it."""
+    opened = TableSource(criteo_inputs([path]), CriteoOptions().schema()).open(Part(0, start, stop), block_bytes)
+    blocks = [block.text for block in opened.raw_blocks()]
+    if (start, stop) == (0, None):
+        stored = path.read_bytes()
+        assert opened.bytes_read == len(stored) and opened.sha256 == hashlib.sha256(stored).hexdigest()
+    return blocks
 
 
 @settings(max_examples=80)
@@ -29,11 +41,9 @@ def test_blocks_are_whole_lines_and_together_the_file(lines: list[bytes], size: 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "file"
         path.write_bytes(stored)
-        reader = SourceReader(path, size)
-        blocks = list(reader.blocks())
+        blocks = read(path, size)
     assert b"".join(blocks) == content.removeprefix(codecs.BOM_UTF8)
     assert all(block.endswith(b"\n") for block in blocks[:-1]) and all(blocks)
-    assert reader.bytes_read == len(stored) and reader.sha256 == hashlib.sha256(stored).hexdigest()
 
 
 @given(
@@ -49,9 +59,7 @@ def test_ranges_have_every_line_once(lines: list[bytes], ends: bool, range_bytes
         path.write_bytes(content)
         starts = list(range(0, len(content), range_bytes))
         stops = [*starts[1:], None]
-        ranges = [
-            b"".join(SourceReader(path, size, start, stop).blocks()) for start, stop in zip(starts, stops, strict=True)
-        ]
+        ranges = [b"".join(read(path, size, start, stop)) for start, stop in zip(starts, stops, strict=True)]
     assert b"".join(ranges) == content
     begins = [0] + [place + 1 for place, byte in enumerate(content) if byte == 10]
     for start, stop, found in zip(starts, stops, ranges, strict=True):
@@ -67,7 +75,7 @@ def test_blocks_are_about_as_large_as_asked_for(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "packed", "wb", 1) as file:
         file.write((b"x" * 99 + b"\n") * 200_000)
     for name in ("plain", "packed"):
-        sizes = [len(block) for block in SourceReader(tmp_path / name, 4 << 20).blocks()]
+        sizes = [len(block) for block in read(tmp_path / name, 4 << 20)]
         assert len(sizes) >= 3 and max(sizes) <= 9 << 20
 
 
@@ -76,7 +84,7 @@ def test_folders_are_read_in_natural_order(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "x.csv").touch()
-    names = [path.name for path in list_sources([tmp_path / "sub" / "x.csv", tmp_path])]
+    names = [Path(each.place).name for each in criteo_inputs([tmp_path / "sub" / "x.csv", tmp_path])]
     assert names == ["x.csv", "Day_3.TXT", "day_1.tsv", "day_2.gz", "day_10"]
 
 
@@ -88,10 +96,10 @@ def test_names_do_not_depend_on_where_the_folder_lies(tmp_path: Path) -> None:
 
 def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
     (tmp_path / "x.tsv").touch()
-    reader = SourceReader(tmp_path / "x.tsv", 10)
+    source = TableSource(criteo_inputs([tmp_path / "x.tsv"]), CriteoOptions().schema())
     (tmp_path / "x.tsv").unlink()
     with pytest.raises(UserError, match="cannot be read"):
-        list(reader.blocks())
+        list(source.open(Part(0), 10).raw_blocks())
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, lambda text: pa.compress(text, "zstd", asbytes=True)])
@@ -100,9 +108,9 @@ def test_several_compressed_members_are_read_one_after_the_other(
 ) -> None:
     texts = [b"x\n" * 3_000_000, b"", b"y\n", b"z\n" * 1_200_000]
     (tmp_path / "rows").write_bytes(b"".join(map(pack, texts)))
-    reader = SourceReader(tmp_path / "rows", 1 << 20)
-    assert b"".join(reader.blocks()) == b"".join(texts)
-    assert reader.bytes_read == (tmp_path / "rows").stat().st_size
+    found = InputBytes(str(tmp_path / "rows"))
+    assert b"".join(found.pieces()) == b"".join(texts)
+    assert found.bytes_read == (tmp_path / "rows").stat().st_size
 
 
 @given(

@@ -14,10 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from distembed.data.prepare import CriteoOptions
-from distembed.data.prepare.criteo_rows import CriteoSource
-from distembed.data.prepare.options import PrepareOptions
-from distembed.data.prepare.pipeline import prepare_rows
+from distembed.data.prepare import CriteoOptions, prepare_criteo
 from tests.criteo_runs import criteo_run, write_lines
 from tests.serving.arrow_rows import draw_rows, prepare_table
 from tests.small_runs import config_values, distembed
@@ -37,10 +34,7 @@ def criteo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("criteo")
     run = criteo_run(folder)
     lines = write_lines(folder / "many.tsv", NUM_LINES, seed=1)
-    options = CriteoOptions(min_count=2)
-    recorded = {"source": "criteo", **options.to_json()}
-    prepared = PrepareOptions(split="none", vocabulary=run, recorded=recorded)
-    prepare_rows(CriteoSource([lines], options), folder / "many", prepared)
+    prepare_criteo([lines], folder / "many", CriteoOptions(split="none", vocabulary=run))
     output = folder / "expected.parquet"
     distembed("predict", run, "--data", folder / "many", "--split", "train", "--output", output)
     return folder

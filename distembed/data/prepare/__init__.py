@@ -9,15 +9,13 @@
   ids are.
 - The third: ``write_parquet.py`` writes the files, whose columns ``output_columns.py`` fills.
 - ``space.py`` tells whether the disk has room, and ``notes.py`` what a user should know of the result.
-- ``criteo.py`` prepares Criteo rows: ``criteo_rows.py`` is their source, ``source_files.py`` cuts files into blocks of
-  whole lines, ``first_line.py`` tells a header from a row, and ``parse_rows.py`` turns blocks into columns.
-- ``table/`` prepares tables of any columns, by a schema.
+- ``table/`` prepares tables of any columns, by a schema, and ``criteo.py`` those of Criteo.
 - ``interactions/`` prepares ratings and sequences.
 - ``column_batches.py`` reads named columns of Parquet, CSV and TSV files, and ``column_numbers.py`` turns them into
   numbers.
-- For every kind of preparation: ``inputs.py`` checks the inputs, ``rejected_rows.py`` takes the malformed rows,
-  ``limits.py`` and ``progress.py`` say what it may use and how far it is, and ``staging.py`` makes its output appear at
-  once.
+- For every kind of preparation: ``inputs.py`` checks the inputs, ``input_bytes.py`` unpacks them and cuts them into
+  blocks of lines, ``rejected_rows.py`` takes the malformed rows, ``limits.py`` and ``progress.py`` say what it may use
+  and how far it is, and ``staging.py`` makes its output appear at once.
 - For preparations in several processes, and those that go on after a kill: ``resumable.py`` gives the folders,
   ``work.py`` does each task once, ``processes.py`` starts the processes, and by ``beats.py`` they hear of each other.
 - ``synthesize.py`` makes a Criteo-format file with a planted signal, of the rows of ``synthetic_rows.py``.

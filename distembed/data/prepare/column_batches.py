@@ -22,8 +22,7 @@ import pyarrow.csv as pcsv
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from distembed.data.prepare.first_line import require_text
-from distembed.data.prepare.input_bytes import GZIP, ZSTD, InputBytes, file_compression
+from distembed.data.prepare.input_bytes import GZIP, ZSTD, InputBytes, file_compression, require_text
 from distembed.data.prepare.inputs import InputFiles, is_pipe, open_input, require_text_name
 from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ProgressUpdate, ignore
 from distembed.data.table.raw_columns import INTEGER, LIST, TEXT, plain_array, type_kind

@@ -1,33 +1,36 @@
-"""Criteo's click logs, as published, to a Parquet dataset that the reader reads.
-
-They have a parser of their own (``criteo_rows.py``, ``parse_rows.py``), which is faster than that of any table; all
-else is as for rows of any kind (``pipeline.py``).
-"""
+"""Criteo's click logs, as published, to a Parquet dataset: tables of the shipped schema, with options of their own."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare.base import Base
-from distembed.data.prepare.criteo_rows import CriteoSource
-from distembed.data.prepare.inputs import require_outside
+from distembed.data.prepare.inputs import InputFiles, natural_key
 from distembed.data.prepare.limits import ResourceLimits
 from distembed.data.prepare.options import PrepareOptions
 from distembed.data.prepare.pipeline import prepare_rows
 from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ignore
-from distembed.data.prepare.source_files import list_sources
 from distembed.data.prepare.split import SplitRule
 from distembed.errors import UserError
 from distembed.names import one_of
 
-MAX_COUNT = 2**63 - 1
-MAX_HASH_SIZE = 2**62
-"""Sums of two ids, as partitions of tables make them, then stay within 64 bits."""
+if TYPE_CHECKING:
+    from distembed.data.prepare.table.inputs import TableInput
+    from distembed.data.table.schema import TableSchema
+
+_RANGES = {"min_count": (1, 2**63 - 1), "hash_size": (2, 2**62), "hash_seed": (0, 2**64 - 1)}
+_TEXT_SUFFIXES = {"", ".tsv", ".txt", ".gz", ".zst"}
+_FILES = InputFiles(
+    can_be_named="files, folders, patterns, URLs or pipes of tab-separated rows",
+    is_readable=lambda path: path.suffix.lower() in _TEXT_SUFFIXES,
+    none_in_folder=".tsv, .txt, .gz or .zst file; name the files themselves to read others",
+    order=natural_key,
+)
 
 
 @dataclass(frozen=True)
@@ -59,17 +62,11 @@ class CriteoOptions:
     grow: bool = False
 
     def __post_init__(self) -> None:
-        if not 1 <= self.min_count <= MAX_COUNT:
-            raise UserError(
-                f"min_count (--min-count) is {self.min_count}: it must be in 1 to {MAX_COUNT}; 1 keeps every value"
-            )
-        if self.hash_size is not None and not 2 <= self.hash_size <= MAX_HASH_SIZE:
-            raise UserError(
-                f"hash_size (--hash-size) is {self.hash_size}: it must be in 2 to {MAX_HASH_SIZE}, since id 0 is for "
-                "missing values and ids have 64 bits; give the number of rows that each table shall have"
-            )
-        if not 0 <= self.hash_seed < 2**64:
-            raise UserError(f"hash_seed (--hash-seed) is {self.hash_seed}: it must be in 0 to {2**64 - 1}")
+        for name, (least, most) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                option = f"--{name.replace('_', '-')}"
+                raise UserError(f"{name} ({option}) is {value}: it must be in {least} to {most}")
         self.prepare_options()
         one_of("missing (--missing)", self.missing, ("zero", "keep"))
         if SplitRule.parse(self.split).kind in ("time", "column"):
@@ -86,6 +83,12 @@ class CriteoOptions:
         """
         recorded = {"source": "criteo", **self.to_json()}
         return PrepareOptions(self.split, self.max_rejected, self.vocabulary, self.grow, recorded)
+
+    def schema(self) -> TableSchema:
+        """Returns the shipped schema with these options."""
+        from distembed.data.table.schema_files import schema_of_preparation  # takes 60 ms to load
+
+        return schema_of_preparation(self.prepare_options().recorded)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the options that matter for this kind of ids, in the manifest's order."""
@@ -110,8 +113,8 @@ def prepare_criteo(
     """Prepares Criteo rows.
 
     Args:
-        inputs: Files, folders or pipes, plain or gzip, in time order; a folder is its files in natural order, and
-            ``-`` is standard input.
+        inputs: Files, folders, patterns, URLs or pipes, plain, gzip or Zstandard, in time order; a folder is its files
+            in natural order, and ``-`` is standard input.
         output: Dataset folder to make, or the URL of one.
         options: What the dataset's bytes depend on; a vocabulary and shares 0.8, 0.1, 0.1 unless given.
         limits: Memory and threads to use; 2 GiB and every processor unless given.
@@ -128,24 +131,23 @@ def prepare_criteo(
         UserError: The input cannot be read, or is not one of Criteo rows. Nothing was written.
         RunError: The disk is full, or will not have room. Nothing was left behind.
     """
+    from distembed.data.prepare.table.preparation import table_source
+
     options = options or CriteoOptions()
-    sources = list_sources(inputs, note)
-    require_outside(sources, Path(output))
-    if options.vocabulary is not None:
-        _require_same_values(options, Base.load(options.vocabulary, options.grow))
-    source = CriteoSource(sources, options)
+    found = criteo_inputs(inputs, note)
+    base = None if options.vocabulary is None else Base.load(options.vocabulary, options.grow)
+    source = table_source(found, options.schema(), output, base)
     return prepare_rows(
         source, output, options.prepare_options(), limits, overwrite=overwrite, progress=progress, note=note
     )
 
 
-def _require_same_values(options: CriteoOptions, base: Base) -> None:
-    """Makes sure that the options make the same values of rows as the dataset has whose ids are applied.
+def criteo_inputs(named: Sequence[str | os.PathLike[str]], note: NoteCallback = ignore) -> list[TableInput]:
+    """Returns the inputs that are named, all of which are read as text, whatever their names end in.
 
     Raises:
-        UserError: They make others.
+        UserError: There is nothing where a name leads, or one file is named twice.
     """
-    from distembed.data.prepare.same_values import require_same_values  # schemas take 60 ms to load
-    from distembed.data.table.schema_files import schema_of_preparation
+    from distembed.data.prepare.table.inputs import TEXT, find_inputs
 
-    require_same_values(schema_of_preparation(options.prepare_options().recorded), base)
+    return [dataclasses.replace(each, format=TEXT) for each in find_inputs(named, note, _FILES)]

@@ -9,13 +9,14 @@ line's end. Of an input that is not compressed, a range of bytes can be read by 
 
 from __future__ import annotations
 
+import codecs
+import gzip
 import hashlib
-import io
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pyarrow as pa
 
@@ -26,10 +27,16 @@ from distembed.errors import UserError
 GZIP, ZSTD = "gzip", "zstd"
 MAGIC = {b"\x1f\x8b": GZIP, b"\x28\xb5\x2f\xfd": ZSTD}
 """How compressed inputs begin."""
+OTHER_KINDS = {
+    b"PK\x03\x04": "a zip archive",
+    b"BZh": "a bzip2 file",
+    b"\xfd7zXZ\x00": "an xz file",
+    b"PAR1": "a Parquet file",
+}
+"""How files begin that are not read as text."""
 
 _READ_BYTES = 1 << 20
 _FIRST_BYTES = 16
-_GZIP_OR_ZLIB_HEADER = 16 + zlib.MAX_WBITS
 
 
 def compression_of(first: bytes) -> str | None:
@@ -44,6 +51,29 @@ def file_compression(path: Path) -> str | None:
             return compression_of(file.read(_FIRST_BYTES))
     except OSError:
         return None
+
+
+def require_text(place: str | Path, data: bytes) -> None:
+    """Makes sure that an input begins as text in ASCII or UTF-8 may.
+
+    Args:
+        place: The input, for the error.
+        data: Its first bytes.
+
+    Raises:
+        UserError: It is another kind of file, or text in UTF-16 or UTF-32.
+    """
+    kind = next((name for magic, name in OTHER_KINDS.items() if data.startswith(magic)), None)
+    if kind is not None:
+        raise UserError(
+            f"{place} is {kind}; give its rows as text, plain, gzip or Zstandard, or unpack it into a pipe and name "
+            "that, or - for standard input"
+        )
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)) and b"\0" in data[:8]:
+        raise UserError(
+            f"{place} is text in UTF-16 or UTF-32; rows are read as ASCII or UTF-8: convert it, such as with "
+            "`iconv -f UTF-16 -t UTF-8`"
+        )
 
 
 class InputBytes:
@@ -76,23 +106,20 @@ class InputBytes:
             UserError: It cannot be read, is cut short, or is damaged.
         """
         try:
-            with closing(self._open()) as file:
-                first = self._read(file)
-                while 0 < len(first) < _FIRST_BYTES and (more := self._read(file)):  # a pipe may give byte after byte
-                    first += more
-                self.compression = compression_of(first) if not self._start else None
-                yield from _UNPACKERS[self.compression](first, lambda: self._read(file))
-        except (zlib.error, pa.ArrowException, EOFError) as error:
-            raise UserError(f"{self._place} is a damaged {self.compression} file ({error}); fetch it again") from error
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise UserError(f"{self._place} cannot be read: {reason}; see whether it is whole") from error
-
-    def _open(self) -> IO[bytes]:
-        file: IO[bytes] = open_remote(self._place) if is_url(self._place) else open_input(Path(self._place))
-        if self._start:
-            file.seek(self._start)
-        return file
+            with closing(open_place(self._place)) as file:
+                if self._start:
+                    file.seek(self._start)
+                packed = _Packed(lambda: self._read(file))
+                self.compression = compression_of(packed.ahead) if not self._start else None
+                with closing(_UNPACKERS[self.compression](packed)) as unpacked:
+                    while piece := unpacked.read(_READ_BYTES):
+                        yield piece
+        except (OSError, zlib.error, EOFError) as error:
+            if self.compression and getattr(error, "errno", None) is None:  # the unpacker's own
+                text = f"is a damaged {self.compression} file ({error}); fetch it again"
+            else:
+                text = f"cannot be read: {getattr(error, 'strerror', None) or error}; see whether it is whole"
+            raise UserError(f"{self._place} {text}") from error
 
     def _read(self, file: IO[bytes]) -> bytes:
         piece = file.read(_READ_BYTES)
@@ -101,61 +128,47 @@ class InputBytes:
         return piece
 
 
-def _plain(piece: bytes, read: Callable[[], bytes]) -> Iterator[bytes]:
-    while piece:
-        yield piece
-        piece = read()
+class _Packed:
+    """The bytes of an input as an unpacker reads them, of which the first are looked at before."""
+
+    closed = False
+
+    def __init__(self, read_next: Callable[[], bytes]) -> None:
+        self._next = read_next
+        self.ahead = read_next()
+        while 0 < len(self.ahead) < _FIRST_BYTES and (more := read_next()):  # a pipe may give byte after byte
+            self.ahead += more
+
+    def read(self, size: int) -> bytes:
+        """Returns some bytes, at most so many; none at the end."""
+        taken = self.ahead or self._next()
+        taken, self.ahead = taken[:size], taken[size:]
+        return taken
+
+    def close(self) -> None:
+        """Does nothing: the input is closed by who opened it."""
 
 
-def _unzip(piece: bytes, read: Callable[[], bytes]) -> Iterator[bytes]:
-    """Yields the text of a gzip file: one or more members, one after the other, perhaps with zeros at the end."""
-    member = zlib.decompressobj(_GZIP_OR_ZLIB_HEADER)
-    while piece:
-        yield member.decompress(piece, _READ_BYTES)
-        while member.unconsumed_tail and not member.eof:  # at the end it keeps what follows
-            yield member.decompress(member.unconsumed_tail, _READ_BYTES)
-        piece = member.unused_data or read()
-        if member.eof:
-            while piece and not piece.strip(b"\0"):
-                piece = read()
-            piece = piece.lstrip(b"\0")
-            if not piece:
-                return
-            member = zlib.decompressobj(_GZIP_OR_ZLIB_HEADER)
-    raise zlib.error("it ends too early")
+_UNPACKERS: dict[str | None, Callable[[Any], Any]] = {
+    None: lambda packed: packed,
+    GZIP: lambda packed: gzip.GzipFile(fileobj=packed),  # members one after the other, perhaps zeros at the end
+    ZSTD: lambda packed: pa.CompressedInputStream(pa.PythonFile(packed, mode="r"), ZSTD),
+}
 
 
-def _unpack_zstd(piece: bytes, read: Callable[[], bytes]) -> Iterator[bytes]:
-    try:
-        with pa.CompressedInputStream(pa.PythonFile(_Pieces(piece, read), mode="r"), ZSTD) as stream:
-            while unpacked := stream.read(_READ_BYTES):
-                yield unpacked
-    except OSError as error:
-        if error.errno is None:  # Arrow's own, of a stream that is damaged or cut short
-            raise EOFError(str(error)) from error
-        raise
+def open_place(place: str) -> IO[bytes]:
+    """Opens a file, a pipe or a URL for reading bytes.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    return open_remote(place) if is_url(place) else open_input(Path(place))
 
 
-_UNPACKERS = {None: _plain, GZIP: _unzip, ZSTD: _unpack_zstd}
-
-
-class _Pieces(io.RawIOBase):
-    """A file of pieces that come one after the other."""
-
-    def __init__(self, first: bytes, read: Callable[[], bytes]) -> None:
-        super().__init__()
-        self._rest, self._next = first, read
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        if not self._rest:
-            self._rest = self._next()
-        taken = self._rest[: len(buffer)]
-        buffer[: len(taken)] = taken
-        self._rest = self._rest[len(taken) :]
-        return len(taken)
+def sha256_of(place: str) -> str:
+    """Returns the SHA-256 of an input, for which it is read once more."""
+    with open_place(place) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
 def lines_between(pieces: Iterator[bytes], start: int, stop: int | None) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""What holds for the input of every preparation: files, folders and pipes, each named once and none inside the output.
+"""The inputs of every preparation: files, folders and pipes, each named once, none inside the output, in order.
 
 A pipe can be read once only, and says neither how long it is nor where it lies: its name in a dataset is ``stdin``, or
 ``pipe-2`` for the second input.
@@ -6,7 +6,6 @@ A pipe can be read once only, and says neither how long it is nor where it lies:
 
 from __future__ import annotations
 
-import glob
 import os
 import re
 import stat
@@ -20,7 +19,6 @@ from distembed.errors import UserError
 from distembed.units import enumerate_names
 
 STANDARD_INPUT = Path("/dev/stdin")
-_URL = re.compile(r"[a-z][a-z0-9]+:/", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ class InputFiles:
                 raise UserError("standard input is closed: pipe rows into the command, or name a file.") from None
             if os.path.islink(path):
                 raise UserError(f"{path} is a link to {os.readlink(path)}, which does not exist.") from None
-            raise UserError(f"{path} does not exist; name {self.can_be_named}.{_table_hint(str(path))}") from None
+            raise UserError(f"{path} does not exist; name {self.can_be_named}.") from None
         except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
             raise UserError(f"{str(path)!r} cannot be read: {error}; name {self.can_be_named}.") from error
         if path == STANDARD_INPUT and os.isatty(0):
@@ -90,11 +88,33 @@ class InputFiles:
         return mode
 
 
-def _table_hint(name: str) -> str:
-    """Returns what reads what looks like a URL, of which a path has lost a slash, or like a pattern; else nothing."""
-    if not _URL.match(name) and not glob.has_magic(name):
-        return ""
-    return " URLs and patterns are read by `distembed prepare table`, Criteo's rows with `--schema criteo`."
+def natural_key(path: Path) -> list[tuple[int, int, str]]:
+    """Returns a key that sorts numbers within names by their value: ``day_2`` before ``day_10``."""
+    parts = re.split(r"(\d+)", path.name)
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]
+
+
+def natural_order(place: str) -> list[list[tuple[int, int, str]]]:
+    """Returns a key that sorts paths and URLs so, folder by folder."""
+    return [natural_key(Path(name)) for name in place.split("/")]
+
+
+def note_order_of_letters(files: Sequence[Path], note: NoteCallback) -> None:
+    """Notes that files are in the order in which a shell lists them, ``day_10`` before ``day_2``.
+
+    Args:
+        files: The files in the order in which they are read, which is taken for that of time.
+        note: Function that is told.
+    """
+    places = [str(file) for file in files]
+    by_number = sorted(places, key=natural_order)
+    if places != sorted(places) or places == by_number:
+        return
+    first, second = next((one, other) for one, other in zip(places, by_number, strict=True) if one != other)
+    note(
+        f"{first} is read before {second}, as a shell lists them, though rows are taken to be in the order of time: "
+        "name their folder, or each in its place, for the order of their numbers"
+    )
 
 
 def require_distinct(files: list[Path]) -> list[Path]:
@@ -153,11 +173,6 @@ def require_text_name(path: Path) -> None:
 def is_pipe(file: Path) -> bool:
     """Returns whether a path is standard input, a pipe, or anything else that can be read once only."""
     return file == STANDARD_INPUT or (file.exists() and not file.is_file())
-
-
-def total_bytes(files: Sequence[Path]) -> int | None:
-    """Returns the size of all files; None where it is not known before they are read."""
-    return None if any(map(is_pipe, files)) else sum(file.stat().st_size for file in files)
 
 
 def open_input(file: Path) -> BinaryIO:

@@ -11,7 +11,7 @@ import pytest
 
 import distembed.data.prepare.pipeline as pipeline
 from distembed.data import remote
-from distembed.data.prepare.source_files import list_sources
+from distembed.data.prepare.criteo import criteo_inputs
 from distembed.data.prepare.table import TableOptions, prepare_table
 from distembed.data.prepare.table.inputs import find_inputs
 from distembed.errors import TemporaryFailure, UserError
@@ -131,7 +131,7 @@ def test_files_in_the_order_of_letters_are_noted(tmp_path: Path) -> None:
     paths = [tmp_path / f"day_{day}.tsv" for day in (1, 2, 10)]
     for path in paths:
         path.write_text("1\n")
-    for find in (find_inputs, list_sources):
+    for find in (find_inputs, criteo_inputs):
         for listed, num_notes in ((paths, 0), (sorted(paths), 1), (paths[::-1], 0), (paths[:2], 0), ([tmp_path], 0)):
             notes: list[str] = []
             find(listed, notes.append)

@@ -15,12 +15,14 @@ from distembed.data.prepare.inputs import (
     InputFiles,
     input_names,
     is_pipe,
+    natural_key,
+    natural_order,
+    note_order_of_letters,
     open_input,
     require_distinct,
     require_text_name,
 )
 from distembed.data.prepare.progress import NoteCallback, ignore
-from distembed.data.prepare.source_files import natural_key, natural_order, note_order_of_letters
 from distembed.data.remote import RemoteFile, is_url, list_remote, open_remote
 from distembed.errors import UserError
 
@@ -76,7 +78,9 @@ class TableInput:
         return not (self.is_pipe or is_web or self.compression is not None or self.raw.num_bytes is None)
 
 
-def find_inputs(named: Sequence[str | os.PathLike[str]], note: NoteCallback = ignore) -> list[TableInput]:
+def find_inputs(
+    named: Sequence[str | os.PathLike[str]], note: NoteCallback = ignore, kind: InputFiles | None = None
+) -> list[TableInput]:
     """Returns the inputs that are named, in their order; a folder or a pattern stands for files, in natural order.
 
     That has ``day_2`` before ``day_10``.
@@ -84,19 +88,21 @@ def find_inputs(named: Sequence[str | os.PathLike[str]], note: NoteCallback = ig
     Args:
         named: Files, folders, patterns such as ``day_*.csv``, URLs and pipes; ``-`` is standard input.
         note: Function that is told what else lies in a folder, which is not read, and that files may be out of order.
+        kind: Which files of a folder are read; all files of tables unless given.
 
     Raises:
         UserError: Nothing was named, there is nothing where a name leads, or one file is named twice.
     """
+    kind = kind or _FILES
     if not named:
-        raise UserError(f"no input was named: give one or more {_FILES.can_be_named}.")
+        raise UserError(f"no input was named: give one or more {kind.can_be_named}.")
     local: list[Path] = []
     found: list[Path | TableInput] = []
     for each in named:
         if is_url(each):
             found += map(_remote_input, sorted(list_remote(str(each)), key=lambda file: natural_order(file.url)))
         else:
-            files = _FILES.list_files(_matching(str(each)), note)
+            files = kind.list_files(_matching(str(each)), note)
             local += files
             found += files
     require_distinct(local)
@@ -119,7 +125,8 @@ def _matching(pattern: str) -> Sequence[str]:
 
 
 def _local_input(path: Path, name: str) -> TableInput:
-    require_text_name(path)
+    if _by_name(path.name)[0] == PARQUET:
+        require_text_name(path)
     if is_pipe(path):
         return TableInput(RawInput(name, str(path), None), *_by_name(path.name), is_pipe=True)
     try:

@@ -9,8 +9,8 @@ import pyarrow as pa
 
 from distembed.data.dataset.schema import CRITEO_CATEGORICAL, CRITEO_DENSE
 from distembed.data.prepare.blocks import OpenPart, ParsedBlock, Part
-from distembed.data.prepare.input_bytes import InputBytes
-from distembed.data.prepare.parse_rows import parse_block
+from distembed.data.prepare.input_bytes import sha256_of
+from distembed.data.prepare.table.criteo_rows import WANTED, criteo_layout, parse_regular, strict_rows
 from distembed.data.prepare.table.delimited import DelimitedBlock
 from distembed.data.prepare.table.inputs import PARQUET, TableInput
 from distembed.data.prepare.table.parquet_rows import parquet_batches, row_group_bytes
@@ -72,6 +72,7 @@ class TableSource:
         self._is_criteo = schema.parser == CRITEO and needs_label and not others
         if self._is_criteo:
             _require_criteo(schema)
+            self.wanted = WANTED
         self._lists = [
             each.column or name
             for name, each in schema.categorical.items()
@@ -89,10 +90,7 @@ class TableSource:
         return [part for number, each in enumerate(self._tables) for part in self._parts(number, each, part_bytes)]
 
     def checksum(self, source: int) -> str:
-        whole = InputBytes(self._tables[source].place)
-        for _ in whole.pieces():
-            pass
-        return whole.sha256
+        return sha256_of(self._tables[source].place)
 
     def open(self, part: Part, block_bytes: int) -> OpenPart:
         table = self._tables[part.source]
@@ -102,7 +100,8 @@ class TableSource:
 
     def parse(self, raw: RawBlock) -> ParsedBlock:
         if self._is_criteo and isinstance(raw, DelimitedBlock):
-            return parse_block(raw.text)
+            columns = self.parser.columns.names
+            return parse_regular(raw.text) or parsed_block(strict_rows(raw, columns), self.parser)
         return parsed_block(raw.rows(self.parser.columns.names, self.parser.columns.numbers), self.parser)
 
     def _look_at(self, number: int, table: TableInput) -> None:
@@ -125,6 +124,8 @@ class TableSource:
             UserError: It is another kind of file.
         """
         layout = text_layout(table, first, self._text, self._may_lack, self.parser.columns)
+        if self._is_criteo and layout.dialect is not None:
+            layout = criteo_layout(layout, table.place, first)
         self._known |= dict.fromkeys(layout.columns)
         return layout
 
@@ -181,11 +182,7 @@ class _ParquetPart:
             self.bytes_read = int(share * self._num_bytes)
             yield block
         if self._part.is_whole:
-            whole = InputBytes(self._table.place)
-            for _ in whole.pieces():
-                pass
-            self.sha256 = whole.sha256
-            self.bytes_read = whole.bytes_read
+            self.sha256 = sha256_of(self._table.place)
 
     def notes(self) -> list[str]:
         return []

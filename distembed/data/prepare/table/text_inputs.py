@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import codecs
 import csv
+import re
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 
 from distembed.data.prepare.blocks import Part
-from distembed.data.prepare.first_line import require_text
-from distembed.data.prepare.input_bytes import InputBytes, blocks_of_lines, lines_between
+from distembed.data.prepare.input_bytes import InputBytes, blocks_of_lines, lines_between, require_text
 from distembed.data.prepare.table.delimited import DelimitedBlock, Dialect
 from distembed.data.prepare.table.inputs import JSON_LINES, TEXT, TableInput
 from distembed.data.prepare.table.json_lines import JsonBlock, keys_of_lines
@@ -24,6 +23,8 @@ MOST_LINE_BYTES = 16 << 20
 _FIRST_BYTES = 1 << 20
 """What is read of an input to learn its columns."""
 _RECBOLE_TYPES = ("token", "token_seq", "float", "float_seq")
+_END_BYTES = 16
+"""What is looked at of the end of an input."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class TextLayout:
         header_lines: Number of lines before the first row.
         wanted: Says of which types columns of JSON lines may be; None where they may be of any.
         lists: Columns whose values are words with blanks between them, in RecBole's files.
+        notes: What a user should know of the lines before the first row.
+        whole_end: What matches the end of an input that was not cut short; None where that is not looked at.
     """
 
     columns: tuple[str, ...]
@@ -45,6 +48,8 @@ class TextLayout:
     header_lines: int
     wanted: TableColumns | None = None
     lists: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    whole_end: re.Pattern[bytes] | None = None
 
     @property
     def record_quote(self) -> bytes | None:
@@ -78,7 +83,7 @@ def text_layout(
         UserError: It is another kind of file, or JSON lines without an object, or its fields are separated by the
             quotation mark.
     """
-    require_text(Path(source.place), first)
+    require_text(source.place, first)
     mark = len(codecs.BOM_UTF8) if first.startswith(codecs.BOM_UTF8) else 0
     end = first.find(b"\n", mark) + 1 or len(first)
     line = first[mark:end]
@@ -187,6 +192,7 @@ class TextPart:
         self._source, self._part, self._block_bytes = source, part, block_bytes
         self._layout, self._learn = layout, learn
         self._bytes = InputBytes(source.place, max(0, part.start - 1))
+        self._end = b"\n"
         self.header_lines = 0
 
     @property
@@ -221,7 +227,17 @@ class TextPart:
             pieces = _without_beginning(pieces, self.layout.first_row_byte)
         quote = self.layout.record_quote
         for text in blocks_of_lines(place, pieces, self._block_bytes, MOST_LINE_BYTES, quote):
+            self._end = text[-_END_BYTES:]
             yield self.layout.block(text)
 
     def notes(self) -> list[str]:
-        return []
+        layout = self._layout
+        if layout is None:  # a pipe without a byte
+            return []
+        notes = list(layout.notes) if self.header_lines else []
+        if self._part.stop is None and layout.whole_end is not None and not layout.whole_end.search(self._end):
+            notes.append(
+                f"{self._source.place}: its last line has no line's end and may have been cut short (kept as it is "
+                "where it is well-formed)"
+            )
+        return notes
