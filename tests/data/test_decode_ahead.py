@@ -24,12 +24,9 @@ def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("schema", [SCHEMA, SINGLE], ids=["multi_hot", "single"])
 @pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("world_size", [1, 3, 11])
-def test_batches_are_the_same_for_any_number_of_threads(
-    tmp_path: Path, schema: Schema, shuffle: bool, world_size: int
-) -> None:
+def test_batches_are_the_same_for_any_number_of_threads(tmp_path: Path, schema: Schema, shuffle: bool) -> None:
     folder = make_dataset(tmp_path / "d", 151, schema=schema, group_rows=5)
-    for rank in range(world_size):
+    for rank, world_size in ((0, 1), (1, 3), (10, 11)):
         found = []
         for threads in (0, 1, 3):
             settings = {"rank": rank, "world_size": world_size, "shuffle": shuffle}

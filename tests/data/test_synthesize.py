@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import log_loss, roc_auc_score
 
-from distembed.data.prepare import CriteoOptions, prepare_criteo, synthesize_criteo, synthetic_rows
+from distembed.data.prepare import CriteoOptions, prepare_criteo, synthesize, synthesize_criteo
 from distembed.errors import UserError
 from tests.data import reference
 
@@ -22,7 +22,7 @@ def test_rows_are_criteo_rows_and_the_same_for_a_seed(tmp_path: Path) -> None:
     rows = [reference.parse(line) for line in reference.lines_of(content["a.tsv"])]
     assert len(rows) == 2000 and all(isinstance(row, reference.Row) for row in rows)
     missing = np.mean([[key is None for key in row.keys] for row in rows], 0)
-    np.testing.assert_allclose(missing, synthetic_rows.ID_MISSING, atol=0.05)
+    np.testing.assert_allclose(missing, synthesize.ID_MISSING, atol=0.05)
     for name in ("a.tsv", "d.tsv.gz"):
         prepare_criteo([tmp_path / name], tmp_path / f"prepared-{name}", CriteoOptions(max_rejected=0))
     one = (tmp_path / "prepared-a.tsv/train/part-00000.parquet").read_bytes()
@@ -39,10 +39,8 @@ def test_the_summary_lies_beside_the_file(tmp_path: Path) -> None:
 
 def test_bayes_figures_are_those_of_the_true_probabilities(tmp_path: Path) -> None:
     """Drawn labels scatter around the expectation: 60,000 rows give 0.002 of logloss and AUC."""
-    source = synthetic_rows.RowSource(60_000, 7)
-    parts = [
-        source.draw(start, min(start + synthetic_rows.CHUNK_ROWS, 60_000)) for start in (0, synthetic_rows.CHUNK_ROWS)
-    ]
+    source = synthesize.RowSource(60_000, 7)
+    parts = [source.draw(start, min(start + synthesize.CHUNK_ROWS, 60_000)) for start in (0, synthesize.CHUNK_ROWS)]
     labels = np.concatenate([part.labels for part in parts])
     probabilities = np.concatenate([part.probabilities for part in parts])
     summary = synthesize_criteo(tmp_path / "a.tsv", num_rows=60_000, seed=7)

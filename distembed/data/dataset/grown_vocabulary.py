@@ -12,6 +12,7 @@ Ids of a hash go on as long as its size and seed stay. What ids stand for that w
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.pieces import REMEDY
 from distembed.errors import UserError
 
+_SAME_COLUMNS = ("dense", "dense_sequences", "missing_dense", "label_kind")
 _SAME_PREPARATION = ("hash_size", "hash_seed", "learnt")
 """What datasets with the same ids and numbers are prepared with alike; ``learnt`` is what transforms have learnt."""
 
@@ -41,20 +43,16 @@ def require_grown_from(
     Raises:
         UserError: They are not; the error names the column. Or a vocabulary is missing or damaged.
     """
-    _require_same_columns(earlier, manifest, dataset_dir)
-    for option in _SAME_PREPARATION:
-        old, new = (each.preparation.get(option) for each in (earlier, manifest))
-        if old != new:
-            raise _not_grown(dataset_dir, f"{option} was {_shown(old)} and is {_shown(new)}")
-    for feature in earlier.schema.categorical_names:
-        old, new = (_hash_in_schema(each, feature) for each in (earlier, manifest))
-        if old != new:
-            raise _not_grown(dataset_dir, f"the hash of {feature!r} was {_shown(old)} and is {_shown(new)}")
-    if earlier.vocabularies.keys() != manifest.vocabularies.keys():
-        differing = ", ".join(sorted(earlier.vocabularies.keys() ^ manifest.vocabularies.keys()))
-        raise _not_grown(dataset_dir, f"only one of the two has a vocabulary of {differing}")
+    for difference in _differences(earlier, manifest):
+        raise _OtherIds(_not_grown(dataset_dir, difference))
     for name in earlier.vocabularies:
-        _require_same_beginning(earlier_dir, earlier, dataset_dir, manifest, name)
+        file, new_file = earlier.vocabularies[name].file, manifest.vocabularies[name].file
+        if file in earlier.checksums and earlier.checksums[file] == manifest.checksums.get(new_file):
+            continue
+        old = _read(earlier.require_unchanged(earlier_dir, file))
+        new = _read(manifest.require_unchanged(dataset_dir, new_file))
+        if (first := _first_difference(name, old, new)) is not None:
+            raise _OtherIds(_not_grown(dataset_dir, first))
 
 
 def has_same_ids(
@@ -75,25 +73,26 @@ def has_same_ids(
     return True
 
 
-def _require_same_columns(earlier: Manifest, manifest: Manifest, dataset_dir: str | os.PathLike[str]) -> None:
-    """Refuses other columns, and features with fewer ids than they had."""
+def _differences(earlier: Manifest, manifest: Manifest) -> Iterator[str]:
+    """Yields how the columns and hashes of a dataset differ from those of an earlier one."""
     old, new = earlier.schema, manifest.schema
-    for part in ("dense", "dense_sequences", "missing_dense", "label_kind"):
-        if getattr(old, part) != getattr(new, part):
-            raise _not_grown(dataset_dir, f"{part} was {getattr(old, part)} and is {getattr(new, part)}")
-    features = {feature.name: feature for feature in new.categorical}
-    if list(features) != list(old.categorical_names):
-        raise _not_grown(
-            dataset_dir, f"the features were {', '.join(old.categorical_names)}, now {', '.join(features)}"
-        )
-    for before in old.categorical:
-        now = features[before.name]
-        if (before.table, before.multi_hot) != (now.table, now.multi_hot):
-            raise _not_grown(dataset_dir, f"the feature {before.name!r} was {before} and is {now}")
-        if now.num_embeddings < before.num_embeddings:
-            raise _not_grown(
-                dataset_dir, f"the feature {before.name!r} had {before.num_embeddings} ids and has {now.num_embeddings}"
-            )
+    names, new_names = old.categorical_names, new.categorical_names
+    if names != new_names:
+        yield f"the features were {', '.join(names)}, now {', '.join(new_names)}"
+        return
+    options = [(each, getattr(old, each), getattr(new, each)) for each in _SAME_COLUMNS]
+    options += [(each, earlier.preparation.get(each), manifest.preparation.get(each)) for each in _SAME_PREPARATION]
+    options += [
+        (f"the hash of {each!r}", _hash_in_schema(earlier, each), _hash_in_schema(manifest, each)) for each in names
+    ]
+    yield from (f"{what} was {_shown(was)} and is {_shown(now)}" for what, was, now in options if was != now)
+    for before, after in zip(old.categorical, new.categorical, strict=True):
+        if (before.table, before.multi_hot) != (after.table, after.multi_hot):
+            yield f"the feature {before.name!r} was {before} and is {after}"
+        if after.num_embeddings < before.num_embeddings:
+            yield f"the feature {before.name!r} had {before.num_embeddings} ids and has {after.num_embeddings}"
+    if differing := sorted(earlier.vocabularies.keys() ^ manifest.vocabularies.keys()):
+        yield f"only one of the two has a vocabulary of {', '.join(differing)}"
 
 
 def _hash_in_schema(manifest: Manifest, feature: str) -> dict[str, Any]:
@@ -104,26 +103,6 @@ def _hash_in_schema(manifest: Manifest, feature: str) -> dict[str, Any]:
     return {"hash_seed": own.get("hash_seed", 0)} if is_hashed else {}
 
 
-def _require_same_beginning(
-    earlier_dir: str | os.PathLike[str],
-    earlier: Manifest,
-    dataset_dir: str | os.PathLike[str],
-    manifest: Manifest,
-    name: str,
-) -> None:
-    """Refuses a vocabulary of which the earlier one is not the beginning."""
-    old_file, new_file = earlier.vocabularies[name].file, manifest.vocabularies[name].file
-    old_checksum = earlier.checksums.get(old_file)
-    if old_checksum is not None and old_checksum == manifest.checksums.get(new_file):
-        return
-    old = _read(earlier.require_unchanged(earlier_dir, old_file))
-    new = _read(manifest.require_unchanged(dataset_dir, new_file))
-    if len(new) < len(old):
-        raise _not_grown(dataset_dir, f"the vocabulary of {name!r} had {len(old)} values and has {len(new)}")
-    if not new.slice(0, len(old)).equals(old):
-        raise _not_grown(dataset_dir, _first_difference(name, old, new))
-
-
 def _read(path: Path) -> pa.Table:
     """Returns the ids and keys of a vocabulary, in the order of ids."""
     try:
@@ -132,13 +111,17 @@ def _read(path: Path) -> pa.Table:
         raise UserError(f"the vocabulary {path} cannot be read ({error}); {REMEDY}") from error
 
 
-def _first_difference(name: str, old: pa.Table, new: pa.Table) -> str:
-    """Returns where a vocabulary begins to differ from an earlier one."""
+def _first_difference(name: str, old: pa.Table, new: pa.Table) -> str | None:
+    """Returns where a vocabulary begins to differ from an earlier one; None where the earlier is its beginning."""
     if old.schema != new.schema:
         return f"the vocabulary of {name!r} had keys of type {old['key'].type} and has {new['key'].type}"
-    beginning = new.slice(0, len(old))
-    differs = pc.or_(pc.not_equal(old["id"], beginning["id"]), pc.not_equal(old["key"], beginning["key"]))
-    place = differs.index(True).as_py()
+    if len(new) < len(old):
+        return f"the vocabulary of {name!r} had {len(old)} values and has {len(new)}"
+    new = new.slice(0, len(old))
+    differs = pc.or_(pc.not_equal(old["id"], new["id"]), pc.not_equal(old["key"], new["key"]))
+    place = pc.index(differs, True).as_py()
+    if place < 0:
+        return None
     before, now = (table["key"][place].as_py() for table in (old, new))
     return f"id {old['id'][place].as_py()} of {name!r} stood for {before!r} and stands for {now!r}"
 
@@ -153,8 +136,8 @@ class _OtherIds(UserError):
     """Ids that do not go on from earlier ones."""
 
 
-def _not_grown(dataset_dir: str | os.PathLike[str], difference: str) -> UserError:
-    return _OtherIds(
+def _not_grown(dataset_dir: str | os.PathLike[str], difference: str) -> str:
+    return (
         f"the ids of {dataset_dir} do not go on from those of the earlier dataset: {difference}. Prepare it with "
         "`--vocabulary` and the earlier dataset or run, and with `--grow` if new values are to have ids."
     )

@@ -74,13 +74,6 @@ class Split:
     files: tuple[DataFile, ...]
     mean_weight: float | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the split as plain JSON values."""
-        value = dataclasses.asdict(self)
-        if self.mean_weight is None:
-            del value["mean_weight"]  # so that what was written before rows had weights stays the same
-        return value
-
 
 @dataclass(frozen=True)
 class Vocabulary:
@@ -103,13 +96,6 @@ class Vocabulary:
     rows_dropped: int
     rows_missing: int
     rows_dropped_by_split: Mapping[str, int] | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the vocabulary as plain JSON values."""
-        value = dataclasses.asdict(self)
-        if self.rows_dropped_by_split is None:
-            del value["rows_dropped_by_split"]  # so that datasets with ids of their own have the same bytes as before
-        return value
 
 
 @dataclass(frozen=True)
@@ -280,9 +266,9 @@ class Manifest:
             "format_version": self.format_version,
             "tool_version": self.tool_version,
             "schema": self.schema.to_json(),
-            "splits": {name: split.to_json() for name, split in self.splits.items()},
+            "splits": {name: _plain(split) for name, split in self.splits.items()},
             "preparation": dict(self.preparation),
-            "vocabularies": {name: entry.to_json() for name, entry in self.vocabularies.items()},
+            "vocabularies": {name: _plain(entry) for name, entry in self.vocabularies.items()},
             "sources": [dataclasses.asdict(source) for source in self.sources],
             "rejected": {**dataclasses.asdict(self.rejected), "by_reason": dict(self.rejected.by_reason)},
         }
@@ -385,6 +371,12 @@ def id_fingerprint(dataset_dir: str | os.PathLike[str], manifest: Manifest) -> s
         except OSError as error:
             raise UserError(f"the vocabulary {path} cannot be read ({error}); {REMEDY}") from error
     return digest.hexdigest()
+
+
+def _plain(value: Split | Vocabulary) -> dict[str, Any]:
+    """Returns a part as plain JSON values, without newer fields that are None: files without them stay the same."""
+    newer = [each.name for each in dataclasses.fields(value) if each.default is None]
+    return {name: own for name, own in dataclasses.asdict(value).items() if own is not None or name not in newer}
 
 
 def _split_from_json(value: Mapping[str, Any]) -> Split:

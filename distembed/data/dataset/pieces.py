@@ -16,9 +16,10 @@ bit can change the encoding or the number of values.
 
 from __future__ import annotations
 
-import contextlib
+import io
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -101,16 +102,14 @@ class PiecewiseFile:
             RunError: The server of a remote file does not answer.
         """
         assert self.pieces is not None
-        stops = np.cumsum(self.pieces["bytes"])
-        with contextlib.ExitStack() as opened:
-            file = opened.enter_context(self.path.open("rb")) if self.remote is None else None
-            for index, (piece, stop) in enumerate(zip(self.pieces, stops.tolist(), strict=True)):
-                num_bytes, checksum = int(piece["bytes"]), _checksum(piece)
-                if file is not None:
-                    is_whole = file_checksum(file, num_bytes) == checksum
+        with nullcontext() if self.remote else self.path.open("rb") as file:
+            for index, piece in enumerate(self.pieces):
+                checksum = _checksum(piece)
+                if self.remote is not None:
+                    is_whole = self.remote.read_uncached(*self._bounds(None, index)[1:], checksum) is not None
                 else:
-                    assert self.remote is not None
-                    is_whole = self.remote.read_uncached(stop - num_bytes, stop, checksum) is not None
+                    assert file is not None
+                    is_whole = file_checksum(file, int(piece["bytes"])) == checksum
                 if not is_whole:
                     yield self._damaged(index)
 
@@ -157,54 +156,20 @@ def _checksum(piece: np.void) -> str:
     return str(piece["checksum"].tobytes().hex())
 
 
-class _Part:
-    """A part of a file as PyArrow reads it, by places in the whole file.
-
-    Args:
-        data: Bytes of the part.
-        start: Where they begin in the file.
-    """
-
-    closed = False
+class _Part(io.BytesIO):
+    """A part of a file as PyArrow reads it, by places in the whole file, where it begins at ``start``."""
 
     def __init__(self, data: bytes, start: int) -> None:
-        self._data, self._start = memoryview(data), start
-        self._position = 0
+        super().__init__(data)
+        self._start = start
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        end = self._start + len(self._data)
-        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: end}[whence]
-        return self._position
+        if whence == os.SEEK_SET and offset < self._start:
+            raise OSError(f"byte {offset} is before the row group")
+        return super().seek(offset - self._start if whence == os.SEEK_SET else offset, whence) + self._start
 
     def tell(self) -> int:
-        return self._position
-
-    def read(self, num_bytes: int) -> memoryview:
-        """Returns the next bytes without a copy of them.
-
-        Raises:
-            OSError: They are not all in this part of the file.
-        """
-        begin = self._position - self._start
-        if begin < 0 or begin + num_bytes > len(self._data):
-            raise OSError(f"{num_bytes} bytes from {self._position} on are beyond the row group")
-        self._position += num_bytes
-        return self._data[begin : begin + num_bytes]
-
-    def readable(self) -> bool:
-        return True
-
-    def writable(self) -> bool:
-        return False
-
-    def seekable(self) -> bool:
-        return True
-
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        self.closed = True
+        return super().tell() + self._start
 
 
 def piece_sizes(path: Path, metadata: pq.FileMetaData) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import repeat
@@ -68,12 +68,17 @@ def list_row_groups(dataset_dir: Path, manifest: Manifest, split_name: str) -> t
             f"{sum(file.num_rows for file in split.files)}; {REMEDY}"
         )
     pieces = read_pieces(dataset_dir, manifest)
-    groups: list[RowGroup] = []
     files = piecewise_files(dataset_dir, split.files, pieces)
-    for piecewise, metadata in zip(files, _all_metadata(files, split.files, manifest.schema), strict=True):
-        rows = (metadata.row_group(index).num_rows for index in range(metadata.num_row_groups))
-        groups.extend(RowGroup(piecewise, index, num_rows) for index, num_rows in enumerate(rows) if num_rows)
-    return tuple(groups)
+    with ThreadPoolExecutor(_FETCHES_AT_ONCE) as threads:
+        each_metadata = (threads.map if any(file.remote for file in files) else map)(
+            checked_metadata, files, split.files, repeat(manifest.schema)
+        )
+        return tuple(
+            RowGroup(file, index, num_rows)
+            for file, metadata in zip(files, each_metadata, strict=True)
+            for index in range(metadata.num_row_groups)
+            if (num_rows := metadata.row_group(index).num_rows)
+        )
 
 
 def piecewise_files(dataset_dir: Path, files: Sequence[DataFile], pieces: Mapping[str, Pieces]) -> list[PiecewiseFile]:
@@ -91,17 +96,6 @@ def piecewise_files(dataset_dir: Path, files: Sequence[DataFile], pieces: Mappin
             f"{mirror.url} has no checksums of {lacking[0]}: a dataset at a URL needs them; prepare it again"
         )
     return [PiecewiseFile(dataset_dir / file.path, pieces[file.path], mirror.pieces(file.path)) for file in files]
-
-
-def _all_metadata(
-    piecewise: Sequence[PiecewiseFile], files: Sequence[DataFile], schema: Schema
-) -> Iterator[pq.FileMetaData]:
-    """Yields what each file's footer says; those of remote files are fetched several at a time."""
-    if any(file.remote is not None for file in piecewise):
-        with ThreadPoolExecutor(_FETCHES_AT_ONCE) as threads:
-            yield from threads.map(checked_metadata, piecewise, files, repeat(schema))
-    else:
-        yield from map(checked_metadata, piecewise, files, repeat(schema))
 
 
 def checked_metadata(piecewise: PiecewiseFile, file: DataFile, schema: Schema) -> pq.FileMetaData:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from distembed.errors import UserError
@@ -206,17 +206,8 @@ class Schema:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the schema in plain values, which :meth:`from_json` reads back."""
-        value: dict[str, Any] = {
-            "label": self.label,
-            "dense": list(self.dense),
-            "categorical": [_feature_to_json(feature) for feature in self.categorical],
-        }
-        # only what differs, so that what was written before there were such columns stays the same
-        value |= {"dense_sequences": list(self.dense_sequences)} if self.dense_sequences else {}
-        value |= {"label_kind": self.label_kind} if self.label_kind != "binary" else {}
-        value |= {"missing_dense": True} if self.missing_dense else {}
-        value |= {"weight": self.weight} if self.weight is not None else {}
-        return value | ({"time": self.time} if self.time is not None else {})
+        features = [_plain(each, *["mean_ids_per_row"] * each.multi_hot) for each in self.categorical]
+        return {**_plain(self), "categorical": features}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Schema:
@@ -227,26 +218,17 @@ class Schema:
             TypeError: A part is of another type.
             UserError: The values make no schema.
         """
-        return cls(
-            label=value["label"],
-            dense=tuple(value["dense"]),
-            categorical=tuple(CategoricalFeature(**feature) for feature in value["categorical"]),
-            dense_sequences=tuple(value.get("dense_sequences", ())),
-            label_kind=value.get("label_kind", "binary"),
-            missing_dense=value.get("missing_dense", False),
-            weight=value.get("weight"),
-            time=value.get("time"),
-        )
+        lists = {name: tuple(value.get(name, ())) for name in ("dense", "dense_sequences")}
+        features = tuple(CategoricalFeature(**feature) for feature in value["categorical"])
+        return cls(**{**value, **lists, "categorical": features})
 
 
-def _feature_to_json(feature: CategoricalFeature) -> dict[str, Any]:
-    """Returns a feature in plain values."""
-    value: dict[str, Any] = {"name": feature.name, "num_embeddings": feature.num_embeddings}
-    if feature.multi_hot:
-        value |= {"multi_hot": True, "mean_ids_per_row": feature.mean_ids_per_row}
-    value |= {"table": feature.table} if feature.table is not None else {}
-    value |= {} if feature.is_looked_up else {"is_looked_up": False}
-    return value | ({} if feature.max_ids_per_row is None else {"max_ids_per_row": feature.max_ids_per_row})
+def _plain(value: Schema | CategoricalFeature, *always: str) -> dict[str, Any]:
+    """Returns the fields that differ from their defaults, so that a newer field changes no schema that lacks it."""
+    named = {each.name: getattr(value, each.name) for each in fields(value)}
+    defaults = {each.name: each.default for each in fields(value) if each.name not in always}
+    plain = {name: own for name, own in named.items() if name not in defaults or own != defaults[name]}
+    return {name: list(own) if isinstance(own, tuple) else own for name, own in plain.items()}
 
 
 def _check_name(role: str, name: object) -> None:

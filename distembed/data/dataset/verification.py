@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from distembed.checksums import Verification
-from distembed.data.dataset.manifest import MANIFEST_NAME, DataFile, Manifest, Split
+from distembed.data.dataset.manifest import MANIFEST_NAME, DataFile, Manifest
 from distembed.data.dataset.mirror import dataset_folder
-from distembed.data.dataset.pieces import CHECKSUMS_NAME, REMEDY, Pieces, PiecewiseFile
+from distembed.data.dataset.pieces import CHECKSUMS_NAME, REMEDY, PiecewiseFile
 from distembed.data.dataset.row_groups import checked_metadata, list_row_groups, piecewise_files, read_pieces
 from distembed.errors import RunError, UserError
 
@@ -70,7 +70,7 @@ def verify_dataset(dataset_dir: str | os.PathLike[str], progress: Callable[[int]
     report = progress or (lambda num_bytes: None)
     found.add((), folder / MANIFEST_NAME)
     for other in manifest.other_files:
-        found.add(_other_file_problems(folder, manifest, other), folder / other)
+        found.add(_until_error(_other_file_problems(folder, manifest, other), folder / other), folder / other)
         report(found.num_bytes)
     try:
         pieces = read_pieces(folder, manifest)
@@ -79,83 +79,63 @@ def verify_dataset(dataset_dir: str | os.PathLike[str], progress: Callable[[int]
         if not any(CHECKSUMS_NAME in problem for problem in found.problems):
             found.problems.append(str(error))
     for name, split in manifest.splits.items():
-        found.problems.extend([] if manifest.is_without_rows else _split_problems(folder, name, split))
-        for piecewise, file in zip(_files(folder, split, pieces, found), split.files, strict=False):
-            found.add(_file_problems(piecewise, file, manifest), piecewise.path)
+        num_rows = sum(file.num_rows for file in split.files)
+        if num_rows != split.num_rows and not manifest.is_without_rows:
+            said = f"has {split.num_rows:,} rows by the manifest, its files have {num_rows:,}"
+            found.problems.append(f"split {name!r} of {folder} {said}.")
+        try:
+            files = piecewise_files(folder, split.files, pieces)
+        except UserError as error:
+            found.problems.append(str(error))
+            continue
+        for piecewise, file in zip(files, split.files, strict=True):
+            found.add(_until_error(_file_problems(piecewise, file, manifest), piecewise), piecewise.path)
             found.num_bytes += 0 if piecewise.remote is None else file.bytes
             report(found.num_bytes)
     return found
 
 
-def _files(folder: Path, split: Split, pieces: Mapping[str, Pieces], found: Verification) -> list[PiecewiseFile]:
-    """Returns the files of a split; none, and a problem, where they cannot be checked."""
+def _until_error(problems: Iterable[str], file: object) -> list[str]:
+    """Returns the problems of a file up to an error, which is the last."""
+    found: list[str] = []
     try:
-        return piecewise_files(folder, split.files, pieces)
-    except UserError as error:
-        found.problems.append(str(error))
-        return []
-
-
-def _other_file_problems(folder: Path, manifest: Manifest, file: str) -> list[str]:
-    """Returns what is wrong with a file that belongs to no split."""
-    try:
-        path = manifest.require_unchanged(folder, file)
-        if not path.is_file():
-            return [f"{path} is missing: the manifest lists it; {REMEDY}."]
-        for name, vocabulary in manifest.vocabularies.items():
-            num_rows = pq.read_metadata(path).num_rows if vocabulary.file == file else vocabulary.num_ids
-            if num_rows != vocabulary.num_ids:
-                said = f"the manifest says {vocabulary.num_ids:,}"
-                return [f"{path} has {num_rows:,} ids of feature {name!r}, {said}; {REMEDY}."]
-    except UserError as error:
-        return [str(error)]
+        found.extend(problems)
+    except (UserError, RunError) as error:
+        found.append(str(error))
     except (pa.ArrowException, OSError) as error:
-        return [f"the vocabulary {folder / file} cannot be read ({error}); {REMEDY}."]
-    return []
+        found.append(f"{file} cannot be read ({error}); {REMEDY}.")
+    return found
 
 
-def _split_problems(folder: Path, name: str, split: Split) -> list[str]:
-    num_rows = sum(file.num_rows for file in split.files)
-    if num_rows == split.num_rows:
-        return []
-    return [f"split {name!r} of {folder} has {split.num_rows:,} rows by the manifest, its files have {num_rows:,}."]
+def _other_file_problems(folder: Path, manifest: Manifest, file: str) -> Iterator[str]:
+    """Yields the problems of a file that belongs to no split."""
+    path = manifest.require_unchanged(folder, file)
+    if not path.is_file():
+        yield f"{path} is missing: the manifest lists it; {REMEDY}."
+        return
+    for name, vocabulary in manifest.vocabularies.items():
+        num_ids = vocabulary.num_ids
+        if vocabulary.file == file and (num_rows := pq.read_metadata(path).num_rows) != num_ids:
+            yield f"{path} has {num_rows:,} ids of feature {name!r}, the manifest says {num_ids:,}; {REMEDY}."
 
 
-def _file_problems(piecewise: PiecewiseFile, file: DataFile, manifest: Manifest) -> list[str]:
-    """Returns what is wrong with a file of a split, after all of it was read."""
-    problems = []
-    try:
-        if piecewise.pieces is not None:
-            problems = _piece_problems(piecewise)
-        if not problems:
-            metadata = checked_metadata(piecewise, file, manifest.schema)
-            if piecewise.pieces is None:
-                problems = _undecodable(piecewise, metadata)
-    except UserError as error:
-        problems.append(str(error))
-    except OSError as error:
-        problems.append(f"{piecewise} cannot be read ({error}); {REMEDY}.")
-    except RunError as error:
-        problems.append(str(error))
-    return problems
+def _file_problems(piecewise: PiecewiseFile, file: DataFile, manifest: Manifest) -> Iterator[str]:
+    """Yields the problems of a file of a split, all of which is read."""
+    # checked_metadata names a file of another size
+    if piecewise.pieces is not None and (piecewise.remote or _num_bytes(piecewise.path) == file.bytes):
+        damaged = list(piecewise.damaged_pieces())
+        yield from damaged
+        if damaged:
+            return
+    metadata = checked_metadata(piecewise, file, manifest.schema)
+    if piecewise.pieces is None:
+        columns = metadata.schema.to_arrow_schema().names
+        for index in range(metadata.num_row_groups):
+            try:
+                piecewise.row_group(index, columns)
+            except UserError as error:
+                yield str(error)
 
 
-def _piece_problems(piecewise: PiecewiseFile) -> list[str]:
-    """Returns which pieces of a file are damaged; nothing where the file has another size, which is said elsewhere."""
-    path, pieces = piecewise.path, piecewise.pieces
-    assert pieces is not None
-    if piecewise.remote is None and (not path.is_file() or path.stat().st_size != pieces["bytes"].sum()):
-        return []
-    return list(piecewise.damaged_pieces())
-
-
-def _undecodable(piecewise: PiecewiseFile, metadata: pq.FileMetaData) -> list[str]:
-    """Returns which row groups of a file without checksums cannot be decoded."""
-    problems = []
-    columns = metadata.schema.to_arrow_schema().names
-    for index in range(metadata.num_row_groups):
-        try:
-            piecewise.row_group(index, columns)
-        except UserError as error:
-            problems.append(str(error))
-    return problems
+def _num_bytes(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None

@@ -18,7 +18,7 @@
   and how far it is, and ``staging.py`` makes its output appear at once.
 - For preparations in several processes, and those that go on after a kill: ``resumable.py`` gives the folders,
   ``work.py`` does each task once, ``processes.py`` starts the processes, and by ``beats.py`` they hear of each other.
-- ``synthesize.py`` makes a Criteo-format file with a planted signal, of the rows of ``synthetic_rows.py``.
+- ``synthesize.py`` makes a Criteo-format file with a planted signal.
 """
 
 from distembed.data.prepare.criteo import CriteoOptions, prepare_criteo

@@ -1,34 +1,77 @@
 """Makes a file of Criteo's format whose best possible logloss and AUC are known.
 
-The true probability p of every row's label is known (``synthetic_rows.py``), and no model can do better than p itself,
-whose logloss and AUC (in expectation over labels, *Bayes*) are written beside the file. Ids carry most of the signal,
-so tables that make ids share rows lose some of it.
+Of each feature's ids most follow Zipf's law (the r-th with probability about 1/r), and some are fresh: a window of ids
+that moves with time, so that later rows hold ids that earlier ones do not, as in real logs. The label of a row is 1
+with probability
+
+    p = sigmoid(bias + sum_f w_f[id_f] + sum_(f,g) u_f[id_f] . u_g[id_g] + sum_k a_k z_k + b z_1 z_2 + drift(t))
+
+with normal w and u for every id, z the standardised log(1 + integer), and t in [0, 1) the time. No model can do better
+than p itself, whose logloss and AUC (in expectation over labels, *Bayes*) are written beside the file. Ids carry most
+of the signal, so tables that make ids share rows lose some of it.
+
+Trade-off: real rows have correlated features; here they are independent given the time, which makes the Bayes figures
+exact and the signal harder to find.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
-from typing import BinaryIO, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from distembed.data.dataset.schema import CRITEO_DENSE, CRITEO_KAGGLE_CARDINALITIES
 from distembed.data.prepare.inputs import real_path
-from distembed.data.prepare.synthetic_rows import CHUNK_ROWS, RowSource, rows_text
 from distembed.errors import UserError
 from distembed.files import full_disk_explained, require_free_space, whole_file, write_text
 
-# Less than rows take with any number of rows: 244 bytes of text; compressed 95 with 1,000 rows, and more with others.
-_LEAST_ROW_BYTES, _LEAST_ROW_BYTES_GZIP = 235, 90
+KAGGLE_ROWS = 45_840_617
+CHUNK_ROWS = 32_768
+_LABEL_RATE = 0.25
+_PILOT_ROWS = 50_000
 
+# Shares of missing values, and the mean and deviation of log(1 + integer), about as in the Kaggle file.
+_DENSE_MISSING = (0.45, 0.0, 0.21, 0.22, 0.026, 0.22, 0.04, 0.0005, 0.04, 0.45, 0.04, 0.76, 0.22)
+_DENSE_MEAN = (1.0, 3.0, 2.0, 2.0, 7.0, 4.0, 2.0, 2.0, 4.0, 0.5, 1.0, 0.5, 2.0)
+_DENSE_DEVIATION = 1.3
+_DENSE_LIMIT = 99_999
+ID_MISSING = (
+    *(0.0, 0.0, 0.034, 0.034, 0.0, 0.12, 0.0, 0.0, 0.0, 0.0, 0.0, 0.034, 0.0),
+    *(0.0, 0.0, 0.034, 0.0, 0.0, 0.44, 0.44, 0.034, 0.76, 0.0, 0.034, 0.44, 0.44),
+)
+
+# Tables that shrink with the number of rows, and how: distinct ids grow more slowly than rows.
+_FIXED_CARDINALITY = 100
+_GROWTH = 0.7
+
+_FRESH_SHARE = 0.1
+_FRESH_IDS = 0.05
+_FRESH_LEAST_CARDINALITY = 200
+_FRESH_AGE = 0.05
+
+_ID_DEVIATION = 0.22
+_LATENT_SIZE = 2
+_LATENT_DEVIATION = 0.5
+_INTERACTIONS = ((0, 4), (1, 7), (5, 13), (8, 16), (17, 25), (9, 14))
+_DENSE_WEIGHT = 0.14
+_PRODUCT_WEIGHT = 0.15
+_DRIFT = 0.15
+
+_TAB, _NEWLINE = b"\t\n"
 _AUC_BINS = 1 << 16
 _TENTHS = 10
+
+# Less than rows take with any number of rows: 244 bytes of text; compressed 95 with 1,000 rows, and more with others.
+_LEAST_ROW_BYTES, _LEAST_ROW_BYTES_GZIP = 235, 90
 
 
 @dataclass(frozen=True)
@@ -87,34 +130,37 @@ def synthesize_criteo(
     if not 0 <= seed < 2**64:
         raise UserError(f"seed (--seed) is {seed}: it must be in 0 to {2**64 - 1}")
     path = Path(output)
-    _require_free_name(path, overwrite)
-    row_bytes = _LEAST_ROW_BYTES_GZIP if path.suffix == ".gz" else _LEAST_ROW_BYTES
+    summary_path = path.with_name(path.name + ".json")
+    _require_free_names(path, summary_path, overwrite)
+    is_packed = path.suffix == ".gz"
+    row_bytes = _LEAST_ROW_BYTES_GZIP if is_packed else _LEAST_ROW_BYTES
     remedy = (
         f"{num_rows:,} rows take {row_bytes} bytes each or more. Free space, name an output elsewhere, or ask for fewer"
     )
     require_free_space(path, num_rows * row_bytes, remedy)
-    source = RowSource(num_rows, seed)
-    quality = _BayesQuality()
-    positives = 0
+    source, quality, positives = RowSource(num_rows, seed), _BayesQuality(), 0
     with (
         whole_file(path) as part,
         full_disk_explained(lambda _: f"{path} could not be written: its disk is full; {remedy}"),
     ):
-        with _open_output(path, part) as file:
+        with (
+            open(part, "wb") as raw,
+            gzip.GzipFile("", "wb", 1, raw, mtime=0) if is_packed else nullcontext(raw) as file,
+        ):
             for start in range(0, num_rows, CHUNK_ROWS):
                 rows = source.draw(start, min(start + CHUNK_ROWS, num_rows))
-                file.write(rows_text(rows))
+                file.write(_text(rows))
                 positives += int(rows.labels.sum())
                 quality.add(rows.probabilities, rows.times)
                 if progress is not None:
                     progress(start + len(rows.labels))
-        logloss, auc = quality.over(range(_TENTHS))
-        last_logloss, last_auc = quality.over(range(_TENTHS - 1, _TENTHS))
+        logloss, auc = quality.over(slice(None))
+        last_logloss, last_auc = quality.over(slice(-1, None))
         summary = SyntheticSummary(
             path=str(path),
             num_rows=num_rows,
             seed=seed,
-            bytes=Path(part).stat().st_size,
+            bytes=os.path.getsize(part),
             label_rate=positives / num_rows,
             bayes_logloss=logloss,
             bayes_auc=auc,
@@ -123,25 +169,16 @@ def synthesize_criteo(
             cardinalities=tuple(source.cardinalities),
         )
         # before the file itself, so that no file lacks its summary
-        text = json.dumps({**asdict(summary), "path": path.name}, indent=1) + "\n"
-        write_text(_summary_path(path), text)
+        write_text(summary_path, json.dumps({**asdict(summary), "path": path.name}, indent=1) + "\n")
     return summary
 
 
-def _summary_path(path: Path) -> Path:
-    return path.with_name(path.name + ".json")
-
-
-def _require_free_name(path: Path, overwrite: bool) -> None:
-    """Makes sure that nothing is lost by writing the file and its summary.
-
-    Raises:
-        UserError: One of them is there and may not be replaced, is no file, or the folder does not exist.
-    """
+def _require_free_names(path: Path, summary_path: Path, overwrite: bool) -> None:
+    """Makes sure that nothing is lost by writing the file and its summary."""
     real_path(path)
     if not path.parent.is_dir():
         raise UserError(f"the folder {path.parent} does not exist; make it first")
-    for file in (path, _summary_path(path)):
+    for file in (path, summary_path):
         try:
             os.lstat(file)
         except FileNotFoundError:
@@ -154,14 +191,124 @@ def _require_free_name(path: Path, overwrite: bool) -> None:
             raise UserError(f"{file} exists already: name another output, remove it, or replace it with --overwrite")
 
 
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one chunk; -1 is a missing id, and -2 a missing integer."""
+
+    times: NDArray[np.float64]
+    labels: NDArray[np.int64]
+    dense: list[NDArray[np.int64]]
+    ids: list[NDArray[np.int64]]
+    probabilities: NDArray[np.float64]
+
+
+class RowSource:
+    """The distribution that rows are drawn from, a function of the seed and the number of rows."""
+
+    def __init__(self, num_rows: int, seed: int) -> None:
+        self._num_rows, self._seed = num_rows, seed
+        growth = min(1.0, num_rows / KAGGLE_ROWS) ** _GROWTH
+        self.cardinalities = [
+            size if size <= _FIXED_CARDINALITY else max(_FIXED_CARDINALITY, int(size * growth))
+            for size in CRITEO_KAGGLE_CARDINALITIES
+        ]
+        random = np.random.default_rng([seed, 0])
+
+        def normal(shape: int | tuple[int, int], deviation: float) -> NDArray[np.float32]:
+            return (random.standard_normal(shape) * deviation).astype(np.float32)
+
+        self._id_weights = [normal(size, _ID_DEVIATION) for size in self.cardinalities]
+        self._latents = {
+            feature: normal((self.cardinalities[feature], _LATENT_SIZE), _LATENT_DEVIATION)
+            for pair in _INTERACTIONS
+            for feature in pair
+        }
+        self._dense_weights = random.standard_normal(len(CRITEO_DENSE)) * _DENSE_WEIGHT
+        self._bias = 0.0
+        times = np.linspace(0, 1, _PILOT_ROWS, endpoint=False)
+        self._bias = _bias_for(self._logits(times, *self._features(np.random.default_rng([seed, 1]), times)))
+
+    def draw(self, start: int, stop: int) -> Rows:
+        """Draws the rows ``[start, stop)``."""
+        random = np.random.default_rng([self._seed, 2, start])
+        times = np.arange(start, stop) / self._num_rows
+        dense, ids = self._features(random, times)
+        probabilities = _sigmoid(self._logits(times, dense, ids))
+        labels = (random.random(stop - start) < probabilities).astype(np.int64)
+        return Rows(times, labels, dense, ids, probabilities)
+
+    def _features(
+        self, random: np.random.Generator, times: NDArray[np.float64]
+    ) -> tuple[list[NDArray[np.int64]], list[NDArray[np.int64]]]:
+        dense = [_draw_integers(random, column, len(times)) for column in range(len(CRITEO_DENSE))]
+        sizes = zip(self.cardinalities, ID_MISSING, strict=True)
+        return dense, [_draw_ids(random, size, missing, times) for size, missing in sizes]
+
+    def _logits(
+        self, times: NDArray[np.float64], dense: list[NDArray[np.int64]], ids: list[NDArray[np.int64]]
+    ) -> NDArray[np.float64]:
+        """Returns the logit of each row."""
+        # a missing id, which is -1, reads the last id's weight and is then masked
+        logits = self._bias + _DRIFT * np.sin(2 * math.pi * times)
+        for row, weights in zip(ids, self._id_weights, strict=True):
+            logits += np.where(row >= 0, weights[row], 0)
+        for first, second in _INTERACTIONS:
+            product = (self._latents[first][ids[first]] * self._latents[second][ids[second]]).sum(1)
+            logits += np.where((ids[first] >= 0) & (ids[second] >= 0), product, 0)
+        standardised = [
+            (np.log1p(np.maximum(values, 0)) - mean) / _DENSE_DEVIATION
+            for values, mean in zip(dense, _DENSE_MEAN, strict=True)
+        ]
+        for values, weight in zip(standardised, self._dense_weights, strict=True):
+            logits += weight * values
+        return logits + _PRODUCT_WEIGHT * standardised[1] * standardised[6]
+
+
+def _draw_integers(random: np.random.Generator, column: int, num_rows: int) -> NDArray[np.int64]:
+    drawn = np.exp(random.standard_normal(num_rows) * _DENSE_DEVIATION + _DENSE_MEAN[column]) - 1
+    values = np.clip(drawn, -1 if column == 1 else 0, _DENSE_LIMIT).astype(np.int64)
+    values[random.random(num_rows) < _DENSE_MISSING[column]] = -2
+    return values
+
+
+def _draw_ids(
+    random: np.random.Generator, cardinality: int, missing: float, times: NDArray[np.float64]
+) -> NDArray[np.int64]:
+    """Draws ids by Zipf's law (inverted in its continuous form, n^u), fresh ids for some rows, -1 for missing ones."""
+    uniform = random.random(len(times))
+    has_fresh = cardinality >= _FRESH_LEAST_CARDINALITY
+    lasting = int(cardinality * (1 - _FRESH_IDS)) if has_fresh else cardinality
+    ids = np.exp(uniform * math.log(lasting + 1)).astype(np.int64) - 1
+    if has_fresh:
+        fresh = np.flatnonzero(random.random(len(times)) < _FRESH_SHARE)
+        place = np.clip(times[fresh] - _FRESH_AGE * random.random(len(fresh)) ** 2, 0, 1)
+        ids[fresh] = lasting + (place * (cardinality - lasting - 1)).astype(np.int64)
+    if missing:
+        ids[random.random(len(times)) < missing] = -1
+    return np.minimum(ids, cardinality - 1)
+
+
+def _sigmoid(logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    probabilities: NDArray[np.float64] = 1 / (1 + np.exp(-logits))
+    return probabilities
+
+
+def _bias_for(logits: NDArray[np.float64]) -> float:
+    """Returns the bias at which the mean probability is the wanted label rate, by bisection."""
+    low, high = -20.0, 20.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        is_low = np.mean(_sigmoid(logits + middle)) < _LABEL_RATE
+        low, high = (middle, high) if is_low else (low, middle)
+    return low
+
+
 class _BayesQuality:
     """Expected logloss and AUC of true probabilities, by tenths of the time, in memory that does not grow."""
 
     def __init__(self) -> None:
-        self._rows = np.zeros(_TENTHS)
-        self._entropy = np.zeros(_TENTHS)
-        self._positive = np.zeros((_TENTHS, _AUC_BINS))
-        self._negative = np.zeros((_TENTHS, _AUC_BINS))
+        self._rows, self._entropy = np.zeros(_TENTHS), np.zeros(_TENTHS)
+        self._positive, self._negative = (np.zeros((_TENTHS, _AUC_BINS)) for _ in range(2))
 
     def add(self, probabilities: NDArray[np.float64], times: NDArray[np.float64]) -> None:
         """Counts these rows in."""
@@ -173,24 +320,44 @@ class _BayesQuality:
         self._positive += np.bincount(cell, p, _TENTHS * _AUC_BINS).reshape(_TENTHS, _AUC_BINS)
         self._negative += np.bincount(cell, 1 - p, _TENTHS * _AUC_BINS).reshape(_TENTHS, _AUC_BINS)
 
-    def over(self, tenths: range) -> tuple[float, float] | tuple[None, None]:
+    def over(self, tenths: slice) -> tuple[float, float] | tuple[None, None]:
         """Returns logloss and AUC over these tenths, None for both without rows."""
-        chosen = list(tenths)
-        rows = self._rows[chosen].sum()
+        rows = self._rows[tenths].sum()
         if not rows:
             return None, None
-        positive, negative = self._positive[chosen].sum(0), self._negative[chosen].sum(0)
+        positive, negative = self._positive[tenths].sum(0), self._negative[tenths].sum(0)
         below = np.cumsum(negative) - negative
         auc = (positive * (below + negative / 2)).sum() / (positive.sum() * negative.sum())
-        return float(self._entropy[chosen].sum() / rows), float(auc)
+        return float(self._entropy[tenths].sum() / rows), float(auc)
 
 
-@contextmanager
-def _open_output(path: Path, part: str) -> Iterator[BinaryIO]:
-    """Opens the temporary file that becomes ``path``, compressed where its name says so."""
-    with open(part, "wb") as raw:
-        if path.suffix == ".gz":
-            with gzip.GzipFile("", "wb", 1, raw, mtime=0) as packed:
-                yield cast(BinaryIO, packed)
-        else:
-            yield raw
+def _id_texts(feature: int, ids: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Returns the 8 hexadecimal digits of each id's key as one number, 0 for a missing id.
+
+    Keys are the ids by a bijection of 32-bit numbers that is another for every feature.
+    """
+    keys = (ids.astype(np.uint32) + np.uint32(feature * 0x01000193)) * np.uint32(2654435769)
+    keys ^= keys >> np.uint32(15)
+    keys *= np.uint32(0x2C1B3C6D)
+    keys ^= keys >> np.uint32(12)
+    digits = keys.astype(">u4").tobytes().hex().encode()
+    return np.where(ids >= 0, np.frombuffer(digits, np.uint64), 0).astype(np.uint64)
+
+
+@cache
+def _integer_texts() -> NDArray[np.uint64]:
+    """Returns the texts of -2 (a missing value: empty), -1, 0, ..., each padded with zero bytes to 8."""
+    texts = [b"", b"-1", *(str(value).encode() for value in range(_DENSE_LIMIT + 1))]
+    return np.array(texts, "S8").view(np.uint64)
+
+
+def _text(rows: Rows) -> bytes:
+    """Returns the rows' text: all cells padded to 8 bytes with zeros, each with its separator, less the zeros."""
+    integers = [_integer_texts()[values + 2] for values in (rows.labels, *rows.dense)]
+    texts = np.stack([*integers, *(_id_texts(feature, ids) for feature, ids in enumerate(rows.ids))], axis=1)
+    padded = np.empty((*texts.shape, 9), np.uint8)
+    padded[:, :, :8] = texts.view(np.uint8).reshape(*texts.shape, 8)
+    padded[:, :-1, 8] = _TAB
+    padded[:, -1, 8] = _NEWLINE
+    text: bytes = padded[padded != 0].tobytes()
+    return text
