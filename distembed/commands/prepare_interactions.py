@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-_INPUTS = "Parquet, CSV or TSV files or pipes (gzip, zstd too), or folders of files; - is stdin."
-InputsArgument = Annotated[list[Path], typer.Argument(metavar="INPUT...", help=_INPUTS)]
+_INPUTS = (
+    "CSV, TSV, JSON lines, Parquet or RecBole files (gzip, zstd too), folders, patterns, URLs or pipes; - is stdin."
+)
+InputsArgument = Annotated[list[str], typer.Argument(metavar="INPUT...", help=_INPUTS)]
 
 
 @dataclass(frozen=True)
@@ -48,10 +50,10 @@ class ChoiceOptions:
 class SplitFiles:
     """Files of their own for the test and the validation."""
 
-    test: Annotated[list[Path] | None, typer.Option(help="File to test on, in place of a split; may be repeated.")] = (
+    test: Annotated[list[str] | None, typer.Option(help="File to test on, in place of a split; may be repeated.")] = (
         None
     )
-    validation: Annotated[list[Path] | None, typer.Option(help="File to validate on, beside --test.")] = None
+    validation: Annotated[list[str] | None, typer.Option(help="File to validate on, beside --test.")] = None
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ def _split(given: str | None, files: SplitFiles, default: str) -> str:
     return given or ("files" if files.test else default)
 
 
-def _files(inputs: list[Path], files: SplitFiles) -> "InteractionFiles":
+def _files(inputs: list[str], files: SplitFiles) -> "InteractionFiles":
     from distembed.data.prepare.interactions import InteractionFiles
 
     return InteractionFiles(inputs, files.validation or (), files.test or ())

@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distembed.data.dataset.manifest import Manifest
+from distembed.data.prepare.count import Database
 from distembed.data.prepare.interactions import (
     InteractionColumns,
     InteractionFiles,
@@ -24,8 +26,9 @@ from distembed.data.prepare.interactions import (
     prepare_ratings,
     prepare_sequences,
 )
-from distembed.data.prepare.interactions.selection import core
+from distembed.data.prepare.interactions.selection import select
 from distembed.data.prepare.interactions.windows import evaluation_windows, training_windows
+from distembed.errors import UserError
 
 TIMED = InteractionColumns(rating="rating", time="time")
 
@@ -157,8 +160,15 @@ def naive_core(pairs: list[tuple[int, int]], k: int) -> list[int]:
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=60), st.integers(1, 5))
 @settings(max_examples=100)
 def test_core_is_the_naive_fixed_point(pairs: list[tuple[int, int]], k: int) -> None:
-    users, items = (np.array([pair[side] for pair in pairs], np.int32) for side in (0, 1))
-    assert core(users, items, k).tolist() == naive_core(pairs, k)
+    wanted = naive_core(pairs, k)
+    rows = {"place": range(len(pairs)), **{f"k{side}": [pair[side] for pair in pairs] for side in (0, 1)}}
+    batch = pa.record_batch([pa.array(values, pa.int64()) for values in rows.values()], names=list(rows))
+    with Database(Path("unused"), 64 << 20) as database:
+        database.add("rows", [batch], batch.schema)
+        with nullcontext() if wanted else pytest.raises(UserError, match="no interaction is left"):
+            select(database, RatingOptions(k_core=k, duplicates="keep"), "place")
+        left = [row["place"] for found in database.batches("select place from rows") for row in found.to_pylist()]
+    assert sorted(left) == wanted
 
 
 @given(st.lists(st.integers(1, 12), max_size=8), st.integers(1, 5), st.randoms(use_true_random=False))

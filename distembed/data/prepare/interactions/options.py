@@ -44,7 +44,7 @@ class InteractionColumns:
     has_header: bool = True
 
     def __post_init__(self) -> None:
-        named = self.names
+        named = [*self.keys, *self.numbers, *([] if self.time is None else [self.time])]
         repeated = sorted({name for name in named if named.count(name) > 1})
         if repeated:
             raise UserError(
@@ -65,10 +65,19 @@ class InteractionColumns:
         return self.item or (ITEM if self.has_header else "2")
 
     @property
-    def names(self) -> list[str]:
-        """All columns: user, item, rating, time, categorical, dense."""
-        optional = [name for name in (self.rating, self.time) if name is not None]
-        return [self.user_column, self.item_column, *optional, *self.categorical, *self.dense]
+    def keys(self) -> list[str]:
+        """The columns of values that get ids: user, item, categorical."""
+        return [self.user_column, self.item_column, *self.categorical]
+
+    @property
+    def key_names(self) -> list[str]:
+        """Names of ``keys`` in the dataset."""
+        return [USER, ITEM, *self.categorical]
+
+    @property
+    def numbers(self) -> list[str]:
+        """The columns of numbers: rating, dense."""
+        return [*([] if self.rating is None else [self.rating]), *self.dense]
 
 
 @dataclass(frozen=True)

@@ -14,18 +14,19 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from distembed import __version__
 from distembed.data.dataset.manifest import Manifest, Vocabulary
 from distembed.data.dataset.schema import USER, CategoricalFeature, Schema
-from distembed.data.prepare.column_batches import list_column_files, list_line_files, store_pipes
+from distembed.data.prepare.count import Database
 from distembed.data.prepare.inputs import require_outside
-from distembed.data.prepare.interactions.interactions import Interactions
 from distembed.data.prepare.interactions.options import (
     LISTS,
     RATING,
@@ -35,36 +36,35 @@ from distembed.data.prepare.interactions.options import (
     SequenceOptions,
     require_columns,
 )
-from distembed.data.prepare.interactions.reading import InteractionInput, InteractionsRead, read_interactions
-from distembed.data.prepare.interactions.selection import select
-from distembed.data.prepare.interactions.splits import (
-    TEST,
-    TRAIN,
-    VALIDATION,
-    InteractionSplit,
-    time_order,
-    user_bounds,
-)
+from distembed.data.prepare.interactions.reading import InteractionInput, read_interactions
+from distembed.data.prepare.interactions.selection import num_rows, select
+from distembed.data.prepare.interactions.splits import TEST, TRAIN, VALIDATION, InteractionSplit
 from distembed.data.prepare.interactions.tables import (
     EncodedInteractions,
     RatingRows,
     Rows,
     SequenceRows,
-    TableWriter,
-    list_columns,
+    encoded_interactions,
+    write_splits,
+    write_text_vocabulary,
 )
-from distembed.data.prepare.interactions.text_vocabulary import num_embeddings, write_text_vocabulary
-from distembed.data.prepare.interactions.windows import Windows, evaluation_windows, training_windows
+from distembed.data.prepare.interactions.windows import Windows, evaluation_windows, training_windows, user_bounds
 from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ignore
 from distembed.data.prepare.split import SPLIT_NAMES
 from distembed.data.prepare.staging import disk_is_full_text, staged_folder
+from distembed.data.prepare.table.inputs import TableInput, find_inputs
+from distembed.data.prepare.vocabulary import FIRST_ID
 from distembed.data.prepare.write_parquet import written_split
+from distembed.data.remote import is_url
 from distembed.errors import UserError
 from distembed.files import full_disk_explained
+from distembed.units import format_bytes
 
 LEAST_MEMORY_BYTES = 64 << 20
 DEFAULT_MEMORY_BYTES = 2 << 30
 
+# Memory of an interaction's split and windows, and of an id or a number while they are read (measured).
+_ROW_BYTES, _COLUMN_BYTES = 40, 8
 # What a split with a whole history in each row may hold, as a multiple of all interactions, before that is noted.
 _MANY_HISTORIES = 10
 
@@ -168,31 +168,35 @@ def _prepare(
     options: RatingOptions | SequenceOptions,
 ) -> Manifest:
     require_columns(columns or InteractionColumns(), options)
-    paths, parts = _list_files(files, options, columns is None, preparation.note)
+    inputs, parts = _find_inputs(files, options, preparation.note)
     output = Path(preparation.output)
-    require_outside(paths, output)
+    require_outside([Path(each.place) for each in inputs if not is_url(each.place)], output)
+    given = InteractionInput(inputs, parts, columns, options.max_rejected)
+    memory_bytes = 3 * preparation.memory_limit_bytes // 8
     with (
         staged_folder(output, overwrite=preparation.overwrite) as folder,
         full_disk_explained(
             lambda error: disk_is_full_text(error, output, folder), (OSError, pa.ArrowException), max_file_size=True
         ),
     ):
-        scratch = folder / ".pipes"
-        scratch.mkdir()
-        memory_bytes = preparation.memory_limit_bytes
-        given = InteractionInput(store_pipes(paths, scratch), parts, columns, memory_bytes, options.max_rejected)
-        found = read_interactions(given, folder, preparation.progress)
-        shutil.rmtree(scratch)
-        return _write(folder, found, options, preparation)
+        scratch = folder / ".scratch"
+        with Database(scratch, memory_bytes) as database:
+            sources, rejected = read_interactions(database, given, folder, memory_bytes, preparation.progress)
+            chosen, described = _chosen(
+                database, folder, columns or InteractionColumns(), options, preparation.memory_limit_bytes
+            )
+        shutil.rmtree(scratch, ignore_errors=True)
+        described |= {"sources": sources, "rejected": rejected}
+        return _write(folder, chosen, described, options, preparation)
 
 
-def _list_files(
-    files: InteractionFiles, options: InteractionOptions, are_lines: bool, note: NoteCallback
-) -> tuple[list[Path], dict[Path, int]]:
-    """Returns the files to read in order, and the number of the split that each is for.
+def _find_inputs(
+    files: InteractionFiles, options: InteractionOptions, note: NoteCallback
+) -> tuple[list[TableInput], list[int]]:
+    """Returns the inputs in order, and the number of the split that each is for.
 
     Raises:
-        UserError: A file cannot be read, or files and the split do not go together.
+        UserError: An input cannot be read, or inputs and the split do not go together.
     """
     by_files = InteractionSplit.parse(options.split).is_by_files
     if by_files != bool(files.test) or (files.validation and not files.test):
@@ -201,97 +205,118 @@ def _list_files(
             "name files for the test (--test), perhaps others for the validation (--validation), and no split; or a "
             "split and no such files"
         )
-    list_files = list_line_files if are_lines else list_column_files
     named = {TRAIN: files.train, VALIDATION: files.validation, TEST: files.test}
-    listed = {part: list_files(paths, note) for part, paths in named.items() if paths or part == TRAIN}
-    parts = {path: part for part, paths in listed.items() for path in paths}
-    if len(parts) < sum(map(len, listed.values())):
-        raise UserError("a file is named for two splits: its rows would be counted twice; name it once")
-    return list(parts), parts
+    parts = [part for part, paths in named.items() if paths or part == TRAIN for _ in find_inputs(paths, note)]
+    return find_inputs([path for paths in named.values() for path in paths]), parts
+
+
+def _chosen(
+    database: Database,
+    folder: Path,
+    columns: InteractionColumns,
+    options: RatingOptions | SequenceOptions,
+    memory_bytes: int,
+) -> tuple[EncodedInteractions, dict[str, Any]]:
+    """Chooses and splits the interactions, and writes the vocabularies.
+
+    Returns:
+        The interactions, those of sequences by user, split and time; and what the manifest says of them.
+    """
+    in_time = "place" if columns.time is None else "time, whole, place"
+    split = InteractionSplit.parse(options.split)
+    (num_validation,) = database.row("select count(*) from rows where part = ?", VALIDATION)
+    left_out = select(database, options, in_time)
+    split.assign(database, in_time)
+    _require_memory(num_rows(database), columns, memory_bytes)
+    (folder / "vocabulary").mkdir()
+    vocabularies = {
+        name: write_text_vocabulary(database, folder, name, number) for number, name in enumerate(columns.key_names)
+    }
+    order = f"rows.k0, part, {in_time}" if isinstance(options, SequenceOptions) else "place"
+    described = {"left_out": left_out, "vocabularies": vocabularies}
+    described["has_validation"] = split.has_validation(bool(num_validation))
+    chosen = encoded_interactions(database, columns, order)
+    if split.is_random:
+        chosen = replace(chosen, parts=split.random_parts(len(chosen.parts), options.seed))
+    return chosen, described
+
+
+def _require_memory(num_rows: int, columns: InteractionColumns, memory_bytes: int) -> None:
+    """Makes sure that ids and numbers of all interactions fit in memory.
+
+    Raises:
+        UserError: They do not.
+    """
+    needed = num_rows * (_ROW_BYTES + _COLUMN_BYTES * (len(columns.keys) + len(columns.numbers)))
+    if needed > memory_bytes:
+        raise UserError(
+            f"{num_rows:,} interactions take about {format_bytes(needed)}, and the memory limit is "
+            f"{format_bytes(memory_bytes)}: their ids must fit, so allow more (--memory-limit)"
+        )
 
 
 def _write(
-    folder: Path, found: InteractionsRead, options: RatingOptions | SequenceOptions, preparation: Preparation
+    folder: Path,
+    chosen: EncodedInteractions,
+    described: Mapping[str, Any],
+    options: RatingOptions | SequenceOptions,
+    preparation: Preparation,
 ) -> Manifest:
-    """Chooses, splits and writes what was read."""
-    interactions, left_out = select(found.interactions, options)
-    split = InteractionSplit.parse(options.split)
-    has_validation = split.has_validation(bool((found.interactions.parts == VALIDATION).any()))
-    if not split.is_by_files:
-        parts = split.parts(interactions.users.codes, interactions.times, options.seed)
-        interactions = interactions.with_parts(parts)
+    """Writes the rows and the manifest."""
+    vocabularies = described["vocabularies"]
     if isinstance(options, SequenceOptions):
-        order = time_order(interactions.users.codes, interactions.times, interactions.parts)
-        interactions = interactions.take(order)
-    written, vocabularies = _with_ids(folder, interactions)
-    if isinstance(options, SequenceOptions):
-        splits, schema = _sequence_rows(interactions, written, vocabularies, options, preparation.note)
+        splits, schema = _sequence_rows(chosen, vocabularies, options, preparation.note)
     else:
-        splits, schema = _rating_rows(interactions, written, vocabularies)
+        splits, schema = _rating_rows(chosen, vocabularies)
     if not splits["train"].num_rows:
         raise UserError("the training part has no rows: give more interactions, or another split (--split)")
-    if not has_validation:
+    if not described["has_validation"]:
         del splits["validation"]
-    files = TableWriter(folder, preparation.progress).write(splits, schema.label)
+    files = write_splits(folder, splits, schema.label, preparation.progress)
     manifest = Manifest(
         schema=schema,
         splits={name: written_split(files[name]) for name in splits},
-        preparation={"source": "interactions", **options.to_json(), "left_out": left_out.to_json()},
+        preparation={"source": "interactions", **options.to_json(), "left_out": described["left_out"]},
         vocabularies=vocabularies,
-        sources=found.sources,
-        rejected=found.rejected,
+        sources=described["sources"],
+        rejected=described["rejected"],
         tool_version=__version__,
     )
     return manifest.save(folder, {one.file.path: one.pieces for ones in files.values() for one in ones})
 
 
-def _with_ids(folder: Path, interactions: Interactions) -> tuple[EncodedInteractions, dict[str, Vocabulary]]:
-    """Writes the vocabularies, and returns the interactions in ids and numbers."""
-    (folder / "vocabulary").mkdir()
-    ids, vocabularies = {}, {}
-    for name, column in interactions.key_columns.items():
-        ids[name], vocabularies[name] = write_text_vocabulary(folder, name, column)
-    ratings = interactions.ratings
-    ratings = np.ones(interactions.num_rows, np.float32) if ratings is None else ratings
-    return EncodedInteractions(ids, interactions.dense, ratings), vocabularies
-
-
-def _rating_rows(
-    interactions: Interactions, written: EncodedInteractions, vocabularies: Mapping[str, Vocabulary]
-) -> tuple[dict[str, Rows], Schema]:
-    features = tuple(CategoricalFeature(name, num_embeddings(entry)) for name, entry in vocabularies.items())
-    schema = Schema(RATING, tuple(written.dense), features, label_kind="number", missing_dense=_has_missing(written))
-    splits: dict[str, Rows] = {
-        name: RatingRows(written, np.flatnonzero(interactions.parts == part)) for part, name in enumerate(SPLIT_NAMES)
-    }
-    return splits, schema
+def _rating_rows(chosen: EncodedInteractions, vocabularies: Mapping[str, Vocabulary]) -> tuple[dict[str, Rows], Schema]:
+    features = tuple(CategoricalFeature(name, FIRST_ID + entry.num_ids) for name, entry in vocabularies.items())
+    schema = Schema(RATING, tuple(chosen.dense), features, label_kind="number", missing_dense=chosen.has_missing)
+    parts = enumerate(SPLIT_NAMES)
+    return {name: RatingRows(chosen, np.flatnonzero(chosen.parts == part)) for part, name in parts}, schema
 
 
 def _sequence_rows(
-    interactions: Interactions,
-    written: EncodedInteractions,
+    chosen: EncodedInteractions,
     vocabularies: Mapping[str, Vocabulary],
     options: SequenceOptions,
     note: NoteCallback,
 ) -> tuple[dict[str, Rows], Schema]:
-    users, parts = interactions.users.codes, interactions.parts
+    users, parts = chosen.ids[USER], chosen.parts
     windows = {"train": training_windows(users, parts, options.max_length, options.windows)}
     windows |= {SPLIT_NAMES[part]: evaluation_windows(users, parts, part) for part in (VALIDATION, TEST)}
-    for sentence in (*_notes_on_users(interactions), *_notes_on_histories(windows, interactions.num_rows)):
+    for sentence in (*_notes_on_users(users, parts), *_notes_on_histories(windows, len(users))):
         note(sentence)
     mean = windows["train"].num_entries / max(1, len(windows["train"]))
-    features = [CategoricalFeature(USER, num_embeddings(vocabularies[USER]))]
-    for name in list_columns(written):
-        features.append(CategoricalFeature(name, num_embeddings(vocabularies[name]), True, mean))
-    dense = tuple(written.dense)
-    schema = Schema(None, (), tuple(features), dense_sequences=dense, missing_dense=_has_missing(written))
-    return {name: SequenceRows(written, rows) for name, rows in windows.items()}, schema
+    features = [
+        CategoricalFeature(name, FIRST_ID + entry.num_ids, *(() if name == USER else (True, mean)))
+        for name, entry in vocabularies.items()
+    ]
+    dense = tuple(chosen.dense)
+    schema = Schema(None, (), tuple(features), dense_sequences=dense, missing_dense=chosen.has_missing)
+    return {name: SequenceRows(chosen, rows) for name, rows in windows.items()}, schema
 
 
-def _notes_on_users(interactions: Interactions) -> Iterator[str]:
+def _notes_on_users(users: NDArray[np.int32], parts: NDArray[np.uint8]) -> Iterator[str]:
     """Yields what becomes of users from whom nothing can be learnt or predicted."""
-    bounds = user_bounds(interactions.users.codes)
-    parts_of_first = interactions.parts[bounds[:-1]]
+    bounds = user_bounds(users)
+    parts_of_first = parts[bounds[:-1]]
     if num_single := int(np.count_nonzero(np.diff(bounds) == 1)):
         yield f"{num_single:,} users have a single item, which nothing precedes: they have no row"
     if num_unseen := int(np.count_nonzero(parts_of_first != TRAIN)):
@@ -306,7 +331,3 @@ def _notes_on_histories(windows: Mapping[str, Windows], num_rows: int) -> Iterat
                 f"{name} has {len(rows):,} rows with {rows.num_entries:,} items, each a whole history, of {num_rows:,} "
                 "interactions: a split 'last-two', or a shorter time, takes less"
             )
-
-
-def _has_missing(written: EncodedInteractions) -> bool:
-    return any(bool(np.isnan(values).any()) for values in written.dense.values())

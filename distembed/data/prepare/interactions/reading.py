@@ -1,20 +1,24 @@
-"""Reads files of interactions into memory, column by column, and sets the malformed rows aside.
+"""Reads interactions into tables of a database, and sets the malformed rows aside.
 
 A row is malformed, for the first of these reasons that holds:
 
-- ``columns``: a line has another number of fields than others;
-- ``user``, ``item``: there is none;
+- ``columns``, ``text``, ``json``: a line is no row (``table/delimited.py``, ``table/json_lines.py``);
+- ``user``, ``item``: it is missing;
 - ``rating``, ``time``: it is missing, or no finite number;
-- ``attribute``: a number beside them is there, and is not finite;
+- ``attribute``: a number among the attributes is there and not finite;
 - ``items``: a line of a user and items has no item.
 
-Users, items and other values are kept as texts, an integer as its decimal digits. Trade-off: all interactions are in
-memory, so that users can be put in the order of time; 130 bytes each, and 20 more for each attribute (measured).
+The table ``rows`` has a row for each interaction::
+
+    place   part   k0 k1 k2 ...                      rating   time, whole                   d0 d1 ...
+    0, 1,   split  codes of user, item and           float32  float64, and an int64 that    numbers, NaN
+    2 ...          categorical values; 0: missing             tells equal ones apart        where missing
+
+The tables ``keys0``, ``keys1`` ... have the text of each code. Codes number the texts in the order of the input.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,25 +29,30 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from distembed.data.dataset.manifest import Rejected, SourceFile
-from distembed.data.prepare.column_batches import ColumnBatch, WantedColumns, read_columns, read_lines, reported
 from distembed.data.prepare.column_numbers import finite_numbers
-from distembed.data.prepare.inputs import input_names
-from distembed.data.prepare.interactions.interactions import Interactions, KeyColumn
+from distembed.data.prepare.count import Database
 from distembed.data.prepare.interactions.options import InteractionColumns
 from distembed.data.prepare.progress import ProgressCallback
 from distembed.data.prepare.rejected_rows import RejectedRows
-from distembed.data.table.raw_columns import INTEGER, NUMBER, TEXT, TIME
-from distembed.errors import UserError
-from distembed.units import format_bytes
+from distembed.data.prepare.table.inputs import TableInput
+from distembed.data.prepare.table.rows import NamedRows, RowReader
+from distembed.data.table.keys import coded
+from distembed.data.table.numbers import Bools, dense_values
+from distembed.data.table.schema import TableSchema
 
-REASONS = ("columns", "user", "item", "rating", "time", "attribute", "items")
+REASONS = ("columns", "text", "json", "user", "item", "rating", "time", "attribute", "items")
 
-_ROW_BYTES, _ATTRIBUTE_BYTES = 130, 20
-_MOST_READ_BYTES = 64 << 20
-_WHOLE_NUMBER = "^-?[0-9]{1,18}$"
-_MOST_KEYS = 2**31 - 1
-# What would begin another field or line of rejected.tsv.
-_ESCAPED = {ord("\t"): "\\t", ord("\n"): "\\n", ord("\r"): "\\r"}
+_LINE = {
+    "categorical": {"line": {}},
+    "text": {"header": False, "columns": ["line"], "separator": "\x1f", "quote": None},
+}
+"""Schema of lines of a user and items: text whose separator no line has."""
+_BLOCK_BYTES = 16 << 20
+_WHOLE_NUMBER = "^-?[0-9]{1,19}$"
+_MISSING = pa.array([""])
+
+Reasons = dict[str, Bools]
+"""Reason -> which rows are malformed by it."""
 
 
 @dataclass(frozen=True)
@@ -51,242 +60,173 @@ class InteractionInput:
     """The files to read.
 
     Attributes:
-        contents: Where the content of each file lies.
-        parts: Number of the split that each file is for, where files say it.
+        inputs: The inputs.
+        parts: Number of the split that each input is for.
         columns: Columns to read; None for lines of a user and items.
-        memory_bytes: Memory that all interactions may take.
         max_rejected: Largest share of malformed rows that is no error.
     """
 
-    contents: Mapping[Path, Path]
-    parts: Mapping[Path, int]
+    inputs: Sequence[TableInput]
+    parts: Sequence[int]
     columns: InteractionColumns | None
-    memory_bytes: int
     max_rejected: float
 
+    @property
+    def schema(self) -> TableSchema:
+        """The columns, as the readers of tables take them."""
+        if self.columns is None:
+            return TableSchema.from_json(_LINE, "a line")
+        keys, numbers, time = self.columns.keys, self.columns.numbers, self.columns.time
+        values = {"dense": dict.fromkeys(numbers), "categorical": dict.fromkeys(keys)}
+        values |= {"time": {"column": time, "name": time}} if time is not None else {}
+        return TableSchema.from_json(values | {"text": {"header": self.columns.has_header}}, "the columns")
 
-@dataclass(frozen=True)
-class InteractionsRead:
-    """What was read.
-
-    Attributes:
-        interactions: The well-formed rows, in the order of the input.
-        sources: The files, with checksums.
-        rejected: Counts of malformed rows.
-    """
-
-    interactions: Interactions
-    sources: tuple[SourceFile, ...]
-    rejected: Rejected
-
-
-@dataclass(frozen=True, eq=False)
-class _Part:
-    """The rows of one batch: texts as arrays with a dictionary, numbers as arrays."""
-
-    texts: tuple[pa.Array, ...]
-    numbers: tuple[NDArray[np.generic], ...]
-    split: int
+    @property
+    def wanted(self) -> str:
+        """What a row has, in a sentence."""
+        if self.columns is None:
+            return "A line is a user and one or more items, separated by blanks."
+        named = {"rating": self.columns.rating, "time": self.columns.time}
+        numbers = "".join(f", a number for the {role} ({name})" for role, name in named.items() if name is not None)
+        return f"A row is a user ({self.columns.user_column}), an item ({self.columns.item_column}){numbers}."
 
 
-def read_interactions(given: InteractionInput, folder: Path, report: ProgressCallback) -> InteractionsRead:
-    """Reads all interactions.
+def read_interactions(
+    database: Database, given: InteractionInput, folder: Path, memory_bytes: int, report: ProgressCallback
+) -> tuple[tuple[SourceFile, ...], Rejected]:
+    """Reads all interactions into tables; returns the inputs, and the counts of malformed rows.
 
     Args:
-        given: Files and columns to read.
+        database: Database that gets the tables.
+        given: Inputs and columns to read.
         folder: Folder that gets ``rejected.tsv`` if there are malformed rows.
+        memory_bytes: Memory that may be taken besides the database's.
         report: Function that is called with the progress.
 
     Raises:
-        UserError: A file cannot be read, no row is well-formed, too many are malformed, or they do not fit in memory.
+        UserError: An input cannot be read, no row is well-formed, or too many are malformed.
     """
-    files = list(given.contents)
-    names = input_names(files)
-    wanted = _wanted(given.columns)
-    rejected = RejectedRows(folder, files, names, REASONS, max_rejected=given.max_rejected, wanted=wanted)
-    num_rows = dict.fromkeys(files, 0)
-    num_kept, parts = 0, []
+    reader = RowReader(given.inputs, given.schema)
+    places, names = [each.place for each in given.inputs], [each.raw.name for each in given.inputs]
+    rejected = RejectedRows(folder, places, names, REASONS, max_rejected=given.max_rejected, wanted=given.wanted)
+    blocks = reader.blocks(min(_BLOCK_BYTES, memory_bytes // 32), report)
+    columns = given.columns or InteractionColumns()
     try:
-        for batch in reported(_batches(given), given.contents, report):
-            part = _part(batch, given, rejected, files.index(batch.path))
-            num_rows[batch.path] += batch.num_rows + len(batch.bad_rows)
-            num_kept += len(part.texts[0])
-            parts.append(part)
-            rejected.require_hope(sum(num_rows.values()))
-            _require_memory(num_kept, given)
+        database.add("texts", _batches(blocks, given, rejected, reader), _row_schema(columns))
     finally:
         rejected.close()
-    rejected.require_few(sum(num_rows.values()))
-    counts = zip(files, names, rejected.by_source, strict=True)
-    sources = tuple(_source(name, given.contents[file], num_rows[file], number) for file, name, number in counts)
-    return InteractionsRead(_joined(parts, given.columns), sources, rejected.counts())
+    rejected.require_few(sum(reader.num_lines))
+    _number_texts(database, len(columns.keys))
+    return reader.sources(rejected.by_source), rejected.counts()
 
 
-def _wanted(columns: InteractionColumns | None) -> str:
-    if columns is None:
-        return "A line is a user and one or more items, separated by blanks."
-    named = {"rating": columns.rating, "time": columns.time}
-    numbers = [f"a number for the {role} ({name})" for role, name in named.items() if name is not None]
-    return (
-        f"A row is a user ({columns.user_column}), an item ({columns.item_column}){''.join(f', {n}' for n in numbers)}."
-    )
+def _row_schema(columns: InteractionColumns) -> pa.Schema:
+    keys = [(f"k{n}", pa.string()) for n in range(len(columns.keys))]
+    rating = [("rating", pa.float32())] if columns.rating is not None else []
+    time = [("time", pa.float64()), ("whole", pa.int64())] if columns.time is not None else []
+    dense = [(f"d{n}", pa.float32()) for n in range(len(columns.dense))]
+    return pa.schema([("place", pa.int64()), ("part", pa.uint8()), *keys, *rating, *time, *dense])
 
 
-def _batches(given: InteractionInput) -> Iterator[ColumnBatch]:
-    memory_bytes = min(_MOST_READ_BYTES, given.memory_bytes // 8)
-    if given.columns is None:
-        return read_lines(given.contents, memory_bytes)
-    columns = given.columns
-    kinds: dict[str, Sequence[str]] = dict.fromkeys(columns.names, (INTEGER, TEXT))
-    kinds |= dict.fromkeys(columns.dense, (INTEGER, NUMBER))
-    kinds |= {columns.rating: (INTEGER, NUMBER)} if columns.rating is not None else {}
-    kinds |= {columns.time: (INTEGER, NUMBER, TIME)} if columns.time is not None else {}
-    return read_columns(given.contents, WantedColumns(kinds, columns.has_header, sets_aside=True), memory_bytes)
+def _number_texts(database: Database, num_keys: int) -> None:
+    """Makes the table ``rows`` of the table ``texts``, with codes in place of texts."""
+    for n in range(num_keys):
+        database.run(
+            f"create table keys{n} as select row_number() over (order by min(place)) as code, k{n} as key "
+            f"from texts where k{n} is not null group by k{n}"
+        )
+    codes = ", ".join(f"coalesce(keys{n}.code, 0)::int as k{n}" for n in range(num_keys))
+    joins = " ".join(f"left join keys{n} on texts.k{n} = keys{n}.key" for n in range(num_keys))
+    database.run(f"create table rows as select texts.* replace ({codes}) from texts {joins}")
+    database.run("drop table texts")
 
 
-def _part(batch: ColumnBatch, given: InteractionInput, rejected: RejectedRows, source: int) -> _Part:
-    """Returns the well-formed rows of a batch, and lists the others."""
-    split = given.parts.get(batch.path, 0)
-    if given.columns is None:
-        users, items, reasons = _listed(batch.columns[0])
-        part = _Part((users.dictionary_encode(), items.dictionary_encode()), (), split)
-    else:
-        part, reasons = _columns_part(batch, given.columns, split)
-    lines = batch.first_row + np.arange(batch.num_rows) if batch.lines is None else batch.lines
-    found = [(row.line, "columns", row.text) for row in batch.bad_rows]
-    for row in np.flatnonzero(reasons).tolist():
-        values = (column[row].as_py() for column in batch.columns)
-        text = "\t".join("" if value is None else str(value).translate(_ESCAPED) for value in values)
-        found.append((int(lines[row]), REASONS[reasons[row] - 1], text))
-    for line, reason, text in sorted(found):
-        rejected.add(source, line, reason, text.encode(errors="backslashreplace"))
-    return part
+def _batches(
+    blocks: Iterator[NamedRows], given: InteractionInput, rejected: RejectedRows, reader: RowReader
+) -> Iterator[pa.RecordBatch]:
+    """Yields the well-formed rows, and lists the others."""
+    num_kept = 0
+    for rows in blocks:
+        found, reasons = _listed(rows) if given.columns is None else _named(rows, given.columns)
+        bad = [(row.line, row.reason, row.text) for row in rows.bad]
+        first = _first_reasons(reasons)
+        bad += [(int(rows.lines[n]), REASONS[first[n]], rows.text(n)) for n in np.flatnonzero(first >= 0).tolist()]
+        for line, reason, text in sorted(bad):
+            rejected.add(rows.source, line, reason, text)
+        rejected.require_hope(sum(reader.num_lines))
+        places = np.arange(num_kept, num_kept + len(found[0]))
+        num_kept += len(places)
+        parts = np.full(len(places), given.parts[rows.source], np.uint8)
+        schema = _row_schema(given.columns or InteractionColumns())
+        yield pa.record_batch([pa.array(places), pa.array(parts), *found], schema=schema)
 
 
-def _listed(lines: pa.Array) -> tuple[pa.Array, pa.Array, NDArray[np.uint8]]:
-    """Returns users and items of lines of a user and items, and why each line is malformed."""
-    words = pc.ascii_split_whitespace(pc.utf8_trim_whitespace(pc.fill_null(lines, "")))
+def _listed(rows: NamedRows) -> tuple[list[pa.Array], Reasons]:
+    """Returns users and items of well-formed lines of a user and items, and why lines are malformed."""
+    lines = pc.fill_null(rows.columns["line"].cast(pa.string()), "")
+    words = pc.ascii_split_whitespace(pc.utf8_trim_whitespace(lines))
     lengths = pc.list_value_length(words).to_numpy()
-    texts, line_of_text = words.flatten(), np.repeat(np.arange(len(lengths)), lengths)
-    starts = np.cumsum(lengths) - lengths
-    is_user = np.zeros(len(texts), bool)
-    is_user[starts[lengths > 0]] = True
+    is_empty = pc.equal(pc.list_element(words, 0), "").to_numpy(zero_copy_only=False) if len(words) else lengths > 0
     good = lengths > 1
-    items = texts.filter(pa.array(~is_user & good[line_of_text]))
-    users = texts.take(pa.array(np.repeat(starts[good], lengths[good] - 1)))
-    has_user = pc.fill_null(pc.not_equal(pc.utf8_trim_whitespace(pc.fill_null(lines, "")), ""), False)
-    no_user = ~has_user.to_numpy(zero_copy_only=False)
-    return users, items, _first_reason({"user": no_user, "items": ~good})
+    items = pc.list_flatten(pc.list_slice(words.filter(pa.array(good)), 1))
+    users = pc.list_element(words.filter(pa.array(good)), 0).take(np.repeat(np.arange(good.sum()), lengths[good] - 1))
+    return [users, items], {"user": is_empty, "items": ~good}
 
 
-def _columns_part(batch: ColumnBatch, columns: InteractionColumns, split: int) -> tuple[_Part, NDArray[np.uint8]]:
-    """Returns the well-formed rows of a batch of columns, and why each row is malformed, in terms of ``REASONS``."""
-    values = dict(zip(columns.names, batch.columns, strict=True))
-    texts = {name: _text(values[name]) for name in (columns.user_column, columns.item_column, *columns.categorical)}
-    wrong = {
-        "user": _is_null(texts[columns.user_column]),
-        "item": _is_null(texts[columns.item_column]),
-    }
+def _named(rows: NamedRows, columns: InteractionColumns) -> tuple[list[pa.Array], Reasons]:
+    """Returns the columns of well-formed rows, and why rows are malformed."""
+    texts = [_texts(rows.columns[name]) for name in columns.keys]
+    roles = zip(("user", "item"), texts, strict=False)
+    wrong = {role: text.is_null().to_numpy(zero_copy_only=False) for role, text in roles}
     numbers: list[NDArray[np.generic]] = []
     if columns.rating is not None:
-        ratings, wrong["rating"] = finite_numbers(values[columns.rating])
-        numbers.append(ratings.astype(np.float32))
-        wrong["rating"] |= ~np.isfinite(numbers[-1])
+        ratings, wrong["rating"] = dense_values(rows.columns[columns.rating], "none")
+        wrong["rating"] |= np.isnan(ratings)
+        numbers.append(ratings)
     if columns.time is not None:
-        times, wrong["time"] = _times(values[columns.time])
-        numbers.append(times)
-    wrong["attribute"] = np.zeros(batch.num_rows, bool)
+        times, whole, wrong["time"] = _times(rows.columns[columns.time])
+        numbers += [times, whole]
+    wrong["attribute"] = np.zeros(len(rows.lines), bool)
     for name in columns.dense:
-        found, malformed = finite_numbers(values[name])
-        numbers.append(found.astype(np.float32))
-        wrong["attribute"] |= malformed & ~_is_null(_text(values[name])) | np.isinf(numbers[-1])
-    reasons = _first_reason(wrong)
-    good = reasons == 0
+        values, malformed = dense_values(rows.columns[name], "none")
+        wrong["attribute"] |= malformed
+        numbers.append(values)
+    good = ~np.logical_or.reduce(list(wrong.values()))
     chosen = pa.array(good)
-    encoded = tuple(column.filter(chosen).dictionary_encode() for column in texts.values())
-    return _Part(encoded, tuple(column[good] for column in numbers), split), reasons
+    return [*(text.filter(chosen) for text in texts), *(pa.array(column[good]) for column in numbers)], wrong
 
 
-def _text(column: pa.Array) -> pa.Array:
-    """Returns a column as texts; an empty text counts as missing."""
-    texts = column.cast(pa.string())
-    return pc.if_else(pc.equal(texts, ""), pa.scalar(None, pa.string()), texts)
+def _texts(column: pa.Array) -> pa.Array:
+    """Returns the texts of values, null for missing ones and empty texts."""
+    values = coded(column, _MISSING)
+    return values.distinct.cast(pa.string()).take(pa.array(values.codes - 1, mask=values.codes == 0))
 
 
-def _is_null(column: pa.Array) -> NDArray[np.bool_]:
-    result: NDArray[np.bool_] = column.is_null().to_numpy(zero_copy_only=False)
-    return result
+def _times(column: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.int64], Bools]:
+    """Returns times as numbers, whole numbers that tell equal ones apart, and which values are none.
 
-
-def _times(column: pa.Array) -> tuple[NDArray[np.int64] | NDArray[np.float64], NDArray[np.bool_]]:
-    """Returns times as numbers, whole ones exactly, and which are none."""
+    Whole numbers of 64 bits and nanoseconds keep their order: a float64 has 53 bits, the int64 beside it has all.
+    """
     if pa.types.is_temporal(column.type):
-        column = column.cast(pa.timestamp("us"), safe=False).cast(pa.int64())
-    elif pa.types.is_string(column.type):
-        whole = pc.match_substring_regex(column, _WHOLE_NUMBER)
-        if pc.all(whole, skip_nulls=True).as_py() is not False:
-            column = column.cast(pa.int64())
+        try:
+            column = column.cast(pa.timestamp("ns")).cast(pa.int64())
+        except pa.ArrowInvalid:  # before 1677 or after 2262
+            column = pc.multiply(column.cast(pa.timestamp("us"), safe=False).cast(pa.int64()).cast(pa.float64()), 1e3)
+    times, wrong = finite_numbers(column)
+    is_64_bit = np.abs(times) < 2.0**63
+    whole = np.where(is_64_bit, times, 0).astype(np.int64)
     if pa.types.is_integer(column.type):
-        return column.fill_null(0).to_numpy().astype(np.int64), _is_null(column)
-    return finite_numbers(column)
+        whole = column.fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    elif pa.types.is_string(column.type):
+        digits = pc.and_(pc.match_substring_regex(column, _WHOLE_NUMBER), pa.array(is_64_bit)).fill_null(False)
+        exact = pc.if_else(digits, column, "0").cast(pa.int64()).to_numpy()
+        whole = np.where(digits.to_numpy(zero_copy_only=False), exact, whole)
+    return times, whole, wrong
 
 
-def _first_reason(wrong: Mapping[str, NDArray[np.bool_]]) -> NDArray[np.uint8]:
-    """Returns 0 for a well-formed row, else 1 and the place in ``REASONS`` of what is wrong first."""
-    reasons = np.zeros(len(next(iter(wrong.values()))), np.uint8)
+def _first_reasons(wrong: Mapping[str, Bools]) -> NDArray[np.int8]:
+    """Returns the place in ``REASONS`` of the first reason for which each row is malformed; -1 for others."""
+    reasons = np.full(len(next(iter(wrong.values()))), -1, np.int8)
     for reason in reversed(list(wrong)):
-        reasons[wrong[reason]] = REASONS.index(reason) + 1
+        reasons[wrong[reason]] = REASONS.index(reason)
     return reasons
-
-
-def _require_memory(num_rows: int, given: InteractionInput) -> None:
-    """Makes sure that the interactions fit in memory.
-
-    Raises:
-        UserError: They do not.
-    """
-    num_attributes = 0 if given.columns is None else len(given.columns.categorical) + len(given.columns.dense)
-    needed = num_rows * (_ROW_BYTES + _ATTRIBUTE_BYTES * num_attributes)
-    if needed > given.memory_bytes:
-        raise UserError(
-            f"the first {num_rows:,} interactions take about {format_bytes(needed)}, and the memory limit is "
-            f"{format_bytes(given.memory_bytes)}: all of them must fit, so allow more (--memory-limit)"
-        )
-
-
-def _source(name: str, content: Path, num_rows: int, num_rejected: int) -> SourceFile:
-    with open(content, "rb") as opened:
-        checksum = hashlib.file_digest(opened, "sha256").hexdigest()
-    return SourceFile(name, content.stat().st_size, checksum, num_rows, num_rejected)
-
-
-def _joined(parts: Sequence[_Part], columns: InteractionColumns | None) -> Interactions:
-    """Returns the rows of all batches, each distinct text stored once."""
-    columns = columns or InteractionColumns()
-    texts = [_key_column([part.texts[index] for part in parts]) for index in range(len(parts[0].texts))]
-    numbers = [np.concatenate([part.numbers[index] for part in parts]) for index in range(len(parts[0].numbers))]
-    splits = [np.full(len(part.texts[0]), part.split, np.uint8) for part in parts]
-    rest = iter(numbers)
-    return Interactions(
-        users=texts[0],
-        items=texts[1],
-        parts=np.concatenate(splits),
-        ratings=next(rest) if columns.rating is not None else None,
-        times=next(rest) if columns.time is not None else None,
-        categorical=dict(zip(columns.categorical, texts[2:], strict=True)),
-        dense=dict(zip(columns.dense, rest, strict=True)),
-    )
-
-
-def _key_column(chunks: Sequence[pa.Array]) -> KeyColumn:
-    """Returns a column whose chunks have dictionaries of their own.
-
-    Raises:
-        UserError: It has more distinct values than there may be.
-    """
-    unified = pa.chunked_array(chunks).unify_dictionaries()
-    keys = unified.chunk(0).dictionary
-    if len(keys) > _MOST_KEYS:
-        raise UserError(f"a column has {len(keys):,} distinct values: at most {_MOST_KEYS:,} are possible")
-    codes = [chunk.indices.fill_null(-1).to_numpy(zero_copy_only=False) for chunk in unified.chunks]
-    return KeyColumn(np.concatenate(codes).astype(np.int32), keys)

@@ -17,7 +17,8 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-from distembed.data.prepare.split import SPLIT_NAMES, parse_shares
+from distembed.data.prepare.count import Database
+from distembed.data.prepare.split import parse_shares
 from distembed.data.splitmix import mix64_array
 from distembed.errors import UserError
 
@@ -82,74 +83,45 @@ class InteractionSplit:
             return len(self.shares) == 3
         return has_files if self.num_last is None else self.num_last == 2
 
-    def parts(
-        self, users: NDArray[np.int32], times: NDArray[np.int64] | NDArray[np.float64] | None, seed: int
-    ) -> NDArray[np.uint8]:
-        """Returns the split of each interaction: ``TRAIN``, ``VALIDATION`` or ``TEST``.
+    def assign(self, database: Database, in_time: str) -> None:
+        """Gives the rows of the table ``rows`` their splits, where time says them.
 
         A user all of whose interactions would be taken away, but for the first one, trains with all.
 
         Args:
-            users: Number of the user of each interaction, in the order of the input.
-            times: Time of each; None where the order of the input is that of time.
-            seed: Seed of a random order.
+            database: Database with the tables of :mod:`~distembed.data.prepare.interactions.reading`.
+            in_time: Columns by which rows are in the order of time.
         """
         if self.num_last is not None:
-            return _last_parts(users, times, self.num_last)
-        assert self.shares is not None, "files say themselves what they are for"
-        if self.is_random:
-            order = _random_order(len(users), seed)
+            latest = ", ".join(f"{column} desc" for column in in_time.split(", "))
+            part = (
+                f"case when history <= {self.num_last} or n > {self.num_last} then {TRAIN} when n = 1 then {TEST} "
+                f"else {VALIDATION} end"
+            )
+            number = f"row_number() over (partition by k0 order by {latest}) as n"
+            source = "rows join (select k0, count(*) as history from rows group by k0) using (k0)"
+        elif self.shares is not None and not self.is_random:
+            (total,) = database.row("select count(*) from rows")
+            cases = [f"when n <= {stop} then {part}" for part, stop in self._stops(total)]
+            part = f"case {' '.join(cases)} else {TEST} end"
+            number, source = f"row_number() over (order by {in_time}) as n", "rows"
         else:
-            order = np.arange(len(users)) if times is None else np.argsort(times, kind="stable")
-        return _shared_parts(order, self.shares)
+            return
+        database.run(
+            f"create or replace table rows as select * replace (({part})::utinyint as part) "
+            f"from (select *, {number} from {source})"
+        )
 
+    def random_parts(self, total: int, seed: int) -> NDArray[np.uint8]:
+        """Returns the split of each interaction in a random order, which the seed and the rows' numbers give."""
+        words = mix64_array(np.arange(total, dtype=np.uint64) + mix64_array(np.array([seed], np.uint64)))
+        order = np.argsort(words, kind="stable")
+        parts = np.full(total, TEST, np.uint8)
+        for part, stop in reversed(self._stops(total)):
+            parts[order[:stop]] = part
+        return parts
 
-def time_order(
-    users: NDArray[np.int32], times: NDArray[np.int64] | NDArray[np.float64] | None, parts: NDArray[np.uint8] | None
-) -> NDArray[np.int64]:
-    """Returns the interactions by user and, for a user, by split and time; equal ones stay in order.
-
-    Args:
-        users: Number of the user of each interaction.
-        times: Time of each; None where the order of the input is that of time.
-        parts: Split of each; None where it plays no role.
-    """
-    keys = [key for key in (times, parts, users) if key is not None]
-    return np.lexsort(keys)
-
-
-def user_bounds(sorted_users: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Returns where each user's interactions begin, and where the last one's end."""
-    begins = np.flatnonzero(np.diff(sorted_users, prepend=-1))
-    return np.append(begins, len(sorted_users))
-
-
-def _last_parts(
-    users: NDArray[np.int32], times: NDArray[np.int64] | NDArray[np.float64] | None, num_last: int
-) -> NDArray[np.uint8]:
-    order = time_order(users, times, None)
-    bounds = user_bounds(users[order])
-    ends = bounds[1:][np.diff(bounds) > num_last]
-    parts = np.full(len(users), TRAIN, np.uint8)
-    parts[order[ends - 1]] = TEST
-    if num_last == 2:
-        parts[order[ends - 2]] = VALIDATION
-    return parts
-
-
-def _shared_parts(order: NDArray[np.int64], shares: tuple[Fraction, ...]) -> NDArray[np.uint8]:
-    names = (TRAIN, VALIDATION, TEST) if len(shares) == len(SPLIT_NAMES) else (TRAIN, TEST)
-    parts = np.full(len(order), names[-1], np.uint8)
-    start, share = 0, Fraction(0)
-    for part, one in zip(names[:-1], shares, strict=False):
-        share += one
-        stop = int(len(order) * share)
-        parts[order[start:stop]] = part
-        start = stop
-    return parts
-
-
-def _random_order(length: int, seed: int) -> NDArray[np.int64]:
-    """Returns an order in which each row has a place that depends on the seed and the row's number."""
-    words = mix64_array(np.arange(length, dtype=np.uint64) + mix64_array(np.array([seed], np.uint64)))
-    return np.argsort(words, kind="stable")
+    def _stops(self, total: int) -> list[tuple[int, int]]:
+        """Returns each split but the last, with the number of rows up to its end."""
+        assert self.shares is not None, "splits of other kinds have no shares"
+        return [(part, int(total * sum(self.shares[: part + 1]))) for part in range(len(self.shares) - 1)]

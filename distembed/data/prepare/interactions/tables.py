@@ -1,5 +1,9 @@
 """Writes interactions as the Parquet files of a dataset: a row each, or a row for a stretch of a user's history.
 
+Ids are given by frequency over all rows, equal ones by the text. As in every dataset with a vocabulary, id 0 is a
+missing value and id 1 an unknown one, which no row has: all users and items are known when a dataset is prepared, also
+those of the test, since what is recommended is a known catalogue.
+
 Row groups of long histories have fewer rows (:func:`distembed.data.prepare.write_parquet.rows_per_group`).
 """
 
@@ -12,12 +16,16 @@ from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from distembed.data.dataset.schema import ITEM, USER
-from distembed.data.prepare.interactions.options import RATING
+from distembed.data.dataset.manifest import Vocabulary
+from distembed.data.dataset.schema import USER
+from distembed.data.prepare.count import Database
+from distembed.data.prepare.interactions.options import RATING, InteractionColumns
 from distembed.data.prepare.interactions.windows import Windows, entries
 from distembed.data.prepare.progress import ProgressCallback, ProgressUpdate
+from distembed.data.prepare.vocabulary import FIRST_ID, MISSING_ID, VOCABULARY_GROUP_ROWS
 from distembed.data.prepare.write_parquet import (
     ROW_GROUP_ROWS,
     FilePlan,
@@ -27,6 +35,29 @@ from distembed.data.prepare.write_parquet import (
     write_file,
 )
 
+_VOCABULARY = pa.schema([("id", pa.int64()), ("key", pa.string()), ("count", pa.int64())])
+
+
+def write_text_vocabulary(database: Database, folder: Path, name: str, number: int) -> Vocabulary:
+    """Gives ids to the values of a column that occur, in a table ``ids0``, ``ids1`` ..., and writes them down.
+
+    Args:
+        database: Database with the tables of :mod:`~distembed.data.prepare.interactions.reading`.
+        folder: Dataset folder, which has a folder ``vocabulary``.
+        name: Name of the column in the dataset.
+        number: Number of the column in the database.
+    """
+    database.run(
+        f"create table ids{number} as select row_number() over (order by count(*) desc, key) + {FIRST_ID - 1} as id, "
+        f"code, key, count(*) as count from rows join keys{number} on k{number} = code group by code, key"
+    )
+    batches = database.batches(f"select id, key, count from ids{number} order by id")
+    table = pa.Table.from_batches(batches, _VOCABULARY)
+    file = f"vocabulary/{name}.parquet"
+    pq.write_table(table, folder / file, compression="zstd", row_group_size=VOCABULARY_GROUP_ROWS)
+    (num_missing,) = database.row(f"select count(*) from rows where k{number} = 0")
+    return Vocabulary(file, len(table), 0, 0, num_missing)
+
 
 @dataclass(frozen=True, eq=False)
 class EncodedInteractions:
@@ -35,28 +66,56 @@ class EncodedInteractions:
     Attributes:
         ids: Ids by column: ``user``, ``item``, then others.
         dense: Numbers by column, NaN where missing.
-        ratings: Ratings.
+        ratings: Ratings; 1 where there are none.
+        parts: Number of each row's split.
     """
 
     ids: Mapping[str, NDArray[np.int32]]
     dense: Mapping[str, NDArray[np.float32]]
     ratings: NDArray[np.float32]
+    parts: NDArray[np.uint8]
+
+    @property
+    def has_missing(self) -> bool:
+        """Whether a number is missing."""
+        return any(bool(np.isnan(values).any()) for values in self.dense.values())
+
+
+def encoded_interactions(database: Database, columns: InteractionColumns, order: str) -> EncodedInteractions:
+    """Returns the table ``rows`` with the ids of the vocabularies, in an order."""
+    keys = range(len(columns.keys))
+    wanted = [f"coalesce(ids{n}.id, {MISSING_ID})::int as k{n}" for n in keys]
+    wanted += [f"d{n}" for n in range(len(columns.dense))]
+    joins = " ".join(f"left join ids{n} on k{n} = ids{n}.code" for n in keys)
+    rating = "1::float" if columns.rating is None else "rating"
+    query = f"select {', '.join(wanted)}, {rating} as rating, part from rows {joins} order by {order}"
+    table = pa.Table.from_batches(database.batches(query))
+    arrays = {name: table[name].to_numpy() for name in table.column_names}
+    return EncodedInteractions(
+        ids={name: arrays[f"k{n}"] for n, name in enumerate(columns.key_names)},
+        dense={name: arrays[f"d{n}"] for n, name in enumerate(columns.dense)},
+        ratings=arrays["rating"],
+        parts=arrays["part"],
+    )
 
 
 class Rows(Protocol):
-    """The rows of a split, which can be had as tables."""
+    """The rows of a split, which can be had as tables.
+
+    Attributes:
+        num_rows: Number of rows.
+        group_rows: Rows of a row group.
+        schema: The columns.
+    """
 
     @property
-    def num_rows(self) -> int:
-        """Number of rows."""
+    def num_rows(self) -> int: ...
 
     @property
-    def group_rows(self) -> int:
-        """Rows of a row group."""
+    def group_rows(self) -> int: ...
 
     @property
-    def schema(self) -> pa.Schema:
-        """The columns."""
+    def schema(self) -> pa.Schema: ...
 
     def table(self, start: int, stop: int) -> pa.Table:
         """Returns the rows ``[start, stop)``."""
@@ -112,8 +171,7 @@ class SequenceRows:
 
     @property
     def group_rows(self) -> int:
-        mean_entries = self.windows.num_entries / max(1, len(self.windows))
-        return rows_per_group(mean_entries)
+        return rows_per_group(self.windows.num_entries / max(1, len(self.windows)))
 
     @property
     def schema(self) -> pa.Schema:
@@ -136,42 +194,29 @@ def _numbers(values: NDArray[np.float32]) -> pa.Array:
     return pa.array(values, from_pandas=True)
 
 
-@dataclass(frozen=True)
-class TableWriter:
-    """Writes the splits of a dataset.
+def write_splits(
+    folder: Path, splits: Mapping[str, Rows], label: str | None, report: ProgressCallback
+) -> dict[str, list[WrittenFile]]:
+    """Writes the files of all splits.
 
-    Attributes:
+    Args:
         folder: Dataset folder.
+        splits: The rows of each split, by name.
+        label: Name of the label's column, if there is one.
         report: Function that is called with the progress.
     """
-
-    folder: Path
-    report: ProgressCallback
-
-    def write(self, splits: Mapping[str, Rows], label: str | None) -> dict[str, list[WrittenFile]]:
-        """Writes the files of all splits.
-
-        Args:
-            splits: The rows of each split, by name.
-            label: Name of the label's column, if there is one.
-        """
-        total, done = sum(rows.num_rows for rows in splits.values()), 0
-        written: dict[str, list[WrittenFile]] = {}
-        for name, rows in splits.items():
-            (self.folder / name).mkdir()
-            written[name] = []
-            for plan in plan_files(name, 0, rows.num_rows, rows.group_rows):
-                written[name].append(write_file(self.folder, plan, rows.schema, label, _groups(plan, rows)))
-                done += plan.stop - plan.start
-                self.report(ProgressUpdate("write", done, total, done))
-        return written
+    total, done = sum(rows.num_rows for rows in splits.values()), 0
+    written: dict[str, list[WrittenFile]] = {}
+    for name, rows in splits.items():
+        (folder / name).mkdir()
+        written[name] = []
+        for plan in plan_files(name, 0, rows.num_rows, rows.group_rows):
+            written[name].append(write_file(folder, plan, rows.schema, label, _groups(plan, rows)))
+            done += plan.stop - plan.start
+            report(ProgressUpdate("write", done, total, done))
+    return written
 
 
 def _groups(plan: FilePlan, rows: Rows) -> Iterator[Any]:
     for start in range(plan.start, plan.stop, rows.group_rows):
         yield rows.table(start, min(start + rows.group_rows, plan.stop))
-
-
-def list_columns(columns: EncodedInteractions) -> list[str]:
-    """Returns the columns that are lists in a dataset of sequences, the items first."""
-    return [ITEM, *(name for name in columns.ids if name not in (USER, ITEM))]

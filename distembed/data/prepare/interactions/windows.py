@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distembed.data.prepare.interactions.options import ALL
-from distembed.data.prepare.interactions.splits import TRAIN, user_bounds
+from distembed.data.prepare.interactions.splits import TRAIN
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +77,11 @@ def evaluation_windows(users: NDArray[np.int32], parts: NDArray[np.uint8], part:
     begins = np.repeat(bounds[:-1], np.diff(bounds))
     targets = np.flatnonzero((parts == part) & (np.arange(len(users)) > begins))
     return Windows(begins[targets], targets + 1)
+
+
+def user_bounds(sorted_users: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Returns where each user's interactions begin, and where the last one's end."""
+    return np.append(np.flatnonzero(np.diff(sorted_users, prepend=-1)), len(sorted_users))
 
 
 def entries(windows: Windows, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
