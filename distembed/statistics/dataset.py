@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
+import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -15,18 +19,21 @@ from numpy.typing import NDArray
 
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.mirror import dataset_folder
-from distembed.data.dataset.row_groups import RowGroup, list_row_groups
-from distembed.data.dataset.schema import CategoricalFeature, Schema
+from distembed.data.dataset.row_groups import list_row_groups
+from distembed.data.dataset.schema import CategoricalFeature
+from distembed.data.prepare.count import Database
 from distembed.data.prepare.vocabulary import MISSING_ID, OUT_OF_VOCABULARY_ID, reserved_ids
 from distembed.data.table.schema import CRITEO, TABLE, TableSchema
 from distembed.errors import UserError
-from distembed.statistics.equal import EqualRowsCounter, RowHashes
-from distembed.statistics.group_columns import GroupColumns
-from distembed.statistics.ids import BYTES_PER_ID, IdCounter
+from distembed.files import full_disk_explained
+from distembed.statistics.columns import GroupColumns
+from distembed.statistics.ids import IdCounts, id_counts
 from distembed.statistics.numbers import NumberCounter
-from distembed.statistics.values import DatasetStatistics, FeatureStatistics, NumbersOfSplit, RowsStatistics
+from distembed.statistics.values import DatasetStatistics, EqualRows, FeatureStatistics, RowsStatistics
 
 DEFAULT_MEMORY_BYTES = 2 << 30
+MOST_HASHES = 8_000_000
+"""Most rows that are compared, about."""
 _NUM_PARTS = 10
 _RESERVED_VALUES = {MISSING_ID: "missing", OUT_OF_VOCABULARY_ID: "out of vocabulary"}
 
@@ -40,12 +47,12 @@ def dataset_statistics(
 
     Args:
         dataset: Folder or URL of the dataset.
-        memory_bytes: Memory that counts of ids may take. Features whose counts take more together are counted one part
-            after another, for which their columns are read one after another.
-        progress: Function that is called with the number of rows read, and of those to be read in all.
+        memory_bytes: Memory that counts of ids may take; the rest of them is in temporary files.
+        progress: Function that is called with the number of rows read, and of all rows.
 
     Raises:
         UserError: There is no such dataset, it has no rows at all, or a file of it is damaged.
+        RunError: The disk of temporary files is full.
     """
     folder = dataset_folder(dataset)
     manifest = Manifest.load(folder)
@@ -53,124 +60,129 @@ def dataset_statistics(
         raise UserError(f"{dataset} has no splits: there is nothing to count.")
     train = "train" if "train" in manifest.splits else next(iter(manifest.splits))
     names = [train, *(name for name in manifest.splits if name != train)]
-    groups = {name: list_row_groups(folder, manifest, name) for name in names}
-    parts = _feature_parts(manifest.schema, memory_bytes)
-    report = _Progress(progress, len(parts) * sum(manifest.splits[name].num_rows for name in names))
-
-    whole = _WholeRows(manifest, names)
-    features: dict[str, FeatureStatistics] = {}
-    for number, part in enumerate(parts):
-        counters = {each.name: _counter(manifest, each, memory_bytes) for each in part}
-        for name in names:
-            for group in groups[name]:
-                columns = _read(group, manifest.schema, None if number == 0 else part)
-                _count_ids(columns, part, counters, name, name == train)
-                if number == 0:
-                    whole.add(name, columns)
-                report.add(columns.num_rows)
-            for counter in counters.values():
-                counter.end_split()
-        for name, counter in counters.items():
-            features[name] = counter.result(manifest.schema.label is not None)
-    named = {
-        each.name: _with_values(manifest, folder, each, features[each.name]) for each in manifest.schema.categorical
-    }
-    return whole.result(str(dataset), named)
-
-
-class _Progress:
-    """Adds up the rows that were read."""
-
-    def __init__(self, tell: Callable[[int, int], None] | None, total: int) -> None:
-        self._tell, self._total, self._done = tell, total, 0
-
-    def add(self, num_rows: int) -> None:
-        self._done += num_rows
-        if self._tell is not None:
-            self._tell(self._done, self._total)
-
-
-class _WholeRows:
-    """Counts what takes all columns of a row, or none but its label and time."""
-
-    def __init__(self, manifest: Manifest, names: list[str]) -> None:
-        self._manifest, self._schema, self._names = manifest, manifest.schema, names
-        self._sizes = {name: manifest.splits[name].num_rows for name in names}
-        self._done = dict.fromkeys(names, 0)
-        # number of rows, of weights and of weighted labels, by what has them
-        self._splits = {name: np.zeros(3) for name in names}
-        self._periods: dict[str, NDArray[np.float64]] = {}
-        self._equal = EqualRowsCounter(sum(self._sizes.values()), names)
-        per_row = {name: max(1.0, manifest.schema.mean_list_length) for name in manifest.schema.dense_sequences}
-        self._numbers = {
-            column: {name: NumberCounter(int(self._sizes[name] * per_row.get(column, 1.0))) for name in names}
-            for column in (*manifest.schema.dense, *manifest.schema.dense_sequences)
-        }
-
-    def add(self, split: str, columns: GroupColumns) -> None:
-        """Counts the next rows of a split."""
-        sums = np.stack([np.ones(columns.num_rows), columns.weights(), np.zeros(columns.num_rows)])
-        if self._schema.label is not None:
-            sums[2] = sums[1] * columns.labels()
-        self._splits[split] += sums.sum(1)
-        for period, rows in self._rows_by_period(split, columns):
-            self._periods.setdefault(period, np.zeros(3))
-            self._periods[period] += sums[:, rows].sum(1)
-        self._done[split] += columns.num_rows
-        hashes = RowHashes(columns.num_rows)
-        for name in (each for each in (self._schema.label, self._schema.weight) if each is not None):
-            hashes.add_numbers(columns.numbers(name)[0])
-        for name, counters in self._numbers.items():
-            values, lengths = columns.numbers(name)
-            counters[split].add(values)
-            if name in self._schema.dense:
-                hashes.add_numbers(values)
-            else:
-                hashes.add_lists(values.view(np.uint32).astype(np.uint64), lengths)
-        for feature in self._schema.categorical:
-            ids, lengths = columns.ids(feature)
-            if feature.multi_hot:
-                hashes.add_lists(ids.astype(np.uint64), lengths)
-            else:
-                hashes.add_ids(ids)
-        self._equal.add(split, hashes.values)
-
-    def _rows_by_period(self, split: str, columns: GroupColumns) -> Iterator[tuple[str, NDArray[np.bool_]]]:
-        """Yields each period that the rows lie in, and which rows these are."""
-        days = columns.days()
-        if len(days):
-            for day in np.unique(days).tolist():
-                date = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(days=day)
-                yield date.date().isoformat(), days == day
-        elif columns.num_rows:
-            rows = np.arange(self._done[split], self._done[split] + columns.num_rows)
-            parts = rows * _NUM_PARTS // self._sizes[split]
-            for part in np.unique(parts).tolist():
-                yield f"{split} {part + 1}/{_NUM_PARTS}", parts == part
-
-    def result(self, dataset: str, features: dict[str, FeatureStatistics]) -> DatasetStatistics:
-        """Returns the statistics of the dataset, with those of its features."""
-        numbers: dict[str, dict[str, NumbersOfSplit]] = {
+    rows = _Rows(folder, manifest, names, progress or (lambda done, total: None))
+    full = f"the disk of temporary files, {tempfile.gettempdir()}, is full; set TMPDIR to a folder on another disk"
+    with (
+        full_disk_explained(lambda error: full),
+        tempfile.TemporaryDirectory() as scratch,
+        Database(Path(scratch), memory_bytes) as database,
+    ):
+        reserved = [len(reserved_ids(manifest, feature.table_name)) for feature in manifest.schema.categorical]
+        counts = IdCounts(database, rows.sizes, reserved, rows.read())
+    features = {}
+    for number, feature in enumerate(manifest.schema.categorical):
+        found = counts.feature(number, feature, rows.num_empty[feature.name])
+        features[feature.name] = _with_values(manifest, folder, feature, found)
+    in_order = sorted(rows.periods) if manifest.schema.time is not None else list(rows.periods)
+    return DatasetStatistics(
+        dataset=str(dataset),
+        train=train,
+        splits={name: _rate(rows.sums[name]) for name in names},
+        periods={name: _rate(rows.periods[name]) for name in in_order},
+        features=features,
+        columns={
             column: {name: counter.result() for name, counter in counters.items()}
-            for column, counters in self._numbers.items()
-        }
-        in_order = sorted(self._periods) if self._schema.time is not None else list(self._periods)
-        return DatasetStatistics(
-            dataset=dataset,
-            train=self._names[0],
-            splits={name: self._rows(sums) for name, sums in self._splits.items()},
-            periods={name: self._rows(self._periods[name]) for name in in_order},
-            features=features,
-            columns=numbers,
-            equal_rows=self._equal.result(),
-            filled=_filled_columns(self._manifest),
-            is_weighted=self._schema.weight is not None,
-        )
+            for column, counters in rows.numbers.items()
+        },
+        equal_rows=rows.equal_rows(),
+        is_weighted=manifest.schema.weight is not None,
+        filled=_filled_columns(manifest),
+    )
 
-    def _rows(self, sums: NDArray[np.float64]) -> RowsStatistics:
-        num_rows, weights, labels = sums.tolist()
-        has_rate = self._schema.label is not None and weights > 0
-        return RowsStatistics(int(num_rows), labels / weights if has_rate else None)
+
+class _Rows:
+    """Reads all rows once, counts what takes little memory, and passes ids on.
+
+    Attributes:
+        sizes: Number of rows by split.
+        sums: Number of rows, sum of the weights and of the weighted labels, by split.
+        periods: The same by period.
+        numbers: Columns of numbers, by split.
+        num_empty: Number of empty lists of each feature of lists, by split.
+    """
+
+    def __init__(
+        self, folder: Path, manifest: Manifest, names: list[str], progress: Callable[[int, int], None]
+    ) -> None:
+        self._schema, self._progress = manifest.schema, progress
+        self._groups = {name: list_row_groups(folder, manifest, name) for name in names}
+        self.sizes = {name: manifest.splits[name].num_rows for name in names}
+        self.sums = {name: np.zeros(3) for name in names}
+        self.periods: dict[str, NDArray[np.float64]] = {}
+        per_row = dict.fromkeys(self._schema.dense, 1.0)
+        per_row |= dict.fromkeys(self._schema.dense_sequences, max(1.0, self._schema.mean_list_length))
+        self.numbers = {
+            column: {name: NumberCounter(int(self.sizes[name] * length)) for name in names}
+            for column, length in per_row.items()
+        }
+        self.num_empty = {feature.name: Counter[str]() for feature in self._schema.categorical}
+        self._hashes = {name: [np.zeros(0, np.uint64)] for name in names}
+        self._one_in = max(1, -(-sum(self.sizes.values()) // MOST_HASHES))
+
+    def read(self) -> Iterator[pa.RecordBatch]:
+        """Yields the counts of the ids of each row group."""
+        total = sum(self.sizes.values())
+        num_read = 0
+        for split, (name, groups) in enumerate(self._groups.items()):
+            for group in groups:
+                columns = GroupColumns(group, self._schema)
+                self._add(name, columns)
+                yield from self._id_counts(split, name, columns)
+                num_read += columns.num_rows
+                self._progress(num_read, total)
+
+    def _id_counts(self, split: int, name: str, columns: GroupColumns) -> Iterator[pa.RecordBatch]:
+        labels = columns.doubles(self._schema.label, math.nan)
+        for number, feature in enumerate(self._schema.categorical):
+            ids, lengths = columns.ids[feature.name]
+            if lengths is not None:
+                self.num_empty[feature.name][name] += int((lengths == 0).sum())
+            own = labels if lengths is None else np.repeat(labels, lengths)
+            yield id_counts(number, split, ids, own, feature.num_embeddings)
+
+    def _add(self, split: str, columns: GroupColumns) -> None:
+        """Counts what takes no ids of the next rows of a split."""
+        weights = columns.doubles(self._schema.weight, 1.0)
+        sums = np.stack([np.ones(columns.num_rows), weights, weights * columns.doubles(self._schema.label, math.nan)])
+        for period, rows in self._periods(split, columns):
+            self.periods[period] = self.periods.get(period, 0.0) + sums[:, rows].sum(1)
+        self.sums[split] += sums.sum(1)
+        for name, counters in self.numbers.items():
+            counters[split].add(columns.numbers[name][0])
+        self._hashes[split].append(columns.hashes[columns.hashes % np.uint64(self._one_in) == 0])
+
+    def _periods(self, split: str, columns: GroupColumns) -> Iterator[tuple[str, NDArray[np.bool_]]]:
+        """Yields each period that the next rows of a split lie in, and which rows these are."""
+        places = np.arange(columns.num_rows) + int(self.sums[split][0])
+        days = columns.days
+        periods = places * _NUM_PARTS // self.sizes[split] if days is None else days
+        for period in np.unique(periods).tolist():
+            date = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(days=0 if days is None else period)
+            yield f"{split} {period + 1}/{_NUM_PARTS}" if days is None else date.date().isoformat(), periods == period
+
+    def equal_rows(self) -> EqualRows:
+        """Returns how many rows are equal to others.
+
+        Rows are compared by hashes, all of them or those in a share of all hashes, which equal rows have together.
+        Among 10 million hashes two different rows are taken for equal with a probability of 3 in a million.
+        """
+        hashes = [np.concatenate(own) for own in self._hashes.values()]
+        _, places, counts = np.unique(np.concatenate(hashes), return_inverse=True, return_counts=True)
+        train, *others = np.split(places, np.cumsum([len(own) for own in hashes])[:-1])
+        is_in_training = np.zeros(len(counts), bool)
+        is_in_training[train] = True
+        _, *names = self._hashes
+        shares = {
+            name: float(is_in_training[own].mean()) if len(own) else 0.0
+            for name, own in zip(names, others, strict=True)
+        }
+        return EqualRows((len(places) - len(counts)) * self._one_in, shares, 1 / self._one_in)
+
+
+def _rate(sums: NDArray[np.float64]) -> RowsStatistics:
+    """Returns the statistics of rows, given their number, weights and weighted labels."""
+    num_rows, weights, labels = sums.tolist()
+    return RowsStatistics(int(num_rows), labels / weights if weights > 0 and not math.isnan(labels) else None)
 
 
 def _filled_columns(manifest: Manifest) -> tuple[str, ...]:
@@ -179,46 +191,6 @@ def _filled_columns(manifest: Manifest) -> tuple[str, ...]:
         return ()
     dense = TableSchema.of_manifest(manifest).dense
     return tuple(name for name in manifest.schema.dense if name in dense and dense[name].missing == "zero")
-
-
-def _feature_parts(schema: Schema, memory_bytes: int) -> list[list[CategoricalFeature]]:
-    """Returns the features in parts whose counts fit the memory together; at least one part, maybe without features."""
-    parts: list[list[CategoricalFeature]] = [[]]
-    free = memory_bytes
-    for feature in schema.categorical:
-        needed = min(feature.num_embeddings * BYTES_PER_ID, memory_bytes)
-        if needed > free:
-            parts.append([])
-            free = memory_bytes
-        parts[-1].append(feature)
-        free -= needed
-    return parts
-
-
-def _counter(manifest: Manifest, feature: CategoricalFeature, memory_bytes: int) -> IdCounter:
-    return IdCounter(feature, reserved_ids(manifest, feature.table_name), memory_bytes)
-
-
-def _read(group: RowGroup, schema: Schema, features: list[CategoricalFeature] | None) -> GroupColumns:
-    """Reads what some features need of a row group, or all of it."""
-    if features is None:
-        return GroupColumns(group, schema, [*schema.columns, *([schema.time] if schema.time is not None else [])])
-    labels = [schema.label] if schema.label is not None else []
-    return GroupColumns(group, schema, [*labels, *(feature.name for feature in features)])
-
-
-def _count_ids(
-    columns: GroupColumns,
-    features: list[CategoricalFeature],
-    counters: dict[str, IdCounter],
-    split: str,
-    is_training: bool,
-) -> None:
-    labels = columns.labels()
-    for feature in features:
-        ids, lengths = columns.ids(feature)
-        own = np.repeat(labels, lengths) if feature.multi_hot and len(labels) else labels
-        counters[feature.name].add(split, is_training, ids, own, lengths)
 
 
 def _with_values(

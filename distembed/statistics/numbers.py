@@ -23,34 +23,28 @@ class NumberCounter:
     def __init__(self, num_rows: int) -> None:
         self._every = max(1, -(-num_rows // MOST_KEPT))
         self._kept: list[NDArray[np.float32]] = []
-        self._num_rows = self._num_numbers = 0
-        self._mean = self._squares = 0.0
-        self._lowest, self._highest = math.inf, -math.inf
+        self._num_rows = 0
+        self._parts: list[tuple[float, ...]] = []  # number, mean, variance, least and most of some rows
 
     def add(self, values: NDArray[np.float32]) -> None:
         """Takes the next rows; NaN is no number."""
-        first = -self._num_rows % self._every
-        self._num_rows += len(values)
-        kept = values[first :: self._every]
+        kept = values[-self._num_rows % self._every :: self._every]
         self._kept.append(kept[~np.isnan(kept)])
+        self._num_rows += len(values)
         numbers = values[~np.isnan(values)].astype(np.float64)
-        if not len(numbers):
-            return
-        self._lowest, self._highest = min(self._lowest, numbers.min()), max(self._highest, numbers.max())
-        # the means of both parts, and how far they are apart (Chan, Golub and LeVeque, 1979)
-        mean, before = float(numbers.mean()), self._num_numbers
-        self._num_numbers += len(numbers)
-        apart = mean - self._mean
-        self._mean += apart * len(numbers) / self._num_numbers
-        self._squares += float(((numbers - mean) ** 2).sum()) + apart**2 * before * len(numbers) / self._num_numbers
+        if len(numbers):
+            self._parts.append((len(numbers), numbers.mean(), numbers.var(), numbers.min(), numbers.max()))
 
     def result(self) -> NumbersOfSplit:
         """Returns what the numbers are like."""
-        kept = np.concatenate([np.zeros(0, np.float32), *self._kept]).astype(np.float64)
-        missing = 1 - self._num_numbers / self._num_rows if self._num_rows else math.nan
-        if not self._num_numbers:
+        if not self._parts:
+            missing = 1.0 if self._num_rows else math.nan
             return NumbersOfSplit(missing, math.nan, math.nan, (math.nan,) * len(QUANTILES), self._every)
+        counts, means, variances, lows, highs = np.array(self._parts).T
+        mean = float(np.average(means, weights=counts))
+        # the variance of all is the mean of the parts' variances and the variance of their means
+        deviation = math.sqrt(np.average(variances + (means - mean) ** 2, weights=counts))
+        kept = np.concatenate(self._kept).astype(np.float64)
         inner = np.quantile(kept if len(kept) else [math.nan], QUANTILES[1:-1]).tolist()
-        deviation = math.sqrt(self._squares / self._num_numbers)
-        quantiles = (float(self._lowest), *inner, float(self._highest))
-        return NumbersOfSplit(missing, self._mean, deviation, quantiles, self._every)
+        quantiles = (float(lows.min()), *inner, float(highs.max()))
+        return NumbersOfSplit(1 - counts.sum() / self._num_rows, mean, deviation, quantiles, self._every)

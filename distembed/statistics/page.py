@@ -14,7 +14,6 @@ from distembed.files import write_text
 from distembed.outputs import require_file
 from distembed.runs.pages import PAGE_COLOUR, colour, figure, page, render_svg, section
 from distembed.statistics.texts import (
-    cardinality,
     equal_rows,
     estimates,
     missing_numbers,
@@ -143,7 +142,12 @@ def _features_table(statistics: DatasetStatistics) -> str:
     headings += [f"{text} in {split}" for split in statistics.splits for text in whats.values()]
     lines = []
     for name, feature in statistics.features.items():
-        line = [name, f"{feature.num_embeddings:,}", cardinality(feature), *map(share, feature.top_shares.values())]
+        line = [
+            name,
+            f"{feature.num_embeddings:,}",
+            f"{feature.cardinality:,}",
+            *map(share, feature.top_shares.values()),
+        ]
         line += [f"{feature.entropy_bits:.2f}", "" if feature.zipf_exponent is None else f"{feature.zipf_exponent:.2f}"]
         for split in statistics.splits:
             found = feature.splits.get(split)

@@ -4,7 +4,6 @@ from rich.console import Console
 from rich.table import Table
 
 from distembed.statistics.texts import (
-    cardinality,
     equal_rows,
     estimates,
     missing_numbers,
@@ -45,7 +44,7 @@ def _features_table(statistics: DatasetStatistics) -> Table:
     table = _table(*headings, *(f"{what} in {name}" for name in others for what in ("unknown", "unseen")))
     for name, feature in statistics.features.items():
         own = feature.splits.get(statistics.train)
-        row = [name, cardinality(feature), share(feature.top_shares[1]), share(feature.top_shares[100])]
+        row = [name, f"{feature.cardinality:,}", share(feature.top_shares[1]), share(feature.top_shares[100])]
         row += [f"{feature.entropy_bits:.1f}", "" if feature.zipf_exponent is None else f"{feature.zipf_exponent:.2f}"]
         row += ["", ""] if own is None else [share(own.missing), share(own.out_of_vocabulary)]
         for other in others:

@@ -2,7 +2,7 @@
 
 import math
 
-from distembed.statistics.values import DatasetStatistics, FeatureStatistics, NumbersOfSplit
+from distembed.statistics.values import DatasetStatistics, NumbersOfSplit
 
 
 def share(value: float) -> str:
@@ -39,11 +39,6 @@ def missing_numbers(statistics: DatasetStatistics, name: str, found: NumbersOfSp
     return "filled" if name in statistics.filled else share(found.missing)
 
 
-def cardinality(feature: FeatureStatistics) -> str:
-    """Returns the number of distinct ids, marked where it is an estimate."""
-    return f"{'about ' if feature.sampled < 1 else ''}{feature.cardinality:,}"
-
-
 def equal_rows(statistics: DatasetStatistics) -> str:
     """Returns in a sentence how many rows are equal to others."""
     equal = statistics.equal_rows
@@ -61,9 +56,6 @@ def estimates(statistics: DatasetStatistics) -> list[str]:
     every = max((each.every for column in statistics.columns.values() for each in column.values()), default=1)
     if every > 1:
         found.append(f"Quantiles of numbers, but the least and the most, are those of one row in {every:,}.")
-    sampled = [name for name, feature in statistics.features.items() if feature.sampled < 1]
-    if sampled:
-        found.append(f"Of {', '.join(sampled)} a share of the ids was counted, for want of memory (--memory-limit).")
     if statistics.equal_rows.sampled < 1:
         found.append(f"Of all distinct rows {statistics.equal_rows.sampled:.2%} were compared with others.")
     return found

@@ -71,26 +71,24 @@ class FeatureStatistics:
     Attributes:
         num_embeddings: Number of ids of its table.
         cardinality: Number of distinct ids in training, but for those of missing and unknown values.
-        sampled: Share of the ids that counts are of; below 1, numbers of distinct ids, and shares, are estimates.
-        top_shares: Share of all ids in training that the 1, 10, 100 and 1000 commonest have, but for those two; NaN
-            where counts are of too small a share to tell.
+        top_shares: Share of all ids in training that the 1, 10, 100 and 1000 commonest have, but for those two.
         entropy_bits: Entropy of all ids in training; 2 to its power is a number of equally common ids.
         zipf_exponent: Slope s of the counts, by rank to the power -s; None for fewer than three ids.
-        counts_by_rank: Counts of the ids at ranks 1, 2, 4, 8 and so on, the commonest first; where counts are of a
-            share of the ids, at ranks of 1, 2, 4 and so on over the share.
+        counts_by_rank: Counts of the ids at ranks 1, 2, 4, 8 and so on, the commonest first.
         commonest: The commonest ids in training.
         splits: The ids by split.
+        sampled: Share of the ids that were counted; always 1.
     """
 
     num_embeddings: int
     cardinality: int
-    sampled: float
     top_shares: Mapping[int, float]
     entropy_bits: float
     zipf_exponent: float | None
     counts_by_rank: Mapping[int, int]
     commonest: tuple[CommonId, ...]
     splits: Mapping[str, IdsOfSplit]
+    sampled: float = 1.0
 
 
 @dataclass(frozen=True)
