@@ -107,9 +107,9 @@ def _ids(column: KeyColumn, values: list[Any]) -> IdColumn:
     return IdColumn(codes, np.array([0, *distinct], column.key_dtype), None, lengths)
 
 
-def tie_key(column: KeyColumn, value: Any) -> int:
-    """Returns what orders values that are equally frequent."""
-    return int(text_keys(pa.array([value], pa.string()))[0]) if column.kind == "string" else int(value)
+def tie_key(column: KeyColumn, value: Any) -> Any:
+    """Returns the key by which values that are equally frequent are sorted."""
+    return value.encode() if column.kind == "string" else int(value)
 
 
 def values_of(row: Row, column: KeyColumn) -> list[Any]:

@@ -42,7 +42,7 @@ def check_ids(dataset: Path, rows: list[Row], values: dict[str, list]) -> None:
 @pytest.mark.parametrize("max_keys", [4, 1 << 16])
 def test_ids_are_applied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_keys: int) -> None:
     prepare(FIRST, tmp_path / "first")
-    monkeypatch.setattr(ResourceLimits, "vocabulary_keys", max_keys)
+    monkeypatch.setattr(ResourceLimits, "counting_bytes", max_keys)
     manifest = prepare(SECOND, tmp_path / "second", tmp_path / "first")
     values = {name: any_rows.vocabulary(FIRST, column) for name, column in KEYS.items()}
     check_ids(tmp_path / "second", SECOND, values)
@@ -62,7 +62,7 @@ def test_ids_are_applied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_ke
 
 @pytest.mark.parametrize("max_keys", [4, 1 << 16])
 def test_ids_grow_behind_the_known_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_keys: int) -> None:
-    monkeypatch.setattr(ResourceLimits, "vocabulary_keys", max_keys)
+    monkeypatch.setattr(ResourceLimits, "counting_bytes", max_keys)
     days = {"first": FIRST, "second": SECOND, "third": THIRD}
     values: dict[str, list] = {name: [] for name in KEYS}
     totals: dict[str, Counter] = {name: Counter() for name in KEYS}

@@ -203,7 +203,7 @@ def test_bytes_depend_on_rows_and_options_alone(tmp_path: Path, monkeypatch: pyt
     for name, chosen in limits.items():
         prepare_criteo([source], tmp_path / name, limits=chosen)
     monkeypatch.setattr(ResourceLimits, "block_bytes", 30_011)
-    monkeypatch.setattr(ResourceLimits, "vocabulary_keys", 50)
+    monkeypatch.setattr(ResourceLimits, "counting_bytes", 1)
     prepare_criteo([source], tmp_path / "blocks", limits=ResourceLimits(threads=2))
     first = folder_bytes(tmp_path / "once")
     assert len(first) == 1 + 1 + 1 + 26 + 2 + 1 + 1

@@ -10,7 +10,7 @@ import pytest
 
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.verification import verify_dataset
-from distembed.data.prepare import PrepareOptions, ResourceLimits, prepare_rows, write_parquet
+from distembed.data.prepare import PrepareOptions, ResourceLimits, prepare_rows, vocabulary, write_parquet
 from distembed.data.prepare.blocks import BlockLayout, KeyColumn, NumberColumn
 from distembed.data.prepare.split import SPLIT_NAMES
 from distembed.data.reader import BatchOrder, BatchReader
@@ -112,7 +112,7 @@ def test_bytes_depend_on_rows_and_options_alone(
     rows: list[Row | str] = [*random_rows(250, 1)]
     rows[3:3] = rows[200:200] = ["odd\tone"]
     prepare_rows(PythonRows(LAYOUT, [rows]), tmp_path / "once")
-    monkeypatch.setattr(ResourceLimits, "vocabulary_keys", 5)
+    monkeypatch.setattr(ResourceLimits, "counting_bytes", 1)
     limits = ResourceLimits(threads=3)
     prepare_rows(PythonRows(LAYOUT, [rows], block_rows=13, part_rows=part_rows), tmp_path / "out", limits=limits)
     assert folder_bytes(tmp_path / "once") == folder_bytes(tmp_path / "out")
@@ -317,17 +317,8 @@ def test_hashed_values(tmp_path: Path) -> None:
 
 
 def test_two_texts_with_one_key_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from distembed.data.prepare.blocks import ParsedBlock
-
     layout = BlockLayout((NumberColumn("at", "time", INT64),), (KeyColumn("text", "feature", "string"),), ("text",))
-    parse = PythonRows.parse
-
-    def with_equal_keys(self: PythonRows, raw: list[Row | str]) -> ParsedBlock:
-        block = parse(self, raw)
-        block.ids[0].keys[1:] = 42
-        return block
-
-    monkeypatch.setattr(PythonRows, "parse", with_equal_keys)
+    monkeypatch.setattr(vocabulary, "text_keys", lambda texts: np.full(len(texts), 42, np.uint64))
     rows = [{"at": 0, "text": text} for text in ("same", "same", "other")]
     prepare_rows(PythonRows(layout, [rows[:2]], block_rows=1), tmp_path / "fine", PrepareOptions("none"))
     with pytest.raises(UserError, match="'same' and 'other' of column 'text' have the same 64-bit key"):

@@ -119,21 +119,6 @@ def test_vocabularies_that_hold_nothing_are_noted(tmp_path: Path) -> None:
     assert "columns without any value: C1, C26" in hashed and "vocabularies without" not in hashed
 
 
-@pytest.mark.parametrize("hashed", [False, True])
-def test_rows_that_are_all_alike_are_noted(tmp_path: Path, hashed: bool) -> None:
-    options = ("--hash-size", 9) if hashed else ()
-    alike = b"".join(label + LINE[1:] + b"\n" for label in (b"0", b"1")) * 100
-    for name, content, noted in (
-        ("alike", alike, True),
-        ("one_dense", alike[: -len(LINE) - 1] + b"\t".join([FIELDS[0], b"77777", *FIELDS[2:]]) + b"\n", False),
-        ("one_id", alike[: -len(LINE) - 1] + b"\t".join([*FIELDS[:-1], b"77777777"]) + b"\n", False),
-        ("one_missing", alike[: -len(LINE) - 1] + b"\t".join([*FIELDS[:14], b"", *FIELDS[15:]]) + b"\n", False),
-    ):
-        (tmp_path / f"{name}.tsv").write_bytes(content)
-        said = prepare(tmp_path / f"{name}.tsv", "-o", tmp_path / name, *options)
-        assert ("all 200 rows have the same numbers and ids" in said) == noted, name
-
-
 def test_ordinary_rows_are_not_warned_of(criteo_sample: Path, tmp_path: Path) -> None:
     notes: list[str] = []
     manifest = prepare_criteo([criteo_sample], tmp_path / "out", note=notes.append)

@@ -35,14 +35,18 @@ class Database:
 
     Args:
         folder: Folder for what does not fit in memory; it is made when it is needed.
-        memory_bytes: Memory that tables and queries may take.
+        memory_bytes: Memory that tables and queries may take; 64 MiB or more.
         threads: Threads of a query.
+
+    Attributes:
+        memory_bytes: The memory.
     """
 
     def __init__(self, folder: Path, memory_bytes: int, threads: int = 1) -> None:
+        self.memory_bytes = max(_LEAST_BYTES, memory_bytes)
         self._connection = duckdb.connect(
             config={
-                "memory_limit": f"{max(_LEAST_BYTES, memory_bytes) >> 20}MiB",
+                "memory_limit": f"{self.memory_bytes >> 20}MiB",
                 "temp_directory": str(folder),
                 "threads": threads,
                 "preserve_insertion_order": False,  # of a table: it would be kept in memory
@@ -58,7 +62,7 @@ class Database:
         self._connection.close()
 
     def add(self, table: str, batches: Iterable[pa.RecordBatch], schema: pa.Schema, query: str | None = None) -> None:
-        """Makes a table of a stream, which is read once and never as a whole in memory.
+        """Makes a table of a stream, in place of one of this name; the stream is never as a whole in memory.
 
         Args:
             table: Name of the table.
@@ -81,7 +85,7 @@ class Database:
 
         self._connection.register("given", pa.RecordBatchReader.from_batches(schema, watched()))
         try:
-            self.run(f"create table {table} as {query or 'select * from given'}")
+            self.run(f"create or replace table {table} as {query or 'select * from given'}")
         except Exception:
             if raised:
                 raise raised[0] from None
@@ -126,6 +130,8 @@ class _explained:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if isinstance(error, duckdb.OutOfMemoryException):
-            raise RunError(f"the memory limit is too small for counting ({error}); allow more (--memory-limit)") from error
+            raise RunError(
+                f"the memory limit is too small for counting ({error}); allow more (--memory-limit)"
+            ) from error
         if isinstance(error, duckdb.IOException):
             raise OSError(28 if "No space left" in str(error) else 5, str(error)) from error

@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from distembed.data.dataset.manifest import Vocabulary
 from distembed.data.dataset.schema import CategoricalFeature, Schema
 from distembed.data.prepare.base import Base
-from distembed.data.prepare.blocks import BlockLayout, NumberColumn
-from distembed.data.prepare.feature_ids import (
-    FeatureValues,
-    LookupTables,
-    VocabularyRoom,
-    build_vocabulary,
-    hash_map,
-)
+from distembed.data.prepare.blocks import BlockLayout
+from distembed.data.prepare.count import Database
+from distembed.data.prepare.feature_ids import FeatureValues, LookupTables, VocabularyRoom, build_vocabulary
 from distembed.data.prepare.learnt_numbers import bin_ids, learn_numbers, num_bins, number_change
-from distembed.data.prepare.limits import ResourceLimits
-from distembed.data.prepare.output_columns import IdOutput, ListOutput, NumberOutput, OutputColumn
+from distembed.data.prepare.output_columns import IdOutput, NumberOutput, OutputColumn
 from distembed.data.prepare.row_splits import RowSplits
 from distembed.data.prepare.spool import SpooledBlock, key_columns
-from distembed.data.prepare.vocabulary import IdMap
-from distembed.data.prepare.work import Work
+from distembed.data.prepare.vocabulary import HashMap, IdMap
 
 # not even one that another column's number makes
 _PLAIN_NAME = re.compile(r"(?!column-[0-9]+$)[A-Za-z0-9_][A-Za-z0-9_.-]{0,100}", re.ASCII | re.IGNORECASE)
+
+_GROUP_KEYS = 1 << 18
+"""Most keys of columns that are counted in one database: opening one takes 30 ms."""
 
 ColumnsLearnt = dict[str, dict[str, Any]]
 """By column: ``num_embeddings``, ``mean_ids``, ``vocabulary`` and ``learnt``, each None where it has none."""
@@ -44,76 +41,87 @@ class DatasetColumns:
     Attributes:
         layout: The columns of the blocks.
         base: Dataset whose ids are applied, if there is one.
-        limits: Memory and threads to use.
+        memory_bytes: Memory that counting one column may take.
         folder: Dataset folder that is being written.
-        work: The stages' tasks and results.
+        work: Folder for ids of blocks and for counting.
         blocks: All blocks.
         splits: Which rows train.
     """
 
     layout: BlockLayout
     base: Base | None
-    limits: ResourceLimits
+    memory_bytes: int
     folder: Path
-    work: Work
+    work: Path
     blocks: Sequence[SpooledBlock]
     splits: RowSplits
 
-    def learn(self, beside: Mapping[str, Callable[[], Any]]) -> tuple[ColumnsLearnt, list[Any]]:
-        """Gives ids to the values of every feature and learns transforms, several columns at a time.
+    @property
+    def learnt_columns(self) -> list[str]:
+        """The columns of which something is learnt: features with keys, and transformed numbers."""
+        return [*key_columns(self.layout), *self._learnt_numbers]
 
-        Args:
-            beside: What else is done in the meantime, by the name of its task, which is no ``column ...``.
+    @property
+    def _learnt_numbers(self) -> dict[str, int]:
+        """The place of each column of numbers of which something is learnt."""
+        return {each.name: place for place, each in enumerate(self.layout.numbers) if each.transform != "none"}
 
-        Returns:
-            What is learnt of each column, and the results of what else was done.
-        """
-        tasks: dict[str, Callable[[Path], dict[str, Any]]] = {}
+    def groups(self) -> list[list[str]]:
+        """Returns the columns that learn something of their own, in groups for one database each, the largest first."""
+        keys = dict.fromkeys(self._learnt_numbers, 0)
         for name, (place, column) in key_columns(self.layout).items():
-            values = FeatureValues(self.blocks, self.splits, place, column)
-            tasks[name] = functools.partial(self._map_feature, values)
-        for place, number in enumerate(self.layout.numbers):
-            if number.transform != "none":
-                tasks[number.name] = functools.partial(self._learn_numbers, place, number)
-        names = self._largest_first(list(tasks))
-        places = {f"column {name}": index for index, name in enumerate(names)}
-        spool_bytes = sum(block.num_bytes for block in self.blocks)
-        num_rows = sum(self.splits.num_rows)
+            owner = column.vocabulary or name
+            keys[owner] = keys.get(owner, 0) + sum(block.shape.num_keys[place] for block in self.blocks)
+        groups: list[list[str]] = []
+        room = 0
+        for name in sorted(keys, key=lambda name: -keys[name]):
+            if not groups or keys[name] > room:
+                groups.append([])
+                room = _GROUP_KEYS
+            groups[-1].append(name)
+            room -= keys[name]
+        return groups
 
-        def do(task: str) -> Any:
-            if task in beside:
-                return beside[task]()
-            index = places[task]
-            scratch = emptied_folder(self.work.folder / f"column-{index:06d}")
-            result = tasks[names[index]](scratch)
-            shutil.rmtree(scratch)
-            self.work.advance(task, *(_share(total, index, len(names)) for total in (spool_bytes, num_rows)))
-            return result
+    def learn(self, names: Sequence[str]) -> ColumnsLearnt:
+        """Gives ids to the values of features, and learns the transforms of columns of numbers.
 
-        threads = self.limits.num_threads
-        results = self.work.run_stage("vocabulary", [*beside, *places], do, threads=threads, total_bytes=spool_bytes)
-        return {name: results[f"column {name}"] for name in tasks}, [results[task] for task in beside]
+        Groups of columns may be learnt side by side.
+        """
+        scratch = emptied_folder(self.work / f"learning-{self.learnt_columns.index(names[0])}")
+        with Database(scratch / "counting", self.memory_bytes) as database:
+            learnt: ColumnsLearnt = {}
+            for name in names:
+                if name in self._learnt_numbers:
+                    learnt[name] = self._learn_numbers(self._learnt_numbers[name], database)
+                else:
+                    learnt |= self._map_features(name, database, emptied_folder(scratch / "column"))
+        shutil.rmtree(scratch)
+        return learnt
 
-    def _largest_first(self, names: Sequence[str]) -> list[str]:
-        """Returns the columns, those with the most keys first, so that all threads end at about the same time."""
-        places = {name: place for name, (place, _) in key_columns(self.layout).items()}
-        keys = {
-            name: sum(block.shape.num_keys[places[name]] for block in self.blocks) if name in places else 0
-            for name in names
-        }
-        return sorted(names, key=lambda name: -keys[name])
-
-    def _map_feature(self, values: FeatureValues, scratch: Path) -> dict[str, Any]:
-        """Gives ids to the values of a feature, and writes the ids of all blocks' codes."""
-        column, base = values.column, self.base
-        id_map: IdMap | None = hash_map(column)
-        vocabulary = None
-        if id_map is None:
+    def _map_features(self, name: str, database: Database, scratch: Path) -> ColumnsLearnt:
+        """Gives ids to the values of a feature and of those that share its vocabulary, and writes all blocks' ids."""
+        features = [
+            FeatureValues(self.blocks, self.splits, place, column)
+            for place, column in key_columns(self.layout).values()
+            if name in (column.name, column.vocabulary)
+        ]
+        features.sort(key=lambda values: values.column.name != name)
+        owner, base, entries = features[0], self.base, dict[str, Vocabulary]()
+        id_map: IdMap
+        if owner.column.hash_size is not None:
+            id_map = HashMap(owner.column.hash_size, owner.column.hash_seed)
+        else:
             (self.folder / "vocabulary").mkdir(exist_ok=True)
-            file = f"vocabulary/{_file_name(column.name, values.place)}.parquet"
-            room = VocabularyRoom(self.folder, file, scratch, self.limits.vocabulary_keys)
-            applied = None if base is None else base.vocabulary(column.name)
-            id_map, vocabulary = build_vocabulary(values, room, applied)
+            file = f"vocabulary/{_file_name(name, owner.place)}.parquet"
+            room = VocabularyRoom(self.folder, file, scratch, database)
+            id_map, entries = build_vocabulary(features, room, None if base is None else base.vocabulary(name))
+        return {
+            values.column.name: self._mapped(values, id_map, entries.get(values.column.name)) for values in features
+        }
+
+    def _mapped(self, values: FeatureValues, id_map: IdMap, vocabulary: Vocabulary | None) -> dict[str, Any]:
+        """Writes the ids of a feature's codes in all blocks, and returns what is learnt of it."""
+        column, base = values.column, self.base
         lookup = self._lookup(column.name, id_map.num_embeddings)
         lookup.write(self.blocks, values.place, id_map)
         if vocabulary is not None and base is not None:
@@ -131,19 +139,19 @@ class DatasetColumns:
             "learnt": None,
         }
 
-    def _learn_numbers(self, place: int, column: NumberColumn, scratch: Path) -> dict[str, Any]:
+    def _learn_numbers(self, place: int, database: Database) -> dict[str, Any]:
         """Learns the transform of a column of numbers."""
+        column = self.layout.numbers[place]
         if self.base is not None:
             learnt = self.base.learnt(column.name)
         else:
-            max_keys = self.limits.vocabulary_keys
-            learnt = learn_numbers(self.blocks, self.splits, place, column, scratch, max_keys)
+            learnt = learn_numbers(self.blocks, self.splits, place, column, database)
         num_embeddings = num_bins(learnt) if column.role == "bins" else None
         return {"num_embeddings": num_embeddings, "mean_ids": None, "vocabulary": None, "learnt": learnt}
 
     def _lookup(self, name: str, num_embeddings: int) -> LookupTables:
         place, _ = key_columns(self.layout)[name]
-        return LookupTables.at(self.work.folder / f"lookup-{place}", num_embeddings, self.blocks, place)
+        return LookupTables.at(self.work / f"lookup-{place}", num_embeddings, self.blocks, place)
 
     def schema(self, learnt: ColumnsLearnt) -> Schema:
         """Returns the dataset's schema."""
@@ -162,10 +170,18 @@ class DatasetColumns:
 
     def _feature(self, name: str, learnt: dict[str, Any]) -> CategoricalFeature:
         found = key_columns(self.layout).get(name)
-        if found is None or not found[1].is_list:
+        if found is None:
             return CategoricalFeature(name, learnt["num_embeddings"])
-        most = found[1].max_length
-        return CategoricalFeature(name, learnt["num_embeddings"], True, learnt["mean_ids"], max_ids_per_row=most)
+        column = found[1]
+        mean_ids = learnt["mean_ids"] if column.is_list else 1.0
+        return CategoricalFeature(
+            name,
+            learnt["num_embeddings"],
+            column.is_list,
+            mean_ids,
+            table=column.vocabulary,
+            max_ids_per_row=column.max_length,
+        )
 
     def outputs(self, learnt: ColumnsLearnt) -> list[OutputColumn]:
         """Returns the columns of the files: label, weight, time, dense numbers, and the categorical features."""
@@ -182,12 +198,12 @@ class DatasetColumns:
         bins = {column.name: place for place, column in enumerate(self.layout.numbers) if column.role == "bins"}
         for name in self.layout.features:
             if name in bins:
-                change = functools.partial(bin_ids, learnt=learnt[name]["learnt"])
+                change = partial(bin_ids, learnt=learnt[name]["learnt"])
                 outputs.append(NumberOutput(name, np.dtype(np.int32), bins[name], change))
                 continue
             place, key_column = places[name]
-            kind = ListOutput if key_column.is_list else IdOutput
-            outputs.append(kind(name, place, self._lookup(name, learnt[name]["num_embeddings"])))
+            lookup = self._lookup(name, learnt[name]["num_embeddings"])
+            outputs.append(IdOutput(name, place, lookup, key_column.is_list))
         return outputs
 
     def recorded(self, learnt: ColumnsLearnt) -> dict[str, Any]:
@@ -201,11 +217,6 @@ class DatasetColumns:
 def _file_name(name: str, place: int) -> str:
     """Returns a column's name where every file system takes it as a file's, else its number."""
     return name if _PLAIN_NAME.fullmatch(name) else f"column-{place}"
-
-
-def _share(total: int, index: int, count: int) -> int:
-    """Returns what the ``index``-th of ``count`` tasks has of a total, nearly equal numbers that add up to it."""
-    return total * (index + 1) // count - total * index // count
 
 
 def emptied_folder(folder: Path) -> Path:

@@ -7,7 +7,7 @@ interpreter's lock. Parsed blocks are handled in the order of the input, so noth
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +15,17 @@ from typing import Any
 
 from distembed.data.dataset.manifest import Rejected, SourceFile
 from distembed.data.prepare.blocks import OpenPart, Part, RejectedRow, RowSource
-from distembed.data.prepare.rejected_rows import RejectedRows, read_rejected, rejected_rows
+from distembed.data.prepare.rejected_rows import read_rejected, rejected_rows
 from distembed.data.prepare.row_splits import SplitColumn
 from distembed.data.prepare.spool import BlockShape, SpooledBlock, write_block
+
+Advance = Callable[[int, int], None]
+"""Takes how many bytes and rows were dealt with since it was last called."""
 
 
 @dataclass(frozen=True)
 class PartFound:
-    """What reading a part found.
+    """The result of reading a part.
 
     Attributes:
         shapes: Shape of each block, also of those without rows.
@@ -31,7 +34,7 @@ class PartFound:
         bytes_read: Number of bytes of the input that were read.
         sha256: Checksum of the input, of a part that is the whole input.
         rejected: The malformed rows (:meth:`~distembed.data.prepare.rejected_rows.RejectedRows.summary`).
-        notes: What a user should know besides.
+        notes: Sentences that a user should know besides.
     """
 
     shapes: tuple[BlockShape, ...]
@@ -58,26 +61,22 @@ class PartFound:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> PartFound:
-        """Returns what :meth:`to_json` made plain values of."""
+        """Returns the result of plain values that :meth:`to_json` returned."""
         return cls(**{**value, "shapes": tuple(BlockShape.from_json(shape) for shape in value["shapes"])})
 
 
 @dataclass(frozen=True)
 class _Parsed:
-    """What stays in memory of a block whose columns were spooled."""
+    """The part of a block that stays in memory once its columns are spooled."""
 
     shape: BlockShape
     num_lines: int
     rejected: tuple[RejectedRow, ...]
 
 
-Advance = Callable[[int, int], None]
-"""Takes how many bytes and rows were dealt with since it was last called."""
-
-
 @dataclass(frozen=True)
 class PartReader:
-    """Reads parts of inputs into a spool folder.
+    """Reads parts of inputs into a spool folder; it can be pickled.
 
     Attributes:
         source: The inputs.
@@ -96,12 +95,7 @@ class PartReader:
     threads: int
 
     def read(self, index: int, part: Part, advance: Advance) -> PartFound:
-        """Reads a part.
-
-        Args:
-            index: Number of the part among all.
-            part: The part.
-            advance: Function that is told how far it is.
+        """Reads a part, given its number among all parts.
 
         Raises:
             UserError: The input cannot be read or is another kind of file, or the splits' column has an unknown value.
@@ -109,7 +103,10 @@ class PartReader:
         folder = part_folder(self.spool, index)
         folder.mkdir(parents=True, exist_ok=True)
         opened = self.source.open(part, self.block_bytes)
-        rejected = self._rejected_rows(folder, part)
+        places = [each.place for each in self.source.inputs]
+        if part.start:
+            places[part.source] += f", from {part.start:,} on"
+        rejected = rejected_rows(self.source, folder, places, self.max_rejected)
         shapes: list[BlockShape] = []
         num_lines = bytes_before = 0
         try:
@@ -135,19 +132,13 @@ class PartReader:
             tuple(opened.notes()),
         )
 
-    def _rejected_rows(self, folder: Path, part: Part) -> RejectedRows:
-        places = [each.place for each in self.source.inputs]
-        if part.start:
-            places[part.source] += f", from {part.start:,} on"
-        return rejected_rows(self.source, folder, places, self.max_rejected)
-
     def _parse_in_order(self, folder: Path, part: Part, opened: OpenPart) -> Generator[_Parsed, None, None]:
         waiting: deque[Future[_Parsed]] = deque()
         pool = ThreadPoolExecutor(self.threads, "distembed-parse")
         raw_blocks = opened.raw_blocks()
         try:
             for index, raw in enumerate(raw_blocks):
-                waiting.append(pool.submit(self._parse, folder, part, index, raw))
+                waiting.append(pool.submit(self._parse, block_path(folder, index), part, raw))
                 del raw  # the thread has it: no second block is kept alive
                 if len(waiting) > self.threads:
                     yield waiting.popleft().result()
@@ -157,33 +148,34 @@ class PartReader:
             pool.shutdown(cancel_futures=True)
             raw_blocks.close()
 
-    def _parse(self, folder: Path, part: Part, index: int, raw: Any) -> _Parsed:
+    def _parse(self, path: Path, part: Part, raw: Any) -> _Parsed:
         block = self.source.parse(raw)
         if self.split_column is not None:
             ids = block.ids[self.split_column.place]
             self.split_column.require_known(ids, self.source.inputs[part.source].place)
         if block.num_rows:
-            write_block(_block_path(folder, index), block, self.source.layout)
+            write_block(path, block, self.source.layout)
         return _Parsed(BlockShape.of(block), block.num_lines, block.rejected)
 
 
 def part_folder(spool: Path, index: int) -> Path:
-    """Returns the folder of a part's blocks, given its number among all."""
+    """Returns the folder of a part's blocks, given its number among all parts."""
     return spool / f"part-{index:06d}"
 
 
-def _block_path(folder: Path, index: int) -> Path:
+def block_path(folder: Path, index: int) -> Path:
+    """Returns the file of a block of a part, given its number in the part."""
     return folder / f"block-{index:06d}"
 
 
 @dataclass(frozen=True)
 class Ingested:
-    """What the first pass found in all parts.
+    """The result of the first pass over all parts.
 
     Attributes:
         source: The inputs.
         parts: The parts in order.
-        found: What each has.
+        found: The result of each.
         spool: Folder of the blocks.
     """
 
@@ -197,38 +189,37 @@ class Ingested:
         blocks: list[SpooledBlock] = []
         first_row = 0
         for index, found in enumerate(self.found):
-            folder = part_folder(self.spool, index)
             for number, shape in enumerate(found.shapes):
                 if shape.num_rows:
-                    path = _block_path(folder, number)
+                    path = block_path(part_folder(self.spool, index), number)
                     blocks.append(SpooledBlock(path, len(blocks), first_row, shape, self.source.layout))
                     first_row += shape.num_rows
         return blocks
 
     def source_files(self, checksums: Mapping[int, str]) -> list[SourceFile]:
-        """Returns what the manifest says of the inputs.
+        """Returns the manifest's entries of the inputs.
 
         Args:
             checksums: SHA-256 of each input that was cut into several parts, by its number.
         """
-        return [self._source_file(number, checksums.get(number)) for number in range(len(self.source.inputs))]
-
-    def _source_file(self, number: int, checksum: str | None) -> SourceFile:
-        found, described = self._source_parts(number), self.source.inputs[number]
-        num_bytes = found[0].bytes_read if described.num_bytes is None else described.num_bytes
-        rows, rejected = sum(each.num_rows for each in found), sum(each.num_rejected for each in found)
-        return SourceFile(described.name, num_bytes, found[0].sha256 or checksum or "", rows + rejected, rejected)
+        files = []
+        for number, described in enumerate(self.source.inputs):
+            found = self._source_parts(number)
+            num_bytes = found[0].bytes_read if described.num_bytes is None else described.num_bytes
+            rows, rejected = sum(each.num_rows for each in found), sum(each.num_rejected for each in found)
+            sha256 = found[0].sha256 or checksums.get(number, "")
+            files.append(SourceFile(described.name, num_bytes, sha256, rows + rejected, rejected))
+        return files
 
     def source_rows(self) -> list[int]:
         """Returns the number of well-formed rows of each input."""
-        return [
-            sum(found.num_rows for found in self._source_parts(number)) for number in range(len(self.source.inputs))
-        ]
+        numbers = range(len(self.source.inputs))
+        return [sum(found.num_rows for found in self._source_parts(number)) for number in numbers]
 
     def _source_parts(self, number: int) -> list[PartFound]:
         return [found for part, found in zip(self.parts, self.found, strict=True) if part.source == number]
 
-    def notes(self) -> Generator[str, None, None]:
+    def notes(self) -> Iterator[str]:
         """Yields what was found in the inputs besides rows, input after input."""
         for number, described in enumerate(self.source.inputs):
             found = self._source_parts(number)
@@ -242,7 +233,7 @@ class Ingested:
         Args:
             folder: Folder that gets ``rejected.tsv``.
             max_rejected: Largest share of malformed rows that is no error.
-            listed: Whether ``rejected.tsv`` is written, by one process of all, or they are counted alone.
+            listed: Whether ``rejected.tsv`` is written, or rows are counted alone.
 
         Raises:
             UserError: There is no row, too many are malformed, or all are.

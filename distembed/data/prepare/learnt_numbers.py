@@ -1,7 +1,7 @@
-"""What is learnt of columns of numbers over the training rows, and applied to all: means and deviations, and bins.
+"""The means, deviations and bins that are learnt of columns of numbers over the training rows, and applied to all.
 
-The distinct numbers are counted (``key_counts.py``) and added up exactly, so that what is learnt depends neither on
-the order of the rows, nor on how they were cut into blocks, nor on the memory.
+The distinct numbers are counted (``count.py``) and added up exactly, so that the result depends neither on the order
+of the rows, nor on how they were cut into blocks, nor on the memory.
 
 Bins: of n numbers in rising order, x_0 to x_(n-1), a bin begins at x_(k n // num_bins) for k = 1, 2, ..., and the first
 at the lowest number of all. Bins that would begin with the same number are one, so that equal numbers stay together::
@@ -15,27 +15,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from distembed.data.prepare.blocks import NumberColumn
-from distembed.data.prepare.key_counts import Counts, KeyCounter, chunks, from_ordered_bits, ordered_bits
-from distembed.data.prepare.row_splits import RowSplits, values_at_ranks
+from distembed.data.prepare.count import Database
+from distembed.data.prepare.row_splits import RowSplits, count_numbers, values_at_ranks
 from distembed.data.prepare.spool import SpooledBlock
-
-_FLOAT32 = np.dtype(np.float32)
 
 
 def learn_numbers(
-    blocks: Sequence[SpooledBlock],
-    splits: RowSplits,
-    place: int,
-    column: NumberColumn,
-    scratch: Path,
-    max_keys: int,
+    blocks: Sequence[SpooledBlock], splits: RowSplits, place: int, column: NumberColumn, database: Database
 ) -> dict[str, Any]:
     """Returns what a column's transform learns of the training rows, in plain values.
 
@@ -47,40 +40,28 @@ def learn_numbers(
         splits: Which rows train.
         place: Number of the column among those of numbers.
         column: The column.
-        scratch: Existing folder that nothing else uses.
-        max_keys: Most distinct numbers that may be in memory.
+        database: A database without tables.
     """
-    counter = KeyCounter(scratch, max_keys)
-    for block in blocks:
-        numbers = block.numbers(place)[splits.train_rows(block)]
-        bits, counts = np.unique(ordered_bits(numbers[~np.isnan(numbers)]), return_counts=True)
-        counter.add(bits, counts)
-    counted = counter.finish(1)
-    if column.transform == "quantile_bins":
-        return {"edges": _edges(counted, column.num_bins, max_keys)}
-    return _moments(counted, max_keys)
 
+    def training() -> Iterator[NDArray[np.float32]]:
+        for block in blocks:
+            numbers = block.numbers(place)[splits.train_rows(block)]
+            yield numbers[~np.isnan(numbers)] + np.float32(0)  # one zero of both
 
-def _edges(counted: Counts, num_bins: int, max_keys: int) -> list[float]:
-    total = int(counted.counts.sum())
-    ranks = [k * total // num_bins for k in range(1, num_bins)] if total else []
-    bits = np.unique(values_at_ranks(counted.keys, counted.counts, ranks, max_keys))
-    return from_ordered_bits(bits[bits > counted.keys[0]] if total else bits, _FLOAT32).astype(float).tolist()
-
-
-def _moments(counted: Counts, max_keys: int) -> dict[str, Any]:
-    total = int(counted.counts.sum())
+    total = count_numbers(database, training(), pa.float32())
     if not total:
-        return {"mean": 0.0, "std": 1.0}
-    mean = math.fsum(value * count for value, count in _values(counted, max_keys)) / total
-    squares = math.fsum((value - mean) ** 2 * count for value, count in _values(counted, max_keys))
+        return {"edges": []} if column.transform == "quantile_bins" else {"mean": 0.0, "std": 1.0}
+    if column.transform == "quantile_bins":
+        ranks = [k * total // column.num_bins for k in range(column.num_bins)]
+        return {"edges": np.unique(values_at_ranks(database, ranks, pa.float32()))[1:].astype(float).tolist()}
+    mean = math.fsum(value * count for value, count in _values(database)) / total
+    squares = math.fsum((value - mean) ** 2 * count for value, count in _values(database))
     return {"mean": mean, "std": math.sqrt(squares / total) or 1.0}
 
 
-def _values(counted: Counts, max_keys: int) -> Iterator[tuple[float, int]]:
-    for rows in chunks(len(counted.keys), max_keys):
-        values = from_ordered_bits(np.asarray(counted.keys[rows]), _FLOAT32).astype(float)
-        yield from zip(values.tolist(), counted.counts[rows].tolist(), strict=True)
+def _values(database: Database) -> Iterator[tuple[float, int]]:
+    for batch in database.batches("select value, count from counted order by value"):
+        yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
 
 
 def standardized(numbers: NDArray[np.float32], learnt: Mapping[str, Any]) -> NDArray[np.float32]:
@@ -89,10 +70,17 @@ def standardized(numbers: NDArray[np.float32], learnt: Mapping[str, Any]) -> NDA
     return result
 
 
+def zero_for_missing(
+    numbers: NDArray[Any], change: Callable[[NDArray[Any]], NDArray[Any]] | None = None
+) -> NDArray[Any]:
+    """Returns numbers, changed where that is asked for, with 0 for NaN."""
+    return np.nan_to_num(numbers if change is None else change(numbers), copy=False, nan=0.0)
+
+
 def number_change(
     column: NumberColumn, learnt: Mapping[str, Any] | None
 ) -> Callable[[NDArray[Any]], NDArray[Any]] | None:
-    """Returns what becomes of a column's numbers, those that are missing included; None where they stay as they are.
+    """Returns the function that makes a dataset's numbers of a column's; None where they stay as they are.
 
     Args:
         column: A column that is not one of bins.
@@ -101,12 +89,7 @@ def number_change(
     standardize = None if learnt is None else partial(standardized, learnt=learnt)
     if column.role != "dense" or column.keeps_missing:
         return standardize
-
-    def change(numbers: NDArray[Any]) -> NDArray[Any]:
-        changed = numbers if standardize is None else standardize(numbers)
-        return np.nan_to_num(changed, copy=False, nan=0.0)
-
-    return change
+    return partial(zero_for_missing, change=standardize)
 
 
 def bin_ids(numbers: NDArray[np.float32], learnt: Mapping[str, Any]) -> NDArray[np.int32]:

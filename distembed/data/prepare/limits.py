@@ -85,9 +85,9 @@ class ResourceLimits:
         return min(16 << 20, max(_LEAST_BLOCK_BYTES, self.working_bytes // (_MEMORY_PER_BLOCK_BYTE * blocks)))
 
     @property
-    def vocabulary_keys(self) -> int:
-        """Distinct keys that each thread may hold in memory; sorting and merging take up to 80 bytes a key."""
-        return max(1 << 16, self.working_bytes // (160 * self.num_threads))
+    def counting_bytes(self) -> int:
+        """Memory of the database in which one column is counted; as many columns are counted at a time as threads."""
+        return self.working_bytes // (2 * self.num_threads)
 
     @property
     def num_writers(self) -> int:

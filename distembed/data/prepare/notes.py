@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 
-import numpy as np
-
 from distembed.data.dataset.manifest import Manifest, Split
 from distembed.data.dataset.schema import ITEM, USER
 from distembed.data.prepare.spool import SpooledBlock
@@ -103,9 +101,7 @@ def _warnings_on_labels(rates: Mapping[str, float | None]) -> Iterator[str]:
 
 
 def notes_on_rows(blocks: Sequence[SpooledBlock]) -> Iterator[str]:
-    """Yields what the rows of all splits tell and the manifest does not: rows all alike, columns without values.
-
-    Of a vocabulary, the manifest tells that it holds nothing.
+    """Yields a sentence on hashed columns without values, of which the manifest does not tell.
 
     Args:
         blocks: All rows; there are some.
@@ -115,28 +111,3 @@ def notes_on_rows(blocks: Sequence[SpooledBlock]) -> Iterator[str]:
     if empty:
         names = [blocks[0].layout.ids[place].name for place in empty]
         yield f"columns without any value: {enumerate_names(names)}"
-    only_values = {_only_values(block) for block in blocks}
-    if blocks[-1].stop_row > 1 and None not in only_values and len(only_values) == 1:
-        yield f"all {blocks[-1].stop_row:,} rows have the same numbers and ids: nothing but the label tells them apart"
-
-
-def _only_values(block: SpooledBlock) -> tuple[float, ...] | None:
-    """Returns the numbers and keys (-1 for a missing one) of a block whose rows all have the same, else None."""
-    places = [place for place, column in enumerate(block.layout.ids) if column.role == "feature"]
-    if any(block.shape.num_keys[place] > 2 for place in places):  # two keys are a missing value and another
-        return None
-    if any(block.layout.ids[place].is_list for place in places):
-        return None
-    values: list[float] = []
-    for place, number in enumerate(block.layout.numbers):
-        if number.role in ("dense", "bins"):
-            numbers = np.nan_to_num(block.numbers(place), nan=0.0)
-            values.append(float(numbers[0]))
-            if (numbers != numbers[0]).any():
-                return None
-    for place in places:
-        codes = block.codes(place)
-        values.append(int(block.keys(place)[codes[0]]) if codes[0] else -1)
-        if (codes != codes[0]).any():
-            return None
-    return tuple(values)

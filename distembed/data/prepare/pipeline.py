@@ -20,35 +20,33 @@ Trade-off: the spool takes about 0.7 of the text's size on the output's disk whi
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from distembed import __version__
 from distembed.data.dataset.manifest import DataFile, Manifest, Vocabulary
 from distembed.data.dataset.pieces import PIECE
 from distembed.data.prepare.base import Base
 from distembed.data.prepare.blocks import Part, RowSource
-from distembed.data.prepare.dataset_columns import DatasetColumns, emptied_folder
+from distembed.data.prepare.count import Database
+from distembed.data.prepare.dataset_columns import ColumnsLearnt, DatasetColumns
 from distembed.data.prepare.destination import Destination
-from distembed.data.prepare.ingest import Ingested, PartFound, PartReader
+from distembed.data.prepare.ingest import Advance, Ingested, PartFound, PartReader
 from distembed.data.prepare.limits import ResourceLimits
 from distembed.data.prepare.notes import notes_on_rows
 from distembed.data.prepare.options import PrepareOptions
-from distembed.data.prepare.processes import Worker, run_in_processes
+from distembed.data.prepare.processes import Worker
 from distembed.data.prepare.progress import NoteCallback, ProgressCallback, ignore
 from distembed.data.prepare.purpose import explained_output, work_purpose
 from distembed.data.prepare.resumable import resumable_work
 from distembed.data.prepare.row_splits import (
-    ByPlace,
-    RowRule,
     RowSplits,
     SplitColumn,
     count_rows,
@@ -67,9 +65,6 @@ from distembed.files import full_disk_explained
 
 _UNPACKED_RATIO = 8
 """Bytes of rows in a byte of a compressed input, at most, where it is asked whether the input is small."""
-_COUNTED_BLOCKS = 64
-"""Blocks whose rows are counted by one task."""
-
 PART_BYTES = 1 << 29
 """Bytes of a plain input that are read as one part: what a kill costs, and what one process reads at a time."""
 
@@ -104,8 +99,7 @@ def prepare_rows(
     """
     options, limits = options or PrepareOptions(), limits or ResourceLimits()
     destination = Destination.of(output, limits.work, overwrite)
-    program = functools.partial(_prepare, source, destination, options, limits)
-    return run_in_processes(program, limits.processes, limits.node, limits.num_nodes, progress, note)
+    return _prepare(source, destination, options, limits, Worker(), progress, note)
 
 
 def _prepare(
@@ -139,7 +133,7 @@ def _prepare(
 
 @dataclass(frozen=True)
 class Preparation:
-    """One preparation; every process that takes part runs it.
+    """One preparation.
 
     Attributes:
         source: The inputs, and how their rows are parsed.
@@ -157,6 +151,11 @@ class Preparation:
     destination: Destination
     base: Base | None
 
+    @property
+    def rule(self) -> SplitRule:
+        """How rows are divided."""
+        return SplitRule.parse(self.options.split)
+
     def run(self, work: Work, note: NoteCallback) -> Manifest:
         """Does all stages, and returns the manifest that was written.
 
@@ -173,14 +172,12 @@ class Preparation:
         splits = self._splits(work, ingested, blocks)
         for found in notes_on_rows(blocks):
             note(found)
-        columns = DatasetColumns(self.source.layout, self.base, self.limits, self.folder, work, blocks, splits)
-        cut = sorted({part.source for part in parts if not part.is_whole})
-        beside = {f"input {number}": functools.partial(self.source.checksum, number) for number in cut}
-        learnt, checksums = columns.learn(beside)
+        memory_bytes = self.limits.counting_bytes
+        columns = DatasetColumns(self.source.layout, self.base, memory_bytes, self.folder, work.folder, blocks, splits)
+        learnt, checksums = self._learn(work, columns, [part.source for part in parts if not part.is_whole])
         schema = columns.schema(learnt)
-        files = self._write(
-            work, FileWriter(self.folder, columns.outputs(learnt), schema.label, schema.weight, blocks, splits)
-        )
+        writer = FileWriter(self.folder, columns.outputs(learnt), schema.label, schema.weight, blocks, splits)
+        files = self._write(work, writer)
         manifest = Manifest(
             schema=schema,
             splits={name: written_split(of_split) for name, of_split in files.items()},
@@ -188,29 +185,23 @@ class Preparation:
             vocabularies={
                 name: Vocabulary(**each["vocabulary"]) for name, each in learnt.items() if each["vocabulary"]
             },
-            sources=tuple(ingested.source_files(dict(zip(cut, checksums, strict=True)))),
+            sources=tuple(ingested.source_files(checksums)),
             rejected=rejected,
             tool_version=__version__,
         )
-        work.run_stage("finish", ["manifest"], lambda _: self._finish(manifest, ingested, files))
+        self._finish(manifest, ingested, files)
         return Manifest.load(self.folder)
 
     def _read(self, work: Work, parts: Sequence[Part]) -> Ingested:
         """Reads all parts into the spool."""
-        spool = work.folder / "blocks"
-        by_column = SplitColumn.of(self.source.layout, SplitRule.parse(self.options.split))
+        spool, by_column = work.folder / "blocks", SplitColumn.of(self.source.layout, self.rule)
         at_once = self._parts_at_once(parts)
         threads = 1 if at_once > 1 else self.limits.num_threads
         reader = PartReader(self.source, spool, self.options.max_rejected, by_column, self.limits.block_bytes, threads)
-        numbers = {f"part-{number}": number for number in range(len(parts))}
-
-        def do(task: str) -> Any:
-            advance = functools.partial(work.advance, task)
-            return reader.read(numbers[task], parts[numbers[task]], advance).to_json()
-
         sizes = [each.num_bytes for each in self.source.inputs]
         total = None if None in sizes else sum(size for size in sizes if size is not None)
-        results = work.run_stage("read", list(numbers), do, threads=at_once, total_bytes=total)
+        do = partial(_read_part, reader, parts)
+        results = work.run_stage("read", list(map(str, range(len(parts)))), do, threads=at_once, total_bytes=total)
         return Ingested(self.source, parts, [PartFound.from_json(each) for each in results.values()], spool)
 
     def _parts_at_once(self, parts: Sequence[Part]) -> int:
@@ -232,18 +223,14 @@ class Preparation:
         Raises:
             UserError: No row trains.
         """
-        rule, times = SplitRule.parse(self.options.split), []
+        rule = self.rule
+        times: tuple[int, ...] = ()
         if rule.needs_time:
             column = time_column(self.source.layout, rule)
-
-            def do(_: str) -> Any:
-                return split_times(
-                    blocks, column, rule, emptied_folder(work.folder / "times"), self.limits.vocabulary_keys
-                )
-
-            times = work.run_stage("times", ["times"], do)["times"]
+            with Database(work.folder / "times", self.limits.counting_bytes) as database:
+                times = split_times(blocks, column, rule, database)
         by_row = row_rule(rule, self.source.layout, ingested.source_rows(), times)
-        splits = RowSplits(rule.names, by_row, self._count_rows(work, by_row, len(rule.names), blocks))
+        splits = RowSplits(rule.names, by_row, count_rows(by_row, len(rule.names), blocks))
         if rule.trains and not splits.num_rows[0]:
             total = sum(block.num_rows for block in blocks)
             raise UserError(
@@ -252,58 +239,85 @@ class Preparation:
             )
         return splits
 
-    def _count_rows(
-        self, work: Work, rule: RowRule, num_splits: int, blocks: Sequence[SpooledBlock]
-    ) -> NDArray[np.int64]:
-        """Returns the number of rows of each block in each split; what has to be read for it is shared by processes."""
-        if isinstance(rule, ByPlace):
-            return count_rows(rule, num_splits, blocks)
-        chunks = {f"blocks-{start}": start for start in range(0, len(blocks), _COUNTED_BLOCKS)}
-
-        def do(task: str) -> Any:
-            start = chunks[task]
-            return count_rows(rule, num_splits, blocks[start : start + _COUNTED_BLOCKS]).tolist()
-
-        counts = work.run_stage("splits", list(chunks), do, threads=self.limits.num_threads)
-        return np.array([each for counted in counts.values() for each in counted], np.int64).reshape(-1, num_splits)
+    def _learn(
+        self, work: Work, columns: DatasetColumns, cut_sources: Sequence[int]
+    ) -> tuple[ColumnsLearnt, dict[int, str]]:
+        """Returns what is learnt of each column, and the checksums of inputs that were cut into parts."""
+        groups = {f"columns {number}": group for number, group in enumerate(columns.groups())}
+        inputs = {f"input {number}": number for number in sorted(set(cut_sources))}
+        total_bytes = sum(block.num_bytes for block in columns.blocks)
+        steps = np.arange(len(groups) + 1)
+        num_bytes, num_rows = (
+            np.diff(total * steps // max(1, len(groups))).tolist()
+            for total in (total_bytes, sum(columns.splits.num_rows))
+        )
+        done = dict(zip(groups, zip(num_bytes, num_rows, strict=True), strict=True))
+        do = partial(_learn, self.source, columns, inputs, groups, done)
+        threads = self.limits.num_threads
+        results = work.run_stage("vocabulary", [*inputs, *groups], do, threads=threads, total_bytes=total_bytes)
+        found = {name: learnt for task in groups for name, learnt in results[task].items()}
+        learnt = {name: found[name] for name in columns.learnt_columns}
+        return learnt, {number: results[task] for task, number in inputs.items()}
 
     def _write(self, work: Work, writer: FileWriter) -> dict[str, list[WrittenFile]]:
         """Writes the files of all splits, several at a time."""
         plans: dict[str, FilePlan] = {}
         for name, num_rows in zip(writer.splits.names, writer.splits.num_rows, strict=True):
             plans |= {plan.path: plan for plan in plan_files(name, 0, num_rows, writer.group_rows)}
-        pieces = work.folder / "pieces"
-        total_rows = sum(writer.splits.num_rows)
-        row_bytes = sum(block.num_bytes for block in writer.blocks) // total_rows
-
-        def do(task: str) -> Any:
-            for folder in (self.folder, pieces):
-                (folder / plans[task].split).mkdir(parents=True, exist_ok=True)
-            written = writer.write(plans[task])
-            written.pieces.tofile(pieces / task)
-            self.destination.move(self.folder, task)
-            work.advance(task, written.file.num_rows * row_bytes, written.file.num_rows)
-            return {"file": asdict(written.file), "label_sum": written.label_sum, "weight_sum": written.weight_sum}
-
-        if self.destination.is_remote:
-            work.run_stage("replace", ["manifest"], lambda _: self.destination.remove_manifest())
+            for folder in (self.folder, work.folder / "pieces"):
+                (folder / name).mkdir(parents=True, exist_ok=True)
+        row_bytes = sum(block.num_bytes for block in writer.blocks) // sum(writer.splits.num_rows)
+        self.destination.remove_manifest()
+        do = partial(_write_file, writer, self.destination, work.folder / "pieces", plans, row_bytes)
         largest_first = sorted(plans, key=lambda path: plans[path].start - plans[path].stop)
-        results = work.run_stage(
-            "write", largest_first, do, threads=self.limits.num_writers, total_bytes=total_rows * row_bytes
-        )
+        total = sum(writer.splits.num_rows) * row_bytes
+        results = work.run_stage("write", largest_first, do, threads=self.limits.num_writers, total_bytes=total)
         files: dict[str, list[WrittenFile]] = {name: [] for name in writer.splits.names}
         for path, plan in plans.items():
-            result = results[path]
-            found = np.fromfile(pieces / path, PIECE)
+            result, found = results[path], np.fromfile(work.folder / "pieces" / path, PIECE)
             file = DataFile(**result["file"])
             files[plan.split].append(WrittenFile(file, result["label_sum"], found, result["weight_sum"]))
         return files
 
     def _finish(self, manifest: Manifest, ingested: Ingested, files: dict[str, list[WrittenFile]]) -> None:
-        """Writes what lists all that was written: the malformed rows, checksums and the manifest."""
-        for name in files:
-            (self.folder / name).mkdir(exist_ok=True)  # also of a split without rows
+        """Writes the malformed rows, checksums and the manifest."""
         ingested.rejected(self.folder, self.options.max_rejected, listed=True)
         written = {one.file.path: one.pieces for split in files.values() for one in split}
         manifest.save(self.folder, written)
         self.destination.finish(self.folder, list(written))
+
+
+def _read_part(reader: PartReader, parts: Sequence[Part], task: str, advance: Advance) -> Any:
+    return reader.read(int(task), parts[int(task)], advance).to_json()
+
+
+def _learn(
+    source: RowSource,
+    columns: DatasetColumns,
+    inputs: Mapping[str, int],
+    groups: Mapping[str, Sequence[str]],
+    done: Mapping[str, tuple[int, int]],
+    task: str,
+    advance: Advance,
+) -> Any:
+    if task in inputs:
+        return source.checksum(inputs[task])
+    learnt = columns.learn(groups[task])
+    advance(*done[task])
+    return learnt
+
+
+def _write_file(
+    writer: FileWriter,
+    destination: Destination,
+    pieces: Path,
+    plans: Mapping[str, FilePlan],
+    row_bytes: int,
+    task: str,
+    advance: Advance,
+) -> Any:
+    written = writer.write(plans[task])
+    written.pieces.tofile(pieces / task)
+    destination.move(writer.folder, task)
+    advance(written.file.num_rows * row_bytes, written.file.num_rows)
+    return {"file": asdict(written.file), "label_sum": written.label_sum, "weight_sum": written.weight_sum}

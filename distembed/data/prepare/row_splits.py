@@ -5,9 +5,8 @@ Rows keep the order of the input in a split: row r of a split is the r-th of all
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -15,7 +14,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from distembed.data.prepare.blocks import BlockLayout, IdColumn, KeyColumn
-from distembed.data.prepare.key_counts import KeyCounter, chunks, from_ordered_bits, ordered_bits
+from distembed.data.prepare.count import Database
 from distembed.data.prepare.split import SPLIT_NAMES, TRAIN, SplitRule
 from distembed.data.prepare.spool import SpooledBlock
 from distembed.data.table.text_keys import text_keys
@@ -148,9 +147,7 @@ def time_column(layout: BlockLayout, rule: SplitRule) -> int:
     return found[0]
 
 
-def split_times(
-    blocks: Sequence[SpooledBlock], column: int, rule: SplitRule, scratch: Path, max_keys: int
-) -> tuple[int, ...]:
+def split_times(blocks: Sequence[SpooledBlock], column: int, rule: SplitRule, database: Database) -> tuple[int, ...]:
     """Returns the time at which each split after training begins: those of the rule, or by its shares of all rows.
 
     A split begins at the time of the row with which its share begins, so that rows of equal times stay together.
@@ -159,36 +156,37 @@ def split_times(
         blocks: All blocks.
         column: Number of the time's column among the numbers.
         rule: A rule by time.
-        scratch: Existing folder that nothing else uses.
-        max_keys: Most distinct times that may be in memory.
+        database: A database without tables.
     """
     if rule.times:
         return rule.times
-    counter = KeyCounter(scratch, max_keys, np.uint64)
-    for block in blocks:
-        times, counts = np.unique(block.numbers(column), return_counts=True)
-        counter.add(ordered_bits(times), counts)
-    counted = counter.finish(1)
-    total = sum(block.num_rows for block in blocks)
+    total = count_numbers(database, (block.numbers(column) for block in blocks), pa.int64())
     ranks = [int(total * sum(rule.shares[:count])) for count in range(1, len(rule.shares))]
-    bits = values_at_ranks(counted.keys, counted.counts, ranks, max_keys)
-    return tuple(from_ordered_bits(bits, np.dtype(np.int64)).tolist())
+    return tuple(values_at_ranks(database, ranks, pa.int64()).tolist())
 
 
-def values_at_ranks(keys: NDArray[Any], counts: NDArray[np.int64], ranks: Sequence[int], max_keys: int) -> NDArray[Any]:
-    """Returns the keys that are at places, from 0, of all values in rising order, each key as often as it was counted.
+def count_numbers(database: Database, parts: Iterable[NDArray[Any]], type_: pa.DataType) -> int:
+    """Makes the table ``counted`` of distinct values and their counts, and returns the number of all values."""
+    schema = pa.schema([("value", type_), ("count", pa.int64())])
+    counts = (np.unique(part, return_counts=True) for part in parts)
+    batches = (pa.record_batch([pa.array(values), pa.array(count)], schema=schema) for values, count in counts)
+    database.add("counted", batches, schema, "select value, sum(count)::bigint as count from given group by value")
+    return int(database.row("select coalesce(sum(count), 0)::bigint from counted")[0])
+
+
+def values_at_ranks(database: Database, ranks: Sequence[int], type_: pa.DataType) -> NDArray[Any]:
+    """Returns the values at some places, from 0, of all values of the table ``counted`` in rising order.
 
     Args:
-        keys: Keys in rising order.
-        counts: Count of each.
-        ranks: Places in rising order, below the sum of the counts.
-        max_keys: Most keys to look at at a time.
+        database: The table's database.
+        ranks: Places in rising order, below the number of all values.
+        type_: Type of the values.
     """
-    found, before = [np.zeros(0, keys.dtype)], 0
-    for chunk in chunks(len(keys), max_keys):
-        ends = before + np.cumsum(counts[chunk])
+    found, before = [np.zeros(0, type_.to_pandas_dtype())], 0
+    for batch in database.batches("select value, count from counted order by value"):
+        ends = before + np.cumsum(batch.column(1).to_numpy())
         here = np.array([rank for rank in ranks if before <= rank < ends[-1]], np.int64)
-        found.append(keys[chunk][np.searchsorted(ends, here, side="right")])
+        found.append(batch.column(0).to_numpy()[np.searchsorted(ends, here, side="right")])
         before = int(ends[-1])
     return np.concatenate(found)
 

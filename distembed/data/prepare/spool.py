@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from distembed.data.jagged import Jagged
 from distembed.data.prepare.blocks import BlockLayout, KeyColumn, ParsedBlock, code_dtype
-from distembed.data.prepare.key_counts import text_buffers, texts_from_buffers
 
 _LENGTH, _TEXT_OFFSET = np.dtype(np.int32), np.dtype(np.int64)
 
@@ -63,7 +62,7 @@ class BlockShape:
     def of(cls, block: ParsedBlock) -> BlockShape:
         """Returns the shape of a block."""
         values = [len(ids.codes) for ids in block.ids] if any(ids.lengths is not None for ids in block.ids) else []
-        texts = [0 if ids.texts is None else len(text_buffers(_large(ids.texts))[1]) for ids in block.ids]
+        texts = [0 if ids.texts is None else len(_text_buffers(ids.texts)[1]) for ids in block.ids]
         num_keys = array("q", (len(ids.keys) for ids in block.ids))
         return cls(block.num_rows, num_keys, array("q", values), array("q", texts if any(texts) else ()))
 
@@ -123,9 +122,8 @@ class SpooledBlock:
         if self.layout.ids[column].kind != "string":
             return None
         offsets = self._read(_TEXT_OFFSET, self.shape.num_keys[column] + 1, self._at(column, 3))
-        return texts_from_buffers(
-            offsets, self._read(np.dtype(np.uint8), self.shape.text_bytes(column), self._at(column, 4))
-        )
+        texts = self._read(np.dtype(np.uint8), self.shape.text_bytes(column), self._at(column, 4))
+        return pa.LargeStringArray.from_buffers(len(offsets) - 1, pa.py_buffer(offsets), pa.py_buffer(texts))
 
     def _numbers_offset(self, column: int) -> int:
         """Returns the byte where a column of numbers begins."""
@@ -175,11 +173,15 @@ def _columns(block: ParsedBlock, layout: BlockLayout) -> Iterator[NDArray[Any]]:
         yield ids.codes.astype(code_dtype(len(ids.keys)), copy=False)
         yield ids.keys.astype(column.key_dtype, copy=False)
         if column.kind == "string":
-            yield from text_buffers(_large(ids.texts))
+            yield from _text_buffers(ids.texts)
 
 
-def _large(texts: pa.Array) -> pa.Array:
-    return texts.cast(pa.large_string())
+def _text_buffers(texts: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+    """Returns the place in bytes at which each text begins and the last one ends, and the bytes of all texts."""
+    texts = texts.cast(pa.large_string())
+    _, offsets, data = texts.buffers()
+    places = np.frombuffer(offsets or bytes(8), np.int64)[texts.offset : texts.offset + len(texts) + 1]
+    return places - places[0], np.frombuffer(data or b"", np.uint8)[places[0] : places[-1]]
 
 
 def key_columns(layout: BlockLayout) -> dict[str, tuple[int, KeyColumn]]:

@@ -4,8 +4,7 @@ By a vocabulary: 0 is a missing value, 1 every value that the vocabulary lacks; 
 is a missing value, and a key has the id ``1 + mix(key, seed) % (hash_size - 1)``, whatever the data.
 
 A vocabulary is a Parquet file with the columns id, key and count, in the order of ids. A key is the number that the
-value is (uint32 of hexadecimal digits, int64 of integers) or its text; :func:`write_vocabulary` writes it, and
-:func:`vocabulary_parts` reads it part by part.
+value is (uint32 of hexadecimal digits, int64 of integers) or its text.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from numpy.typing import NDArray
 
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.pieces import REMEDY
-from distembed.data.prepare.blocks import KeyKind
-from distembed.data.prepare.key_counts import Counts, chunks, from_ordered_bits, ordered_bits, sort_keys
+from distembed.data.prepare.blocks import KeyColumn, KeyKind
 from distembed.data.splitmix import mix64_array
 from distembed.data.table.text_keys import text_keys
 from distembed.errors import UserError
@@ -84,8 +82,7 @@ class VocabularyMap:
     """Ids by a vocabulary.
 
     Attributes:
-        keys: Keys as ordered bits (:func:`~distembed.data.prepare.key_counts.ordered_bits`), in ascending order; of
-            uint32 and uint64 these are the keys themselves.
+        keys: Keys in ascending order; of texts, their hashes.
         key_ids: Id of each key.
     """
 
@@ -97,69 +94,72 @@ class VocabularyMap:
         return FIRST_ID + len(self.keys)
 
     def ids(self, keys: NDArray[Any]) -> NDArray[np.int64]:
-        """Returns the id of each key, 1 for those that the vocabulary lacks."""
+        """Returns the id of each key, 1 for keys that the vocabulary lacks."""
         result = np.full(len(keys), OUT_OF_VOCABULARY_ID, np.int64)
         if not len(self.keys):
             return result
         # In ascending order neighbours are found near each other, which is several times faster in a large vocabulary.
-        ascending, order = sort_keys(ordered_bits(keys))
+        ascending, order = sort_keys(keys)
         found = np.minimum(np.searchsorted(self.keys, ascending), len(self.keys) - 1)
         known = self.keys[found] == ascending
         result[order[known]] = self.key_ids[found[known]]
         return result
 
 
-def write_vocabulary(path: Path, parts: Iterable[Counts], kind: KeyKind) -> None:
-    """Writes a vocabulary in row groups of a fixed size, so that the bytes do not depend on the memory that there was.
+def sort_keys(keys: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Returns keys in ascending order, and the place that each had."""
+    if keys.dtype != np.uint32:
+        order = np.argsort(keys)
+        return keys[order], order
+    # key and place sorted as one number: faster than argsort
+    packed = keys.astype(np.uint64) << np.uint64(32) | np.arange(len(keys), dtype=np.uint64)
+    packed.sort()
+    return (packed >> np.uint64(32)).astype(np.uint32), (packed & np.uint64(2**32 - 1)).astype(np.int64)
+
+
+def key_numbers(keys: pa.Array) -> NDArray[Any]:
+    """Returns the numbers by which an :class:`IdMap` knows the keys of a vocabulary: of texts, their hashes."""
+    return text_keys(keys) if pa.types.is_string(keys.type) else keys.to_numpy()
+
+
+def write_vocabulary(path: Path, batches: Iterable[pa.RecordBatch], kind: KeyKind) -> int:
+    """Writes a vocabulary in row groups of a fixed size, and returns the number of its keys.
 
     Pages have no checksums, other than the splits': the bytes say what ids stand for, and older versions wrote them so.
 
     Args:
         path: File to write.
-        parts: Keys and counts in the order of the ids, one or more parts of any size.
+        batches: Keys and counts in the order of the ids.
         kind: What the keys are.
     """
-    schema = pa.schema([("id", pa.int64()), ("key", KEY_TYPES[kind]), ("count", pa.int64())])
+    columns = pa.schema([("key", KEY_TYPES[kind]), ("count", pa.int64())])
+    schema = columns.insert(0, pa.field("id", pa.int64()))
     next_id = FIRST_ID
     with pq.ParquetWriter(path, schema, compression="zstd") as writer:
-        for part in _regrouped(parts, _TEXT_GROUP_ROWS if kind == "string" else VOCABULARY_GROUP_ROWS):
-            ids = np.arange(next_id, next_id + len(part.keys))
-            writer.write_table(pa.table([pa.array(ids), _key_array(part, kind), pa.array(part.counts)], schema=schema))
-            next_id += len(part.keys)
+        for table in _regrouped(batches, columns, _TEXT_GROUP_ROWS if kind == "string" else VOCABULARY_GROUP_ROWS):
+            ids = pa.array(np.arange(next_id, next_id + len(table)))
+            writer.write_table(pa.table([ids, *table.columns], schema=schema))
+            next_id += len(table)
+    return next_id - FIRST_ID
 
 
-def _key_array(part: Counts, kind: KeyKind) -> pa.Array:
-    if kind == "string":
-        assert part.texts is not None, "keys of texts have them beside them"
-        return part.texts.cast(pa.string())
-    return pa.array(from_ordered_bits(part.keys, np.dtype(KEY_TYPES[kind].to_pandas_dtype())))
+def _regrouped(batches: Iterable[pa.RecordBatch], schema: pa.Schema, rows: int) -> Iterator[pa.Table]:
+    """Yields the same rows in tables of a row group's size, and the rest, which may be empty."""
+    waiting = schema.empty_table()
+    for batch in batches:
+        waiting = pa.concat_tables([waiting, pa.table(batch.columns, schema=schema)])
+        while len(waiting) >= rows:
+            yield waiting.slice(0, rows).combine_chunks()
+            waiting = waiting.slice(rows)
+    yield waiting.combine_chunks()
 
 
-def _regrouped(parts: Iterable[Counts], group_rows: int) -> Iterator[Counts]:
-    """Yields the same keys and counts in parts of a row group's size, and the rest."""
-    waiting: Counts | None = None
-    for part in parts:
-        waiting = part if waiting is None else _joined(waiting, part)
-        whole = len(waiting.keys) // group_rows * group_rows
-        for rows in chunks(whole, group_rows):
-            yield waiting.rows(rows)
-        waiting = waiting.rows(np.arange(whole, len(waiting.keys)))  # a copy: the rest need not keep the whole alive
-    if waiting is not None:
-        yield waiting
-
-
-def _joined(one: Counts, other: Counts) -> Counts:
-    texts = None if one.texts is None else pa.concat_arrays([one.texts, other.texts])
-    return Counts(np.concatenate([one.keys, other.keys]), np.concatenate([one.counts, other.counts]), texts)
-
-
-def vocabulary_parts(path: Path, kind: KeyKind, max_keys: int = VOCABULARY_GROUP_ROWS) -> Iterator[Counts]:
-    """Yields the keys of a vocabulary, as ordered bits and with their texts, and their counts, in the order of ids.
+def vocabulary_batches(path: Path, kind: KeyKind) -> Iterator[pa.RecordBatch]:
+    """Yields the columns ``key`` and ``count`` of a vocabulary, in the order of ids.
 
     Args:
         path: The vocabulary's file.
         kind: What its keys should be.
-        max_keys: Most keys of a part.
 
     Raises:
         UserError: The file cannot be read, or its keys are of another kind.
@@ -172,14 +172,35 @@ def vocabulary_parts(path: Path, kind: KeyKind, max_keys: int = VOCABULARY_GROUP
                     f"the vocabulary {path} has keys of the type {found}, and the column has {kind} values: name a "
                     "dataset whose column is of that kind"
                 )
-            most = _TEXT_GROUP_ROWS if kind == "string" else VOCABULARY_GROUP_ROWS
-            for batch in file.iter_batches(min(max_keys, most), columns=["key", "count"]):
-                yield _counts(batch.column("key"), batch.column("count").to_numpy())
+            yield from file.iter_batches(VOCABULARY_GROUP_ROWS, columns=["key", "count"])
     except (pa.ArrowException, OSError, KeyError) as error:
         raise UserError(f"the vocabulary {path} cannot be read: {error}; {REMEDY}") from error
 
 
-def _counts(keys: pa.Array, counts: NDArray[np.int64]) -> Counts:
-    if pa.types.is_string(keys.type):
-        return Counts(text_keys(keys), counts, keys.cast(pa.large_string()))
-    return Counts(ordered_bits(keys.to_numpy()), counts)
+def vocabulary_map(path: Path, column: KeyColumn) -> VocabularyMap:
+    """Returns the ids of a vocabulary, which is read into memory.
+
+    Raises:
+        UserError: The file cannot be read, its keys are of another kind, or two of its texts have the same key.
+    """
+    parts = [key_numbers(batch.column("key")) for batch in vocabulary_batches(path, column.kind)]
+    keys = np.concatenate([np.zeros(0, column.key_dtype), *parts])
+    order = np.argsort(keys, kind="stable")
+    found = VocabularyMap(keys[order], order + FIRST_ID)
+    require_distinct_keys(found.keys, found.key_ids, path, column)
+    return found
+
+
+def require_distinct_keys(keys: NDArray[Any], ids: NDArray[np.int64], path: Path, column: KeyColumn) -> None:
+    """Makes sure that the keys of a vocabulary, in ascending order, are distinct, which hashes of texts may not be.
+
+    Raises:
+        UserError: Two texts have the same key.
+    """
+    for place in np.flatnonzero(keys[1:] == keys[:-1])[:1].tolist():
+        texts = pa.concat_arrays([batch.column("key") for batch in vocabulary_batches(path, column.kind)])
+        first, second = (texts[int(ids[each]) - FIRST_ID].as_py() for each in (place, place + 1))
+        raise UserError(
+            f"the values {first!r} and {second!r} of column {column.name!r} have the same 64-bit key, as two of "
+            "billions may: change one of them in the input"
+        )

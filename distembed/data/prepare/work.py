@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ class Work:
         self,
         name: str,
         tasks: Sequence[str],
-        do: Callable[[str], Any],
+        do: Callable[[str, Callable[[int, int], None]], Any],
         *,
         threads: int = 1,
         total_bytes: int | None = None,
@@ -148,10 +149,10 @@ class Work:
         else:
             self._beats.check()
 
-    def _do(self, index: int, task: str, do: Callable[[str], Any]) -> Any:
+    def _do(self, index: int, task: str, do: Callable[[str, Callable[[int, int], None]], Any]) -> Any:
         """Does a task and writes down its result."""
         self._stage.done[task] = _Done()
-        result = do(task)
+        result = do(task, partial(self.advance, task))
         done = self._stage.done[task]
         record = {"task": task, "bytes": done.num_bytes, "rows": done.num_rows, "result": result}
         text = json.dumps(record)
@@ -162,7 +163,7 @@ class Work:
         return json.loads(text)["result"]  # as it is for the other processes, and after a kill
 
     def _do_side_by_side(
-        self, waiting: Sequence[tuple[int, str]], do: Callable[[str], Any], threads: int
+        self, waiting: Sequence[tuple[int, str]], do: Callable[[str, Callable[[int, int], None]], Any], threads: int
     ) -> dict[int, Any]:
         """Does tasks in several threads, of which, when one fails, none begins anything more."""
         results: dict[int, Any] = {}

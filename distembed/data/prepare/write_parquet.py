@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -20,7 +21,7 @@ import pyarrow.parquet as pq
 
 from distembed.data.dataset.manifest import DataFile, Split
 from distembed.data.dataset.pieces import Pieces, file_pieces
-from distembed.data.prepare.output_columns import OutputColumn
+from distembed.data.prepare.output_columns import IdOutput, OutputColumn
 from distembed.data.prepare.row_splits import RowSplits, some_rows
 from distembed.data.prepare.spool import SpooledBlock
 
@@ -167,8 +168,8 @@ class FileWriter:
     @property
     def group_rows(self) -> int:
         """Rows of a row group, fewer where lists are long."""
-        mean_entries = max((column.mean_values(self.blocks) for column in self.columns), default=1.0)
-        return rows_per_group(mean_entries)
+        lists = [column for column in self.columns if isinstance(column, IdOutput) and column.is_list]
+        return rows_per_group(max((column.mean_values(self.blocks) for column in lists), default=1.0))
 
     def write(self, plan: FilePlan) -> WrittenFile:
         """Writes one file."""
@@ -177,21 +178,27 @@ class FileWriter:
         return write_file(self.folder, plan, schema, self.label, tables, self.weight)
 
     def _row_groups(self, plan: FilePlan, group_rows: int) -> Iterator[list[pa.Array]]:
-        """Yields the columns of one row group after the other, filled from the blocks."""
+        """Yields the columns of one row group after the other, taken from the blocks."""
         split = self.splits.names.index(plan.split)
-        left = plan.stop - plan.start
-        room = min(left, group_rows)
-        groups = [column.begin(room) for column in self.columns]
+        room, parts = group_rows, [list[Any]() for _ in self.columns]
         for index, first, last in self.splits.parts(split, plan.start, plan.stop):
             block = self.blocks[index]
             rows = self.splits.rule.rows(block, split)
-            values = [column.read(block) for column in self.columns]
+            takes = [column.read(block) for column in self.columns]
             while first < last:
                 taken = min(room, last - first)
-                for group, each in zip(groups, values, strict=True):
-                    group.add(each, some_rows(rows, first, first + taken), taken)
-                first, room, left = first + taken, room - taken, left - taken
+                for part, take in zip(parts, takes, strict=True):
+                    part.append(take(some_rows(rows, first, first + taken)))
+                first, room = first + taken, room - taken
                 if not room:
-                    yield [group.finish() for group in groups]
-                    room = min(left, group_rows)
-                    groups = [column.begin(room) for column in self.columns]
+                    yield self._arrays(parts)
+                    room = group_rows
+        if room < group_rows:
+            yield self._arrays(parts)
+
+    def _arrays(self, parts: Sequence[list[Any]]) -> list[pa.Array]:
+        """Returns the columns of a row group, and empties the lists of their parts."""
+        arrays = [column.array(part) for column, part in zip(self.columns, parts, strict=True)]
+        for part in parts:
+            part.clear()
+        return arrays

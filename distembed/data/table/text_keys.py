@@ -5,8 +5,8 @@ A text of n bytes in UTF-8 is read as words w_1, w_2, ... of 8 bytes (little end
     h_0 = mix(n)        h_i = mix(h_(i-1) xor w_i)        key = the last h
 
 with SplitMix64's output function ``mix``, which is one to one. Texts of the same length and up to 8 bytes therefore
-have different keys; of others, two of a hundred million have the same with a probability of 0.0003. Who gives ids to
-keys has the texts beside them and finds such a pair (:func:`require_distinct_texts` is the error's text).
+have different keys; of others, two of a hundred million have the same with a probability of 0.0003. A vocabulary with
+two texts of one key is refused (:func:`distembed.data.prepare.vocabulary.require_distinct_keys`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from distembed.data.splitmix import mix64_array
-from distembed.errors import UserError
 
 _WORD = 8
 
@@ -38,16 +37,3 @@ def text_keys(texts: pa.Array) -> NDArray[np.uint64]:
         word = word << (np.uint64(64) - rest * np.uint64(8)) >> (np.uint64(64) - rest * np.uint64(8))
         keys[longer] = mix64_array(keys[longer] ^ word)
     return keys
-
-
-def require_distinct_texts(column: str, first: str, second: str) -> None:
-    """Makes sure that two texts with the same key are the same.
-
-    Raises:
-        UserError: They differ.
-    """
-    if first != second:
-        raise UserError(
-            f"the values {first!r} and {second!r} of column {column!r} have the same 64-bit key, as two of billions "
-            "may: change one of them in the input"
-        )

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.dataset.pieces import REMEDY
 from distembed.data.prepare.blocks import KeyColumn
-from distembed.data.prepare.vocabulary import FIRST_ID, HashMap, IdMap, VocabularyMap, vocabulary_parts
-from distembed.data.table.text_keys import require_distinct_texts
+from distembed.data.prepare.vocabulary import FIRST_ID, HashMap, IdMap, vocabulary_map
 from distembed.errors import UserError
 
 
@@ -30,17 +29,7 @@ def column_id_map(folder: Path, manifest: Manifest, column: KeyColumn) -> IdMap:
     """
     if column.hash_size is not None:
         return HashMap(column.hash_size, column.hash_seed)
-    parts = list(vocabulary_parts(_vocabulary_file(folder, manifest, column.name), column.kind))
-    keys = np.concatenate(
-        [np.zeros(0, np.uint32 if column.kind == "hexadecimal" else np.uint64)] + [p.keys for p in parts]
-    )
-    order = np.argsort(keys, kind="stable")
-    keys = keys[order]
-    for place in np.flatnonzero(keys[1:] == keys[:-1])[:1].tolist():
-        texts = pa.concat_arrays([part.texts for part in parts])
-        first, second = (texts[int(order[each])].as_py() for each in (place, place + 1))
-        require_distinct_texts(column.name, first, second)
-    return VocabularyMap(keys, order + FIRST_ID)
+    return vocabulary_map(_vocabulary_file(folder, manifest, column.name), column)
 
 
 def raw_values(folder: Path, manifest: Manifest, feature: str) -> pa.Array:

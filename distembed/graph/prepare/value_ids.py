@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 from distembed.data.dataset.manifest import Manifest
 from distembed.data.prepare.blocks import KeyColumn
 from distembed.data.prepare.column_numbers import decimal_numbers, hexadecimal_keys
-from distembed.data.prepare.key_counts import sort_keys
-from distembed.data.prepare.vocabulary import OUT_OF_VOCABULARY_ID, HashMap, IdMap, VocabularyMap
+from distembed.data.prepare.vocabulary import OUT_OF_VOCABULARY_ID, HashMap, IdMap, VocabularyMap, sort_keys
 from distembed.data.table.keys import KEY_KINDS
 from distembed.data.table.parser import table_layout
 from distembed.data.table.raw_columns import INTEGER, TEXT
